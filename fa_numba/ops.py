@@ -16,6 +16,8 @@ from fa_numba.host.calls import attend, of_blocks
 from fa_numba.host.merging import merge_all
 from fa_numba.host.merging import merge_backward as merge_backward_all
 from fa_numba.host.plans import Plan
+from fa_numba.host.prefix import attend as attend_prefix
+from fa_numba.host.prefix import plan_of as plan_of_prefix
 from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, documents_options
@@ -42,14 +44,15 @@ def plan(
     unit: str = "auto",
     kv_splits: int | str = "auto",
     group_splits: int | str = "auto",
+    prefix_k: Sequence[int] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
     ``AttentionOptions`` has them; for a bias, slopes, sinks and an ``attn_mask`` their shapes are
-    enough, and ``dlse`` is whether there is one. ``kv_splits`` and ``group_splits`` of the plan are
-    what "auto" has chosen. Raises as the call itself would.
+    enough, and of a ``prefix_k``; ``dlse`` is whether there is one. ``kv_splits`` and
+    ``group_splits`` of the plan are what "auto" has chosen. Raises as the call itself would.
 
     >>> import fa_numba
     >>> p = fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="fa2")
@@ -64,6 +67,8 @@ def plan(
     choices = of_blocks(choices, options)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
+    if prefix_k is not None:
+        return plan_of_prefix(problem, prefix_k, choices, options)
     # How often a block table is read depends on the copies' width.
     aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
     plan = planning.plan_of(problem, choices, aligned)
@@ -147,6 +152,8 @@ def flash_attention_2(
     ablate=(),
     unit="auto",
     kv_splits="auto",
+    prefix_k=None,
+    prefix_v=None,
     **options: Unpack[AttentionOptions],
 ):
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
@@ -160,6 +167,14 @@ def flash_attention_2(
     second kernel merges them, in one order. It is for calls whose row tiles are fewer than the
     multiprocessors, as when few rows of q meet a long k, or unequal under a causal mask; "auto"
     takes 1 for all others, and on the emulator.
+
+    ``prefix_k``, ``prefix_v``: (Hk, Np, d), or (Np, Hk, d) with ``layout="bnhd"``, keys and values
+    that come before those of every sequence: read once, for the queries of all (a fourth loop
+    order, of sequences). Each row sees all of them, and of its own sequence what it sees without
+    them; own k and v may be pages. The result is merged by logsumexps from both, each rounded to
+    q's dtype. Beside them are allowed scale, causal, softcap, sinks, kv_lens, block_table,
+    cu_seqlens_q, cu_seqlens_k, layout and precision; ``tiles``, ``unit``, ``ablate`` and
+    ``kv_splits`` are of both passes. There is no backward pass.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "swizzle" of rows in shared memory, which then have "padding", that too
@@ -181,6 +196,9 @@ def flash_attention_2(
     [0.0, 4.0, 8.0]
     """
     choices = choices_of("fa2", "fwd", tiles, unit, return_lse, ablate, kv_splits)
+    if prefix_k is not None or prefix_v is not None:
+        prefix = prefix_k, prefix_v
+        return attend_prefix(choices, (q, k, v), prefix, options, stream, out)
     return attend(choices, (q, k, v), options, stream, out)
 
 

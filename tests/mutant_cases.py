@@ -30,6 +30,7 @@ import test_mods
 import test_pages
 import test_plans
 import test_precision
+import test_prefix
 import test_recorded_launches
 import test_ring
 import test_softmax
@@ -709,6 +710,7 @@ def host_runs():
         test_ring.test_parts_that_do_not_fit_are_refused,
     )
     others = (test_launch_cache, test_append_kv, test_merge, test_softmax, test_plans, test_inputs)
+    others += (test_prefix,)
     few = (x for x in own_runs() if x.title.endswith(("-plain-0", "-mods-0")))
     plain = (replace(x, unit="host", quick=False) for x in few)
     return (
@@ -739,6 +741,8 @@ def runs():
         test_kv_splits.test_splits_against_float64,
         test_kv_splits.test_packed_splits,
         test_merge.test_parts_become_the_whole,
+        test_prefix.test_values_and_counts,
+        test_prefix.test_the_prefix_is_read_for_a_tile_of_all_queries,
         test_merge.test_gradients_are_the_central_differences,
         test_ring.test_merged_parts_are_those_of_float64,
         test_ring.test_added_parts_are_those_of_float64,

@@ -26,6 +26,9 @@ import test_mma_backward as mma_backward
 from backward_helpers import WAYS, as_plan, check_gradients, with_dlse
 from helpers import ALGORITHMS
 from options_helpers import DRAWS, inputs
+from test_prefix import LIES, call_of
+from test_prefix import check as check_prefix
+from test_prefix import plan_of as plan_with_prefix
 
 import fa_numba
 from fa_numba import Tiles
@@ -57,6 +60,7 @@ class Kind:
     options: tuple[str, ...]
     chosen: dict[str, Any]
     dlse: bool
+    prefix: str = ""  # of fa2 forward, how the arrays of a call with one lie
 
     def drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
         """The options of a call of this shape (B, Hq, Hk, Nq, Nk, d)."""
@@ -92,7 +96,10 @@ def kind_of(seed: int, number: int) -> Kind:
     if "bias" in options and (passes, unit) == ("bwd", "wgmma"):
         chosen["return_dbias"] = False  # mma's
     d, dlse = one(HEAD_DIMS), passes == "bwd" and rng.random() < 0.3
-    return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse)
+    prefix = ""
+    if (passes, way) == ("fwd", "fa2") and rng.random() < 0.3:
+        prefix, options = one(LIES), options & {"causal", "softcap"}
+    return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix)
 
 
 def call(kind: Kind, seed: list[int], device: str) -> str:
@@ -102,6 +109,8 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     Nq, Nk = rng.choice(lengths, 2).tolist()
     heads, batch = rng.integers(1, 3, 2).tolist()
     shape = (batch, kind.group * heads, heads, Nq, Nk, kind.head_dim)
+    if kind.prefix:
+        return call_with_prefix(kind, rng, shape, device)
     arrays, options = inputs(shape, kind.drawn(rng, shape))
     arrays = [x.astype(kind.dtype) for x in arrays]
     if kind.dlse:
@@ -122,6 +131,27 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     else:
         (helpers if single else mma_helpers).check(device, algorithm, *arrays[1:], **options)
     return planned.unit
+
+
+def call_with_prefix(
+    kind: Kind, rng: np.random.Generator, shape: tuple[int, ...], device: str
+) -> str:
+    """``call`` where the sequences share a prefix."""
+    options, lens = kind.drawn(rng, shape), rng.integers(0, np.add(shape[3:5], 1), (shape[0], 2))
+    lens[0] = shape[3:5]
+    if kind.prefix.startswith("packed"):
+        options["q_lens"] = lens[:, 0].tolist()
+    if kind.prefix != "bhnd" or rng.random() < 0.5:
+        options["kv_lens"] = lens[:, 1].tolist()
+    facts = kind.dtype, shape, int(rng.choice(LENGTHS)), kind.prefix, options
+    arrays, prefix, given, _ = call_of(*facts)
+    try:
+        with devices.using(device):
+            planned = plan_with_prefix(arrays, prefix, given)
+            placement.check_size(planned)
+    except ValueError:
+        return REFUSED
+    return check_prefix(device, *facts).unit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

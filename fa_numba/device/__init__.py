@@ -24,6 +24,8 @@ from fa_numba.device.function import device_function
 from fa_numba.device.kernel import Kernel
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
+    as_batch,
+    as_one,
     broadcast,
     clear,
     count_accesses,

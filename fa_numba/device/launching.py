@@ -157,6 +157,19 @@ def grouped(array: Any, heads: int) -> Any:
     return _seen_as(array, shape, (b, h * heads, r, h, *steps))
 
 
+def as_one(array: Any) -> Any:
+    """A launch argument (batch, H, rows, ...), entry behind entry, as (1, H, batch rows, ...)."""
+    (batch, heads, rows, *last), (b, h, r, *steps) = array.shape, array.strides
+    return _seen_as(array, (1, heads, batch * rows, *last), (0, h, r if rows > 1 else b, *steps))
+
+
+def as_batch(array: Any, batch: int) -> Any:
+    """A launch argument (1, H, batch rows, ...) as (batch, H, rows, ...)."""
+    (_, heads, total, *last), (_, h, r, *steps) = array.shape, array.strides
+    rows = total // batch
+    return _seen_as(array, (batch, heads, rows, *last), (rows * r, h, r, *steps))
+
+
 def _seen_as(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     if isinstance(array, DeviceArray):
         return replace(array, shape=shape, strides=strides)

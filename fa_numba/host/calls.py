@@ -89,7 +89,7 @@ def _first_attend(
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
         matrices = [*matrices, target]
     with placement.placed(q):
-        plan = planning.plan_of(problem, choices, _aligned(problem, matrices))
+        plan = planning.plan_of(problem, choices, aligned_rows(problem, matrices, q))
         arguments.check_mask(problem, choices.tiles, plan.tiles)
         placement.check_size(plan)
         named = dict(zip(names.values(), inputs, strict=True)) | arguments.arrays
@@ -132,9 +132,9 @@ def launched(
     return launch_cache.run_and_keep(make, operands, values, outputs, handle, call, updated)
 
 
-def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
-    """Whether 16-byte accesses are allowed; copies made for the GPU always allow them."""
-    copies = device.on_gpu() and operands[0].place == HOST
+def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:
+    """Whether 16-byte accesses of all are allowed; copies made for the GPU always allow them."""
+    copies = device.on_gpu() and q.place == HOST
     return problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (
         copies or all(x.aligned for x in operands)
     )

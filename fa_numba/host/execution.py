@@ -42,8 +42,8 @@ def attend(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: An
         "group": problem.group,  # query heads that read one K/V head
         "split_rows": plan.split_rows,
     }
-    found |= {name: _heads(problem, arrays[name]) for name in TENSORS if name in arrays}
-    rows = {name: _heads(problem, arrays[name]) for name in _ROWS if name in arrays}
+    found |= {name: by_heads(problem, arrays[name]) for name in TENSORS if name in arrays}
+    rows = {name: by_heads(problem, arrays[name]) for name in _ROWS if name in arrays}
 
     def options(workspace: Mapping[str, Any]) -> dict[str, Any]:
         given = {**arrays, **rows}
@@ -72,7 +72,7 @@ def execute(
     with device.scratch(stream) as allocate:
         found = dict(arrays)
         for buffer in plan.workspace:
-            found[buffer.name] = _allocated(buffer, allocate, stream)
+            found[buffer.name] = allocated(buffer, allocate, stream)
         values = options(found) if options else {}
         for launch in plan.launches:
             taken = [_resolved(x, found, plan) for x in launch.arguments.values()]
@@ -103,7 +103,7 @@ def _untouched(argument: Untouched, other: Any) -> Any:
     return np.broadcast_to(np.array(dtype.nan, dtype.host), argument.shape)
 
 
-def _allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
+def allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
     """The workspace that ``buffer`` describes."""
     array = allocate(buffer.allocated, buffer.host_dtype)
     if buffer.zeroed:
@@ -118,7 +118,7 @@ def heads_first(array: Any) -> Any:
     return device.permuted(array, (0, 2, 1, 3))
 
 
-def _heads(problem: Problem, array: Any) -> Any:
+def by_heads(problem: Problem, array: Any) -> Any:
     """An array of a call as the kernels take it: (batch, heads, seqlen, ...) in any layout, (1,
     heads, total, ...) when packed.
     """

@@ -1,6 +1,7 @@
 """Global-memory accesses, FLOPs and workspace in closed form.
 
     standard, fa1, fa2, standard_backward ...   loads and stores of this package's kernels, exact
+    with_prefix                                 of a prefix that sequences share, exact
     softmax                                     of the softmax of vectors alone, exact
     tiles_visited                               how many tiles of S they compute
     theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1;
@@ -53,7 +54,7 @@ bytes           320         96
 
 from fa_numba.io_model.accesses import ELEMENT_BYTES, Accesses
 from fa_numba.io_model.count_fa1 import fa1, fa1_backward
-from fa_numba.io_model.count_fa2 import fa2, fa2_backward
+from fa_numba.io_model.count_fa2 import fa2, fa2_backward, with_prefix
 from fa_numba.io_model.count_softmax import check_softmax, softmax
 from fa_numba.io_model.count_standard import standard, standard_backward
 from fa_numba.io_model.published import (
@@ -96,5 +97,6 @@ __all__ = [
     "theta_flash",
     "theta_standard",
     "tiles_visited",
+    "with_prefix",
     "workspace",
 ]

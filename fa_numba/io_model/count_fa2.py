@@ -75,6 +75,30 @@ def fa2(
     return of_planes(problem, tiles, count(problem, loads | sums, results | sums))
 
 
+def with_prefix(
+    problem: Problem, own: Accesses, prefix: Accesses, *, width: int, gathered: bool = False
+) -> Accesses:
+    """Accesses of FA-2 forward where all sequences begin with one prefix: of the pass over each
+    sequence's ``own`` keys; of the one over those of the ``prefix``, whose rows are the queries of
+    all, N' = sum N_q' a head; and of what merges O and L of both, ``width`` elements a thread.
+
+    Per head the last
+        loads  X, Y: N' d each    LX, LY: N' d / width each    stores  O: N' d    L: N'
+    and where queries are ``gathered`` before, N' d loads of X and stores of rows.
+    """
+    rows = problem.heads_q * problem.batch * problem.seqlen_q
+    if problem.packed:
+        rows = problem.heads_q * sum(problem.q_lens or ())
+    n = rows * problem.head_dim
+    merged = {"X": n, "Y": n, "LX": n // width, "LY": n // width}
+    parts = [prefix, own, count(problem, merged, {"O": n, "L": rows})]
+    if gathered:
+        parts.append(count(problem, {"X": n}, {"rows": n}))
+    single = DTYPES[problem.dtype].sums_in_place
+    halves = (*own.halves, *(() if single else ("X", "Y", "rows")))
+    return replace(add_up(problem, parts), halves=halves)
+
+
 def fa2_backward(
     problem: Problem,
     tiles: BlockSizes,

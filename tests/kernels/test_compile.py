@@ -19,7 +19,7 @@ from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.kernels import merge_parts, mma, wgmma
 from fa_numba.kernels.simt import fa1_backward, fa1_forward, fa2_backward, fa2_forward
-from fa_numba.kernels.simt.append import make_append
+from fa_numba.kernels.simt.append import make_append, make_gather
 from fa_numba.tiling import SimtBackwardSpec, splits
 
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
@@ -258,11 +258,12 @@ def test_a_kernel_over_pages_compiles_within_its_budgets(case):
 
 
 @pytest.mark.parametrize("case", slow_but([(True, True)], [(True, True), (False, False)]))
-def test_the_kernel_that_appends_compiles_within_its_budgets(case):
+def test_the_kernels_that_copy_rows_compile_within_their_budgets(case):
     halves, aligned = case
     dtype = "float16" if halves else "float32"
-    ptx = ptx_within_budgets(make_append(64, dtype, 48, aligned, True), "sm_90a")
-    assert ("st.global.v4" in ptx) == aligned
+    for kernel in (make_append(64, dtype, 48, aligned, True), make_gather(64, dtype, aligned)):
+        ptx = ptx_within_budgets(kernel, "sm_90a")
+        assert ("st.global.v4" in ptx) == aligned
 
 
 @pytest.mark.parametrize(

@@ -487,6 +487,7 @@ def test_the_three_functions_share_one_signature():
     assert first.pop("query_splits").default == 1
     assert first.pop("warp_partition").default == "rows"
     assert want.pop("kv_splits").default == "auto"
+    assert want.pop("prefix_k").default is want.pop("prefix_v").default is None
     assert first == want
     assert want.pop("ablate").default == ()
     assert dict(inspect.signature(fa_numba.standard_attention).parameters) == want

@@ -1,4 +1,5 @@
-"""New keys and values to the pages of a cache, where a block table has their rows.
+"""Rows copied: new keys and values to the pages of a cache, where a block table has their rows;
+queries of a batch one after the other.
 
 A thread takes one piece of a row, 16 bytes of K and of V, or one element where rows do not start at
 16-byte addresses. Row i of what is new becomes row ``kv_lens[b]`` + i of sequence b.
@@ -23,22 +24,8 @@ def make_append(head_dim, dtype, page_size, aligned, ragged):
     """The kernel; launched over (``blocks``, Hk, B). With ``ragged`` sequence b has ``new_lens[b]``
     new rows, else all that the arrays have.
     """
-    d, halves = head_dim, DTYPES[dtype].bytes == 2
     width = DTYPES[dtype].chunk if aligned else 1
-    pieces = d // width
-
-    @device_function
-    def copy(to, row, source, i, col):
-        if not aligned:
-            to[row, col] = source[i, col]
-        elif halves:
-            w = read8(source, i, col)
-            write8(to, row, col, w[0], w[1], w[2], w[3], True)
-        else:
-            x = read4(source, i, col)
-            write4(to, row, col, x[0], x[1], x[2], x[3])
-
-    matrix = array_type(4, types.uint16 if halves else types.float32)
+    pieces, copy, matrix = head_dim // width, _copy(dtype, aligned), _matrix(dtype)
     lengths = array_type(1, types.int32)
     arguments = (*[matrix] * 4, array_type(2, types.int32), lengths, lengths)
 
@@ -61,7 +48,52 @@ def make_append(head_dim, dtype, page_size, aligned, ragged):
     return append_kv
 
 
+@cache
+def make_gather(head_dim, dtype, aligned):
+    """The kernel for the rows of all batch entries as those of one, entry behind entry: X (B, H, N,
+    d) to ``rows`` (1, H, B N, d); launched over (``blocks``, H, B).
+
+    Accesses, elements per head:  loads N d, stores N d.
+    """
+    width = DTYPES[dtype].chunk if aligned else 1
+    pieces, copy, matrix = head_dim // width, _copy(dtype, aligned), _matrix(dtype)
+
+    @cuda.jit((matrix, matrix), THREADS, 0)
+    def gather_rows(X, rows):
+        b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
+        piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        i, N = uint32(piece // uint32(pieces)), uint32(X.shape[2])
+        col = uint32(uint32(piece % uint32(pieces)) * width)
+        if i < N:
+            copy(rows[0, h], uint32(b * N + i), X[b, h], i, col)
+
+    return gather_rows
+
+
+def _matrix(dtype):
+    return array_type(4, types.uint16 if DTYPES[dtype].bytes == 2 else types.float32)
+
+
+@cache
+def _copy(dtype, aligned):
+    """``copy(to, row, source, i, col)``: 16 bytes of a row, or an element."""
+    halves = DTYPES[dtype].bytes == 2
+
+    @device_function
+    def copy(to, row, source, i, col):
+        if not aligned:
+            to[row, col] = source[i, col]
+        elif halves:
+            w = read8(source, i, col)
+            write8(to, row, col, w[0], w[1], w[2], w[3], True)
+        else:
+            x = read4(source, i, col)
+            write4(to, row, col, x[0], x[1], x[2], x[3])
+
+    return copy
+
+
 def blocks(rows, head_dim, dtype, aligned):
-    """Thread blocks for so many new rows of a head."""
+    """Thread blocks for so many rows of a head."""
     width = DTYPES[dtype].chunk if aligned else 1
     return -(-rows * (head_dim // width) // THREADS)

@@ -1,0 +1,233 @@
+"""A prefix that all sequences of a batch share: its keys are read once, for the queries of all.
+
+Of FlashAttention-2 forward a fourth loop order, over sequences: the queries of all of them together
+are the rows of one call over the prefix; each sequence's own are rows of a second one over its own
+keys, in one piece or in pages; and the logsumexps merge both results (Hydragen, arXiv 2402.05099,
+section 3; RelayAttention, arXiv 2402.14808). Row i of a sequence sees the whole prefix, and of its
+own keys what it sees without one.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from fa_numba import device, io_model
+from fa_numba.checks import LAYOUTS, as_sizes
+from fa_numba.choices.requests import Choices, Request
+from fa_numba.dtypes import DTYPES
+from fa_numba.host import execution, launch_cache, merging, placement, planning
+from fa_numba.host.arrays import HOST, Operand, check_out, check_together, operand
+from fa_numba.host.binding import Binding
+from fa_numba.host.calls import aligned_rows, launched
+from fa_numba.host.plans import Buffer, Launch, LaunchPlan, Plan, Reasons
+from fa_numba.kernels.merge_parts import width_of
+from fa_numba.kernels.simt.append import blocks, make_gather
+from fa_numba.options import FEATURES, argument_of
+from fa_numba.problem import Problem
+
+# Fields of a Problem whose meaning is the same beside a prefix. Others number columns from the
+# first own one, or hide some of them: what that would say of the prefix is not obvious.
+_BESIDE = {"causal", "softcap", "sinks", "kv_lens", "packed", "pages", "page_size", "layout"}
+_BESIDE.add("precision")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixPlan(Plan):
+    """What a call with a prefix runs: ``gather``, where the queries do not yet lie as rows of one
+    batch entry; ``prefix`` over the shared keys; ``own`` over each sequence's; ``merge``.
+
+    Kernels, workspace, accesses and FLOPs are those of all; the rest is of ``own``.
+    """
+
+    gather: LaunchPlan | None
+    prefix: Plan
+    own: Plan
+    merge: LaunchPlan
+    between: tuple[Buffer, ...]
+    made_of: tuple = field(compare=False, repr=False)
+
+    @property
+    def why(self) -> Reasons:
+        of_prefix = {f"prefix: {name}": why for name, why in self.prefix.why.items()}
+        return Reasons({**of_prefix, **self.own.why})
+
+    @functools.cached_property
+    def flops(self) -> int:
+        return self.prefix.flops + self.own.flops
+
+    def __str__(self) -> str:
+        first, problem, *others = super().__str__().splitlines()
+        p = self.prefix.problem
+        of = f"prefix     {p.seqlen_k} keys, read once for {p.seqlen_q} rows a head"
+        return "\n".join((first, problem, of, *others))
+
+
+def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> PrefixPlan:
+    """The plan of a call whose arrays are contiguous; ``prefix`` is the shape of its keys. Raises
+    as the call does.
+    """
+    first = _of_prefix(problem, prefix, prefix, options)
+    gathered = not _lies_as_one(None, problem)
+    wide = problem.head_dim % DTYPES[problem.dtype].chunk == 0
+    return _plan_of(problem, first, choices, (wide, wide, wide), gathered)
+
+
+def attend(
+    choices: Choices, arrays: tuple, prefix: tuple, options: Any, stream: Any, out: Any = None
+) -> Any:
+    """O, or with ``return_lse`` (O, L), of (q, k, v) behind the (k, v) of a ``prefix``, with the
+    other arguments of the public function.
+    """
+    if any(x is None for x in prefix):
+        given, missing = ("prefix_v", "prefix_k") if prefix[0] is None else ("prefix_k", "prefix_v")
+        raise ValueError(f"{given} is given without {missing}: allowed are both or none")
+    call = launch_cache.describe_call((choices, "prefix"), (*arrays, *prefix), options, out)
+    results = launch_cache.replay(call, out, stream)
+    if results is None:
+        results = _first_attend(choices, (*arrays, *prefix), options, stream, out, call)
+    return tuple(results) if choices.return_lse else results[0]
+
+
+def _first_attend(
+    choices: Choices, given: tuple, options: Any, stream: Any, out: Any, call: Any
+) -> list:
+    names = ("q", "k", "v", "prefix_k", "prefix_v")
+    inputs = [operand(name, x) for name, x in zip(names, given, strict=True)]
+    q, k, v, *of_prefix = inputs
+    arguments = Binding.of(options)
+    check_together(inputs, list(arguments.arrays.values()))
+    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
+    first = _of_prefix(problem, of_prefix[0].shape, of_prefix[1].shape, options)
+    target = None
+    if out is not None:
+        target = operand("out", out, (problem.dtype,))
+        check_together([q, target])
+        check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
+    with placement.placed(q):
+        copies = device.on_gpu() and q.place == HOST  # which are contiguous
+        gathered = not _lies_as_one(None if copies else q, problem)
+        written = [] if target is None else [target]  # a new O is contiguous
+        shared = of_prefix if gathered else [q, *of_prefix]
+        aligned = [aligned_rows(problem, x, q) for x in ([q, k, v, *written], shared, written)]
+        plan = _plan_of(problem, first, choices, aligned, gathered)
+        for part in (plan.prefix, plan.own):
+            placement.check_size(part)
+        for copying in (plan.merge, plan.gather):
+            if copying is not None:
+                placement.check_grid(copying, "q")
+        named = dict(zip((*"QKV", "prefix K", "prefix V"), inputs, strict=True)) | arguments.arrays
+
+        def run(arrays: dict[str, Any], stream: Any) -> None:
+            _execute(plan, arguments, arrays, stream)
+
+        return launched(plan, named, stream, call, run, target, arguments.seeds)
+
+
+def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], stream: Any) -> None:
+    p = plan.problem
+    with device.scratch(stream) as allocate:
+        made = {b.name: execution.allocated(b, allocate, stream) for b in plan.between}
+    Q, O = (execution.by_heads(p, arrays[name]) for name in "QO")
+    if plan.gather is not None:
+        execution.execute(plan.gather, {"X": Q, "rows": made["rows"]}, stream)
+    rows = made["rows"] if plan.gather is not None else device.as_one(Q)
+    turn = (1, 0, 2) if p.layout == "bnhd" else (0, 1, 2)
+    of_prefix = {"Q": rows, "O": made["prefix O"], "L": made["prefix L"]}
+    of_prefix |= {x: device.transposed(arrays[f"prefix {x}"], turn) for x in "KV"}
+    execution.attend(plan.prefix, Binding.of({}), of_prefix, stream)
+    execution.attend(plan.own, arguments, {**arrays, "L": made["own L"]}, stream)
+    x_lse, lse = (execution.by_heads(p, L) for L in (made["own L"], arrays.get("L", made.get("L"))))
+    y, y_lse = (device.as_batch(made[name], O.shape[0]) for name in ("prefix O", "prefix L"))
+    merged = {"x": O, "x_lse": x_lse, "y": y, "y_lse": y_lse, "lse": lse}
+    execution.execute(plan.merge, merged, stream)
+
+
+def _lies_as_one(q: Operand | None, problem: Problem) -> bool:
+    """Whether all queries are rows of one batch entry: each of one distance to the next. None
+    stands for a contiguous q.
+    """
+    if problem.packed or 1 in (problem.batch, problem.seqlen_q):
+        return True
+    if q is None:
+        return problem.layout == "bnhd" or problem.heads_q == 1
+    axis = LAYOUTS[problem.layout].index("seqlen")
+    return q.strides[0] == q.shape[axis] * q.strides[axis]
+
+
+def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Problem:
+    """The problem of all queries over the prefix. Raises ValueError or TypeError for keys that do
+    not fit, and for options that are not there beside a prefix.
+    """
+    axes = LAYOUTS[problem.layout][1:]
+    k, v = as_sizes("prefix_k", k_shape, axes), as_sizes("prefix_v", v_shape, axes)
+    sizes = {"heads": problem.heads_k, "head_dim": problem.head_dim}
+    for axis, size in sizes.items():
+        if (found := k[axes.index(axis)]) != size:
+            raise ValueError(
+                f"prefix_k has {axis} {found} (shape {k}): allowed is {size}, as k has it"
+            )
+    if v != k:
+        raise ValueError(f"prefix_v has shape {v}: allowed is {k}, that of prefix_k")
+    for flag in problem.options:
+        if flag not in _BESIDE and not (flag == "q_lens" and problem.packed):
+            name = argument_of(flag) if flag in FEATURES else flag
+            name = "attn_mask" if name == "bias" and options.get("bias") is None else name
+            raise ValueError(
+                f"{name} is given with a prefix: allowed beside it are scale, causal, softcap, "
+                "sinks, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout and precision"
+            )
+    names = ("heads_q", "heads_k", "head_dim", "dtype", "scale", "softcap", "precision")
+    kept = {name: getattr(problem, name) for name in names}
+    rows = sum(problem.q_lens or ()) if problem.packed else problem.batch * problem.seqlen_q
+    return Problem(batch=1, seqlen_q=rows, seqlen_k=k[axes.index("seqlen")], **kept)
+
+
+def _plan_of(
+    problem: Problem, prefix: Problem, choices: Choices, aligned: Sequence[bool], gathered: bool
+) -> PrefixPlan:
+    """``aligned`` as a ``Request`` has it: of the own arrays, the prefix's pass, and O."""
+    with_lse = replace(choices, return_lse=True)
+    own, of_prefix = map(Request.here, (with_lse,) * 2, (problem, prefix), aligned)
+    return _planned(own, of_prefix, choices.return_lse, aligned[2], gathered)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    of_own: Request, of_prefix: Request, return_lse: bool, aligned: bool, gathered: bool
+) -> PrefixPlan:
+    """The plan of both passes; O's rows are ``aligned`` or not."""
+    own, prefix = planning.planned(of_own), planning.planned(of_prefix)
+    p, one = own.problem, (1, own.problem.heads_q, prefix.problem.seqlen_q, own.problem.head_dim)
+    between = [Buffer("prefix O", one, p.dtype), Buffer("prefix L", one[:3])]
+    between += [Buffer("own L", p.lse_shape)] + ([] if return_lse else [Buffer("L", p.lse_shape)])
+    batch, heads, rows = of_own.row_shape
+    merge = merging.plan_of((batch, heads, rows, one[3]), (p.dtype, p.dtype), aligned, lse=True)
+    gather = None
+    if gathered:
+        between.append(Buffer("rows", one, p.dtype))
+        kernel = make_gather(one[3], p.dtype, of_own.aligned)
+        grid = (blocks(rows, one[3], p.dtype, of_own.aligned), heads, batch)
+        gather = LaunchPlan(launches=(Launch.of(kernel, grid),))
+    parts = [part for part in (gather, prefix, own, merge) if part is not None]
+
+    def count(block_mask: Any = None) -> io_model.Accesses:
+        how = {"width": width_of(one[3], aligned), "gathered": gathered}
+        return io_model.with_prefix(p, own.accesses, prefix.accesses, **how)
+
+    changed = {
+        "launches": tuple(launch for part in parts for launch in part.launches),
+        "workspace": (*between, *(buffer for part in parts for buffer in part.workspace)),
+        "outputs": own.outputs if return_lse else own.outputs[:1],
+        "count": count,
+        "made_of": (of_own, of_prefix, return_lse, aligned, gathered),
+    }
+    kept = {f.name: getattr(own, f.name) for f in fields(own)} | changed
+    its = {"gather": gather, "prefix": prefix, "own": own, "merge": merge}
+    return PrefixPlan(**kept, **its, between=tuple(between))
+
+
+copyreg.pickle(PrefixPlan, lambda plan: (_planned, plan.made_of))
