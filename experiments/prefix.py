@@ -1,0 +1,337 @@
+"""Sequences that begin alike: their prefix read once for all of them, or by each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device, reference
+from fa_numba.problem import Problem
+
+from .lab.measure import calls, check, counts, peers, precompile
+from .lab.measure.series import HOPPER, row_fields, unit
+from .lab.measure.timing import attempt, time_call
+from .lab.measure.workloads import Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
+
+NAME = "prefix"
+TITLE = "a prefix that sequences share, read once or by each"
+DESCRIPTION = (
+    "A decoding step of sequences that begin alike: the bytes that it accesses where the prefix is "
+    "read once for all of them and where each reads it, by the model and counted on the emulator; "
+    "the time of both, fp16, d=128, 1 to 256 sequences behind 1k to 16k keys, where there is a GPU."
+)
+NEEDS_GPU = False
+# Whether the prefix is read once stands in a row's note.
+SWEPT = ("note",)
+TAKES, TAKES_ON_GPU = (), ("seqlens",)
+
+ONCE, BY_EACH = "read once", "read by each"
+WAYS = (ONCE, BY_EACH)
+# Of a step that is counted, and of one that is timed: heads, heads of K and V, keys of a sequence's
+# own, head dimension, rows of a page.
+SMALL, LARGE = (4, 2, 24, 64, 16), (32, 8, 128, 128, 64)
+COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16", "fa2-wgmma": "float16"}
+COUNTED_STEPS = tuple(itertools.product((1, 3, 8), (40, 130)))
+TIMED = ("fa2-mma", HOPPER)
+SEQUENCES, PREFIXES = (1, 4, 16, 64, 256), (1024, 4096, 16384)
+PROTOCOL = (
+    f"one query row a sequence, {LARGE[0]} heads on {LARGE[1]} of K and V, {LARGE[2]} keys of each "
+    f"sequence's own, d={LARGE[3]}, pages of {LARGE[4]} rows; read by each, the tables of all "
+    "sequences begin with the same pages"
+)
+
+
+def step(sequences: int, prefix: int, sizes: Sequence[int], dtype: str = "float16") -> Problem:
+    """A decoding step over the prefix and each sequence's own keys, in one piece."""
+    heads, heads_k, own, d, _ = sizes
+    return Problem(sequences, heads, heads_k, 1, prefix + own, d, dtype=dtype)
+
+
+def prefix_of(row: Row | Problem, sizes: Sequence[int]) -> int:
+    """The keys of a row's prefix."""
+    return row.seqlen_k - sizes[2]
+
+
+class Behind:
+    """Keys or values (B, Hk, N, d) of sequences behind those of a prefix, as they are read: by
+    entry, head and rows.
+    """
+
+    def __init__(self, prefix: np.ndarray, own: np.ndarray) -> None:
+        self._prefix, self._own = prefix, own
+
+    def __getitem__(self, place: tuple[int, int, slice]) -> np.ndarray:
+        entry, head, rows = place
+        return np.concatenate((self._prefix[head], self._own[entry, head]))[rows]
+
+
+def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.ndarray, ...]:
+    """q, the prefix's k and v (Hk, N, d), and those of the sequences (B, Hk, N, d)."""
+    prefix = prefix_of(problem, sizes)
+    q, k, v = inputs(replace(problem, seqlen_k=sizes[2]))
+    _, *first = inputs(replace(problem, batch=1, seqlen_k=prefix))
+    # Other numbers than the first ones of the same streams.
+    return q, *(np.ascontiguousarray(x[0, :, ::-1]) for x in first), k, v
+
+
+def _pages(x: np.ndarray, rows: int) -> np.ndarray:
+    """(B, Hk, N, d) as pages of so many rows, in order."""
+    B, Hk, N, d = x.shape
+    each = -(-N // rows)
+    whole = np.zeros((B, Hk, each * rows, d), x.dtype)
+    whole[:, :, :N] = x
+    return whole.reshape(B, Hk, each, rows, d).swapaxes(1, 2).reshape(B * each, Hk, rows, d)
+
+
+def given(
+    way: str, problem: Problem, host: Sequence[np.ndarray], sizes: Sequence[int]
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """q, k and v of a call, these in pages, and its options that are arrays."""
+    q, *of_prefix, k, v = host
+    size, own = sizes[-1], sizes[2]
+    each, first = -(-own // size), prefix_of(problem, sizes)
+    table = np.arange(problem.batch * each, dtype=np.int32).reshape(problem.batch, each)
+    pages = [_pages(x, size) for x in (k, v)]
+    lens = np.full(problem.batch, own, np.int32)
+    if way == ONCE:
+        found: dict[str, Any] = {"block_table": table, "kv_lens": lens}
+        return (q, *pages), found | dict(zip(("prefix_k", "prefix_v"), of_prefix, strict=True))
+    # A page may end within the prefix, behind which a sequence's own rows begin.
+    tail = first % size
+    shared = [_pages(x[None, :, : first - tail], size) for x in of_prefix]
+    joined = [
+        np.concatenate([np.broadcast_to(x[:, first - tail :], (len(y), *x[:, :tail].shape)), y], 2)
+        for x, y in zip(of_prefix, (k, v), strict=True)
+    ]
+    own_pages = [_pages(x, size) for x in joined]
+    begin = len(shared[0])
+    mine = np.arange(len(own_pages[0]), dtype=np.int32).reshape(problem.batch, -1) + begin
+    front = np.broadcast_to(np.arange(begin, dtype=np.int32), (problem.batch, begin))
+    pages = [np.concatenate(x) for x in zip(shared, own_pages, strict=True)]
+    return (q, *pages), {"block_table": np.hstack([front, mine]), "kv_lens": lens + first}
+
+
+def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, dict[str, Any]]:
+    """The problem over pages, and what a plan takes beside it."""
+    first, own, size = prefix_of(problem, sizes), sizes[2], sizes[-1]
+    keys = own if way == ONCE else first + own
+    table = problem.batch, -(-keys // size)
+    pages = table[0] * table[1], problem.heads_k, size, problem.head_dim
+    paged = Problem.from_shapes(problem.q_shape, pages, dtype=problem.dtype, block_table=table)
+    options: dict[str, Any] = {"block_table": table, "kv_lens": (keys,) * problem.batch}
+    if way == ONCE:
+        options["prefix_k"] = problem.heads_k, first, problem.head_dim
+    return paged, options
+
+
+# --- measured --------------------------------------------------------------------------------
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Bytes counted and by the model; times where there is a GPU."""
+    steps = COUNTED_STEPS[:: 3 if options.quick else 1]
+    yield from bench.counted([(s, *at) for s in COUNTED for at in steps], "counting", _counted)
+    for series in TIMED:
+        for sequences, prefix in itertools.product(SEQUENCES, PREFIXES):
+            yield from _modelled(series, step(sequences, prefix, LARGE), LARGE)
+    if bench.machine is None:
+        return
+    prefixes = options.seqlens or PREFIXES[: 1 if options.quick else None]
+    several = SEQUENCES[1:2] if options.quick else SEQUENCES
+    problems = [step(n, prefix, LARGE) for prefix in prefixes for n in several]
+    timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
+    ahead = []
+    for problem, series, way in itertools.product(problems, timed, WAYS):
+        paged, own = _told(way, problem, LARGE)
+        del own["kv_lens"]
+        ahead.append(precompile.Call(series, paged, {**own, "kv_splits": "auto"}))
+    precompile.compile_ahead(ahead, bench)
+    inputs = Inputs()
+    for problem in bench.each(problems, "timing"):
+        yield from _times(problem, timed, inputs, bench.machine)
+
+
+def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[Row]:
+    """Bytes of both ways, by the accesses of the plans on the emulator."""
+    for way in WAYS:
+        paged, told = _told(way, problem, sizes)
+        common: dict[str, Any] = {"dtype": problem.dtype, "unit": unit(series), "kv_splits": 1}
+        with device.using("emulator"):
+            plan = fa_numba.plan(paged.q_shape, paged.k_shape, **common, **told)
+        fields = {"experiment": NAME, "series": series, "note": way, **row_fields(problem)}
+        fields |= {"metric": "traffic", "unit": "bytes", "value": plan.accesses.bytes}
+        yield Row(machine=MODEL, source="model", **fields)
+
+
+def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
+    """Of one small step on the emulator: bytes, and the error, of both ways; the model's bytes."""
+    problem = step(sequences, prefix, SMALL, COUNTED[series])
+    yield from _modelled(series, problem, SMALL)
+    host = tuple(x.astype(problem.dtype) for x in arrays(problem, SMALL, Inputs()))
+    q, first_k, first_v, k, v = host
+    whole = (
+        np.concatenate([np.broadcast_to(x, (sequences, *x.shape)), y], 2)
+        for x, y in ((first_k, k), (first_v, v))
+    )
+    exact = reference.attention(q, *whole)
+    common: dict[str, Any] = {"machine": EMULATOR, "experiment": NAME, "series": series}
+    common |= {"source": "counted", **row_fields(problem)}
+    for way in WAYS:
+        given_arrays, options = given(way, problem, host, SMALL)
+        with device.using("emulator"), fa_numba.count_accesses() as counted:
+            found = fa_numba.flash_attention_2(
+                *given_arrays, unit=unit(series), kv_splits=1, **options
+            )
+        moved = sum(counted.load_bytes.values()) + sum(counted.store_bytes.values())
+        yield Row(metric="traffic", unit="bytes", value=moved, note=way, **common)
+        error = reference.relative_error(found, exact)
+        yield Row(metric="error", unit="1", value=float(error), note=way, **common)
+
+
+def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str) -> Iterator[Row]:
+    q, first_k, first_v, k, v = host = arrays(problem, LARGE, inputs)
+    gate = check.gate(problem, "fwd", q, Behind(first_k, k), Behind(first_v, v))
+    for way in WAYS:
+        placed, failure = attempt(_placed, way, problem, host)
+        for series in timed:
+
+            def work(series: str = series, placed: Any = placed) -> Any:
+                on_gpu, options = placed
+
+                def run(out: Any = None) -> Any:
+                    own = {"unit": unit(series), **options}
+                    return fa_numba.flash_attention_2(*on_gpu, out=out, **own)
+
+                return time_call(run, gate)
+
+            timing, failed = (None, failure) if failure else attempt(work)
+            fields = {"experiment": NAME, "series": series, **row_fields(problem)}
+            yield calls.time_row(timing, failed, way, machine=machine, **fields)
+        device.release_memory()
+        peers.release()
+
+
+def _placed(way: str, problem: Problem, host: Sequence[np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    """The arrays of a call and its options on the GPU."""
+    on_host, options = given(way, problem, host, LARGE)
+    integers = {"block_table", "kv_lens"}
+    found = {
+        name: peers.on_device((x,), "int32" if name in integers else problem.dtype)[0]
+        for name, x in options.items()
+    }
+    return peers.on_device(on_host, problem.dtype), found
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+Place = tuple[int, int]  # keys of the prefix, sequences
+
+
+def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[str, float]]:
+    """Place -> way -> the number, of a large step; of places that have both ways."""
+    found: dict[Place, dict[str, float]] = {}
+    source = "model" if metric == "traffic" else "measured"
+    for row in rows:
+        wanted = (row.series, row.metric, row.source) == (series, metric, source)
+        if wanted and row.head_dim == LARGE[3] and row.value is not None:
+            at = prefix_of(row, LARGE), row.batch
+            found.setdefault(at, {})[row.place] = float(row.value)
+    return {at: by for at, by in sorted(found.items()) if len(by) == len(WAYS)}
+
+
+def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:
+    """Keys of the prefix -> sequences -> how many times as much it is read by each."""
+    by: dict[int, dict[int, float]] = {}
+    for (prefix, sequences), ways in found.items():
+        by.setdefault(prefix, {})[sequences] = ways[BY_EACH] / ways[ONCE]
+    return by
+
+
+_LOOKS = dict(zip(PREFIXES, (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^")), strict=True))
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Bytes and times of the prefix read by each over those of once, over the sequences."""
+    from .lab.show import style
+
+    moved = gains(by_way(rows, TIMED[0], "traffic"))
+    timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
+    if not moved and not any(timed.values()):
+        return None
+    figure, (axes,) = style.new(1, 1 + len(TIMED), 3.9, sharey=True)
+    titles = ["bytes accessed", *(f"time, {unit(series)}" for series in TIMED)]
+    missing = ["not counted", *["not recorded"] * len(TIMED)]
+    for ax, title, by, lacks in zip(axes, titles, (moved, *timed.values()), missing, strict=True):
+        ax.set_title(title)
+        if not by:
+            style.empty(ax, lacks)
+            continue
+        for prefix, points in by.items():
+            colour, marker = _LOOKS.get(prefix, ("#000000", "D"))
+            label = f"prefix of {style.short(prefix)}"
+            ax.plot([*points], [*points.values()], color=colour, marker=marker, label=label)
+        style.sizes(ax, sorted({n for points in by.values() for n in points}), "sequences")
+        ax.set_yscale("log", base=2)
+        ax.axhline(1, color="#888888", lw=0.8)
+        ax.set_ylabel("read by each / read once")
+        ax.legend(loc="upper left")
+    said = _range(moved) or "not counted"
+    times = [f"{_range(by)} on {unit(series)}" for series, by in timed.items() if by]
+    figure.suptitle(
+        f"A shared prefix read once: of {SEQUENCES[-1]} sequences, {said} times fewer bytes; time "
+        + (", ".join(times) if times else "not recorded"),
+        fontsize=12,
+    )
+    return figure
+
+
+def _range(by: dict[int, dict[int, float]]) -> str:
+    """The gains of the most sequences, in words."""
+    found = [points[SEQUENCES[-1]] for points in by.values() if SEQUENCES[-1] in points]
+    return tables.between(found) if found else ""
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each prefix and number of sequences: bytes and microseconds of both ways."""
+    moved = by_way(rows, TIMED[0], "traffic")
+    timed = {series: by_way(rows, series, "time") for series in TIMED}
+    timed = {series: by for series, by in timed.items() if by}
+    places = sorted({*moved, *(at for by in timed.values() for at in by)})
+    if not places:
+        return None
+    lines = []
+    for at in places:
+        cells = _cells(moved.get(at), 1e-6)
+        for by in timed.values():
+            cells += _cells(by.get(at), 1e3)
+        lines.append([*map(str, at), *cells])
+    header = ["keys of the prefix", "sequences", "MB, read once", "by each", "ratio"]
+    for series in timed:
+        header += [f"us on {unit(series)}, read once", "by each", "ratio"]
+    small = [row for row in rows if row.head_dim == SMALL[3] and row.metric == "traffic"]
+    errors = [row.number for row in rows if row.metric == "error"]
+    caption = f"A decoding step, fp16, {PROTOCOL}. Bytes of global memory by the model, on mma"
+    if errors:
+        equal, counted = counts.equal(small)
+        caption += (
+            f"; {equal} of {counted} numbers counted on the emulator, of 1 to 8 sequences on three "
+            f"units, equal the model, and errors against float64 are {max(errors):.1e} at most"
+        )
+    caption += "." if timed else ". Times are not recorded."
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _cells(ways: dict[str, float] | None, times: float) -> list[str]:
+    if ways is None:
+        return [tables.MISSING] * 3
+    once, each = (times * ways[way] for way in WAYS)
+    return [f"{once:.1f}", f"{each:.1f}", f"{each / once:.2f}"]
