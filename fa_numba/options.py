@@ -22,7 +22,7 @@ from numba import types
 
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
-from fa_numba.mods import Mod
+from fa_numba.mods import Mod, slope_of
 from fa_numba.mods.blocks import FULL
 from fa_numba.problem import UNBOUNDED, Problem
 
@@ -482,7 +482,19 @@ class Features:
     @property
     def slopes(self) -> bool:
         """Whether some option makes the scores' derivative another one than scale."""
-        return self.softcap or self.score_mod is not None
+        return self.softcap or self.slope_of is not None
+
+    @property
+    def slope_of(self) -> Mod | None:
+        """The function whose slope the scores have, if it is another one than 1."""
+        return slope_of(self.score_mod, self.score_mod_grad)
+
+    @property
+    def scores_stay(self) -> bool:
+        """Whether slopes are made of scale Q KT itself, a function of the caller's having changed
+        it since.
+        """
+        return self.score_mod is not None and self.slopes
 
     @property
     def crowds(self) -> bool:

@@ -33,7 +33,7 @@ from fa_numba.checks import (
 from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.integers import ceil_div
 from fa_numba.mods import PARAMETERS as MODS
-from fa_numba.mods import Mod, as_mod
+from fa_numba.mods import Mod, as_mod, slope_of
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
@@ -274,6 +274,11 @@ class Problem:
         padded = (len(q_lens), heads, max(q_lens), head_dim)
         found = cls.from_shapes(padded, k_shape, v_shape, block_table=block_table, **options)
         return replace(found, q_lens=q_lens, packed=True)
+
+    @property
+    def slopes(self) -> bool:
+        """Whether some option makes the scores' derivative another one than scale."""
+        return self.softcap is not None or bool(slope_of(self.score_mod, self.score_mod_grad))
 
     @property
     def options(self) -> dict[str, Any]:

@@ -778,6 +778,7 @@ def runs():
         backward_on_hopper.test_gradients_and_counts,
         backward_on_hopper.test_gradients_of_sinks,
         backward_on_hopper.test_a_second_sweep_and_a_cap,
+        backward_on_hopper.test_slopes_of_a_function_on_the_scores,
         backward_on_hopper.test_lengths,
         backward_on_hopper.test_packed_sequences,
         backward_on_hopper.test_head_dimensions_above_128,

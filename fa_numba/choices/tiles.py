@@ -322,10 +322,11 @@ def lacks_together(head_dim: int, features: Features) -> str:
     a bias; the others spill.
     """
     added = [name for name in ("alibi", "bias") if getattr(features, name)]
-    if added and features.softcap:
-        return f"the option {argument_of(added[0])} beside softcap"
-    if features.dropout and features.softcap:
-        return f"the option {argument_of('dropout')} beside softcap"
+    for name, stay in (("softcap", features.softcap), ("score_mod", features.scores_stay)):
+        if added and getattr(features, name):
+            return f"the option {argument_of(added[0])} beside {name}"
+        if features.dropout and stay:
+            return f"the option {argument_of('dropout')} beside {name}"
     if len(added) == 2:
         return f"the option {argument_of(added[0])} beside bias"
     at = f"at a head dimension of {head_dim}"

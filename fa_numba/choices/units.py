@@ -279,7 +279,7 @@ class Mma(Unit):
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
-_MASKS = ("causal", "window", "mask_mod")
+_MASKS, _SCORES = ("causal", "window", "mask_mod"), ("score_mod", "score_mod_grad")
 
 
 class Wgmma(Unit):
@@ -310,8 +310,8 @@ class Wgmma(Unit):
             "splits",
             "dropout",
         ),
-        ("fa1", "bwd"): (*_MASKS, "sinks", "dlse"),
-        ("fa2", "bwd"): (*_MASKS, *_ADDED, *_LENGTHS, "dropout"),
+        ("fa1", "bwd"): (*_MASKS, *_SCORES, "sinks", "dlse"),
+        ("fa2", "bwd"): (*_MASKS, *_SCORES, *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 

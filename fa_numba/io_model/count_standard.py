@@ -71,8 +71,8 @@ def standard_backward(
     with dV, and dK, stored per K/V head. Dropout makes dS also store P, N_q N_k, without what is
     dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store, and
     `dlse` load dL and L, N_q each; `dsinks` adds what it does in `fa1_backward`. A softcap or a
-    score_mod takes the scores once more, to multiply dS by its slope: as dP, and S also loaded,
-    N_q N_k.
+    score_mod whose slope is not 1 takes the scores once more, to multiply dS by it: as dP, and S
+    also loaded, N_q N_k.
 
     A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
     rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
@@ -106,5 +106,4 @@ def standard_backward(
     kernels = [scores, softmax, dP, dS, transposed_output, dQ, transposed_output]
     if dsinks:
         kernels += sink_gradients(problem, head.rows, dlse, has_d=False)
-    changed = problem.softcap is not None or problem.score_mod is not None
-    return add_up(problem, [*kernels, slopes] if changed else kernels)
+    return add_up(problem, [*kernels, slopes] if problem.slopes else kernels)

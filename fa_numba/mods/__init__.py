@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, uint32
 
+from .rewriting import ONE, written
 from .rewriting import PARAMETERS as PARAMETERS
-from .rewriting import written
 from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
 
@@ -49,6 +49,17 @@ class Mod:
     def fields(self) -> tuple[str, ...]:
         """What ``captures`` are called in a kernel."""
         return tuple(f"{self.option}_{n}" for n in range(len(self.captures)))
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to the score what the score has no part in, so that its slope is 1."""
+        return self.slope.endswith(f"return {ONE}\n")
+
+
+def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
+    """The function whose slope scores have, or that as which it is given; None where it is 1."""
+    mod = score_mod_grad or score_mod
+    return None if mod is None or mod.adds else mod
 
 
 class Captured(NamedTuple):

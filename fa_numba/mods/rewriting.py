@@ -25,6 +25,7 @@ PARAMETERS = {
     "mask_mod": ("b", "h", "i", "j"),
     "score_mod_grad": ("score", "b", "h", "i", "j"),
 }
+ONE = "float32(1.0)"
 # Functions of math: the slope by the argument x, as a text of it and of the value y, and its parts.
 _SLOPES = {
     "exp": "{y}",
@@ -116,7 +117,7 @@ class _Writer:
         self.known: dict[str, Term] = {}
         for theirs, ours in zip(source.parameters, PARAMETERS[option], strict=True):
             score = ours == "score"
-            start = "float32(1.0)" if score and slope else None
+            start = ONE if score and slope else None
             self.known[theirs] = Term("float" if score else "int", ours, start)
         self.slope = slope
         for name, kind in kinds.items():
@@ -438,7 +439,8 @@ class _Writer:
         kind = self.same(*(term for _, term in sides))
         self.count += 1
         value, slope = f"t{self.count}", f"d{self.count}"
-        slopes = any(term.slope is not None for _, term in sides)
+        own = {term.slope for _, term in sides}
+        slopes = own not in ({None}, {ONE})
         self.lines = outer
         for head, (lines, term) in zip((f"if {test}:", "else:"), sides, strict=True):
             with self.under(head):
@@ -446,7 +448,7 @@ class _Writer:
                 self.lines.append(f"{value} = {self.of_kind(kind, term)}")
                 if slopes:
                     self.lines.append(f"{slope} = {term.slope or 'float32(0.0)'}")
-        return Term(kind, value, slope if slopes else None)
+        return Term(kind, value, slope if slopes else own.pop())
 
     # --- calls -------------------------------------------------------------------------------
 

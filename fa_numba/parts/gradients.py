@@ -18,7 +18,7 @@ def make_of_scores(spec):
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
     dropout, dbias, slopes = features.dropout, features.dbias, features.slopes
-    anywhere = features.score_mod is not None  # its slope may be no number where P is 0
+    anywhere = features.slope_of is not None  # a slope that may be no number where P is 0
 
     def of_scores(rdP, rP, rD, rG, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread

@@ -6,9 +6,10 @@ elements of a row or a column read alike is read once.
 """
 
 import math
+from functools import cache
 
 from fa_numba.device import device_function, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import NEG_INF
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.mods import function_of
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.namespace import part
@@ -34,8 +35,8 @@ def make_slopes(spec):
     1 - tanh(scale S)^2, times that of score_mod; nothing where there is neither.
     """
     RS, features = spec.TM * spec.TN, spec.features
-    softcap, score_mod = features.softcap, features.score_mod is not None
-    each = _make_each(spec, 0, _make_slope(spec), _chunk(_slope_of(features)))
+    softcap, score_mod = features.softcap, features.slope_of is not None
+    each = _make_each(spec, 0, _make_slope(spec), _chunk(features.slope_of))
 
     def slopes(rG, rS, scale, tile):
         if score_mod:
@@ -46,6 +47,15 @@ def make_slopes(spec):
                 rG[e] = float32(1.0) - t * t
 
     return slopes
+
+
+@cache
+def make_p_and_ds(spec, values_of):
+    """``p_and_ds(rdP, rS, given, tile)``: scale S, -inf where it is hidden, to P = exp(S - L) of
+    the S that the cap and score_mod make of it; and dP to dS = P o (dP - D) times their slope.
+    ``values_of(given, e)`` finds L, in units of log2, and D of element e's row.
+    """
+    return _make_each(spec, 0, _make_p_and_ds(spec, values_of), _chunk(spec.features.score_mod))
 
 
 @part
@@ -107,7 +117,7 @@ def _make_changed(spec, unit):
 @part
 def _make_slope(spec):
     features = spec.features
-    softcap, slope_of = features.softcap, _called(_slope_of(features), slope=True)
+    softcap, slope_of = features.softcap, _called(features.slope_of, slope=True)
 
     def slope(rG, rS, e, scale, row, col, head):
         s, g = scale * rS[e], float32(1.0)
@@ -121,6 +131,32 @@ def _make_slope(spec):
 
 
 @part
+def _make_p_and_ds(spec, values_of):
+    features = spec.features
+    softcap, slope = features.softcap, features.slope_of is not None
+    score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
+
+    def p_and_ds(rdP, rS, e, given, row, col, head):
+        b, h = int32(head.b), int32(head.h)
+        i, j = _last(row, head.Nq), _last(col, head.Nk)
+        hidden = rS[e] == NEG_INF or row >= head.Nq
+        s, g = float32(0.0) if hidden else rS[e], float32(1.0)
+        if softcap:
+            t = math.tanh(s)
+            s, g = head.options.softcap * t, float32(1.0) - t * t
+        shift, d = values_of(given, e)
+        p = exp2(LOG2E * score_mod(s, b, h, i, j, head.options) - shift)
+        p = float32(0.0) if hidden else p
+        if slope:
+            g *= slope_of(s, b, h, i, j, head.options)
+        ds = p * (rdP[e] - d)
+        rS[e] = p
+        rdP[e] = ds * g if ds != float32(0.0) else ds  # where a slope may be no number
+
+    return p_and_ds
+
+
+@part
 def _make_hidden(spec):
     mask_mod = _called(spec.features.mask_mod)
 
@@ -130,11 +166,6 @@ def _make_hidden(spec):
             rS[e] = NEG_INF
 
     return hidden
-
-
-def _slope_of(features):
-    """The function whose derivative, or that as which, a score_mod's is made."""
-    return features.score_mod_grad or features.score_mod
 
 
 def _called(mod, slope=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
@@ -112,7 +112,8 @@ class WgmmaBackwardSpec(Spec):
         masks = self.features.causal or self.features.window
         small = self.algorithm == "fa1" and self.panels == 1 and not self.grouped
         slopes = self.features.alibi and self.head_dim > ADDED_BESIDE
-        if (self.features.softcap or slopes) and self.panels == 1:
+        stay = self.features.scores_stay
+        if (self.features.softcap or slopes) and not stay and self.panels == 1:
             return CAP_REGISTERS
         return MORE_REGISTERS if small and masks else REGISTERS
 
@@ -182,7 +183,7 @@ class WgmmaBackwardSpec(Spec):
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
         features = self.features
         plain = self.algorithm == "fa2" and not features.softcap  # P waits for the cap's slope
-        plain = plain and not features.bias
+        plain = plain and not features.bias and not self.features.scores_stay
         ends = features.packed or (features.q_lens and (features.window or features.alibi))
         return plain and not ends and self.accumulators <= 216
 
@@ -205,7 +206,11 @@ class WgmmaBackwardSpec(Spec):
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
-        """The same for what is left to do of S where the bias went first: scaled, it is masked."""
+        """The same for what is left to do of S where the bias went first: scaled, it is masked; and
+        for what is done first where scores stay.
+        """
+        if self.features.scores_stay:
+            return hidden_alone(self.part)
         if not self.bias_first:
             return self.part
         features = replace(self.features, bias=False)
@@ -328,6 +333,15 @@ class WgmmaBackwardSpec(Spec):
     @property
     def min_blocks(self) -> int:
         return 1
+
+
+_Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaSweepSpec")
+
+
+def hidden_alone(spec: _Specialised) -> _Specialised:
+    """The same without what makes visible scores others than scale Q KT."""
+    features = replace(spec.features, softcap=False, score_mod=None, score_mod_grad=None)
+    return replace(spec, features=features, positive_scale=False)
 
 
 @dataclass(frozen=True)
@@ -455,6 +469,11 @@ class WgmmaSweepSpec(WgmmaSpec):
     @property
     def barriers(self) -> int:
         return 2 + 4 * self.stages
+
+    @property
+    def masked_part(self) -> WgmmaSweepSpec:
+        """What is done with S first, where it stays."""
+        return hidden_alone(self) if self.features.scores_stay else self
 
     @property
     def pipelines(self) -> DqPipelines:  # type: ignore[override]

@@ -1,6 +1,7 @@
 """The kernels compiled without a GPU: no spills, no local memory, no float64, within budgets."""
 
 import itertools
+import math
 import re
 from unittest import mock
 
@@ -40,6 +41,8 @@ ARGUMENTS: dict[str, dict] = {
     "keys": {"warp_partition": "keys"},
     "deterministic": {"deterministic": True},
     "dlse": {"dlse": True},
+    "adds": {"score_mod": lambda s, b, h, i, j: s - abs(i - j) / (h + 1)},
+    "turns": {"score_mod": lambda s, b, h, i, j: 9.0 * math.tanh(s / 9.0)},
 }
 
 
@@ -538,6 +541,8 @@ WGMMA_BACKWARD_CASES = [
     (64, ("window", "packed", "dropout"), True),
     (128, ("causal", "q_lens", "kv_lens", "dropout"), True, True),
     (48, ("bias", "dropout")),
+    (128, ("adds",)),
+    (128, ("causal", "turns")),
 ]
 
 

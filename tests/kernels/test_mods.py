@@ -22,6 +22,7 @@ from fa_numba import Tiles, mods
 from fa_numba import device as devices
 from fa_numba.emulator import EmulatorError
 from fa_numba.mods.blocks import BlockMask
+from fa_numba.options import Features
 
 SMALL = Tiles(8, 16)
 table = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
@@ -248,12 +249,17 @@ def test_a_derivative_needs_its_function():
 
 
 def test_hoppers_unit_says_what_it_lacks():
-    how = {"dtype": "float16", "passes": "bwd", "score_mod": several}
-    for algorithm in ("fa1", "fa2"):
-        with pytest.raises(
-            ValueError, match="unit is 'wgmma': its kernels lack the option score_mod"
-        ):
-            fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), algorithm=algorithm, unit="wgmma", **how)
+    """Beside a function of any slope what the scores are not kept for, or registers."""
+    how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma"}
+    lacks = "unit is 'wgmma': its kernels lack the option"
+    adds, other = ({"score_mod": lambda s, b, h, i, j: s + i}, {"score_mod": several})
+    for given_, name in (
+        (adds | {"alibi_slopes": (1,)}, "alibi_slopes"),
+        (other | {"dropout_p": 0.5}, "dropout_p"),
+    ):
+        with pytest.raises(ValueError, match=f"{lacks} {name} beside score_mod"):
+            fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), algorithm="fa2", **how, **given_)
+    fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), algorithm="fa2", dropout_p=0.5, **how, **adds)
 
 
 def test_an_index_outside_of_its_array_is_reported():
@@ -308,6 +314,18 @@ def test_numbers_are_those_of_the_call(device, algorithm):
         check(device, algorithm, q, k, v, tiles=SMALL, score_mod=scaled)
 
 
+def test_what_only_adds_to_the_score_has_no_slope():
+    adding = (
+        lambda s, b, h, i, j: s - slope * abs(i - j),
+        lambda s, b, h, i, j: table[h, i] + (s if i < j else s + 1),
+    )
+    for function in adding:
+        mod = mods.captured("score_mod", function).mod
+        assert mod.adds and not Features(score_mod=mod).slopes
+    for function in (_made(1.0), lambda s, b, h, i, j: s if i < j else 0, FUNCTIONS["powers"]):
+        assert Features(score_mod=mods.captured("score_mod", function).mod).slopes
+
+
 def test_a_derivative_may_be_given():
     """Of a function whose own derivative is another one, so that it is seen which one is taken."""
     arrays = random_gradients(1, 2, 2, 11, 21, 8)
@@ -348,13 +366,12 @@ def test_a_function_that_says_what_an_option_says(name, algorithm, unit):
     dout, q, k, v = (x.astype(dtype) for x in random_gradients(1, 2, 1, N, KEYS, 16))
     tiles = None if unit == "wgmma" else Tiles(16, 32)
     how = {"algorithm": algorithm, "tiles": tiles}
-    # What Hopper's unit lacks of the option, or of the function's derivative, another one has.
+    # What Hopper's unit lacks of the option another one has.
     others = how | {"unit": "mma" if unit == "wgmma" else unit}
     out, lse = fa_numba.attention(q, k, v, return_lse=True, **others, **built_in)
     gradients = fa_numba.attention_backward(dout, q, k, v, out, lse, **others, **built_in)
-    found = fa_numba.attention(q, k, v, return_lse=True, unit=unit, **how, **own)
-    if unit != "wgmma" or "mask_mod" in own:
-        how["unit"] = unit
+    how["unit"] = unit
+    found = fa_numba.attention(q, k, v, return_lse=True, **how, **own)
     found += fa_numba.attention_backward(dout, q, k, v, out, lse, **how, **own)
     for got, want in zip(found, (out, lse, *gradients), strict=True):
         rounding = float(np.finfo(got.dtype).eps)

@@ -103,7 +103,7 @@ def make_backward(spec):
         sK, sV, sQ, sdO, sdS, _, sL, bars = shared
         thread = grid.transposed_thread()
         first, heads, i_begin, i_stop = rows
-        h_end, sums, options = uint32(first.h + heads), (A, results.dQ), first.options
+        h_end, sums = uint32(first.h + heads), (A, results.dQ)
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # Alg. 4 line 5: dQ = 0
         fa1_gradients.initialise_dq(rdQ, sums, scale, first, h_end, i_begin, i_stop, thread)
@@ -130,7 +130,8 @@ def make_backward(spec):
                 do_pipeline.wait(bars, slot)
                 transposed.multiply(rdP, sV, own, sdO, at.rows)
                 # Alg. 4 line 12: mask
-                scores.scale_and_mask(rS, scale_log2, Tile(i0, column0, head, thread))
+                tile = Tile(i0, column0, head, thread)
+                scores.scale_and_mask(rS, scale_log2, tile)
                 # Alg. 4 line 13: Pij = exp(Sij - Li)
                 gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
                 # Alg. 4 line 16: dVj += PijT dOi
@@ -140,7 +141,7 @@ def make_backward(spec):
                 # Alg. 4 line 20: dSij = Pij o (dPij - Di)
                 transposed.wait_scores(rdP, EARLY)
                 d_pipeline.wait(bars, slot)
-                gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, options, thread)
+                gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
                 if not EARLY:
                     transposed.add_product(rdV, rP, sdO, at.rows)
                 # Alg. 4 line 22: dKj += dSijT Qi

@@ -143,7 +143,7 @@ def make_backward(spec, atomic=True):
                 transposed.add_product(rdV, rP, sdO, at.rows)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             transposed.wait_scores(rdP, EARLY)
-            gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, options, thread)
+            gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
             if not EARLY:
                 transposed.add_product(rdV, rP, sdO, at.rows)
             # Alg. 2 line 16: dKj += dSijT Qi
@@ -222,7 +222,8 @@ def make_query_gradients(spec):
     """
     grid, visits, load = bind(spec, wgmma.grid, wgmma.visits, wgmma.load)
     pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
-    scores, values, dq_kernel = bind(spec, wgmma.scores, wgmma.values, wgmma.dq_kernel)
+    values, dq_kernel = bind(spec, wgmma.values, wgmma.dq_kernel)
+    (scores,) = bind(spec.masked_part, wgmma.scores)
     softmax, epilogue = bind(spec, wgmma.softmax, wgmma.epilogue)
     q_pipeline, do_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
     RS, RQ, RP = spec.tile_registers
@@ -281,7 +282,7 @@ def make_query_gradients(spec):
             products.wait_scores(rdP, False)
             v_pipeline.release(bars, kv)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-            dq_kernel.ds_of_rows(rdS, rdP, rS, rL, rD, options)
+            dq_kernel.ds_of_rows(rdS, rdP, rS, rL, rD, tile)
             # Alg. 2 line 15: dQi += scale dSij Kj, on its way with the next S
             products.begin_output(rdQ, rdS, sK, stage)
             after = k_pipeline.next(kv)

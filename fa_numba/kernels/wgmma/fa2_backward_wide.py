@@ -25,10 +25,11 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     pipeline, pingpong, wide = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.wide_gradients)
     (drawing,) = bind(spec, wgmma.drawing)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
-    (scores,) = bind(spec.masked_part, wgmma.scores)
+    (scores,), (hidden,) = bind(spec.part, wgmma.scores), bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, s_pipeline = wgmma.pipelines(spec)
     RS, RP, _, RK = spec.tile_registers
     (FEW, MANY), DROPS = spec.registers, spec.features.dropout
+    STAYS = spec.features.scores_stay
 
     @device_function
     def consume_values(shared, Q, K, dV, scale_log2, group, options):
@@ -50,8 +51,12 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         while more:
             slot, at = Slot(stage, phase), gradients.places(stage)
             member = Head(head.b, h, head.hk, head.Nq, head.Nk, options)
-            scores.scale_and_mask(rS, scale_log2, Tile(i0, j0, member, thread))
-            wide.give_scores(shared, at.scores, stage, rS)
+            tile = Tile(i0, j0, member, thread)
+            if STAYS:  # unmodified
+                wide.give_scores(shared, at.scores, stage, rS)
+            scores.scale_and_mask(rS, scale_log2, tile)
+            if not STAYS:
+                wide.give_scores(shared, at.scores, stage, rS)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             gradients.probabilities(rS, scale_log2, sL, at.values, thread)
             if DROPS:
@@ -103,13 +108,17 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             slot, at = Slot(stage, phase), gradients.places(stage)
             s_pipeline.wait(bars, slot)
             wide.take_scores(rS, sS, at.scores)
+            member = Head(head.b, h, head.hk, head.Nq, head.Nk, options)
+            tile = Tile(i0, j0, member, thread)
+            if STAYS:
+                hidden.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             q_pipeline.wait(bars, slot)
             gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
             if DROPS:
                 drawing.drop_drawn(rS, sB, stage)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-            gradients.ds_of_columns(rdS, rdS, rdP, rS, sL, at.values, options, thread)
+            gradients.ds_of_columns(rdS, rdS, rdP, rS, sL, at.values, tile)
             # Alg. 2 line 16: dKj += dSijT Qi
             transposed.add_product(rdK, rdS, sQ, at.rows)
             h_next, i_next = key_tiles.next_visit(h, i0, i_first, i_end)

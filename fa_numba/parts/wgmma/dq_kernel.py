@@ -2,7 +2,7 @@
 in registers as in the forward pass, comes dS, an operand.
 """
 
-from fa_numba.device import cuda, float32, uint32
+from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.intrinsics.matrix import CONVERSIONS
@@ -10,6 +10,7 @@ from fa_numba.intrinsics.mbarrier import mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.parts import softmax
 from fa_numba.parts.grid import make_lengths
+from fa_numba.parts.mods import make_p_and_ds
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import DqShared, Head
 from fa_numba.parts.wgmma.gradients import cap_slope, make_ds_of_kept
@@ -68,10 +69,10 @@ def make_load_do_once(spec):
 
 @part
 def make_p_of_rows(spec):
-    """``p_of_rows(rS, scale, rL)``: S to P = exp(S - L); with a cap nothing: ``of_scores`` does it
-    then.
+    """``p_of_rows(rS, scale, rL)``: S to P = exp(S - L); where slopes of scores are not 1 nothing:
+    ``ds_of_rows`` does it then.
     """
-    if not spec.features.softcap:
+    if not (spec.features.softcap or spec.features.scores_stay):
         return softmax.make_from_lse(spec)
 
     def p_of_rows(rS, scale, rL):
@@ -82,14 +83,17 @@ def make_p_of_rows(spec):
 
 @part
 def make_ds_of_rows(spec):
-    """``ds_of_rows(rdS, rdP, rS, rL, rD, options)``: dS = P o (dP - D) in 16 bits, of P in rS; with
-    a cap of S, which its slope is made of.
+    """``ds_of_rows(rdS, rdP, rS, rL, rD, tile)``: dS = P o (dP - D) in 16 bits, of P in rS; with a
+    cap, or a function whose slope is not 1, of S, which slopes are made of.
     """
+    if spec.features.scores_stay:
+        return _make_ds_of_modified(spec)
     TM, TN, softcap = spec.TM, spec.TN, spec.features.softcap
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
     ds_of_kept = make_ds_of_kept(spec)
 
-    def ds_of_rows(rdS, rdP, rS, rL, rD, options):
+    def ds_of_rows(rdS, rdP, rS, rL, rD, tile):
+        options = tile.head.options
         if softcap:
             inverse = float32(1.0) / options.softcap
         for i in range(TM):
@@ -103,5 +107,25 @@ def make_ds_of_rows(spec):
                     g1 = exp2(g1 - shift) * cap_slope(g1, inverse)
                 ds0 = ds_of_kept(g0, rdP[e], rD[i], options)
                 rdS[e // 2] = pack(ds0, ds_of_kept(g1, rdP[e + 1], rD[i], options))
+
+    return ds_of_rows
+
+
+@part
+def _make_ds_of_modified(spec):
+    TN, COUNT = spec.TN, spec.TM * spec.TN
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    @device_function
+    def values_of(given, e):
+        L, D = given[0][e // TN], given[1][e // TN]
+        return float32(0.0) if L == NEG_INF else LOG2E * L, D
+
+    p_and_ds = make_p_and_ds(spec, values_of)
+
+    def ds_of_rows(rdS, rdP, rS, rL, rD, tile):
+        p_and_ds(rdP, rS, (rL, rD), tile)
+        for e in range(0, COUNT, 2):
+            rdS[e // 2] = pack(rdP[e], rdP[e + 1])
 
     return ds_of_rows

@@ -21,6 +21,7 @@ from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
 from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import make_key_rows
 from fa_numba.parts.mma.pairs import make_write_floats
+from fa_numba.parts.mods import make_p_and_ds
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
 from fa_numba.parts.wgmma.epilogue import make_write_tile
@@ -173,10 +174,10 @@ def make_scale_and_bias(spec):
 
 @part
 def make_p_of_columns(spec):
-    """``p_of_columns(rS, scale, sL, at, thread)``: ST to PT = exp(ST - L), with a cap nothing:
-    ``of_scores`` does it then.
+    """``p_of_columns(rS, scale, sL, at, thread)``: ST to PT = exp(ST - L); where slopes of scores
+    are not 1 nothing: ``ds_of_columns`` does it then.
     """
-    if not spec.features.softcap:
+    if not (spec.features.softcap or spec.features.scores_stay):
         return make_probabilities(spec)
 
     def p_of_columns(rS, scale, sL, at, thread):
@@ -205,12 +206,14 @@ def make_probabilities(spec):
 
 @part
 def make_ds_of_columns(spec):
-    """``ds_of_columns(rdS, rP, rdP, rS, sL, at, options, thread)``: dST = PT o (dPT - D) in 16
-    bits, of PT in rS; and PT in 16 bits, unless it was rounded early. D lies behind L.
+    """``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``: dST = PT o (dPT - D) in 16 bits, of PT in
+    rS; and PT in 16 bits, unless it was rounded early. D lies behind L.
 
-    With a cap, of ST in rS, which its slope is made of, and PT here. By few rows at a time: what
-    was rounded leaves its registers to others.
+    With a cap, or a function whose slope is not 1, of ST in rS, which slopes are made of, and PT
+    here. By few rows at a time: what was rounded leaves its registers to others.
     """
+    if spec.features.scores_stay:
+        return _make_ds_of_modified(spec)
     TM, TN, Br, late, softcap = (
         spec.TM,
         spec.TN,
@@ -221,7 +224,8 @@ def make_ds_of_columns(spec):
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
     ds_of_kept, round_pair = make_ds_of_kept(spec), pack_p(spec)
 
-    def ds_of_columns(rdS, rP, rdP, rS, sL, at, options, thread):
+    def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
+        options, thread = tile.head.options, tile.thread
         if softcap:
             inverse = float32(1.0) / options.softcap
         for m in range(TM // 4):
@@ -241,6 +245,30 @@ def make_ds_of_columns(spec):
                     rdS[e // 2] = pack(ds0, ds1)
                     if late:
                         rP[e // 2] = round_pair(p0, p1)
+
+    return ds_of_columns
+
+
+@part
+def _make_ds_of_modified(spec):
+    TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    round_pair = pack_p(spec)
+
+    @device_function
+    def values_of(given, e):
+        sL, at = given
+        place = uint32(at + e % TM // 4 * 16 + e % 4)
+        return sL[place], sL[uint32(place + Br)]
+
+    p_and_ds = make_p_and_ds(spec, values_of)
+
+    def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
+        p_and_ds(rdP, rS, (sL, uint32(at + 4 * tile.thread.ty)), tile)
+        for e in range(0, COUNT, 2):
+            rdS[e // 2] = pack(rdP[e], rdP[e + 1])
+            if late:
+                rP[e // 2] = round_pair(rS[e], rS[e + 1])
 
     return ds_of_columns
 
