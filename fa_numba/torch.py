@@ -369,6 +369,7 @@ def ring_attention(
     kv_lens: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str | None = None,
     algorithm: str = "fa2",
     return_lse: bool = False,
@@ -376,7 +377,8 @@ def ring_attention(
     tiles: Tiles | None = None,
     backward_tiles: Tiles | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a sequence that the ranks of ``group`` share, differentiable in q, k and v.
+    """Attention over a sequence that the ranks of ``group`` share, differentiable in q, k, v and
+    ``sinks``.
 
     Called by all ranks at once, each with its part: q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of
     equal shapes on all ranks, float32, float16 or bfloat16; with ``layout="bnhd"`` (B, N, H, d).
@@ -400,6 +402,9 @@ def ring_attention(
         window (left, 0) hides the same where Nq = Nk, and sends less: a part's columns go no
         further than the ranks just after it. Neighbouring batch entries of equal lengths are one
         call of a kernel, others one each.
+    ``sinks``: float32 (Hq,), as for ``attention``, the same on all ranks; once in each row's sum.
+        A rank's gradient is of its own rows: their sum over the ranks is the whole, as of other
+        weights that all ranks have.
     ``scale``, ``softcap``, ``layout``, ``algorithm``, ``return_lse``, ``deterministic``, ``tiles``,
         ``backward_tiles``: as for ``attention``. There are no other options.
 
@@ -414,7 +419,7 @@ def ring_attention(
     ``0 * O.sum()`` to that loss is enough.
 
     Returns O of this rank's rows, in q's shape and dtype; with ``return_lse`` (O, L), L float32
-    (B, Hq, Nq), through which no gradient flows.
+    (B, Hq, Nq), differentiable too: with Q on its way its gradient goes with it.
 
     Raises ValueError or TypeError, on every rank and before anything is sent, where a rank has a
     wrong argument, or another shape or option than the others, which the message names, or fails
@@ -432,19 +437,19 @@ def ring_attention(
     >>> dist.destroy_process_group()
     """
     wanted = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, sinks)
     )
     if deterministic is None:
         deterministic = algorithm == "fa2" and torch.are_deterministic_algorithms_enabled()
     ring, agreement = ring_call.prepared(
-        q, k, v, group, wanted, return_lse, travels=travels, causal=causal, layout=layout,
+        q, k, v, sinks, group, wanted, return_lse, travels=travels, causal=causal, layout=layout,
         deterministic=deterministic, tiles=tiles, backward_tiles=backward_tiles, window=window,
         q_lens=q_lens, kv_lens=kv_lens, scale=scale, softcap=softcap, algorithm=algorithm,
     )  # fmt: skip
     if wanted:
-        out, lse = _RingAttention.apply(q, k, v, ring, agreement)
+        out, lse = _RingAttention.apply(q, k, v, sinks, ring, agreement)
     else:
-        out, lse = ring_passes.forward(ring, q, k, v, agreement)
+        out, lse = ring_passes.forward(ring, q, k, v, sinks, agreement)
     return (out, lse) if return_lse else out
 
 
@@ -452,22 +457,28 @@ class _RingAttention(torch.autograd.Function):
     """(O, L) of this rank's rows; ``ring`` is the call, ``agreement`` of its ranks."""
 
     @staticmethod
-    def forward(ctx, q, k, v, ring, agreement):
-        O, L = ring_passes.forward(ring, q, k, v, agreement)
-        ctx.save_for_backward(q, k, v, O, L)
-        ctx.mark_non_differentiable(L)
+    def forward(ctx, q, k, v, sinks, ring, agreement):
+        O, L = ring_passes.forward(ring, q, k, v, sinks, agreement)
+        ctx.save_for_backward(q, k, v, O, L, sinks)
         ctx.set_materialize_grads(False)
         ctx.ring = ring
         return O, L
 
     @staticmethod
-    def backward(ctx, dO, _dL):
-        if dO is None:
-            return (None,) * 5
-        computed = functools.partial(ring_passes.backward, ctx.ring)
-        found = _Once.apply(computed, dO, *ctx.saved_tensors)
-        wanted = ctx.needs_input_grad[:3]
-        return *(x if wants else None for x, wants in zip(found, wanted, strict=True)), None, None
+    def backward(ctx, dO, dL):
+        if dO is None and dL is None:
+            return (None,) * 6
+        ring, wanted = ctx.ring, ctx.needs_input_grad[:4]
+
+        def computed(dO, dL, q, k, v, O, L, sinks):
+            dO = torch.zeros_like(O) if dO is None else dO
+            if dL is None and ring.dlse and ring.travels == "q":  # others may have one
+                dL = torch.zeros_like(L)
+            return ring_passes.backward(ring, dO, q, k, v, O, L, dL, sinks if wanted[3] else None)
+
+        *found, dsinks = (*_Once.apply(computed, dO, dL, *ctx.saved_tensors), None)[:4]
+        dq, dk, dv = (x if wants else None for x, wants in zip(found, wanted, strict=False))
+        return dq, dk, dv, dsinks, None, None
 
 
 def ring_split(

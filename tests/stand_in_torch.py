@@ -108,6 +108,13 @@ class Tensor:
     def clone(self):
         return self._like(self.values.copy())
 
+    def reshape(self, *shape):
+        return Tensor.of(self.values.reshape(shape), self.dtype.name)
+
+    def copy_(self, other):
+        self.values[...] = other.values
+        return self
+
     def numel(self):
         return self.values.size
 
@@ -119,11 +126,14 @@ class Tensor:
             values = aligned(values.shape, values.dtype, values, gpu=self.device.index)
         return Tensor.of(values)
 
-    def backward(self, gradient):
-        """Gradients of the tensors that this one was made of, where its function left a node."""
-        function, context, inputs, place = self.node
+    def backward(self, gradient, beside=()):
+        """Gradients of the tensors that this one was made of, where its function left a node; with
+        those of (tensor, gradient) that are made of them ``beside``.
+        """
+        function, context, inputs, _ = self.node
         given = [None] * context.results
-        given[place] = gradient
+        for x, dx in ((self, gradient), *beside):
+            given[x.node[3]] = dx
         with _torch().set_grad_enabled(False):
             found = function.backward(context, *given)
         assert len(found) == len(inputs)

@@ -32,12 +32,14 @@ def ring(
     passes: str = "fwd",
     q_lens: Sequence[int] | None = None,
     kv_lens: Sequence[int] | None = None,
+    dlse: bool = False,
 ) -> LinkTraffic:
     """Bytes on the link of one rank in a call of ``fa_numba.torch.ring_attention``.
 
     ``problem`` is one rank's part: seqlen_q rows and seqlen_k columns; ``causal`` stands for the
     zigzag split, ``window`` is that of the whole sequence. ``q_lens`` and ``kv_lens`` are the
-    whole's too, one a batch entry. ``passes`` is "fwd" or "bwd".
+    whole's too, one a batch entry. ``passes`` is "fwd" or "bwd", the latter with a gradient of L
+    or without ``dlse``.
 
     With e bytes an element, n_q = B H_q N_q d, n_k = B H_k N_k d, R = B H_q N_q rows, a message has
 
@@ -47,11 +49,11 @@ def ring(
         "q"      fwd   e n_q                   w n_q + 4 R
         "q"      bwd   3 e n_q + 4 R           w n_q
 
-    (Q; dO, O and L beside it in the backward pass), and there are P - 1 messages of each kind. Of
-    results w = e in the first message, what one kernel has left, and 4 after it, float32 sums.
-    Under a causal mask the results that rank r sends after step s <= r are of half the rows: no
-    rank that they have passed by then has seen the others. What a rank receives the one before has
-    sent.
+    (Q; dO, O and L beside it in the backward pass, and 4 R more with dL), and there are P - 1
+    messages of each kind. Of results w = e in the first message, what one kernel has left, and 4
+    after it, float32 sums. Under a causal mask the results that rank r sends after step s <= r are
+    of half the rows: no rank that they have passed by then has seen the others. What a rank
+    receives the one before has sent.
 
     With a window or lengths steps at which nobody sees anything are passed over, and a message has
     some of the rows: of what travels those from the first to the last that a later stop sees, of
@@ -89,13 +91,15 @@ def ring(
         whole = replace(problem, **changed)
         lens = [whole.lengths(entry) for entry in range(problem.batch)]
         if sides != (None, None) or {*lens} != {(whole.seqlen_q, whole.seqlen_k)}:
-            return _of_seen(problem, _seen(problem, ranks, travels, lens), rank, travels, passes)
+            return _of_seen(
+                problem, _seen(problem, ranks, travels, lens), rank, travels, passes, dlse
+            )
     before = (rank - 1) % ranks
-    return LinkTraffic(*(_sent(problem, ranks, r, travels, passes) for r in (rank, before)))
+    return LinkTraffic(*(_sent(problem, ranks, r, travels, passes, dlse) for r in (rank, before)))
 
 
 def ring_messages(
-    problem: Problem, *, travels: str = "kv", passes: str = "fwd"
+    problem: Problem, *, travels: str = "kv", passes: str = "fwd", dlse: bool = False
 ) -> tuple[int, int, int]:
     """Bytes of one message of each kind, as the table of ``ring`` has them without a mask: what
     travels, the first message of its results, and a later one.
@@ -114,11 +118,11 @@ def ring_messages(
         return 2 * size * e, results * e, results * _SUM_BYTES
     if passes == "fwd":
         return size * e, size * e + sums, size * _SUM_BYTES + sums
-    return 3 * size * e + sums, size * e, size * _SUM_BYTES
+    return 3 * size * e + sums * (1 + dlse), size * e, size * _SUM_BYTES
 
 
-def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str) -> int:
-    operands, first, later = ring_messages(problem, travels=travels, passes=passes)
+def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str, dlse: bool) -> int:
+    operands, first, later = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
     halves = rank if problem.causal else 0  # messages of half the rows, the first ones
     total = (ranks - 1) * operands
     for n in range(ranks - 1):
@@ -164,10 +168,15 @@ def _seen(
 
 
 def _of_seen(
-    problem: Problem, seen: list[list[list[Span]]], rank: int, travels: str, passes: str
+    problem: Problem,
+    seen: list[list[list[Span]]],
+    rank: int,
+    travels: str,
+    passes: str,
+    dlse: bool,
 ) -> LinkTraffic:
     ranks, rows = len(seen), problem.seqlen_q if travels == "q" else problem.seqlen_k
-    messages = ring_messages(problem, travels=travels, passes=passes)
+    messages = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
     operands, first, later = (x // rows for x in messages)  # of one row
     stops = [step for step in range(ranks) if step == 0 or any(seen[step])]
 

@@ -32,7 +32,14 @@ LENGTHS = ("q_lens", "kv_lens")
 
 
 def prepared(
-    q: Any, k: Any, v: Any, group: Any, differentiable: bool, return_lse: Any, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    group: Any,
+    differentiable: bool,
+    return_lse: Any,
+    **options: Any,
 ) -> tuple[Ring, Agreement]:
     """The ring of a call, and what the other ranks have to say of it: nothing is to be sent before
     it is waited for. ``options`` are all other arguments of ``ring_attention``.
@@ -55,7 +62,8 @@ def prepared(
         options = _read(options)
         whole = group if group is not None else dist.group.WORLD
         own = (whole, return_lse, differentiable, *options.values())
-        key = (*map(_facts, (q, k, v)), own, *map(type, own))
+        arrays = (q, k, v) if sinks is None else (q, k, v, sinks)
+        key = (*map(_facts, arrays), own, *map(type, own))
         known = _known.get(key)  # a TypeError where an argument has no hash
         if known is not None and not device.on_gpu():
             # The emulator's limits are set by whoever runs it.
@@ -69,11 +77,14 @@ def prepared(
         as_flag("return_lse", return_lse)
         options = _read(options)
         ring = _checked(q, k, v, group, **options)
+        _check_sinks(sinks, q, ring.axis)
+        ring = replace(ring, dlse=bool(differentiable and return_lse))
         _check_plans(ring, q, k, differentiable)
         parts = {
-            name: f"{tuple(x.shape)} {x.dtype}" for name, x in {"q": q, "k": k, "v": v}.items()
+            name: None if x is None else f"{tuple(x.shape)} {x.dtype}"
+            for name, x in {"q": q, "k": k, "v": v, "sinks": sinks}.items()
         }
-        meant = Meant(parts | options | {"gradients": differentiable})
+        meant = Meant(parts | options | {"gradients": differentiable, "dlse": ring.dlse})
     except Exception as error:  # of any kind: the other ranks wait to be told
         meant = Meant({}, error)
     agreement = Agreement(group, meant)
@@ -158,6 +169,24 @@ def _checked(
     return Ring(link, travels, causal, layout, options, {"tiles": tiles}, backward, mask)
 
 
+def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
+    """Raise unless these are None, or float32 (Hq,) where q is."""
+    if sinks is None:
+        return
+    torch, allowed = sys.modules["torch"], (q.shape[3 - axis],)
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"sinks is {kind_of(sinks)}: allowed is a torch tensor")
+    check_tangent("sinks", sinks)
+    if sinks.dtype != torch.float32:
+        raise TypeError(f"sinks has dtype {sinks.dtype}: allowed is float32")
+    if tuple(sinks.shape) != allowed:
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}: allowed is {allowed}, one a query head"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device}, q on {q.device}: allowed is one device")
+
+
 def _mask_of(
     q: Any, k: Any, causal: bool, layout: str, ranks: int, options: dict[str, Any]
 ) -> Mask | None:
@@ -183,7 +212,8 @@ def _check_plans(ring: Ring, q: Any, k: Any, differentiable: bool) -> None:
         sides = mask.left, None if ring.causal else mask.right
         common["window"] = tuple(-1 if side is None else side for side in sides)
     with placement.placed(first):
-        for passes, own in (("fwd", ring.ahead), ("bwd", ring.backward)):
+        of_lse = {"dlse": ring.dlse}
+        for passes, own in (("fwd", ring.ahead), ("bwd", ring.backward | of_lse)):
             if passes == "fwd" or differentiable:
                 plan = fa_numba.plan(q.shape, k.shape, passes=passes, **common, **own)
                 placement.check_size(plan)

@@ -50,7 +50,8 @@ Call = Callable[[Piece, Heads | None, Sequence[Any], Sequence[Any]], tuple[Part,
 @dataclass(frozen=True)
 class Ring:
     """A call: ``options`` are of every step, ``ahead`` those of forward steps alone, ``backward``
-    of backward steps; ``mask`` is a window or lengths of the whole sequence.
+    of backward steps; ``mask`` is a window or lengths of the whole sequence. With ``dlse`` rows
+    that travel in the backward pass take a gradient of L with them.
     """
 
     link: Link
@@ -61,6 +62,7 @@ class Ring:
     ahead: dict[str, Any]
     backward: dict[str, Any]
     mask: Mask | None = None
+    dlse: bool = False
 
     @property
     def axis(self) -> int:
@@ -101,10 +103,12 @@ class Ring:
 
 
 def forward(
-    ring: Ring, q: Any, k: Any, v: Any, agreement: Agreement | None = None
+    ring: Ring, q: Any, k: Any, v: Any, sinks: Any = None, agreement: Agreement | None = None
 ) -> tuple[Any, Any]:
     """(O, L) of this rank's rows. What ``agreement`` still has to say is waited for before anything
     is sent.
+
+    ``sinks`` are a part by themselves, whose O is 0: a row's sum begins with its own.
     """
     whole: Any = None  # O of all heads, where calls are of some
 
@@ -122,30 +126,54 @@ def forward(
         return Part([out if heads is None else whole], lse), Part()
 
     kinds = Kind(ring.layout, (q,), lse=True), Kind(ring.layout, ())
-    found, _ = _around(ring, (q,), (k, v), call, kinds, agreement)
+    first = None
+    if sinks is not None:
+        first = kinds[0].part((0, q.shape[ring.axis]), wide=True)
+        for entries, rows in ring.course(q, k).valid(ring.link.rank):
+            cut(first.lse, entries, rows, 0, 2).copy_(sinks.reshape(1, -1, 1))
+    found, _ = _around(ring, (q,), (k, v), call, kinds, agreement, first)
     return found.tensors[0], found.lse
 
 
 def backward(
-    ring: Ring, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> tuple[Any, Any, Any]:
-    """(dQ, dK, dV) of this rank's rows and columns.
+    ring: Ring,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any = None,
+    sinks: Any = None,
+) -> tuple[Any, ...]:
+    """(dQ, dK, dV) of this rank's rows and columns, and with ``sinks`` what its rows are of their
+    gradient.
 
-    ``out`` and ``lse`` are those of the whole rows: P = exp(S - L) and D = rowsum(dO o O) of any
-    columns need no more.
+    ``out`` and ``lse`` are those of the whole rows: P = exp(S - L) and D = rowsum(dO o O) - dL of
+    any columns need no more.
     """
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
-        (q_at, dout_at, out_at, lse_at), (k_at, v_at) = of_q, of_kv
+        (q_at, dout_at, out_at, lse_at, *of_lse), (k_at, v_at) = of_q, of_kv
         dq, dk, dv = fa_numba.attention_backward(
-            dout_at, q_at, k_at, v_at, out_at, lse_at, causal=piece.causal, window=piece.window,
-            **ring.options, **ring.backward,
+            dout_at, q_at, k_at, v_at, out_at, lse_at, dlse=of_lse[0] if of_lse else None,
+            causal=piece.causal, window=piece.window, **ring.options, **ring.backward,
         )  # fmt: skip
         return Part([dq]), Part([dk, dv])
 
     kinds = Kind(ring.layout, (q,)), Kind(ring.layout, (k, v))
-    of_rows, of_columns = _around(ring, (q, dout, out, lse), (k, v), call, kinds)
-    return of_rows.tensors[0], *of_columns.tensors
+    of_q = (q, dout, out, lse) if dlse is None else (q, dout, out, lse, dlse)
+    of_rows, of_columns = _around(ring, of_q, (k, v), call, kinds)
+    found = of_rows.tensors[0], *of_columns.tensors
+    if sinks is None:
+        return found
+    # It takes L and D of all rows, whatever columns they see: a call over one has both.
+    one_k, one_v = (x.narrow(ring.axis, 0, 1) for x in (k, v))
+    *_, dsinks = fa_numba.attention_backward(
+        dout, q, one_k, one_v, out, lse, dlse=dlse, sinks=sinks, return_dsinks=True,
+        **ring.options, **ring.backward,
+    )  # fmt: skip
+    return *found, dsinks
 
 
 def _around(
@@ -155,8 +183,10 @@ def _around(
     call: Call,
     kinds: tuple[Kind, Kind],
     agreement: Agreement | None = None,
+    first: Part | None = None,
 ) -> tuple[Part, Part]:
-    """What all stops find of this rank's rows and of its columns, which ``kinds`` describe.
+    """What all stops find of this rank's rows and of its columns, which ``kinds`` describe; of the
+    rows beside a ``first`` part, in float32.
 
     Without a mask the rank's own part is computed by heads: some before it is known that all ranks
     mean the same, so that its GPU does not wait for that, some after; and where results travel some
@@ -169,8 +199,12 @@ def _around(
     moving_rows, still_rows = turned(course.rows, course.columns)
     pieces = [course.pieces(course.at(rank, n), step) for n, step in enumerate(course.stops)]
     come_home = course.results(rank, last)
-    ours = Sum(remains, (0, still_rows), sum(map(len, pieces)) > 2)
-    theirs = Sum(follows, (0, moving_rows), len(pieces[0]) + any(come_home) > 2)
+    several = first is not None
+    ours = Sum(remains, (0, still_rows), several or sum(map(len, pieces)) > 2)
+    theirs = Sum(follows, (0, moving_rows), several or len(pieces[0]) + any(come_home) > 2)
+    if first is not None:
+        of_rows, _ = turned(theirs, ours)
+        of_rows.take(first, of_rows.span)
     early, now, later = _shares(ring, of_q[0], of_kv[0], agreement is not None, bool(follows.like))
     own: dict[Piece, tuple[Part, Part]] = {}
 

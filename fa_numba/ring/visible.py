@@ -132,6 +132,16 @@ class Course:
         """The calls at ``step`` with what travels of ``owner``, in the order of their rows."""
         return _pieces(self, owner, step)
 
+    def valid(self, rank: int) -> Iterator[tuple[Span, Span]]:
+        """The rows of a rank's part that its sequences have, those of some batch entries each."""
+        if self.mask is None:
+            yield (0, self.batch), (0, self.rows)
+            return
+        for entries in self.mask.entries:
+            for (begin, end), i in _chunks(self, rank, self.rows):
+                if begin < entries.rows:
+                    yield entries[:2], (begin - i, min(end, entries.rows) - i)
+
     def operands(self, owner: int, stop: int) -> Span:
         """The rows of what travels of ``owner`` that are on the way to the stop of this number:
         what this and later ones compute with, (0, 0) for nothing.

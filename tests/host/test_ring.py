@@ -315,6 +315,17 @@ RING = [
         {"window": (5, -1), "q_lens": (12, 7), "kv_lens": (9, 11)},
     ),
     (2, "q", False, "float16", None, {"q_lens": [1, 12, 12]}),
+    # With sinks, and a loss of L too
+    (2, "kv", True, "float16", None, {"sinks": True, "dlse": True}),
+    (3, "q", False, "float32", "bnhd", {"sinks": True, "dlse": True, "algorithm": "fa1"}),
+    (1, "kv", False, "float16", "bnhd", {"sinks": True}),
+    (2, "q", True, "float16", None, {"dlse": True, "softcap": 2.0}),
+    (4, "q", True, "float32", None, {"window": (4, -1), "sinks": True, "dlse": True}),
+    (
+        *(2, "kv", True, "float16", "bnhd"),
+        {"q_lens": (12, 7, 1), "kv_lens": (9, 11, 0), "sinks": True, "dlse": True},
+    ),
+    (4, "kv", False, "float32", None, {"window": (7, 0), "dlse": True}),
 ]
 
 
@@ -334,29 +345,39 @@ def test_both_passes_are_those_of_one_device(torch, case):
         name: rng.standard_normal((batch, heads, ranks * n, 8)).astype(dtype)
         for name, (heads, n) in sizes.items()
     }
+    options = dict(options)
+    if options.pop("dlse", False):
+        shape = whole["q"].shape[:3]
+        whole["dlse"] = rng.standard_normal(shape).astype(np.float32)
     lens = {name: x for name, x in options.items() if name in ("q_lens", "kv_lens")}
     plain = lens | {x: options[x] for x in ("scale", "softcap", "window") if x in options}
+    sinks = np.linspace(-2, 3, 2 * Hk, dtype=np.float32) if options.pop("sinks", False) else None
+    plain |= {} if sinks is None else {"sinks": sinks}
+    own = {"dlse": whole.get("dlse"), "return_dsinks": sinks is not None}
     true = [x.astype(np.float64) for x in whole.values()]
     O, L = reference.attention(*true[:3], causal=causal, return_lse=True, **plain)
-    gradients = reference.attention_backward(true[3], *true[:3], causal=causal, **plain)
+    gradients = reference.attention_backward(true[3], *true[:3], causal=causal, **plain, **own)
     one = fa_numba.attention(*list(whole.values())[:3], causal=causal, return_lse=True, **plain)
     given = (whole["dout"], *list(whole.values())[:3], *one)
-    one = (*one, *fa_numba.attention_backward(*given, causal=causal, **plain))
+    one = (*one, *fa_numba.attention_backward(*given, causal=causal, **plain, **own))
 
     def part(x, rank):
         x = x.swapaxes(1, 2) if layout and x.ndim == 4 else x
         return pieces(x, rank, ranks, causal, 2 if x.ndim == 3 else axis)
 
     def work(rank):
-        mine = {n: Tensor.of(part(x, rank), requires_grad=n != "dout") for n, x in whole.items()}
-        dout = mine.pop("dout")
+        mine = {n: Tensor.of(part(x, rank), requires_grad=n in "qkv") for n, x in whole.items()}
+        dout, dlse = mine.pop("dout"), mine.pop("dlse", None)
+        learnt = dict(options)
+        if sinks is not None:
+            learnt["sinks"] = mine["sinks"] = Tensor.of(sinks.copy(), requires_grad=True)
         with ring.count_link() as forward:
             out, lse = ft.ring_attention(
-                *mine.values(), travels=travels, causal=causal, layout=layout, return_lse=True,
-                **options,
+                mine["q"], mine["k"], mine["v"], travels=travels, causal=causal, layout=layout,
+                return_lse=True, **learnt,
             )  # fmt: skip
         passed = (forward.sent, forward.received)
-        out.backward(dout)
+        out.backward(dout, () if dlse is None else [(lse, dlse)])
         both = (forward.sent - passed[0], forward.received - passed[1])
         return [x.values for x in (out, lse, *(x.grad for x in mine.values()))], passed, both
 
@@ -369,20 +390,49 @@ def test_both_passes_are_those_of_one_device(torch, case):
         assert masked or to == (rank + 1) % ranks
         sent[rank] += nbytes
     rounding = 2.0**-11 if dtype == "float16" else 2.0**-23
-    for rank, result in enumerate(found):
+    for result in found:
         if isinstance(result, Exception):
             raise result
+    if sinks is not None:  # a rank has what its rows are of it
+        dsinks = sum(values.pop() for values, *_ in found)
+        assert (
+            relative(dsinks, gradients[-1]) <= 2 * relative(one[-1], gradients[-1]) + 4 * rounding
+        )
+    for rank, result in enumerate(found):
         values, *counted = result
-        for got, single, want in zip(values, one, (O, L, *gradients), strict=True):
+        for got, single, want in zip(values, one, (O, L, *gradients[:3]), strict=False):
             mine = part(want, rank)
             assert got.dtype == single.dtype and got.shape == mine.shape
             assert relative(got, mine) <= 2 * relative(single, want) + 2 * rounding
         traffic = [
-            io_model.ring(problem, ranks, rank, travels=travels, passes=each, **lens)
-            for each in ("fwd", "bwd")
+            io_model.ring(problem, ranks, rank, travels=travels, passes=each, **lens, **beside)
+            for each, beside in (("fwd", {}), ("bwd", {"dlse": True}))
         ]
         assert counted == [(each.sent, each.received) for each in traffic]
         assert sent[rank] == sum(each.sent for each in traffic)
+
+
+@pytest.mark.parametrize("travels", ring.TRAVELS)
+def test_losses_of_some_ranks_are_of_O_and_of_others_of_L(torch, travels):
+    """What travels is the same for both: a gradient that a rank does not have is 0."""
+    ft, size = fa_numba_torch(), (1, 2, 8, 8)
+    q, k, v, dout = np.random.default_rng(3).standard_normal((4, *size)).astype(np.float32)
+    dlse = dout[..., 0].copy()
+    dout[:, :, :4], dlse[:, :, 4:] = 0, 0
+
+    def work(rank):
+        mine = slice(4 * rank, 4 * rank + 4)
+        given = [Tensor.of(x[:, :, mine].copy(), requires_grad=True) for x in (q, k, v)]
+        made = ft.ring_attention(*given, travels=travels, return_lse=True)
+        gradient = (dlse, dout)[rank][:, :, mine]
+        made[1 - rank].backward(Tensor.of(gradient.copy()))
+        return [x.grad.values for x in given]
+
+    with ranks_of(torch, 2) as distributed:
+        found = distributed.run(work)
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse)
+    for got, want in zip(zip(*found, strict=True), exact, strict=True):
+        np.testing.assert_allclose(np.concatenate(got, axis=2), want, atol=2e-6)
 
 
 def test_a_call_without_gradients_sends_the_forward_pass_alone(torch):
@@ -419,6 +469,7 @@ DIFFERENT = [
     ({1: {"travels": "v"}}, "refused: rank 1: ValueError: travels is 'v': allowed is 'kv' or 'q'"),
     ({1: {"v": SHORT}}, "refused: rank 1: ValueError: v has shape"),
     ({1: {"return_lse": 3}}, "refused: rank 1: TypeError: return_lse is 3"),
+    ({1: {"sinks": Tensor.of(np.ones(1, np.float32))}}, r"sinks is None on rank 0 and 2, '\(1,\)"),
 ]  # fmt: skip
 
 
@@ -536,6 +587,9 @@ REFUSED = [
     ({"q_lens": [1.0, 2.0]}, TypeError, "q_lens has dtype float64: allowed are integers"),
     ({"q_lens": [1, 1]}, ValueError, r"q_lens has shape \(2,\): allowed is \(1,\), one a batch"),
     ({"tiles": [3]}, TypeError, r"tiles is \[3\]"),
+    ({"sinks": [1.0]}, TypeError, "sinks is a list: allowed is a torch tensor"),
+    ({"sinks": Tensor.of(np.ones(2, np.float32))}, ValueError, r"sinks has shape \(2,\): allowed"),
+    ({"sinks": Tensor.of(np.ones(1))}, TypeError, "sinks has dtype torch.float64: allowed is"),
     ({"backward_tiles": 3}, TypeError, "backward_tiles is 3"),
     ({"k": Tensor.of(np.ones((1, 1, 4, 8), np.float16))}, TypeError, "k has dtype torch.float16"),
 ]

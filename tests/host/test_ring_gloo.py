@@ -51,7 +51,8 @@ def both_passes(rank, ranks, store):
         ("kv", False, "float32", {"window": (4, 1)}),
         ("q", True, "float32", {"window": (3, -1), **lens}),
     ]
-    for travels, causal, dtype, options in (*plain, *hidden):
+    learnt = [(travels, True, "float32", {"sinks": True}) for travels in ("kv", "q")]
+    for travels, causal, dtype, options in (*plain, *hidden, *learnt):
         torch.manual_seed(3)
         Nq, Nk = (4, 4) if causal else (3, 5)
         shapes = [(1, 2, ranks * Nq, 8), *2 * [(1, 1, ranks * Nk, 8)], (1, 2, ranks * Nq, 8)]
@@ -61,14 +62,32 @@ def both_passes(rank, ranks, store):
             return ft.ring_split(x, rank, ranks, causal=causal)
 
         q, k, v = (mine(x).requires_grad_() for x in whole[:3])
+        options, dlse, here, there = dict(options), None, None, None
+        if "sinks" in options:  # and a loss of L
+            dlse = torch.randn(shapes[0][:3])
+            here, there = (torch.tensor([0.5, -1.0], requires_grad=True) for _ in range(2))
+            options["sinks"] = here
         with count_link() as moved:
             out, lse = ft.ring_attention(
                 q, k, v, travels=travels, causal=causal, return_lse=True, **options
             )
-            out.backward(mine(whole[3]))
+            of_lse = (
+                None if dlse is None else ft.ring_split(dlse, rank, ranks, causal=causal, dim=2)
+            )
+            torch.autograd.backward(
+                (out, lse)[: 1 + (dlse is not None)],
+                (mine(whole[3]), of_lse)[: 1 + (dlse is not None)],
+            )
         one = [x.clone().requires_grad_() for x in whole[:3]]
+        if there is not None:
+            options["sinks"] = there
         want, want_lse = ft.attention(*one, causal=causal, return_lse=True, **options)
-        want.backward(whole[3])
+        torch.autograd.backward(
+            (want, want_lse)[: 1 + (dlse is not None)], (whole[3], dlse)[: 1 + (dlse is not None)]
+        )
+        if there is not None:  # a rank has what its rows are of it
+            dist.all_reduce(here.grad)
+            assert torch.allclose(here.grad, there.grad, rtol=1e-5, atol=1e-5)
         rounding = 2.0**-7 if dtype == "bfloat16" else 2.0**-20
         pairs = [(out, want), *zip((q.grad, k.grad, v.grad), (x.grad for x in one), strict=True)]
         for got, right in pairs:
@@ -80,7 +99,9 @@ def both_passes(rank, ranks, store):
         part = fa_numba.problem.Problem(1, 2, 1, Nq, Nk, 8, **given)
         lengths = {name: x.tolist() for name, x in options.items() if name == "kv_lens"}
         model = [
-            fa_numba.io_model.ring(part, ranks, rank, travels=travels, passes=each, **lengths)
+            fa_numba.io_model.ring(
+                part, ranks, rank, travels=travels, passes=each, dlse=each == "bwd", **lengths
+            )
             for each in ("fwd", "bwd")
         ]
         assert moved.sent == sum(x.sent for x in model)
