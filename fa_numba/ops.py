@@ -172,9 +172,9 @@ def flash_attention_2(
     that come before those of every sequence: read once, for the queries of all (a fourth loop
     order, of sequences). Each row sees all of them, and of its own sequence what it sees without
     them; own k and v may be pages. The result is merged by logsumexps from both, each rounded to
-    q's dtype. Beside them are allowed scale, causal, softcap, sinks, kv_lens, block_table,
-    cu_seqlens_q, cu_seqlens_k, layout and precision; ``tiles``, ``unit``, ``ablate`` and
-    ``kv_splits`` are of both passes. There is no backward pass.
+    q's dtype. Beside them are allowed scale, causal, softcap, sinks, q_lens, kv_lens,
+    block_table, cu_seqlens_q, cu_seqlens_k, layout and precision; ``tiles``, ``unit``, ``ablate``
+    and ``kv_splits`` are of both passes. There is no backward pass.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "swizzle" of rows in shared memory, which then have "padding", that too

@@ -139,7 +139,7 @@ def call_with_prefix(
     """``call`` where the sequences share a prefix."""
     options, lens = kind.drawn(rng, shape), rng.integers(0, np.add(shape[3:5], 1), (shape[0], 2))
     lens[0] = shape[3:5]
-    if kind.prefix.startswith("packed"):
+    if kind.prefix.startswith("packed") or rng.random() < 0.3:
         options["q_lens"] = lens[:, 0].tolist()
     if kind.prefix != "bhnd" or rng.random() < 0.5:
         options["kv_lens"] = lens[:, 1].tolist()

@@ -27,6 +27,7 @@ from fa_numba.kernels.merge_parts import (
     make_merge_backward,
     row_blocks,
 )
+from fa_numba.options import PLAIN, Features
 
 
 def merge_all(outputs: Any, lses: Any, layout: Any, stream: Any) -> tuple[Any, Any]:
@@ -182,12 +183,20 @@ def add(x: Any, y: Any, layout: str = "bhnd") -> None:
     _run({"x": x, "y": y}, layout)
 
 
-def plan_of(sizes: tuple[int, ...], dtypes: tuple[str, str], aligned: bool, lse: bool):
+def plan_of(
+    sizes: tuple[int, ...],
+    dtypes: tuple[str, str],
+    aligned: bool,
+    lse: bool,
+    features: Features = PLAIN,
+):
     """The plan for x and y of these sizes, (B, H, N, d), and dtypes; with ``lse`` they are weighted
-    by their logsumexps. ``aligned``: rows of both start at 16-byte addresses.
+    by their logsumexps, in valid rows if these are among the ``features``. ``aligned``: rows of
+    both start at 16-byte addresses.
     """
     batch, heads, rows, d = sizes
-    kernel = make_merge(d, *dtypes, dtypes[0], aligned) if lse else make_add(d, *dtypes, aligned)
+    how = (d, *dtypes, dtypes[0], aligned, features)
+    kernel = make_merge(*how) if lse else make_add(d, *dtypes, aligned)
     bound = {"X": "x", "Y": "y"}
     bound |= {"LX": "x_lse", "LY": "y_lse", "O": "x", "L": "lse"} if lse else {}
     launch = Launch.of(kernel, (blocks(rows, d, aligned), heads, batch), **bound)

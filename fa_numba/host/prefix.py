@@ -15,23 +15,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from fa_numba import device, io_model
 from fa_numba.checks import LAYOUTS, as_sizes
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import execution, launch_cache, merging, placement, planning
 from fa_numba.host.arrays import HOST, Operand, check_out, check_together, operand
-from fa_numba.host.binding import Binding
+from fa_numba.host.binding import Binding, sent
 from fa_numba.host.calls import aligned_rows, launched
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan, Plan, Reasons
 from fa_numba.kernels.merge_parts import width_of
 from fa_numba.kernels.simt.append import blocks, make_gather
-from fa_numba.options import FEATURES, argument_of
+from fa_numba.options import FEATURES, PLAIN, argument_of
 from fa_numba.problem import Problem
 
 # Fields of a Problem whose meaning is the same beside a prefix. Others number columns from the
 # first own one, or hide some of them: what that would say of the prefix is not obvious.
-_BESIDE = {"causal", "softcap", "sinks", "kv_lens", "packed", "pages", "page_size", "layout"}
+_BESIDE = {
+    "causal",
+    "softcap",
+    "sinks",
+    "q_lens",
+    "kv_lens",
+    "packed",
+    "pages",
+    "page_size",
+    "layout",
+}
 _BESIDE.add("precision")
 
 
@@ -129,11 +141,15 @@ def _first_attend(
 
 def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], stream: Any) -> None:
     p = plan.problem
+
+    def lengths(_: Any) -> dict[str, Any]:
+        return {} if p.q_lens is None else {"q_lens": sent(np.array(p.q_lens, np.int32))}
+
     with device.scratch(stream) as allocate:
         made = {b.name: execution.allocated(b, allocate, stream) for b in plan.between}
     Q, O = (execution.by_heads(p, arrays[name]) for name in "QO")
     if plan.gather is not None:
-        execution.execute(plan.gather, {"X": Q, "rows": made["rows"]}, stream)
+        execution.execute(plan.gather, {"X": Q, "rows": made["rows"]}, stream, lengths)
     rows = made["rows"] if plan.gather is not None else device.as_one(Q)
     turn = (1, 0, 2) if p.layout == "bnhd" else (0, 1, 2)
     of_prefix = {"Q": rows, "O": made["prefix O"], "L": made["prefix L"]}
@@ -143,14 +159,18 @@ def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], strea
     x_lse, lse = (execution.by_heads(p, L) for L in (made["own L"], arrays.get("L", made.get("L"))))
     y, y_lse = (device.as_batch(made[name], O.shape[0]) for name in ("prefix O", "prefix L"))
     merged = {"x": O, "x_lse": x_lse, "y": y, "y_lse": y_lse, "lse": lse}
-    execution.execute(plan.merge, merged, stream)
+    execution.execute(plan.merge, merged, stream, lengths)
 
 
 def _lies_as_one(q: Operand | None, problem: Problem) -> bool:
     """Whether all queries are rows of one batch entry: each of one distance to the next. None
     stands for a contiguous q.
     """
-    if problem.packed or 1 in (problem.batch, problem.seqlen_q):
+    if problem.packed:
+        return True
+    if problem.q_lens is not None:  # padding is not to be read
+        return False
+    if 1 in (problem.batch, problem.seqlen_q):
         return True
     if q is None:
         return problem.layout == "bnhd" or problem.heads_q == 1
@@ -173,12 +193,13 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
     if v != k:
         raise ValueError(f"prefix_v has shape {v}: allowed is {k}, that of prefix_k")
     for flag in problem.options:
-        if flag not in _BESIDE and not (flag == "q_lens" and problem.packed):
+        if flag not in _BESIDE:
             name = argument_of(flag) if flag in FEATURES else flag
             name = "attn_mask" if name == "bias" and options.get("bias") is None else name
             raise ValueError(
                 f"{name} is given with a prefix: allowed beside it are scale, causal, softcap, "
-                "sinks, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout and precision"
+                "sinks, q_lens, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout and "
+                "precision"
             )
     names = ("heads_q", "heads_k", "head_dim", "dtype", "scale", "softcap", "precision")
     kept = {name: getattr(problem, name) for name in names}
@@ -205,11 +226,13 @@ def _planned(
     between = [Buffer("prefix O", one, p.dtype), Buffer("prefix L", one[:3])]
     between += [Buffer("own L", p.lse_shape)] + ([] if return_lse else [Buffer("L", p.lse_shape)])
     batch, heads, rows = of_own.row_shape
-    merge = merging.plan_of((batch, heads, rows, one[3]), (p.dtype, p.dtype), aligned, lse=True)
+    lengths = replace(PLAIN, q_lens=of_own.features.q_lens)
+    sizes = batch, heads, rows, one[3]
+    merge = merging.plan_of(sizes, (p.dtype, p.dtype), aligned, True, lengths)
     gather = None
     if gathered:
-        between.append(Buffer("rows", one, p.dtype))
-        kernel = make_gather(one[3], p.dtype, of_own.aligned)
+        between.append(Buffer("rows", one, p.dtype, zeroed=lengths.q_lens))
+        kernel = make_gather(one[3], p.dtype, of_own.aligned, lengths)
         grid = (blocks(rows, one[3], p.dtype, of_own.aligned), heads, batch)
         gather = LaunchPlan(launches=(Launch.of(kernel, grid),))
     parts = [part for part in (gather, prefix, own, merge) if part is not None]

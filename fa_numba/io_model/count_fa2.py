@@ -84,16 +84,15 @@ def with_prefix(
 
     Per head the last
         loads  X, Y: N' d each    LX, LY: N' d / width each    stores  O: N' d    L: N'
-    and where queries are ``gathered`` before, N' d loads of X and stores of rows.
+    and where queries are ``gathered`` before, sum N_q d loads of X and stores of rows.
     """
-    rows = problem.heads_q * problem.batch * problem.seqlen_q
-    if problem.packed:
-        rows = problem.heads_q * sum(problem.q_lens or ())
-    n = rows * problem.head_dim
+    valid = sum(problem.lengths(b)[0] for b in range(problem.batch)) * problem.heads_q
+    rows = valid if problem.packed else problem.heads_q * problem.batch * problem.seqlen_q
+    n, taken = rows * problem.head_dim, valid * problem.head_dim
     merged = {"X": n, "Y": n, "LX": n // width, "LY": n // width}
     parts = [prefix, own, count(problem, merged, {"O": n, "L": rows})]
     if gathered:
-        parts.append(count(problem, {"X": n}, {"rows": n}))
+        parts.append(count(problem, {"X": taken}, {"rows": taken}))
     single = DTYPES[problem.dtype].sums_in_place
     halves = (*own.halves, *(() if single else ("X", "Y", "rows")))
     return replace(add_up(problem, parts), halves=halves)

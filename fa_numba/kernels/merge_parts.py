@@ -36,6 +36,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
+from fa_numba.options import PLAIN
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.softmax import FULL_WARP
 
@@ -44,22 +45,27 @@ WIDE = 8
 
 
 @cache
-def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned):
-    """The kernel for O and L; launched over (``blocks``, H, B) blocks."""
+def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned, features=PLAIN):
+    """The kernel for O and L; launched over (``blocks``, H, B) blocks. With ``q_lens`` among the
+    ``features`` Y counts for nothing in rows that a batch entry does not have.
+    """
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, out_dtype, width)
 
     rows = array_type(3)
     arguments = (_matrix(x_dtype), rows, _matrix(y_dtype), rows, _matrix(out_dtype), rows)
+    q_lens = features.q_lens
 
-    @cuda.jit(arguments, THREADS, 0)
-    def merge_parts(X, LX, Y, LY, O, L):
+    @cuda.jit((*arguments, features.argument_type), THREADS, 0)
+    def merge_parts(X, LX, Y, LY, O, L, options):
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
         piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         row = uint32(piece // uint32(pieces))
         col = uint32(uint32(piece % uint32(pieces)) * width)
         if row < uint32(X.shape[2]):
             L_x, L_y = LX[b, h, row], LY[b, h, row]
+            if q_lens and row >= uint32(options.q_lens[b]):
+                L_y = NEG_INF
             # m = max(L_x, L_y)
             m = maximum(L_x, L_y)
             shift = m

@@ -21,6 +21,7 @@ from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.kernels import merge_parts, mma, wgmma
 from fa_numba.kernels.simt import fa1_backward, fa1_forward, fa2_backward, fa2_forward
 from fa_numba.kernels.simt.append import make_append, make_gather
+from fa_numba.options import Features
 from fa_numba.tiling import SimtBackwardSpec, splits
 
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
@@ -283,8 +284,10 @@ def test_the_kernels_that_copy_rows_compile_within_their_budgets(case):
 def test_the_kernels_that_make_one_of_two_parts_compile_within_their_budgets(case):
     """Sixteen bytes of 16-bit elements at a time where rows are aligned."""
     x_dtype, y_dtype, aligned = case
+    lengths = Features(q_lens=True)
     for kernel in (
         merge_parts.make_merge(128, x_dtype, y_dtype, x_dtype, aligned),
+        merge_parts.make_merge(128, x_dtype, y_dtype, x_dtype, aligned, lengths),
         merge_parts.make_add(128, *case),
         merge_parts.make_merge_backward(128, y_dtype, True, aligned),
     ):

@@ -25,6 +25,9 @@ CASES = [
     ("float32", (2, 1, 1, 4, 5, 8), 12, "bhnd", {}),  # whose rows of one head lie as one's
     ("float32", (3, 2, 1, 6, 20, 8), 9, "packed", {"q_lens": [6, 0, 2], "kv_lens": [0, 20, 13]}),
     ("float32", (2, 4, 2, 5, 40, 16), 17, "pages", {"kv_lens": [33, 40], "causal": True}),
+    ("float32", (3, 2, 1, 6, 20, 7), 9, "bhnd", {"q_lens": [6, 0, 2], "kv_lens": [0, 20, 13]}),
+    ("float16", (3, 2, 1, 6, 20, 16), 9, "bnhd", {"q_lens": [6, 0, 2], "causal": True}),
+    ("float16", (2, 1, 1, 1, 30, 16), 40, "pages", {"q_lens": [0, 1], "kv_lens": [20, 30]}),
     ("float16", (3, 4, 1, 7, 40, 24), 50, "bhnd", {"causal": True, "tiles": Tiles(16, 32)}),
     ("float16", (6, 4, 2, 1, 30, 64), 70, "bnhd", {"kv_splits": 2, "tiles": Tiles(16, 16)}),
     ("float16", (2, 2, 1, 20, 33, 20), 40, "bhnd", {"scale": 0.4, "kv_lens": [33, 5]}),
@@ -75,6 +78,10 @@ def call_of(dtype, shape, Np, lies, options, *, seed=0):
     if lies.startswith("packed"):
         q = packed(q, q_lens)
         given["cu_seqlens_q"] = np.cumsum([0, *q_lens])
+    elif "q_lens" in options:
+        given["q_lens"], q = q_lens, q.copy()
+        for b, n in enumerate(q_lens):
+            q[b, :, n:] = np.nan
     if lies.endswith("pages"):
         k, v, given["block_table"] = cache_of(k, v, kv_lens, PAGE)
     elif lies == "packed":
@@ -146,7 +153,8 @@ def test_values_and_counts(device, case):
     plan = check(device, *case)
     assert plan.prefix.problem.seqlen_k == case[2] and plan.own.problem.sinks
     gathers = case[3] in ("bhnd", "pages") and 1 not in (case[1][1], case[1][3])
-    assert (plan.gather is not None) == gathers
+    padded_rows = "q_lens" in case[4] and not case[3].startswith("packed")
+    assert (plan.gather is not None) == (gathers or padded_rows)
 
 
 @pytest.mark.parametrize("lies", ["bhnd", "one head", "bnhd", "transposed"])
@@ -165,10 +173,11 @@ def test_the_prefix_is_read_for_a_tile_of_all_queries(lies):
     assert ("rows" in counts.stores) == (lies == "bhnd")  # else they lie so
 
 
+HALVES = "float16", (3, 4, 1, 7, 40, 24), 50, "bhnd", {"causal": True, "tiles": Tiles(16, 32)}
 PLANES = "float32", (2, 2, 1, 3, 9, 16), 20, "bhnd", {"precision": "fp16x3"}
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[6], PLANES])
+@pytest.mark.parametrize("case", [CASES[0], HALVES, PLANES])
 def test_bits_are_those_of_two_calls_and_their_merge(case):
     dtype, shape, _, lies, _ = case
     arrays, prefix, given, _ = call_of(*case)
@@ -284,7 +293,6 @@ BAD = {
     "mask_mod": ({"mask_mod": lambda b, h, i, j: i >= j}, "mask_mod is given with a prefix"),
     "score_mod": ({"score_mod": lambda s, b, h, i, j: s}, "score_mod is given with a prefix"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p is given with a prefix"),
-    "q_lens": ({"q_lens": [4, 2]}, "q_lens is given with a prefix: .* cu_seqlens_q"),
     "blocks": (
         {"block_mask": np.ones((1, 1), bool), "tiles": Tiles(8, 8)},
         "block_mask is given with a prefix",

@@ -15,6 +15,7 @@ from fa_numba.device import cuda, device_function, uint32
 from fa_numba.device.signature import array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
+from fa_numba.options import PLAIN
 
 THREADS = 128
 
@@ -49,22 +50,28 @@ def make_append(head_dim, dtype, page_size, aligned, ragged):
 
 
 @cache
-def make_gather(head_dim, dtype, aligned):
+def make_gather(head_dim, dtype, aligned, features=PLAIN):
     """The kernel for the rows of all batch entries as those of one, entry behind entry: X (B, H, N,
-    d) to ``rows`` (1, H, B N, d); launched over (``blocks``, H, B).
+    d) to ``rows`` (1, H, B N, d); launched over (``blocks``, H, B). With ``q_lens`` among the
+    ``features`` it leaves out rows that an entry does not have.
 
-    Accesses, elements per head:  loads N d, stores N d.
+    Accesses, elements per head:  loads N d, stores N d, of valid rows.
     """
     width = DTYPES[dtype].chunk if aligned else 1
     pieces, copy, matrix = head_dim // width, _copy(dtype, aligned), _matrix(dtype)
 
-    @cuda.jit((matrix, matrix), THREADS, 0)
-    def gather_rows(X, rows):
+    q_lens = features.q_lens
+
+    @cuda.jit((matrix, matrix, features.argument_type), THREADS, 0)
+    def gather_rows(X, rows, options):
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
         piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         i, N = uint32(piece // uint32(pieces)), uint32(X.shape[2])
         col = uint32(uint32(piece % uint32(pieces)) * width)
-        if i < N:
+        Nq = N
+        if q_lens:
+            Nq = uint32(options.q_lens[b])
+        if i < Nq:
             copy(rows[0, h], uint32(b * N + i), X[b, h], i, col)
 
     return gather_rows
