@@ -477,7 +477,7 @@ class _RingAttention(torch.autograd.Function):
             return ring_passes.backward(ring, dO, q, k, v, O, L, dL, sinks if wanted[3] else None)
 
         *found, dsinks = (*_Once.apply(computed, dO, dL, *ctx.saved_tensors), None)[:4]
-        dq, dk, dv = (x if wants else None for x, wants in zip(found, wanted, strict=False))
+        dq, dk, dv = (x if wants else None for x, wants in zip(found, wanted[:3], strict=True))
         return dq, dk, dv, dsinks, None, None
 
 
