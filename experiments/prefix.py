@@ -140,9 +140,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Bytes counted and by the model; times where there is a GPU."""
     steps = COUNTED_STEPS[:: 3 if options.quick else 1]
     yield from bench.counted([(s, *at) for s in COUNTED for at in steps], "counting", _counted)
-    for series in TIMED:
-        for sequences, prefix in itertools.product(SEQUENCES, PREFIXES):
-            yield from _modelled(series, step(sequences, prefix, LARGE), LARGE)
+    for series, at in itertools.product(COUNTED, steps):
+        yield from _modelled(series, step(*at, SMALL, COUNTED[series]), SMALL)
+    for series, sequences, prefix in itertools.product(TIMED, SEQUENCES, PREFIXES):
+        yield from _modelled(series, step(sequences, prefix, LARGE), LARGE)
     if bench.machine is None:
         return
     prefixes = options.seqlens or PREFIXES[: 1 if options.quick else None]
@@ -173,9 +174,8 @@ def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[R
 
 
 def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
-    """Of one small step on the emulator: bytes, and the error, of both ways; the model's bytes."""
+    """Of one small step on the emulator: bytes, and the error, of both ways."""
     problem = step(sequences, prefix, SMALL, COUNTED[series])
-    yield from _modelled(series, problem, SMALL)
     host = tuple(x.astype(problem.dtype) for x in arrays(problem, SMALL, Inputs()))
     q, first_k, first_v, k, v = host
     whole = (
