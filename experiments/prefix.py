@@ -32,7 +32,7 @@ DESCRIPTION = (
 NEEDS_GPU = False
 # Whether the prefix is read once stands in a row's note.
 SWEPT = ("note",)
-TAKES, TAKES_ON_GPU = (), ("seqlens",)
+TAKES: tuple[str, ...] = ()
 
 ONCE, BY_EACH = "read once", "read by each"
 WAYS = (ONCE, BY_EACH)
@@ -146,9 +146,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         yield from _modelled(series, step(sequences, prefix, LARGE), LARGE)
     if bench.machine is None:
         return
-    prefixes = options.seqlens or PREFIXES[: 1 if options.quick else None]
-    several = SEQUENCES[1:2] if options.quick else SEQUENCES
-    problems = [step(n, prefix, LARGE) for prefix in prefixes for n in several]
+    timed_at = list(itertools.product(PREFIXES, SEQUENCES))[: 2 if options.quick else None]
+    problems = [step(n, prefix, LARGE) for prefix, n in timed_at]
     timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
     ahead = []
     for problem, series, way in itertools.product(problems, timed, WAYS):

@@ -120,7 +120,9 @@ def test_a_step_is_timed_both_ways(monkeypatch):
     monkeypatch.setattr(prefix, "LARGE", (2, 1, 20, 32, 16))
     monkeypatch.setattr(prefix.precompile, "compile_ahead", lambda calls, bench: list(calls))
     monkeypatch.setattr(prefix, "TIMED", ("fa2-mma",))
-    options, bench = Options(seqlens=(40,), quick=True), Bench(machine="gpu", kept=counted()[:1])
+    monkeypatch.setattr(prefix, "SEQUENCES", (3,))
+    monkeypatch.setattr(prefix, "PREFIXES", (40,))
+    options, bench = Options(quick=True), Bench(machine="gpu", kept=counted()[:1])
     rows = [row for row in prefix.measure(options, bench) if isinstance(row, Row)]
     rows = [row for row in rows if row.machine == "gpu"]
     assert [(row.note, row.value) for row in rows] == [(prefix.ONCE, 1), (prefix.BY_EACH, 2)]
