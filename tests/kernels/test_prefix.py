@@ -241,9 +241,9 @@ def test_a_plan_is_of_both_passes():
     assert plan_of(arrays, prefix, given).accesses is plan.accesses  # made once
 
 
-@pytest.mark.parametrize("lies", ["bhnd", "bnhd", "packed pages"])
+@pytest.mark.parametrize("lies", ["bhnd", "bnhd", "packed pages", "pages"])
 def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(lies):
-    options = {"q_lens": [3, 1], "kv_lens": [16, 9]} if lies == "packed pages" else {}
+    options = {"q_lens": [3, 1], "kv_lens": [16, 9]} if lies.endswith("pages") else {}
     case = "float16", (2, 2, 1, 3, 16, 16), 20, lies, {"causal": True, **options}
     with no_calls_kept() as kept, no_gpu_but_its_driver() as gpu:
         for seed in range(2):
