@@ -282,6 +282,26 @@ def _softcap(call: Bound) -> float:
     return (call.problem.softcap or 0.0) * score_unit(call.problem, call.unit)
 
 
+def _next_blocks(axis: int) -> KernelField:
+    """Along a block row's columns, or a block column's rows, the number of the first block from
+    each on that is visited; and of the end how many there are.
+    """
+
+    def value(call: Bound) -> np.ndarray:
+        visited = np.moveaxis(np.asarray(call.block_mask, bool), axis, -1)
+        count = visited.shape[-1]
+        numbers = np.where(visited, np.arange(count, dtype=np.int32), np.int32(count))
+        ends = np.full((*visited.shape[:-1], 1), count, np.int32)
+        along = np.concatenate((numbers, ends), -1)[..., ::-1]
+        return np.ascontiguousarray(np.minimum.accumulate(along, -1)[..., ::-1])
+
+    def shape(call: Bound) -> tuple[int, ...]:
+        *_, across, count = np.moveaxis(np.asarray(call.block_mask), axis, -1).shape
+        return *_heads(call), across, count + 1
+
+    return KernelField(array_type(4, _int32), value, shape)
+
+
 def _states(call: Bound) -> np.ndarray:
     """A number for each block: 0 is not visited, FULL one of which ``mask_mod`` hides nothing."""
     states = np.array(call.block_mask, np.uint8, order="C")
@@ -376,7 +396,9 @@ FEATURES: dict[str, Feature] = {
                 array_type(4, types.uint8),
                 _states,
                 lambda call: (*_heads(call), *call.block_mask.shape[-2:]),  # type: ignore[union-attr]
-            )
+            ),
+            "next_column": _next_blocks(-1),
+            "next_row": _next_blocks(-2),
         },
         argument="block_mask",
     ),
@@ -411,7 +433,10 @@ def argument_of(flag: str) -> str:
 SPLIT_SUMS = ("A", "l", "m")
 # Arrays whose elements all threads of a block read together, over and over: not part of the counts
 # of accesses.
-UNIFORM = ("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts", "block_mask")
+UNIFORM = (
+    *("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts"),
+    *("block_mask", "next_column", "next_row"),
+)
 # Small arrays that may come from the host.
 SENT = (*UNIFORM, "block_table")
 

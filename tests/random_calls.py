@@ -40,7 +40,7 @@ HEAD_DIMS = (8, 24, 32, 40, 64, 64, 72, 80, 96, 128, 128, 136, 192, 256)
 LENGTHS = (1, 2, 5, 16, 17, 63, 64, 65, 100, 128, 129, 150, 192, 200, 257)
 LONG = (300, 512, 777, 1025)  # on a GPU
 ROWS, COLUMNS = (16, 32, 64, 128, 192), (16, 32, 48, 64, 80, 96, 112, 128, 160)
-# Block masks have tiles of their own.
+# Block masks go with tiles that are chosen.
 OPTIONS = tuple(name for name in DRAWS if name != "block_mask")
 
 
@@ -90,6 +90,8 @@ def kind_of(seed: int, number: int) -> Kind:
     elif unit == "wgmma" and passes == "bwd" and way != "standard":
         chosen["group_splits"] = one((1, group, "auto"))
     options = {name for name in OPTIONS if rng.random() < 0.2}
+    if "tiles" in chosen and rng.random() < 0.2:  # which its blocks have
+        options.add("block_mask")
     if "packed" in options:
         options.discard("lengths")
     dtype = "float32" if unit == "simt" else "float16"

@@ -300,9 +300,10 @@ class Wgmma(Unit):
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens"),
+        ("fa1", "fwd"): (*_MASKS, "sparse", "softcap", "score_mod", "sinks", "q_lens"),
         ("fa2", "fwd"): (
             *_MASKS,
+            "sparse",
             *_ADDED,
             "score_mod",
             *_LENGTHS,
@@ -310,8 +311,8 @@ class Wgmma(Unit):
             "splits",
             "dropout",
         ),
-        ("fa1", "bwd"): (*_MASKS, *_SCORES, "sinks", "dlse"),
-        ("fa2", "bwd"): (*_MASKS, *_SCORES, *_ADDED, *_LENGTHS, "dropout"),
+        ("fa1", "bwd"): (*_MASKS, "sparse", *_SCORES, "sinks", "dlse"),
+        ("fa2", "bwd"): (*_MASKS, "sparse", *_SCORES, *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
@@ -339,7 +340,11 @@ class Wgmma(Unit):
             return f"a head dimension of {d}, which is above {largest}"
         if not request.aligned:
             return "arrays whose rows do not start at 16-byte addresses"
-        return lacks_together(d, request.features) if passes == "bwd" else ""
+        if passes == "fwd":
+            return ""
+        if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):
+            return "the option block_mask where a second sweep makes dQ, by tiles of its own"
+        return lacks_together(d, request.features)
 
     def unsuited(self, request: Request) -> str:
         p, choices = request.problem, request.choices
@@ -418,6 +423,7 @@ def heads_share_tiles(request: Request) -> bool:
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
     by_head = features.alibi or features.bias or features.dropout or features.calls
+    by_head = by_head or features.sparse
     return p.group > 1 and few and not (features.q_lens or by_head)
 
 

@@ -65,7 +65,7 @@ def _without_bias_read(scale_and_mask):
 @part
 def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
-    Br, Bc, features = spec.head_rows, spec.Bc, spec.features
+    Br, Bc, features = spec.head_rows, spec.block_columns, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)

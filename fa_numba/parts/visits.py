@@ -4,6 +4,7 @@ from functools import cache
 
 from fa_numba.device import cuda, int32, uint32
 from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Head
 
 
 @part
@@ -134,10 +135,9 @@ def make_next_column(spec):
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
     def next_column(j0, j_end, i0, head):
-        if sparse:
-            i = i0 // uint32(Br)
-            while j0 < j_end and head.options.block_mask[head.b, head.h, i, j0 // uint32(Bc)] == 0:
-                j0 = uint32(j0 + Bc)
+        if sparse and j0 < j_end:
+            i, j = i0 // uint32(Br), j0 // uint32(Bc)
+            j0 = uint32(head.options.next_column[head.b, head.h, i, j] * Bc)
         return j0
 
     return next_column
@@ -149,13 +149,33 @@ def make_next_row(spec):
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
     def next_row(i0, i_end, j0, head):
-        if sparse:
-            j = j0 // uint32(Bc)
-            while i0 < i_end and head.options.block_mask[head.b, head.h, i0 // uint32(Br), j] == 0:
-                i0 = uint32(i0 + Br)
+        if sparse and i0 < i_end:
+            i, j = i0 // uint32(Br), j0 // uint32(Bc)
+            i0 = uint32(head.options.next_row[head.b, head.h, j, i] * Br)
         return i0
 
     return next_row
+
+
+@part
+def make_first_of_heads(spec, single):
+    """``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``: from row tile i0 of head h on,
+    the first visit of column tile j0, of that head or, unless it is the ``single`` one, of those
+    behind it up to h_end, which is the head where there is none.
+    """
+    sparse, next_row = spec.features.sparse, make_next_row(spec)
+
+    def first_of_heads(h, i0, head, j0, h_end, i_first, i_end):
+        if sparse:
+            b, hk, options = head.b, head.hk, head.options
+            i0 = next_row(i0, i_end, j0, Head(b, h, hk, head.Nq, head.Nk, options))
+            while not single and h < h_end and i0 >= i_end:
+                h, i0 = uint32(h + 1), i_first
+                if h < h_end:
+                    i0 = next_row(i0, i_end, j0, Head(b, h, hk, head.Nq, head.Nk, options))
+        return h, i0
+
+    return first_of_heads
 
 
 @part

@@ -155,6 +155,11 @@ class Spec(ABC):
         return self.TM * self.TN if self.reads_bias else 1
 
     @property
+    def block_columns(self) -> int:
+        """Columns of a block of a block mask."""
+        return self.Bc
+
+    @property
     def cap_registers(self) -> int:
         """Registers for the slopes of a cap and of a function on the scores, kept from S to dS; 1
         where there is neither, since an array of registers has at least one.

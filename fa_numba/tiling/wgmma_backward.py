@@ -195,6 +195,11 @@ class WgmmaBackwardSpec(Spec):
         return self.TM * self.TN, self.p_registers, self.query_registers, self.column_registers
 
     @property
+    def block_columns(self) -> int:
+        """Those of the tile, of which this may be a consumer's part."""
+        return COLUMNS
+
+    @property
     def part(self) -> WgmmaBackwardSpec:
         """What one consumer has of a tile of S."""
         return replace(self, Bc=GROUP_ROWS)

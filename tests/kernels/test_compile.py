@@ -544,6 +544,8 @@ WGMMA_BACKWARD_CASES = [
     (64, ("window", "packed", "dropout"), True),
     (128, ("causal", "q_lens", "kv_lens", "dropout"), True, True),
     (48, ("bias", "dropout")),
+    (64, ("sparse",)),
+    (128, ("sparse", "causal")),
     (128, ("adds",)),
     (128, ("causal", "turns")),
 ]

@@ -92,6 +92,52 @@ def test_slopes_of_a_function_on_the_scores(way, Hq, Hk, Nq, Nk, d, options):
     check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
+def _some_blocks(heads, Nq, Nk, tiles, share):
+    """At random, of each head, and of the first none in the first columns."""
+    shape = heads, -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
+    mask = np.random.default_rng(7).random(shape) < share
+    mask[0, :, 0] = False
+    return mask
+
+
+SQUARE, LOW = fa_numba.Tiles(128, 128), fa_numba.Tiles(64, 128)
+BLOCKS = [
+    # way, Hq, Hk, Nq, Nk, d, tiles, share of blocks, options
+    ("fa2", 2, 1, 300, 300, 64, SQUARE, 0.5, {"dropout_p": 0.25, "seed": 3}),
+    ("fa2", 3, 1, 192, 260, 128, LOW, 0.3, {"causal": True}),
+    ("fa2", 2, 1, 330, 150, 128, LOW, 0.5, {"group_splits": 4}),
+    ("fa2", 1, 1, 200, 260, 64, SQUARE, 0.0, {}),
+    ("fa1", 3, 1, 200, 260, 64, SQUARE, 0.4, {"causal": True}),
+    ("fa1", 1, 1, 330, 150, 128, LOW, 0.5, TURNS),
+]
+
+
+@pytest.mark.parametrize("way, Hq, Hk, Nq, Nk, d, tiles, share, options", BLOCKS)
+def test_blocks_left_out(way, Hq, Hk, Nq, Nk, d, tiles, share, options):
+    inputs = half_gradients("float16", 1, Hq, Hk, Nq, Nk, d)
+    mask = _some_blocks(Hq, Nq, Nk, tiles, share)
+    check_gradients("emulator", way, *inputs, **UNIT, tiles=tiles, block_mask=mask, **options)
+
+
+@pytest.mark.parametrize("way, d, tiles", [("fa2", 128, LOW), ("fa1", 64, SQUARE)])
+def test_full_blocks_are_not_asked(way, d, tiles):
+    """A consumer's columns are a part of the block's."""
+    inputs = half_gradients("float16", 1, 2, 1, 200, 260, d)
+    mask = fa_numba.create_block_mask(
+        lambda b, h, i, j: i + 120 * h >= j, 1, 2, 200, 260, tiles=tiles
+    )
+    assert {0, 1, 2} == set(mask.blocks.flat)
+    check_gradients("emulator", way, *inputs, **UNIT, block_mask=mask)
+
+
+def test_block_masks_have_no_second_sweep():
+    how = {"passes": "bwd", "dtype": "float16", "block_mask": np.ones((1, 1), bool)}
+    for more in ({"deterministic": True}, {"head_dim": 192}):
+        shape = (1, 1, 64, more.pop("head_dim", 64))
+        with pytest.raises(ValueError, match="lack the option block_mask where a second sweep"):
+            fa_numba.plan(shape, shape, tiles=LOW, **UNIT, **how, **more)
+
+
 @pytest.mark.parametrize("way, dtype, B, Hq, Hk, Nq, Nk, d, options", WAYS)
 def test_a_second_sweep_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)

@@ -132,6 +132,36 @@ SEQUENCES = [
 ]
 
 
+BLOCKS = [
+    # algorithm, Hq, Hk, Nq, Nk, d, tiles, blocks left in, options
+    ("fa2", 1, 1, 130, 700, 64, Tiles(64, 32), lambda h, i, j: (i + j) % 7 == 0 and j < 9, {}),
+    ("fa2", 2, 1, 200, 260, 128, Tiles(128, 64), lambda h, i, j: (h + i) % 2 == 0, {}),
+    ("fa2", 4, 1, 20, 300, 64, Tiles(64, 64), lambda h, i, j: (j + h) % 3 == 1, {"kv_splits": 2}),
+    ("fa2", 1, 1, 200, 260, 64, Tiles(128, 64), lambda h, i, j: False, {"causal": True}),
+    (
+        "fa1",
+        2,
+        1,
+        200,
+        260,
+        64,
+        Tiles(64, 64),
+        lambda h, i, j: (i + 2 * j) % 3 == h,
+        {"causal": True},
+    ),
+    ("fa1", 1, 1, 130, 200, 128, Tiles(64, 64), lambda h, i, j: i == 1 and j > 1, {}),
+]
+
+
+@pytest.mark.parametrize("algorithm, Hq, Hk, Nq, Nk, d, tiles, left, options", BLOCKS)
+def test_blocks_left_out(algorithm, Hq, Hk, Nq, Nk, d, tiles, left, options):
+    q, k, v = half_inputs("float16", 1, Hq, Hk, Nq, Nk, d)
+    shape = Hq, -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
+    mask = np.array([left(*place) for place in np.ndindex(shape)]).reshape(shape)
+    how = {"tiles": tiles, "block_mask": mask, **options}
+    check("emulator", algorithm, q, k, v, **UNIT, **how)
+
+
 @pytest.mark.parametrize("q_lens, kv_lens, Hq, Hk, d, options", SEQUENCES)
 def test_packed_sequences(q_lens, kv_lens, Hq, Hk, d, options):
     q, k, v, starts = _packed(q_lens, kv_lens, Hq, Hk, d)

@@ -49,14 +49,15 @@ def make_backward(spec):
             # Alg. 4 line 7: load Kj, Vj
             kv_pipeline.acquire(shared.bars, Slot(uint32(0), uint32(j0 // Bc % 2 ^ 1)))
             fa1_gradients.fa1_load_columns(shared, K, V, j0, first)
-            h, i0 = first.h, i_first
+            h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+            h, i0 = h_first, i_start
             while fa1_gradients.is_visit(h, h_end, i0, i_end):
                 # Alg. 4 line 10: load Qi, dOi, Oi
                 slot = Slot(stage, phase)
                 q_pipeline.acquire(shared.bars, slot)
                 fa1_gradients.load_rows(shared, Q, dO, O, i0, grid.member(first, h), slot)
                 stage, phase = q_pipeline.next(slot)
-                h, i0 = fa1_gradients.next_of_pass(h, i0, i_first, i_end)
+                h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
             j0 = uint32(j0 + Bc)
 
     @device_function
@@ -66,14 +67,15 @@ def make_backward(spec):
         stage, phase, j0 = uint32(0), uint32(1), uint32(0)
         while j0 < first.Nk:
             i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
-            h, i0 = first.h, i_first
+            h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+            h, i0 = h_first, i_start
             while fa1_gradients.is_visit(h, h_end, i0, i_end):
                 # Alg. 4 line 10: load Li
                 slot = Slot(stage, phase)
                 q_pipeline.acquire(shared.bars, slot)
                 fa1_gradients.load_lse(shared, L, i0, grid.member(first, h), slot)
                 stage, phase = q_pipeline.next(slot)
-                h, i0 = fa1_gradients.next_of_pass(h, i0, i_first, i_end)
+                h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
             j0 = uint32(j0 + Bc)
 
     @device_function
@@ -82,7 +84,8 @@ def make_backward(spec):
         n, j0 = uint32(0), uint32(0)
         while j0 < first.Nk:
             i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
-            n_end = uint32(n + fa1_gradients.tiles_of_rows(i_first, i_end) * heads)
+            more = fa1_gradients.visits_of_pass(first, j0, heads, i_first, i_end)
+            n_end = uint32(n + more)
             while n < n_end:
                 # Alg. 4 line 19: Di = rowsum(dOi o Oi), in every pass
                 slot = Slot(uint32(n % 2), uint32(n // 2 % 2))
@@ -115,7 +118,8 @@ def make_backward(spec):
             column0 = uint32(j0 + 64 * thread.w)
             # Alg. 4 line 8: dKj = 0, dVj = 0, on chip
             gradients.start_columns(rdK, rdV)
-            h, i0 = first.h, i_first
+            h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+            h, i0 = h_first, i_start
             more = fa1_gradients.is_visit(h, h_end, i0, i_end)
             kv_pipeline.wait(bars, Slot(uint32(0), uint32(j0 // Bc % 2)))
             if more:
@@ -152,7 +156,7 @@ def make_backward(spec):
                 fa1_gradients.read_dq(rdQ, A, j0, i0, i_stop, head, thread)
                 gradients.begin_dq(rdQ, sdS, at.scores, sK, thread.w)
                 gradients.wait_columns(rdK, rdV, True)
-                h_next, i_next = fa1_gradients.next_of_pass(h, i0, i_first, i_end)
+                h_next, i_next = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
                 after = q_pipeline.next(slot)
                 next_stage, next_phase = after
                 more = fa1_gradients.is_visit(h_next, h_end, i_next, i_end)
@@ -168,7 +172,7 @@ def make_backward(spec):
                 fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, head, thread)
                 transposed.wait_scores(rS, False)
                 stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
-            if i_first < i_end:
+            if fa1_gradients.has_visits(first, j0, h_end, i_first, i_end):
                 q_pipeline.release(bars, Slot(stage, phase))
                 stage, phase = q_pipeline.next(Slot(stage, phase))
 

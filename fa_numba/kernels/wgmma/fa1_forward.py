@@ -52,7 +52,7 @@ def make_forward(spec):
                 else:
                     o_pipeline.commit(bars, own)
                 stage, phase = q_pipeline.next(slot)
-                i0 = uint32(i0 + Br)
+                i0 = visits.next_row(uint32(i0 + Br), i_end, j0, head)
             if visited:
                 written_phase = uint32(written_phase ^ 1)
             j0 = uint32(j0 + Bc)
@@ -101,7 +101,8 @@ def make_forward(spec):
             while i0 < i_end:
                 kv = Slot(stage, phase)
                 slot = Slot(q_stage, q_phase)
-                row0, i_next = uint32(i0 + 64 * w), uint32(i0 + Br)
+                row0 = uint32(i0 + 64 * w)
+                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
                 tile = Tile(row0, j0, head, thread)
                 own = q_pipeline.own(slot, w)
                 more = visits.sees_more(i0, j0, head)

@@ -36,7 +36,8 @@ def make_producers(spec):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
         # Alg. 2 line 6: load Kj, Vj
         gradients.load_columns(shared, K, V, j0, key_tiles.shared_key_head(head, Q, K))
-        stage, phase, h, i0 = uint32(0), uint32(1), head.h, i_first
+        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_begin
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Qi, dOi
             slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
@@ -44,12 +45,13 @@ def make_producers(spec):
             gradients.load_q(shared, Q, i0, member, slot)
             gradients.load_do(shared, dO, i0, member, slot)
             stage, phase = q_pipeline.next(slot)
-            h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
+            h, i0 = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
 
     @device_function
     def produce_values(shared, Q, K, L, D, group, options):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
-        stage, phase, h, i0 = uint32(0), uint32(1), head.h, i_first
+        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_begin
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Li, Di
             slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
@@ -57,7 +59,7 @@ def make_producers(spec):
             Lh, Dh = grid.query_rows(L, member), grid.query_rows(D, member)
             gradients.load_values(shared, Lh, Dh, i0, head.Nq, slot)
             stage, phase = q_pipeline.next(slot)
-            h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
+            h, i0 = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
 
     @device_function
     def produce_drawing(shared, rows, K, V, group, options):
@@ -67,7 +69,8 @@ def make_producers(spec):
         if first:
             # Alg. 2 line 6: load Kj, Vj
             gradients.load_columns(shared, K, V, j0, key_tiles.shared_key_head(head, Q, K))
-        stage, phase, h, i0 = uint32(0), uint32(1), head.h, i_first
+        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_begin
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Qi, dOi, Li, Di
             slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
@@ -80,7 +83,7 @@ def make_producers(spec):
                 gradients.load_values(shared, Lh, Dh, i0, head.Nq, slot)
             drawing.draw_tile(shared, i0, j0, member, slot)
             stage, phase = q_pipeline.next(slot)
-            h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
+            h, i0 = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
 
     return produce, produce_values, produce_drawing
 
@@ -116,7 +119,8 @@ def make_backward(spec, atomic=True):
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
         gradients.start_columns(rdK, rdV)
-        stage, phase, h, i0 = uint32(0), uint32(0), head.h, i_first
+        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
         more = i0 < i_end and h < h_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -156,7 +160,7 @@ def make_backward(spec, atomic=True):
             else:
                 cuda.syncwarp()  # all lanes have read Li and Di
             gradients.wait_columns(rdK, rdV, atomic)
-            h_next, i_next = key_tiles.next_visit(h, i0, i_first, i_end)
+            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = key_tiles.takes_more(words, h_next, h_end, i_next)

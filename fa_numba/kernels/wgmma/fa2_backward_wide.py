@@ -40,7 +40,8 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
         wide.start_column(rdV)
-        stage, phase, h, i0 = uint32(0), uint32(0), head.h, i_first
+        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
         more = i0 < i_end and h < h_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -65,7 +66,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             # Alg. 2 line 12: dVj += PijT dOi
             do_pipeline.wait(bars, slot)
             transposed.add_product(rdV, rP, sdO, at.rows)
-            h_next, i_next = key_tiles.next_visit(h, i0, i_first, i_end)
+            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = h_next < h_end
@@ -96,7 +97,8 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dKj = 0, on chip
         wide.start_column(rdK)
-        stage, phase, h, i0 = uint32(0), uint32(0), head.h, i_first
+        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
         more = i0 < i_end and h < h_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -121,7 +123,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             gradients.ds_of_columns(rdS, rdS, rdP, rS, sL, at.values, tile)
             # Alg. 2 line 16: dKj += dSijT Qi
             transposed.add_product(rdK, rdS, sQ, at.rows)
-            h_next, i_next = key_tiles.next_visit(h, i0, i_first, i_end)
+            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = h_next < h_end

@@ -29,9 +29,9 @@ def make_forward(spec):
     pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
     scores, softmax, epilogue = bind(spec, wgmma.scores, wgmma.softmax, wgmma.epilogue)
     late_pipeline, work_pipeline, q_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
-    (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
-    (FEW, MANY), OVERLAPS, AHEAD = spec.registers, spec.overlaps, spec.begins_next
-    Bc, ROWS, SPLITS, PAGES = spec.Bc, spec.group_rows, spec.features.splits, pages_of_tile(spec)
+    (RS, RO, RP), RB, SPARSE = spec.tile_registers, spec.bias_registers, spec.features.sparse
+    Bc, ROWS, PAGES, (FEW, MANY) = spec.Bc, spec.group_rows, pages_of_tile(spec), spec.registers
+    TM, OVERLAPS, AHEAD, SPLITS = spec.TM, spec.overlaps, spec.begins_next, spec.features.splits
 
     @device_function
     def produce_rows(shared, schedule, Q, K, options):
@@ -87,7 +87,9 @@ def make_forward(spec):
                     v_pipeline.acquire(bars, kv)
                     load.v(shared.sV, V, j0, head, pages, bars, kv)
                 stage, phase = k_pipeline.next(kv)
-                j0 = uint32(j0 + Bc)
+                j0 = scheduler.next_column(uint32(j0 + Bc), j_end, work.i0, head)
+            if SPARSE and is_long:  # the last one that is visited is far from the end
+                late_pipeline.commit(bars, Slot(uint32(0), uint32(0)))
             q_stage, q_phase = q_pipeline.next(q)
             work_pipeline.wait(bars, Slot(q_stage, q_phase))
 
@@ -154,7 +156,7 @@ def make_forward(spec):
                     softmax.online_of_lanes(rS, scale, rm, rl, rf)
                     softmax.drop(rS, tile)
                     products.round_p(rP, rS)
-                    j0 = uint32(j0 + Bc)
+                    j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
                     # FA-1 line 5, FA-2 line 6: for each column tile j that is seen, after the first
                     while j0 < j_end:
                         kv = Slot(stage, phase)
@@ -188,7 +190,7 @@ def make_forward(spec):
                         softmax.scale_rows(rO, rf)
                         products.round_p(rP, rS)
                         stage, phase = after
-                        j0 = uint32(j0 + Bc)
+                        j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
                     kv = Slot(stage, phase)
                     v_pipeline.wait(bars, kv)
                     after = k_pipeline.next(kv)

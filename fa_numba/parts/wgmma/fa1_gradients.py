@@ -17,6 +17,7 @@ from fa_numba.parts.mma.pairs import (
 )
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Fa1BackwardShared, GroupThread
+from fa_numba.parts.visits import make_first_of_heads
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.gradients import value_place
 from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
@@ -68,13 +69,16 @@ def make_rows_of_query_split(spec):
 
 @part
 def make_next_of_pass(spec):
-    """``next_of_pass(h, i0, i_first, i_end)``: the head and row tile after this one; of a single
-    query head h and i_first are not asked for, and take no registers.
+    """``next_of_pass(h, i0, first, j0, h_end, i_first, i_end)``: the head and row tile after this
+    one; of a single query head h and i_first are not asked for, and take no registers.
     """
-    Br, grouped = spec.Br, spec.grouped
+    Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
+    first_of_heads = make_first_of_heads(spec, not grouped)
 
-    def next_of_pass(h, i0, i_first, i_end):
+    def next_of_pass(h, i0, first, j0, h_end, i_first, i_end):
         h_next, i_next = h, uint32(i0 + Br)
+        if sparse:
+            return first_of_heads(h, i_next, first, j0, h_end, i_first, i_end)
         if grouped and i_next >= i_end:
             h_next, i_next = uint32(h + 1), i_first
         return h_next, i_next
@@ -83,17 +87,52 @@ def make_next_of_pass(spec):
 
 
 @part
-def make_tiles_of_rows(spec):
-    """``tiles_of_rows(i_first, i_end)``: how many there are from the first row of one on."""
-    Br = spec.Br
+def make_first_of_pass(spec):
+    """``first_of_pass(first, j0, h_end, i_first, i_end)``: the head and row tile of the first."""
+    first_of_heads = make_first_of_heads(spec, not spec.grouped)
 
-    def tiles_of_rows(i_first, i_end):
+    def first_of_pass(first, j0, h_end, i_first, i_end):
+        return first_of_heads(first.h, i_first, first, j0, h_end, i_first, i_end)
+
+    return first_of_pass
+
+
+@part
+def make_visits_of_pass(spec):
+    """``visits_of_pass(first, j0, heads, i_first, i_end)``: how many there are."""
+    Br, sparse = spec.Br, spec.features.sparse
+    first_of_pass, next_of_pass = make_first_of_pass(spec), make_next_of_pass(spec)
+    is_visit = make_is_visit(spec)
+
+    def visits_of_pass(first, j0, heads, i_first, i_end):
         count = uint32(0)
+        if sparse:
+            h_end = uint32(first.h + heads)
+            h, i0 = first_of_pass(first, j0, h_end, i_first, i_end)
+            while is_visit(h, h_end, i0, i_end):
+                h, i0 = next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+                count = uint32(count + 1)
+            return count
         if i_first < i_end:
             count = uint32((i_end - i_first + (Br - 1)) // Br)
-        return count
+        return uint32(count * heads)
 
-    return tiles_of_rows
+    return visits_of_pass
+
+
+@part
+def make_has_visits(spec):
+    """``has_visits(first, j0, h_end, i_first, i_end)``: whether there is one."""
+    sparse = spec.features.sparse
+    first_of_pass, is_visit = make_first_of_pass(spec), make_is_visit(spec)
+
+    def has_visits(first, j0, h_end, i_first, i_end):
+        if sparse:
+            h, i0 = first_of_pass(first, j0, h_end, i_first, i_end)
+            return is_visit(h, h_end, i0, i_end)
+        return i_first < i_end
+
+    return has_visits
 
 
 @part

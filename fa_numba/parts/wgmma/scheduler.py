@@ -8,6 +8,7 @@ from fa_numba.parts.grid import make_lengths
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head, Schedule, WorkTile
 from fa_numba.parts.visits import make_column_range, make_share_of_columns
+from fa_numba.parts.visits import make_next_column as make_next_column
 from fa_numba.tiling.wgmma import WORK_WORDS
 
 # Bits of a word that name a batch entry, of which a grid has less than 2^16; the others a split.
@@ -114,13 +115,14 @@ def make_columns_of(spec):
     """
     lengths, column_range = make_lengths(spec), make_column_range(spec)
     share_of_columns, rows = make_share_of_columns(spec), spec.head_rows
+    next_column = make_next_column(spec)
 
     def columns_of(work, Q, K, options):
         Nq, Nk = lengths(Q.shape[2], K.shape[2], work.b, options)
         head = Head(work.b, work.h, work.h, Nq, Nk, options)
         j0, j_end = column_range(work.i0, uint32(work.i0 + rows), head)
         j0, j_end = share_of_columns(j0, j_end, work.split, work.i0, head)
-        return Nq, Nk, j0, j_end
+        return Nq, Nk, next_column(j0, j_end, work.i0, head), j_end
 
     return columns_of
 
