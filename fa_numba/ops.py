@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 from fa_numba.choices.requests import check_algorithm, choices_of
 from fa_numba.choices.units import documents_units
-from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.blocks import create
@@ -28,6 +27,7 @@ from fa_numba.tiling import Tiles
 def plan(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
+    v_shape: Sequence[int] | None = None,
     *,
     algorithm: str = "fa2",
     dtype: str = "float32",
@@ -49,10 +49,11 @@ def plan(
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
 
-    Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
-    ``AttentionOptions`` has them; for a bias, slopes, sinks and an ``attn_mask`` their shapes are
-    enough, and of a ``prefix_k``; ``dlse`` is whether there is one. ``kv_splits`` and
-    ``group_splits`` of the plan are what "auto" has chosen. Raises as the call itself would.
+    Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``v_shape`` is k's unless given. ``passes`` is
+    "fwd" or "bwd". ``options`` as ``AttentionOptions`` has them; for a bias, slopes, sinks and an
+    ``attn_mask`` their shapes are enough, and of a ``prefix_k``; ``dlse`` is whether there is one.
+    ``kv_splits`` and ``group_splits`` of the plan are what "auto" has chosen. Raises as the call
+    itself would.
 
     >>> import fa_numba
     >>> p = fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="fa2")
@@ -66,11 +67,11 @@ def plan(
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
     choices = of_blocks(choices, options)
     arguments = Binding.of(options, shapes=True)
-    problem = arguments.problem(q_shape, k_shape, dtype=dtype)
+    problem = arguments.problem(q_shape, k_shape, v_shape, dtype=dtype)
     if prefix_k is not None:
         return plan_of_prefix(problem, prefix_k, choices, options)
     # How often a block table is read depends on the copies' width.
-    aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
+    aligned = problem.pages is None or problem.whole_chunks
     plan = planning.plan_of(problem, choices, aligned)
     arguments.check_mask(problem, choices.tiles, plan.tiles)
     return replace(plan, block_mask=arguments.block_mask)
@@ -211,8 +212,9 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         ``flash_attention_1`` (K/V outer), "standard" for ``standard_attention`` (N x N matrices in
         global memory).
     ``q``: (B, Hq, Nq, d); ``k``, ``v``: (B, Hk, Nk, d), of one dtype (float32, float16, bfloat16),
-        on one device, any strides; Hk divides Hq, 1 <= d <= 256. NumPy arrays, torch tensors, JAX
-        arrays, and arrays with ``__cuda_array_interface__`` or DLPack, taken as they are. Host
+        on one device, any strides; Hk divides Hq, 1 <= d <= 256. Forward v may have another d,
+        which O then has too, on the units that have kernels for it. NumPy arrays, torch tensors,
+        JAX arrays, and arrays with ``__cuda_array_interface__`` or DLPack, taken as they are. Host
         arrays are copied to a GPU and back, and run on the emulator where there is none. With
         ``layout="bnhd"`` they are (B, Nq, Hq, d) and (B, Nk, Hk, d).
     ``return_lse``: bool, False: whether L is returned beside O.

@@ -64,11 +64,12 @@ class Problem:
 
     Q and O are (batch, heads_q, seqlen_q, head_dim), K and V (batch, heads_k, seqlen_k, head_dim).
     Query head h reads K/V head h // group. `scale` multiplies the scores; None stands for
-    1/sqrt(head_dim) and is stored as that number. `causal` aligns the mask to the bottom right:
-    row i sees columns j <= i + seqlen_k - seqlen_q; `window` (left, right) lets it see left columns
-    before and right columns after that one, -1 for all. `softcap` c makes c tanh(s / c) of a
-    score, `bias` is the 4-D shape of an array added to the scores, `alibi` whether slopes are,
-    `sinks` whether each row's sum has one more term.
+    1/sqrt(head_dim) and is stored as that number. `head_dim_v` is that of V, and so of O, where it
+    is another; None where it is not. `causal` aligns the mask to the bottom right: row i sees
+    columns j <= i + seqlen_k - seqlen_q; `window` (left, right) lets it see left columns before and
+    right columns after that one, -1 for all. `softcap` c makes c tanh(s / c) of a score, `bias` is
+    the 4-D shape of an array added to the scores, `alibi` whether slopes are, `sinks` whether each
+    row's sum has one more term.
     `score_mod`, its derivative `score_mod_grad` and `mask_mod` are the caller's functions, or what
     `mods` has made of them.
     `q_lens` and `kv_lens` are the valid lengths of each batch entry, to which masks are then
@@ -110,12 +111,14 @@ class Problem:
     pages: int | None = None
     page_size: int | None = None
     precision: str = "ieee"
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             object.__setattr__(self, name, as_size(name, getattr(self, name)))
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {self.head_dim}: allowed is 1 to {MAX_HEAD_DIM}")
+        self._check_values()
         if self.heads_q % self.heads_k:
             raise ValueError(
                 f"heads_k is {self.heads_k} with heads_q {self.heads_q}: "
@@ -155,6 +158,14 @@ class Problem:
                 object.__setattr__(self, name, lengths)
         if self.bias is not None:
             object.__setattr__(self, "bias", added_shape("bias", self.bias, self.score_shape))
+
+    def _check_values(self) -> None:
+        if self.head_dim_v is None:
+            return
+        size: int | None = as_size("head_dim_v", self.head_dim_v)
+        if size is not None and size > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim_v is {size}: allowed is 1 to {MAX_HEAD_DIM}, or None")
+        object.__setattr__(self, "head_dim_v", None if size == self.head_dim else size)
 
     def _check_longest(self) -> None:
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
@@ -220,9 +231,15 @@ class Problem:
             )
         if v_shape is not None:
             v = as_sizes("v", v_shape, axes)
-            for axis in axes:
+            for axis in axes[:-1]:
                 check_same(axis, "v", v, "k", k, axes)
+            if v[-1] > MAX_HEAD_DIM:
+                raise ValueError(
+                    f"v has head_dim {v[-1]} (shape {v}): allowed is 1 to {MAX_HEAD_DIM}"
+                )
         sizes: dict[str, Any] = {"heads_q": q[heads], "heads_k": k[heads], "head_dim": q[-1]}
+        if v_shape is not None:
+            sizes["head_dim_v"] = v[-1]
         if block_table is not None:
             table = as_table_shape(block_table, q[0])
             page_size = as_page_size(k[seqlen], k)
@@ -319,20 +336,41 @@ class Problem:
 
     @property
     def q_shape(self) -> tuple[int, ...]:
-        """Shape of Q and O."""
+        """Shape of Q."""
         if self.packed:
             return sum(self.q_lens or ()), self.heads_q, self.head_dim
         return self._in_layout(self.heads_q, self.seqlen_q)
 
     @property
+    def o_shape(self) -> tuple[int, ...]:
+        """Shape of O."""
+        return *self.q_shape[:-1], self.d_v
+
+    @property
     def k_shape(self) -> tuple[int, ...]:
-        """Shape of K and V, or of their pages."""
+        """Shape of K, or of its pages."""
         if self.pages is not None and self.page_size is not None:
             shape = self._in_layout(self.heads_k, self.page_size)
             return self.pages, *shape[1:]
         if self.packed:
             return sum(self.kv_lens or ()), self.heads_k, self.head_dim
         return self._in_layout(self.heads_k, self.seqlen_k)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        """Shape of V, or of its pages."""
+        return *self.k_shape[:-1], self.d_v
+
+    @property
+    def d_v(self) -> int:
+        """The head dimension of V and O."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def whole_chunks(self) -> bool:
+        """Whether rows of all matrices are whole pieces of 16 bytes."""
+        chunk = DTYPES[self.dtype].chunk
+        return self.head_dim % chunk == 0 and self.d_v % chunk == 0
 
     def _in_layout(self, heads: int, seqlen: int) -> tuple[int, ...]:
         middle = (seqlen, heads) if self.layout == "bnhd" else (heads, seqlen)

@@ -6,8 +6,9 @@ much rounding is usual, and a kernel may have about twice as much. `relative_err
 compare two arrays. All options are taken, see `options.AttentionOptions`.
 
 Shapes: q is (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k, head_dim). The
-output O is as q, and L, the natural logarithm of the sum of the exponentials of a row's scores, is
-(batch, heads_q, seqlen_q). With layout="bnhd" heads and seqlen change places, but not in L. With
+output O is as q, L, the natural logarithm of the sum of the exponentials of a row's scores, is
+(batch, heads_q, seqlen_q). The head dimension of v may be another, which O then has. With
+layout="bnhd" heads and seqlen change places, but not in L. With
 cu_seqlens_q and cu_seqlens_k q is (total_q, heads_q, head_dim), k and v are (total_k, heads_k,
 head_dim), O is as q and L (heads_q, total_q). Gradients have the shapes of q, k and v, and of the
 bias as it was given. `tiles`, any object with Br and Bc, gives the sizes of the blocks of a
@@ -111,7 +112,7 @@ def _forward(
     rounded: Callable[..., Array] = np.asarray,
 ) -> tuple[Array, Array]:
     """O = (P o dropout) V, and L, a block of rows at a time; P o dropout and O are `rounded`."""
-    O = np.zeros(call.problem.q_shape, call.dtype)
+    O = np.zeros(call.problem.o_shape, call.dtype)
     L = np.full(call.problem.lse_shape, -np.inf, call.dtype)
     for head in call.heads():
         Q, K, V = q[head.q], k[head.k], v[head.k]
@@ -148,13 +149,13 @@ def _backward(
         raise ValueError("return_dsinks is True without sinks: allowed is False")
     dsinks = np.zeros(problem.heads_q, call.dtype)
     dO = rounded(as_real("dout", dout, call.dtype))
-    if dO.shape != problem.q_shape:
-        raise ValueError(f"dout has shape {dO.shape}: allowed is q's, {problem.q_shape}")
+    if dO.shape != problem.o_shape:
+        raise ValueError(f"dout has shape {dO.shape}: allowed is O's, {problem.o_shape}")
     dL = np.zeros(problem.lse_shape) if dlse is None else as_real("dlse", dlse, call.dtype)
     if dL.shape != problem.lse_shape:
         raise ValueError(f"dlse has shape {dL.shape}: allowed is L's, {problem.lse_shape}")
     dQ = np.zeros(problem.q_shape, call.dtype)
-    dK, dV = np.zeros(problem.k_shape, call.dtype), np.zeros(problem.k_shape, call.dtype)
+    dK, dV = np.zeros(problem.k_shape, call.dtype), np.zeros(problem.v_shape, call.dtype)
     dbias = None if dbias_shape is None else np.zeros(problem.bias or (), call.dtype)
     scale = call.dtype.type(problem.scale)
     for head in call.heads():
@@ -263,7 +264,7 @@ def attention_backward(
 ) -> Gradients:
     """(dq, dk, dv) in float64: the gradients of sum(dout o attention(q, k, v)), by their formulas.
 
-    dout has the shape of q. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias), with
+    dout has the shape of O. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias), with
     `return_dsinks` dsinks at the end. With a
     `dlse` of L's shape those of sum(dout o O) + sum(dlse o L), over rows that see a column.
 

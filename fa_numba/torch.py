@@ -166,7 +166,7 @@ def attention(
     backward = {}
     if differentiable:
         own = (deterministic, group_splits, backward_tiles)
-        backward = _check_backward(q, k, added, given, *own)
+        backward = _check_backward(q, k, v, added, given, *own)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
@@ -206,6 +206,7 @@ def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 def _check_backward(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     added: dict[str, Any],
     given: dict,
     deterministic: Any,
@@ -230,7 +231,7 @@ def _check_backward(
     asked["return_dsinks"] = dsinks
     with placement.placed(first):
         try:
-            plan = fa_numba.plan(q.shape, k.shape, **added, **asked)
+            plan = fa_numba.plan(q.shape, k.shape, v.shape, **added, **asked)
         except ValueError as error:
             if tiles is None or not str(error).startswith("tiles:"):
                 raise

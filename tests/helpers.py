@@ -31,12 +31,12 @@ EPS = float(np.finfo(np.float32).eps)
 # --- inputs ----------------------------------------------------------------------------------
 
 
-def random_inputs(B, Hq, Hk, Nq, Nk, d, *, seed=0, q_size=1.0):
-    """q, k and v, normally distributed."""
+def random_inputs(B, Hq, Hk, Nq, Nk, d, d_v=None, *, seed=0, q_size=1.0):
+    """q, k and v, normally distributed; v has the head dimension `d_v` where it is given."""
     rng = np.random.default_rng([seed, B, Hq, Hk, Nq, Nk, d])
     q = np.float32(q_size) * rng.standard_normal((B, Hq, Nq, d), dtype=np.float32)
-    k, v = rng.standard_normal((2, B, Hk, Nk, d), dtype=np.float32)
-    return q, k, v
+    k, v = rng.standard_normal((2, B, Hk, Nk, max(d, d_v or d)), dtype=np.float32)
+    return q, np.ascontiguousarray(k[..., :d]), np.ascontiguousarray(v[..., : d_v or d])
 
 
 # --- memory with guard bands -----------------------------------------------------------------
@@ -251,14 +251,15 @@ def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", 
         name: Memory(device, a.shape, layout, a) for name, a in (("q", q), ("k", k), ("v", v))
     }
     others, given = memories(device, layout, options)
-    out = Memory(device, q.shape, out_layout)
+    out = Memory(device, (*q.shape[:-1], v.shape[-1]), out_layout)
     with running(device) as counts:
         arguments = [m.argument for m in inputs.values()]
         returned = fa_numba.attention(*arguments, algorithm=algorithm, out=out.argument, **given)
         O, L = returned if options["return_lse"] else (returned, None)
         assert O is out.argument
         if counts is not None:
-            assert_counts(counts, fa_numba.plan(q.shape, k.shape, algorithm=algorithm, **options))
+            shapes = q.shape, k.shape, v.shape
+            assert_counts(counts, fa_numba.plan(*shapes, algorithm=algorithm, **options))
         for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
         out.assert_intact("out", whole=False)

@@ -130,14 +130,15 @@ def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", 
     inputs = [HalfMemory(device, dtype, a.shape, layout, a) for a in (q, k, v)]
     place = device if dtype == "float16" else "emulator"
     others, given = memories(place, layout, options)
-    out = HalfMemory(device, dtype, q.shape, out_layout)
+    out = HalfMemory(device, dtype, (*q.shape[:-1], v.shape[-1]), out_layout)
     with running(device) as counts:
         arguments = [m.argument for m in inputs]
         returned = fa_numba.attention(*arguments, algorithm=algorithm, out=out.argument, **given)
         O, L = returned if options["return_lse"] else (returned, None)
         assert O is out.argument
         if counts is not None:
-            plan = fa_numba.plan(q.shape, k.shape, algorithm=algorithm, dtype=dtype, **options)
+            shapes = q.shape, k.shape, v.shape
+            plan = fa_numba.plan(*shapes, algorithm=algorithm, dtype=dtype, **options)
             assert_counts(counts, plan)
             moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
             assert plan.unit == options.get("unit", "mma") and plan.accesses.bytes == moved

@@ -29,6 +29,7 @@ from fa_numba.integers import ceil_div
 KEPT = 0.5  # of L2's size
 _SCORES = frozenset(("S", "P", "dP", "dS"))
 _COLUMNS = frozenset(("K", "V", "dK", "dV"))
+_VALUES = frozenset(("V", "O", "dO", "dV"))
 _OF_ROWS = frozenset(("L", "l", "m", "D"))
 # Arrays that a pass makes itself: where L2 holds them, only their last state goes to memory.
 _MADE = frozenset(("A", "dQ", "l", "m", *_SCORES))
@@ -92,8 +93,11 @@ def _elements(plan: Plan, name: str) -> int:
     p = plan.problem
     if name in _SCORES:
         return math.prod(p.score_shape)
-    shape = p.k_shape if name in _COLUMNS else p.lse_shape if name in _OF_ROWS else p.q_shape
-    return math.prod(shape)
+    if name in _OF_ROWS:
+        return math.prod(p.lse_shape)
+    rows = math.prod((p.k_shape if name in _COLUMNS else p.q_shape)[:-1])
+    of_values = name in _VALUES or (name == "A" and plan.passes == "fwd")
+    return rows * (p.d_v if of_values else p.head_dim)
 
 
 def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:

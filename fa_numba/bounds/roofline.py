@@ -101,5 +101,5 @@ def computed_flops(plan: Plan) -> int:
     tiles = io_model.tiles_visited(
         plan.algorithm, plan.problem, plan.tiles, passes=plan.passes, block_mask=plan.block_mask
     )
-    of_tile = plan.tiles.Br * plan.tiles.Bc * plan.problem.head_dim
-    return 2 * PRODUCTS[plan.passes] * tiles * of_tile
+    of_pair = io_model.multiply_adds(plan.problem, plan.passes)
+    return 2 * of_pair * tiles * plan.tiles.Br * plan.tiles.Bc

@@ -191,6 +191,11 @@ class Request:
         return (*self.row_shape, self.problem.head_dim)
 
     @property
+    def o_shape(self) -> tuple[int, int, int, int]:
+        """Shape of O as kernels take it: (batch, heads, rows, d of V)."""
+        return (*self.row_shape, self.problem.d_v)
+
+    @property
     def k_shape(self) -> tuple[int, int, int, int]:
         """Shape of K as kernels take it: (batch, heads, rows, d)."""
         p = self.problem

@@ -95,10 +95,10 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
         return 0, 0.0
     if tiles.Br < HIGH or p.seqlen_q * spec.tile_heads <= HIGH:
         return measured("column tiles whose time the sums of a split take, few rows"), 0.0
-    there_and_back = 2 * 4 * splits * p.batch * p.heads_q * p.seqlen_q * p.head_dim
+    there_and_back = 2 * 4 * splits * p.batch * p.heads_q * p.seqlen_q * p.d_v
     exponential = measured("products that take as long as an exponential")
     rate = measured("products of an element of S with a head dimension a microsecond", request.unit)
-    tile = tiles.Br * tiles.Bc * (p.head_dim + exponential) / rate
+    tile = tiles.Br * tiles.Bc * ((p.head_dim + p.d_v) / 2 + exponential) / rate
     moved = there_and_back / measured("bytes of sums that move in a microsecond")
     return 0, (measured("microseconds until splits are merged") + moved) / tile
 

@@ -59,7 +59,8 @@ class Unit(ABC):
     of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
     K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_columns`` how
     many share a row tile, ``splits_keys`` what the warps share, ``precisions`` of what planes
-    float32 is; ``measures`` names what its kernels can do without, and the algorithms.
+    float32 is, ``own_values`` that V may have a head dimension of its own; ``measures`` names what
+    its kernels can do without, and the algorithms.
 
     The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """
@@ -77,6 +78,7 @@ class Unit(ABC):
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     splits_columns: frozenset[tuple[str, str]] = frozenset()
+    own_values: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
 
     @property
@@ -86,7 +88,9 @@ class Unit(ABC):
 
     def lacks(self, request: Request) -> str:
         """What this unit cannot do of a request, in words; an empty string if it can do all."""
-        return ""
+        if request.problem.head_dim_v is None or request.kernel in self.own_values:
+            return ""
+        return f"a head dimension of v of its own (head_dim_v {request.problem.head_dim_v})"
 
     def unsuited(self, request: Request) -> str:
         """Why "auto" leaves a request that it can compute to another; empty if it does not."""
@@ -136,7 +140,8 @@ class Unit(ABC):
         if request.choices.tiles is not None:
             return Chosen(request.choices.tiles, "chosen by the caller")
         others = replace(request.features, causal=False, splits=False)
-        if self.tuned and plain and request.aligned and others == PLAIN:
+        one = request.problem.head_dim_v is None
+        if self.tuned and plain and request.aligned and others == PLAIN and one:
             p, key = request.problem, (self.name, *request.kernel)
             sizes = (p.seqlen_q, p.seqlen_k, p.head_dim)
             found = tuned_tiles(request.capability, *key, *sizes, select)
@@ -160,13 +165,15 @@ def _shape(tiles: Tiles, why: str, select: Callable, facts: dict[str, Any]) -> S
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
     """A unit's rule for a request whose tiles have the rows of so many query heads."""
     p = request.problem
-    sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
+    sizes = (p.seqlen_q * heads, p.seqlen_k, max(p.head_dim, p.d_v), request.shared_limit)
     return functools.partial(rule, *request.kernel, *sizes, *more)
 
 
 def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
     """``select`` for the request's head dimension and device."""
     sizes = {"head_dim": request.problem.head_dim, "shared_limit": request.shared_limit}
+    if request.problem.head_dim_v is not None:
+        sizes["head_dim_v"] = request.problem.head_dim_v
     return functools.partial(select, **sizes, **facts)
 
 
@@ -181,6 +188,7 @@ class Simt(Unit):
     kernels = simt
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
+    own_values = frozenset({("standard", "fwd"), ("fa1", "fwd"), ("fa2", "fwd")})
 
     def forward(self, request: Request) -> Shape:
         choices = request.choices
@@ -335,6 +343,8 @@ class Wgmma(Unit):
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
             return f"the option {argument_of(lacking[0])}"
+        if of_values := super().lacks(request):
+            return of_values
         d, largest = request.problem.head_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"

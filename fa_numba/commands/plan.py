@@ -74,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     call.add_argument(
         "--head-dim", type=whole(1, MAX_HEAD_DIM), required=True, metavar="D", help="d of a head"
     )
+    call.add_argument(
+        "--head-dim-v", type=whole(1, MAX_HEAD_DIM), metavar="D", help="of v and o (default: as q)"
+    )
     call.add_argument("--batch", type=heads, default=1, metavar="B", help="batch size (default 1)")
     call.add_argument("--heads", type=heads, default=1, metavar="H", help="heads of q (default 1)")
     call.add_argument("--heads-k", type=heads, metavar="H", help="of k and v (default: as q)")
@@ -204,7 +207,8 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
         options[splits] = getattr(args, splits)
     with gpu.planning():
         k_shape = (args.batch, heads_k, seqlen_k, args.head_dim)
-        return fa_numba.plan(q_shape, k_shape, algorithm=name, **options)
+        v_shape = (*k_shape[:-1], args.head_dim_v or args.head_dim)
+        return fa_numba.plan(q_shape, k_shape, v_shape, algorithm=name, **options)
 
 
 # --- output ------------------------------------------------------------------------------------
@@ -259,8 +263,10 @@ def _text(answer: _Answer) -> list[str]:
     p = plan.problem
     pass_ = "backward" if plan.passes == "bwd" else "forward"
     titles = _BACKWARD if plan.passes == "bwd" else TITLES
+    one = p.head_dim_v is None
+    keys = f"k and v {p.k_shape}" if one else f"k {p.k_shape}, v {p.v_shape}"
     lines = [
-        f"q {p.q_shape}, k and v {p.k_shape}, {p.dtype}, {'causal, ' if p.causal else ''}{pass_}",
+        f"q {p.q_shape}, {keys}, {p.dtype}, {'causal, ' if p.causal else ''}{pass_}",
         *(said.splitlines() if said else ()),
         *_sheet(gpu),
         "",

@@ -8,7 +8,6 @@ from typing import Any
 
 from fa_numba import device
 from fa_numba.choices.requests import Choices
-from fa_numba.dtypes import DTYPES
 from fa_numba.host import execution, launch_cache, placement, planning
 from fa_numba.host.arrays import (
     HOST,
@@ -79,14 +78,14 @@ def _first_attend(
     q, k, v, *others = matrices
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     for x in others:
-        check_shape(x, problem.q_shape)
+        check_shape(x, problem.o_shape)
     for x in rows:
         check_shape(x, problem.lse_shape)
     target = None
     if out is not None:
         target = operand("out", out, (problem.dtype,))
         check_together([q, target])
-        check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
+        check_out(target, problem.o_shape, [*inputs, *arguments.arrays.values()])
         matrices = [*matrices, target]
     with placement.placed(q):
         plan = planning.plan_of(problem, choices, aligned_rows(problem, matrices, q))
@@ -135,6 +134,4 @@ def launched(
 def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:
     """Whether 16-byte accesses of all are allowed; copies made for the GPU always allow them."""
     copies = device.on_gpu() and q.place == HOST
-    return problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (
-        copies or all(x.aligned for x in operands)
-    )
+    return problem.whole_chunks and (copies or all(x.aligned for x in operands))

@@ -60,7 +60,7 @@ def forward(request: Request) -> Plan:
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
     workspace: tuple[Buffer, ...] = (Buffer("l", request.row_shape), Buffer("m", request.row_shape))
     if not request.dtype.sums_in_place:  # O between the passes
-        workspace += (_sum("A", request.q_shape),)
+        workspace += (_sum("A", request.o_shape),)
     L: Argument = "L" if return_lse else Untouched(request.row_shape)
     by_boxes: dict[str, Argument] = {}
     if unit.copies_boxes:
@@ -69,7 +69,7 @@ def forward(request: Request) -> Plan:
         by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
     before, of_planes, taken = _planes(request, spec)
     if taken:
-        taken["A"] = Untouched(request.q_shape)
+        taken["A"] = Untouched(request.o_shape)
     launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes, **taken))
     workspace += of_planes
     how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
@@ -127,14 +127,14 @@ def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]
     batch, heads_q, rows = request.row_shape
     shape = (splits, batch, heads_q // heads, rows * heads)
     A, l, m = SPLIT_SUMS
-    return _sum(A, (*shape, request.problem.head_dim)), Buffer(l, shape), Buffer(m, shape)
+    return _sum(A, (*shape, request.problem.d_v)), Buffer(l, shape), Buffer(m, shape)
 
 
 def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
     """O and L of a kernel that leaves them to the merge."""
     batch, heads_q, rows = request.row_shape
     shape = request.row_shape if heads == 1 else (batch, heads_q // heads, rows, heads)
-    d, dtype = request.problem.head_dim, request.problem.dtype
+    d, dtype = request.problem.d_v, request.problem.dtype
     return {"O": Untouched((*shape, d), dtype), "L": Untouched(shape)}
 
 
@@ -145,9 +145,7 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
     if features.packed:  # whose starts of K it is not given where that is in pages
         features = replace(features, page_size=request.features.page_size)
     row_warps = 1 if splits <= merge_splits.FEW_SPLITS else merge_splits.WARPS
-    facts = merge_splits.MergeFacts(
-        features, p.head_dim, p.dtype, request.aligned, heads, row_warps
-    )
+    facts = merge_splits.MergeFacts(features, p.d_v, p.dtype, request.aligned, heads, row_warps)
     grid = (ceil_div(p.seqlen_q, merge_splits.WARPS // row_warps), p.heads_q, p.batch)
     return Launch.of(merge_splits.make_merge(facts), grid)
 

@@ -52,10 +52,10 @@ def check_size(plan: Plan) -> None:
     if device.on_gpu():
         return
     p, tiles = plan.problem, plan.tiles
-    columns = round_up(p.head_dim, 32)  # what the threads of a row cover
+    columns = round_up(p.head_dim, 32) + round_up(p.d_v, 32)  # what the threads of a row cover
     dense = replace(p, sparse=False)
     tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles, passes=plan.passes)
-    steps = tiles_visited * tiles.Br * tiles.Bc * 2 * columns
+    steps = tiles_visited * tiles.Br * tiles.Bc * columns
     steps *= sum(range(1, PRECISIONS[p.precision].planes + 1))
     if plan.passes == "bwd":
         steps = steps * 5 // 2

@@ -67,6 +67,8 @@ def _check_problem(request: Request) -> None:
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         if size > _MAX_GRID_YZ:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
+    if problem.head_dim_v is not None:
+        _check_values(request)
     if problem.precision != "ieee":
         _check_precision(request)
     if problem.pages is None:
@@ -84,6 +86,23 @@ def _check_problem(request: Request) -> None:
         raise ValueError(
             f"tiles: Bc={choices.tiles.Bc} with a block_table: allowed are multiples of 16, rows "
             "that lie in one page"
+        )
+
+
+def _check_values(request: Request) -> None:
+    """Raise ValueError where no kernel takes a V of another head dimension than Q's and K's."""
+    p, (algorithm, passes) = request.problem, request.kernel
+    given = f"v has head_dim {p.d_v} and q {p.head_dim} (head_dim_v)"
+    if p.precision != "ieee":
+        raise ValueError(
+            f"{given} with precision {p.precision!r}: allowed is 'ieee', or one head_dim"
+        )
+    units = [u for u in UNITS.values() if request.matrix_dtype in u.dtypes]
+    if not any(request.kernel in u.own_values for u in units):
+        others = having(lambda u: u.own_values, passes=True)
+        raise ValueError(
+            f"{given} with algorithm {algorithm!r}, pass {passes!r}, dtype {p.dtype}: allowed is "
+            f"v with head_dim {p.head_dim}; another may have {others}"
         )
 
 

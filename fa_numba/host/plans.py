@@ -233,7 +233,7 @@ class Plan(LaunchPlan):
         p, choices = request.problem, request.choices
         forward = choices.passes == "fwd"
         if forward:
-            O, L = Buffer("O", p.q_shape, p.dtype), Buffer("L", p.lse_shape)
+            O, L = Buffer("O", p.o_shape, p.dtype), Buffer("L", p.lse_shape)
             outputs = [O, L] if choices.return_lse else [O]
         else:
             # What blocks add to in place begins at 0.

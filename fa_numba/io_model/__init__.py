@@ -19,7 +19,9 @@ The formulas in the docstrings use these terms, for each batch entry:
 
     N_q, N_k     its valid rows and columns; N_q', N_k' those that its arrays have: seqlen_q and
                  seqlen_k, or in packed sequences, which have no others, N_q and N_k
-    d            the head dimension
+    d            the head dimension; forward, of V, O and A that of V, `head_dim_v`, where it is
+                 another. Backward, between devices and in what the papers publish there is one d,
+                 else they raise ValueError
     B_r, B_c     the block sizes, T_r = ceil(N_q / B_r) and T_c = ceil(N_k / B_c) the tiles
     r_i, c_j     the valid rows of row tile i, the valid columns of column tile j
 
@@ -68,7 +70,7 @@ from fa_numba.io_model.published import (
 )
 from fa_numba.io_model.ring import LinkTraffic, ring, ring_break_even, ring_messages
 from fa_numba.io_model.visits import starts_in_first_pass, tiles_visited
-from fa_numba.io_model.work import ALGORITHMS, PASSES, flops, workspace
+from fa_numba.io_model.work import ALGORITHMS, PASSES, flops, multiply_adds, workspace
 
 __all__ = [
     "ALGORITHMS",
@@ -85,6 +87,7 @@ __all__ = [
     "fa2_backward",
     "flops",
     "li_liang",
+    "multiply_adds",
     "ring",
     "ring_break_even",
     "ring_messages",

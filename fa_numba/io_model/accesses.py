@@ -98,6 +98,16 @@ def sink_gradients(
     return [count(problem, {"O": rows * d, "dO": rows * d} | of_lse, {"D": rows}), own]
 
 
+def one_head_dim(problem: Problem) -> int:
+    """The head dimension of Q, K, V and O; a ValueError where V has another."""
+    if problem.head_dim_v is not None:
+        raise ValueError(
+            f"head_dim_v is {problem.head_dim_v} with head_dim {problem.head_dim}: allowed here is "
+            "one head dimension, counted with two are forward passes without planes"
+        )
+    return problem.head_dim
+
+
 def check_dbias(problem: Problem, dbias: bool) -> None:
     """Raise ValueError where a bias's gradient is asked for without a bias."""
     if dbias and problem.bias is None:

@@ -7,8 +7,15 @@ from typing import Any
 
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
-from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
-from fa_numba.io_model.planes import of_planes, row_loaded
+from fa_numba.io_model.accesses import (
+    Accesses,
+    add_up,
+    check_dbias,
+    count,
+    one_head_dim,
+    sink_gradients,
+)
+from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
 from fa_numba.io_model.visits import starts_in_first_pass, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem, as_size
 
@@ -50,7 +57,7 @@ def fa1(
     the copy engine does.
     """
     splits = as_size("query_splits", query_splits, axis=False)
-    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     run = ceil_div(problem.seqlen_q, tiles.Br * splits)
     starts = starts_in_first_pass(problem)
     visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
@@ -65,16 +72,16 @@ def fa1(
     loads = {
         "Q": moved.rows * row_loaded(problem),
         "K": by_split.columns * row_loaded(problem),
-        "V": by_split.columns * row_loaded(problem),
+        "V": by_split.columns * row_of_values(problem),
         "bias": visits.pairs if problem.bias else 0,
-        kept: (moved.rows_again if starts else moved.rows) * d,
+        kept: (moved.rows_again if starts else moved.rows) * d_v,
         "l": read + lse,
         "m": read + lse,
     }
-    stores = {kept: (moved.rows + started) * d, "l": written, "m": written, "L": lse}
+    stores = {kept: (moved.rows + started) * d_v, "l": written, "m": written, "L": lse}
     if kept == "A":
-        stores["A"] -= moved.rows_once * d
-        stores["O"] = (moved.rows_once + started) * d
+        stores["A"] -= moved.rows_once * d_v
+        stores["O"] = (moved.rows_once + started) * d_v
     return of_planes(problem, tiles, count(problem, loads, stores))
 
 
@@ -108,7 +115,7 @@ def fa1_backward(
     """
     check_dbias(problem, dbias)
     splits = as_size("query_splits", query_splits, axis=False)
-    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    d, head = one_head_dim(problem), whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     starts = starts_in_first_pass(problem)
     visits = visit_sums(problem, tiles, block_mask, takes_all=starts)

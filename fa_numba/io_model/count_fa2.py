@@ -6,9 +6,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fa_numba.dtypes import DTYPES, PRECISIONS
-from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
+from fa_numba.io_model.accesses import (
+    Accesses,
+    add_up,
+    check_dbias,
+    count,
+    one_head_dim,
+    sink_gradients,
+)
 from fa_numba.io_model.paging import table_reads
-from fa_numba.io_model.planes import of_planes, row_loaded
+from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem, as_size
 
@@ -51,14 +58,14 @@ def fa2(
     """
     kv_splits = as_size("kv_splits", kv_splits, axis=False)
     tile_heads = as_size("tile_heads", tile_heads, axis=False)
-    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)
     columns, row = visits.columns // tile_heads, row_loaded(problem)
     loads = {
         "Q": kv_splits * head.rows * row,
         "K": columns * row,
-        "V": columns * row,
+        "V": columns * row_of_values(problem),
         "bias": visits.pairs if problem.bias else 0,
     }
     if problem.page_size is not None:
@@ -69,9 +76,9 @@ def fa2(
         )
         loads["block_table"] = reads // tile_heads
     rows = head.all_rows
-    results, sums = {"O": rows * d, "L": rows}, {}
+    results, sums = {"O": rows * d_v, "L": rows}, {}
     if kv_splits > 1:
-        sums = {"A": kv_splits * rows * d, "l": kv_splits * rows, "m": kv_splits * rows}
+        sums = {"A": kv_splits * rows * d_v, "l": kv_splits * rows, "m": kv_splits * rows}
     return of_planes(problem, tiles, count(problem, loads | sums, results | sums))
 
 
@@ -135,7 +142,7 @@ def fa2_backward(
     """
     check_dbias(problem, dbias)
     splits = as_size("group_splits", group_splits, axis=False)
-    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    d, head = one_head_dim(problem), whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     visits = visit_sums(problem, tiles, block_mask)
     split = PRECISIONS[problem.precision].planes > 1

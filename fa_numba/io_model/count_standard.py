@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
+from fa_numba.io_model.accesses import (
+    Accesses,
+    add_up,
+    check_dbias,
+    count,
+    one_head_dim,
+    sink_gradients,
+)
 from fa_numba.io_model.visits import blocks_of, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
@@ -35,12 +42,12 @@ def standard(
         "bias": head.pairs if problem.bias else 0,
         "S": head.pairs * (1 if row_resident else 2),
         "P": head.pairs,
-        "V": head.columns_by_row_tile * d,
+        "V": head.columns_by_row_tile * problem.d_v,
     }
     stores = {
         "S": head.pairs,
         "P": head.pairs,
-        "O": head.all_rows * d,
+        "O": head.all_rows * problem.d_v,
         "L": head.all_rows if return_lse else 0,
     }
     return count(problem, loads, stores)
@@ -79,7 +86,7 @@ def standard_backward(
     a tile, the block mask neither.
     """
     check_dbias(problem, dbias)
-    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    d, head = one_head_dim(problem), whole_sums(problem, tiles, problem.heads_q)
     blocks_of(problem, block_mask, tiles)
     shared = whole_sums(problem, tiles, problem.heads_k)
     matrix = head.pairs

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.integers import round_up
-from fa_numba.io_model.accesses import Accesses, add_up, count
+from fa_numba.io_model.accesses import Accesses, add_up, count, one_head_dim
 from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
@@ -17,6 +17,12 @@ def row_loaded(problem: Problem, backward: bool = False) -> int:
     """
     planes, d = PRECISIONS[problem.precision].planes, problem.head_dim
     return d if planes == 1 else planes * round_up(d, 32 if backward and d > 64 else 16)
+
+
+def row_of_values(problem: Problem) -> int:
+    """The same of a row of V, forward."""
+    whole = PRECISIONS[problem.precision].planes == 1
+    return problem.d_v if whole else row_loaded(problem)
 
 
 def of_planes(
@@ -34,6 +40,6 @@ def of_planes(
     queries = whole_sums(problem, tiles, problem.heads_q).rows
     keys = whole_sums(problem, tiles, problem.heads_k).columns
     rows, times = (2 if backward else 1) * queries + 2 * keys, 2 if precision.scaled else 1
-    loads = {"X": times * rows * problem.head_dim}
+    loads = {"X": times * rows * one_head_dim(problem)}
     before = count(problem, loads, {"planes": rows * row_loaded(problem, backward)})
     return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "dO", "planes"))

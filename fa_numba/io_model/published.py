@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from fa_numba.integers import ceil_div
+from fa_numba.io_model.accesses import one_head_dim
 from fa_numba.problem import Problem, as_size
 
 PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
@@ -18,7 +19,7 @@ def theta_standard(problem: Problem) -> float:
 
     B H ((N_q + N_k) d / 2 + N_q N_k), which is B H (N d + N^2) at N_q = N_k = N. No mask.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * ((Nq + Nk) * d / 2 + Nq * Nk)
 
 
@@ -29,7 +30,7 @@ def theta_flash(problem: Problem, M: float) -> float:
     and Proposition 3 says that no exact algorithm does better for all of that range. No mask.
     """
     _check_memory(M)
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * (Nq * Nk * d * d / M)
 
 
@@ -40,7 +41,7 @@ def saha_ye(problem: Problem, M: float) -> float:
     it is `theta_flash` and FlashAttention is optimal; below, square tiles of S are.
     """
     flash = theta_flash(problem, M)
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return min(problem.batch * problem.heads_q * (Nq * Nk * d / math.sqrt(M)), flash)
 
 
@@ -51,7 +52,7 @@ def li_liang(problem: Problem, M: float) -> float:
     Constant 1, in elements, `M` in elements, times B H, no mask; of N d^2 the longer length's. As
     `saha_ye` forward the two meet at M = d^2, above which FlashAttention is optimal.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     more = problem.batch * problem.heads_q * max(Nq, Nk) * d * d
     return saha_ye(problem, M) + more * min(d / M, 1 / math.sqrt(M))
 
@@ -62,7 +63,7 @@ def standard_paper(problem: Problem) -> int:
     Q, K, V read and O written, 2 (N_q + N_k) d; S and P written and read, 4 N_q N_k; per head.
     At N_q = N_k = N: 4 N d + 4 N^2. No mask.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * (2 * (Nq + Nk) * d + 4 * Nq * Nk)
 
 
@@ -73,7 +74,7 @@ def fa1_paper(problem: Problem, Bc: int) -> int:
     O; no l and m, no mask: 2 N_k d + (3 T_c - 1) N_q d per head. At N_q = N_k = N that is
     X (3 N / B_c + 1) with X = B H N d.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     Tc = ceil_div(Nk, as_size("Bc", Bc, axis=False))
     return problem.batch * problem.heads_q * (2 * Nk + (3 * Tc - 1) * Nq) * d
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fa_numba.dtypes import DTYPES
+from fa_numba.io_model.accesses import one_head_dim
 from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
 
@@ -110,8 +111,8 @@ def ring_messages(
     """
     _check(problem, 1, travels, passes)
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    n_k = problem.batch * problem.heads_k * problem.seqlen_k * problem.head_dim
-    size = n_k if travels == "kv" else rows * problem.head_dim
+    d, keys = one_head_dim(problem), problem.batch * problem.heads_k * problem.seqlen_k
+    size = (keys if travels == "kv" else rows) * d
     e, sums = DTYPES[problem.dtype].bytes, rows * _SUM_BYTES
     if travels == "kv":
         results = 0 if passes == "fwd" else 2 * size

@@ -16,7 +16,8 @@ from fa_numba.problem import Problem, as_size
 def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> int:
     """FLOPs as published (FA-2 section 4.1): the matrix products alone.
 
-    4 N_q N_k d per head forward, halved when causal; 2.5 times that backward, 3.5 times both.
+    4 N_q N_k d per head forward, halved when causal; 2.5 times that backward, 3.5 times both; with
+    V's head dimension where it is another, as `multiply_adds` has it.
     `passes` is "fwd", "bwd" or "fwd+bwd". This is a convention for comparing speeds, not a count of
     operations. With a window, causal or not, the exact number of (row, column) pairs that it leaves
     stands for N_q N_k. A sparse problem's `block_mask` multiplies what its heads have by the share
@@ -25,13 +26,21 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
     """
     check_name("passes", passes, PASSES)
     blocks = blocks_of(problem, block_mask)
-    factor = {"fwd": 4, "bwd": 10, "fwd+bwd": 14}[passes]
-    if problem.causal and problem.window == (-1, -1):
-        factor //= 2
+    halved = problem.causal and problem.window == (-1, -1)
+    factor = (1 if halved else 2) * multiply_adds(problem, passes)
     pairs = 0  # times the blocks of one mask
     for entry, mask, count in distinct_heads(problem, blocks):
         pairs += count * _pairs(problem, entry) * (1 if mask is None else int(mask.sum()))
-    return factor * problem.head_dim * pairs // (1 if blocks is None else blocks[0, 0].size)
+    return factor * pairs // (1 if blocks is None else blocks[0, 0].size)
+
+
+def multiply_adds(problem: Problem, passes: str) -> int:
+    """Of a row and a column that it sees: d for each product that makes S, dQ or dK, V's head
+    dimension for each that makes O, dP or dV.
+    """
+    d, d_v = problem.head_dim, problem.d_v
+    of_pass = {"fwd": d + d_v, "bwd": 3 * d + 2 * d_v}
+    return sum(of_pass[name] for name in passes.split("+"))
 
 
 def _pairs(problem: Problem, entry: int) -> int:
@@ -82,7 +91,7 @@ def workspace(
     `group_splits` above 1 backward, for each of them, parts of dK and dV, as A, of their rows.
     Where float32 is split in P planes both have forward 2 P d' bytes for each row of Q, K and V, d'
     being d rounded up to a multiple of 16, and where they are scaled 516 bytes for each head.
-    A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2.
+    A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2; of O that of V.
     """
     check_name("algorithm", algorithm, ALGORITHMS)
     check_name("passes", passes, PASSES[:2])
@@ -97,7 +106,7 @@ def workspace(
     rows = math.prod(problem.lse_shape)
     split = PRECISIONS[problem.precision].planes > 1 and passes == "bwd"
     in_place = DTYPES[problem.dtype].sums_in_place and not split
-    kept = 0 if in_place else round_up(problem.head_dim, 2)
+    kept = 0 if in_place else round_up(problem.d_v if passes == "fwd" else problem.head_dim, 2)
     if passes == "bwd":
         keys = math.prod(problem.k_shape[:-1])
         if algorithm == "fa2":
@@ -108,7 +117,7 @@ def workspace(
         return ELEMENT_BYTES * (rows + 2 * keys) * kept
     if algorithm == "fa1":
         return ELEMENT_BYTES * rows * (2 + kept) + _planes(problem, rows)
-    of_splits = kv_splits * (round_up(problem.head_dim, 2) + 2) if kv_splits > 1 else 0
+    of_splits = kv_splits * (round_up(problem.d_v, 2) + 2) if kv_splits > 1 else 0
     found = ELEMENT_BYTES * rows * (of_splits + (0 if return_lse else 1))
     return found + _planes(problem, rows)
 

@@ -50,6 +50,11 @@ class MergeFacts(NamedTuple):
     tile_heads: int
     row_warps: int
 
+    @property
+    def d_v(self) -> int:
+        """As a ``Spec`` says it: O's rows."""
+        return self.head_dim
+
 
 @cache
 def make_merge(facts):

@@ -83,7 +83,7 @@ class SimtSpec(Spec):
 
     @property
     def d4(self) -> int:
-        """The head dimension rounded up to whole 16-byte accesses."""
+        """Q's head dimension rounded up to whole 16-byte accesses."""
         return round_up(self.head_dim, 4)
 
     @property
@@ -91,7 +91,7 @@ class SimtSpec(Spec):
         """Columns of a row that is as wide as the threads reach, zeros beyond the head. Where a row
         ends amid a sector of global memory, an odd number of 16 bytes as there.
         """
-        return self.columns + self.d4 % 8
+        return self.columns + round_up(self.d_v, 4) % 8
 
     @property
     def width(self) -> int:

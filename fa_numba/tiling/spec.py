@@ -21,7 +21,8 @@ class Spec(ABC):
     (parts/layout.py counts with them). ``features`` are the options that the kernel is compiled
     for. ``aligned``: rows in global memory are contiguous and start at 16-byte addresses.
     ``grouped``: several query heads read one K/V head. ``tile_heads``: so many of them share the
-    rows of a tile, row r of head n at n + r tile_heads.
+    rows of a tile, row r of head n at n + r tile_heads. ``head_dim_v`` is that of V and O, 0 where
+    it is Q's.
     """
 
     head_dim: int
@@ -34,6 +35,7 @@ class Spec(ABC):
     return_lse: bool = False
     grouped: bool = True
     tile_heads: int = 1
+    head_dim_v: int = 0
 
     @property
     def threads(self) -> int:
@@ -83,13 +85,18 @@ class Spec(ABC):
         return self.Bc // self.tx_count
 
     @property
+    def d_v(self) -> int:
+        """The head dimension of V and O."""
+        return self.head_dim_v or self.head_dim
+
+    @property
     def DN(self) -> int:
         """Groups of four columns of O in one thread."""
-        return ceil_div(self.head_dim, 4 * self.tx_count)
+        return ceil_div(self.d_v, 4 * self.tx_count)
 
     @property
     def columns(self) -> int:
-        """The head dimension rounded up to what the threads of a row cover."""
+        """V's head dimension rounded up to what the threads of a row cover."""
         return 4 * self.tx_count * self.DN
 
     @property

@@ -109,7 +109,7 @@ REFUSED = {
     "heads of v": ({"v": array(1, 2, 7, 4)}, ValueError, ["v has heads 2", "allowed is 1"]),
     "length of v": ({"v": array(1, 1, 8, 4)}, ValueError, ["v has seqlen 8", "allowed is 7"]),
     "head_dim of k": ({"k": array(1, 1, 7, 8)}, ValueError, ["k has head_dim 8", "is 4"]),
-    "head_dim of v": ({"v": array(1, 1, 7, 2)}, ValueError, ["v has head_dim 2", "is 4"]),
+    "head_dim of v": ({"v": array(1, 1, 7, 257)}, ValueError, ["v has head_dim 257", "to 256"]),
     "head_dim over 256": (
         {n: array(1, 1, 2, 257) for n in "qkv"}, ValueError,
         ["q has head_dim 257", "1 to 256"],

@@ -289,7 +289,13 @@ def test_packed_sequences_that_do_not_fit_are_refused(bad, error, says):
         ((2, 6, 5, 4), (2, 3, 7, 4), (1, 3, 7, 4), ValueError, ["v has batch 1", "is 2", "as k"]),
         ((2, 6, 5, 4), (2, 3, 7, 4), (2, 6, 7, 4), ValueError, ["v has heads 6", "is 3", "as k"]),
         ((2, 6, 5, 4), (2, 3, 7, 4), (2, 3, 5, 4), ValueError, ["v has seqlen 5", "is 7", "as k"]),
-        ((2, 6, 5, 4), (2, 3, 7, 4), (2, 3, 7, 2), ValueError, ["v has head_dim 2", "4", "as k"]),
+        (
+            (2, 6, 5, 4),
+            (2, 3, 7, 4),
+            (2, 3, 7, 257),
+            ValueError,
+            ["v has head_dim 257", "1 to 256"],
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(q, k, v, error, says):

@@ -846,7 +846,7 @@ def test_complex_numbers_are_refused(compute):
 
 @pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
 def test_shapes_of_gradients_are_checked(compute):
-    with pytest.raises(ValueError, match=r"dout has shape \(1, 1, 1, 3\): allowed is q's, \(1, 1,"):
+    with pytest.raises(ValueError, match=r"dout has shape \(1, 1, 1, 3\): allowed is O's, \(1, 1,"):
         compute(Q[..., :3], Q, K, V)
     with pytest.raises(ValueError, match="v has seqlen 7"):
         compute(Q, Q, K, V[:, :, :7])

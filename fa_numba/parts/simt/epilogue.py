@@ -18,7 +18,7 @@ from fa_numba.parts.split_epilogue import writes_split
 def make_read_rows(spec):
     """``read_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile, or zeros."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.head_dim, spec.aligned
+    d, aligned = spec.d_v, spec.aligned
 
     def read_rows(rO, O, row0, rows_end, thread):
         for e in range(TM * DN * 4):
@@ -47,7 +47,7 @@ def make_read_rows(spec):
 def make_write_rows(spec):
     """``write_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile to memory."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.head_dim, spec.aligned
+    d, aligned = spec.d_v, spec.aligned
 
     def write_rows(rO, O, row0, rows_end, thread):
         for i in range(TM):
@@ -75,7 +75,7 @@ def make_write_split(spec):
 @part
 def make_write_two(spec):
     """``write_two(T, row, col, low, high)``: two neighbours of a row, no further than its end."""
-    d = spec.head_dim
+    d = spec.d_v
 
     def write_two(T, row, col, low, high):
         if col < uint32(d):
@@ -94,7 +94,7 @@ def make_write_columns(spec):
     if spec.splits_queries:
         return _make_add_columns(spec)
     CM, DN, TX, TY = spec.CM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.head_dim, spec.aligned
+    d, aligned = spec.d_v, spec.aligned
 
     def write_columns(rT, T, row0, rows_end, thread):
         for r in range(CM):
@@ -115,7 +115,7 @@ def make_write_columns(spec):
 
 @part
 def _make_add_columns(spec):
-    CM, DN, TX, TY, d = spec.CM, spec.DN, spec.tx_count, spec.ty_count, spec.head_dim
+    CM, DN, TX, TY, d = spec.CM, spec.DN, spec.tx_count, spec.ty_count, spec.d_v
 
     def add_columns(rT, T, row0, rows_end, thread):
         for r in range(CM):

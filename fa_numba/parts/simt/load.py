@@ -96,19 +96,19 @@ def make_backward_shared_memory(spec):
 @cache
 def make_q(spec):
     """``q(sQ, Q, row0, rows_end)``: a row tile of the head's Q, as wide as the head."""
-    return _make_load_whole(spec, spec.Br, spec.d4, spec.rows_q)
+    return _make_load_whole(spec, spec.Br, spec.d4, spec.rows_q, spec.head_dim)
 
 
 @cache
 def make_k(spec):
     """``k(sK, K, row0, rows_end)``: the same of a column tile of K."""
-    return _make_load_keys(spec, spec.d4, spec.rows_k)
+    return _make_load_keys(spec, spec.d4, spec.rows_k, spec.head_dim)
 
 
 @cache
 def make_v(spec):
     """``v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
-    return _make_load_keys(spec, spec.columns, spec.rows_v)
+    return _make_load_keys(spec, spec.columns, spec.rows_v, spec.d_v)
 
 
 @cache
@@ -126,13 +126,13 @@ def make_next_k(spec):
 @cache
 def make_rows(spec):
     """``rows(sT, T, row0, rows_end)``: in the backward pass, of Q or dO."""
-    return _make_load_whole(spec, spec.Br, spec.columns, spec.rows_q)
+    return _make_load_whole(spec, spec.Br, spec.columns, spec.rows_q, spec.head_dim)
 
 
 @cache
 def make_columns(spec):
     """``columns(sT, T, row0, rows_end)``: in the backward pass, of K or V."""
-    return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_k)
+    return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_k, spec.head_dim)
 
 
 @cache
@@ -179,10 +179,10 @@ def make_paged_tile(rows, columns, places, threads, aligned, page_size):
 
 
 @part
-def _make_load_keys(spec, columns, places):
-    page_size, d = spec.features.page_size, spec.head_dim
+def _make_load_keys(spec, columns, places, d):
+    page_size = spec.features.page_size
     if not page_size:
-        return _make_load_whole(spec, spec.Bc, columns, places)
+        return _make_load_whole(spec, spec.Bc, columns, places, d)
     how = (spec.threads, spec.aligned, page_size)
     load_tile = make_paged_tile(spec.Bc, columns, places, *how)
 
@@ -193,9 +193,8 @@ def _make_load_keys(spec, columns, places):
 
 
 @part
-def _make_load_whole(spec, rows, columns, places):
+def _make_load_whole(spec, rows, columns, places, d):
     load_tile = make_tile(rows, columns, places, spec.threads, spec.aligned)
-    d = spec.head_dim
 
     def load_whole(sT, T, row0, rows_end):
         load_tile(sT, T, row0, rows_end, 0, d)

@@ -1,0 +1,115 @@
+"""A head dimension of V, and O, other than that of Q and K: results, counts, limits."""
+
+import numpy as np
+import pytest
+from helpers import ALGORITHMS, check, random_inputs
+from options_helpers import drawn, inputs
+
+import fa_numba
+from fa_numba import Tiles, io_model
+from fa_numba.problem import Problem
+
+TILES = Tiles(8, 16)
+PAIRS = [(24, 8), (5, 9), (12, 40), (33, 1)]  # d of Q and K, and of V
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("d", "d_v"), PAIRS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_float32_against_float64(algorithm, d, d_v, causal):
+    q, k, v = random_inputs(1, 4, 2, 19, 37, d, d_v)
+    layout = "padded" if d % 4 == d_v % 4 == 0 else "odd"
+    result = check("emulator", algorithm, q, k, v, tiles=TILES, causal=causal, layout=layout)
+    assert result.O.shape == (1, 4, 19, d_v)
+
+
+OPTIONS = [
+    ("bias", "causal", "dropout", "lengths"),
+    ("alibi", "packed", "sinks", "softcap"),
+    ("block_mask", "mask_mod", "score_mod", "window"),
+]
+
+
+@pytest.mark.parametrize("names", OPTIONS, ids="-".join)
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_options_beside(algorithm, names):
+    shape = (2, 4, 2, 19, 37, 24)
+    (_, q, k, v), options = inputs(shape, drawn(names, shape))
+    check("emulator", algorithm, q, k, np.ascontiguousarray(v[..., :12]), **options)
+
+
+def test_splits_pages_and_layout():
+    q, k, v = random_inputs(2, 4, 2, 5, 96, 12, 20)
+    whole = check("emulator", "fa2", q, k, v, tiles=TILES, kv_splits=3).O
+    swapped = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    o = fa_numba.flash_attention_2(*swapped, tiles=TILES, kv_splits=3, layout="bnhd")
+    assert (o.transpose(0, 2, 1, 3) == whole).all()
+    table = np.int32([[5, 0, 3, 1, 9, 7], [2, 4, 6, 8, 10, 11]])
+    pages = [np.empty((12, 2, 16, x.shape[-1]), np.float32) for x in (k, v)]
+    for paged, x in zip(pages, (k, v), strict=True):
+        paged[table] = x.reshape(2, 2, 6, 16, -1).transpose(0, 2, 1, 3, 4)
+    of_pages = {"block_table": table, "kv_lens": [96, 96]}
+    with fa_numba.count_accesses() as counts:
+        o = fa_numba.flash_attention_2(q, *pages, tiles=TILES, kv_splits=3, **of_pages)
+    assert (o == whole).all()
+    shapes = q.shape, pages[0].shape, pages[1].shape
+    planned = fa_numba.plan(*shapes, tiles=TILES, kv_splits=3, **of_pages)
+    assert planned.accesses.loads == counts.loads
+    assert planned.accesses.stores == counts.stores
+
+
+def test_one_dimension_given_twice_is_one():
+    one, twice = Problem(1, 1, 1, 8, 8, 16), Problem(1, 1, 1, 8, 8, 16, head_dim_v=16)
+    assert one == twice and twice.head_dim_v is None and twice.d_v == 16
+    assert fa_numba.plan((1, 1, 8, 16), (1, 1, 8, 16), (1, 1, 8, 16)).problem.head_dim_v is None
+
+
+def test_closed_forms():
+    """DeepSeek's: 192 and 128."""
+    p = Problem(1, 2, 2, 64, 64, 192, head_dim_v=128, dtype="float16")
+    assert io_model.flops(p) == 2 * 2 * 64 * 64 * (192 + 128)
+    assert io_model.flops(p, "bwd") == 2 * 2 * 64 * 64 * (3 * 192 + 2 * 128)
+    assert io_model.workspace("fa1", p) == 4 * 2 * 64 * (2 + 128)
+    fa2 = io_model.fa2(p, Tiles(64, 64))
+    assert fa2.loads == {"Q": 2 * 64 * 192, "K": 2 * 64 * 192, "V": 2 * 64 * 128}
+    assert fa2.stores == {"O": 2 * 64 * 128, "L": 2 * 64}
+    for refuses in (io_model.fa2_backward, io_model.fa1_backward, io_model.standard_backward):
+        with pytest.raises(ValueError, match="head_dim_v is 128 with head_dim 192"):
+            refuses(p, Tiles(64, 64))
+    with pytest.raises(ValueError, match="head_dim_v is 128"):
+        io_model.theta_standard(p)
+    with pytest.raises(ValueError, match="head_dim_v is 128"):
+        io_model.ring(p, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            {"passes": "bwd"},
+            r"v has head_dim 8 and q 16 .*pass 'bwd'.*allowed is v with head_dim 16",
+        ),
+        ({"precision": "bf16x3"}, "with precision 'bf16x3': allowed is 'ieee'"),
+        ({"prefix_k": (1, 8, 16)}, "head_dim_v is given with a prefix"),
+        ({"unit": "wgmma", "dtype": "float16"}, "v has head_dim 8 and q 16"),
+    ],
+)
+def test_what_is_not_there_says_so(call, message):
+    with pytest.raises(ValueError, match=message):
+        fa_numba.plan((1, 1, 8, 16), (1, 1, 8, 16), (1, 1, 8, 8), **call)
+
+
+@pytest.mark.parametrize("d_v", [0, 257, 8.0])
+def test_wrong_dimensions(d_v):
+    with pytest.raises((TypeError, ValueError), match="head_dim_v is"):
+        Problem(1, 1, 1, 8, 8, 16, head_dim_v=d_v)
+    q = np.zeros((1, 1, 8, 16), np.float32)
+    if d_v == 257:
+        with pytest.raises(ValueError, match="v has head_dim 257 .*: allowed is 1 to 256"):
+            fa_numba.attention(q, q, np.zeros((1, 1, 8, 257), np.float32))
+
+
+def test_out_has_the_shape_of_o():
+    q, k, v = random_inputs(1, 1, 1, 8, 16, 12, 20)
+    with pytest.raises(ValueError, match="out has shape"):
+        fa_numba.attention(q, k, v, out=np.empty_like(q))
