@@ -72,7 +72,7 @@ class Gate:
         """
         problem = _with_lengths(problem, options)
         places, exact, unfused = [], [], []
-        for place, block, own in _blocks(problem, (q, k, v), (0, 1, 2), ROWS, options):
+        for place, block, own in _blocks(problem, (q, k, v), (0, 1, 2), ROWS, 1, options):
             places.append(place)
             exact.append(np.ravel(reference.attention(*block, **own)))
             unfused.append(np.ravel(reference.unfused(*block, **own | rounds(problem))))
@@ -80,8 +80,17 @@ class Gate:
         return cls(problem.dtype, _taken(places), [part])
 
     @classmethod
-    def of_whole(cls, problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
-        """Of all of (O,), or of (dq, dk, dv); `arrays` are q, k, v and dout, of NumPy."""
+    def of_whole(
+        cls,
+        problem: Problem,
+        pass_: str,
+        *arrays: Any,
+        take: Callable[[Any], Any] = tuple,
+        **options: Any,
+    ) -> Gate:
+        """Of all of (O,), or of (dq, dk, dv), as `take` finds them; `arrays` are q, k, v and dout,
+        of NumPy.
+        """
         own = {"scale": problem.scale, "causal": problem.causal, **options}
         exact: Any
         unfused: Any
@@ -95,7 +104,7 @@ class Gate:
             exact = reference.attention_backward(arrays[3], q, k, v, **own)[:3]
             unfused = reference.unfused_backward(arrays[3], q, k, v, **own, **rounds(problem))[:3]
         parts = list(zip(names, exact, unfused, strict=True))
-        return cls(problem.dtype, tuple, parts, f" at N={problem.seqlen_q}")
+        return cls(problem.dtype, take, parts, f" at N={problem.seqlen_q}")
 
     @classmethod
     def of_gradients(cls, problem: Problem, *arrays: Any) -> Gate:
@@ -105,9 +114,12 @@ class Gate:
         keys = last, slice(problem.heads_k - 1, problem.heads_k)
         at = (queries, keys, keys)
         cut = (x[place] for x, place in zip(arrays, (*at, queries), strict=True))
-        gate = cls.of_whole(problem, "bwd", *cut)
-        gate._take = lambda found: [x[place] for x, place in zip(found, at, strict=True)]
-        return gate
+        return cls.of_whole(
+            problem,
+            "bwd",
+            *cut,
+            take=lambda found: [x[place] for x, place in zip(found, at, strict=True)],
+        )
 
     def __call__(self, result: Any) -> float:
         return self._check(result, self.bounds)
@@ -142,7 +154,8 @@ class DropoutGate(Gate):
     ) -> None:
         problem = _with_lengths(problem, options)
         places, exact, spread = [], [], 0.0
-        for place, block, own in _blocks(problem, (q, k, v), (1, 2), DROPPED_ROWS, options):
+        # Many rows, and none that sees a few columns alone.
+        for place, block, own in _blocks(problem, (q, k, v), (1, 2), DROPPED_ROWS, 2, options):
             places.append(place)
             exact.append(np.ravel(reference.attention(*block, **own)))
             spread += _spread(*(x[0, 0].astype(np.float64) for x in block), **own)
@@ -182,17 +195,22 @@ def _with_lengths(problem: Problem, options: dict[str, Any]) -> Problem:
 
 
 def _blocks(
-    problem: Problem, arrays: Sequence[Any], halves: Sequence[int], rows: int, options: dict
+    problem: Problem,
+    arrays: Sequence[Any],
+    halves: Sequence[int],
+    rows: int,
+    share: int,
+    options: dict[str, Any],
 ) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:
     """(where its rows are, its q, k and v, its options) of each block of rows.
 
-    A block begins `halves` half lengths from the first row. It is bottom-right aligned itself once
+    A block has at most `rows` rows and, of a sequence's, one of `share`; it begins `halves` half
+    lengths from the first row. It is bottom-right aligned itself once
     the columns that its last row does not see are cut off.
     """
     for b, h in dict.fromkeys([(0, 0), (problem.batch - 1, problem.heads_q - 1)]):
         Nq, _ = problem.lengths(b)
-        # Dropout needs many rows, and none that sees a few columns alone.
-        most = min(rows, Nq) if rows == ROWS else min(rows, max(1, Nq // 2))
+        most = min(rows, -(-Nq // share))
         for first in dict.fromkeys((Nq - most) * half // 2 for half in halves):
             end = problem.columns_end(first + most - 1, b)
             if end == 0:
