@@ -11,6 +11,7 @@ from backward_helpers import random_gradients, true_gradients
 from helpers import assert_within, truth
 from stand_in_device import aligned, no_calls_kept, no_gpu_but_its_driver
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
+from test_merge import parts_of
 from test_torch import REFUSED, Ones
 
 import fa_numba
@@ -439,3 +440,46 @@ def test_values_and_gradients_are_those_of_float64(torch, attention):
     for name, bound in right.bounds.items():
         got = tensors["bias" if name == "dbias" else name[1:]].grad.values
         assert_within(name, got, getattr(right, name), bound)
+
+
+@pytest.mark.parametrize("layout", [None, "bnhd"])
+def test_parts_are_merged_with_the_gradients_of_fa_numba(torch, layout):
+    """Of a loss on O and of one on L; of neither there is none."""
+    merge, how = fa_numba_torch().merge, {"layout": layout}
+    outputs, lses, dout, dlse = parts_of(3, 16, "float32", layout)
+    with devices.using("emulator"):
+        O, L = fa_numba.merge(outputs, lses, **how)
+        for n, given in enumerate((dout, dlse, None)):
+            tensors = [[Tensor.of(x, requires_grad=True) for x in y] for y in (outputs, lses)]
+            made = merge(*tensors, **how)
+            assert all(map(np.array_equal, (x.values for x in made), (O, L)))
+            made[n % 2].backward(given if given is None else Tensor.of(given))
+            found = [x.grad if x.grad is None else x.grad.values for y in tensors for x in y]
+            if given is None:
+                assert found == [None] * 6
+                continue
+            d = (dout, None) if n == 0 else (np.zeros_like(dout), dlse)
+            want = fa_numba.merge_backward(d[0], outputs, lses, O, L, dlse=d[1], **how)
+            assert all(map(np.array_equal, found, (*want[0], *want[1])))
+
+
+def test_what_is_merged_without_a_gradient_keeps_nothing(torch):
+    merge = fa_numba_torch().merge
+    outputs, lses, *_ = parts_of(2, 16, "float32", "bnhd")
+    plain = [[Tensor.of(x) for x in some] for some in (outputs, lses)]
+    with devices.using("emulator"):
+        want = fa_numba.merge(outputs, lses, layout="bnhd")
+        for enabled, of in ((True, None), (True, 0), (True, 1), (False, 0)):
+            torch.grad, kept = enabled, enabled and of is not None
+            for n, some in enumerate(plain):
+                some[1].requires_grad = n == of
+            before = torch.applied
+            made = merge(*plain, layout="bnhd")
+            assert torch.applied - before == kept
+            assert all(map(np.array_equal, (x.values for x in made), want))
+            assert all((x.node is not None) == x.requires_grad == kept for x in made)
+    with pytest.raises(TypeError, match=r"lses\[1\] is a ndarray: allowed is a torch tensor"):
+        merge(plain[0], [plain[1][0], lses[1]])
+    plain[0][1].tangent = plain[0][0]
+    with pytest.raises(ValueError, match=r"outputs\[1\] has a tangent"):
+        merge(*plain)
