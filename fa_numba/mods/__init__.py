@@ -30,16 +30,19 @@ class Mod:
     """A function of the caller's as a kernel has it.
 
     ``option`` is what it was given as. ``value`` is the text of its function, ``slope`` that of its
-    derivative with respect to the score, empty where it has none. Both take the option's parameters
-    and ``options``, a kernel's last argument, with a field ``<option>_<n>`` for each of
-    ``captures`` in their order: "int32", "float32" or "bool" for a number, with axes, "float32[2]",
-    for an array. ``shown`` is its name and its place.
+    derivative with respect to the score, empty where it has none. Both take the option's
+    parameters; ``origin``, a row or column near to i and j, which changes nothing; and ``options``,
+    a kernel's last argument, with a field ``<option>_<n>`` for each of ``captures`` in their order:
+    "int32", "float32" or "bool" for a number, with axes, "float32[2]", for an array. ``inside``: it
+    may be called inside of the matrix alone, as one that reads an array at a row or column.
+    ``shown`` is its name and its place.
     """
 
     option: str
     value: str
     slope: str
     captures: tuple[str, ...]
+    inside: bool
     shown: str = field(compare=False)
 
     def __repr__(self) -> str:
@@ -111,7 +114,8 @@ def _written(option: str, source: Source, kinds: tuple[tuple[str, str], ...]) ->
     value = written(option, source, dict(kinds))
     slope = written(option, source, dict(kinds), slope=True).text if option == "score_mod" else ""
     captures = tuple(dict(kinds)[name] for name in value.names)
-    return _Text(Mod(option, value.text, slope, captures, source.shown), value.names)
+    mod = Mod(option, value.text, slope, captures, value.inside, source.shown)
+    return _Text(mod, value.names)
 
 
 @functools.cache

@@ -70,19 +70,26 @@ _NAMED = {
 
 class Term(NamedTuple):
     """A value: "int", "float" or "bool", the name or literal that stands for it, and that of its
-    slope; None where the score is no part of it.
+    slope; None where the score is no part of it. Of an integer ``of`` says whether it depends on i,
+    on j, on neither or, "?", maybe on both; ``real`` is what gives it as a float, where that is
+    less than a conversion.
     """
 
     kind: str
     text: str
     slope: str | None = None
+    of: str = "?"
+    real: str = ""
 
 
 class Written(NamedTuple):
-    """The text of a function, and the names of what it captures, in the order of its fields."""
+    """The text of a function, the names of what it captures, in the order of its fields, and
+    whether it may be called inside of the matrix alone.
+    """
 
     text: str
     names: tuple[str, ...]
+    inside: bool
 
 
 class _Refused(Exception):
@@ -103,7 +110,8 @@ def written(option: str, source: Source, kinds: dict[str, str], slope: bool = Fa
         raise ValueError(
             f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
         ) from None
-    return Written("".join(f"{line}\n" for line in lines), tuple(writer.captured))
+    text = "".join(f"{line}\n" for line in lines)
+    return Written(text, tuple(writer.captured), writer.inside)
 
 
 class _Writer:
@@ -113,12 +121,14 @@ class _Writer:
         self.option, self.source, self.kinds = option, source, kinds
         self.lines: list[str] = []
         self.count = 0
+        self.inside = False
         self.captured: dict[str, str] = {}  # the fields of captured values, by the function's names
         self.known: dict[str, Term] = {}
         for theirs, ours in zip(source.parameters, PARAMETERS[option], strict=True):
             score = ours == "score"
             start = ONE if score and slope else None
-            self.known[theirs] = Term("float" if score else "int", ours, start)
+            of = ours if ours in ("i", "j") else ""
+            self.known[theirs] = Term("float" if score else "int", ours, start, of)
         self.slope = slope
         for name, kind in kinds.items():
             if kind.partition("[")[0] in ("int32", "float32", "bool"):
@@ -139,7 +149,7 @@ class _Writer:
             raise _Refused("a truth value as its result, not a score", last)
         else:
             found = (result.slope or "float32(0.0)") if self.slope else self.real(result)
-        taken = ", ".join((*PARAMETERS[self.option], "options"))
+        taken = ", ".join((*PARAMETERS[self.option], "origin", "options"))
         body = [f"    {line}" for line in (*self.lines, f"return {found}")]
         return [f"def mod({taken}):", *body]
 
@@ -190,7 +200,7 @@ class _Writer:
     def real(self, term: Term) -> str:
         if term.kind == "float":
             return term.text
-        return self.put(f"float32({self.integer(term)})")
+        return self.put(term.real or f"float32({self.integer(term)})")
 
     def integer(self, term: Term) -> str:
         return self.put(f"int32({term.text})") if term.kind == "bool" else term.text
@@ -235,7 +245,7 @@ class _Writer:
         if isinstance(value, bool):
             return Term("bool", repr(value))
         if isinstance(value, int) and -(2**31) <= value < 2**31:
-            return Term("int", f"int32({value})")
+            return Term("int", f"int32({value})", of="")
         if isinstance(value, float):
             return self.constant(value)
         raise _Refused(f"the constant {value!r}", node)
@@ -249,7 +259,7 @@ class _Writer:
             return self.known[node.id]
         kind = self.kind(node)
         if kind in ("int32", "float32"):
-            return Term(kind.removesuffix("32"), self.captured[node.id])
+            return Term(kind.removesuffix("32"), self.captured[node.id], of="")
         if kind == "bool":
             return Term("bool", self.put(f"{self.captured[node.id]} != int32(0)"))
         raise _Refused(f"{node.id} {'without an index' if '[' in kind else 'as a value'}", node)
@@ -301,6 +311,7 @@ class _Writer:
             term = self.visit(index)
             if term.kind != "int":
                 raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
+            self.inside = self.inside or term.of != ""
             places.append(f"uint32({term.text})")
         element = self.put(f"{self.captured[owner.id]}[{', '.join(places)}]")
         if kind == "bool":
@@ -342,9 +353,18 @@ class _Writer:
                 return Term("bool", self.put(f"{a.text} {symbol} {b.text}"))
         if "float" not in (a.kind, b.kind):
             left, right = self.integer(a), self.integer(b)
-            return Term("int", self.put(f"int32({left} {symbol} {right})"))
+            value = self.put(f"int32({left} {symbol} {right})")
+            of = a.of if a.of == b.of or not b.of else b.of if not a.of else "?"
+            real = ""
+            self.inside = self.inside or (symbol in ("//", "%") and b.of != "")
+            if symbol == "-" and {a.of, b.of} == {"i", "j"}:
+                # Of a thread's rows and columns, counted from the origin, the ones are constants.
+                near = (f"float32(int32({side} - origin))" for side in (left, right))
+                real = " - ".join(near)
+            return Term("int", value, None, of, real)
         left, right = self.real(a), self.real(b)
         if symbol in ("//", "%"):
+            self.inside = True
             whole = self.put(f"float32(math.floor({left} / {right}))")
             if symbol == "//":
                 return Term("float", whole)
@@ -359,6 +379,10 @@ class _Writer:
 
     def divide(self, a: Term, b: Term) -> Term:
         left, right = self.real(a), self.real(b)
+        if right.startswith("options."):  # a number, of all elements: divided by once
+            inverse = Term("float", self.put(f"{ONE} / {right}"))
+            return self.product(Term("float", left, a.slope), inverse)
+        self.inside = True
         value = self.put(f"{left} / {right}")
         slope = self.plus(a.slope, self.times(b.slope, value), "-")
         return Term("float", value, None if slope is None else self.put(f"{slope} / {right}"))
@@ -373,6 +397,7 @@ class _Writer:
             return found
         if a.kind != "float" and b.kind != "float":
             raise _Refused(f"{ast.unparse(node)} of integers, but for 1 to 4 as exponent", node)
+        self.inside = True
         left, right = self.real(a), self.real(b)
         value = self.put(f"float32(math.pow({left}, {right}))")
         slope = None
@@ -488,6 +513,7 @@ class _Writer:
         x = self.real(term)
         if name in _STEPS:
             return Term("int", self.put(f"int32(math.{name}({x}))"))
+        self.inside = self.inside or name.startswith(("log", "sqrt"))
         y = self.put(f"float32(math.{name}({x}))")
         if term.slope is None:
             return Term("float", y)
@@ -518,6 +544,8 @@ class _Writer:
         kind = "float" if term.kind == "float" else "int"
         text = self.of_kind(kind, term)
         value, slope = self.put(f"{kind}32(abs({text}))"), None
+        if term.real:
+            return Term(kind, value, None, "?", f"float32(abs({term.real}))")
         if term.slope is not None:
             slope = self.put(f"-{term.slope} if {text} < float32(0.0) else {term.slope}")
         return Term(kind, value, slope)

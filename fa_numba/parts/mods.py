@@ -1,8 +1,8 @@
 """The caller's functions on a tile of scores in registers: ``score_mod``, its slope, ``mask_mod``.
 
-They are called for every element of the tile, at the matrix's last row and column for those beyond
-it: what they capture is read at the matrix's places alone, and without a branch, so that what two
-elements of a row or a column read alike is read once.
+They are called for every element of the tile, those that read arrays there at the matrix's last row
+and column for places beyond it: without a branch, so that what two elements of a row or a column
+read alike is read once.
 """
 
 import math
@@ -71,20 +71,25 @@ def make_hide(spec):
 
 @part
 def _make_each(spec, first, of_one, chunk):
-    """``each(rG, rS, scale, tile)``: ``of_one(rG, rS, e, scale, row, col, head)`` of each element e
-    from number ``first`` on, in ``chunk`` at a time.
+    """``each(rG, rS, scale, tile)``: ``of_one(rG, rS, e, scale, place, head)`` of each element e
+    from number ``first`` on, in ``chunk`` at a time; a place is row, column and the first one of
+    the thread's rows or, if these are fewer, columns.
     """
     TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN
-    row_of, column_of = make_row(spec), make_column(spec)
+    row_of, column_of, by_rows = make_row(spec), make_column(spec), spec.TM > TN
     LAST = min(first + chunk, COUNT)
     rest = _make_each(spec, LAST, of_one, chunk) if LAST < COUNT else _nothing
 
     def each(rG, rS, scale, tile):
         head, thread = tile.head, tile.thread
+        origin = int32(tile.j0 + column_of(thread.tx, 0))
+        if by_rows:
+            origin = int32(tile.i0 + row_of(thread.ty, 0))
         for n in range(first, LAST):
             row = uint32(tile.i0 + row_of(thread.ty, n // TN))
             col = uint32(tile.j0 + column_of(thread.tx, n % TN))
-            of_one(rG, rS, n // TN * EI + n % TN * EJ, scale, row, col, head)
+            place = int32(row), int32(col), origin
+            of_one(rG, rS, n // TN * EI + n % TN * EJ, scale, place, head)
         rest(rG, rS, scale, tile)
 
     return each
@@ -95,20 +100,33 @@ def _nothing(rG, rS, scale, tile):
     pass
 
 
-@device_function
-def _last(place, end):
-    """A row or column, the last one for those at the end and beyond."""
-    return int32(min(place, uint32(end - uint32(1))))
+@part
+def _make_inside(alone):
+    """``inside(row, col, head)``: the place; with ``alone`` in the last row or column for those at
+    the matrix's end and beyond.
+    """
+
+    def inside(row, col, head):
+        i, j = row, col
+        if alone:
+            i = int32(min(uint32(row), uint32(head.Nq - uint32(1))))
+            j = int32(min(uint32(col), uint32(head.Nk - uint32(1))))
+        return i, j
+
+    return inside
 
 
 @part
 def _make_changed(spec, unit):
-    score_mod = _called(spec.features.score_mod)
+    mod, keeps = spec.features.score_mod, spec.sums_rows
+    score_mod, inside = _called(mod), _make_inside(mod is not None and mod.inside)
 
-    def changed(rG, rS, e, scale, row, col, head):
-        i, j = _last(row, head.Nq), _last(col, head.Nk)
-        s = unit * score_mod(rS[e], int32(head.b), int32(head.h), i, j, head.options)
-        if row < head.Nq:  # beyond it are zeros, which backward stay those of rows of zeros
+    def changed(rG, rS, e, scale, place, head):
+        row, col, origin = place
+        i, j = inside(row, col, head)
+        s = unit * score_mod(rS[e], int32(head.b), int32(head.h), i, j, origin, head.options)
+        # Beyond the last row are zeros, which stay those of rows of zeros where rows are summed.
+        if not keeps or uint32(row) < head.Nq:
             rS[e] = s
 
     return changed
@@ -118,14 +136,16 @@ def _make_changed(spec, unit):
 def _make_slope(spec):
     features = spec.features
     softcap, slope_of = features.softcap, _called(features.slope_of, slope=True)
+    inside = _make_inside(features.slope_of is not None and features.slope_of.inside)
 
-    def slope(rG, rS, e, scale, row, col, head):
+    def slope(rG, rS, e, scale, place, head):
+        row, col, origin = place
         s, g = scale * rS[e], float32(1.0)
         if softcap:
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
-        i, j = _last(row, head.Nq), _last(col, head.Nk)
-        rG[e] = g * slope_of(s, int32(head.b), int32(head.h), i, j, head.options)
+        i, j = inside(row, col, head)
+        rG[e] = g * slope_of(s, int32(head.b), int32(head.h), i, j, origin, head.options)
 
     return slope
 
@@ -134,21 +154,24 @@ def _make_slope(spec):
 def _make_p_and_ds(spec, values_of):
     features = spec.features
     softcap, slope = features.softcap, features.slope_of is not None
+    mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
+    inside = _make_inside(any(mod.inside for mod in mods))
     score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
 
-    def p_and_ds(rdP, rS, e, given, row, col, head):
+    def p_and_ds(rdP, rS, e, given, place, head):
         b, h = int32(head.b), int32(head.h)
-        i, j = _last(row, head.Nq), _last(col, head.Nk)
-        hidden = rS[e] == NEG_INF or row >= head.Nq
+        row, col, origin = place
+        i, j = inside(row, col, head)
+        hidden = rS[e] == NEG_INF or uint32(row) >= head.Nq
         s, g = float32(0.0) if hidden else rS[e], float32(1.0)
         if softcap:
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
         shift, d = values_of(given, e)
-        p = exp2(LOG2E * score_mod(s, b, h, i, j, head.options) - shift)
+        p = exp2(LOG2E * score_mod(s, b, h, i, j, origin, head.options) - shift)
         p = float32(0.0) if hidden else p
         if slope:
-            g *= slope_of(s, b, h, i, j, head.options)
+            g *= slope_of(s, b, h, i, j, origin, head.options)
         ds = p * (rdP[e] - d)
         rS[e] = p
         rdP[e] = ds * g if ds != float32(0.0) else ds  # where a slope may be no number
@@ -158,11 +181,13 @@ def _make_p_and_ds(spec, values_of):
 
 @part
 def _make_hidden(spec):
-    mask_mod = _called(spec.features.mask_mod)
+    mod = spec.features.mask_mod
+    mask_mod, inside = _called(mod), _make_inside(mod is not None and mod.inside)
 
-    def hidden(rG, rS, e, scale, row, col, head):
-        i, j = _last(row, head.Nq), _last(col, head.Nk)
-        if not mask_mod(int32(head.b), int32(head.h), i, j, head.options):
+    def hidden(rG, rS, e, scale, place, head):
+        row, col, origin = place
+        i, j = inside(row, col, head)
+        if not mask_mod(int32(head.b), int32(head.h), i, j, origin, head.options):
             rS[e] = NEG_INF
 
     return hidden

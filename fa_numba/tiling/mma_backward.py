@@ -32,6 +32,10 @@ class MmaBackwardSpec(MmaSpec):
     vector_adds: bool = False
 
     @property
+    def sums_rows(self) -> bool:
+        return True
+
+    @property
     def row_tiles(self) -> int:
         """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
         return 3 if self.algorithm == "fa1" else 2

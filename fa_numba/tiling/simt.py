@@ -178,6 +178,10 @@ class SimtBackwardSpec(SimtSpec):
     splits_queries: bool = False
 
     @property
+    def sums_rows(self) -> bool:
+        return True
+
+    @property
     def column_registers(self) -> int:
         """Registers of a thread's part of dK, and of dV."""
         return 4 * self.CM * self.DN

@@ -162,6 +162,11 @@ class Spec(ABC):
         return self.TM * self.TN if self.reads_bias else 1
 
     @property
+    def sums_rows(self) -> bool:
+        """Whether the kernel adds up rows of S, those beyond the matrix too."""
+        return False
+
+    @property
     def block_columns(self) -> int:
         """Columns of a block of a block mask."""
         return self.Bc

@@ -89,6 +89,10 @@ class WgmmaBackwardSpec(Spec):
     chunk_tiles: int = 0
 
     @property
+    def sums_rows(self) -> bool:
+        return True
+
+    @property
     def row_tiles(self) -> int:
         """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
         return 3 if self.algorithm == "fa1" else 2

@@ -52,7 +52,7 @@ def written(function, option="score_mod", derivative=False):
     exec(mod.slope if derivative else mod.value, known)
     taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
     options = SimpleNamespace(**taken)
-    return lambda *args: known["mod"](*args, options)
+    return lambda *args: known["mod"](*args, 3, options)
 
 
 def several(score, b, h, i, j):
@@ -152,6 +152,31 @@ def test_any_expression(text, score, place):
     if math.isclose(*quotient, rel_tol=1e-4, abs_tol=1e-4):  # no kink, and no step, just here
         slope_ = written(given_, derivative=True)(score, *place)
         assert slope_ == pytest.approx(sum(quotient) / 2, rel=1e-3, abs=1e-3)
+
+
+def test_a_distance_far_out_is_as_near_the_origin():
+    """Where places themselves are no float32 any more, in which nothing else is computed."""
+    mod, values = mods.captured("score_mod", lambda s, b, h, i, j: s - 2 * abs(i - (j - width)))
+    known = {"int32": int, "float32": np.float32, "math": math}
+    exec(mod.value, known)
+    options = SimpleNamespace(**dict(zip(mod.fields, (value for _, value in values), strict=True)))
+    far = 2**25 + 1
+    assert known["mod"](np.float32(0), 0, 0, far + 2, far, far - 4, options) == -2 * (2 + width)
+
+
+@pytest.mark.parametrize(
+    ("function", "alone"),
+    [
+        (lambda s, b, h, i, j: cap * math.tanh(s / cap) - slope * abs(i - j), False),
+        (lambda s, b, h, i, j: s + steps[h], False),
+        (lambda s, b, h, i, j: s + steps[i % 9], True),
+        (lambda s, b, h, i, j: s / (40 - j), True),
+        (lambda s, b, h, i, j: s + i % (40 - j), True),
+        (lambda s, b, h, i, j: s + math.log(40 - j), True),
+    ],
+)
+def test_which_functions_are_called_inside_of_the_matrix_alone(function, alone):
+    assert mods.captured("score_mod", function).mod.inside is alone
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -395,6 +420,24 @@ def test_nothing_is_computed_in_64_bits(unit, passes):
     for kernel in plan.launched:
         ptx, _ = compiled(kernel, "sm_90a")
         assert not re.search(r"\.f64|\.local|(div|rem)\.[us]64", ptx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("unit", "passes", "d"),
+    [("mma", "fwd", 64), ("wgmma", "fwd", 64), ("mma", "bwd", 64), ("wgmma", "bwd", 128)],
+)
+def test_alibi_as_a_function_takes_few_more_instructions_than_as_an_option(unit, passes, d):
+    how = {"unit": unit, "passes": passes, "heads": (2, 2)}
+    by_option = plan_of("sm_90a", d, "alibi", **how).launched
+    by_function = plan_of("sm_90a", d, score_mod=SAME["ALiBi"][0]["score_mod"], **how).launched
+    name = f"fa2_{'forward' if passes == 'fwd' else 'backward'}"
+    counts = [
+        len(re.findall(r"^\t[a-z@].*;$", compiled(kernel, "sm_90a")[0], re.MULTILINE))
+        for kernel in (*by_option, *by_function)
+        if kernel.name == name
+    ]
+    assert len(counts) == 2 and counts[1] <= 1.05 * counts[0], counts
 
 
 # --- blocks --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def make_blocks(features, Br, Bc):
         while e < uint32(elements):
             i, j = uint32(i0 + e // uint32(Bc)), uint32(j0 + e % uint32(Bc))
             if i < uint32(Nq) and j < uint32(Nk):  # noqa: SIM102  what it reads is within
-                if mask_mod(int32(b), int32(h), int32(i), int32(j), options):
+                if mask_mod(int32(b), int32(h), int32(i), int32(j), int32(0), options):
                     seen += float32(1.0)
             e = uint32(e + uint32(THREADS))
         seen = sum_of_block(seen, s, thread)
