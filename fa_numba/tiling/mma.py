@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
+from fa_numba.integers import ceil_div
 from fa_numba.tiling.mma_rows import CHUNK, TileRows
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import Tiles
@@ -52,13 +53,24 @@ class MmaSpec(Spec):
 
     @property
     def stores_wide(self) -> bool:
-        """Whether O leaves in 16-byte stores, by way of shared memory."""
-        return self.aligned and self.planes == 1 and "wide_stores" not in self.ablated
+        """Whether O leaves in 16-byte stores, by way of Q's rows in shared memory."""
+        fit = self.planes == 1 and self.columns == self.columns_k
+        return self.aligned and fit and "wide_stores" not in self.ablated
+
+    @property
+    def DK(self) -> int:
+        """``DN`` of Q and K: fragments along their head dimension."""
+        return ceil_div(self.head_dim, 16) if self.head_dim_v else self.DN
+
+    @property
+    def columns_k(self) -> int:
+        """``columns`` of Q and K."""
+        return 16 * self.DK if self.head_dim_v else self.columns
 
     @property
     def key_pieces(self) -> tuple[int, int]:
-        pieces = gcd(self.columns // CHUNK, self.threads)
-        return pieces, pieces
+        of_k, of_v = (gcd(n // CHUNK, self.threads) for n in (self.columns_k, self.columns))
+        return of_k, of_v
 
     @property
     def row_step(self) -> int:
@@ -96,15 +108,27 @@ class MmaSpec(Spec):
 
     @property
     def rows(self) -> TileRows:
-        """How rows of sQ, sK and sV lie in shared memory."""
+        """How rows of sQ and sK lie in shared memory."""
         swizzled = "swizzle" not in self.ablated
         padded = not swizzled and "padding" not in self.ablated
-        return TileRows(self.planes * self.columns, swizzled, padded)
+        return TileRows(self.planes * self.columns_k, swizzled, padded)
+
+    @property
+    def rows_v(self) -> TileRows:
+        """The same of sV."""
+        return (
+            replace(self.rows, columns=self.planes * self.columns) if self.head_dim_v else self.rows
+        )
 
     @property
     def row_halves(self) -> int:
-        """16-bit elements of a row of Q, K or V in global memory; of planes it is padded too."""
+        """16-bit elements of a row of Q or K in global memory; of planes it is padded too."""
         return self.head_dim if self.planes == 1 else self.planes * self.columns
+
+    @property
+    def row_halves_v(self) -> int:
+        """The same of V."""
+        return self.head_dim_v or self.row_halves
 
     @property
     def loads_aligned(self) -> bool:
@@ -115,7 +139,7 @@ class MmaSpec(Spec):
     def tile_halves(self) -> tuple[int, ...]:
         """16-bit elements of sQ and of a stage of sK and of sV in shared memory."""
         pitch = self.rows.pitch
-        return self.Br * pitch, self.Bc * pitch, self.Bc * pitch
+        return self.Br * pitch, self.Bc * pitch, self.Bc * self.rows_v.pitch
 
     @property
     def exchange_floats(self) -> int:
@@ -142,13 +166,13 @@ class MmaSpec(Spec):
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
         room = 160 if self.planes == 1 else 128
-        fit = self.columns <= 128 and self.accumulators + self.q_registers <= room
+        fit = self.columns_k <= 128 and self.accumulators + self.q_registers <= room
         return fit and "q_registers" not in self.ablated
 
     @property
     def q_registers(self) -> int:
         """Registers of Q's fragments; where they do not stay there few are in use at a time."""
-        return self.planes * 2 * self.TM * self.DN
+        return self.planes * 2 * self.TM * self.DK
 
     @property
     def fits_registers(self) -> bool:
@@ -201,7 +225,7 @@ class StandardSpec(MmaSpec):
     @property
     def stage_halves(self) -> tuple[int, ...]:
         """16-bit elements of one stage of P V: sP and sV."""
-        return self.Br * self.rows_p.pitch, self.step * self.rows.pitch
+        return self.Br * self.rows_p.pitch, self.step * self.rows_v.pitch
 
     @property
     def transposed_halves(self) -> tuple[int, ...]:
@@ -221,7 +245,7 @@ class StandardSpec(MmaSpec):
 
     @property
     def keeps_q(self) -> bool:
-        return self.TM * (self.TN + 2 * self.DN) <= 160
+        return self.TM * (self.TN + 2 * self.DK) <= 160
 
     @property
     def fits_registers(self) -> bool:

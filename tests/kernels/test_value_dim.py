@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 from helpers import ALGORITHMS, check, random_inputs
+from mma_helpers import check as check_halves
+from mma_helpers import half_inputs
 from options_helpers import drawn, inputs
 
 import fa_numba
 from fa_numba import Tiles, io_model
 from fa_numba.problem import Problem
 
-TILES = Tiles(8, 16)
+TILES, HALF_TILES = Tiles(8, 16), Tiles(16, 16)
 PAIRS = [(24, 8), (5, 9), (12, 40), (33, 1)]  # d of Q and K, and of V
 
 
@@ -21,6 +23,33 @@ def test_float32_against_float64(algorithm, d, d_v, causal):
     layout = "padded" if d % 4 == d_v % 4 == 0 else "odd"
     result = check("emulator", algorithm, q, k, v, tiles=TILES, causal=causal, layout=layout)
     assert result.O.shape == (1, 4, 19, d_v)
+
+
+# More columns of V than of K in a thread, fewer, rows of other swizzles; not whole pieces; MLA's
+HALVES = [(64, 32), (16, 80), (20, 7), (192, 128)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("d", "d_v"), HALVES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_16_bits_against_float64(algorithm, d, d_v, causal):
+    q, k, v = half_inputs("float16", 1, 4, 2, 19, 37, d, d_v)
+    layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
+    check_halves("emulator", algorithm, q, k, v, tiles=HALF_TILES, causal=causal, layout=layout)
+
+
+def test_choices_of_16_bits():
+    """Stages, splits, keys shared by warps, measures left out; bfloat16."""
+    q, k, v = half_inputs("bfloat16", 2, 4, 2, 35, 90, 48, 24)
+    ways = [
+        ("fa2", {"tiles": Tiles(32, 32, stages=2)}),
+        ("fa2", {"tiles": HALF_TILES, "kv_splits": 3}),
+        ("fa2", {"tiles": HALF_TILES, "ablate": ("swizzle", "q_registers")}),
+        ("fa1", {"tiles": Tiles(16, 64), "warp_partition": "keys"}),
+        ("fa1", {"tiles": HALF_TILES, "query_splits": 2, "window": (20, 3)}),
+    ]
+    for algorithm, options in ways:
+        check_halves("emulator", algorithm, q, k, v, **options)
 
 
 OPTIONS = [
@@ -36,24 +65,29 @@ def test_options_beside(algorithm, names):
     shape = (2, 4, 2, 19, 37, 24)
     (_, q, k, v), options = inputs(shape, drawn(names, shape))
     check("emulator", algorithm, q, k, np.ascontiguousarray(v[..., :12]), **options)
+    (_, *rows), options = inputs(shape, drawn(names, shape, HALF_TILES))
+    q, k, v = (x.astype(np.float16) for x in rows)
+    check_halves("emulator", algorithm, q, k, np.ascontiguousarray(v[..., :8]), **options)
 
 
-def test_splits_pages_and_layout():
-    q, k, v = random_inputs(2, 4, 2, 5, 96, 12, 20)
-    whole = check("emulator", "fa2", q, k, v, tiles=TILES, kv_splits=3).O
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_splits_pages_and_layout(dtype):
+    q, k, v = (x.astype(dtype) for x in random_inputs(2, 4, 2, 5, 96, 24, 40))
+    checks, tiles = (check, TILES) if dtype == "float32" else (check_halves, HALF_TILES)
+    whole = checks("emulator", "fa2", q, k, v, tiles=tiles, kv_splits=3).O
     swapped = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-    o = fa_numba.flash_attention_2(*swapped, tiles=TILES, kv_splits=3, layout="bnhd")
+    o = fa_numba.flash_attention_2(*swapped, tiles=tiles, kv_splits=3, layout="bnhd")
     assert (o.transpose(0, 2, 1, 3) == whole).all()
     table = np.int32([[5, 0, 3, 1, 9, 7], [2, 4, 6, 8, 10, 11]])
-    pages = [np.empty((12, 2, 16, x.shape[-1]), np.float32) for x in (k, v)]
+    pages = [np.empty((12, 2, 16, x.shape[-1]), dtype) for x in (k, v)]
     for paged, x in zip(pages, (k, v), strict=True):
         paged[table] = x.reshape(2, 2, 6, 16, -1).transpose(0, 2, 1, 3, 4)
     of_pages = {"block_table": table, "kv_lens": [96, 96]}
     with fa_numba.count_accesses() as counts:
-        o = fa_numba.flash_attention_2(q, *pages, tiles=TILES, kv_splits=3, **of_pages)
+        o = fa_numba.flash_attention_2(q, *pages, tiles=tiles, kv_splits=3, **of_pages)
     assert (o == whole).all()
     shapes = q.shape, pages[0].shape, pages[1].shape
-    planned = fa_numba.plan(*shapes, tiles=TILES, kv_splits=3, **of_pages)
+    planned = fa_numba.plan(*shapes, tiles=tiles, kv_splits=3, dtype=dtype, **of_pages)
     assert planned.accesses.loads == counts.loads
     assert planned.accesses.stores == counts.stores
 
@@ -91,7 +125,7 @@ def test_closed_forms():
         ),
         ({"precision": "bf16x3"}, "with precision 'bf16x3': allowed is 'ieee'"),
         ({"prefix_k": (1, 8, 16)}, "head_dim_v is given with a prefix"),
-        ({"unit": "wgmma", "dtype": "float16"}, "v has head_dim 8 and q 16"),
+        ({"unit": "wgmma", "dtype": "float16"}, "head dimension of v of its own .head_dim_v 8"),
     ],
 )
 def test_what_is_not_there_says_so(call, message):

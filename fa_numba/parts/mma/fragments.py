@@ -40,7 +40,7 @@ def make_place(rows, carries=False):
 @part
 def make_load_fragment(spec):
     """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
-    K, further = spec.planes * spec.DN, make_further(spec.rows)
+    K, further = spec.planes * spec.DK, make_further(spec.rows)
 
     def load_fragment(rQ, sQ, at, r, k):
         a = ldmatrix(sQ, further(at, 16 * r, 16 * k))

@@ -21,15 +21,16 @@ from fa_numba.tiling.mma_rows import CHUNK
 
 
 @part
-def _make_load_halves(rows, spec, page_size=0):
+def _make_load_halves(rows, spec, page_size=0, of_v=False):
     """``load_halves(sT, T, row0, rows_end)`` starts copying a tile of the head's T to sT.
 
     Rows at or past ``rows_end``, and columns past the head dimension, become 0 and are not read.
     Unaligned rows are copied one element after the other, there at the next barrier. With pages T
     is what ``heads.key_rows`` gives of them.
     """
-    load = make_half_tile(rows, spec.rows, spec.threads, spec.loads_aligned, page_size)
-    prefetches, d = spec.prefetches, spec.row_halves
+    places, d = (spec.rows_v, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
+    load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size)
+    prefetches = spec.prefetches
 
     def load_halves(sT, T, row0, rows_end):
         load(sT, 0, T, row0, rows_end, 0, d)
@@ -52,8 +53,14 @@ def make_columns(spec):
     return _make_load_halves(spec.Bc, spec, spec.features.page_size)
 
 
-# As on CUDA cores, where tiles of K and V differ.
-make_k = make_v = make_columns
+# As on CUDA cores.
+make_k = make_columns
+
+
+@cache
+def make_v(spec):
+    """``v(sV, V, row0, rows_end)``: of V, whose head dimension may be its own."""
+    return _make_load_halves(spec.Bc, spec, spec.features.page_size, of_v=bool(spec.head_dim_v))
 
 
 @part
@@ -304,8 +311,8 @@ def make_p_transposed(spec):
 @part
 def make_step(spec):
     """``step(sT, place, T, row0, rows_end)``: ``spec.step`` rows of V, K, dO or Q."""
-    load = make_half_tile(spec.step, spec.rows, spec.threads, spec.aligned)
-    d = spec.head_dim
+    load = make_half_tile(spec.step, spec.rows_v, spec.threads, spec.aligned)
+    d = spec.d_v
 
     def step(sT, place, T, row0, rows_end):
         load(sT, place, T, row0, rows_end, 0, d)

@@ -10,10 +10,15 @@ from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.namespace import part
 
 
+def _row(spec):
+    """Elements of a row: of O where V has a head dimension of its own."""
+    return getattr(spec, "d_v", spec.head_dim)
+
+
 @part
 def make_read_two(spec):
     """``read_two(T, row, col)``: two neighbours of a row in float32, 0 past its end."""
-    d, aligned = spec.head_dim, spec.aligned
+    d, aligned = _row(spec), spec.aligned
     _, unpack = conversions(spec.dtype)
 
     def read_two(T, row, col):
@@ -31,11 +36,11 @@ def make_read_two(spec):
 def make_write_two(spec, cols_end=None):
     """``write_two(T, row, col, low, high)``: two neighbours of a row, rounded.
 
-    ``cols_end`` is the length of T's rows, where that is not the head dimension of ``spec``.
+    ``cols_end`` is the length of T's rows, where that is not what ``spec`` says.
     """
     if spec.features.planes > 1:  # O of float32 matrices
-        return _make_write_two_floats(spec, cols_end or spec.head_dim)
-    d, aligned = spec.head_dim if cols_end is None else cols_end, spec.aligned
+        return _make_write_two_floats(spec, cols_end or _row(spec))
+    d, aligned = _row(spec) if cols_end is None else cols_end, spec.aligned
     pack, _ = conversions(spec.dtype)
 
     def write_two(T, row, col, low, high):
@@ -74,7 +79,8 @@ def make_read_floats(spec):
     """``read_floats(A, row, col, inside)``: two neighbours of a float32 row, zeros past its end and
     where not ``inside``. Rows start at 8-byte addresses; nothing past the end is touched.
     """
-    head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
+    head_dim = _row(spec)
+    odd = head_dim % 2 == 1
 
     def read_floats(A, row, col, inside):
         pair = read_pair(A, row, col, inside and col + 1 < head_dim)
@@ -88,7 +94,7 @@ def make_read_floats(spec):
 @part
 def make_read_sums(spec):
     """``read_sums(O, row, col, inside)``: the same of a float32 O; its rows may start anywhere."""
-    head_dim = spec.head_dim
+    head_dim = _row(spec)
     if spec.features.planes == 1 or spec.aligned:
         return make_read_floats(spec)
 
@@ -106,7 +112,8 @@ def make_read_sums(spec):
 @part
 def make_write_floats(spec):
     """``write_floats(A, row, col, inside, low, high)``: the same to memory."""
-    head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
+    head_dim = _row(spec)
+    odd = head_dim % 2 == 1
 
     def write_floats(A, row, col, inside, low, high):
         write_pair(A, row, col, low, high, inside and col + 1 < head_dim)
@@ -119,7 +126,8 @@ def make_write_floats(spec):
 @part
 def make_add_two(spec):
     """``add_two(T, row, col, inside, low, high)``: atomic adds to two neighbours of a row."""
-    head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
+    head_dim = _row(spec)
+    odd = head_dim % 2 == 1
     add = add_pair_vector if spec.vector_adds else add_pair
 
     def add_two(T, row, col, inside, low, high):

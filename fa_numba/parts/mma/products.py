@@ -39,7 +39,7 @@ def _make_scores(spec):
     Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
     unrolled.
     """
-    R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.rows.pitch, spec.keeps_q
+    R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DK, spec.rows.pitch, spec.keeps_q
     COLUMNS, RS = spec.TN // 4, spec.TM * spec.TN
     mma, _ = instructions(spec.dtype)
     place, further = make_place(spec.rows), make_further(spec.rows)
@@ -90,10 +90,10 @@ def make_add_ds(spec):
 @part
 def add_fragment_product(spec, drops):
     """Either of them; ``drops`` is for a P with marks."""
-    R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.rows.pitch
+    R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.rows_v
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
     mma, pack = instructions(spec.dtype)
-    place, further = make_place(spec.rows), make_further(spec.rows)
+    pitch, place, further = rows.pitch, make_place(rows), make_further(rows)
     warp_column = make_warp_column(spec)
     kept = kept_if(drops)
 
@@ -166,7 +166,7 @@ def make_add_stage(spec):
     ``row0`` and V's columns from ``col0`` on, in shared memory from ``at_p`` and ``at_v`` on.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
-    return _make_add_shared_product(*sizes, spec.rows_p, spec.rows, spec.dtype, False)
+    return _make_add_shared_product(*sizes, spec.rows_p, spec.rows_v, spec.dtype, False)
 
 
 @cache
@@ -254,7 +254,7 @@ def make_dq(spec):
 @part
 def make_load_fragments(spec):
     """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
-    R, K, pitch, keeps = spec.TM // 2, spec.planes * spec.DN, spec.rows.pitch, spec.keeps_q
+    R, K, pitch, keeps = spec.TM // 2, spec.planes * spec.DK, spec.rows.pitch, spec.keeps_q
     place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
 
     def load_fragments(rQ, sQ, row0):
