@@ -114,7 +114,7 @@ class MmaSpec(Spec):
         return TileRows(self.planes * self.columns_k, swizzled, padded)
 
     @property
-    def rows_v(self) -> TileRows:
+    def value_rows(self) -> TileRows:
         """The same of sV."""
         return (
             replace(self.rows, columns=self.planes * self.columns) if self.head_dim_v else self.rows
@@ -139,7 +139,7 @@ class MmaSpec(Spec):
     def tile_halves(self) -> tuple[int, ...]:
         """16-bit elements of sQ and of a stage of sK and of sV in shared memory."""
         pitch = self.rows.pitch
-        return self.Br * pitch, self.Bc * pitch, self.Bc * self.rows_v.pitch
+        return self.Br * pitch, self.Bc * pitch, self.Bc * self.value_rows.pitch
 
     @property
     def exchange_floats(self) -> int:
@@ -225,7 +225,7 @@ class StandardSpec(MmaSpec):
     @property
     def stage_halves(self) -> tuple[int, ...]:
         """16-bit elements of one stage of P V: sP and sV."""
-        return self.Br * self.rows_p.pitch, self.step * self.rows_v.pitch
+        return self.Br * self.rows_p.pitch, self.step * self.value_rows.pitch
 
     @property
     def transposed_halves(self) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ def _make_load_halves(rows, spec, page_size=0, of_v=False):
     Unaligned rows are copied one element after the other, there at the next barrier. With pages T
     is what ``heads.key_rows`` gives of them.
     """
-    places, d = (spec.rows_v, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
+    places, d = (spec.value_rows, spec.row_halves_v) if of_v else (spec.rows, spec.row_halves)
     load = make_half_tile(rows, places, spec.threads, spec.loads_aligned, page_size)
     prefetches = spec.prefetches
 
@@ -311,7 +311,7 @@ def make_p_transposed(spec):
 @part
 def make_step(spec):
     """``step(sT, place, T, row0, rows_end)``: ``spec.step`` rows of V, K, dO or Q."""
-    load = make_half_tile(spec.step, spec.rows_v, spec.threads, spec.aligned)
+    load = make_half_tile(spec.step, spec.value_rows, spec.threads, spec.aligned)
     d = spec.d_v
 
     def step(sT, place, T, row0, rows_end):

@@ -90,7 +90,7 @@ def make_add_ds(spec):
 @part
 def add_fragment_product(spec, drops):
     """Either of them; ``drops`` is for a P with marks."""
-    R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.rows_v
+    R, TN, DN, rows = spec.TM // 2, spec.TN, spec.DN, spec.value_rows
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
     mma, pack = instructions(spec.dtype)
     pitch, place, further = rows.pitch, make_place(rows), make_further(rows)
@@ -166,7 +166,7 @@ def make_add_stage(spec):
     ``row0`` and V's columns from ``col0`` on, in shared memory from ``at_p`` and ``at_v`` on.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
-    return _make_add_shared_product(*sizes, spec.rows_p, spec.rows_v, spec.dtype, False)
+    return _make_add_shared_product(*sizes, spec.rows_p, spec.value_rows, spec.dtype, False)
 
 
 @cache
