@@ -212,8 +212,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         ``flash_attention_1`` (K/V outer), "standard" for ``standard_attention`` (N x N matrices in
         global memory).
     ``q``: (B, Hq, Nq, d); ``k``, ``v``: (B, Hk, Nk, d), of one dtype (float32, float16, bfloat16),
-        on one device, any strides; Hk divides Hq, 1 <= d <= 256. Forward v may have another d,
-        which O then has too, on the units that have kernels for it. NumPy arrays, torch tensors,
+        on one device, any strides; Hk divides Hq, 1 <= d <= 256. v may have another d, which O
+        then has too, where a unit has kernels for it. NumPy arrays, torch tensors,
         JAX arrays, and arrays with ``__cuda_array_interface__`` or DLPack, taken as they are. Host
         arrays are copied to a GPU and back, and run on the emulator where there is none. With
         ``layout="bnhd"`` they are (B, Nq, Hq, d) and (B, Nk, Hk, d).

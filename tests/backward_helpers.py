@@ -47,7 +47,7 @@ def random_gradients(*shape, **options):
     """dout, q, k and v, normally distributed."""
     q, k, v = random_inputs(*shape, **options)
     rng = np.random.default_rng([1, *shape])
-    return rng.standard_normal(q.shape, dtype=np.float32), q, k, v
+    return rng.standard_normal((*q.shape[:-1], v.shape[-1]), dtype=np.float32), q, k, v
 
 
 def with_dlse(arrays, options):
@@ -123,7 +123,7 @@ def differentiate(
         assert type(found) is tuple and len(found) == len(names)
         if counts is not None:
             facts = {"algorithm": algorithm, "passes": "bwd", **as_plan(options)}
-            assert_counts(counts, fa_numba.plan(q.shape, k.shape, **facts))
+            assert_counts(counts, fa_numba.plan(q.shape, k.shape, v.shape, **facts))
         for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
         gradients = Gradients(**dict(zip(names, map(to_numpy, found), strict=True)))
@@ -205,7 +205,7 @@ def gradient_roundings(
         drop, P, G = call.dropout(head, rows), s.P, s.G
         kept, of_kept = P * drop, s.of_P
         dP = dO @ V.T * drop
-        of_dP = drop**2 * product_squares(dO, V.T, halves(d))[0]
+        of_dP = drop**2 * product_squares(dO, V.T, halves(problem.d_v))[0]
         if problem.dropout_p > 0:
             of_dP, of_kept = of_dP + dP**2, of_kept + 1
         D = (P * dP).sum(axis=1, keepdims=True) - dL[head.lse][:, None]

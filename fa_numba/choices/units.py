@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import textwrap
@@ -188,7 +189,9 @@ class Simt(Unit):
     kernels = simt
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
-    own_values = frozenset({("standard", "fwd"), ("fa1", "fwd"), ("fa2", "fwd")})
+    own_values = frozenset(
+        {("standard", "fwd"), *itertools.product(("fa1", "fa2"), ("fwd", "bwd"))}
+    )
 
     def forward(self, request: Request) -> Shape:
         choices = request.choices
@@ -238,7 +241,7 @@ class Mma(Unit):
         ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "bwd"): ("bf16x6", "bf16x3"),
     }
-    own_values = Simt.own_values
+    own_values = frozenset({("standard", "fwd"), ("fa1", "fwd"), ("fa2", "fwd")})
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:

@@ -239,7 +239,8 @@ class Plan(LaunchPlan):
             # What blocks add to in place begins at 0.
             added = choices.query_splits > 1 and request.dtype.sums_in_place
             outputs = [Buffer("dQ", p.q_shape, p.dtype)]
-            outputs += [Buffer(name, p.k_shape, p.dtype, zeroed=added) for name in ("dK", "dV")]
+            of_keys = {"dK": p.k_shape, "dV": p.v_shape}
+            outputs += [Buffer(*x, p.dtype, zeroed=added) for x in of_keys.items()]
             if p.bias is not None and choices.return_dbias:  # a sum of atomic adds
                 outputs.append(Buffer("dbias", p.bias, zeroed=True))
             if choices.return_dsinks:

@@ -94,8 +94,8 @@ def sink_gradients(
     own = count(problem, {"L": rows, "D": rows}, {"dsinks": problem.heads_q})
     if has_d:
         return [own]
-    d, of_lse = problem.head_dim, dict.fromkeys(("dL", "L"), rows if dlse else 0)
-    return [count(problem, {"O": rows * d, "dO": rows * d} | of_lse, {"D": rows}), own]
+    d_v, of_lse = problem.d_v, dict.fromkeys(("dL", "L"), rows if dlse else 0)
+    return [count(problem, {"O": rows * d_v, "dO": rows * d_v} | of_lse, {"D": rows}), own]
 
 
 def one_head_dim(problem: Problem) -> int:
@@ -103,7 +103,8 @@ def one_head_dim(problem: Problem) -> int:
     if problem.head_dim_v is not None:
         raise ValueError(
             f"head_dim_v is {problem.head_dim_v} with head_dim {problem.head_dim}: allowed here is "
-            "one head dimension, counted with two are forward passes without planes"
+            "one head dimension; two are counted of fa1, fa2 and standard's forward pass, none in "
+            "planes"
         )
     return problem.head_dim
 

@@ -12,7 +12,6 @@ from fa_numba.io_model.accesses import (
     add_up,
     check_dbias,
     count,
-    one_head_dim,
     sink_gradients,
 )
 from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
@@ -115,7 +114,7 @@ def fa1_backward(
     """
     check_dbias(problem, dbias)
     splits = as_size("query_splits", query_splits, axis=False)
-    d, head = one_head_dim(problem), whole_sums(problem, tiles, problem.heads_q)
+    (d, d_v), head = (problem.head_dim, problem.d_v), whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     starts = starts_in_first_pass(problem)
     visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
@@ -128,19 +127,19 @@ def fa1_backward(
     dbias_adds = {"dbias": visits.pairs if dbias else 0}
     loads = {
         "Q": visits.rows * d,
-        "O": visits.rows * d,
-        "dO": visits.rows * d,
+        "O": visits.rows * d_v,
+        "dO": visits.rows * d_v,
         "L": visits.rows,
         "dL": visits.rows if dlse else 0,
         "bias": visits.pairs if problem.bias else 0,
         kept: read * d,
         "K": runs * shared.columns * d,
-        "V": runs * shared.columns * d,
+        "V": runs * shared.columns * d_v,
     }
     stores = {
         kept: (visits.rows + started) * d,
         "dK": runs * shared.all_columns * d,
-        "dV": runs * shared.all_columns * d,
+        "dV": runs * shared.all_columns * d_v,
     }
     if kept == "A":
         stores["A"] -= visits.rows_once * d
@@ -154,6 +153,6 @@ def fa1_backward(
     parts.append(count(problem, sums, {}))
     if kept == "dQ":
         return add_up(problem, parts)
-    rounded = 2 * shared.all_columns * d
+    rounded = shared.all_columns * (d + d_v)
     parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
     return replace(add_up(problem, parts), sums=("dK", "dV"))

@@ -11,7 +11,6 @@ from fa_numba.io_model.accesses import (
     add_up,
     check_dbias,
     count,
-    one_head_dim,
     sink_gradients,
 )
 from fa_numba.io_model.paging import table_reads
@@ -142,33 +141,33 @@ def fa2_backward(
     """
     check_dbias(problem, dbias)
     splits = as_size("group_splits", group_splits, axis=False)
-    d, head = one_head_dim(problem), whole_sums(problem, tiles, problem.heads_q)
+    (d, d_v), head = (problem.head_dim, problem.d_v), whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     visits = visit_sums(problem, tiles, block_mask)
     split = PRECISIONS[problem.precision].planes > 1
     kept = "dQ" if DTYPES[problem.dtype].sums_in_place and not split else "A"
-    row = row_loaded(problem, backward=True)
+    row, row_v = row_loaded(problem, backward=True), row_of_values(problem, backward=True)
     adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
 
     of_lse = dict.fromkeys(("dL", "L"), head.rows if dlse else 0)
     row_sums = count(
         problem,
-        {"O": head.rows * d, "X" if split else "dO": head.rows * d} | of_lse,
+        {"O": head.rows * d_v, "X" if split else "dO": head.rows * d_v} | of_lse,
         {"D": head.rows, kept: 0 if deterministic else head.all_rows * d},
     )
     over_columns = count(
         problem,
         {
             "Q": visits.rows * row,
-            "dO": visits.rows * row,
+            "dO": visits.rows * row_v,
             "L": visits.rows,
             "D": visits.rows,
             "K": splits * shared.columns * row,
-            "V": splits * shared.columns * row,
+            "V": splits * shared.columns * row_v,
             "bias": visits.pairs if problem.bias else 0,
         }
         | adds,
-        dict.fromkeys(("dK", "dV"), splits * shared.all_columns * d) | adds,
+        {"dK": splits * shared.all_columns * d, "dV": splits * shared.all_columns * d_v} | adds,
     )
     parts = [row_sums, over_columns]
     if dsinks:
@@ -177,11 +176,11 @@ def fa2_backward(
         sweep = visit_sums(problem, sweep_tiles or tiles, block_mask)
         loads = {
             "Q": head.rows * d,
-            "dO": head.rows * d,
+            "dO": head.rows * d_v,
             "L": head.rows,
             "D": head.rows,
             "K": sweep.columns * d,
-            "V": sweep.columns * d,
+            "V": sweep.columns * d_v,
             "bias": sweep.pairs if problem.bias else 0,
         }
         parts.append(count(problem, loads, {"dQ": head.all_rows * d}))
@@ -190,6 +189,6 @@ def fa2_backward(
         parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
     if splits == 1:
         return of_planes(problem, tiles, add_up(problem, parts), backward=True)
-    summed = 2 * shared.all_columns * d
+    summed = shared.all_columns * (d + d_v)
     parts.append(count(problem, {"A": splits * summed}, {"dQ": summed}))
     return replace(add_up(problem, parts), sums=("dK", "dV"))

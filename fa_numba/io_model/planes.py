@@ -19,10 +19,10 @@ def row_loaded(problem: Problem, backward: bool = False) -> int:
     return d if planes == 1 else planes * round_up(d, 32 if backward and d > 64 else 16)
 
 
-def row_of_values(problem: Problem) -> int:
-    """The same of a row of V, forward."""
+def row_of_values(problem: Problem, backward: bool = False) -> int:
+    """The same of a row of V or dO."""
     whole = PRECISIONS[problem.precision].planes == 1
-    return problem.d_v if whole else row_loaded(problem)
+    return problem.d_v if whole else row_loaded(problem, backward)
 
 
 def of_planes(

@@ -109,12 +109,13 @@ def workspace(
     kept = 0 if in_place else round_up(problem.d_v if passes == "fwd" else problem.head_dim, 2)
     if passes == "bwd":
         keys = math.prod(problem.k_shape[:-1])
+        kept_v = 0 if in_place else round_up(problem.d_v, 2)
         if algorithm == "fa2":
             of_queries = rows * (1 if deterministic else 1 + kept)
-            of_parts = 2 * group_splits * keys * kept if group_splits > 1 else 0
+            of_parts = group_splits * keys * (kept + kept_v) if group_splits > 1 else 0
             return ELEMENT_BYTES * (of_queries + of_parts) + _planes(problem, rows, True)
         keys = keys if query_splits > 1 else 0
-        return ELEMENT_BYTES * (rows + 2 * keys) * kept
+        return ELEMENT_BYTES * (rows * kept + keys * (kept + kept_v))
     if algorithm == "fa1":
         return ELEMENT_BYTES * rows * (2 + kept) + _planes(problem, rows)
     of_splits = kv_splits * (round_up(problem.d_v, 2) + 2) if kv_splits > 1 else 0

@@ -85,14 +85,20 @@ def make_row_less_dlse(spec):
 @part
 def make_start_columns(spec):
     """``start_columns(rdK, rdV)``: dK = 0, dV = 0."""
-    RK = spec.column_registers
+    RK, RV = spec.column_registers, getattr(spec, "of_values", spec).column_registers
 
     def start_columns(rdK, rdV):
         for e in range(RK):
             rdK[e] = float32(0.0)
             rdV[e] = float32(0.0)
 
-    return start_columns
+    def start_both(rdK, rdV):
+        for e in range(RK):
+            rdK[e] = float32(0.0)
+        for e in range(RV):
+            rdV[e] = float32(0.0)
+
+    return start_columns if RK == RV else start_both
 
 
 @part

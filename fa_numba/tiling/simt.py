@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -172,10 +172,22 @@ class SimtBackwardSpec(SimtSpec):
     """A backward kernel on CUDA cores: K serves two products, Q and dO lie as row tiles do, V as K.
 
     A thread owns CM rows of dK and dV, in groups of four. ``splits_queries``: several blocks add to
-    one dK and dV.
+    one dK and dV. Sizes are those of Q, K and their gradients; ``of_values`` has those of V, O and
+    theirs.
     """
 
     splits_queries: bool = False
+
+    @property
+    def of_values(self) -> SimtBackwardSpec:
+        """The same kernel as if Q had the head dimension of V."""
+        if not self.head_dim_v:
+            return self
+        return replace(self, head_dim=self.head_dim_v, head_dim_v=0)
+
+    @property
+    def d_v(self) -> int:
+        return self.head_dim
 
     @property
     def sums_rows(self) -> bool:
@@ -189,7 +201,8 @@ class SimtBackwardSpec(SimtSpec):
     @property
     def accumulators(self) -> int:
         """Registers of one thread's parts of dK and dV, and of S and dP."""
-        return 2 * (4 * self.CM * self.DN + self.TM * self.TN)
+        columns = self.column_registers + self.of_values.column_registers
+        return columns + 2 * self.TM * self.TN
 
     @property
     def max_accumulators(self) -> int:
@@ -234,7 +247,7 @@ class SimtBackwardSpec(SimtSpec):
     @property
     def shared_bytes(self) -> int:
         """Two tiles of each kind."""
-        return 8 * sum(self.tile_floats)
+        return 4 * (sum(self.tile_floats) + sum(self.of_values.tile_floats))
 
 
 def splits(

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers import ALGORITHMS, check, random_inputs
+from backward_helpers import check_gradients, random_gradients
+from helpers import ALGORITHMS, assert_counts, check, random_inputs
 from mma_helpers import check as check_halves
 from mma_helpers import half_inputs
 from options_helpers import drawn, inputs
 
 import fa_numba
-from fa_numba import Tiles, io_model
+from fa_numba import Tiles, io_model, reference
 from fa_numba.problem import Problem
 
 TILES, HALF_TILES = Tiles(8, 16), Tiles(16, 16)
@@ -23,6 +24,30 @@ def test_float32_against_float64(algorithm, d, d_v, causal):
     layout = "padded" if d % 4 == d_v % 4 == 0 else "odd"
     result = check("emulator", algorithm, q, k, v, tiles=TILES, causal=causal, layout=layout)
     assert result.O.shape == (1, 4, 19, d_v)
+
+
+BACKWARD = ["fa1", "fa2", "fa2-deterministic"]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("d", "d_v"), [*PAIRS, (16, 136)])
+@pytest.mark.parametrize("way", BACKWARD)
+def test_gradients_in_float32(way, d, d_v, causal):
+    arrays = random_gradients(1, 4, 2, 19, 37, d, d_v)
+    layout = "padded" if d % 4 == d_v % 4 == 0 else "odd"
+    check_gradients("emulator", way, *arrays, tiles=Tiles(8, 32), causal=causal, layout=layout)
+
+
+def test_gradients_of_query_splits():
+    arrays = random_gradients(1, 4, 2, 40, 37, 12, 20)
+    out, lse = fa_numba.attention(*arrays[1:], return_lse=True)
+    how = {"tiles": Tiles(8, 32), "query_splits": 3}
+    with fa_numba.count_accesses() as counts:
+        dq, dk, dv = fa_numba.flash_attention_1_backward(*arrays, out, lse, **how)
+    shapes = [x.shape for x in arrays[1:]]
+    assert_counts(counts, fa_numba.plan(*shapes, algorithm="fa1", passes="bwd", **how))
+    for got, want in zip((dq, dk, dv), reference.attention_backward(*arrays), strict=True):
+        assert got.shape == want.shape and reference.relative_error(got, want) < 1e-6
 
 
 # More columns of V than of K in a thread, fewer, rows of other swizzles; not whole pieces; MLA's
@@ -68,6 +93,9 @@ def test_options_beside(algorithm, names):
     (_, *rows), options = inputs(shape, drawn(names, shape, HALF_TILES))
     q, k, v = (x.astype(np.float16) for x in rows)
     check_halves("emulator", algorithm, q, k, np.ascontiguousarray(v[..., :8]), **options)
+    (dout, q, k, v), options = inputs(shape, drawn(names, shape, Tiles(8, 32)))
+    dout, v = (np.ascontiguousarray(x[..., :12]) for x in (dout, v))
+    check_gradients("emulator", algorithm, dout, q, k, v, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -107,9 +135,8 @@ def test_closed_forms():
     fa2 = io_model.fa2(p, Tiles(64, 64))
     assert fa2.loads == {"Q": 2 * 64 * 192, "K": 2 * 64 * 192, "V": 2 * 64 * 128}
     assert fa2.stores == {"O": 2 * 64 * 128, "L": 2 * 64}
-    for refuses in (io_model.fa2_backward, io_model.fa1_backward, io_model.standard_backward):
-        with pytest.raises(ValueError, match="head_dim_v is 128 with head_dim 192"):
-            refuses(p, Tiles(64, 64))
+    with pytest.raises(ValueError, match="head_dim_v is 128 with head_dim 192"):
+        io_model.standard_backward(p, Tiles(64, 64))
     with pytest.raises(ValueError, match="head_dim_v is 128"):
         io_model.theta_standard(p)
     with pytest.raises(ValueError, match="head_dim_v is 128"):
@@ -120,7 +147,7 @@ def test_closed_forms():
     ("call", "message"),
     [
         (
-            {"passes": "bwd"},
+            {"passes": "bwd", "dtype": "float16"},
             r"v has head_dim 8 and q 16 .*pass 'bwd'.*allowed is v with head_dim 16",
         ),
         ({"precision": "bf16x3"}, "with precision 'bf16x3': allowed is 'ieee'"),

@@ -23,7 +23,7 @@ def make_backward(spec):
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RK, RG = spec.column_registers, spec.cap_registers
+    RK, RG, RV = spec.column_registers, spec.cap_registers, spec.of_values.column_registers
 
     arrays = [*[array_type(4)] * 5, array_type(3), *[array_type(4)] * 3]
 
@@ -32,7 +32,7 @@ def make_backward(spec):
         sQ, sdO, sK, sV, sP, sdS = load.backward_shared_memory()
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
-        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
+        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RV, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         thread = grid.thread()
         first, heads = grid.heads_of_group(Q, K, group, options)
@@ -53,7 +53,7 @@ def make_backward(spec):
             cuda.syncthreads()  # nobody reads sK and sV any more
             # FA-1 line 7, FA-2 line 6: load Kj, Vj
             load.columns(sK, Kh, j0, first.Nk)
-            load.columns(sV, Vh, j0, first.Nk)
+            load.value_columns(sV, Vh, j0, first.Nk)
             # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
             gradients.start_columns(rdK, rdV)
             # The query heads that share this K/V head
@@ -66,7 +66,7 @@ def make_backward(spec):
                 i0 = visits.next_row(i_first, i_end, j0, head)
                 if i0 < i_end:
                     load.rows(sQ, Qh, i0, head.Nq)
-                    load.rows(sdO, dOh, i0, head.Nq)
+                    load.value_rows(sdO, dOh, i0, head.Nq)
                 commit_async()
                 # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
                 while i0 < i_end:
@@ -86,13 +86,13 @@ def make_backward(spec):
                     softmax.drop(rS, tile)
                     products.store_p(sP, rS, options, thread)
                     # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                    products.scores(rdP, sdO, sV, thread)
+                    products.value_scores(rdP, sdO, sV, thread)
                     # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
                     gradients.of_scores(rdP, rS, rD, rG, tile)
                     products.store_ds(sdS, rdP, thread)
                     cuda.syncthreads()  # Pij and dSij are there
                     # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
-                    products.add_transposed(rdV, sP, sdO, thread)
+                    products.add_dv(rdV, sP, sdO, thread)
                     # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
                     products.add_transposed(rdK, sdS, sQ, thread)
                     cuda.syncthreads()  # nobody reads sQ and sdO any more
@@ -100,7 +100,7 @@ def make_backward(spec):
                     i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
                     if i_next < i_end:
                         load.rows(sQ, Qh, i_next, head.Nq)
-                        load.rows(sdO, dOh, i_next, head.Nq)
+                        load.value_rows(sdO, dOh, i_next, head.Nq)
                     commit_async()
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
                     products.output(rdQ, sdS, sK, thread)
@@ -112,7 +112,7 @@ def make_backward(spec):
             # FA-1 line 24, FA-2 line 18: write dKj, dVj
             gradients.scale_columns(rdK, scale)
             epilogue.write_columns(rdK, dKh, j0, columns, thread)
-            epilogue.write_columns(rdV, dVh, j0, columns, thread)
+            epilogue.write_dv(rdV, dVh, j0, columns, thread)
             j0 = uint32(j0 + Bc)
 
     return fa1_backward

@@ -26,7 +26,7 @@ def make_backward(spec, atomic=True):
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RK, RG = spec.column_registers, spec.cap_registers
+    RK, RG, RV = spec.column_registers, spec.cap_registers, spec.of_values.column_registers
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, *[array_type(4)] * 3]
 
     @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
@@ -34,7 +34,7 @@ def make_backward(spec, atomic=True):
         sQ, sdO, sK, sV, sP, sdS = load.backward_shared_memory()
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
-        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
+        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RV, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         thread = grid.thread()
         first, heads = grid.heads_of_group(Q, K, group, options)
@@ -47,7 +47,7 @@ def make_backward(spec, atomic=True):
         i_first, i_end = visits.row_range(j0, uint32(0), first.Nq, first)
         # FA-1 line 7, FA-2 line 6: load Kj, Vj
         load.columns(sK, Kh, j0, first.Nk)
-        load.columns(sV, Vh, j0, first.Nk)
+        load.value_columns(sV, Vh, j0, first.Nk)
         # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
         gradients.start_columns(rdK, rdV)
         # The query heads that share this K/V head
@@ -60,7 +60,7 @@ def make_backward(spec, atomic=True):
             i0 = visits.next_row(i_first, i_end, j0, head)
             if i0 < i_end:
                 load.rows(sQ, Qh, i0, head.Nq)
-                load.rows(sdO, dOh, i0, head.Nq)
+                load.value_rows(sdO, dOh, i0, head.Nq)
             commit_async()
             # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
             while i0 < i_end:
@@ -80,13 +80,13 @@ def make_backward(spec, atomic=True):
                 softmax.drop(rS, tile)
                 products.store_p(sP, rS, options, thread)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                products.scores(rdP, sdO, sV, thread)
+                products.value_scores(rdP, sdO, sV, thread)
                 # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
                 gradients.of_scores(rdP, rS, rD, rG, tile)
                 products.store_ds(sdS, rdP, thread)
                 cuda.syncthreads()  # Pij and dSij are there
                 # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
-                products.add_transposed(rdV, sP, sdO, thread)
+                products.add_dv(rdV, sP, sdO, thread)
                 # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
                 products.add_transposed(rdK, sdS, sQ, thread)
                 cuda.syncthreads()  # nobody reads sQ and sdO any more
@@ -94,7 +94,7 @@ def make_backward(spec, atomic=True):
                 i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
                 if i_next < i_end:
                     load.rows(sQ, Qh, i_next, head.Nq)
-                    load.rows(sdO, dOh, i_next, head.Nq)
+                    load.value_rows(sdO, dOh, i_next, head.Nq)
                 commit_async()
                 # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
                 if atomic:
@@ -107,7 +107,7 @@ def make_backward(spec, atomic=True):
         # FA-1 line 24, FA-2 line 18: write dKj, dVj
         gradients.scale_columns(rdK, scale)
         epilogue.write_columns(rdK, dKh, j0, columns, thread)
-        epilogue.write_columns(rdV, dVh, j0, columns, thread)
+        epilogue.write_dv(rdV, dVh, j0, columns, thread)
 
     return fa2_backward
 
@@ -124,12 +124,12 @@ def make_query_gradients(spec):
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RG = spec.cap_registers
-    NQ, NK, NP = spec.tile_floats
+    sweep_bytes = spec.shared_bytes - 4 * spec.tile_floats[-1]  # without sP
 
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, array_type(4)]
     types_ = arguments(arrays, 2, 1, spec.features.argument_type)
 
-    @cuda.jit(types_, spec.threads, 4 * (2 * NQ + 2 * NK + NP), spec.min_blocks)
+    @cuda.jit(types_, spec.threads, sweep_bytes, spec.min_blocks)
     def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
         sQ, sdO, sK, sV, sdS = load.dq_shared_memory()
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
@@ -147,7 +147,7 @@ def make_query_gradients(spec):
         j0, j_end = visits.columns_seen(i0, head)
 
         load.rows(sQ, Qh, i0, head.Nq)
-        load.rows(sdO, dOh, i0, head.Nq)
+        load.value_rows(sdO, dOh, i0, head.Nq)
         values.read(rL, Lh, i0, head.Nq, thread)
         values.read(rD, Dh, i0, head.Nq, thread)
         for e in range(RQ):
@@ -155,7 +155,7 @@ def make_query_gradients(spec):
         while j0 < j_end:
             cuda.syncthreads()  # nobody reads sK and sV any more
             load.columns(sK, Kh, j0, head.Nk)
-            load.columns(sV, Vh, j0, head.Nk)
+            load.value_columns(sV, Vh, j0, head.Nk)
             commit_async()
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there; nobody reads sdS any more
@@ -165,7 +165,7 @@ def make_query_gradients(spec):
             scores.scale_and_mask(rS, scale_log2, tile)
             softmax.from_lse(rS, scale_log2, rL)
             softmax.drop(rS, tile)
-            products.scores(rdP, sdO, sV, thread)
+            products.value_scores(rdP, sdO, sV, thread)
             gradients.of_scores(rdP, rS, rD, rG, tile)
             products.store_ds(sdS, rdP, thread)
             cuda.syncthreads()  # dSij is there

@@ -12,11 +12,11 @@ WARPS = 4
 
 
 @cache
-def make_row_sums(head_dim, clear, features):
+def make_row_sums(head_dim, clear, features, head_dim_v=0):
     """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B)
     blocks; a warp takes a row.
     """
-    facts = RowFacts(features)
+    facts, d_v = RowFacts(features), head_dim_v or head_dim
     grid, gradients = bind(facts, simt.grid, simt.gradients)
 
     arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
@@ -34,7 +34,7 @@ def make_row_sums(head_dim, clear, features):
         col = lane
         if row < head.Nq:
             Oi, dOi = Oh[row], dOh[row]
-            while col < uint32(head_dim):
+            while col < uint32(d_v):
                 dot += Oi[col] * dOi[col]
                 col = uint32(col + 32)
         if clear and row < rows:

@@ -113,6 +113,12 @@ def make_write_columns(spec):
     return write_columns
 
 
+@cache
+def make_write_dv(spec):
+    """``write_dv(rdV, dV, row0, rows_end, thread)``: the same of dV, with V's head dimension."""
+    return make_write_columns(spec.of_values)
+
+
 @part
 def _make_add_columns(spec):
     CM, DN, TX, TY, d = spec.CM, spec.DN, spec.tx_count, spec.ty_count, spec.d_v

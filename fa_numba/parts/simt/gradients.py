@@ -1,5 +1,7 @@
 """Backward on CUDA cores: D of a row tile, and dQ between registers and global memory."""
 
+from functools import cache
+
 from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.reduction import add_global
@@ -79,9 +81,14 @@ def make_update_rows(spec):
     return update_rows
 
 
-@part
+@cache
 def make_row_dots(spec):
     """``row_dots(rD, rL, sdO, O, tile)``: D = rowsum(dO o O), dO in shared memory, less dL."""
+    return _make_row_dots(spec.of_values)
+
+
+@part
+def _make_row_dots(spec):
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
     STEP = spec.lane_step
     TURN = (4 - spec.rows_q.pitch // 4) % 8 if STEP == 2 and TX >= 8 else 0

@@ -62,14 +62,14 @@ def make_shared_memory(spec):
 @part
 def make_dq_shared_memory(spec):
     """``dq_shared_memory()``: where Qi, dOi, Kj, Vj and dSij lie, where dQ is made alone."""
-    NQ, NK, NP = spec.tile_floats
-    AT_DO, AT_K, AT_V, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK
+    (NQ, NK, NP), (NO, NV, _) = spec.tile_floats, spec.of_values.tile_floats
+    AT_DO, AT_K, AT_V, AT_DS = NQ, NQ + NO, NQ + NO + NK, NQ + NO + NK + NV
 
     def dq_shared_memory():
         sQ = shared_tile(0, NQ)
-        sdO = shared_tile(AT_DO, NQ)
+        sdO = shared_tile(AT_DO, NO)
         sK = shared_tile(AT_K, NK)
-        sV = shared_tile(AT_V, NK)
+        sV = shared_tile(AT_V, NV)
         return sQ, sdO, sK, sV, shared_tile(AT_DS, NP)
 
     return dq_shared_memory
@@ -78,14 +78,15 @@ def make_dq_shared_memory(spec):
 @part
 def make_backward_shared_memory(spec):
     """``backward_shared_memory()``: where Qi, dOi, Kj, Vj, Pij and dSij lie in shared memory."""
-    NQ, NK, NP = spec.tile_floats
-    AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
+    (NQ, NK, NP), (NO, NV, _) = spec.tile_floats, spec.of_values.tile_floats
+    AT_DO, AT_K, AT_V = NQ, NQ + NO, NQ + NO + NK
+    AT_P, AT_DS = AT_V + NV, AT_V + NV + NP
 
     def backward_shared_memory():
         sQ = shared_tile(0, NQ)
-        sdO = shared_tile(AT_DO, NQ)
+        sdO = shared_tile(AT_DO, NO)
         sK = shared_tile(AT_K, NK)
-        sV = shared_tile(AT_V, NK)
+        sV = shared_tile(AT_V, NV)
         sP = shared_tile(AT_P, NP)
         sdS = shared_tile(AT_DS, NP)
         return sQ, sdO, sK, sV, sP, sdS
@@ -125,14 +126,26 @@ def make_next_k(spec):
 
 @cache
 def make_rows(spec):
-    """``rows(sT, T, row0, rows_end)``: in the backward pass, of Q or dO."""
+    """``rows(sT, T, row0, rows_end)``: in the backward pass, of Q."""
     return _make_load_whole(spec, spec.Br, spec.columns, spec.rows_q, spec.head_dim)
 
 
 @cache
 def make_columns(spec):
-    """``columns(sT, T, row0, rows_end)``: in the backward pass, of K or V."""
+    """``columns(sT, T, row0, rows_end)``: in the backward pass, of K."""
     return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_k, spec.head_dim)
+
+
+@cache
+def make_value_rows(spec):
+    """``value_rows(sT, T, row0, rows_end)``: in the backward pass, of dO."""
+    return make_rows(spec.of_values)
+
+
+@cache
+def make_value_columns(spec):
+    """``value_columns(sT, T, row0, rows_end)``: in the backward pass, of V."""
+    return make_columns(spec.of_values)
 
 
 @cache

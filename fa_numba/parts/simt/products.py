@@ -5,6 +5,8 @@ neighbouring rows, which the swizzle of each tile puts in different banks. A thr
 tile all have one swizzle, since TX and TY are multiples of what it repeats after.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.intrinsics.shared import load4_at_byte
 from fa_numba.parts.dropout import make_kept
@@ -33,6 +35,12 @@ def make_scores(spec):
             rS[e] += rH[e]
 
     return scores
+
+
+@cache
+def make_value_scores(spec):
+    """``value_scores(rdP, sdO, sV, thread)``: rdP = dOi VjT, over V's head dimension."""
+    return make_scores(spec.of_values)
 
 
 @part
@@ -163,6 +171,12 @@ def make_add_transposed(spec):
             rdV[e] += rT[e]
 
     return add_transposed
+
+
+@cache
+def make_add_dv(spec):
+    """``add_dv(rdV, sP, sdO, thread)``: the same of dV, with V's head dimension."""
+    return make_add_transposed(spec.of_values)
 
 
 @part
