@@ -124,6 +124,7 @@ def plan_of(arrays, prefix, options):
 def sent(device, x):
     if device == "emulator":
         return x
+    x = np.ascontiguousarray(x)  # as to_gpu lays it
     found = OnGpu(devices.to_gpu(x), 0, x.shape, x.strides)
     found.__cuda_array_interface__["typestr"] = x.dtype.str
     return found
