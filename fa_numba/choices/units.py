@@ -241,7 +241,7 @@ class Mma(Unit):
         ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "bwd"): ("bf16x6", "bf16x3"),
     }
-    own_values = frozenset({("standard", "fwd"), ("fa1", "fwd"), ("fa2", "fwd")})
+    own_values = Simt.own_values
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:

@@ -198,7 +198,8 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
         launches: tuple[Launch, ...] = (Launch.of(kernel, grid, **bound),)
     else:
         sums = {"dK": "sum of dK", "dV": "sum of dV"}
-        workspace += tuple(_sum(name, request.k_shape, zeroed=True) for name in sums.values())
+        shapes = request.k_shape, (*request.k_shape[:-1], p.d_v)
+        workspace += tuple(_sum(*x, zeroed=True) for x in zip(sums.values(), shapes, strict=True))
         launches = (
             Launch.of(kernel, grid, **(bound | sums)),
             *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
@@ -314,7 +315,8 @@ def _rounding(
     many ``splits``.
     """
     unit, p = UNITS[request.unit], request.problem
-    kernels, facts = unit.kernels.rows, (p.head_dim, *unit.row_facts(request))
+    d = p.d_v if out == "dV" else p.head_dim
+    kernels, facts = unit.kernels.rows, (d, *unit.row_facts(request))
     own: dict[str, Any] = {"splits": splits} if splits > 1 else {}
     if request.features.precision:
         own["precision"] = request.features.precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fa_numba.integers import ceil_div
@@ -23,7 +23,8 @@ class MmaBackwardSpec(MmaSpec):
     memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
 
     ``splits_queries``: several blocks add to one dK and dV. ``vector_adds``:
-    atomic adds of two neighbours at once, which compute capability 9.0 has.
+    atomic adds of two neighbours at once, which compute capability 9.0 has. Sizes are those of Q, K
+    and their gradients; ``of_values`` has those of V, O and theirs.
     """
 
     row_warps: int = 1
@@ -36,6 +37,29 @@ class MmaBackwardSpec(MmaSpec):
         return True
 
     @property
+    def of_values(self) -> MmaBackwardSpec:
+        """The same kernel as if Q had the head dimension of V."""
+        if not self.head_dim_v:
+            return self
+        return replace(self, head_dim=self.head_dim_v, head_dim_v=0)
+
+    @property
+    def d_v(self) -> int:
+        return self.head_dim
+
+    @property
+    def DK(self) -> int:
+        return self.DN
+
+    @property
+    def columns_k(self) -> int:
+        return self.columns
+
+    @property
+    def value_rows(self) -> TileRows:
+        return self.rows
+
+    @property
     def row_tiles(self) -> int:
         """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
         return 3 if self.algorithm == "fa1" else 2
@@ -44,6 +68,13 @@ class MmaBackwardSpec(MmaSpec):
     def column_registers(self) -> int:
         """Registers of a thread's part of dK, and of dV."""
         return 4 * self.TN * self.gradients.DN
+
+    @property
+    def longest_arrays(self) -> tuple[int, int]:
+        """Registers of K's or V's fragments, and of dK or dV in a thread, of the longer ones."""
+        both = self, self.of_values
+        fragments = max(spec.scores.q_registers for spec in both)
+        return fragments, max(spec.column_registers for spec in both)
 
     @property
     def row_width(self) -> int:
@@ -103,7 +134,8 @@ class MmaBackwardSpec(MmaSpec):
         """Registers of one thread's parts of dK and dV, and of S and dP; of planes one of these has
         two sums.
         """
-        found = 2 * self.TN * (4 * self.DN // self.row_warps + self.TM)
+        columns = 4 * (self.DN + self.of_values.DN) // self.row_warps
+        found = self.TN * (columns + 2 * self.TM)
         return found + (self.TN * self.TM if self.planes > 1 else 0)
 
     @property
@@ -162,8 +194,12 @@ class MmaBackwardSpec(MmaSpec):
     @property
     def shared_bytes(self) -> int:
         """Two stages of the row tiles, L and D; K, V, dST and, where warps exchange it, PT."""
-        rows, columns, scores = self.tile_halves
-        halves = 2 * self.row_tiles * rows + 2 * columns + self.row_warps * scores
+        (rows, columns, scores), (rows_v, columns_v, _) = (
+            self.tile_halves,
+            self.of_values.tile_halves,
+        )
+        of_stage = rows + (self.row_tiles - 1) * rows_v
+        halves = 2 * of_stage + columns + columns_v + self.row_warps * scores
         return 2 * halves + 16 * self.Br
 
 
@@ -219,7 +255,7 @@ def select_mma_backward_spec(
 
     A warp takes 32 or 16 columns, two beyond d = 64 the same ones; None takes 32 where it can.
     """
-    row_warps = row_warps_of(head_dim)
+    row_warps = row_warps_of(max(head_dim, facts.get("head_dim_v", 0)))
     if tiles.Br % (16 * row_warps) or tiles.Bc % 16:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores at head_dim={head_dim}, "

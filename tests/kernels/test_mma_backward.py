@@ -79,7 +79,7 @@ def small_tiles(way, d):
 def half_gradients(dtype, *sizes, **options):
     """dout, q, k and v, normally distributed and then rounded."""
     q, k, v = half_inputs(dtype, *sizes, **options)
-    dout, _, _ = half_inputs(dtype, *sizes, seed=1)
+    dout, _, _ = half_inputs(dtype, *sizes[:5], v.shape[-1], seed=1)
     return dout, q, k, v
 
 
@@ -112,7 +112,7 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
         )
         if counts is not None:
             facts = {"algorithm": algorithm, "dtype": dtype, "passes": "bwd"}
-            plan = fa_numba.plan(q.shape, k.shape, **facts, **as_plan(options))
+            plan = fa_numba.plan(q.shape, k.shape, v.shape, **facts, **as_plan(options))
             assert_counts(counts, plan)
             moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
             assert plan.unit == options.get("unit", "mma") and plan.accesses.bytes == moved

@@ -7,6 +7,8 @@ from helpers import ALGORITHMS, assert_counts, check, random_inputs
 from mma_helpers import check as check_halves
 from mma_helpers import half_inputs
 from options_helpers import drawn, inputs
+from test_mma_backward import check_gradients as check_half_gradients
+from test_mma_backward import half_gradients
 
 import fa_numba
 from fa_numba import Tiles, io_model, reference
@@ -38,20 +40,37 @@ def test_gradients_in_float32(way, d, d_v, causal):
     check_gradients("emulator", way, *arrays, tiles=Tiles(8, 32), causal=causal, layout=layout)
 
 
-def test_gradients_of_query_splits():
-    arrays = random_gradients(1, 4, 2, 40, 37, 12, 20)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_of_query_splits(dtype):
+    arrays = [x.astype(dtype) for x in random_gradients(1, 4, 2, 70, 37, 24, 40)]
     out, lse = fa_numba.attention(*arrays[1:], return_lse=True)
-    how = {"tiles": Tiles(8, 32), "query_splits": 3}
+    how = {"tiles": Tiles(32, 32), "query_splits": 3}
     with fa_numba.count_accesses() as counts:
         dq, dk, dv = fa_numba.flash_attention_1_backward(*arrays, out, lse, **how)
     shapes = [x.shape for x in arrays[1:]]
-    assert_counts(counts, fa_numba.plan(*shapes, algorithm="fa1", passes="bwd", **how))
+    plan = fa_numba.plan(*shapes, algorithm="fa1", passes="bwd", dtype=dtype, **how)
+    assert_counts(counts, plan)
+    assert plan.workspace_bytes == io_model.workspace(
+        "fa1", plan.problem, passes="bwd", query_splits=3
+    )
     for got, want in zip((dq, dk, dv), reference.attention_backward(*arrays), strict=True):
-        assert got.shape == want.shape and reference.relative_error(got, want) < 1e-6
+        assert got.shape == want.shape
+        assert reference.relative_error(got, want) < {"float32": 1e-6, "float16": 1e-3}[dtype]
 
 
 # More columns of V than of K in a thread, fewer, rows of other swizzles; not whole pieces; MLA's
 HALVES = [(64, 32), (16, 80), (20, 7), (192, 128)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("d", "d_v"), [*HALVES, (64, 128)])
+@pytest.mark.parametrize("way", ["fa1", "fa2"])
+def test_gradients_in_16_bits(way, d, d_v, causal):
+    arrays = half_gradients("float16", 1, 4, 2, 35, 37, d, d_v)
+    layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
+    check_half_gradients(
+        "emulator", way, *arrays, tiles=Tiles(32, 32), causal=causal, layout=layout
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -147,8 +166,12 @@ def test_closed_forms():
     ("call", "message"),
     [
         (
-            {"passes": "bwd", "dtype": "float16"},
+            {"passes": "bwd", "algorithm": "standard"},
             r"v has head_dim 8 and q 16 .*pass 'bwd'.*allowed is v with head_dim 16",
+        ),
+        (
+            {"passes": "bwd", "dtype": "float16", "deterministic": True},
+            "with deterministic=True, dtype float16: allowed is False",
         ),
         ({"precision": "bf16x3"}, "with precision 'bf16x3': allowed is 'ieee'"),
         ({"prefix_k": (1, 8, 16)}, "head_dim_v is given with a prefix"),

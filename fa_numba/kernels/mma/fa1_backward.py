@@ -23,7 +23,7 @@ def make_backward(spec):
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     Br, Bc, halves, floats = spec.Br, spec.Bc, half_type(4), array_type(4)
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
-    RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
+    RG, (RF, RK) = spec.cap_registers, spec.longest_arrays
     EARLY, keys = spec.row_warps > 1, floats if spec.splits_queries else halves
     arrays = [*[halves] * 5, array_type(3), floats, halves, keys, keys]
 
@@ -57,14 +57,14 @@ def make_backward(spec):
             cuda.syncthreads()  # nobody reads sK and sV any more, nor row tiles
             # FA-1 line 7, FA-2 line 6: load Kj, Vj
             load.columns(sK, Kh, j0, first.Nk)
-            load.columns(sV, Vh, j0, first.Nk)
+            load.value_columns(sV, Vh, j0, first.Nk)
             commit_async()
             # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
             gradients.start_columns(rdK, rdV)
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there
             transposed.load_fragments(rK, sK, warp.column)
-            transposed.load_fragments(rV, sV, warp.column)
+            transposed.load_value_fragments(rV, sV, warp.column)
             # The query heads that share this K/V head
             g = uint32(0)
             while g < heads:
@@ -102,7 +102,7 @@ def make_backward(spec):
                     softmax.drop(rS, tile)
                     products.store_p(sP, rS, options, thread)
                     # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                    transposed.scores(rdP, rV, sV, sdO, warp.column, warp.row)
+                    transposed.value_scores(rdP, rV, sV, sdO, warp.column, warp.row)
                     cuda.syncthreads()  # Di is there
                     # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
                     row_tiles.take(rD, sD, thread)
@@ -131,7 +131,7 @@ def make_backward(spec):
             gradients.scale_columns(rdK, scale)
             own = gradients.column_thread(warp, thread)
             gradients.write_columns(rdK, dKh, j0, columns, own)
-            gradients.write_columns(rdV, dVh, j0, columns, own)
+            gradients.write_dv(rdV, dVh, j0, columns, own)
             j0 = uint32(j0 + Bc)
 
     return fa1_backward

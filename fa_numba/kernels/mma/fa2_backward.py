@@ -22,7 +22,7 @@ def make_backward(spec, atomic=True):
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
-    RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
+    RG, (RF, RK) = spec.cap_registers, spec.longest_arrays
     Br, Bc, halves, rows = spec.Br, spec.Bc, half_type(4), array_type(3)
     arrays = [*[halves] * 4, rows, rows, array_type(4), *[result_type(spec.planes, 4)] * 2]
 
@@ -47,14 +47,14 @@ def make_backward(spec, atomic=True):
         i_first, i_end = visits.row_range(j0, uint32(0), first.Nq, first)
         # FA-1 line 7, FA-2 line 6: load Kj, Vj
         load.columns(sK, Kh, j0, first.Nk)
-        load.columns(sV, Vh, j0, first.Nk)
+        load.value_columns(sV, Vh, j0, first.Nk)
         commit_async()
         # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
         gradients.start_columns(rdK, rdV)
         wait_async()
         cuda.syncthreads()  # Kj and Vj are there
         transposed.load_fragments(rK, sK, warp.column)
-        transposed.load_fragments(rV, sV, warp.column)
+        transposed.load_value_fragments(rV, sV, warp.column)
         # The query heads that share this K/V head
         g = uint32(0)
         while g < heads:
@@ -89,7 +89,7 @@ def make_backward(spec, atomic=True):
                 softmax.drop(rS, tile)
                 products.store_p(sP, rS, options, thread)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                transposed.scores(rdP, rV, sV, sdO, warp.column, warp.row)
+                transposed.value_scores(rdP, rV, sV, sdO, warp.column, warp.row)
                 # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
                 row_tiles.take(rD, sD, thread)
                 gradients.of_scores(rdP, rS, rD, rG, tile)
@@ -111,7 +111,7 @@ def make_backward(spec, atomic=True):
         gradients.scale_columns(rdK, scale)
         own = gradients.column_thread(warp, thread)
         gradients.write_columns(rdK, dKh, j0, columns, own)
-        gradients.write_columns(rdV, dVh, j0, columns, own)
+        gradients.write_dv(rdV, dVh, j0, columns, own)
 
     return fa2_backward
 

@@ -16,11 +16,12 @@ WARPS = 4
 
 
 @cache
-def make_row_sums(head_dim, dtype, aligned, clear, features):
+def make_row_sums(head_dim, dtype, aligned, clear, features, head_dim_v=0):
     """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
     blocks; a warp takes a row.
     """
-    facts = RowFacts(features, head_dim, dtype, aligned)
+    d_v = head_dim_v or head_dim
+    facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
 
     halves = half_type(4)
@@ -37,7 +38,7 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
         dot = float32(0.0)
         col = uint32(2 * lane)
         if row < head.Nq:
-            while col < uint32(head_dim):
+            while col < uint32(d_v):
                 o, g = pairs.read_two(Oh, row, col), pairs.read_two(dOh, row, col)
                 dot += o[0] * g[0] + o[1] * g[1]
                 col = uint32(col + 64)

@@ -203,8 +203,14 @@ def column_thread(warp, thread):
     return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
 
 
-@part
+@cache
 def make_row_dots(spec):
+    """``row_dots``: over V's head dimension."""
+    return _make_row_dots(spec.of_values)
+
+
+@part
+def _make_row_dots(spec):
     """``row_dots(sD, sL, sdO, sO, tile)``: D = rowsum(dO o O), less dL, there at the next barrier;
     a warp a row.
 
@@ -246,6 +252,21 @@ def make_write_columns(spec):
     if spec.splits_queries:
         return _make_add_columns(spec)
     return write_halves(spec.gradients, spec.head_dim)
+
+
+@part
+def make_write_dv(spec):
+    """``write_dv``: the same of dV; ``thread`` is that of dK."""
+    write_columns = make_write_columns(spec.of_values)
+    if not spec.head_dim_v:
+        return write_columns
+    HALF, HALF_V = spec.warp_parts[-1] // 2, spec.of_values.warp_parts[-1] // 2
+
+    def write_dv(rdV, dV, row0, rows_end, thread):
+        tx = uint32(thread.tx // uint32(HALF) * HALF_V + thread.tx % uint32(HALF))
+        write_columns(rdV, dV, row0, rows_end, Thread(thread.ty, tx))
+
+    return write_dv
 
 
 @part

@@ -53,6 +53,12 @@ def make_columns(spec):
     return _make_load_halves(spec.Bc, spec, spec.features.page_size)
 
 
+@cache
+def make_value_columns(spec):
+    """``value_columns(sT, T, row0, rows_end)``: in the backward pass, of V."""
+    return make_columns(spec.of_values)
+
+
 # As on CUDA cores.
 make_k = make_columns
 

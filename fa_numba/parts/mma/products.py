@@ -32,6 +32,18 @@ def make_scores(spec):
     return planes.make_scores_of_planes(spec) if spec.planes > 1 else _make_scores(spec)
 
 
+@cache
+def make_value_scores(spec):
+    """``value_scores(rdP, rV, sV, sdO, row0, col0)``: dPT = V dOT of a backward kernel."""
+    return make_scores(spec.whole.of_values.scores)
+
+
+@cache
+def make_load_value_fragments(spec):
+    """``load_value_fragments(rV, sV, row0)``: V's fragments for it."""
+    return make_load_fragments(spec.whole.of_values.scores)
+
+
 @part
 def _make_scores(spec):
     """The same of matrices of one plane.
@@ -176,14 +188,22 @@ def make_add_stage_transposed(spec):
     return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)
 
 
-@cache
+@part
 def make_add_dv(spec):
     """``add_dv(rdV, rP, sP, sdO, row0, col0, options)``: rdV += PT dO for this warp's rows of PT
     from ``row0`` and columns of dO from ``col0`` on; P as ``drop`` has marked it.
 
     PT is the warp's own registers where it has all of those rows, else from shared memory.
     """
-    return _make_add_transposed_product(spec, spec.features.dropout)
+    add = _make_add_transposed_product(spec.of_values, spec.features.dropout)
+    if not spec.head_dim_v:
+        return add
+    WIDTH, WIDTH_V = spec.warp_parts[-1], spec.of_values.warp_parts[-1]
+
+    def add_dv(rdV, rP, sP, sdO, row0, col0, options):
+        add(rdV, rP, sP, sdO, row0, uint32(col0 // uint32(WIDTH) * WIDTH_V), options)
+
+    return add_dv
 
 
 @cache
