@@ -92,6 +92,12 @@ def test_slopes_of_a_function_on_the_scores(way, Hq, Hk, Nq, Nk, d, options):
     check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
+def test_hoppers_unit_is_taken_for_a_function_on_the_scores():
+    how = {"passes": "bwd", "score_mod": TURNS["score_mod"]}
+    assert on_h200(4096, 64, **how)[0] == on_h200(4096, 128, **how)[0] == "wgmma"
+    assert on_h200(4096, 64, dropout_p=0.5, **how)[0] == "mma"
+
+
 def _some_blocks(heads, Nq, Nk, tiles, share):
     """At random, of each head, and of the first none in the first columns."""
     shape = heads, -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
