@@ -197,3 +197,12 @@ def test_out_has_the_shape_of_o():
     q, k, v = random_inputs(1, 1, 1, 8, 16, 12, 20)
     with pytest.raises(ValueError, match="out has shape"):
         fa_numba.attention(q, k, v, out=np.empty_like(q))
+
+
+@pytest.mark.parametrize("d_v", [6, 12])
+def test_rows_of_v_that_end_amid_16_bytes(d_v):
+    """Q's are whole, and V's and O's begin at 16-byte addresses."""
+    q, k, v = random_inputs(1, 2, 1, 19, 37, 16, d_v)
+    halves = (x.astype(np.float16) for x in (q, k, v))
+    check_halves("emulator", "fa2", *halves, tiles=HALF_TILES)
+    check("emulator", "fa1", q, k, v, tiles=TILES)
