@@ -18,6 +18,7 @@ from fa_numba import device as devices
 from fa_numba import reference
 from fa_numba.choices.tiles import simt_tiles
 from fa_numba.masks import distance
+from fa_numba.mods import PARAMETERS, captured, holding
 from fa_numba.options import AttentionOptions
 from fa_numba.scores import checked_call
 
@@ -237,7 +238,20 @@ def memories(device, layout, options):
         for name in ("bias", "alibi_slopes", "sinks", "dlse")
         if options.get(name) is not None
     }
-    return given, {**options, **{name: memory.argument for name, memory in given.items()}}
+    functions = {
+        name: _beside(device, name, options[name]) for name in PARAMETERS if options.get(name)
+    }
+    others = {name: memory.argument for name, memory in given.items()}
+    return given, {**options, **functions, **others}
+
+
+def _beside(device, option, function):
+    """The function; for a GPU it captures copies there of its arrays."""
+    if device != "gpu":
+        return function
+    taken = dict(captured(option, function).values)
+    arrays = {name: devices.to_gpu(x) for name, x in taken.items() if isinstance(x, np.ndarray)}
+    return holding(function, arrays)
 
 
 def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", **options):
