@@ -97,21 +97,13 @@ def colour(handle):
 @pytest.mark.parametrize(
     ("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_colours_of_a_panel_are_apart(name, draw):
+def test_colours_of_a_panel_are_apart_and_marks_lie_within_the_axes(name, draw):
     figure = draw(rows_of(name))
     for ax in figure.axes if figure else ():
         handles = ax.get_legend_handles_labels()[0]
         found = {c for c in map(colour, handles) if c not in (None, "#ffffff")}
         close = [(a, b) for a, b in combinations(sorted(found), 2) if apart(a, b) < APART]
         assert not close, ax.get_title()
-
-
-@pytest.mark.parametrize(
-    ("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else ""
-)
-def test_marks_lie_within_the_axes(name, draw):
-    figure = draw(rows_of(name))
-    for ax in figure.axes if figure else ():
         low, high = np.sort(np.array([ax.get_xlim(), ax.get_ylim()]), axis=1).T
         for line in ax.lines:
             if (

@@ -308,9 +308,12 @@ def made_up(question, change):
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=IDS)
 def test_made_up_rows_lead_to_each_of_the_three_answers(question):
-    found = {question.finding(made_up(question, change)).verdict for change in CHANGES}
-    assert found == {REPRODUCED, TREND, REFUTED}
-    assert question.finding(made_up(question, CHANGES[0])).verdict == REPRODUCED
+    found = [question.finding(made_up(question, CHANGES[0])).verdict]
+    assert found == [REPRODUCED]
+    for change in CHANGES[1:]:
+        if len(set(found)) < 3:
+            found.append(question.finding(made_up(question, change)).verdict)
+    assert set(found) == {REPRODUCED, TREND, REFUTED}
 
 
 # --- questions ------------------------------------------------------------------------------------
