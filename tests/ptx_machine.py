@@ -185,7 +185,12 @@ class Machine:
     def step(self, name, given, where):
         first, *rest = name.split(".")
         several = [re.findall(r"[^{}\s,]+", text) for text in given]
-        if first in ("ex2", "lg2", "max", "min"):
+        if rest[-1:] == ["u16x2"]:
+            a, b = ([self.get(x) >> shift & 0xFFFF for shift in (0, 16)] for x in given[1:])
+            function = {"max": np.maximum, "min": np.minimum, "add": np.add}[first]
+            low, high = (function(*pair) & 0xFFFF for pair in zip(a, b, strict=True))
+            self.put(given[0], high << 16 | low)
+        elif first in ("ex2", "lg2", "max", "min"):
             function = {"ex2": np.exp2, "lg2": np.log2, "max": np.fmax, "min": np.fmin}[first]
             with np.errstate(all="ignore"):
                 made = function(*(floats(self.get(x)) for x in given[1:]))

@@ -38,7 +38,7 @@ def _lower(word):
 
 
 @device_function
-def keeps_of(words, row, col, threshold):
+def _keeps(words, row, col, threshold):
     """Whether dropout keeps the element, one of the eight that the words are of."""
     second = uint32(row // uint32(APART)) % uint32(DRAW_ROWS) != uint32(0)
     n = uint32(col // uint32(APART)) % uint32(DRAW_COLUMNS)
@@ -52,7 +52,7 @@ def keeps_of(words, row, col, threshold):
 @device_function
 def keeps(row, col, head):
     """Whether dropout keeps this element."""
-    return keeps_of(draw(row, col, head), row, col, uint32(head.options.threshold))
+    return _keeps(draw(row, col, head), row, col, uint32(head.options.threshold))
 
 
 @part
@@ -68,7 +68,7 @@ def _make_dropped(rows, columns, column_step):
         bits, row, col = uint32(0), uint32(row & uint32(ROW)), uint32(col & uint32(COL))
         for n in range(rows * columns):
             r, c = uint32(row + n // columns * APART), uint32(col + n % columns * column_step)
-            lost = uint32(not keeps_of(words, r, c, threshold))
+            lost = uint32(not _keeps(words, r, c, threshold))
             bits = uint32(bits | uint32(lost << uint32(n)))
         return bits
 

@@ -239,7 +239,7 @@ class WgmmaBackwardSpec(Spec):
 
     @property
     def drawn_words(self) -> int:
-        """Words with a bit for each element of a consumer thread's S, 1 where dropout drops it."""
+        """Words with a bit for each element of a consumer thread's S: dropout keeps it."""
         return self.TM * self.TN // 32 if self.features.dropout else 0
 
     @property

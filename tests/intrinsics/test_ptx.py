@@ -16,6 +16,7 @@ from fa_numba.intrinsics import (
     arithmetic,
     async_copy,
     global_memory,
+    halfwords,
     matrix,
     mbarrier,
     reduction,
@@ -144,6 +145,10 @@ def compare(module, name, given, change, monkeypatch):
         elif letter == "w":
             pair = rng.standard_normal((32, 2)).astype(np.float16)
             x, kind = pair.view(np.uint32)[:, 0].astype(np.int64), types.uint32
+        elif letter in "uU":  # two small numbers, or such with the other sign
+            pair = row // (1, 4, 16)[len(values)] % 4
+            pair = np.array((pair, pair[::-1])) * (1 if letter == "u" else -1) & 0xFFFF
+            x, kind = pair[1] << 16 | pair[0], types.uint32
         elif letter == "b":
             x, kind, ty = row % 3 == 0, types.boolean, ir.IntType(1)
         elif letter in "rh":  # a row, and a head
@@ -187,6 +192,7 @@ CASES = {
     "maximum": (arithmetic, "XX"),
     "inverse_power": (arithmetic, "x"),
     "anew": (arithmetic, "w"),
+    "larger_halves": (halfwords, "uuU"),
     "pack_f16": (matrix, "XX"),
     "pack_bf16": (matrix, "XX"),
     "pack_positive_f16": (matrix, "XX"),
@@ -235,6 +241,12 @@ FAULTS = [
     ("log2", "lg2", "ex2"),
     ("maximum", "max", "min"),
     ("maximum", "$1, $2", "$1, $1"),
+    ("larger_halves", "max", "min"),
+    ("larger_halves", "min", "max"),
+    ("larger_halves", "0x10001", "0x00001"),
+    ("larger_halves", "0x10001", "0x20001"),
+    ("larger_halves", "$2; add", "$1; add"),
+    ("larger_halves", "t, t, $3", "t, t, $2"),
     ("inverse_power", "0x7f800000", "0x7fc00000"),
     ("inverse_power", "0x7f000000", "0x7f800000"),
     ("pack_f16", "$2, $1", "$1, $2"),

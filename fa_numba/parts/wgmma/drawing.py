@@ -6,31 +6,30 @@ draws makes the bits of two others, and nothing is drawn twice.
 """
 
 from fa_numba.device import cuda, device_function, uint32
+from fa_numba.intrinsics.arithmetic import anew
+from fa_numba.intrinsics.halfwords import larger_halves
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier
-from fa_numba.parts.dropout import draw, keeps_of
+from fa_numba.parts.dropout import draw
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.wgmma import GROUP
 
 
 @device_function
-def _dropped(even, odd, half, threshold):
-    """Bits of two draws, 1 where an element is dropped: four each, of two rows, and of the first
-    two columns or the last; row by row.
+def _kept(w0, w1, w2, w3, last, less):
+    """Bits 0 to 3 of both halves: which halves of the four words are larger than that of ``last``,
+    the largest that is dropped.
     """
-    bits = uint32(0)
-    for n in range(4):
-        row, col = uint32(8 * (n // 2)), uint32(16 * half + 8 * (n % 2))
-        if not keeps_of(even, row, col, threshold):
-            bits = uint32(bits | uint32(1 << n))
-        if not keeps_of(odd, row, col, threshold):
-            bits = uint32(bits | uint32(16 << n))
-    return bits
+    k0, k1 = larger_halves(w0, last, less), larger_halves(w1, last, less)
+    k2, k3 = larger_halves(w2, last, less), larger_halves(w3, last, less)
+    return uint32(uint32(k0 + uint32(2 * k1)) + uint32(uint32(4 * k2) + uint32(8 * k3)))
 
 
 @part
 def make_draw_tile(spec):
     """``draw_tile(shared, i0, j0, head, slot)``: bits of a tile of S to a slot. A warp draws for 32
     columns, a thread for those in its place of two consumer warps.
+
+    A word has 16 of a thread's rows in each half, one for each of its columns: 1 is kept.
     """
     WORDS, THREADS, Bc = spec.drawn_words, spec.drawing_threads, spec.Bc
     full = spec.pipelines.q.full
@@ -38,16 +37,24 @@ def make_draw_tile(spec):
     def draw_tile(shared, i0, j0, head, slot):
         own = uint32(cuda.threadIdx.x)
         if own < Bc:
-            lane, threshold = uint32(own % uint32(32)), uint32(head.options.threshold)
+            lane = uint32(own % uint32(32))
+            last = uint32((uint32(head.options.threshold) >> uint32(16)) - 1)  # of what is dropped
+            less = uint32(uint32((0x10000 - last) & 0xFFFF) * 0x10001)
+            last = uint32(last * 0x10001)
             col = uint32(j0 + (own - lane) + lane // uint32(4))
-            place = uint32(slot.stage * (WORDS * THREADS) + 2 * (own - lane) + lane)
             for word in range(WORDS):
                 first, second = uint32(0), uint32(0)
                 for n in range(4):
                     row = uint32(i0 + 2 * (lane % uint32(4)) + (64 * word + 16 * n))
                     even, odd = draw(row, col, head), draw(uint32(row + 1), col, head)
-                    first |= uint32(_dropped(even, odd, 0, threshold) << uint32(8 * n))
-                    second |= uint32(_dropped(even, odd, 1, threshold) << uint32(8 * n))
+                    low = _kept(even[0], odd[0], even[2], odd[2], last, less)
+                    high = _kept(even[1], odd[1], even[3], odd[3], last, less)
+                    first = uint32(first + uint32(low << uint32(4 * n)))
+                    second = uint32(second + uint32(high << uint32(4 * n)))
+                # Anew: no register is kept for the place while others are needed.
+                own = anew(uint32(cuda.threadIdx.x))
+                lane = uint32(own % uint32(32))
+                place = uint32(slot.stage * (WORDS * THREADS) + 2 * (own - lane) + lane)
                 shared.sB[uint32(place + THREADS * word)] = first
                 shared.sB[uint32(place + (THREADS * word + 32))] = second
             arrive_mbarrier(shared.bars, uint32(full + slot.stage))
@@ -68,9 +75,8 @@ def make_drop_drawn(spec):
         for word in range(WORDS):
             bits = sB[uint32(place + THREADS * word)]
             for n in range(32):
-                i = 16 * word + n // 8 * 4 + n % 4 // 2 * 2 + n % 8 // 4
-                e = n % 2 * TM + i
-                if (bits >> uint32(n)) & uint32(1) != uint32(0):
+                e = n // 16 * TM + 16 * word + n % 16
+                if (bits >> uint32(n)) & uint32(1) == uint32(0):
                     rP[e] = -rP[e]
 
     return drop_drawn

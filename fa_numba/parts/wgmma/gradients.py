@@ -282,7 +282,9 @@ def make_ds_of_kept(spec):
 
     def ds_of_kept(p, dp, d, options):
         if dropout:
-            return maximum(p, float32(0.0)) * (dp * options.inverse_keep) - abs(p) * d
+            # Of what is kept 2 P, by the units that have least to do.
+            kept = p + abs(p)
+            return kept * (dp * (float32(0.5) * options.inverse_keep)) - abs(p) * d
         return p * (dp - d)
 
     return ds_of_kept

@@ -1,0 +1,36 @@
+"""Two unsigned 16-bit numbers in a word, side by side; from sm_90 on these are instructions."""
+
+import numpy as np
+from numba.core import types
+from numba.cuda.extending import intrinsic
+
+from fa_numba.intrinsics._build import I32, emulated_by, ptx
+
+_TEXT = (
+    "{.reg .b32 t, one; mov.b32 one, 0x10001; max.u16x2 t, $1, $2; add.u16x2 t, t, $3; "
+    "min.u16x2 $0, t, one;}"
+)
+
+
+def _larger_halves(words, than, less):
+    def of(shift):
+        word, other, more = (np.asarray(x) >> shift & 0xFFFF for x in (words, than, less))
+        return np.minimum(np.maximum(word, other) + more & 0xFFFF, 1)
+
+    made = of(0) | of(16) << 16
+    return made if made.ndim else int(made)
+
+
+@emulated_by(_larger_halves)
+@intrinsic
+def larger_halves(typingctx, words, than, less):
+    """1 in each half of ``words`` that is larger than that of ``than``, else 0. ``less`` has the
+    halves of ``than`` with the other sign.
+    """
+    if not all(x == types.uint32 for x in (words, than, less)):
+        return None
+
+    def codegen(context, builder, signature, args):
+        return ptx(builder, _TEXT, args, I32, memory=False, stays=False)
+
+    return types.uint32(*[types.uint32] * 3), codegen
