@@ -282,11 +282,12 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set_yscale("log", base=2)
         ax.axhline(1, color="#888888", lw=0.8)
         ax.set_ylabel("read by each / read once")
-        ax.legend(loc="upper left")
+        if ax is axes[0] or not moved:
+            ax.legend(loc="lower right" if moved else "upper left")
     said = _range(moved) or "not counted"
-    times = [f"{_range(by)} on {unit(series)}" for series, by in timed.items() if by]
+    times = [f"{unit(series)} {_range(by)}" for series, by in timed.items() if by]
     figure.suptitle(
-        f"A shared prefix read once: of {SEQUENCES[-1]} sequences, {said} times fewer bytes; time "
+        f"A prefix of {SEQUENCES[-1]} sequences, read once: {said} times fewer bytes; time "
         + (", ".join(times) if times else "not recorded"),
         fontsize=12,
     )

@@ -51,8 +51,7 @@ class SimtSpec(Spec):
 
     Thread (ty, tx) owns the rows ty, ty + ty_count, ... and the columns tx, tx + tx_count, ... of
     S. Without the "swizzle" (in ``ablated``) rows in shared memory are padded, so that neighbouring
-    lanes find theirs in different banks; without "padding" as well they are bare. Without
-    "lanes" the threads of a row are neighbours.
+    lanes find theirs in different banks; without "padding" as well they are bare.
     """
 
     ablated: tuple[str, ...] = ()
@@ -72,8 +71,7 @@ class SimtSpec(Spec):
 
     @property
     def lane_step(self) -> int:
-        pairs = self.tx_count < BANKS and self.ty_count % 2 == 0 and "lanes" not in self.ablated
-        return 2 if pairs else 1
+        return 2 if self.tx_count < BANKS and self.ty_count % 2 == 0 else 1
 
     @property
     def shares_evenly(self) -> bool:

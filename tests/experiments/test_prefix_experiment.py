@@ -93,7 +93,7 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         assert "| 4096 | 256 |" in table.body
     figure = prefix.draw(timed())
     assert [t.get_text() for ax in figure.axes for t in ax.texts] == ["not counted", "not recorded"]
-    assert figure.get_suptitle().endswith("time 256 on mma")
+    assert figure.get_suptitle().endswith("time mma 256")
     assert "4 of 4 numbers counted" in prefix.table(counted() + modelled()).caption
     line = next(x for x in prefix.table(whole).body.splitlines() if x.startswith("| 4096 | 16 "))
     assert line.split("|")[3:] == [" - "] * 3 + [" 4.1 ", " 65.5 ", " 16.00 "] * 2 + [""]

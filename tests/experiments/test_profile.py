@@ -1,6 +1,5 @@
 """The profiler's numbers beside the emulator's: names, what is run, the table and the figure."""
 
-import functools
 import os
 import sys
 from collections import Counter
@@ -19,8 +18,6 @@ from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, Row, Store
 from experiments.lab.show import report
 from fa_numba import device
-from fa_numba.choices import units
-from fa_numba.host import planning
 
 # An ncu of one kernel a call. It does not know what is named in REFUSED, nor say so beforehand.
 FAKE_NCU = """#!{python}
@@ -388,30 +385,13 @@ EQUAL = (
 )
 
 
-# Measured before neighbouring lanes shared a column.
-FP32, LOADS = ("fa1-simt", "fa2-simt"), ("shared load wavefronts",)
-
-
-def recorded(monkeypatch=None):
-    """The recorded numbers, as `profile.pairs` has them, of N=256 and d=64 without a mask.
-
-    With `monkeypatch` kernels on CUDA cores are counted as they were when they were measured.
-    """
+def recorded():
+    """The recorded numbers, as `profile.pairs` has them, of N=256 and d=64 without a mask."""
     store = Store(FIGURES)
     measured = store.read("profile", report.gpu(store, "profile"))
     if not measured:
         pytest.skip("no recording of these kernels")
     counted = store.read("profile", EMULATOR)
-    if monkeypatch is not None:
-        planning.planned.cache_clear()
-        without_lanes = functools.partial(units.tiling.select_spec, ablated=("lanes",))
-        monkeypatch.setattr(units.tiling, "select_spec", without_lanes)
-        counted = [row for row in counted if row.series not in FP32]
-        inputs = Inputs(gradient=True)
-        of_fp32 = (run for run in profile.runs(256, 64, False) if run.series in FP32)
-        counted += [row for run in of_fp32 for row in profile._count(run, inputs)]
-        monkeypatch.undo()
-        planning.planned.cache_clear()
     found = profile.pairs(measured + counted)
     return next(of for p, of in found.items() if (p.seqlen_q, p.head_dim, p.causal) == (256, 64, 0))
 
@@ -425,12 +405,12 @@ def test_recorded_numbers_that_are_equal():
     }
 
 
-def test_recorded_wavefronts_of_the_fa2_kernels_are_explained(monkeypatch):
+def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
     """In all: a wavefront for every warp, for every barrier of a block, for every second one of a
     warp, and for each load and copy that runs without an active lane, beside those that are
     counted. Two at most are left over.
     """
-    of = recorded(monkeypatch)
+    of = recorded()
     kernels = [
         run
         for run in profile.runs(256, 64, False)
@@ -453,14 +433,10 @@ def test_recorded_wavefronts_of_the_fa2_kernels_are_explained(monkeypatch):
         assert -2 <= rest <= 0, run.series
 
 
-def test_the_fp32_kernels_were_measured_with_another_order_of_lanes(monkeypatch):
-    """Before 4b0c857: that order has the recorded wavefronts, today's 0.6 to 0.71 of them."""
-    of = recorded(monkeypatch)
-    found = {at: pair for at, pair in of.items() if at[0][0] in FP32 and at[1] in LOADS}
-    assert len(found) == 4 and {measured - count for measured, count in found.values()} == {0}
-    today = recorded()
-    shares = [today[at][1] / measured for at, (measured, _) in found.items()]
-    assert (min(shares), round(max(shares), 2)) == (0.6, 0.71)
+def test_loads_of_the_flash_kernels_on_cuda_cores_take_what_is_counted():
+    of, flash = recorded(), ("fa1-simt", "fa2-simt")
+    found = [of[at] for at in of if at[0][0] in flash and at[1] == "shared load wavefronts"]
+    assert len(found) == 4 and all(measured == count for measured, count in found)
 
 
 # --- the table and the figure ----------------------------------------------------------------

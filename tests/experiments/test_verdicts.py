@@ -518,6 +518,40 @@ def test_what_the_page_says_of_trials_on_an_h100():
         assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == said
         assert f'"{name}" has {said} times the speed' in readme or f'"{name}" {said};' in readme
 
+    functions, columns = {}, {}
+    for r in trials:
+        if r["trial"] == "functions kept":
+            name, way = r["note"].split(" ", 1)
+            way = way if "option" in way or r["series"] == "flex" else "function"
+            functions[name, r["d"], r["pass"], r["series"], way] = float(r["ms"])
+        if r["trial"] == "value dimension":
+            columns[r["pass"], r["note"]] = float(r["ms"])
+
+    def over(names, units, passes=("fwd", "bwd")):
+        return [
+            ms / functions[*at[:4], "by its option"]
+            for at, ms in functions.items()
+            if at[0] in names and at[3] in units and at[2] in passes and at[4] == "function"
+            if (*at[:4], "by its option") in functions
+        ]
+
+    both = ("fa2-wgmma", "fa2-mma")
+    capped = [*over(["softcap"], both[1:]), *over(["softcap"], both, ["fwd"])]
+    spilling = over(["softcap"], both[:1], ["bwd"])
+    assert f"took {span(over(['alibi'], both))} of the time of `alibi_slopes`" in readme
+    assert f"a cap {span(capped)} of `softcap`'s, but {span(spilling)} backward" in readme
+    causal, window = over(["causal"], both), over(["window"], both)
+    assert f"took {span(causal)} of the time of `causal` and a window {span(window)} of" in readme
+    flex = [
+        ms / functions[*at[:3], "fa2-wgmma", "function"]
+        for at, ms in functions.items()
+        if at[3] == "flex"
+    ]
+    said = f"flex_attention took {span(flex)} times as long as these functions on `wgmma`, median"
+    assert f"{said} {np.median(flex):.2f}" in readme
+    less = [columns[p, "d_v 128"] / columns[p, "v padded to 192"] for p in ("fwd", "bwd")]
+    assert f"{less[0]:.2f} of the time of v padded to 192 forward, {less[1]:.2f} backward" in readme
+
 
 def test_what_the_page_says_of_training():
     """Kernels, torch's too, are further from each other than one is from itself over seeds."""

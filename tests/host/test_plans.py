@@ -289,7 +289,7 @@ def test_what_hoppers_unit_was_not_compiled_with_is_refused_by_its_arguments_nam
             call = SimpleNamespace(kernel=pair, features=replace(PLAIN, **{flag: True}))
             assert hopper.lacks(call) == f"the option {names[flag]}"
             refused.add(flag)
-    assert {"dropout", "sparse", "dbias"} <= refused
+    assert {"dropout", "dbias"} <= refused
 
 
 def test_a_unit_has_all_kernels():
