@@ -103,6 +103,13 @@ class WgmmaBackwardSpec(Spec):
         return False
 
     @property
+    def shuffles_group(self) -> bool:
+        """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: with rows of
+        two boxes, and without options but a causal mask.
+        """
+        return self.panels > 1 and self.features == Features(causal=self.features.causal)
+
+    @property
     def consumers(self) -> int:
         return CONSUMERS
 

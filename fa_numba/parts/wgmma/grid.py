@@ -1,9 +1,10 @@
 """Where a thread is in its block, on Hopper's tensor cores."""
 
-from fa_numba.device import cuda, uint32
+from fa_numba.device import cuda, int32, uint32
 from fa_numba.parts.grid import *  # noqa: F403
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import GroupThread
+from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.tiling.wgmma import GROUP
 
 
@@ -32,3 +33,20 @@ def make_transposed_thread(spec):
         return GroupThread(own.tx, own.ty, own.w)
 
     return transposed_thread
+
+
+@part
+def make_uniform_thread(spec):
+    """``uniform_thread()``: the same, the warpgroup by a shuffle: the assembler sees that it is one
+    for a warp, and computes operands' places once, in uniform registers.
+    """
+    transposed_thread = make_transposed_thread(spec)
+    if not spec.shuffles_group:
+        return transposed_thread
+
+    def uniform_thread():
+        own = transposed_thread()
+        w = uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0))
+        return GroupThread(own.ty, own.tx, w)
+
+    return uniform_thread
