@@ -169,9 +169,22 @@ class MmaBackwardSpec(MmaSpec):
         return self.Br // 16 // self.query_warps
 
     @property
+    def query_turns(self) -> int:
+        """Turns in which a warp makes its part of dQ: two where it is so large that beside dK and
+        dV it would not stay in registers.
+        """
+        chunks = ceil_div(self.DN, self.chunk_warps)
+        return 2 if 8 * self.query_fragments * chunks > 80 else 1
+
+    @property
+    def chunk_step(self) -> int:
+        """Chunks of 16 columns of dQ from one of a warp's to its next in the same turn."""
+        return self.chunk_warps * self.query_turns
+
+    @property
     def query_chunks(self) -> int:
-        """Chunks of 16 columns of dQ in a warp."""
-        return ceil_div(self.DN, self.chunk_warps)
+        """Chunks of 16 columns of dQ in a warp at a time."""
+        return ceil_div(self.DN, self.chunk_step)
 
     @property
     def rows_ds(self) -> TileRows:

@@ -1,4 +1,4 @@
-"""What is chosen for each architecture compiles there within its limits; few kernels spill."""
+"""What is chosen for each architecture compiles there within its limits and without spills."""
 
 import pytest
 from offline import CAPABILITY, compiled
@@ -18,17 +18,6 @@ CARDS = {
     "sm_100": "B200",
     "sm_103": "B200",
     "sm_120": "RTX 5090",
-}
-# Bytes of stack, of spill stores and of spill loads of what does not stay in registers: 99 KiB hold
-# no other tiles of these.
-OF_99_KIB = {
-    ("fa1", "bwd", "float16", 192): [384, 0, 0],
-    ("fa2", "bwd", "float16", 256): [528, 8, 8],
-}
-SPILLED = {
-    "sm_86": OF_99_KIB,
-    "sm_89": OF_99_KIB,
-    "sm_120": OF_99_KIB | {("fa2", "bwd", "float16", 256): [528, 16, 16]},
 }
 NO_ROOM = ("fa1", "bwd", "float16", 256)  # in 99 KiB
 QUICK = [("sm_75", "fa2", "fwd", "float32", 64), ("sm_120", "fa1", "fwd", "float16", 64)]
@@ -67,8 +56,7 @@ def test_a_default_plan_compiles_within_its_limits(arch, algorithm, passes, dtyp
         assert registers(log) * kernel.threads * kernel.min_blocks <= card.registers
         found = list(map(int, spills_of(log)))
         spilled += [found] if any(found) else []
-    named = SPILLED.get(arch, {})
-    assert spilled == ([named[case]] if case in named else [])
+    assert spilled == []
 
 
 EVERY = ("causal", "window", "softcap", "dropout", "bias", "alibi", "packed", "kv_lens")

@@ -1051,12 +1051,10 @@ MMA_BACKWARD_CASES = [
     *((name, "sm_90a", d, "float16", "causal") for name in MMA_BACKWARD for d in (32, 64)),
     *((name, arch, 64, "float16", None) for name in MMA_BACKWARD for arch in ("sm_80", "sm_89")),
     *((name, "sm_80", 128, "float16", "causal") for name in MMA_BACKWARD),
-    # At d = 256 99 KiB leave sm_89 tiles of 32 x 16, whose kernel spills 8 bytes.
     *(
         ("fa2", arch, d, "float16", None)
         for arch in ("sm_80", "sm_89")
         for d in (32, 80, 112, 160, 192, 256)
-        if (arch, d) != ("sm_89", 256)
     ),
     *(
         (name, "sm_90a", 64, "float16", option)

@@ -120,10 +120,10 @@ def make_backward(spec):
                     # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
                     products.add_dk(rdK, rdP, sdS, sQ, warp.column, warp.chunk, options)
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
-                    gradients.read_dq(rdQ, Ah, j0, i0, i_stop)
-                    products.dq(rdQ, sdS, sK)
+                    gradients.read_dq(rdQ, Ah, j0, i0, i_stop, 0)
+                    products.dq(rdQ, sdS, sK, 0)
                     more = visits.sees_more(i0, j0, head)
-                    gradients.write_dq(rdQ, Ah, dQh, scale, more, i0, i_stop)
+                    gradients.write_dq(rdQ, (sdS, sK), (Ah, dQh), scale, more, tile, i_stop)
                     i0 = i_next
                 g = uint32(g + 1)
 

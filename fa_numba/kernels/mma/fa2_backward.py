@@ -102,8 +102,8 @@ def make_backward(spec, atomic=True):
                 # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
                 if atomic:
                     gradients.start_dq(rdQ)
-                    products.dq(rdQ, sdS, sK)
-                    gradients.add_dq(rdQ, Ah, i0, head.Nq)
+                    products.dq(rdQ, sdS, sK, 0)
+                    gradients.add_dq(rdQ, sdS, sK, Ah, i0, head.Nq)
                 i0 = i_next
             g = uint32(g + 1)
 

@@ -17,6 +17,7 @@ from fa_numba.parts.mma.pairs import (
     make_write_floats,
     make_write_two,
 )
+from fa_numba.parts.mma.products import make_dq
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread, Warp
 from fa_numba.parts.softmax import FULL_WARP
@@ -24,27 +25,27 @@ from fa_numba.parts.softmax import FULL_WARP
 
 @part
 def make_query_place(spec):
-    """``place(row0, rows_end)``: row and column of this thread's first element of dQ, in the whole
-    matrix, and the rows from there to the end.
+    """``place(row0, rows_end, turn)``: row and column of this thread's first element of dQ, in the
+    whole matrix, and the rows from there to the end; ``turn`` counts ``query_turns``.
 
     Its pair e, of registers 2 e and 2 e + 1, stands PAIRS[e] rows and columns further.
     """
     R, ALONG = spec.query_fragments, spec.chunk_warps
 
-    def query_place(row0, rows_end):
+    def query_place(row0, rows_end, turn):
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         row = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
-        col = uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
+        col = uint32((warp % uint32(ALONG) + turn * ALONG) * 16 + lane % uint32(4) * 2)
         return int64(row), int64(col), int32(int32(rows_end) - int32(row))
 
     return query_place
 
 
 def _query_pairs(spec):
-    R, C, ALONG = spec.query_fragments, spec.query_chunks, spec.chunk_warps
+    R, C, STEP = spec.query_fragments, spec.query_chunks, spec.chunk_step
     return tuple(
-        (16 * r + 8 * half, 16 * c * ALONG + 8 * n)
+        (16 * r + 8 * half, 16 * c * STEP + 8 * n)
         for r in range(R)
         for c in range(C)
         for n in range(2)
@@ -66,22 +67,35 @@ def make_start_dq(spec):
 
 @part
 def make_add_dq(spec):
-    """``add_dq(rdQ, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds."""
+    """``add_dq(rdQ, sdS, sK, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds;
+    where it is made in two turns, of the second one too, which begins here.
+    """
     pairs, place = _query_pairs(spec), make_query_place(spec)
-    add_two = make_add_two(spec)
+    add_two, start_dq, dq = make_add_two(spec), make_start_dq(spec), make_dq(spec)
+    twice = spec.query_turns > 1
 
-    def add_dq(rdQ, A, row0, rows_end):
-        row, col, left = place(row0, rows_end)
+    def add_turn(rdQ, A, row0, rows_end, turn):
+        row, col, left = place(row0, rows_end, turn)
         for e in range(len(pairs)):
             down, along = pairs[e]
             add_two(A, row + down, col + along, left > down, rdQ[2 * e], rdQ[2 * e + 1])
+
+    add_turn = device_function(add_turn)
+
+    def add_dq(rdQ, sdS, sK, A, row0, rows_end):
+        add_turn(rdQ, A, row0, rows_end, 0)
+        if twice:
+            start_dq(rdQ)
+            dq(rdQ, sdS, sK, 1)
+            add_turn(rdQ, A, row0, rows_end, 1)
 
     return add_dq
 
 
 @part
 def make_read_dq(spec):
-    """``read_dq(rdQ, A, j0, row0, rows_end)``: this warp's part of dQ so far, zeros past the end.
+    """``read_dq(rdQ, A, j0, row0, rows_end, turn)``: this warp's part of dQ so far, zeros past the
+    end.
 
     The pass over column 0 knows that it is 0, and reads nothing, unless the kernel has written
     that.
@@ -90,11 +104,11 @@ def make_read_dq(spec):
     pairs, place = _query_pairs(spec), make_query_place(spec)
     read_floats = make_read_floats(spec)
 
-    def read_dq(rdQ, A, j0, row0, rows_end):
+    def read_dq(rdQ, A, j0, row0, rows_end, turn):
         seen = uint32(0)
         if initialises or j0 > uint32(0):
             seen = rows_end
-        row, col, left = place(row0, seen)
+        row, col, left = place(row0, seen, turn)
         for e in range(len(pairs)):
             down, along = pairs[e]
             pair = read_floats(A, row + down, col + along, left > down)
@@ -106,16 +120,27 @@ def make_read_dq(spec):
 
 @part
 def make_write_dq(spec):
-    """``write_dq(rdQ, A, dQ, scale, more, row0, rows_end)``: this warp's part of dQ: to A, if there
-    is more to come, else scale times it to dQ, rounded.
+    """``write_dq(rdQ, operands, results, scale, more, tile, rows_end)``: this warp's part of dQ: to
+    A, if there is more to come, else scale times it to dQ, rounded; ``results`` are both. In two
+    turns the second one too, of the ``operands`` dS and K.
     """
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
+    read_dq, dq, twice = make_read_dq(spec), make_dq(spec), spec.query_turns > 1
 
-    def write_dq(rdQ, A, dQ, scale, more, row0, rows_end):
+    def write_turn(rdQ, results, scale, more, row0, rows_end, turn):
         if more:
-            write_sums(rdQ, A, row0, rows_end)
+            write_sums(rdQ, results[0], row0, rows_end, turn)
         else:
-            write_rounded(rdQ, dQ, scale, row0, rows_end)
+            write_rounded(rdQ, results[1], scale, row0, rows_end, turn)
+
+    write_turn = device_function(write_turn)
+
+    def write_dq(rdQ, operands, results, scale, more, tile, rows_end):
+        write_turn(rdQ, results, scale, more, tile.i0, rows_end, 0)
+        if twice:
+            read_dq(rdQ, results[0], tile.j0, tile.i0, rows_end, 1)
+            dq(rdQ, operands[0], operands[1], 1)
+            write_turn(rdQ, results, scale, more, tile.i0, rows_end, 1)
 
     return write_dq
 
@@ -126,7 +151,7 @@ def make_initialise_dq(spec):
     rows, unless the first pass does it, which then takes all rows.
     """
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)
-    query_rows = make_query_rows(spec)
+    TWICE, query_rows = spec.query_turns > 1, make_query_rows(spec)
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
 
     def initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end):
@@ -138,8 +163,11 @@ def make_initialise_dq(spec):
                 Ah, dQh = query_rows(A, head), query_rows(dQ, head)
                 i0 = row0
                 while i0 < rows_end:
-                    write_sums(rdQ, Ah, i0, rows_end)
-                    write_rounded(rdQ, dQh, scale, i0, rows_end)
+                    write_sums(rdQ, Ah, i0, rows_end, 0)
+                    write_rounded(rdQ, dQh, scale, i0, rows_end, 0)
+                    if TWICE:
+                        write_sums(rdQ, Ah, i0, rows_end, 1)
+                        write_rounded(rdQ, dQh, scale, i0, rows_end, 1)
                     i0 = uint32(i0 + Br)
                 g = uint32(g + 1)
 
@@ -148,12 +176,12 @@ def make_initialise_dq(spec):
 
 @part
 def _make_write_sums(spec):
-    """``write_sums(rdQ, A, row0, rows_end)``: this warp's part of dQ to memory, in float32."""
+    """``write_sums(rdQ, A, row0, rows_end, turn)``: a warp's part of dQ to memory, in float32."""
     pairs, place = _query_pairs(spec), make_query_place(spec)
     write_floats = make_write_floats(spec)
 
-    def write_sums(rdQ, A, row0, rows_end):
-        row, col, left = place(row0, rows_end)
+    def write_sums(rdQ, A, row0, rows_end, turn):
+        row, col, left = place(row0, rows_end, turn)
         for e in range(len(pairs)):
             down, along = pairs[e]
             write_floats(A, row + down, col + along, left > down, rdQ[2 * e], rdQ[2 * e + 1])
@@ -163,11 +191,11 @@ def _make_write_sums(spec):
 
 @part
 def _make_write_rounded(spec):
-    """``write_rounded(rdQ, dQ, factor, row0, rows_end)``: factor times the same, rounded."""
+    """``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``: factor times the same, rounded."""
     pairs, place, write_two = _query_pairs(spec), make_query_place(spec), make_write_two(spec)
 
-    def write_rounded(rdQ, dQ, factor, row0, rows_end):
-        row, col, left = place(row0, rows_end)
+    def write_rounded(rdQ, dQ, factor, row0, rows_end, turn):
+        row, col, left = place(row0, rows_end, turn)
         for e in range(len(pairs)):
             down, along = pairs[e]
             if left > down:

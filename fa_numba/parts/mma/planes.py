@@ -278,22 +278,23 @@ def make_add_transposed_of_planes(spec, drops):
 
 @part
 def make_dq_of_planes(spec):
-    """``dq(rdQ, sdS, sK)``: as ``products.make_dq``, of planes."""
+    """``dq(rdQ, sdS, sK, turn)``: as ``products.make_dq``, of planes."""
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, PLANES, PLANE, COLUMNS = spec.Bc // 16, spec.planes, spec.plane_of_scores, spec.columns
     RA, RV, STEP, RQ = 4 * R * PLANES, 4 * PLANES, 4 * R, 8 * R * C
+    CHUNKS = spec.chunk_step
     carries = spec.rows.group > 2
     place, further = make_place(spec.rows, carries), make_further(spec.rows, carries)
     place_ds, further_ds = make_place(spec.rows_ds), make_further(spec.rows_ds)
     multiply = _make_multiply(spec.dtype, PLANES, STEP, 4)
 
-    def dq(rdQ, sdS, sK):
+    def dq(rdQ, sdS, sK, turn):
         rA, rV = cuda.local.array(RA, uint32), cuda.local.array(RV, uint32)
         rT = cuda.local.array(RQ, float32)
         for e in range(RQ):
             rT[e] = float32(0.0)
         warp = uint32(cuda.threadIdx.x) // uint32(32)
-        chunk = uint32(warp % uint32(ALONG))
+        chunk = uint32(warp % uint32(ALONG) + turn * ALONG)
         at_ds = place_ds(False, warp // uint32(ALONG) * (16 * R))
         at_k = place(True, chunk * 16)
         for k in range(K):
@@ -303,9 +304,9 @@ def make_dq_of_planes(spec):
                     for n in range(4):
                         rA[p * STEP + 4 * r + n] = a[n]
             for c in range(C):
-                if uint32(chunk + c * ALONG) < uint32(DN):
+                if uint32(chunk + c * CHUNKS) < uint32(DN):
                     for p in range(PLANES):
-                        right = 16 * c * ALONG + COLUMNS * p
+                        right = 16 * c * CHUNKS + COLUMNS * p
                         b = ldmatrix_transposed(sK, further(at_k, 16 * k, right))
                         rV[4 * p] = b[0]
                         rV[4 * p + 1] = b[1]

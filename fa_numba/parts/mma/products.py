@@ -233,20 +233,20 @@ def _make_add_transposed_product(spec, drops):
 
 @part
 def make_dq(spec):
-    """``dq(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
+    """``dq(rdQ, sdS, sK, turn)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
     if spec.planes > 1:
         return planes.make_dq_of_planes(spec)
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
-    K, RA = spec.Bc // 16, 4 * spec.query_fragments
+    K, RA, STEP = spec.Bc // 16, 4 * spec.query_fragments, spec.chunk_step
     mma, _ = instructions(spec.dtype)
-    carries = ALONG & (ALONG - 1) != 0 and spec.rows.group > 2
+    carries = STEP & (STEP - 1) != 0 and spec.rows.group > 2
     place, further = make_place(spec.rows, carries), make_further(spec.rows, carries)
     place_ds, further_ds = make_place(spec.rows_ds), make_further(spec.rows_ds)
 
-    def dq(rdQ, sdS, sK):
+    def dq(rdQ, sdS, sK, turn):
         rA = cuda.local.array(RA, uint32)
         warp = uint32(cuda.threadIdx.x) // uint32(32)
-        chunk = uint32(warp % uint32(ALONG))
+        chunk = uint32(warp % uint32(ALONG) + turn * ALONG)
         at_ds = place_ds(False, warp // uint32(ALONG) * (16 * R))
         at_k = place(True, chunk * 16)
         for k in range(K):
@@ -257,8 +257,8 @@ def make_dq(spec):
                 rA[4 * r + 2] = a[2]
                 rA[4 * r + 3] = a[3]
             for c in range(C):
-                if uint32(chunk + c * ALONG) < uint32(DN):
-                    b = ldmatrix_transposed(sK, further(at_k, 16 * k, 16 * c * ALONG))
+                if uint32(chunk + c * STEP) < uint32(DN):
+                    b = ldmatrix_transposed(sK, further(at_k, 16 * k, 16 * c * STEP))
                     for r in range(R):
                         low = 8 * (r * C + c)
                         high = low + 2
