@@ -191,7 +191,8 @@ __doc__ += """
 A warp takes 16 or 32 of the columns and all rows of S, which stands transposed: PT and dST are
 operands as they are, and only dST passes through shared memory, for dQ. Beyond d = 64 two warps
 share these columns: each takes half of the rows, and of the columns of dK and dV, and PT passes
-through shared memory too.
+through shared memory too. A warp whose part of dQ would not stay in registers beside dK and dV
+makes it in two turns, as it is added.
 
 Shared memory, 16-bit elements:  2 (2 Br + Bc) d + U Bc (Br + 8) + 8 Br
     U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
