@@ -104,10 +104,11 @@ class WgmmaBackwardSpec(Spec):
 
     @property
     def shuffles_group(self) -> bool:
-        """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: with rows of
-        two boxes, and without options but a causal mask.
+        """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: in
+        FlashAttention-2, with rows of two boxes, and without options but a causal mask.
         """
-        return self.panels > 1 and self.features == Features(causal=self.features.causal)
+        plain = self.features == Features(causal=self.features.causal)
+        return plain and self.algorithm == "fa2" and self.panels > 1 and not self.wide
 
     @property
     def consumers(self) -> int:

@@ -25,28 +25,17 @@ def make_thread(spec):
 
 @part
 def make_transposed_thread(spec):
-    """``transposed_thread()``: the same of ST: where in 64 columns of S, and in their rows."""
+    """``transposed_thread()``: the same of ST: where in 64 columns of S, and in their rows.
+
+    With ``shuffles_group`` the warpgroup is by a shuffle: the assembler sees that it is one for a
+    warp, and computes operands' places once, in uniform registers.
+    """
     thread = make_thread(spec)
+    SHUFFLED = spec.shuffles_group
 
     def transposed_thread():
         own = thread()
-        return GroupThread(own.tx, own.ty, own.w)
+        w = uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0)) if SHUFFLED else own.w
+        return GroupThread(own.tx, own.ty, w)
 
     return transposed_thread
-
-
-@part
-def make_uniform_thread(spec):
-    """``uniform_thread()``: the same, the warpgroup by a shuffle: the assembler sees that it is one
-    for a warp, and computes operands' places once, in uniform registers.
-    """
-    transposed_thread = make_transposed_thread(spec)
-    if not spec.shuffles_group:
-        return transposed_thread
-
-    def uniform_thread():
-        own = transposed_thread()
-        w = uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0))
-        return GroupThread(own.ty, own.tx, w)
-
-    return uniform_thread
