@@ -5,13 +5,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded, time_on_the_emulator
 
 import fa_numba
 from experiments import paged
-from experiments.lab.measure import peers, timing
 from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, Row
 from experiments.lab.show import report
 
 
@@ -87,21 +87,8 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
 
 def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
     """With the emulator for a GPU: every call is checked against float64 before it is timed."""
-    ran = []
-
-    def time_call(run, check):
-        check(run())
-        ran.append(run)
-        return timing.Timing(float(len(ran)), 1.0, 2.0, 20, 0.0)
-
-    def on_device(arrays, dtype="float32"):
-        return tuple(x.astype(dtype) for x in arrays)
-
-    monkeypatch.setattr(paged, "time_call", time_call)
-    monkeypatch.setattr(peers, "on_device", on_device)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    time_on_the_emulator(monkeypatch, paged)
     monkeypatch.setattr(paged, "PAGE_SIZES", (16, 64))
-    monkeypatch.setattr(paged.precompile, "compile_ahead", lambda calls, bench: list(calls))
     monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (8, 0))
     options = Options(seqlens=(80,), head_dims=(32,), quick=True)
     rows = list(paged.measure(options, Bench(machine="some-gpu", kept=counted()[:1])))
@@ -112,10 +99,6 @@ def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
 
 
 def test_the_page_shows_a_recording(tmp_path):
-    store = Store(tmp_path)
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(store, paged.NAME, lambda machine: about, paged.SWEPT)
-    recorder.add_all(timed(report.MACHINE))
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, paged, timed(report.MACHINE))
     lines = [line for line in report.text("paged", store).splitlines() if line.startswith("| 64")]
     assert lines == ["| 64 | - | - | - | - | - | - | 1.016 | 1.016 | - | - |"]

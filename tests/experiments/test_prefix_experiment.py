@@ -5,14 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded, time_on_the_emulator
 
-import fa_numba
 from experiments import prefix
-from experiments.lab.measure import counts, peers, timing
+from experiments.lab.measure import counts
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, MODEL, Row
 from experiments.lab.show import report
 
 
@@ -104,21 +104,8 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
 
 def test_a_step_is_timed_both_ways(monkeypatch):
     """With the emulator for a GPU: every call is checked against float64 before it is timed."""
-    ran = []
-
-    def time_call(run, check):
-        check(run())
-        ran.append(run)
-        return timing.Timing(float(len(ran)), 1.0, 2.0, 20, 0.0)
-
-    def on_device(arrays, dtype="float32"):
-        return tuple(x.astype(dtype) for x in arrays)
-
-    monkeypatch.setattr(prefix, "time_call", time_call)
-    monkeypatch.setattr(peers, "on_device", on_device)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    time_on_the_emulator(monkeypatch, prefix)
     monkeypatch.setattr(prefix, "LARGE", (2, 1, 20, 32, 16))
-    monkeypatch.setattr(prefix.precompile, "compile_ahead", lambda calls, bench: list(calls))
     monkeypatch.setattr(prefix, "TIMED", ("fa2-mma",))
     monkeypatch.setattr(prefix, "SEQUENCES", (3,))
     monkeypatch.setattr(prefix, "PREFIXES", (40,))
@@ -134,10 +121,6 @@ def test_a_step_is_timed_both_ways(monkeypatch):
 
 
 def test_the_page_shows_a_recording(tmp_path):
-    store = Store(tmp_path)
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(store, prefix.NAME, lambda machine: about, prefix.SWEPT)
-    recorder.add_all(timed(report.MACHINE))
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, prefix, timed(report.MACHINE))
     text = report.text("prefix", store).splitlines()
     assert "| 1024 | 4 | - | - | - | 1.0 | 4.1 | 4.00 |" in text
