@@ -367,6 +367,11 @@ class Problem:
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
+    def largest_dim(self) -> int:
+        """The larger head dimension, which block sizes are for."""
+        return max(self.head_dim, self.d_v)
+
+    @property
     def whole_chunks(self) -> bool:
         """Whether rows of all matrices are whole pieces of 16 bytes."""
         chunk = DTYPES[self.dtype].chunk

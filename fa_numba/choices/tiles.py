@@ -176,7 +176,7 @@ def hopper_tiles(request: Request, heads: int) -> Chosen:
     those measured, where the rows of so many query ``heads`` share a tile: three consumers where
     registers allow it and their tiles end first; as many columns as memory holds, or all there are.
     """
-    p, features, d = request.problem, request.features, request.problem.head_dim
+    p, features, d = request.problem, request.features, request.problem.largest_dim
     rows = p.seqlen_q * heads
     window = 0 if p.left is None or p.right is None else p.left + p.right + 1
     kind = "options" if features.crowds else ""
@@ -242,7 +242,7 @@ def _short(request: Request, rows: int, window: int) -> Size | None:
         "short causal alone": 0 if features.window else longest,
         "short": 0 if features.window or p.causal else p.seqlen_k,
     }
-    found = (x for x in sizes(*_FORWARD) if x.most and p.head_dim <= x.head_dim)
+    found = (x for x in sizes(*_FORWARD) if x.most and p.largest_dim <= x.head_dim)
     return next((x for x in found if 0 < measures[x.beside] <= x.most), None)
 
 

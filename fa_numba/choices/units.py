@@ -166,7 +166,7 @@ def _shape(tiles: Tiles, why: str, select: Callable, facts: dict[str, Any]) -> S
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
     """A unit's rule for a request whose tiles have the rows of so many query heads."""
     p = request.problem
-    sizes = (p.seqlen_q * heads, p.seqlen_k, max(p.head_dim, p.d_v), request.shared_limit)
+    sizes = (p.seqlen_q * heads, p.seqlen_k, p.largest_dim, request.shared_limit)
     return functools.partial(rule, *request.kernel, *sizes, *more)
 
 
@@ -310,6 +310,7 @@ class Wgmma(Unit):
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
+    own_values = frozenset({("fa1", "fwd"), ("fa2", "fwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): (*_MASKS, "sparse", "softcap", "score_mod", "sinks", "q_lens"),
@@ -371,7 +372,7 @@ class Wgmma(Unit):
         least = measured("rows from which dropout is faster than on mma", choices.passes)
         if request.features.dropout and p.seqlen_q < least:
             return f"dropout of less than {least:g} rows"
-        one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
+        one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.largest_dim <= PANEL
         if choices.passes == "bwd":
             few = "one tile of a small head" if one_tile else ""
             return "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else few
@@ -381,7 +382,7 @@ class Wgmma(Unit):
             few = "one tile of a small head, with options"
         if p.bias is None:
             return few if few and not suits_few_rows(request) else ""
-        if p.head_dim > 2 * PANEL or p.page_size is not None:
+        if p.largest_dim > 2 * PANEL or p.page_size is not None:
             return "a bias with a wide head or pages, which was not measured"
         return few or ("rows of a bias that cannot be read in pairs" if p.bias[-1] % 2 else "")
 
@@ -389,7 +390,7 @@ class Wgmma(Unit):
         p, choices, facts = request.problem, request.choices, self._facts(request)
         if choices.algorithm == "fa1":
             select = _selecting(tiling.select_wgmma_fa1_spec, request)
-            rule = functools.partial(hopper_fa1_tiles, p.head_dim, request.features)
+            rule = functools.partial(hopper_fa1_tiles, p.largest_dim, request.features)
             own = {"return_lse": choices.return_lse}
             return _shape(*self.chosen_tiles(request, select, rule, False), select, facts | own)
         heads = p.group if heads_share_tiles(request) else 1

@@ -184,13 +184,23 @@ class WgmmaSpec(Spec):
 
     @property
     def panels(self) -> int:
-        """Boxes of 64 columns that a row has."""
+        """Boxes of 64 columns that a row of Q or K has."""
         return ceil_div(self.head_dim, PANEL)
 
     @property
-    def tile_halves(self) -> tuple[int, int]:
-        """16-bit elements of a tile of Q, and of one of K or V."""
-        return self.panels * PANEL * self.Br, self.panels * PANEL * self.Bc
+    def panels_v(self) -> int:
+        """The same of V and O."""
+        return ceil_div(self.d_v, PANEL)
+
+    @property
+    def tile_halves(self) -> tuple[int, int, int]:
+        """16-bit elements of a slot of Q, by way of which O leaves, of one of K, and of V."""
+        of_q = max(self.panels, self.panels_v)
+        return (
+            of_q * PANEL * self.Br,
+            self.panels * PANEL * self.Bc,
+            self.panels_v * PANEL * self.Bc,
+        )
 
     @property
     def tile_registers(self) -> tuple[int, int, int]:
@@ -205,8 +215,8 @@ class WgmmaSpec(Spec):
     @property
     def halves(self) -> int:
         """16-bit elements of all tiles."""
-        rows, columns = self.tile_halves
-        return self.q_stages * rows + 2 * self.stages * columns
+        rows, keys, values = self.tile_halves
+        return self.q_stages * rows + self.stages * (keys + values)
 
     @property
     def barriers(self) -> int:

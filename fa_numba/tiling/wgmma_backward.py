@@ -480,8 +480,8 @@ class WgmmaSweepSpec(WgmmaSpec):
     @property
     def halves(self) -> int:
         """16-bit elements of Qi and dOi, and of the places of K and V."""
-        rows, columns = self.tile_halves
-        return 2 * rows + 2 * self.stages * columns
+        rows, keys, values = self.tile_halves
+        return 2 * rows + self.stages * (keys + values)
 
     @property
     def barriers(self) -> int:

@@ -22,7 +22,7 @@ from fa_numba.tiling.wgmma import GROUP_ROWS
 @part
 def make_dq_shared_memory(spec):
     """``dq_shared_memory()``: Qi, dOi, slots of K and V, and the barriers."""
-    NQ, NK = spec.tile_halves
+    NQ, NK, _ = spec.tile_halves
     NKS, AT_K, AT_V = spec.stages * NK, 2 * NQ, 2 * NQ + spec.stages * NK
     AT_BARRIERS, BARRIERS = spec.halves // 4, spec.barriers
 

@@ -44,7 +44,7 @@ def make_write_tile(spec, find):
     """``write_tile(rO, sQ, at, O, row0, head, thread)``: a warpgroup's rows, rounded, to where
     ``find`` finds them, by way of its own rows of sQ.
     """
-    Br, panels, members = spec.Br, spec.panels, spec.tile_heads > 1
+    Br, panels, members = spec.Br, spec.panels_v, spec.tile_heads > 1
     round_rows = _make_round_rows(spec)
 
     def write_tile(rO, sQ, at, O, row0, head, thread):

@@ -34,13 +34,13 @@ from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 @part
 def make_fa1_shared_memory(spec):
     """``fa1_shared_memory()``: slots of Q, of K and of V, of O in float32, and the barriers."""
-    NQ, NK = spec.tile_halves
-    NQS, NKS, NOS = spec.q_stages * NQ, spec.stages * NK, spec.q_stages * spec.tile_floats
+    NQ, NK, NV = spec.tile_halves
+    NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
     AT_V, AT_O, AT_BARRIERS = NQS + NKS, spec.halves // 2, spec.first_barrier
-    BARRIERS = spec.barriers
+    NOS, BARRIERS = spec.q_stages * spec.tile_floats, spec.barriers
 
     def fa1_shared_memory():
-        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NKS)
+        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
         return SharedWithO(sQ, sK, sV, shared_tile(AT_O, NOS), mbarrier_tile(AT_BARRIERS, BARRIERS))
 
     return fa1_shared_memory
@@ -277,7 +277,7 @@ def make_write_o(spec):
     """``write_o(rO, shared, slot, state, more, tile)``: O of a row tile to memory, by way of a slot
     of O, to A, if there is ``more`` to come, else rounded by way of one of Q.
     """
-    (NQ, _), NO = spec.tile_halves, spec.tile_floats
+    NQ, NO = spec.tile_halves[0], spec.tile_floats
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
 
     def write_o(rO, shared, slot, state, more, tile):

@@ -21,12 +21,12 @@ COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 @part
 def make_shared_memory(spec):
     """``shared_memory()``: slots of Q, of K and of V, and the barriers behind them."""
-    NQ, NK = spec.tile_halves
-    NQS, NKS, BARRIERS = spec.q_stages * NQ, spec.stages * NK, spec.barriers
-    AT_V, AT_BARRIERS = NQS + NKS, spec.halves // 4
+    NQ, NK, NV = spec.tile_halves
+    NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
+    AT_V, AT_BARRIERS, BARRIERS = NQS + NKS, spec.halves // 4, spec.barriers
 
     def shared_memory():
-        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NKS)
+        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
         return Shared(sQ, sK, sV, mbarrier_tile(AT_BARRIERS, BARRIERS))
 
     return shared_memory
@@ -49,19 +49,19 @@ def make_k(spec):
     """``k(sK, K, j0, head, pages, bars, slot)``: Kj to a slot, zeros beyond the sequence: P is 0
     there, and 0 times what follows in memory need not be. ``pages`` is what ``look_up`` has found.
     """
-    return _make_columns(spec, spec.pipelines.k.full)
+    return _make_columns(spec, spec.pipelines.k.full, spec.panels)
 
 
 @part
 def make_v(spec):
     """``v(sV, V, j0, head, pages, bars, slot)``: Vj to a slot, as Kj."""
-    return _make_columns(spec, spec.pipelines.v.full)
+    return _make_columns(spec, spec.pipelines.v.full, spec.panels_v)
 
 
 @part
-def _make_columns(spec, full):
-    NK, paged = spec.tile_halves[1], spec.features.page_size > 0
-    load = _make_pages(spec) if paged else make_tile_of_keys(spec)
+def _make_columns(spec, full, panels):
+    NK, paged = PANEL * panels * spec.Bc, spec.features.page_size > 0
+    load = _make_pages(spec, panels) if paged else make_tile_of_keys(spec, panels)
 
     def columns(sT, T, j0, head, pages, bars, slot):
         at, barrier = uint32(slot.stage * NK), full + slot.stage
@@ -81,9 +81,9 @@ def make_tile_of_queries(spec, box):
 
 
 @part
-def make_tile_of_keys(spec):
+def make_tile_of_keys(spec, panels):
     """``load(sT, at, T, row0, head, bars, barrier)``: a column tile, of K or V."""
-    return make_tile(spec.Bc, spec.Bc, spec.panels, make_key_box(spec))
+    return make_tile(spec.Bc, spec.Bc, panels, make_key_box(spec))
 
 
 @part
@@ -111,12 +111,12 @@ def make_tile(rows, box, panels, find, heads=1):
 
 
 @part
-def _make_pages(spec):
+def _make_pages(spec, panels):
     """``load(sT, at, T, row0, head, pages, bars, barrier)`` where a table has the pages: a page's
     rows end where the sequence does, or with the page, and a box without valid rows is outside of
     the map.
     """
-    page_size, Bc, panels = spec.features.page_size, spec.Bc, spec.panels
+    page_size, Bc = spec.features.page_size, spec.Bc
     size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
 
     def load(sT, at, T, row0, head, pages, bars, barrier):

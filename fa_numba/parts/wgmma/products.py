@@ -14,7 +14,7 @@ def make_begin_scores(spec):
     """``begin_scores(rS, sQ, q_stage, w, sK, stage)``: S = Q KT of warpgroup w's rows of a slot of
     Q, with a slot of K.
     """
-    (NQ, NK), own, multiply = spec.tile_halves, PANEL * spec.consumer_rows, make_multiply(spec)
+    (NQ, NK, _), own, multiply = spec.tile_halves, PANEL * spec.consumer_rows, make_multiply(spec)
 
     def begin_scores(rS, sQ, q_stage, w, sK, stage):
         multiply(rS, sQ, uint32(q_stage * NQ + own * w), sK, uint32(stage * NK))
@@ -25,10 +25,10 @@ def make_begin_scores(spec):
 @part
 def make_begin_output(spec):
     """``begin_output(rO, rP, sV, stage)``: O += P V, with a slot of V."""
-    NK, add_product = spec.tile_halves[1], make_add_product(spec)
+    NV, add_product = spec.tile_halves[2], make_add_product(spec)
 
     def begin_output(rO, rP, sV, stage):
-        add_product(rO, rP, sV, uint32(stage * NK))
+        add_product(rO, rP, sV, uint32(stage * NV))
 
     return begin_output
 

@@ -236,7 +236,11 @@ def _make_row_tile(spec):
     Heads whose K and V lie in the L2 cache together go side by side, the row tiles with most
     columns first: a shorter tail.
     """
-    rows_of_tile, of_tile, pair_bytes = spec.head_rows, spec.tile_heads, 4 * spec.head_dim
+    rows_of_tile, of_tile, pair_bytes = (
+        spec.head_rows,
+        spec.tile_heads,
+        2 * (spec.head_dim + spec.d_v),
+    )
     head_tiles, packed = _make_head_tiles(spec), spec.features.packed
     sequence_tile, page_size = sequence_tile_of(rows_of_tile), spec.features.page_size
 
