@@ -69,4 +69,5 @@ PRECISIONS = {
 # Of arrays beside them: block tables, lengths that stay on the device, what functions capture.
 INDEX = DType("int32", 4, "int32", 0)
 FLAG = DType("bool", 1, "uint8", 0)
-STORED = DTYPES | {x.name: x for x in (INDEX, FLAG)}
+STATE = DType("uint8", 1, "uint8", 0)  # of a block of a mask
+STORED = DTYPES | {x.name: x for x in (INDEX, FLAG, STATE)}

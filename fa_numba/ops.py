@@ -74,7 +74,7 @@ def plan(
     aligned = problem.pages is None or problem.whole_chunks
     plan = planning.plan_of(problem, choices, aligned)
     arguments.check_mask(problem, choices.tiles, plan.tiles)
-    return replace(plan, block_mask=arguments.block_mask)
+    return replace(plan, block_mask=arguments.visited)
 
 
 @documents_options
@@ -463,7 +463,8 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
     ``batch`` and ``heads`` are those of q, or 1 where the function asks for neither b nor h, and
     ``tiles`` the block sizes of the call. Attention by it leaves empty blocks out, in both orders
     and both passes, and asks the function in mixed ones alone; it has the function too, with what
-    that captured at this time. A kernel finds the blocks, on the GPU or the emulator.
+    that captured at this time. Kernels find the blocks and list them, on the GPU or the emulator;
+    there the lists stay, beside the arrays that the function captured. ``blocks`` reads them back.
 
     Raises TypeError or ValueError as ``attention`` does of a ``mask_mod``.
 

@@ -23,7 +23,6 @@ from numba import types
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.mods import Mod, slope_of
-from fa_numba.mods.blocks import FULL
 from fa_numba.problem import UNBOUNDED, Problem
 
 
@@ -185,9 +184,10 @@ class Bound(NamedTuple):
 
     ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``dL``, ``alibi_slopes``,
     ``sinks``, ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those
-    that there are, ``L``, ``block_table`` and ``kv_lens`` where they lie on the GPU, and what the
-    caller's functions capture. The scores are computed times ``unit``, which is log2(e) where
-    exponentials are powers of two; up to a ``score_mod`` in natural units.
+    that there are, ``L``, ``block_table`` and ``kv_lens`` where they lie on the GPU, what the
+    caller's functions capture, and the lists of a ``BlockMask``. The scores are computed times
+    ``unit``, which is log2(e) where exponentials are powers of two; up to a ``score_mod`` in
+    natural units.
     """
 
     problem: Problem
@@ -195,7 +195,6 @@ class Bound(NamedTuple):
     unit: float
     block_mask: np.ndarray | None = None
     block_table: np.ndarray | None = None
-    full: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -282,12 +281,24 @@ def _softcap(call: Bound) -> float:
     return (call.problem.softcap or 0.0) * score_unit(call.problem, call.unit)
 
 
-def _next_blocks(axis: int) -> KernelField:
+def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> KernelField:
+    """What a ``BlockMask`` has, or what is ``made`` of an array of blocks."""
+
+    def value(call: Bound) -> Any:
+        return call.given[name] if name in call.given else made(call)
+
+    def shape(call: Bound) -> tuple[int, ...]:
+        return *_heads(call), *value(call).shape[-2:]
+
+    return KernelField(array_type(4, ty), value, shape)
+
+
+def _next_blocks(axis: int) -> Callable[[Bound], np.ndarray]:
     """Along a block row's columns, or a block column's rows, the number of the first block from
     each on that is visited; and of the end how many there are.
     """
 
-    def value(call: Bound) -> np.ndarray:
+    def made(call: Bound) -> np.ndarray:
         visited = np.moveaxis(np.asarray(call.block_mask, bool), axis, -1)
         count = visited.shape[-1]
         numbers = np.where(visited, np.arange(count, dtype=np.int32), np.int32(count))
@@ -295,19 +306,12 @@ def _next_blocks(axis: int) -> KernelField:
         along = np.concatenate((numbers, ends), -1)[..., ::-1]
         return np.ascontiguousarray(np.minimum.accumulate(along, -1)[..., ::-1])
 
-    def shape(call: Bound) -> tuple[int, ...]:
-        *_, across, count = np.moveaxis(np.asarray(call.block_mask), axis, -1).shape
-        return *_heads(call), across, count + 1
-
-    return KernelField(array_type(4, _int32), value, shape)
+    return made
 
 
 def _states(call: Bound) -> np.ndarray:
-    """A number for each block: 0 is not visited, FULL one of which ``mask_mod`` hides nothing."""
-    states = np.array(call.block_mask, np.uint8, order="C")
-    if call.full is not None:
-        states[call.full] = FULL
-    return states
+    """A number for each block: 0 is not visited."""
+    return np.array(call.block_mask, np.uint8, order="C")
 
 
 def _side(name: str) -> KernelField:
@@ -392,13 +396,9 @@ FEATURES: dict[str, Feature] = {
     "sparse": Feature(
         lambda p: p.sparse,
         {
-            "block_mask": KernelField(
-                array_type(4, types.uint8),
-                _states,
-                lambda call: (*_heads(call), *call.block_mask.shape[-2:]),  # type: ignore[union-attr]
-            ),
-            "next_column": _next_blocks(-1),
-            "next_row": _next_blocks(-2),
+            "block_mask": _of_blocks("block_mask", types.uint8, _states),
+            "next_column": _of_blocks("next_column", _int32, _next_blocks(-1)),
+            "next_row": _of_blocks("next_row", _int32, _next_blocks(-2)),
         },
         argument="block_mask",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,21 +43,19 @@ class Binding:
     """The options of one call, checked as far as they can be without q.
 
     ``facts`` are what ``Problem.from_shapes`` takes of them, ``arrays`` the operands among the
-    options, and ``numbers`` what functions of the caller's capture beside, by the kernels' names,
-    ``block_mask`` is on the host, and ``full`` are those of its blocks of which a function hides
-    nothing. ``block_table`` is there too, unless it is among the arrays; ``checked`` are a table
-    and lengths whose values have to be looked at.
+    options, and ``numbers`` what functions of the caller's capture beside, by the kernels' names.
+    ``block_mask`` is on the host, or a ``BlockMask``. ``block_table`` is on the host too, unless it
+    is among the arrays; ``checked`` are a table and lengths whose values have to be looked at.
     """
 
     facts: dict[str, Any]
     arrays: dict[str, Operand]
-    block_mask: np.ndarray | None
+    block_mask: np.ndarray | BlockMask | None
     seed: int
     offset: int
     block_table: np.ndarray | None = None
     checked: tuple[np.ndarray, Any] | None = None
     numbers: Mapping[str, int | float] = field(default_factory=dict)
-    full: np.ndarray | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
@@ -82,13 +80,14 @@ class Binding:
                 # Given both, bias and mask are refused by what follows.
                 arrays[known_as] = found
         mask: Any = given.pop("block_mask", None)
-        full = None
         if isinstance(mask, BlockMask):
             if "mask_mod" in given:
                 raise ValueError(
                     "mask_mod is given with a block_mask that has one: allowed is one of the two"
                 )
-            given["mask_mod"], full, mask = mask.mask_mod, mask.full, mask.visited
+            given["mask_mod"] = mask.mask_mod
+        elif mask is not None:
+            mask = on_host("block_mask", mask)
         numbers: dict[str, int | float] = {}
         for name in mods.PARAMETERS:
             if name not in given:
@@ -102,8 +101,6 @@ class Binding:
                     arrays[known_as] = operand(f"{own} of {name} {mod}", value, CAPTURED)
         for name, shape in _SHAPES.items():
             facts[shape] = facts.pop(name, None)
-        if mask is not None:
-            mask = on_host("block_mask", mask)
         facts["sparse"] = mask is not None
         seed = as_word("seed", given.pop("seed", 0), 64)
         offset = as_word("offset", given.pop("offset", 0), 32)
@@ -112,7 +109,7 @@ class Binding:
             if name in given:
                 facts[name] = on_host(name, given.pop(name))
         facts |= given
-        return cls(facts, arrays, mask, seed, offset, table, checked, numbers, full)
+        return cls(facts, arrays, mask, seed, offset, table, checked, numbers)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
         """The Problem of q, k and v with these shapes."""
@@ -145,7 +142,22 @@ class Binding:
             raise ValueError(
                 "block_mask is given without tiles: its blocks are tiles=Tiles(Br, Bc)"
             )
-        check_block_mask(self.block_mask, problem, tiles)
+        mask = self.block_mask
+        if isinstance(mask, BlockMask):
+            mask = np.broadcast_to(True, mask.shape)
+        check_block_mask(mask, problem, tiles)
+
+    def at(self, place: int) -> Binding:
+        """With what kernels read of a ``BlockMask`` on a device among the arrays."""
+        if not isinstance(self.block_mask, BlockMask):
+            return self
+        return replace(self, arrays={**self.arrays, **self.block_mask.lists.at(place)})
+
+    @property
+    def visited(self) -> np.ndarray | None:
+        """The block mask on the host."""
+        mask = self.block_mask
+        return mask.visited if isinstance(mask, BlockMask) else mask
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -157,7 +169,7 @@ class Binding:
         words. Small arrays are sent to the device.
         """
         given = {**given, **self.numbers}
-        call = Bound(problem, given, unit, self.block_mask, self.block_table, self.full)
+        call = Bound(problem, given, unit, self.block_mask, self.block_table)  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         of_call = {"dbias": "dbias", "dlse": "dL", "splits": "kv_splits"}
         on = {flag: name in given for flag, name in of_call.items()}

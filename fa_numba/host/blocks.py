@@ -1,25 +1,57 @@
-"""The blocks of a ``mask_mod``: checks, plan, result."""
+"""The blocks of a ``mask_mod``: checks, plan, and lists of them where they are read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from fa_numba import mods
+from fa_numba import device, mods
+from fa_numba.dtypes import INDEX, STATE
 from fa_numba.host import placement
-from fa_numba.host.arrays import check_together, on_host, operand
+from fa_numba.host.arrays import HOST, Operand, check_together, on_host, operand
 from fa_numba.host.binding import Binding
 from fa_numba.host.calls import launched
 from fa_numba.host.execution import execute
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan
 from fa_numba.integers import ceil_div
-from fa_numba.kernels.simt.blocks import make_blocks
+from fa_numba.kernels.simt.blocks import LISTING, make_blocks, make_lists
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import UNIFORM, Features
 from fa_numba.problem import Problem, check_blocks
 
 STEPS_PER_ELEMENT = 40  # of a multiply-add of a tile, in time on the emulator
+
+
+class Lists:
+    """What kernels read of blocks, by their names: arrays where they were made, and copies on other
+    devices, made once.
+    """
+
+    def __init__(self, made: Mapping[str, Any]) -> None:
+        found = {name: _operand(name, x) for name, x in made.items()}
+        self._first = next(iter(found.values())).place
+        self._at = {self._first: found}
+
+    def at(self, place: int) -> Mapping[str, Operand]:
+        """The arrays on a GPU, or on the host."""
+        if place not in self._at:
+            host = {name: on_host(name, x.owner) for name, x in self._at[self._first].items()}
+            if place != HOST:
+                with device.on_device(place):
+                    host = {name: device.to_gpu(x) for name, x in host.items()}
+                    device.synchronize()
+            self._at[place] = {name: _operand(name, x) for name, x in host.items()}
+        return self._at[place]
+
+    def states(self) -> np.ndarray:
+        """A copy of the states of all blocks on the host."""
+        return np.array(on_host("block_mask", self._at[self._first]["block_mask"].owner))
+
+
+def _operand(name: str, array: Any) -> Operand:
+    return operand(name, array, (STATE.name, INDEX.name))
 
 
 def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> BlockMask:
@@ -32,10 +64,17 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
         raise TypeError("mask_mod is None: allowed is a function of (b, h, i, j)")
     Tr, Tc = ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)
     kernel = make_blocks(Features(mask_mod=problem.mask_mod), tiles.Br, tiles.Bc)
-    launch = Launch.of(kernel, (Tr * Tc, H, B), states="blocks", Nq=Nq, Nk=Nk)
+    shape = B, H, Tr, Tc
     plan = LaunchPlan(
-        launches=(launch,),
-        outputs=(Buffer("blocks", (B, H, Tr, Tc)),),
+        launches=(
+            Launch.of(kernel, (Tr * Tc, H, B), Nq=Nq, Nk=Nk),
+            Launch.of(make_lists(), (ceil_div(max(Tr, Tc), LISTING), H, B)),
+        ),
+        outputs=(
+            Buffer("block_mask", shape, STATE.name),
+            Buffer("next_column", (B, H, Tr, Tc + 1), INDEX.name),
+            Buffer("next_row", (B, H, Tc, Tr + 1), INDEX.name),
+        ),
         uncounted=(*UNIFORM, *problem.mask_mod.fields),
     )
     inputs = binding.arrays or {"nothing": operand("nothing", np.zeros(1, np.float32))}
@@ -48,7 +87,8 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
         def run(found: dict[str, Any], stream: Any) -> None:
             execute(plan, found, stream, lambda _: binding.values(problem, found, 1.0))
 
-        (made,) = launched(plan, inputs, None, None, run)
-    values = dict(mods.captured("mask_mod", mask_mod).values)
-    held = mods.holding(mask_mod, values)
-    return BlockMask(held, tiles, on_host("blocks", made).astype(np.uint8))
+        made = launched(plan, inputs, None, None, run)
+    held = mods.holding(mask_mod, dict(mods.captured("mask_mod", mask_mod).values))
+    names = (output.name for output in plan.outputs)
+    lists = Lists(dict(zip(names, made, strict=True)))
+    return BlockMask(held, tiles, shape, mods.captured("mask_mod", held), lists)

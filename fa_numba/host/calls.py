@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from fa_numba.host.launch_cache import Call
 from fa_numba.host.plans import LaunchPlan
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.problem import Problem
+from fa_numba.tiling import Tiles
 
 # The arrays that a pass takes, in their order, as callers and as kernels name them.
 _NAMES = {
@@ -50,7 +52,12 @@ def of_blocks(choices: Choices, options: Any) -> Choices:
     mask = options.get("block_mask")
     if not isinstance(mask, BlockMask) or choices.tiles is not None:
         return choices
-    tiles = mask.tiles.for_backward() if choices.passes == "bwd" else mask.tiles
+    return _with_tiles(choices, mask.tiles)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
+    tiles = tiles.for_backward() if choices.passes == "bwd" else tiles
     return replace(choices, tiles=tiles)
 
 
@@ -75,6 +82,7 @@ def _first_attend(
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]
     check_together(matrices, [*rows, *arguments.arrays.values()])
+    arguments = arguments.at(matrices[0].place)
     q, k, v, *others = matrices
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     for x in others:

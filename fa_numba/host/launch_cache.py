@@ -5,9 +5,9 @@ under a key of all that these depend on: what was asked for, and of each array t
 dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
 refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
-for those beside a block table there; of functions the code is, and the numbers that they capture.
-Never kept, and so checked and planned each time, are calls with host arrays, JAX arrays or block
-masks.
+for those beside a block table there; of functions the code is, and the numbers that they capture,
+of a ``BlockMask`` its function and its shape. Never kept, and so checked and planned each time, are
+calls with host arrays, JAX arrays or arrays of blocks.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import numpy as np
 
 from fa_numba import device, mods
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
+from fa_numba.dtypes import STORED
 from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, address_and_kind, on_host, operand, pointer_of
 from fa_numba.host.binding import ARRAYS, LENGTHS, PAGING, seed_words
 from fa_numba.host.overlap import extent
+from fa_numba.mods.blocks import BlockMask
 
 KEPT = 1024  # calls; then the oldest goes
 _SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, np.float64))
@@ -102,23 +104,33 @@ def describe_call(
     if not device.on_gpu():
         return None
     key: list[Any] = [choices]
-    pointers = []
+    pointers: list[int] = []
     paged = options.get("block_table") is not None
     if paged and options.get("check_table"):
         return None
     named = (*ARRAYS, *PAGING, "new_lens") if paged else tuple(ARRAYS)
     captured: list[Any] = []
+    mask = options.get("block_mask")
+    blocks = (mask,) if isinstance(mask, BlockMask) else ()
     for name in mods.PARAMETERS:
         if options.get(name) is not None and not _add_function(name, options[name], key, captured):
             return None
+        if blocks and name == "mask_mod":  # refused where it is given too
+            _add_captured(blocks[0].captured, key, captured)
     others = map(options.get, named[len(ARRAYS) :])
-    for array in (*arrays, *map(options.get, ARRAYS), *captured, *others, out):
+    place = HOST
+    for array in (*arrays, *map(options.get, ARRAYS), *captured, *others, *blocks, out):
         if array is None:
             key.append(None)
+            continue
+        if isinstance(array, BlockMask):
+            pointers += (x.pointer for x in array.lists.at(place).values())
+            key += ("block_mask", array.shape)
             continue
         found = address_and_kind(array)
         if found is None:
             return None
+        place = found[1][1]
         pointers.append(found[0])
         key.append(found[1])
     seed = offset = 0
@@ -132,7 +144,9 @@ def describe_call(
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
-        elif name not in named and name not in mods.PARAMETERS:
+        elif name in named or name in mods.PARAMETERS or (blocks and name == "block_mask"):
+            continue
+        else:
             content = _content(name, value) if name in LENGTHS else None
             if content is None:
                 return None
@@ -145,16 +159,22 @@ def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -
     to ``arrays``; False for one that only the checks can judge.
     """
     try:
-        mod, values = mods.captured(name, function)
+        found = mods.captured(name, function)
     except (TypeError, ValueError):
         return False
-    key += (name, mod)
+    _add_captured(found, key, arrays)
+    return True
+
+
+def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> None:
+    """The same of a function that has been read."""
+    mod, values = found
+    key += (mod.option, mod)
     for _, value in values:
         if mods.is_array(value) and not isinstance(value, np.generic):
             arrays.append(value)
         else:
             key += (type(value), value)
-    return True
 
 
 def _content(name: str, value: Any) -> tuple | None:
@@ -211,7 +231,9 @@ def run_and_keep(
     """
     library = inputs[0]
     results = [
-        target if target is not None else operand("result", library.empty(shape, dtype))
+        target
+        if target is not None
+        else operand("result", library.empty(shape, dtype), tuple(STORED))
         for shape, dtype, target in outputs
     ]
 

@@ -14,7 +14,7 @@ from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import unit_of
 from fa_numba.device import Kernel
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import STORED
 from fa_numba.host.binding import LOG2E
 from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
@@ -28,7 +28,7 @@ UNCOUNTED = (*UNIFORM, "taken", "M", "power", *POWERS)
 class Buffer:
     """An array that launches take by ``name``: workspace, or an output.
 
-    ``dtype`` is a name among ``DTYPES``, or "int32". ``zeroed``: it is filled with zeros before the
+    ``dtype`` is a name among ``STORED``. ``zeroed``: it is filled with zeros before the
     first launch. ``pitch`` is how many elements lie between a row's first and the next one's; None
     for as many as a row has.
     """
@@ -51,7 +51,7 @@ class Buffer:
     @property
     def host_dtype(self) -> str:
         """The NumPy dtype in which kernels see it."""
-        return "int32" if self.dtype == "int32" else DTYPES[self.dtype].host
+        return STORED[self.dtype].host
 
 
 @dataclass(frozen=True)

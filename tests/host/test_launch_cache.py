@@ -1,5 +1,6 @@
 """Calls kept ready: what a second call launches is what it would have launched as a first one."""
 
+import functools
 import gc
 import threading
 import time
@@ -413,6 +414,84 @@ def test_what_is_read_on_the_host_is_read_by_each_call(gpu, kept):
         assert_same(found, want)
         mask[:] = ~mask
     assert not kept
+
+
+def near(rows, reach):
+    """Rows of a document, and so many behind them."""
+    return lambda b, h, i, j: rows[i] == rows[j] or i - j == reach
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_a_call_with_other_blocks_is_not_planned(gpu, kept, algorithm, backward):
+    """What kernels read of blocks are arguments: where they lie and what they say may change."""
+    sizes, tiles, own = (1, 2, 1, 40, 40, 4), Tiles(16, 16), {"algorithm": algorithm}
+    function = fa_numba.attention_backward if backward else fa_numba.attention
+    for n, found in enumerate((0, 7, 23)):
+        rows = (np.arange(40) // (found + 3)).astype(np.int32)
+        arrays = inputs(found, sizes)
+        made = functools.partial(fa_numba.create_block_mask, tiles=tiles)
+        with devices.using("emulator"):
+            mask = made(near(rows, 1), 1, 1, 40, 40)
+        if backward:
+            saved = emulated(fa_numba.attention, *arrays, return_lse=True, block_mask=mask)
+            arrays = (np.cos(saved[0]), *arrays, *saved)
+        want = emulated(function, *arrays, block_mask=mask, **own)
+        blocks = made(near(on_gpu(rows), 1), 1, 1, 40, 40)
+        given = [on_gpu(x) for x in arrays]
+        with mock.patch.object(
+            launch_cache, "run_and_keep", wraps=launch_cache.run_and_keep
+        ) as first:
+            assert_same(function(*given, block_mask=blocks, **own), want)
+            assert first.called == (n == 0) and len(kept) == 1
+        assert owner_of(blocks.lists.at(0)["next_row"].pointer) == 0
+        np.testing.assert_array_equal(blocks.blocks, mask.blocks)
+
+
+def test_blocks_beside_other_arrays(gpu, kept):
+    """Each finds its own address."""
+
+    def adding(x):
+        return lambda s, b, h, i, j: s + x[j]
+
+    made = functools.partial(fa_numba.create_block_mask, tiles=Tiles(16, 16))
+    for seed in range(3):
+        arrays = inputs(seed, (1, 2, 1, 40, 40, 4))
+        rows = (np.arange(40) // (seed + 7)).astype(np.int32)
+        bias, added = np.cos(arrays[0][:, :, :, :1]), np.sin(arrays[1][0, 0, :, 0])
+        with devices.using("emulator"):
+            mask = made(near(rows, 1), 1, 1, 40, 40)
+        options = {"bias": bias, "score_mod": adding(added), "block_mask": mask}
+        want = emulated(fa_numba.flash_attention_2, *arrays, **options)
+        options = {"bias": on_gpu(bias), "score_mod": adding(on_gpu(added))}
+        options["block_mask"] = made(near(on_gpu(rows), 1), 1, 1, 40, 40)
+        out = on_gpu(np.zeros_like(want[0]))
+        found = fa_numba.flash_attention_2(*map(on_gpu, arrays), out=out, **options)
+        assert_same(found, want)
+        assert found is out and len(kept) == 1
+
+
+def test_what_blocks_are_kept_by(gpu, kept):
+    """Their shape, and what their function is and captures, here nothing that lies on a GPU."""
+    there, tiles = [on_gpu(x) for x in inputs(0, (1, 2, 2, 40, 40, 4))], Tiles(16, 16)
+
+    def blocks(reach, heads=1):
+        return fa_numba.create_block_mask(
+            lambda b, h, i, j: i - j < reach, 1, heads, 40, 40, tiles=tiles
+        )
+
+    attend = fa_numba.flash_attention_2
+    for calls, mask in ((1, blocks(3)), (1, blocks(3)), (2, blocks(9)), (3, blocks(9, 2))):
+        with devices.using("emulator"):
+            same = fa_numba.create_block_mask(mask.mask_mod, *mask.shape[:2], 40, 40, tiles=tiles)
+        want = emulated(attend, *(x.values for x in there), block_mask=same)
+        assert_same(attend(*there, block_mask=mask), want)
+        assert len(kept) == calls
+    with pytest.raises(ValueError, match="mask_mod is given with a block_mask that has one"):
+        attend(*there, block_mask=mask, mask_mod=mask.mask_mod)
+    for wrong in (Tiles(8, 16), Tiles(16, 32)):
+        with pytest.raises(ValueError, match="block_mask has shape"):
+            attend(*there, block_mask=mask, tiles=wrong)
 
 
 @pytest.mark.parametrize("kind", ["list", "array", "tensor"])

@@ -5,6 +5,7 @@ refused; kernels that they share. What they do to results is `test_options`' too
 import linecache
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +22,9 @@ import fa_numba
 from fa_numba import Tiles, mods
 from fa_numba import device as devices
 from fa_numba.emulator import EmulatorError
-from fa_numba.mods.blocks import BlockMask
-from fa_numba.options import Features
+from fa_numba.host.arrays import HOST
+from fa_numba.options import FEATURES, Bound, Features
+from fa_numba.problem import Problem
 
 SMALL = Tiles(8, 16)
 table = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
@@ -470,6 +472,12 @@ def test_blocks_are_empty_full_or_mixed(device, tiles):
     assert np.array_equal(found.blocks, _states(seen, tiles))
     assert {0, 1} <= set(found.blocks.flat) and (everything.blocks == 2).all()
     assert (found.visited == (found.blocks > 0)).all() and "empty" in str(found)
+    # What kernels follow is what the host lists of an array of blocks.
+    bound = Bound(Problem(2, 2, 2, 77, 90, 4, sparse=True), {}, 1.0, found.visited)
+    passed = FEATURES["sparse"].passes
+    for name, lists in found.lists.at(HOST).items():
+        want = found.blocks if name == "block_mask" else passed[name].value(bound)
+        assert np.array_equal(lists.host, want) and lists.host.dtype == want.dtype
 
 
 @pytest.mark.parametrize("way", ["standard", "fa1", "fa2", "fa2-deterministic"])
@@ -508,8 +516,8 @@ def test_tiles_in_16_bits_are_left_out_too(algorithm):
 def test_a_full_block_is_not_asked():
     """Of blocks that another function made, so that it shows."""
     q, k, v = random_inputs(1, 1, 1, 16, 32, 4)
-    hidden = fa_numba.create_block_mask(lambda b, h, i, j: i > 99, 1, 1, 16, 32, tiles=SMALL)
-    mask = BlockMask(hidden.mask_mod, SMALL, np.full_like(hidden.blocks, 2))
+    full = fa_numba.create_block_mask(lambda b, h, i, j: i < 99, 1, 1, 16, 32, tiles=SMALL)
+    mask = replace(full, mask_mod=lambda b, h, i, j: i > 99)
     for algorithm in ("fa1", "fa2"):
         found = fa_numba.attention(q, k, v, algorithm=algorithm, block_mask=mask)
         assert np.array_equal(found, fa_numba.attention(q, k, v, algorithm=algorithm, tiles=SMALL))

@@ -1,6 +1,7 @@
-"""Which blocks of S a ``mask_mod`` leaves empty, full or mixed: a thread block takes one of them.
+"""Which blocks of S a ``mask_mod`` leaves empty, full or mixed, and lists of those to visit.
 
-Its threads take every 256th element each, and add up how many are seen.
+A thread block takes a block of S: its threads every 256th element each, and they add up how many
+are seen. Then a thread lists a row of blocks, or a column of them.
 """
 
 from functools import cache
@@ -14,18 +15,21 @@ from fa_numba.kernels.simt.softmax import THREADS, WARPS, sum_of_block
 from fa_numba.mods import function_of
 from fa_numba.mods.blocks import EMPTY, FULL, MIXED
 
+LISTING = 32  # threads of a block that lists
+
 
 @cache
 def make_blocks(features, Br, Bc):
     """The kernel for blocks of Br x Bc; launched over (Tr Tc, H, B) thread blocks."""
     mask_mod = device_function(function_of(features.mask_mod.value))
     elements = Br * Bc
+    states = array_type(4, types.uint8)
 
-    @cuda.jit((array_type(4), *[types.int32] * 2, features.argument_type), THREADS, 4 * WARPS)
-    def blocks(states, Nq, Nk, options):
+    @cuda.jit((states, *[types.int32] * 2, features.argument_type), THREADS, 4 * WARPS)
+    def blocks(block_mask, Nq, Nk, options):
         s = shared_tile(0, WARPS)
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
-        tile, Tc = uint32(cuda.blockIdx.x), uint32(states.shape[3])
+        tile, Tc = uint32(cuda.blockIdx.x), uint32(block_mask.shape[3])
         ti, tj = uint32(tile // Tc), uint32(tile % Tc)
         thread = uint32(cuda.threadIdx.x)
         i0, j0 = uint32(ti * uint32(Br)), uint32(tj * uint32(Bc))
@@ -40,11 +44,45 @@ def make_blocks(features, Br, Bc):
         if thread == uint32(0):
             rows = min(int32(Br), int32(Nq - int32(i0)))
             columns = min(int32(Bc), int32(Nk - int32(j0)))
-            state = float32(MIXED)
+            state = uint32(MIXED)
             if seen == float32(0.0):
-                state = float32(EMPTY)
+                state = uint32(EMPTY)
             elif seen == float32(rows) * float32(columns):
-                state = float32(FULL)
-            states[b, h, ti, tj] = state
+                state = uint32(FULL)
+            block_mask[b, h, ti, tj] = state
 
     return blocks
+
+
+@cache
+def make_lists():
+    """The kernel for lists of blocks; launched over (max(Tr, Tc) / LISTING, H, B) thread blocks.
+
+    Of each block along its row, and its column, the number of the first from there on that is
+    visited; of the end how many there are.
+    """
+    states, numbers = array_type(4, types.uint8), array_type(4, types.int32)
+
+    @cuda.jit((states, numbers, numbers), LISTING, 0)
+    def lists(block_mask, next_column, next_row):
+        b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
+        Tr, Tc = uint32(block_mask.shape[2]), uint32(block_mask.shape[3])
+        n = uint32(cuda.blockIdx.x * uint32(LISTING) + cuda.threadIdx.x)
+        if n < Tr:
+            following, j = Tc, Tc
+            next_column[b, h, n, Tc] = following
+            while j > uint32(0):
+                j = uint32(j - 1)
+                if block_mask[b, h, n, j] != EMPTY:
+                    following = j
+                next_column[b, h, n, j] = following
+        if n < Tc:
+            following, i = Tr, Tr
+            next_row[b, h, n, Tr] = following
+            while i > uint32(0):
+                i = uint32(i - 1)
+                if block_mask[b, h, i, n] != EMPTY:
+                    following = i
+                next_row[b, h, n, i] = following
+
+    return lists
