@@ -43,8 +43,8 @@ _BESIDE = {
     "pages",
     "page_size",
     "layout",
+    "precision",
 }
-_BESIDE.add("precision")
 
 
 @dataclass(frozen=True, kw_only=True)

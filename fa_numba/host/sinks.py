@@ -14,9 +14,8 @@ from fa_numba.kernels.sink_gradients import make_sink_gradients
 def row_sums(request: Request, clears: bool) -> Launch:
     """D = rowsum(dO o O), less dL; what dQ is summed in becomes 0 if it ``clears`` that."""
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
-    facts = (p.head_dim, *UNITS[request.unit].row_facts(request))
-    own = {} if p.head_dim_v is None else {"head_dim_v": p.head_dim_v}
-    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows, **own)
+    facts = (p.head_dim, p.d_v, *UNITS[request.unit].row_facts(request))
+    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows)
     batch, heads, rows, _ = request.q_shape
     sums = "dQ" if request.dtype.sums_in_place else "A"
     bound: dict[str, Argument] = {} if clears else {sums: Untouched(request.q_shape)}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.mma import MmaSpec, chosen
 from fa_numba.tiling.mma_rows import TileRows
+from fa_numba.tiling.spec import GradientSpec
 from fa_numba.tiling.tiles import Tiles
 
 
 @dataclass(frozen=True)
-class MmaBackwardSpec(MmaSpec):
+class MmaBackwardSpec(GradientSpec, MmaSpec):
     """A backward kernel on tensor cores, which has the transposed ST and dPT in its registers.
 
     A warp takes 16 or 32 columns of S. With ``row_warps`` 1 it takes all rows: PT and dST are then
@@ -23,29 +24,13 @@ class MmaBackwardSpec(MmaSpec):
     memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
 
     ``splits_queries``: several blocks add to one dK and dV. ``vector_adds``:
-    atomic adds of two neighbours at once, which compute capability 9.0 has. Sizes are those of Q, K
-    and their gradients; ``of_values`` has those of V, O and theirs.
+    atomic adds of two neighbours at once, which compute capability 9.0 has.
     """
 
     row_warps: int = 1
     algorithm: str = "fa2"
     splits_queries: bool = False
     vector_adds: bool = False
-
-    @property
-    def sums_rows(self) -> bool:
-        return True
-
-    @property
-    def of_values(self) -> MmaBackwardSpec:
-        """The same kernel as if Q had the head dimension of V."""
-        if not self.head_dim_v:
-            return self
-        return replace(self, head_dim=self.head_dim_v, head_dim_v=0)
-
-    @property
-    def d_v(self) -> int:
-        return self.head_dim
 
     @property
     def DK(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 from fa_numba.integers import round_up
-from fa_numba.tiling.spec import MAX_THREADS, Spec
+from fa_numba.tiling.spec import MAX_THREADS, GradientSpec, Spec
 from fa_numba.tiling.tiles import Tiles
 
 MAX_ACCUMULATORS = 128
@@ -166,30 +166,14 @@ class SimtSpec(Spec):
 
 
 @dataclass(frozen=True)
-class SimtBackwardSpec(SimtSpec):
+class SimtBackwardSpec(GradientSpec, SimtSpec):
     """A backward kernel on CUDA cores: K serves two products, Q and dO lie as row tiles do, V as K.
 
     A thread owns CM rows of dK and dV, in groups of four. ``splits_queries``: several blocks add to
-    one dK and dV. Sizes are those of Q, K and their gradients; ``of_values`` has those of V, O and
-    theirs.
+    one dK and dV.
     """
 
     splits_queries: bool = False
-
-    @property
-    def of_values(self) -> SimtBackwardSpec:
-        """The same kernel as if Q had the head dimension of V."""
-        if not self.head_dim_v:
-            return self
-        return replace(self, head_dim=self.head_dim_v, head_dim_v=0)
-
-    @property
-    def d_v(self) -> int:
-        return self.head_dim
-
-    @property
-    def sums_rows(self) -> bool:
-        return True
 
     @property
     def column_registers(self) -> int:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
 
 MAX_THREADS = 512
+
+
+_Own = TypeVar("_Own", bound="GradientSpec")
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,24 @@ class Spec(ABC):
     @abstractmethod
     def min_blocks(self) -> int:
         """Blocks that ptxas should leave registers for on one multiprocessor."""
+
+
+class GradientSpec(Spec):
+    """Of a kernel that makes gradients: sizes are those of Q, K and their gradients, ``of_values``
+    has those of V, O and theirs.
+    """
+
+    @property
+    def of_values(self: _Own) -> _Own:
+        """The same kernel as if Q had the head dimension of V."""
+        if not self.head_dim_v:
+            return self
+        return replace(self, head_dim=self.head_dim_v, head_dim_v=0)
+
+    @property
+    def d_v(self) -> int:
+        return self.head_dim
+
+    @property
+    def sums_rows(self) -> bool:
+        return True

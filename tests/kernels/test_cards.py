@@ -84,7 +84,7 @@ def test_every_option_compiles_without_cp_async(algorithm, passes, option):
 def test_what_runs_on_newer_gpus_is_their_code(capability, monkeypatch):
     """An ELF file whose flags name the architecture, with the kernel under its name."""
     monkeypatch.setenv(kernel_cache.VARIABLE, "")
-    kernel = make_row_sums(64, False, Features())
+    kernel = make_row_sums(64, 64, False, Features())
     cubin, name = kernel.built(capability)
     assert cubin[:4] == b"\x7fELF" and cubin[49] == 10 * capability[0] + capability[1]
     assert "row_sums" in name and name.encode() + b"\0" in cubin

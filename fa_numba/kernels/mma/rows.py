@@ -16,11 +16,10 @@ WARPS = 4
 
 
 @cache
-def make_row_sums(head_dim, dtype, aligned, clear, features, head_dim_v=0):
+def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
     """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
     blocks; a warp takes a row.
     """
-    d_v = head_dim_v or head_dim
     facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
 

@@ -12,12 +12,11 @@ WARPS = 4
 
 
 @cache
-def make_row_sums(head_dim, clear, features, head_dim_v=0):
+def make_row_sums(head_dim, d_v, clear, features):
     """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B)
     blocks; a warp takes a row.
     """
-    facts, d_v = RowFacts(features), head_dim_v or head_dim
-    grid, gradients = bind(facts, simt.grid, simt.gradients)
+    grid, gradients = bind(RowFacts(features), simt.grid, simt.gradients)
 
     arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
     arguments = (*arrays, features.argument_type)
