@@ -120,8 +120,31 @@ def test_reasons_have_the_numbers_that_decided():
     assert "(tuned.csv)" in why(long, long, algorithm="fa1")["tiles"]
     short = (4, 32, 200, 64)
     assert "not wgmma: dropout of less than 256 rows" in why(short, short, dropout_p=0.1)["unit"]
+    by_blocks = {"block_mask": np.ones((64, 32), bool), "tiles": Tiles(64, 128)}
+    assert "not wgmma: a block mask whose tiles" in why(long, long, **by_blocks)["unit"]
     few = why((1, 8, 1, 128), (1, 1, 32768, 128), unit="mma")["kv_splits"]
     assert "splits of 1 row tiles over" in few and "end after" in few
+
+
+@pytest.mark.parametrize(
+    "d, passes, tiles, unit",
+    [
+        (64, "fwd", Tiles(128, 128), "wgmma"),
+        (64, "bwd", Tiles(128, 128), "wgmma"),
+        (64, "bwd", Tiles(64, 128), "mma"),
+        (128, "bwd", Tiles(64, 128), "wgmma"),
+        (128, "fwd", Tiles(192, 128), "mma"),
+        (192, "fwd", Tiles(128, 64), "wgmma"),
+        (192, "bwd", Tiles(64, 64), "mma"),
+    ],
+)
+def test_the_tiles_of_a_block_mask_decide_its_unit(d, passes, tiles, unit):
+    """Those that Hopper's kernels have go there, as without blocks; others to mma.sync."""
+    shape, mask = (1, 4, 1000, d), np.ones((-(-1000 // tiles.Br), -(-1000 // tiles.Bc)), bool)
+    how = {"dtype": "float16", "passes": passes, "tiles": tiles}
+    with bounds.DEVICES["H200"].planning():
+        assert fa_numba.plan(shape, shape, block_mask=mask, **how).unit == unit
+        assert fa_numba.plan(shape, shape, **how).unit == "mma"
 
 
 # --- a call's choices -------------------------------------------------------------------------

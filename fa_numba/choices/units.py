@@ -363,12 +363,15 @@ class Wgmma(Unit):
 
     def unsuited(self, request: Request) -> str:
         p, choices = request.problem, request.choices
-        if choices.tiles or choices.ablate or choices.query_splits != 1:
+        chosen = choices.tiles is not None and not p.sparse  # whose blocks have tiles
+        if chosen or choices.ablate or choices.query_splits != 1:
             return "tiles, measures to do without or query_splits were chosen, which units share"
         if choices.warp_partition != "rows" or choices.algorithm != "fa2":
             return "it is taken by name alone but for fa2, whose warps share rows"
         if not request.multiprocessors:
             return "the emulator runs mma's smaller blocks faster"
+        if choices.tiles is not None and (why := self._leaves(choices.tiles, request)):
+            return why
         least = measured("rows from which dropout is faster than on mma", choices.passes)
         if request.features.dropout and p.seqlen_q < least:
             return f"dropout of less than {least:g} rows"
@@ -385,6 +388,17 @@ class Wgmma(Unit):
         if p.largest_dim > 2 * PANEL or p.page_size is not None:
             return "a bias with a wide head or pages, which was not measured"
         return few or ("rows of a bias that cannot be read in pairs" if p.bias[-1] % 2 else "")
+
+    def _leaves(self, tiles: Tiles, request: Request) -> str:
+        """Why a block mask's tiles are left to another unit; empty if they are not."""
+        forward = request.choices.passes == "fwd"
+        if forward and tiles.Br <= GROUP_ROWS:
+            return "a block mask whose tiles have rows for one consumer, which was not measured"
+        try:
+            (self.forward if forward else self.backward)(request)
+        except ValueError:
+            return "its kernels do not have the block mask's tiles"
+        return ""
 
     def forward(self, request: Request) -> Shape:
         p, choices, facts = request.problem, request.choices, self._facts(request)
