@@ -18,7 +18,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import calls, peers, precompile
 from .lab.measure.check import ROUNDING, to_host
-from .lab.measure.series import LABELS, row_fields
+from .lab.measure.series import LABELS, PLANES, row_fields
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
@@ -33,8 +33,8 @@ TITLE = "error against float64 and bitwise agreement, with and without outliers"
 DESCRIPTION = (
     "Error of every kernel against float64 over N=128..16384, fp32, fp16 and bf16, for normal "
     "inputs and for FlashAttention-3's with outliers: RMSE, the largest error, and the share of "
-    "elements that are bit for bit those of standard attention, and of an ordinary softmax; on "
-    "the emulator at small sizes."
+    "elements that are bit for bit those of standard attention, and of an ordinary softmax; of "
+    "float32 by planes of 16 bits too; on the emulator at small sizes."
 )
 NEEDS_GPU = False
 # The kind of a row's inputs stands in its note.
@@ -43,9 +43,11 @@ HEADS, HEAD_DIM, VECTORS = 4, 64, 64
 SEQLENS = tuple(128 << n for n in range(8))
 QUICK_SEQLENS, EMULATED_SEQLENS, EMULATED_LONGEST = (128, 1024), (64, 128), 512
 EMULATED_VECTORS = (128, 4096)
-NORMAL, OUTLIERS = "normal", "outliers"
+NORMAL, OUTLIERS, LARGE = "normal", "outliers", "scores of 10^4"
 # FA-3: N(0, 1), and with a chance of 0.001 N(0, 100) added, whose standard deviation is 10.
-CHANCE, DEVIATION = 0.001, 10.0
+CHANCE, DEVIATION, SCORES = 0.001, 10.0, 1e4
+# What float32 by planes of 16 bits is held against float32 at, beside the lengths: (kind, d, N).
+PLANES_AT = ((NORMAL, 64, 65536), (NORMAL, 256, 4096), (OUTLIERS, 256, 4096), (LARGE, 64, 4096))
 SAMPLED = 128  # rows of a head that are computed in float64
 PROTOCOL = (
     f"{HEADS} heads, results held against float64 of the same rounded inputs on {SAMPLED} rows "
@@ -69,10 +71,10 @@ SAFE, ONLINE = "softmax-safe", "softmax-online"
 def inputs(kind: str, problem: Problem) -> tuple[np.ndarray, ...]:
     """q, k and v, float32 arrays of numbers that the problem's dtype holds exactly."""
     rng = np.random.default_rng([SEED, problem.seqlen_q, problem.head_dim])
-    return tuple(
-        held(_drawn(rng, kind, shape), problem.dtype)
-        for shape in (problem.q_shape, problem.k_shape, problem.k_shape)
-    )
+    q, k, v = (_drawn(rng, kind, s) for s in (problem.q_shape, problem.k_shape, problem.k_shape))
+    if kind == LARGE:  # the deviation of q k^T / sqrt(d) is that of q
+        q *= np.float32(SCORES)
+    return tuple(held(x, problem.dtype) for x in (q, k, v))
 
 
 def _drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -81,6 +83,13 @@ def _drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
         chosen = rng.random(shape) < CHANCE
         values += chosen * np.float32(DEVIATION) * rng.standard_normal(shape, np.float32)
     return values
+
+
+def series_of(problem: Problem, kind: str) -> tuple[str, ...]:
+    """Ours for the problem; where precisions alone are held against each other, FA-2's."""
+    if (kind, problem.head_dim, problem.seqlen_q) in PLANES_AT:
+        return ("fa2-simt", *PLANES)
+    return OURS[problem.dtype] + (PLANES if problem.dtype == "float32" else ())
 
 
 class Exact:
@@ -131,7 +140,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         bench.say("  no torch with CUDA here: neither its kernels nor bf16 are measured")
         dtypes = dtypes[:2]
     cases = list(_problems(options, long, HEADS, dtypes))
-    planned = (precompile.Call(s, problem) for problem, _ in cases for s in OURS[problem.dtype])
+    if not (options.seqlens or options.head_dims or options.causal or options.quick):
+        cases += [(Problem(1, HEADS, HEADS, N, N, d), kind) for kind, d, N in PLANES_AT]
+    planned = (
+        precompile.Call(s, problem) for problem, kind in cases for s in series_of(problem, kind)
+    )
     precompile.compile_ahead(planned, bench)
     for item in bench.each([*cases, *_vectors(long, VECTORS)], "comparing with float64"):
         yield from _rows_of(item, bench.machine)
@@ -192,12 +205,13 @@ def _attention(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
     """(series, a function that gives its O, its errors, whose bits they are held against)."""
     host = inputs(kind, problem)
     exact = Exact(problem, *host)
-    ours: tuple[str, ...] = OURS[problem.dtype]
+    ours = series_of(problem, kind)
     if machine == EMULATOR:
         arrays: Sequence[Any] = [x.astype(problem.dtype) for x in host]
     else:
         arrays = peers.on_device(host, problem.dtype)
-        ours = (*ours, *(THEIRS[problem.dtype] if peers.available() else ()))
+        others = THEIRS[problem.dtype] if OURS[problem.dtype][0] in ours else (peers.EFFICIENT,)
+        ours = (*ours, *(others if peers.available() else ()))
     for series in ours:
         ordinary = peers.UNFUSED if calls.theirs(series) else ours[0]
         run = partial(_output, series, problem, arrays, machine)
@@ -436,4 +450,38 @@ def identical(rows: Sequence[Row]) -> Table | None:
     return Table(caption, tables.markdown(header, lines))
 
 
-TABLES = {"numerics_identical": identical}
+def precisions(rows: Sequence[Row]) -> Table | None:
+    """The relative error of FA-2's float32 in each precision, at the longest N and PLANES_AT."""
+    found: dict[tuple[bool, str, int, int], dict[str, float]] = {}
+    for r in rows:
+        if r.metric == "error" and r.dtype == "float32" and r.value is not None and r.head_dim > 1:
+            at = (r.machine == EMULATOR, r.place, r.head_dim, r.seqlen_q)
+            found.setdefault(at, {})[r.series] = r.number
+    found = {at: line for at, line in found.items() if not line.keys().isdisjoint(PLANES)}
+    emulated = all(at[0] for at in found)
+    found = {at: line for at, line in found.items() if at[0] == emulated}
+    longest: dict[tuple[str, int], int] = {}
+    for _, kind, d, N in found:
+        if (kind, d, N) not in PLANES_AT:
+            longest[kind, d] = max(N, longest.get((kind, d), 0))
+    shown = ("fa2-simt", *PLANES, peers.EFFICIENT)
+    lines = []
+    for (_, kind, d, N), line in sorted(found.items()):
+        if (kind, d, N) in PLANES_AT or N == longest[kind, d]:
+            cells = [tables.number(line, s, ".1e") for s in shown]
+            over = {s: line[s] / line["fa2-simt"] for s in shown if {s, "fa2-simt"} <= set(line)}
+            lines.append([kind, str(d), str(N), *cells])
+            lines[-1] += [tables.number(over, s, ".2f") for s in PLANES[:2]]
+    if not lines:
+        return None
+    names = [s.split("-")[2] for s in PLANES]
+    header = ["inputs", "d", "N", "FA-2, ieee", *names, "torch efficient"]
+    header += [f"{name} / ieee" for name in names[:2]]
+    caption = (
+        "FA-2's relative error in float32 by how its products are computed, against float64, "
+        f"{'on the emulator' if emulated else 'on a GPU'}."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"numerics_identical": identical, "numerics_precision": precisions}

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from .lab.measure import peers, speeds
-from .lab.measure.series import LABELS, SPLITS
+from .lab.measure.series import LABELS, PLANES, SPLITS
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures, tables
@@ -16,15 +18,16 @@ NAME = "speed"
 TITLE = "TFLOP/s over the sequence length, both loop orders and torch"
 DESCRIPTION = (
     "Forward TFLOP/s over N in the FA-2 paper's setting (16k tokens, hidden dimension 2048), fp32: "
-    "both loop orders, FA-1 with query splits, standard attention, and torch's kernels where "
-    "torch is installed; peak memory beside inputs and outputs."
+    "both loop orders, FA-1 with query splits, standard attention, FA-2 by planes of 16 bits on "
+    "tensor cores, and torch's kernels where torch is installed; peak memory beside inputs and "
+    "outputs."
 )
 NEEDS_GPU = True
 STUDY = speeds.Study(
     NAME,
     dtype="float32",
     passes=("fwd",),
-    ours=("standard-simt", "fa1-simt", SPLITS, "fa2-simt"),
+    ours=("standard-simt", "fa1-simt", SPLITS, "fa2-simt", *PLANES),
     theirs=peers.FLOAT32,
 )
 
@@ -69,5 +72,45 @@ def memory(rows: Sequence[Row]) -> Table | None:
     return Table(caption, tables.markdown(header, lines)) if lines else None
 
 
+def precisions(rows: Sequence[Row]) -> Table | None:
+    """FA-2's float32 speed in each precision over torch's memory-efficient kernel's, over all N."""
+    speed = {
+        (r.pass_, r.head_dim, r.causal, r.series, r.seqlen_q): r.number
+        for r in rows
+        if r.metric == "speed" and not r.failed
+    }
+    shown = ("fa2-simt", *PLANES)
+    lines = []
+    for at in sorted(
+        {at[:3] for at in speed if at[3] in PLANES}, key=lambda at: (at[0] != "fwd", at)
+    ):
+        mine = {at_[3:]: value for at_, value in speed.items() if at_[:3] == at}
+        cells = []
+        for series in shown:
+            over = [
+                value / mine[peers.EFFICIENT, N]
+                for (name, N), value in sorted(mine.items())
+                if name == series and (peers.EFFICIENT, N) in mine
+            ]
+            spread = f"{np.median(over):.2f} ({tables.between(over)})" if over else tables.MISSING
+            longest = max((N for name, N in mine if name == series), default=None)
+            reached = f"{mine[series, longest]:.0f}" if longest else tables.MISSING
+            cells += [reached, spread]
+        lines.append([speeds.PASSES[at[0]], str(at[1]), tables.yes_no(at[2]), *cells])
+    if not lines:
+        return None
+    names = ("ieee", *(series.split("-")[2] for series in PLANES))
+    header = ["pass", "d", "causal"]
+    header += [x for name in names for x in (name, f"{name} / torch efficient")]
+    caption = (
+        "FA-2 in float32, by how its products are computed: TFLOP/s at the longest N, and over "
+        "torch's memory-efficient kernel at all N, the median and from least to most."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
 HEAD_DIM, MEMORY_SEQLENS = 64, (1024, 4096, 16384)
-TABLES = {"memory": Across(memory, ("speed", "speed_fp16"))}
+TABLES = {
+    "memory": Across(memory, ("speed", "speed_fp16")),
+    "speed_precision": Across(precisions, ("speed", "speed_backward")),
+}

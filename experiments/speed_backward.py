@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .lab.measure import peers, speeds
-from .lab.measure.series import DETERMINISTIC
+from .lab.measure.series import DETERMINISTIC, PLANES
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures
@@ -16,15 +16,15 @@ NAME = "speed_backward"
 TITLE = "TFLOP/s of the backward pass over the sequence length, both loop orders and torch"
 DESCRIPTION = (
     "Backward and forward + backward TFLOP/s over N in the FA-2 paper's setting (16k tokens, "
-    "hidden dimension 2048), fp32: both loop orders, FA-2 with a deterministic dQ, standard "
-    "attention, and torch's kernels where torch is installed."
+    "hidden dimension 2048), fp32: both loop orders, FA-2 with a deterministic dQ and by planes of "
+    "16 bits on tensor cores, standard attention, and torch's kernels where torch is installed."
 )
 NEEDS_GPU = True
 STUDY = speeds.Study(
     NAME,
     dtype="float32",
     passes=("bwd", "fwd+bwd"),
-    ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC),
+    ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC, *PLANES[1:]),
     theirs=peers.FLOAT32,
     # FA-1 has one thread block a head: beyond this few blocks are left, and a call takes seconds.
     fa1_longest=8192,

@@ -22,6 +22,7 @@ import test_training
 from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
 from rich.console import Console
+from test_gpt2_table import cells
 
 import experiments
 import fa_numba
@@ -1142,8 +1143,10 @@ def test_speed_holds_torch_to_the_peers_bound(monkeypatch, study):
 
     def slightly_off(series, problem, pass_, *_, **__):
         result = right[pass_ if isinstance(pass_, str) else "fwd"]
+        # Two bfloat16 keep 16 bits of an element.
+        by = 1 + 4 * (off - 1) if series.endswith("bf16x3") else off
         return lambda out=None: (
-            result * off if isinstance(result, np.ndarray) else [x * off for x in result]
+            result * by if isinstance(result, np.ndarray) else [x * by for x in result]
         )
 
     monkeypatch.setattr(speeds, "time_call", time_call)
@@ -1426,6 +1429,8 @@ def test_backward_rows(monkeypatch):
         ("fa2-simt", "bwd"),
         ("fa2-simt", "fwd+bwd"),
         ("fa2-simt-deterministic", "bwd"),
+        ("fa2-mma-bf16x6", "bwd"),
+        ("fa2-mma-bf16x3", "bwd"),
     }
     assert {(r.series, r.pass_) for r in rows if r.seqlen_q == 8} == passes | {
         ("fa1-simt", "bwd"),
@@ -1454,6 +1459,24 @@ def test_wrong_gradients_are_not_timed_at_any_length(monkeypatch):
     assert failed == {("fa2-simt-deterministic", 8), ("fa2-simt-deterministic", 24)}
     assert all("dk: error" in r.note for r in rows if r.failed)
     assert len(timed) == len({(r.series, r.pass_, r.seqlen_q) for r in rows if not r.failed})
+
+
+def test_precisions_are_held_against_torchs_float32():
+    common = {"machine": "some-gpu", "experiment": "speed_backward", "source": "measured"}
+    common |= {"metric": "speed", "unit": "TFLOP/s", "pass_": "bwd"}
+    speed_of = {"torch-efficient": 20.0, "fa2-simt": 30.0, "fa2-mma-bf16x6": 40.0}
+    rows = [
+        Row(series=series, value=value * times, **common, **row_fields(problem))
+        for N, times in ((512, 1.0), (4096, 2.0))
+        for problem in [fa2_setting(N, 64)]
+        for series, value in speed_of.items()
+    ]
+    (line,) = cells(speed.precisions(rows).body)[1:]
+    assert line == [
+        *("backward", "64", "no", "60", "1.50 (1.5)", "-", "-"),
+        *("80", "2.00 (2.0)", "-", "-"),
+    ]
+    assert speed.precisions([r for r in rows if r.series != "fa2-mma-bf16x6"]) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -11,8 +11,10 @@ import numpy as np
 from fa_numba import reference
 from fa_numba.problem import Problem
 
-# Allowed beside the error of the unfused computation: a rounding of the result.
+# Allowed beside the error of the unfused computation: a rounding of the result, or of an element as
+# a sum of planes.
 ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+PLANES_ROUNDING = {"ieee": 0.0, "fp16x3": 2.0**-22, "bf16x6": 2.0**-24, "bf16x3": 2.0**-16}
 # For kernels that are not ours: that they computed the same function. A forgotten scale or mask,
 # or TF32 in float32, is further off; another order of summation, or 16-bit scores, is not.
 PEER_BOUND = {"float32": 1e-4, "float16": 2.0**-8, "bfloat16": 2.0**-5}
@@ -126,6 +128,11 @@ class Gate:
 
     def peer(self, result: Any) -> float:
         return self._check(result, self.peer_bounds)
+
+    def by(self, precision: str) -> Check:
+        """The check of ours where products of float32 are computed in that precision."""
+        more = PLANES_ROUNDING[precision]
+        return lambda result: self._check(result, [bound + more for bound in self.bounds])
 
     def _check(self, result: Any, bounds: Sequence[float]) -> float:
         errors = []

@@ -11,6 +11,7 @@ import numpy as np
 import fa_numba
 from fa_numba import device
 from fa_numba.choices import makespan as schedule
+from fa_numba.dtypes import PRECISIONS
 from fa_numba.problem import Problem
 
 from . import peers
@@ -25,6 +26,8 @@ HOPPER_FA1, HOPPER_SPLITS = "fa1-wgmma", "fa1-wgmma-splits"
 HALF = ("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPLITS, HOPPER)
 # FA-2's backward pass with a fixed order of dQ's sums.
 DETERMINISTIC = "fa2-simt-deterministic"
+# float32 by planes of 16 bits, with the sums that each precision keeps.
+PLANES = tuple(f"fa2-mma-{name}" for name in PRECISIONS if name != "ieee")
 # Of the time of a tile of S: what a column tile costs a block of FA-1 beside its tiles, and the
 # atomic adds to its dK and dV where several blocks share a head's queries, as measured on an H200.
 LOADING_KV, ADDING_DKV = 0.5, 2.6
@@ -58,6 +61,7 @@ for _names in (LABELS, BACKWARD_LABELS):
     _names[HOPPER_SPLITS] = "FA-1 on wgmma, query splits"
     _names["fa2-mma-splits"] = "FA-2, columns split"
     _names["fa2-wgmma-splits"] = "FA-2 on wgmma, columns split"
+    _names |= {name: f"FA-2, {name.split('-')[2]}" for name in PLANES}
 
 
 def algorithm(series: str) -> str:
@@ -70,18 +74,16 @@ def unit(series: str) -> str:
     return series.split("-")[1]
 
 
+def precision(series: str) -> str:
+    """How a series computes products of float32: its variant where that names a precision."""
+    variant = series.split("-")[-1]
+    return variant if variant in PRECISIONS else "ieee"
+
+
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
     """The plan of one series for the problem."""
-    options = _whole_columns(series, options)
-    return fa_numba.plan(
-        problem.q_shape,
-        problem.k_shape,
-        algorithm=algorithm(series),
-        unit=unit(series),
-        dtype=problem.dtype,
-        causal=problem.causal,
-        **options,
-    )
+    options = _whole_columns(series, options) | _common(series, problem)
+    return fa_numba.plan(problem.q_shape, problem.k_shape, dtype=problem.dtype, **options)
 
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
@@ -103,7 +105,8 @@ def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(series: str, problem: Problem) -> dict[str, Any]:
-    return {"algorithm": algorithm(series), "unit": unit(series), "causal": problem.causal}
+    common = {"algorithm": algorithm(series), "unit": unit(series), "causal": problem.causal}
+    return common | ({"precision": precision(series)} if series in PLANES else {})
 
 
 def backward_options(series: str) -> dict[str, Any]:

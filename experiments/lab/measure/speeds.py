@@ -21,6 +21,7 @@ from .series import (
     HOPPER_FA1,
     HOPPER_SPLITS,
     MMA_SPLITS,
+    PLANES,
     SPLITS,
     backward_options,
     plan,
@@ -60,10 +61,16 @@ class Study:
     def series(self) -> tuple[str, ...]:
         return (*self.ours, *self.theirs)
 
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The series of the figure: those of float32 by planes are in a table."""
+        return tuple(series for series in self.series if series not in PLANES)
+
     def passes_of(self, series: str) -> tuple[str, ...]:
-        """The passes in which the series is measured."""
+        """The passes in which the series is measured; those by planes in each alone."""
         only = _ONLY_IN.get(series)
-        return tuple(p for p in self.passes if only in (None, p))
+        passes = (p for p in self.passes if only in (None, p))
+        return tuple(p for p in passes if series not in PLANES or p != "fwd+bwd")
 
     def at(self, problem: Problem, pass_: str) -> list[str]:
         """The series that are measured for the problem."""

@@ -20,11 +20,11 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
     from . import style
 
     peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
-    rows = [row for row in rows if row.metric == "speed" and row.series in study.series]
+    rows = [row for row in rows if row.metric == "speed" and row.series in study.drawn]
     if not rows:
         return None
     measured = {r.series for r in rows}
-    shown = [series for series in study.series if series in measured]
+    shown = [series for series in study.drawn if series in measured]
     several = len(study.passes) > 1
     across = [
         (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
@@ -135,8 +135,8 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
 
     handles = style.handles(axes)
     used = {r.series for r in rows}
-    left_out = {LABELS[series] for series in study.series if series not in used}
-    order = [LABELS[series] for series in study.series]
+    left_out = {LABELS[series] for series in study.drawn if series not in used}
+    order = [LABELS[series] for series in study.drawn]
     kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
     title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
     faster = _over_fa1(rows)
@@ -165,7 +165,7 @@ def table(
     with a causal mask where that is stored. None where no speed is stored. `shown` are all of the
     study's unless given.
     """
-    shown = shown or study.series
+    shown = shown or study.drawn
     mine = [r for r in rows if r.metric == "speed" and r.series in study.series]
     measured = {r.series for r in mine}
     found = {(r.pass_, *tables.sizes(r), r.series): r for r in mine}
