@@ -13,10 +13,11 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import counts, peers
-from .lab.measure.check import Gate, to_host
+from .lab.measure.calls import time_row
+from .lab.measure.check import Gate, gate, to_host
 from .lab.measure.series import LABELS as ATTENTION_LABELS
 from .lab.measure.series import call, plan, row_fields
-from .lab.measure.timing import attempt, time_call
+from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
 from .lab.record import published
 from .lab.record.options import Bench, Options
@@ -28,7 +29,8 @@ NAME = "online_softmax"
 TITLE = "naive, safe and online softmax; attention in two passes and in one (arXiv 1805.02867)"
 DESCRIPTION = (
     "Softmax of 4000 and of 10 vectors over their length V: accesses an element in closed form and "
-    "counted, time on a GPU, torch's softmax beside ours; and the accesses of standard attention, "
+    "counted, time on a GPU, torch's softmax beside ours, alone and between torch's two products "
+    "of unfused attention; and the accesses of standard attention, "
     "which passes over a row of scores twice, beside those of both flash orders."
 )
 NEEDS_GPU = False
@@ -57,6 +59,11 @@ COUNTED_SEQLENS = (128, 256)
 # Longer than what a block's shared memory holds of a row of S.
 LONG_SEQLEN = 65536
 MATRICES = ("S", "P")
+# Unfused attention, its softmax one of these between torch's two products.
+UNFUSED = {f"unfused-{name}": f"softmax-{name}" for name in ALGORITHMS[1:]} | {
+    "unfused-torch": PEER
+}
+UNFUSED_SEQLENS, UNFUSED_HEADS = tuple(1 << n for n in range(9, 14)), 16
 
 
 def of_vectors(series: str, batch: int, elements: int) -> dict[str, Any]:
@@ -101,6 +108,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
     if bench.machine is not None:
         yield from _times(lengths, bench)
+        if peers.available() and not (options.seqlens or options.quick):
+            yield from _unfused_times(bench, UNFUSED_SEQLENS)
 
 
 def _model(series: str, batch: int, V: int) -> Iterator[Row]:
@@ -199,6 +208,26 @@ def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
                 **of_vectors(series, batch, V),
             )
     peers.release()
+
+
+def _unfused_times(bench: Bench, seqlens: Sequence[int]) -> Iterator[Row]:
+    """Times of unfused attention in fp32 with each softmax, checked before."""
+    inputs = Inputs()
+    for N in bench.each(seqlens, "timing unfused attention"):
+        problem = Problem(1, UNFUSED_HEADS, UNFUSED_HEADS, N, N, 64)
+        host = inputs(problem)
+        arrays, check = peers.on_device(host), gate(problem, "fwd", *host).peer
+        for series, softmax in UNFUSED.items():
+            run = peers.call(peers.UNFUSED, problem, *arrays, softmax=partial(_rows, softmax))
+            timing, why = attempt(time_call, run, check, seconds=SECONDS)
+            fields = {"machine": bench.machine, "experiment": NAME, **row_fields(problem)}
+            yield time_row(timing, why, series=series, **fields)
+        peers.release()
+
+
+def _rows(series: str, S: Any) -> Any:
+    """Softmax of the rows of S, which has any dimensions."""
+    return _call(series, S.reshape(-1, S.shape[-1]))().reshape(S.shape)
 
 
 def _call(series: str, x: Any) -> Callable[..., Any]:
@@ -411,3 +440,30 @@ def _long(rows: Sequence[Row]) -> str:
             loads = row.number / (row.seqlen_q * row.seqlen_k)
             return f" (a row of {LONG_SEQLEN} is beyond shared memory: {loads:g} loads, not 2)"
     return ""
+
+
+def inside(rows: Sequence[Row]) -> Table | None:
+    """Time of unfused attention with each softmax, over N."""
+    found = times(rows)
+    lengths = sorted({N for series, _, N in found if series in UNFUSED})
+    lines = []
+    for N in lengths:
+        took = {s: found[s, 1, N].number for s in UNFUSED if (s, 1, N) in found}
+        over = {
+            s: ms / took["unfused-online"] for s, ms in took.items() if "unfused-online" in took
+        }
+        cells = [tables.number(took, s, ".3g") for s in UNFUSED]
+        cells += [tables.number(over, s, ".2f") for s in UNFUSED if s != "unfused-online"]
+        lines.append([str(N), *cells])
+    if not lines:
+        return None
+    header = ["N", *(f"{LABELS[s]}, ms" for s in UNFUSED.values()), "safe / online"]
+    header += [f"{LABELS[PEER]} / online"]
+    caption = (
+        f"Unfused attention in fp32, {UNFUSED_HEADS} heads, d=64, forward: torch's products, and "
+        "between them each softmax."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"online_softmax_inside": inside}

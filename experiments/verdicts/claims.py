@@ -258,6 +258,10 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         Bounds(2, math.inf)) for order, series in FLASH.items()},
     "C26, ours": {"safe / online": (softmax_over_online("softmax-safe"), 2.5)},
     "C26, torch's": {"torch's / online": (softmax_over_online("torch-softmax"), 2.5)},
+    "C26, inside": {f"{label} / online": (
+        rows("online_softmax", "seqlen_q", series=f"unfused-{name}", **TIMES)
+        / rows("online_softmax", "seqlen_q", series="unfused-online", **TIMES), 2.5)
+        for label, name in (("safe", "safe"), ("torch's", "torch"))},
     "C27, accesses": {
         **{order: (growth(series, "model"), Bounds(1.15, math.inf))
            for order, series in FLASH.items()},
@@ -267,7 +271,9 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
     "C30": {"longest N run: standard": (
         longest("runtime_memory", "torch-unfused", "standard-mma", pass_="fwd+bwd",
                 place="plain"), 4096.0),
-        "FA-2": (longest("ring", "ring-kv"), Bounds(2**20, math.inf))},
+        "FA-2": (longest("runtime_memory", "fa2-mma", "fa2-auto", pass_="fwd+bwd", place="plain"),
+                 Bounds(2**20, math.inf)),
+        "FA-2, two GPUs": (longest("ring", "ring-kv"), Bounds(2**20, math.inf))},
 }  # fmt: skip
 BESIDE: dict[str, Pairs] = {
     "C3, N x N": {"standard": (counted("standard-simt", ("S", "P"), per=N * N), 4.0)},

@@ -112,6 +112,30 @@ def test_times_are_of_checked_results(monkeypatch):
     assert all("against float64" in r.note for r in rows if r.failed)
 
 
+def test_unfused_attention_with_each_softmax(monkeypatch):
+    """One that is wrong fails by itself; ratios are over the online one's time."""
+
+    def call(series, problem, q, k, v, *, softmax):
+        S = q @ k.swapaxes(-1, -2) * np.float32(problem.scale)
+        return lambda out=None: softmax(S) @ v
+
+    monkeypatch.setattr(peers, "on_device", lambda arrays: arrays)
+    monkeypatch.setattr(peers, "call", call)
+    monkeypatch.setattr(peers, "release", lambda: None)
+    wrong = lambda x: lambda out=None: np.full_like(x, 1 / x.shape[1])  # noqa: E731
+    monkeypatch.setattr(peers, "softmax", wrong)
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    took = iter((3.0, 2.0))
+    monkeypatch.setattr(device, "time_ms", lambda call, repeats, **_: [next(took)] * repeats)
+    rows = list(online_softmax._unfused_times(Bench(machine="some-gpu"), (24,)))
+    assert [(r.series, r.value) for r in rows if not r.failed] == [
+        ("unfused-safe", 3.0),
+        ("unfused-online", 2.0),
+    ]
+    assert [r.series for r in rows if "against float64" in r.note] == ["unfused-torch"]
+    assert "| 24 | 3 | 2 | - | 1.50 | - |" in online_softmax.inside(rows).body
+
+
 def test_the_gate():
     x = online_softmax.values(3 * 50).reshape(3, 50)
     gate = online_softmax.vector_gate(x)

@@ -183,6 +183,28 @@ def wrong(wanted):
     return attention
 
 
+@pytest.mark.parametrize("wrong_rows", [slice(0, 0), slice(-5, None)])
+def test_the_longest_is_a_shorter_one_again_and_again(monkeypatch, wrong_rows):
+    """Its last rows are checked too."""
+
+    def attention(q, k, v, **options):
+        out = exact(q, k, v, **options)
+        if q.shape[2] == 96:
+            (out[0] if isinstance(out, tuple) else out)[:, :, wrong_rows] *= 2
+        return out
+
+    monkeypatch.setattr(runtime_memory, "SEQLENS", (24,))
+    monkeypatch.setattr(runtime_memory, "LONGEST", 96)
+    measured(monkeypatch, attention)
+    session = runtime_memory._Session("some-gpu", runtime_memory.setting(24))
+    with fa_numba.device.using("emulator"):
+        rows = list(session.longest())
+    assert {(r.series, r.batch, r.seqlen_q, r.seqlen_k) for r in rows} == {("fa2-auto", 1, 96, 96)}
+    failed = {r.pass_ for r in rows if "against float64" in r.note}
+    assert failed == ({"fwd"} if wrong_rows.stop is None else set())
+    assert len(rows) == (3 if failed else 5) and {"fwd", "fwd+bwd"} <= {r.pass_ for r in rows}
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
     attention = wrong(lambda options: options["algorithm"] == "fa1" and "kv_lens" in options)
     rows, _ = measured(monkeypatch, attention)

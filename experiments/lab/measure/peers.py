@@ -53,12 +53,14 @@ def call(
     *,
     dropout_p: float = 0.0,
     kv_lens: Sequence[int] | None = None,
+    softmax: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """A function that runs the series once on q, k and v, which are viewed, not copied.
 
     It takes `out` as ours do, for the sake of one timing loop, and leaves it alone: torch's
     attention makes its own output, in a cached allocation. `kv_lens`, the valid columns of each
-    batch entry, are a mask of (batch, 1, 1, seqlen_k).
+    batch entry, are a mask of (batch, 1, 1, seqlen_k). The unfused steps take torch's softmax
+    of the last dimension unless another is given.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
@@ -102,7 +104,7 @@ def call(
             S = torch.matmul(tq, tk.transpose(-2, -1)).mul_(scale)
             if hidden is not None:
                 S.masked_fill_(hidden, float("-inf"))
-            P = torch.softmax(S, dim=-1)
+            P = softmax(S) if softmax else torch.softmax(S, dim=-1)
             if dropout_p:
                 P = torch.nn.functional.dropout(P, dropout_p)
             return torch.matmul(P, tv)
