@@ -135,9 +135,9 @@ def check_group_splits(request: Request) -> None:
     if not _can_split_group(request):
         raise ValueError(
             f"group_splits is {splits} with algorithm {request.choices.algorithm!r} and a head "
-            f"dimension of {p.head_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' splits "
-            f"the query heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed is 1 "
-            "or 'auto'"
+            f"dimension of {p.largest_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' "
+            f"splits the query heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed "
+            "is 1 or 'auto'"
         )
     if p.group % int(splits) and int(splits) % p.group:
         raise ValueError(
@@ -190,7 +190,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
         for Nq, Nk in sequences
         for j in range(ceil_div(Nk, tiles.Bc))
     ]
-    elements = 2 * sum(Nk for _, Nk in sequences) * heads * p.head_dim
+    elements = sum(Nk for _, Nk in sequences) * heads * (p.head_dim + p.d_v)
     begun = measured("visits of a row tile until a block's first product and after its last")
     stored = measured("head dimensions whose parts of dK and dV are stored in a visit")
     until = measured("visits until the parts of dK and dV are summed")
@@ -200,7 +200,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
         of_head, more, sums = max(1, splits // p.group), 0.0, 0.0
         each = [max(1, p.group // splits) * ceil_div(n, of_head) for n in visits]
         if splits > 1:
-            more = p.head_dim / stored
+            more = (p.head_dim + p.d_v) / 2 / stored
             sums = until + elements * (4 * splits + 2) / moved
         order = _in_launch_order(Tc, heads * splits, spec.chunk_tiles)
         return makespan(((1, each[j] + begun + more) for j in order), places) + sums
@@ -211,7 +211,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
 def _can_split_group(request: Request) -> bool:
     """Whether there is a kernel whose blocks share the query heads of a K/V head."""
     split = (*request.kernel, request.unit) == ("fa2", "bwd", "wgmma")
-    return split and request.problem.head_dim <= LARGEST_ATOMIC
+    return split and request.problem.largest_dim <= LARGEST_ATOMIC
 
 
 def _can_split_rows(request: Request) -> bool:

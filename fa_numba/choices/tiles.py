@@ -293,10 +293,12 @@ def chunk_tiles(request: Request, Bc: int) -> int:
     p = request.problem
     columns, entries = (p.k_shape[0], 1) if p.packed else (p.seqlen_k, p.batch)
     few = entries * p.heads_k <= measured("heads of K and V that are few")
-    small = p.head_dim <= _SMALL_HEAD and columns > measured("columns that are many in small heads")
-    many = "many" if small or p.head_dim > LARGEST_ATOMIC else ""
+    small = p.largest_dim <= _SMALL_HEAD and columns > measured(
+        "columns that are many in small heads"
+    )
+    many = "many" if small or p.largest_dim > LARGEST_ATOMIC else ""
     together = int(measured("columns of a head whose causal tiles go side by side", many))
-    spilling = ("alibi", "one chunk") in _spilling(p.head_dim, request.features)
+    spilling = ("alibi", "one chunk") in _spilling(p.largest_dim, request.features)
     if not few and columns <= together and not spilling:
         return 0
     found = 1 if few else together // Bc

@@ -274,7 +274,7 @@ class Mma(Unit):
         if request.problem.sparse:  # the blocks of a mask are those of the tiles
             tiles = replace(tiles, threads=None)
         else:
-            sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.head_dim, request.shared_limit)
+            sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.largest_dim, request.shared_limit)
             tiles = mma_tiles("fa2", "sweep", *sizes).value
         facts = _flash_facts(request) | {"features": replace(request.features, dbias=False)}
         return tiles, _select(request, tiling.MmaSweepSpec)(tiles, **facts)
@@ -310,7 +310,7 @@ class Wgmma(Unit):
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
-    own_values = frozenset({("fa1", "fwd"), ("fa2", "fwd")})
+    own_values = frozenset(itertools.product(("fa1", "fa2"), ("fwd", "bwd")))
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): (*_MASKS, "sparse", "softcap", "score_mod", "sinks", "q_lens"),
@@ -350,7 +350,7 @@ class Wgmma(Unit):
             return f"the option {argument_of(lacking[0])}"
         if of_values := super().lacks(request):
             return of_values
-        d, largest = request.problem.head_dim, self.largest.get(pair, MAX_HEAD_DIM)
+        d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
         if not request.aligned:
@@ -425,7 +425,9 @@ class Wgmma(Unit):
         p, choices, facts = request.problem, request.choices, self._facts(request)
         first = choices.algorithm == "fa1"
         facts["atomic"] = self.adds_dq(request) or first
-        tiles = choices.tiles or tiling.default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
+        facts["head_dim_v"] = p.head_dim_v or 0
+        sizes = p.largest_dim, facts["atomic"]
+        tiles = choices.tiles or tiling.default_wgmma_backward_tiles(*sizes)
         facts["algorithm"] = request.choices.algorithm
         facts["splits_queries"] = choices.query_splits > 1
         if p.causal and not first:
@@ -435,12 +437,12 @@ class Wgmma(Unit):
         return Shape(replace(tiles, threads=spec.threads), spec, why)
 
     def adds_dq(self, request: Request) -> bool:
-        return super().adds_dq(request) and request.problem.head_dim <= LARGEST_ATOMIC
+        return super().adds_dq(request) and request.problem.largest_dim <= LARGEST_ATOMIC
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        d = request.problem.head_dim
-        spec = tiling.select_wgmma_sweep_spec(d, stages=2, **self._facts(request))
-        return replace(tiling.wgmma_sweep_tiles(d), threads=spec.threads), spec
+        p, facts = request.problem, {"stages": 2, **self._facts(request)}
+        spec = tiling.select_wgmma_sweep_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
+        return replace(tiling.wgmma_sweep_tiles(p.largest_dim), threads=spec.threads), spec
 
 
 def heads_share_tiles(request: Request) -> bool:

@@ -259,9 +259,10 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     elif sums == "A":
         workspace.append(_sum("A", request.q_shape))
         launches.append(_rounding(request, "A", "dQ", "scale"))
-    batch, heads, *rows = request.k_shape
+    batch, heads, rows, d = request.k_shape
     for out, name in parts.items():
-        workspace.append(_sum(name, (batch, heads * splits, *rows)))
+        columns = p.d_v if out == "dV" else d
+        workspace.append(_sum(name, (batch, heads * splits, rows, columns)))
         launches.append(_rounding(request, name, out, 1.0, keys=True, splits=splits))
     launches += sinks.gradients(request, has_d=True)[0]
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)

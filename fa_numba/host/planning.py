@@ -97,10 +97,6 @@ def _check_values(request: Request) -> None:
         raise ValueError(
             f"{given} with precision {p.precision!r}: allowed is 'ieee', or one head_dim"
         )
-    if request.choices.deterministic and not request.dtype.sums_in_place:
-        raise ValueError(
-            f"{given} with deterministic=True, dtype {p.dtype}: allowed is False, or one head_dim"
-        )
     units = [u for u in UNITS.values() if request.matrix_dtype in u.dtypes]
     if not any(request.kernel in u.own_values for u in units):
         others = having(lambda u: u.own_values, passes=True)

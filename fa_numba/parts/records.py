@@ -184,9 +184,10 @@ class Gradients(NamedTuple):
 
 
 class SlotPlaces(NamedTuple):
-    """Where a slot's row tiles, its L and D, and its dS (or S) begin in shared memory."""
+    """Where a slot's Q, its dO (or O), its L and D, and its dS (or S) begin in shared memory."""
 
     rows: Any
+    out: Any
     values: Any
     scores: Any
 

@@ -8,7 +8,7 @@ from typing import Any
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.mma import MmaSpec, chosen
 from fa_numba.tiling.mma_rows import TileRows
-from fa_numba.tiling.spec import GradientSpec
+from fa_numba.tiling.spec import GradientSpec, ValuesSpec
 from fa_numba.tiling.tiles import Tiles
 
 
@@ -202,7 +202,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
 
 @dataclass(frozen=True)
-class MmaSweepSpec(MmaSpec):
+class MmaSweepSpec(ValuesSpec, MmaSpec):
     """The second sweep of a deterministic backward pass, which makes dQ: Q outer, as the forward
     pass, with S and dP in registers, and fragments of Q and dO.
     """
@@ -216,6 +216,11 @@ class MmaSweepSpec(MmaSpec):
     def keeps_q(self) -> bool:
         """Whether the fragments of Q and dO stay in registers."""
         return self.accumulators + 4 * self.TM * self.DN <= 160
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, dO, K and V."""
+        return 2 * sum(sum(spec.tile_halves[:2]) for spec in (self, self.of_values))
 
 
 @dataclass(frozen=True)

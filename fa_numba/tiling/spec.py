@@ -12,7 +12,7 @@ from fa_numba.options import PLAIN, Features
 MAX_THREADS = 512
 
 
-_Own = TypeVar("_Own", bound="GradientSpec")
+_Own = TypeVar("_Own", bound="ValuesSpec")
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,8 @@ class Spec(ABC):
         """Blocks that ptxas should leave registers for on one multiprocessor."""
 
 
-class GradientSpec(Spec):
-    """Of a kernel that makes gradients: sizes are those of Q, K and their gradients, ``of_values``
-    has those of V, O and theirs.
-    """
+class ValuesSpec(Spec):
+    """Sizes are those of Q, K and their gradients; ``of_values`` has those of V, O and theirs."""
 
     @property
     def of_values(self: _Own) -> _Own:
@@ -218,6 +216,10 @@ class GradientSpec(Spec):
     @property
     def d_v(self) -> int:
         return self.head_dim
+
+
+class GradientSpec(ValuesSpec):
+    """A kernel that makes dK and dV."""
 
     @property
     def sums_rows(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
-from fa_numba.tiling.spec import Spec
+from fa_numba.tiling.spec import GradientSpec, ValuesSpec
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import (
     GROUP,
@@ -64,7 +64,7 @@ class DqPipelines(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WgmmaBackwardSpec(Spec):
+class WgmmaBackwardSpec(GradientSpec):
     """A backward kernel on Hopper's tensor cores: a warpgroup that produces, and two that take 64
     columns of S each, and all rows.
 
@@ -87,10 +87,6 @@ class WgmmaBackwardSpec(Spec):
     splits_group: bool = False
     splits_rows: bool = False
     chunk_tiles: int = 0
-
-    @property
-    def sums_rows(self) -> bool:
-        return True
 
     @property
     def row_tiles(self) -> int:
@@ -122,10 +118,11 @@ class WgmmaBackwardSpec(Spec):
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
         masks = self.features.causal or self.features.window
-        small = self.algorithm == "fa1" and self.panels == 1 and not self.grouped
-        slopes = self.features.alibi and self.head_dim > ADDED_BESIDE
+        one = self.most_panels == 1
+        small = self.algorithm == "fa1" and one and not self.grouped
+        slopes = self.features.alibi and self.most_columns > ADDED_BESIDE
         stay = self.features.scores_stay
-        if (self.features.softcap or slopes) and not stay and self.panels == 1:
+        if (self.features.softcap or slopes) and not stay and one:
             return CAP_REGISTERS
         return MORE_REGISTERS if small and masks else REGISTERS
 
@@ -133,6 +130,16 @@ class WgmmaBackwardSpec(Spec):
     def panels(self) -> int:
         """Boxes of 64 columns that a row has."""
         return ceil_div(self.head_dim, PANEL)
+
+    @property
+    def most_columns(self) -> int:
+        """Of a row of Q or of V."""
+        return max(self.head_dim, self.head_dim_v)
+
+    @property
+    def most_panels(self) -> int:
+        """Boxes that these are."""
+        return max(self.panels, self.of_values.panels)
 
     @property
     def TM(self) -> int:
@@ -176,14 +183,21 @@ class WgmmaBackwardSpec(Spec):
         return self.features.bias
 
     @property
+    def query_columns(self) -> int:
+        """Columns of a consumer's part of dQ, which has 64 rows: half a panel where V's registers
+        leave room for no more rows.
+        """
+        return PANEL // CONSUMERS if self.most_panels > self.panels == 1 else PANEL
+
+    @property
     def query_registers(self) -> int:
         """Registers of a thread's part of dQ."""
-        return PANEL * GROUP_ROWS // GROUP
+        return self.query_columns * GROUP_ROWS // GROUP
 
     @property
     def query_floats(self) -> int:
         """Elements of a tile of dQ in shared memory, where FlashAttention-1's never is."""
-        return 0 if self.algorithm == "fa1" else CONSUMERS * GROUP_ROWS * PANEL
+        return 0 if self.algorithm == "fa1" else CONSUMERS * GROUP_ROWS * self.query_columns
 
     @property
     def p_registers(self) -> int:
@@ -200,11 +214,12 @@ class WgmmaBackwardSpec(Spec):
         return plain and not ends and self.accumulators <= 216
 
     @property
-    def tile_registers(self) -> tuple[int, int, int, int]:
-        """Registers of a thread's parts of S, or dP; in words of two 16 bits, of P, or dS; of dQ;
-        and of dK, or dV.
+    def tile_registers(self) -> tuple[int, int, int, int, int]:
+        """Registers of a thread's parts of S, or dP; in words of two 16 bits, of P, or dS; of dQ,
+        of dK and of dV.
         """
-        return self.TM * self.TN, self.p_registers, self.query_registers, self.column_registers
+        columns = self.column_registers, self.of_values.column_registers
+        return self.TM * self.TN, self.p_registers, self.query_registers, *columns
 
     @property
     def block_columns(self) -> int:
@@ -219,7 +234,7 @@ class WgmmaBackwardSpec(Spec):
     @property
     def bias_first(self) -> bool:
         """Whether the bias is added before dP's product begins, in registers that dP takes."""
-        return self.features.bias and ADDED_BESIDE < self.head_dim <= PANEL
+        return self.features.bias and ADDED_BESIDE < self.most_columns <= PANEL
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
@@ -261,10 +276,10 @@ class WgmmaBackwardSpec(Spec):
         """Where in shared memory Q, dO and dS begin, in 16-bit elements, behind K and V; then dQ,
         and L and D, in floats; and the barriers, in units of 8 bytes.
         """
-        rows, columns, scores = self.tile_halves
-        at_q = 2 * columns
+        (rows, columns, scores), (out, values, _) = self.tile_halves, self.of_values.tile_halves
+        at_q = columns + values
         at_do = at_q + STAGES * rows
-        at_ds = at_q + self.row_tiles * STAGES * rows
+        at_ds = at_do + (self.row_tiles - 1) * STAGES * out
         at_dq = (at_ds + 2 * scores) // 2
         at_l = at_dq + self.query_floats
         return at_q, at_do, at_ds, at_dq, at_l, (at_l + 2 * STAGES * self.Br) // 2
@@ -272,7 +287,7 @@ class WgmmaBackwardSpec(Spec):
     @property
     def place_of_o(self) -> int:
         """Where O begins, as ``places``, behind dO."""
-        return self.places[1] + STAGES * self.tile_halves[0]
+        return self.places[1] + STAGES * self.of_values.tile_halves[0]
 
     @property
     def pipelines(self) -> BackwardPipelines:
@@ -341,7 +356,8 @@ class WgmmaBackwardSpec(Spec):
     @property
     def accumulators(self) -> int:
         """Registers of one thread's parts of dK and dV, of S and dP, and of P in 16 bits."""
-        return 2 * self.column_registers + 2 * self.TM * self.TN + self.p_registers
+        columns = self.column_registers + self.of_values.column_registers
+        return columns + 2 * self.TM * self.TN + self.p_registers
 
     @property
     def fits_registers(self) -> bool:
@@ -385,13 +401,18 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
         return self._transposed(_SharedRows)
 
     @property
+    def place_halves(self) -> int:
+        """16-bit elements of the place of K, by way of which dV leaves, and of V, as dK does."""
+        return max(self.tile_halves[1], self.of_values.tile_halves[1])
+
+    @property
     def places(self) -> tuple[int, ...]:
         """Where in shared memory Q and dO begin, in 16-bit elements, behind K and V; then S, and L
         and D, in floats; and the barriers, in units of 8 bytes.
         """
-        rows, columns, scores = self.tile_halves
-        at_q = 2 * columns
-        at_s = (at_q + 2 * STAGES * rows) // 2
+        (rows, _, scores), out = self.tile_halves, self.of_values.tile_halves[0]
+        at_q = 2 * self.place_halves
+        at_s = (at_q + STAGES * (rows + out)) // 2
         at_l = at_s + STAGES * scores
         return at_q, at_q + STAGES * rows, at_s, at_l, (at_l + 2 * STAGES * self.Br) // 2
 
@@ -414,8 +435,9 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dK, of S and dP, and of dS in 16 bits."""
-        return self.column_registers + 2 * self.TM * self.TN + self.p_registers
+        """Registers of one thread's parts of dK or dV, of S and dP, and of dS in 16 bits."""
+        columns = max(self.column_registers, self.of_values.column_registers)
+        return columns + 2 * self.TM * self.TN + self.p_registers
 
 
 class _SharedRows(WgmmaSpec):
@@ -431,8 +453,9 @@ class _SharedRows(WgmmaSpec):
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
-    """Block sizes of the backward kernel on Hopper's tensor cores: rows with which dQ has as many
-    parts of 64 x 64 as there are consumers; without dQ 64, for P to be rounded early.
+    """Block sizes of the backward kernel on Hopper's tensor cores, by the larger head dimension:
+    rows with which dQ has as many parts of 64 x 64 as there are consumers; without dQ 64, for P to
+    be rounded early.
     """
     if head_dim > LARGEST_ATOMIC:
         return Tiles(GROUP_ROWS, GROUP_ROWS)
@@ -449,14 +472,15 @@ def select_wgmma_backward_spec(
     Raises ValueError for other tiles than ``default_wgmma_backward_tiles``, another number of
     threads, and what does not fit shared memory.
     """
-    allowed = default_wgmma_backward_tiles(head_dim, atomic)
+    most = max(head_dim, facts.get("head_dim_v", 0))  # type: ignore[call-overload]
+    allowed = default_wgmma_backward_tiles(most, atomic)
     Br, Bc = allowed.Br, allowed.Bc
     if (tiles.Br, tiles.Bc) != (Br, Bc):
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores at "
             f"head_dim={head_dim}, backward: allowed is Br={Br}, Bc={Bc}"
         )
-    kind = WgmmaWideBackwardSpec if head_dim > LARGEST_ATOMIC else WgmmaBackwardSpec
+    kind = WgmmaWideBackwardSpec if most > LARGEST_ATOMIC else WgmmaBackwardSpec
     spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
     if tiles.threads not in (None, spec.threads):
         raise ValueError(
@@ -472,7 +496,7 @@ def select_wgmma_backward_spec(
 
 
 @dataclass(frozen=True)
-class WgmmaSweepSpec(WgmmaSpec):
+class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
     """The second sweep of the backward pass on Hopper's tensor cores, which makes dQ: Q outer, as
     the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
     """
@@ -480,8 +504,8 @@ class WgmmaSweepSpec(WgmmaSpec):
     @property
     def halves(self) -> int:
         """16-bit elements of Qi and dOi, and of the places of K and V."""
-        rows, keys, values = self.tile_halves
-        return 2 * rows + self.stages * (keys + values)
+        (rows, keys, _), (out, values, _) = self.tile_halves, self.of_values.tile_halves
+        return rows + out + self.stages * (keys + values)
 
     @property
     def barriers(self) -> int:
@@ -519,7 +543,8 @@ class WgmmaSweepSpec(WgmmaSpec):
 
 def select_wgmma_sweep_spec(head_dim: int, **facts: object) -> WgmmaSweepSpec:
     """The specialisation of the second sweep with ``wgmma_sweep_tiles``, and with ``facts``."""
-    return within_registers(WgmmaSweepSpec, wgmma_sweep_tiles(head_dim), head_dim, **facts)
+    tiles = wgmma_sweep_tiles(max(head_dim, facts.get("head_dim_v", 0)))  # type: ignore[call-overload]
+    return within_registers(WgmmaSweepSpec, tiles, head_dim, **facts)
 
 
 def wgmma_sweep_tiles(head_dim: int) -> Tiles:

@@ -256,7 +256,10 @@ def test_backward_twins_on_hoppers_unit():
     own = [{n for n in names if n.startswith(("gradients", "visits"))} for names in only]
     assert own == [
         {"visits.rows_of_pass", "visits.sees_more"},
-        {"gradients.scale_and_bias", "gradients.add_dq", "gradients.write_columns"},
+        {
+            *("gradients.scale_and_bias", "gradients.add_dq", "gradients.write_columns"),
+            *("gradients.scale_dv", "gradients.write_dv"),
+        },
     ]
     assert {n.partition(".")[0] for n in only[0]} == {
         *("fa1_gradients", "visits", "grid", "d_pipeline", "kv_pipeline"),

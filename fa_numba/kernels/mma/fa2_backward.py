@@ -126,19 +126,19 @@ def make_query_gradients(spec):
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
     values, gradients, epilogue = bind(spec, mma.values, mma.gradients, mma.epilogue)
+    (of_values,) = bind(spec.of_values, mma.products)  # dP = dO VT
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RF, RG = spec.q_registers, spec.cap_registers
-    NQ, NK, _ = spec.tile_halves
+    RF, RO, RG = spec.q_registers, spec.of_values.q_registers, spec.cap_registers
 
     halves, rows = half_type(4), array_type(3)
     arrays = [*[halves] * 4, rows, rows, halves]
     types_ = arguments(arrays, 2, 1, spec.features.argument_type)
 
-    @cuda.jit(types_, spec.threads, 4 * (NQ + NK), spec.min_blocks)
+    @cuda.jit(types_, *spec.launch)
     def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
         sQ, sdO, sK, sV = load.dq_shared_memory()
-        rQ, rdO = cuda.local.array(RF, uint32), cuda.local.array(RF, uint32)
+        rQ, rdO = cuda.local.array(RF, uint32), cuda.local.array(RO, uint32)
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
@@ -153,7 +153,7 @@ def make_query_gradients(spec):
         j0, j_end = visits.columns_seen(i0, head)
 
         load.rows(sQ, Qh, i0, head.Nq)
-        load.rows(sdO, dOh, i0, head.Nq)
+        load.value_rows(sdO, dOh, i0, head.Nq)
         commit_async()
         values.read(rL, Lh, i0, head.Nq, thread)
         values.read(rD, Dh, i0, head.Nq, thread)
@@ -162,11 +162,11 @@ def make_query_gradients(spec):
         wait_async()
         cuda.syncthreads()  # Qi and dOi are there
         products.load_fragments(rQ, sQ, warp_row)
-        products.load_fragments(rdO, sdO, warp_row)
+        of_values.load_fragments(rdO, sdO, warp_row)
         while j0 < j_end:
             cuda.syncthreads()  # nobody reads sK and sV any more
             load.columns(sK, Kh, j0, head.Nk)
-            load.columns(sV, Vh, j0, head.Nk)
+            load.value_columns(sV, Vh, j0, head.Nk)
             commit_async()
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there
@@ -176,7 +176,7 @@ def make_query_gradients(spec):
             scores.scale_and_mask(rS, scale_log2, tile)
             softmax.from_lse(rS, scale_log2, rL)
             softmax.drop(rS, tile)
-            products.scores(rdP, rdO, sdO, sV, warp_row, uint32(0))
+            of_values.scores(rdP, rdO, sdO, sV, warp_row, uint32(0))
             gradients.of_scores(rdP, rS, rD, rG, tile)
             products.add_ds(rdQ, rdP, sK, options)
             j0 = visits.next_column(uint32(j0 + Bc), j_end, i0, head)

@@ -22,13 +22,13 @@ from fa_numba.parts.records import Gradients, Slot, Tile
 def make_backward(spec):
     """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
     grid, visits, gradients = bind(spec, wgmma.grid, wgmma.visits, wgmma.gradients)
-    pipeline, pingpong, fa1_gradients = bind(
-        spec, wgmma.pipeline, wgmma.pingpong, wgmma.fa1_gradients
-    )
-    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
+    pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
+    (fa1_gradients,) = bind(spec, wgmma.fa1_gradients)
+    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
+    (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, o_pipeline, d_pipeline = wgmma.pipelines(spec)
-    (RS, RP, RQ, RK), (FEW, MANY) = spec.tile_registers, spec.registers
+    (RS, RP, RQ, RK, RV), (FEW, MANY) = spec.tile_registers, spec.registers
     Bc, EARLY, DLSE = spec.Bc, spec.rounds_early, spec.features.dlse
 
     @device_function
@@ -102,7 +102,7 @@ def make_backward(spec):
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RK, float32)
+        rdV = cuda.local.array(RV, float32)
         sK, sV, sQ, sdO, sdS, _, sL, bars = shared
         thread = grid.transposed_thread()
         first, heads, i_begin, i_stop = rows
@@ -132,7 +132,7 @@ def make_backward(spec):
                 head = grid.member(first, h)
                 # Alg. 4 line 17: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 11
                 do_pipeline.wait(bars, slot)
-                transposed.multiply(rdP, sV, own, sdO, at.rows)
+                of_values.multiply(rdP, sV, own, sdO, at.out)
                 # Alg. 4 line 12: mask
                 tile = Tile(i0, column0, head, thread)
                 scores.scale_and_mask(rS, scale_log2, tile)
@@ -141,13 +141,13 @@ def make_backward(spec):
                 # Alg. 4 line 16: dVj += PijT dOi
                 if EARLY:
                     transposed.round_p(rP, rS)
-                    transposed.add_product(rdV, rP, sdO, at.rows)
+                    of_values.add_product(rdV, rP, sdO, at.out)
                 # Alg. 4 line 20: dSij = Pij o (dPij - Di)
                 transposed.wait_scores(rdP, EARLY)
                 d_pipeline.wait(bars, slot)
                 gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
                 if not EARLY:
-                    transposed.add_product(rdV, rP, sdO, at.rows)
+                    of_values.add_product(rdV, rP, sdO, at.out)
                 # Alg. 4 line 22: dKj += dSijT Qi
                 transposed.add_product(rdK, rdS, sQ, at.rows)
                 gradients.store_ds(sdS, at.scores, rdS, thread)
@@ -180,7 +180,7 @@ def make_backward(spec):
             pingpong.sync_consumers()  # nobody reads Kj and Vj any more
             gradients.scale_columns(rdK, scale)
             fa1_gradients.fa1_write_columns(rdK, sK, results.dK, column0, first, thread)
-            fa1_gradients.fa1_write_columns(rdV, sV, results.dV, column0, first, thread)
+            fa1_gradients.fa1_write_dv(rdV, sV, results.dV, column0, first, thread)
             kv_pipeline.release_by(bars, Slot(uint32(0), uint32(0)), thread)
             j0 = uint32(j0 + Bc)
 
@@ -200,7 +200,7 @@ def make_backward(spec):
             if cuda.threadIdx.x == 0:
                 produce(shared, Q, K, V, O, dO, own_rows(Q, K, group, split_rows, options))
             elif 32 <= cuda.threadIdx.x < 96:
-                columns = uint32(Q.shape[3])
+                columns = fa1_gradients.dot_columns(Q, O)
                 produce_dots(shared, columns, own_rows(Q, K, group, split_rows, options))
             elif 96 <= cuda.threadIdx.x:
                 produce_values(shared, L, own_rows(Q, K, group, split_rows, options))

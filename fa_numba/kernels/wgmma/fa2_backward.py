@@ -99,10 +99,11 @@ def make_backward(spec, atomic=True):
     produce, produce_values, produce_drawing = producers
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pipeline, pingpong, drawing = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.drawing)
-    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
+    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
+    (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, *_ = wgmma.pipelines(spec)
-    RS, RP, RQ, RK = spec.tile_registers
+    RS, RP, RQ, RK, RV = spec.tile_registers
     EARLY, (FEW, MANY) = spec.rounds_early, spec.registers
     DROPS = spec.features.dropout
 
@@ -111,7 +112,7 @@ def make_backward(spec, atomic=True):
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RK, float32)
+        rdV = cuda.local.array(RV, float32)
         sK, sV, sQ, sdO, sdS, sdQ, sL, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
@@ -135,7 +136,7 @@ def make_backward(spec, atomic=True):
             gradients.scale_and_bias(rS, scale_log2, tile)
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
             do_pipeline.wait(bars, slot)
-            transposed.multiply(rdP, sV, own, sdO, at.rows)
+            of_values.multiply(rdP, sV, own, sdO, at.out)
             scores.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
@@ -144,12 +145,12 @@ def make_backward(spec, atomic=True):
             # Alg. 2 line 12: dVj += PijT dOi
             if EARLY:
                 transposed.round_p(rP, rS)
-                transposed.add_product(rdV, rP, sdO, at.rows)
+                of_values.add_product(rdV, rP, sdO, at.out)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             transposed.wait_scores(rdP, EARLY)
             gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
             if not EARLY:
-                transposed.add_product(rdV, rP, sdO, at.rows)
+                of_values.add_product(rdV, rP, sdO, at.out)
             # Alg. 2 line 16: dKj += dSijT Qi
             transposed.add_product(rdK, rdS, sQ, at.rows)
             # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
@@ -182,10 +183,10 @@ def make_backward(spec, atomic=True):
         pingpong.sync_consumers()  # nobody reads Kj and Vj any more
         gradients.scale_columns(rdK, scale)
         if DROPS:
-            gradients.scale_columns(rdV, options.inverse_keep)
+            gradients.scale_dv(rdV, options.inverse_keep)
         head = key_tiles.read_head(head, head.h, Q, K)
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
-        gradients.write_columns(rdV, sV, results.dV, column0, head, thread)
+        gradients.write_dv(rdV, sV, results.dV, column0, head, thread)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
@@ -247,7 +248,7 @@ def make_query_gradients(spec):
             k_pipeline.acquire(bars, kv)
             load.k(shared.sK, K, j0, head, pages, bars, kv)
             v_pipeline.acquire(bars, kv)
-            load.v(shared.sV, V, j0, head, pages, bars, kv)
+            dq_kernel.load_v(shared.sV, V, j0, head, pages, bars, kv)
             stage, phase = k_pipeline.next(kv)
             j0 = uint32(j0 + Bc)
 
@@ -278,7 +279,7 @@ def make_query_gradients(spec):
             kv, tile = Slot(stage, phase), Tile(row0, j0, head, thread)
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij
             v_pipeline.wait(bars, kv)
-            products.begin_scores(rdP, sdO, uint32(0), w, sV, stage)
+            dq_kernel.begin_dp(rdP, sdO, uint32(0), w, sV, stage)
             scores.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             dq_kernel.p_of_rows(rS, scale_log2, rL)

@@ -24,22 +24,24 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pipeline, pingpong, wide = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.wide_gradients)
     (drawing,) = bind(spec, wgmma.drawing)
-    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
+    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
+    (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
+    (wide_dv,) = bind(spec.of_values, wgmma.wide_gradients)
     (scores,), (hidden,) = bind(spec.part, wgmma.scores), bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, s_pipeline = wgmma.pipelines(spec)
-    RS, RP, _, RK = spec.tile_registers
+    RS, RP, _, RK, RV = spec.tile_registers
     (FEW, MANY), DROPS = spec.registers, spec.features.dropout
     STAYS = spec.features.scores_stay
 
     @device_function
     def consume_values(shared, Q, K, dV, scale_log2, group, options):
         rS, rP = cuda.local.array(RS, float32), cuda.local.array(RP, uint32)
-        rdV = cuda.local.array(RK, float32)
+        rdV = cuda.local.array(RV, float32)
         sK, _, sQ, sdO, _, sL, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
-        wide.start_column(rdV)
+        wide_dv.start_column(rdV)
         h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
         stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
         more = i0 < i_end and h < h_end
@@ -65,7 +67,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             transposed.round_p(rP, rS)
             # Alg. 2 line 12: dVj += PijT dOi
             do_pipeline.wait(bars, slot)
-            transposed.add_product(rdV, rP, sdO, at.rows)
+            of_values.add_product(rdV, rP, sdO, at.out)
             h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
@@ -76,7 +78,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
             transposed.multiply(rS, sK, uint32(0), sQ, gradients.places(next_stage).rows)
-            wide.wait_column(rdV)
+            wide_dv.wait_column(rdV)
             cuda.syncwarp()  # all lanes have read Li
             q_pipeline.release(bars, slot)
             transposed.wait_scores(rS, False)
@@ -85,8 +87,8 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         # Alg. 2 line 18: write dVj, by way of Kj
         pingpong.sync_group(thread.w)  # no warp reads Kj any more
         if DROPS:
-            gradients.scale_columns(rdV, options.inverse_keep)
-        gradients.write_columns(rdV, sK, dV, j0, head, thread)
+            gradients.scale_dv(rdV, options.inverse_keep)
+        gradients.write_dv(rdV, sK, dV, j0, head, thread)
 
     @device_function
     def consume_keys(shared, Q, K, dK, scale, scale_log2, group, options):
@@ -103,7 +105,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             do_pipeline.wait(bars, Slot(stage, phase))
-            transposed.multiply(rdP, sV, uint32(0), sdO, gradients.places(stage).rows)
+            of_values.multiply(rdP, sV, uint32(0), sdO, gradients.places(stage).out)
             transposed.wait_scores(rdP, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
@@ -132,7 +134,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             else:
                 next_stage = stage  # dPij once more, for nothing
             # Alg. 2 line 13 of the next i: dPij = dOi VjT
-            transposed.multiply(rdP, sV, uint32(0), sdO, gradients.places(next_stage).rows)
+            of_values.multiply(rdP, sV, uint32(0), sdO, gradients.places(next_stage).out)
             wide.wait_column(rdK)
             cuda.syncwarp()  # all lanes have read Li, Di and Sij
             q_pipeline.release(bars, slot)

@@ -54,6 +54,12 @@ def make_columns(spec):
 
 
 @cache
+def make_value_rows(spec):
+    """``value_rows(sT, T, row0, rows_end)``: in the second sweep, of dO."""
+    return make_rows(spec.of_values)
+
+
+@cache
 def make_value_columns(spec):
     """``value_columns(sT, T, row0, rows_end)``: in the backward pass, of V."""
     return make_columns(spec.of_values)
@@ -112,14 +118,14 @@ def make_shared_memory(spec):
 @part
 def make_dq_shared_memory(spec):
     """``dq_shared_memory()``: where Qi, dOi, Kj and Vj lie, where dQ is made alone."""
-    NQ, NK, _ = spec.tile_halves
-    AT_DO, AT_K, AT_V = NQ, 2 * NQ, 2 * NQ + NK
+    (NQ, NK, _), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
+    AT_DO, AT_K, AT_V = NQ, NQ + NO, NQ + NO + NK
 
     def dq_shared_memory():
         sQ = half_tile(0, NQ)
-        sdO = half_tile(AT_DO, NQ)
+        sdO = half_tile(AT_DO, NO)
         sK = half_tile(AT_K, NK)
-        return sQ, sdO, sK, half_tile(AT_V, NK)
+        return sQ, sdO, sK, half_tile(AT_V, NV)
 
     return dq_shared_memory
 

@@ -2,6 +2,8 @@
 in registers as in the forward pass, comes dS, an operand.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
@@ -14,7 +16,8 @@ from fa_numba.parts.mods import make_p_and_ds
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import DqShared, Head
 from fa_numba.parts.wgmma.gradients import cap_slope, make_ds_of_kept
-from fa_numba.parts.wgmma.load import make_tile_of_queries
+from fa_numba.parts.wgmma.load import make_tile_of_queries, make_v
+from fa_numba.parts.wgmma.products import make_begin_scores
 from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
@@ -22,13 +25,13 @@ from fa_numba.tiling.wgmma import GROUP_ROWS
 @part
 def make_dq_shared_memory(spec):
     """``dq_shared_memory()``: Qi, dOi, slots of K and V, and the barriers."""
-    NQ, NK, _ = spec.tile_halves
-    NKS, AT_K, AT_V = spec.stages * NK, 2 * NQ, 2 * NQ + spec.stages * NK
-    AT_BARRIERS, BARRIERS = spec.halves // 4, spec.barriers
+    (NQ, NK, _), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
+    NKS, NVS, AT_K = spec.stages * NK, spec.stages * NV, NQ + NO
+    AT_V, AT_BARRIERS, BARRIERS = AT_K + NKS, spec.halves // 4, spec.barriers
 
     def dq_shared_memory():
-        sQ, sdO = half_tile(0, NQ), half_tile(NQ, NQ)
-        sK, sV = half_tile(AT_K, NKS), half_tile(AT_V, NKS)
+        sQ, sdO = half_tile(0, NQ), half_tile(NQ, NO)
+        sK, sV = half_tile(AT_K, NKS), half_tile(AT_V, NVS)
         return DqShared(sQ, sdO, sK, sV, mbarrier_tile(AT_BARRIERS, BARRIERS))
 
     return dq_shared_memory
@@ -58,13 +61,25 @@ def make_dq_row_tile(spec):
 @part
 def make_load_do_once(spec):
     """``load_do_once(sdO, dO, i0, head, bars, slot)``: dOi, zeros beyond the sequence."""
-    NQ, full = spec.tile_halves[0], spec.pipelines.do.full
-    load = make_tile_of_queries(spec, GROUP_ROWS)
+    NO, full = spec.of_values.tile_halves[0], spec.pipelines.do.full
+    load = make_tile_of_queries(spec.of_values, GROUP_ROWS)
 
     def load_do_once(sdO, dO, i0, head, bars, slot):
-        load(sdO, uint32(slot.stage * NQ), dO, i0, head, bars, full + slot.stage)
+        load(sdO, uint32(slot.stage * NO), dO, i0, head, bars, full + slot.stage)
 
     return load_do_once
+
+
+@cache
+def make_load_v(spec):
+    """``load_v(sV, V, j0, head, pages, bars, slot)``: Vj to a slot."""
+    return make_v(spec.of_values)
+
+
+@cache
+def make_begin_dp(spec):
+    """``begin_dp(rdP, sdO, once, w, sV, stage)``: dP = dO VT of warpgroup w's rows."""
+    return make_begin_scores(spec.of_values)
 
 
 @part

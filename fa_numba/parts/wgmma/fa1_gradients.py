@@ -2,12 +2,13 @@
 every pass, and dQ passes through global memory in every pass.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, float32, int32, int64, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
-from fa_numba.intrinsics.bulk_copy import load_box
 from fa_numba.intrinsics.matrix import CONVERSIONS
-from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, load8, shared_tile
 from fa_numba.parts.mma.pairs import (
     make_add_two,
@@ -16,10 +17,10 @@ from fa_numba.parts.mma.pairs import (
     make_write_two,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Fa1BackwardShared, GroupThread
+from fa_numba.parts.records import Box, Fa1BackwardShared, GroupThread
 from fa_numba.parts.visits import make_first_of_heads
 from fa_numba.parts.wgmma.epilogue import make_write_tile
-from fa_numba.parts.wgmma.gradients import value_place
+from fa_numba.parts.wgmma.gradients import make_load_boxes, make_places, value_place
 from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -33,14 +34,15 @@ def make_fa1_backward_shared_memory(spec):
     """``fa1_backward_shared_memory()``: Kj and Vj, slots of Q, dO and O, dS, L and D, and the
     barriers.
     """
-    NQ, NK, NS = spec.tile_halves
+    (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.places
-    NQS, NSS, NL, BARRIERS, AT_O = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers, spec.place_of_o
+    NQS, NOS, NSS, NL, AT_O = 2 * NQ, 2 * NO, 2 * NS, 4 * spec.Br, spec.place_of_o
+    BARRIERS = spec.barriers
 
     def fa1_backward_shared_memory():
-        sK, sV = half_tile(0, NK), half_tile(NK, NK)
-        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
-        sO = half_tile(AT_O, NQS)
+        sK, sV = half_tile(0, NK), half_tile(NK, NV)
+        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NOS), half_tile(AT_DS, NSS)
+        sO = half_tile(AT_O, NOS)
         sL, bars = shared_tile(AT_L, NL), mbarrier_tile(AT_BARRIERS, BARRIERS)
         return Fa1BackwardShared(sK, sV, sQ, sdO, sdS, sO, sL, bars)
 
@@ -149,16 +151,11 @@ def make_is_visit(spec):
 @part
 def make_fa1_load_columns(spec):
     """``fa1_load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the arrays."""
-    Bc, panels, barrier = spec.Bc, spec.panels, spec.pipelines.kv.full
-    size = 4 * PANEL * spec.panels * spec.Bc
+    load = make_load_boxes(spec)
 
     def fa1_load_columns(shared, K, V, j0, head):
-        b, hk, bars = head.b, head.hk, shared.bars
-        expect_bytes(bars, uint32(barrier), size)
-        for n in range(panels):
-            at, col = uint32(PANEL * Bc * n), PANEL * n
-            load_box(shared.sK, at, K, b, hk, j0, col, bars, uint32(barrier))
-            load_box(shared.sV, at, V, b, hk, j0, col, bars, uint32(barrier))
+        box = Box(head.b, head.hk, j0)
+        load(shared, K, V, box, box)
 
     return fa1_load_columns
 
@@ -166,15 +163,16 @@ def make_fa1_load_columns(spec):
 @part
 def make_load_rows(spec):
     """``load_rows(shared, Q, dO, O, i0, head, slot)``: Qi, dOi and Oi to a slot."""
-    load, NQ = make_tile(spec.Br, spec.Br, spec.panels, whole_box), spec.tile_halves[0]
+    loads = (make_tile(s.Br, s.Br, s.panels, whole_box) for s in (spec, spec.of_values))
+    (load_q, load_o), places = loads, make_places(spec)
     _, q, do, o, _ = spec.pipelines
     full_q, full_do, full_o = q.full, do.full, o.full
 
     def load_rows(shared, Q, dO, O, i0, head, slot):
-        bars, stage, at = shared.bars, slot.stage, uint32(slot.stage * NQ)
-        load(shared.sQ, at, Q, i0, head, bars, uint32(full_q + stage))
-        load(shared.sdO, at, dO, i0, head, bars, uint32(full_do + stage))
-        load(shared.sO, at, O, i0, head, bars, uint32(full_o + stage))
+        bars, stage, at = shared.bars, slot.stage, places(slot.stage)
+        load_q(shared.sQ, at.rows, Q, i0, head, bars, uint32(full_q + stage))
+        load_o(shared.sdO, at.out, dO, i0, head, bars, uint32(full_do + stage))
+        load_o(shared.sO, at.out, O, i0, head, bars, uint32(full_o + stage))
 
     return load_rows
 
@@ -213,17 +211,32 @@ def make_load_lse(spec):
 
 
 @part
+def make_dot_columns(spec):
+    """``dot_columns(Q, O)``: the columns of O, where they are Q's by that: a plain kernel reads no
+    more shapes.
+    """
+    own = spec.head_dim_v > 0
+
+    def dot_columns(Q, O):
+        if own:
+            return uint32(O.shape[3])
+        return uint32(Q.shape[3])
+
+    return dot_columns
+
+
+@part
 def make_row_dots(spec):
     """``row_dots(shared, stage, columns)``: D = rowsum(dO o O), less dL, by two warps; a thread
     takes a row, in chunks of 16 bytes. They have few registers: that the ends are no constants
     leaves the loops loops.
     """
-    Br, NQ, place_of, full = spec.Br, spec.tile_halves[0], value_place, spec.pipelines.d.full
+    Br, NO = spec.Br, spec.of_values.tile_halves[0]
+    place_of, full, dlse = value_place, spec.pipelines.d.full, spec.features.dlse
     _, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
-    dlse = spec.features.dlse
 
     def row_dots(shared, stage, columns):
-        at_rows, at = uint32(stage * NQ), uint32(stage * (2 * Br) + Br)
+        at_rows, at = uint32(stage * NO), uint32(stage * (2 * Br) + Br)
         r, rows = uint32(uint32(cuda.threadIdx.x) - WARP), anew(uint32(Br))
         while r < rows:
             dot, col = float32(0.0), uint32(0)
@@ -246,24 +259,27 @@ def make_row_dots(spec):
 
 # --- dQ --------------------------------------------------------------------------------------
 
+
 # A part of dQ is always the same thread's: it reads what it has written itself in the pass before,
-# which needs no fence and no barrier. Pairs of it stand so many rows and columns from its first.
-PAIRS = tuple((8 * i, 8 * n) for i in range(2) for n in range(PANEL // 8))
+# which needs no fence and no barrier.
+def pairs_of_dq(spec):
+    """So many rows and columns from its first stand the pairs of a thread's part."""
+    return tuple((8 * i, 8 * n) for i in range(2) for n in range(spec.query_columns // 8))
 
 
 @part
 def make_query_place(spec):
     """``query_place(row0, rows_end, thread)``: row and column of this thread's first element of dQ,
-    and the rows from there to the end. Its pair e stands PAIRS[e] rows and columns further.
+    and the rows from there to the end. Others stand as ``pairs_of_dq`` says.
     """
-    by_rows = spec.Br > GROUP_ROWS
+    by_rows, COLUMNS = spec.Br > GROUP_ROWS, spec.query_columns
 
     def query_place(row0, rows_end, thread):
         row, col = uint32(row0 + thread.tx), uint32(2 * thread.ty)
         if by_rows:
             row = uint32(row + GROUP_ROWS * thread.w)
         else:
-            col = uint32(col + PANEL * thread.w)
+            col = uint32(col + COLUMNS * thread.w)
         return int64(row), int64(col), int32(int32(rows_end) - int32(row))
 
     return query_place
@@ -277,7 +293,7 @@ def make_read_dq(spec):
     The pass over column 0 knows that it is 0, and reads nothing, unless the kernel has written
     that.
     """
-    initialises, pairs = spec.features.initialises, PAIRS
+    initialises, pairs = spec.features.initialises, pairs_of_dq(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)
 
     def read_dq(rdQ, A, j0, row0, rows_end, head, thread):
@@ -341,7 +357,8 @@ def make_initialise_dq(spec):
 @part
 def _make_write_sums(spec):
     """``write_sums(rdQ, A, row0, rows_end, thread)``: this thread's part of dQ, in float32."""
-    pairs, place, write_floats = PAIRS, make_query_place(spec), make_write_floats(spec)
+    pairs, place = pairs_of_dq(spec), make_query_place(spec)
+    write_floats = make_write_floats(spec)
 
     def write_sums(rdQ, A, row0, rows_end, thread):
         row, col, left = place(row0, rows_end, thread)
@@ -355,7 +372,7 @@ def _make_write_sums(spec):
 @part
 def _make_write_rounded(spec):
     """``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``: factor times it, rounded."""
-    pairs, place, write_two = PAIRS, make_query_place(spec), make_write_two(spec)
+    pairs, place, write_two = pairs_of_dq(spec), make_query_place(spec), make_write_two(spec)
 
     def write_rounded(rdQ, dQ, factor, row0, rows_end, thread):
         row, col, left = place(row0, rows_end, thread)
@@ -371,9 +388,15 @@ def _make_write_rounded(spec):
 # --- dK and dV -------------------------------------------------------------------------------
 
 
+@cache
+def make_fa1_write_dv(spec):
+    """``fa1_write_dv(rdV, sV, dV, row0, head, thread)``: as ``fa1_write_columns``, of dV."""
+    return make_fa1_write_columns(spec.of_values)
+
+
 @part
 def make_fa1_write_columns(spec):
-    """``fa1_write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK or dV; or,
+    """``fa1_write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK; or,
     where blocks share them, added to their float32 sum atomically.
     """
     if spec.splits_queries:

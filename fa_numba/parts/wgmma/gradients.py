@@ -2,6 +2,8 @@
 slots in turn, and their L and D with them.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
@@ -41,14 +43,14 @@ def make_backward_shared_memory(spec):
     """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, bits of what
     dropout drops, the words of the key tile, and the barriers.
     """
-    NQ, NK, NS = spec.tile_halves
+    (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.places
-    NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * spec.Br, spec.barriers
-    (AT_WORDS, WORDS), (AT_B, NB) = spec.key_tile_words, spec.drawn_places
+    NQS, NOS, NSS, NDQ, NL = 2 * NQ, 2 * NO, 2 * NS, spec.query_floats, 4 * spec.Br
+    (AT_WORDS, WORDS), (AT_B, NB), BARRIERS = spec.key_tile_words, spec.drawn_places, spec.barriers
 
     def backward_shared_memory():
-        sK, sV = half_tile(0, NK), half_tile(NK, NK)
-        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
+        sK, sV = half_tile(0, NK), half_tile(NK, NV)
+        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NOS), half_tile(AT_DS, NSS)
         sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
         bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
         sB = index_tile(AT_B, NB)
@@ -60,10 +62,11 @@ def make_backward_shared_memory(spec):
 @part
 def make_places(spec):
     """``places(stage)``: where a slot's row tiles, L and D, and dS begin."""
-    (NQ, _, NS), values = spec.tile_halves, 2 * spec.Br
+    (NQ, _, NS), values, NO = spec.tile_halves, 2 * spec.Br, spec.of_values.tile_halves[0]
 
     def places(stage):
-        return SlotPlaces(uint32(stage * NQ), uint32(stage * values), uint32(stage * NS))
+        rows, out = uint32(stage * NQ), uint32(stage * NO)
+        return SlotPlaces(rows, out, uint32(stage * values), uint32(stage * NS))
 
     return places
 
@@ -74,19 +77,35 @@ def make_places(spec):
 @part
 def make_load_columns(spec):
     """``load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the sequence."""
-    Bc, panels, barrier = spec.Bc, spec.panels, spec.pipelines.kv.full
-    size, find = 4 * PANEL * spec.panels * spec.Bc, make_read_key_box(spec, spec.key_ends)
+    load, find = make_load_boxes(spec), make_read_key_box(spec, spec.key_ends)
 
     def load_columns(shared, K, V, j0, head):
+        load(shared, K, V, find(K, j0, head), find(V, j0, head))
+
+    return load_columns
+
+
+@part
+def make_load_boxes(spec):
+    """``load_boxes(shared, K, V, k, v)``: Kj and Vj, from these places on their maps on."""
+    Bc, OF_K, OF_V = spec.Bc, spec.panels, spec.of_values.panels
+    BOTH, size, barrier = min(OF_K, OF_V), 2 * PANEL * (OF_K + OF_V) * Bc, spec.pipelines.kv.full
+
+    def load_boxes(shared, K, V, k, v):
         bars = shared.bars
         expect_bytes(bars, uint32(barrier), size)
-        k, v = find(K, j0, head), find(V, j0, head)
-        for n in range(panels):
+        for n in range(BOTH):
             at, col = uint32(PANEL * Bc * n), PANEL * n
             load_box(shared.sK, at, K, k.outer, k.inner, k.row, col, bars, uint32(barrier))
             load_box(shared.sV, at, V, v.outer, v.inner, v.row, col, bars, uint32(barrier))
+        for n in range(BOTH, OF_K):
+            at, col = uint32(PANEL * Bc * n), PANEL * n
+            load_box(shared.sK, at, K, k.outer, k.inner, k.row, col, bars, uint32(barrier))
+        for n in range(BOTH, OF_V):
+            at, col = uint32(PANEL * Bc * n), PANEL * n
+            load_box(shared.sV, at, V, v.outer, v.inner, v.row, col, bars, uint32(barrier))
 
-    return load_columns
+    return load_boxes
 
 
 @part
@@ -104,10 +123,11 @@ def make_load_q(spec):
 @part
 def make_load_do(spec):
     """``load_do(shared, dO, i0, head, slot)``: dOi to a slot, zeros beyond the sequence."""
-    load, NQ, full = _make_load_rows(spec), spec.tile_halves[0], spec.pipelines.do.full
+    load, full = _make_load_rows(spec.of_values), spec.pipelines.do.full
+    NO = spec.of_values.tile_halves[0]
 
     def load_do(shared, dO, i0, head, slot):
-        at, barrier = uint32(slot.stage * NQ), uint32(full + slot.stage)
+        at, barrier = uint32(slot.stage * NO), uint32(full + slot.stage)
         load(shared.sdO, at, dO, i0, head, shared.bars, barrier)
 
     return load_do
@@ -326,19 +346,20 @@ def make_store_ds(spec):
 
 @part
 def make_begin_dq(spec):
-    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's 64 x 64 part of dQ = dS K: its rows, or
-    its columns, in FlashAttention-1 added to what it is. Both operands' rows run across the sum,
-    which is over all columns of S.
+    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's part of dQ = dS K, 64 rows and a panel, or
+    half of one: its rows, or its columns, in FlashAttention-1 added to what it is. Both operands'
+    rows run across the sum, which is over all columns of S.
     """
     Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
-    ADDS = int(spec.algorithm == "fa1")
+    ADDS, COLUMNS = int(spec.algorithm == "fa1"), spec.query_columns
+    PART = PANEL * Bc if COLUMNS == PANEL else COLUMNS
     multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
 
     def begin_dq(rdQ, sdS, at, sK, w):
-        rows, columns = uint32(0), uint32(PANEL * Bc * w)
+        rows, columns = uint32(0), uint32(PART * w)
         if by_rows:
             rows, columns = columns, rows
-        multiply(rdQ, PANEL, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, ADDS)
+        multiply(rdQ, COLUMNS, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, ADDS)
 
     return begin_dq
 
@@ -357,15 +378,15 @@ def make_wait_dq(spec):
 @part
 def make_wait_columns(spec):
     """``wait_columns(rdK, rdV, more)``: both are there; with ``more`` dQ may be on its way."""
-    RK = spec.column_registers
+    *_, RK, RV = spec.tile_registers
 
     def wait_columns(rdK, rdV, more):
         if more:
             wait_products(rdK, RK, 1)
-            wait_products(rdV, RK, 1)
+            wait_products(rdV, RV, 1)
         else:
             wait_products(rdK, RK, 0)
-            wait_products(rdV, RK, 0)
+            wait_products(rdV, RV, 0)
 
     return wait_columns
 
@@ -373,11 +394,12 @@ def make_wait_columns(spec):
 @part
 def make_add_dq(spec):
     """``add_dq(rdQ, sdQ, A, row0, head, thread)``: A += this consumer's part of dQ, by the copy
-    engine, which takes it from this consumer's part of sdQ: two boxes of 32 columns. Nothing beyond
-    the rows of the sequence.
+    engine, which takes it from this consumer's part of sdQ: boxes of 32 columns. Nothing beyond the
+    rows of the sequence.
     """
     by_rows, sync_group = spec.Br > GROUP_ROWS, make_sync_group(spec)
-    find, BOX = make_read_query_box(spec), GROUP_ROWS * FLOATS
+    find, BOX, COLUMNS = make_read_query_box(spec), GROUP_ROWS * FLOATS, spec.query_columns
+    BOXES = COLUMNS // FLOATS
 
     def add_dq(rdQ, sdQ, A, row0, head, thread):
         w, tx, ty = thread.w, thread.tx, thread.ty
@@ -388,12 +410,12 @@ def make_add_dq(spec):
         own_thread = anew(uint32(uint32(cuda.threadIdx.x) - GROUP))
         quad = uint32(own_thread // 4)
         row, col = uint32(quad % 32 // 8 * 16 + quad % 8), uint32(own_thread % 4)
-        own = uint32(2 * BOX * uint32(own_thread // GROUP))
+        own = uint32(BOXES * BOX * uint32(own_thread // GROUP))
         chunk = uint32(uint32(col // 2) ^ uint32(row % 8))
         first = uint32(own + FLOATS * row + 4 * chunk + 2 * (col % 2))
         for i in range(2):
-            for n in range(PANEL // 8):
-                e = i * (PANEL // 4) + 2 * n
+            for n in range(COLUMNS // 8):
+                e = i * (COLUMNS // 4) + 2 * n
                 place = uint32(
                     uint32(first + FLOATS * 8 * i + BOX * (n // 4)) ^ uint32(8 * (n % 4))
                 )
@@ -402,21 +424,34 @@ def make_add_dq(spec):
         fence_async_proxy()
         sync_group(w)
         if tx == uint32(0) and ty == uint32(0):
-            row, col = row0, uint32(PANEL * w)
+            row, col = row0, uint32(COLUMNS * w)
             if by_rows:
                 row, col = uint32(row0 + GROUP_ROWS * w), uint32(0)
             box = find(A, row, head)
             add_box(A, box.outer, box.inner, box.row, col, sdQ, own)
-            further = uint32(col + FLOATS)
-            add_box(A, box.outer, box.inner, box.row, further, sdQ, uint32(own + BOX))
+            if BOXES > 1:
+                further = uint32(col + FLOATS)
+                add_box(A, box.outer, box.inner, box.row, further, sdQ, uint32(own + BOX))
             commit_boxes()
 
     return add_dq
 
 
+@cache
+def make_scale_dv(spec):
+    """``scale_dv(rdV, factor)``: factor dV."""
+    return make_scale_columns(spec.of_values)
+
+
+@cache
+def make_write_dv(spec):
+    """``write_dv(rdV, sV, dV, row0, head, thread)``: as ``write_columns``, of dV."""
+    return make_write_columns(spec.of_values)
+
+
 @part
 def make_write_columns(spec):
-    """``write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK or dV, nothing
+    """``write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK, nothing
     beyond a packed sequence's; or, where blocks share a head, this block's float32 part of them.
     """
     if spec.splits_group:

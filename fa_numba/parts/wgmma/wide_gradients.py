@@ -16,14 +16,14 @@ def make_wide_shared_memory(spec):
     """``wide_shared_memory()``: Kj and Vj, slots of Q, dO and S, L and D, the words of the key
     tile, and the barriers.
     """
-    NQ, NK, NS = spec.tile_halves
+    (NQ, _, NS), NK = spec.tile_halves, spec.place_halves
     AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.places
-    NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers
-    (AT_WORDS, WORDS), (AT_B, NB) = spec.key_tile_words, spec.drawn_places
+    NQS, NOS, NSS, NL = 2 * NQ, 2 * spec.of_values.tile_halves[0], 2 * NS, 4 * spec.Br
+    (AT_WORDS, WORDS), (AT_B, NB), BARRIERS = spec.key_tile_words, spec.drawn_places, spec.barriers
 
     def wide_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
-        sQ, sdO = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS)
+        sQ, sdO = half_tile(AT_Q, NQS), half_tile(AT_DO, NOS)
         sS, sL = shared_tile(AT_S, NSS), shared_tile(AT_L, NL)
         bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
         return WideShared(sK, sV, sQ, sdO, sS, sL, index_tile(AT_B, NB), words, bars)
