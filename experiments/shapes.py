@@ -16,9 +16,9 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .beside import breadth, flex
+from .beside import breadth
 from .beside.breadth import AUTO
-from .lab.measure import calls, peers, precompile
+from .lab.measure import calls, flex, peers, precompile
 from .lab.measure.series import LABELS, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call

@@ -16,6 +16,8 @@ import fa_numba
 from fa_numba import reference
 from fa_numba.problem import Problem
 
+from .beside import variant_times
+from .beside.variant_times import over_flex
 from .lab.measure import counts
 from .lab.measure.series import algorithm, row_fields, unit
 from .lab.measure.workloads import SEED, Inputs
@@ -130,22 +132,28 @@ TITLE = "fifteen variants of attention, written in Python, in both orders"
 DESCRIPTION = (
     "Masks and scores as functions of a few lines: the accesses of both loop orders, counted on "
     "the emulator beside the model's, the share of tiles that a mask leaves, errors against "
-    "float64, and a picture of each."
+    "float64, and a picture of each; on a GPU the time of both orders on tensor cores, forward and "
+    "backward, and of compiling, beside torch's flex_attention."
 )
 NEEDS_GPU = False
 # A row's variant stands in its note.
 SWEPT = ("note",)
 TAKES: tuple[str, ...] = ()
+PROTOCOL = variant_times.PROTOCOL
 
 SERIES = ("fa1-simt", "fa2-simt")
 SEQLEN, HEADS, HEAD_DIM, TILES = 64, 2, 16, fa_numba.Tiles(8, 8)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Accesses, the share of tiles visited and errors, of every variant in both orders."""
+    """Accesses, the share of tiles visited and errors, of every variant in both orders; times where
+    there is a GPU.
+    """
     names = list(VARIANTS)[: 3 if options.quick else None]
     work = [(name, series) for name in names for series in SERIES]
     yield from bench.counted(work, "counting", _counted)
+    if bench.machine is not None:
+        yield from variant_times.measure({name: VARIANTS[name] for name in names}, bench)
 
 
 def given(name: str) -> dict[str, Any]:
@@ -221,12 +229,19 @@ def draw(rows: Sequence[Row]) -> Any:
             continue
         ax.imshow(weights(name), cmap="viridis_r", vmin=0, vmax=1, interpolation="nearest")
         one, two = (moved[name][series] for series in SERIES)
-        ax.set_xlabel(f"{visited[name][SERIES[0]]:.0%} of tiles\nFA-1 / FA-2: {one / two:.1f}")
-    over = [by[SERIES[0]] / by[SERIES[1]] for by in moved.values()]
-    figure.suptitle(
-        f"Of {len(moved)} variants K/V outer moves {tables.between(over)} times what Q outer does",
-        fontsize=12,
+        label = f"{visited[name][SERIES[0]]:.0%} of tiles\nFA-1 / FA-2: {one / two:.1f}"
+        over = [over_flex(rows, name, pass_) for pass_ in variant_times.PASSES]
+        if None not in over:
+            label += f"\nflex / FA-2: {', '.join(f'{x:.2f}' for x in over)}"
+        ax.set_xlabel(label)
+    ratios = [by[SERIES[0]] / by[SERIES[1]] for by in moved.values()]
+    title = (
+        f"Of {len(moved)} variants K/V outer moves {tables.between(ratios)} times what Q outer does"
     )
+    timed = variant_times.said(rows, list(moved))
+    if timed:
+        title += f"\nflex_attention's time over FlashAttention-2's, medians: {timed}"
+    figure.suptitle(title, fontsize=12)
     return figure
 
 
@@ -247,6 +262,11 @@ def table(rows: Sequence[Row]) -> Table | None:
     header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "ratio", "error"]
     caption = (
         f"Forward, fp32, {HEADS} heads, tiles of {TILES.Br} x {TILES.Bc}; loads and stores "
-        f"{counts.said(accesses)}. The error is against float64. Times are not measured here."
+        f"{counts.said(accesses)}. The error is against float64."
     )
+    if not variant_times.times(rows):
+        caption += " Times are not recorded."
     return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"variants_times": variant_times.table}

@@ -11,12 +11,11 @@ import numpy as np
 
 from fa_numba.problem import Problem
 
-from ..lab.measure import peers
+from ..lab.measure import flex, peers
 from ..lab.measure.calls import make as make_call
 from ..lab.measure.calls import theirs
 from ..lab.measure.series import backward_options
 from ..lab.measure.workloads import SEED
-from . import flex
 
 AUTO = "fa2-auto"
 # The longest problem whose gradients are computed in float64 here, and its widest window.

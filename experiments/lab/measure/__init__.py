@@ -3,6 +3,7 @@
 workloads   problem sizes of the papers, and inputs for them
 series      our algorithms under the names that the data store has for them
 calls, peers    calls of ours and of torch's alike, with options, and their checks; torch's kernels
+flex        torch's flex_attention, compiled for a problem
 variants    several calls compared at one problem, with hardware counters
 check                       the comparison with float64 before anything is timed
 timing, speeds, bandwidth   times

@@ -13,7 +13,7 @@ from typing import Any
 
 from fa_numba.problem import Problem
 
-from ..lab.measure import peers
+from . import peers
 
 try:
     import torch
@@ -30,8 +30,9 @@ def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[...
     """A function that runs flex_attention once on q, k and v; it takes `out` and leaves it alone.
 
     It is compiled at the first run, for this problem alone. `given` are the options of our call,
-    arrays on the GPU. Packed sequences are one long one here, whose mask tells them apart; q, k and
-    v are then copied to the layout that flex_attention has, before any run.
+    arrays on the GPU; a `mask_mod` or `score_mod` among them is torch's. Packed sequences are one
+    long one here, whose mask tells them apart; q, k and v are then copied to the layout that
+    flex_attention has, before any run.
     """
     run = _compiled(problem, *_laid_out(problem, q, k, v), **given)
     return lambda out=None: _as_given(problem, run())
@@ -56,11 +57,11 @@ def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callabl
     # Else a new mask would be one of many of one compiled function, of which torch keeps a few.
     torch._dynamo.reset()
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
-    visible = _mask_mod(problem, **given)
+    visible = given.get("mask_mod") or _mask_mod(problem, **given)
     if visible is not None:
         sizes = q.shape[2], k.shape[2]
         options["block_mask"] = create_block_mask(visible, None, None, *sizes, device="cuda")
-    options["score_mod"] = _score_mod(problem, **given)
+    options["score_mod"] = given.get("score_mod") or _score_mod(problem, **given)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     if problem.bias is not None:
         # As many tiles of a bias as torch prefetches by default take more memory than a block has.

@@ -1,0 +1,367 @@
+"""What variants of attention take on a GPU: both orders on both kinds of tensor cores, forward and
+backward, beside torch's flex_attention; and what compiling each takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device
+from fa_numba.device import kernel_cache
+from fa_numba.problem import Problem
+
+from ..lab.measure import calls, check, flex, peers
+from ..lab.measure.series import HOPPER, HOPPER_FA1, LABELS, algorithm, row_fields, unit
+from ..lab.measure.timing import attempt, time_call
+from ..lab.measure.workloads import Inputs
+from ..lab.record.options import Bench
+from ..lab.record.store import Row
+from ..lab.show import tables
+from ..lab.show.tables import Table
+from . import flex_variants
+from .flex_variants import Variant
+
+NAME = "variants"
+TIMED = Problem(4, 16, 16, 4096, 4096, 64, dtype="float16")
+# On which results are held to float64: a square image in eighths, which ends within a tile.
+CHECKED = Problem(1, 2, 2, 400, 400, 64, dtype="float16")
+SERIES = ("fa1-mma", "fa2-mma", HOPPER_FA1, HOPPER)
+PASSES = ("fwd", "bwd")
+JOBS = 16  # processes that compile, at most
+PROTOCOL = (
+    "on a GPU tiles are those of the plan of a call with the function, and blocks of a mask are "
+    f"made before; O and all gradients are held to float64 at N={CHECKED.seqlen_q}, with the same "
+    f"tiles, and at N={TIMED.seqlen_q} all results, flex_attention's too, to the first one; "
+    "flex_attention has its own block mask; compiling is timed in processes side by side, from an "
+    "empty cache to what can be launched, flex_attention's to its first result"
+)
+
+
+# --- calls -----------------------------------------------------------------------------------
+
+
+def on_device(function: FunctionType) -> FunctionType:
+    """The function with the arrays that it takes from outside on the GPU."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    moved = (
+        peers.on_device((x,), x.dtype.name)[0] if isinstance(x, np.ndarray) else x for x in values
+    )
+    closure = tuple(map(CellType, moved))
+    return FunctionType(function.__code__, function.__globals__, closure=closure)
+
+
+def _how(series: str) -> dict[str, Any]:
+    return {"algorithm": algorithm(series), "unit": unit(series)}
+
+
+def planned(series: str, pass_: str, problem: Problem, **options: Any) -> fa_numba.Plan:
+    """The plan of a pass of a series with these options."""
+    how = {"dtype": problem.dtype, "passes": pass_, **_how(series)}
+    return fa_numba.plan(problem.q_shape, problem.k_shape, **how, **options)
+
+
+def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict[str, Any]:
+    """What a call takes for a variant: tiles, those of the timed problem, and what it captures on
+    the GPU.
+    """
+    tiles = planned(series, pass_, TIMED, **make(TIMED.seqlen_q, TIMED.heads_q)).tiles
+    ((option, function),) = make(problem.seqlen_q, problem.heads_q).items()
+    moved = on_device(function)
+    if option != "mask_mod":
+        return {option: moved, "tiles": tiles}
+    sizes = (1, 1, problem.seqlen_q, problem.seqlen_k)
+    return {"block_mask": fa_numba.create_block_mask(moved, *sizes, tiles=tiles)}
+
+
+def call(
+    series: str, pass_: str, arrays: Sequence[Any], saved: Sequence[Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """A function that runs the pass once; it takes `out`. `arrays` are q, k, v and dout, `saved` O
+    and L.
+    """
+    q, k, v, dout = arrays
+    own = _how(series) | options
+    if pass_ == "fwd":
+        return lambda out=None: fa_numba.attention(q, k, v, out=out, **own)
+    return lambda out=None: fa_numba.attention_backward(dout, q, k, v, *saved, **own)
+
+
+def _saved(make: Variant, problem: Problem, arrays: Sequence[Any]) -> Any:
+    """O and L, which the backward passes of both orders take."""
+    options = options_of(make, "fa2-mma", "fwd", problem)
+    return fa_numba.attention(*arrays[:3], return_lse=True, **_how("fa2-mma"), **options)
+
+
+# --- compiled --------------------------------------------------------------------------------
+
+
+def compile_ours(make: Variant, series: str, pass_: str) -> float:
+    """Seconds until all that a pass launches is compiled; NaN where it was on disk before."""
+    device.synchronize()
+    start = time.perf_counter()
+    plan = planned(series, pass_, TIMED, **options_of(make, series, pass_, TIMED))
+    capability = device.compute_capability()
+    cold = any(kernel_cache.read(kernel, capability) is None for kernel in plan.launched)
+    plan.compile()
+    return time.perf_counter() - start if cold else math.nan
+
+
+def compile_flex(make: Variant, pass_: str) -> float:
+    """Seconds until flex_attention's first result."""
+    shapes = (TIMED.q_shape, TIMED.k_shape, TIMED.k_shape, TIMED.q_shape)
+    arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], TIMED.dtype)
+    device.synchronize()
+    start = time.perf_counter()
+    flex_call(make, pass_, arrays)()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
+    """A function that runs flex_attention once on q, k, v and dout."""
+    given = flex_variants.given(make, TIMED.seqlen_q, TIMED.heads_q)
+    if pass_ == "fwd":
+        return flex.call(TIMED, *arrays[:3], **given)
+    return flex.gradients(TIMED, pass_, *arrays, **given)
+
+
+def _begin() -> None:
+    """A process that compiles: what every compiler loads first is no part of a variant's time."""
+    flex._compile_alone()
+    if peers.available():
+        attempt(flex_variants.warm)
+    attempt(device.synchronize)
+
+
+def _compiled(
+    variants: Mapping[str, Variant], timed: Sequence[str], bench: Bench, machine: str
+) -> list[Row]:
+    """Rows of what compiling took, side by side; nothing is timed meanwhile."""
+    jobs = min(JOBS, os.cpu_count() or 1)
+    found: list[tuple[tuple[str, str, str], Future]] = []
+    rows = []
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin) as pool:
+        # Those that take longest go first.
+        for name, make in variants.items():
+            for pass_ in PASSES[::-1] if peers.available() else ():
+                work = pool.submit(compile_flex, make, pass_)
+                found.append(((name, peers.FLEX, pass_), work))
+        for pass_ in PASSES[::-1]:
+            for name, make in variants.items():
+                for series in timed:
+                    work = pool.submit(compile_ours, make, series, pass_)
+                    found.append(((name, series, pass_), work))
+        try:
+            for (name, series, pass_), work in bench.track(found, f"compiling, {jobs} processes"):
+                seconds, failure = attempt(work.result)
+                if failure or not math.isnan(seconds):
+                    columns = {"machine": machine, "experiment": NAME, **row_fields(TIMED)}
+                    columns |= {"series": series, "pass_": pass_, "source": "measured"}
+                    note = f"{name}; {failure}" if failure else name
+                    rows.append(
+                        Row(metric="compile", unit="s", value=seconds, note=note, **columns)
+                    )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return rows
+
+
+@contextlib.contextmanager
+def _empty_caches() -> Iterator[None]:
+    """Inside torch keeps what it compiles in a folder of its own."""
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    before = {name: os.environ.get(name) for name in names}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ |= {name: os.path.join(folder, name) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+# --- timed -----------------------------------------------------------------------------------
+
+
+class Alike:
+    """Holds results to the first of their pass, which another series gave."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+
+    def __call__(self, pass_: str, result: Any) -> float:
+        found = [_real(x) for x in (result if isinstance(result, tuple) else (result,))]
+        first = self._first.setdefault(pass_, found)
+        off = [
+            float(((a - b) ** 2).sum() / (b**2).sum()) ** 0.5
+            for a, b in zip(found, first, strict=True)
+        ]
+        bound = check.PEER_BOUND[TIMED.dtype]
+        if not all(x <= bound for x in off):
+            raise check.WrongResult(
+                f"{max(off):.2e} off the first series' result at N={TIMED.seqlen_q}, allowed "
+                f"{bound:.2e}"
+            )
+        return math.nan
+
+
+def _real(x: Any) -> Any:
+    return x.detach().float() if hasattr(x, "detach") else check.to_host(x).astype(np.float32)
+
+
+def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Times of every variant, compiled and checked first. What fails is a row that says so."""
+    assert bench.machine is not None
+    timed = [s for s in SERIES if unit(s) != "wgmma" or device.compute_capability() == (9, 0)]
+    if not peers.available():
+        bench.say("  no torch with CUDA here: flex_attention is not measured")
+    with _empty_caches():
+        for chosen in bench.each([tuple(variants)], "compiling"):
+            yield _compiled({name: variants[name] for name in chosen}, timed, bench, bench.machine)
+        inputs = Inputs(gradient=True)
+        inputs.draw_for([TIMED])
+        arrays = peers.on_device(inputs(TIMED), TIMED.dtype)
+        for name in bench.each(list(variants), "timing"):
+            yield from _times(name, variants[name], timed, inputs, arrays, bench.machine)
+            device.release_memory()
+            peers.release()
+
+
+def _times(
+    name: str,
+    make: Variant,
+    timed: Sequence[str],
+    inputs: Inputs,
+    arrays: Sequence[Any],
+    machine: str,
+) -> Iterator[Row]:
+    host, alike = inputs(CHECKED), Alike()
+    small = peers.on_device(host, CHECKED.dtype)
+    columns = {"machine": machine, "experiment": NAME, **row_fields(TIMED)}
+    saved, failed = attempt(
+        lambda: [_saved(make, p, x) for p, x in ((CHECKED, small), (TIMED, arrays))]
+    )
+    for pass_ in PASSES:
+        options = make(CHECKED.seqlen_q, CHECKED.heads_q)
+        gate, lacks = attempt(check.Gate.of_whole, CHECKED, pass_, *host, **options)
+        for series in timed:
+            own = columns | {"series": series, "pass_": pass_}
+
+            def work(series: str = series, pass_: str = pass_, gate: Any = gate) -> Any:
+                found = options_of(make, series, pass_, CHECKED)
+                result = call(series, pass_, small, saved[0], found)()
+                gate(result if pass_ == "bwd" else (result,))
+                found = options_of(make, series, pass_, TIMED)
+                run = call(series, pass_, arrays, saved[1], found)
+                return found, time_call(run, lambda result: alike(pass_, result))
+
+            done, failure = (None, failed or lacks) if failed or lacks else attempt(work)
+            if done is None:
+                yield calls.time_row(None, failure, name, **own)
+                continue
+            found, timing = done
+            mask = found.get("block_mask")
+            tiles = mask.tiles if mask is not None else found["tiles"]
+            own |= {"Br": tiles.Br, "Bc": tiles.Bc}
+            yield calls.time_row(timing, "", name, **own)
+            visited = 1.0 if mask is None else float(mask.visited.mean())
+            own |= {"source": "measured", "metric": "visited", "unit": "1", "note": name}
+            yield Row(value=visited, **own)
+        if peers.available():
+            own = columns | {"series": peers.FLEX, "pass_": pass_}
+            timing, failure = attempt(
+                lambda pass_=pass_: time_call(
+                    flex_call(make, pass_, arrays), lambda result: alike(pass_, result)
+                )
+            )
+            yield calls.time_row(timing, failure, name, **own)
+
+
+# --- shown -----------------------------------------------------------------------------------
+
+
+def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:
+    """(variant, series, pass) -> milliseconds, or what the metric has; of what did not fail."""
+    return {
+        (row.place, row.series, row.pass_): float(row.value)
+        for row in rows
+        if row.source == "measured" and row.metric == metric and row.value is not None
+    }
+
+
+def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:
+    """flex_attention's time over that of FlashAttention-2 on the newest unit recorded."""
+    found = times(rows)
+    ours = [found[name, s, pass_] for s in (HOPPER, "fa2-mma") if (name, s, pass_) in found]
+    theirs = found.get((name, peers.FLEX, pass_))
+    return theirs / ours[0] if ours and theirs is not None else None
+
+
+def said(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """The medians over the variants, in words; empty where nothing was timed."""
+    words = []
+    for pass_, what in (("fwd", "forward"), ("bwd", "backward")):
+        ratios = [x for x in (over_flex(rows, name, pass_) for name in names) if x is not None]
+        if ratios:
+            words.append(f"{what} {statistics.median(ratios):.2f}")
+    return ", ".join(words)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each variant: milliseconds of each series, flex_attention's over FlashAttention-2,
+    seconds of compiling.
+    """
+    found, compiled = times(rows), times(rows, "compile")
+    measured = [row for row in rows if row.source == "measured" and row.metric == "time"]
+    names = list(dict.fromkeys(row.place for row in measured))
+    if not names:
+        return None
+    every = [s for s in (*SERIES, peers.FLEX) if any(row.series == s for row in measured)]
+    failed = {(row.place, row.series, row.pass_) for row in measured if row.failed}
+    visited = times(rows, "visited")
+
+    def cell(name: str, series: str, pass_: str) -> str:
+        at = name, series, pass_
+        return "failed" if at in failed else f"{found[at]:.2f}" if at in found else tables.MISSING
+
+    lines = []
+    for name in names:
+        share = [visited[at] for at in visited if at[0] == name and at[1:] == (every[-2], "fwd")]
+        line = [name, f"{1 - share[0]:.0%}" if share else tables.MISSING]
+        for pass_ in PASSES:
+            line += [cell(name, series, pass_) for series in every]
+            ratio = over_flex(rows, name, pass_)
+            line.append(tables.MISSING if ratio is None else f"{ratio:.2f}")
+        for series in every[-2:]:
+            took = [compiled[name, series, p] for p in PASSES if (name, series, p) in compiled]
+            line.append(f"{sum(took):.1f}" if len(took) == len(PASSES) else tables.MISSING)
+        lines.append(line)
+    header = ["variant", "tiles skipped"]
+    for what in ("forward", "backward"):
+        header += [f"{what}, {LABELS[series]}" for series in every]
+        header.append("flex / FA-2")
+    header += [f"compiling, s, {LABELS[series]}" for series in every[-2:]]
+    p = TIMED
+    caption = (
+        f"ms, fp16, {p.batch} x {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}; "
+        f"{tables.runs(measured)}. flex / FA-2: the time of torch's flex_attention over "
+        f"{LABELS[every[-2]]}, as are the tiles that it skips forward. Compiling is both passes."
+    )
+    return Table(caption, tables.markdown(header, lines))
