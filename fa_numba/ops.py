@@ -40,6 +40,7 @@ def plan(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dcaptured: bool = False,
     dlse: bool = False,
     unit: str = "auto",
     kv_splits: int | str = "auto",
@@ -63,7 +64,7 @@ def plan(
     how: dict[str, Any] = {"return_lse": return_lse, "ablate": ablate, "kv_splits": kv_splits}
     how |= {"query_splits": query_splits, "warp_partition": warp_partition}
     how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
-    how["return_dsinks"] = return_dsinks
+    how |= {"return_dsinks": return_dsinks, "return_dcaptured": return_dcaptured}
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
     choices = of_blocks(choices, options)
     arguments = Binding.of(options, shapes=True)
@@ -264,6 +265,7 @@ def standard_attention_backward(
     dlse=None,
     return_dbias=False,
     return_dsinks=False,
+    return_dcaptured=False,
     unit="auto",
     **options: Unpack[AttentionOptions],
 ):
@@ -271,10 +273,12 @@ def standard_attention_backward(
     Algorithm 3).
 
     Arguments, result and errors as ``flash_attention_2_backward``. P is made anew in global memory
-    and read back; ``out`` is checked but not needed, ``lse`` with ``dlse`` alone. The workspace is
-    two Nq x Nk matrices a head, in q's dtype.
+    and read back; ``out`` is checked but not needed, ``lse`` with ``dlse`` alone. There are no
+    gradients of what a ``score_mod`` captures (``return_dcaptured``). The workspace is two Nq x Nk
+    matrices a head, in q's dtype.
     """
     how = {"return_dbias": return_dbias, "dlse": dlse is not None, "return_dsinks": return_dsinks}
+    how["return_dcaptured"] = return_dcaptured
     choices = choices_of("standard", "bwd", tiles, unit, **how)
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
@@ -293,6 +297,7 @@ def flash_attention_1_backward(
     dlse=None,
     return_dbias=False,
     return_dsinks=False,
+    return_dcaptured=False,
     unit="auto",
     query_splits=1,
     **options: Unpack[AttentionOptions],
@@ -306,7 +311,7 @@ def flash_attention_1_backward(
     float32 as workspace.
     """
     how = {"query_splits": query_splits, "return_dbias": return_dbias, "dlse": dlse is not None}
-    how["return_dsinks"] = return_dsinks
+    how |= {"return_dsinks": return_dsinks, "return_dcaptured": return_dcaptured}
     choices = choices_of("fa1", "bwd", tiles, unit, **how)
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
@@ -325,6 +330,7 @@ def flash_attention_2_backward(
     dlse=None,
     return_dbias=False,
     return_dsinks=False,
+    return_dcaptured=False,
     deterministic=False,
     unit="auto",
     group_splits="auto",
@@ -353,8 +359,11 @@ def flash_attention_2_backward(
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the
-    axes that the bias repeats; with ``return_dsinks`` at last dsinks, float32 (Hq,). A query that
-    sees no key, and a key that no query sees, get zeros.
+    axes that the bias repeats; with ``return_dsinks`` then dsinks, float32 (Hq,); with
+    ``return_dcaptured`` at last a dict of the gradients of the arrays that ``score_mod`` captures,
+    by its names for them: float32, in their shapes, and None for other dtypes. Elements are summed
+    by atomic adds, not the same bits twice, which ``deterministic`` refuses. A query that sees no
+    key, and a key that no query sees, get zeros.
 
     Raises ValueError or TypeError, before anything runs, as ``flash_attention_2`` does.
 
@@ -373,6 +382,7 @@ def flash_attention_2_backward(
         deterministic=deterministic,
         return_dbias=return_dbias,
         return_dsinks=return_dsinks,
+        return_dcaptured=return_dcaptured,
         dlse=dlse is not None,
         group_splits=group_splits,
     )
@@ -393,14 +403,17 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
     ``return_dsinks``: bool, False: whether that of ``sinks`` is.
+    ``return_dcaptured``: bool, False: whether those of the float32 arrays are that ``score_mod``
+        captures; not of "standard".
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
     ``group_splits``: of "fa2" alone; more than 1 on ``unit`` "wgmma".
     ``query_splits``: of "fa1" alone.
     ``tiles``, ``unit``, ``stream``: as for ``attention``.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
-    ``return_dbias`` also dbias, float32 in the shape of the bias, and at last with
-    ``return_dsinks`` dsinks, float32 (Hq,).
+    ``return_dbias`` also dbias, float32 in the shape of the bias, then with ``return_dsinks``
+    dsinks, float32 (Hq,), and at last with ``return_dcaptured`` a dict of gradients by the
+    function's names for its arrays.
 
     Raises ValueError or TypeError as ``attention`` does.
 

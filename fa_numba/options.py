@@ -272,6 +272,19 @@ def _captured(mod: Mod) -> dict[str, KernelField]:
     return found
 
 
+def _gradients(mod: Mod) -> dict[str, KernelField]:
+    """The gradients of the float32 arrays that a function captures, those of one axis as a row."""
+
+    def seen(name: str) -> Callable[[Bound], tuple[int, ...]]:
+        return lambda call: (1, *call.given[name].shape)[-max(2, len(call.given[name].shape)) :]
+
+    found = {}
+    for name, of in mod.differentiated.items():
+        axes = _captured(mod)[of].type.ndim
+        found[name] = _given(name, array_type(max(2, axes)), seen(name))
+    return found
+
+
 def score_unit(problem: Problem, unit: float) -> float:
     """The unit of the scores up to a ``score_mod``: a function of the caller's has natural ones."""
     return unit if problem.score_mod is None else 1.0
@@ -365,6 +378,7 @@ FEATURES: dict[str, Feature] = {
         {"dbias": _given("dbias", array_type(4), _scores)},
         argument="return_dbias",
     ),
+    "dcaptured": Feature(lambda p: None, _gradients, argument="return_dcaptured"),
     "dlse": Feature(
         lambda p: False,
         {"dL": _given("dL", array_type(3)), "L": _given("L", array_type(3))},
@@ -445,7 +459,7 @@ SENT = (*UNIFORM, "block_table")
 class Features:
     """Which options a kernel is compiled for. ``causal`` where no ``window`` has the bound;
     ``page_size`` is 0 where K and V are no pages, ``precision`` empty for "ieee"; of a caller's
-    function its ``Mod`` is here.
+    function its ``Mod`` is here, and in ``dcaptured`` that of which gradients are asked for.
     """
 
     causal: bool = False
@@ -457,6 +471,7 @@ class Features:
     bias: bool = False
     splits: bool = False
     dbias: bool = False
+    dcaptured: Mod | None = None
     dlse: bool = False
     alibi: bool = False
     sinks: bool = False
@@ -469,8 +484,10 @@ class Features:
     precision: str = ""
 
     @classmethod
-    def of(cls, problem: Problem, **of_call: bool) -> Features:
-        """The features that ``problem`` needs, and the call's: ``dbias``, ``dlse``, ``splits``."""
+    def of(cls, problem: Problem, **of_call: Any) -> Features:
+        """The features that ``problem`` needs, and the call's: ``dbias``, ``dcaptured``, ``dlse``,
+        ``splits``.
+        """
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         return cls(**on | of_call)
 
@@ -515,11 +532,22 @@ class Features:
         return slope_of(self.score_mod, self.score_mod_grad)
 
     @property
+    def without_sums(self) -> Features:
+        """Those of a second sweep, which adds to no gradient of an option."""
+        return replace(self, dbias=False, dcaptured=None)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether gradients of what a function captures depend on the scores that it is given."""
+        return bool(self.dcaptured and self.dcaptured.gradient and self.dcaptured.gradient.of_score)
+
+    @property
     def scores_stay(self) -> bool:
         """Whether slopes are made of scale Q KT itself, a function of the caller's having changed
-        it since.
+        it since, or gradients of what that captures: with dS, element by element, which spills
+        least.
         """
-        return self.score_mod is not None and self.slopes
+        return self.score_mod is not None and (self.slopes or self.dcaptured is not None)
 
     @property
     def crowds(self) -> bool:

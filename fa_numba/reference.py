@@ -40,7 +40,7 @@ from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
 
 Result = Array | tuple[Array, Array]
-Gradients = tuple[Array, ...]
+Gradients = tuple[Any, ...]
 Softmax = Callable[..., Array]
 
 _ROWS = 512  # rows of S held at a time: at seqlen_k = 65536 that is 256 MiB of float64
@@ -133,21 +133,29 @@ def _backward(
     dbias_shape: tuple[int, ...] | None,
     dlse: ArrayLike | None = None,
     return_dsinks: bool = False,
+    return_dcaptured: bool = False,
     rounded: Callable[..., Array] = np.asarray,
 ) -> Gradients:
-    """dQ, dK, dV, for a `dbias_shape` dbias and then dsinks, a block of rows at a time.
+    """dQ, dK, dV, for a `dbias_shape` dbias, then dsinks and dcaptured, a block of rows at a time.
 
-    The matrices that are multiplied, and the gradients but dbias and dsinks, are `rounded`.
+    The matrices that are multiplied, and the first three gradients, are `rounded`.
 
     dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP) - dL for a gradient dL of L,
     dS = P o (dP - D), which is dbias; dS then times the softcap's derivative: dQ = scale dS K, dK =
     scale dS^T Q. dK and dV are sums over the query heads of a group, dbias over the axes that the
-    bias broadcasts along. A sink s is a column with dP = 0: ds = -sum e^(s - L) D.
+    bias broadcasts along. A sink s is a column with dP = 0: ds = -sum e^(s - L) D. dcaptured has,
+    by its name, for each array that score_mod captures the sum of dS by its elements.
     """
     problem = call.problem
     if return_dsinks and call.sinks is None:
         raise ValueError("return_dsinks is True without sinks: allowed is False")
+    if return_dcaptured and not call.captured:
+        raise ValueError(
+            "return_dcaptured is True without a score_mod that captures a float32 array: allowed "
+            "is False"
+        )
     dsinks = np.zeros(problem.heads_q, call.dtype)
+    dcaptured = {name: np.zeros(x.shape, call.dtype) for name, x in call.captured.items()}
     dO = rounded(as_real("dout", dout, call.dtype))
     if dO.shape != problem.o_shape:
         raise ValueError(f"dout has shape {dO.shape}: allowed is O's, {problem.o_shape}")
@@ -175,13 +183,19 @@ def _backward(
             dS = P * (dP - D[:, None])
             if dbias is not None:
                 add_bias_gradient(dbias, head, rows, dS)
+            if return_dcaptured:
+                places = np.argwhere(dS)
+                slopes = call.captured_slopes(head, Q[rows], K, rows.start, places)
+                for name, element, place, slope in slopes:
+                    dcaptured[name][element] += dS[place] * slope
             dS = rounded(dS * derivative)
             dV[head.k] += rounded(P * dropped).T @ dOi
             dQ[head.q][rows] = scale * (dS @ K)
             dK[head.k] += scale * (dS.T @ Q[rows])
     dQ, dK, dV = rounded(dQ), rounded(dK), rounded(dV)
     added = () if dbias is None else (dbias.reshape(dbias_shape),)
-    return dQ, dK, dV, *added, *([dsinks] if return_dsinks else [])
+    last = [dcaptured] if return_dcaptured else []
+    return dQ, dK, dV, *added, *([dsinks] if return_dsinks else []), *last
 
 
 def attention(
@@ -260,13 +274,15 @@ def attention_backward(
     dlse: ArrayLike | None = None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dcaptured: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """(dq, dk, dv) in float64: the gradients of sum(dout o attention(q, k, v)), by their formulas.
 
     dout has the shape of O. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias), with
-    `return_dsinks` dsinks at the end. With a
-    `dlse` of L's shape those of sum(dout o O) + sum(dlse o L), over rows that see a column.
+    `return_dsinks` then dsinks, and with `return_dcaptured` at last those of the float32 arrays
+    that score_mod captures, by its names for them. With a `dlse` of L's shape those of
+    sum(dout o O) + sum(dlse o L), over rows that see a column.
 
     >>> import numpy as np
     >>> one_key = np.ones((1, 1, 1, 2))
@@ -275,7 +291,7 @@ def attention_backward(
     """
     shape = _dbias_shape(return_dbias, options)
     call = checked_call(q, k, v, tiles=tiles, **options)
-    return _backward(_exact_softmax, dout, *call, shape, dlse, return_dsinks)
+    return _backward(_exact_softmax, dout, *call, shape, dlse, return_dsinks, return_dcaptured)
 
 
 def unfused_backward(
@@ -290,6 +306,7 @@ def unfused_backward(
     dlse: ArrayLike | None = None,
     return_dbias: bool = False,
     return_dsinks: bool = False,
+    return_dcaptured: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """What `attention_backward` gives, from whole rows of P and dP, every step rounded to `dtype`.
@@ -301,7 +318,7 @@ def unfused_backward(
     shape = _dbias_shape(return_dbias, options)
     call, Q, K, V = checked_call(q, k, v, dtype, tiles=tiles, **options)
     Q, K, V = rounded(Q), rounded(K), rounded(V)
-    how = dlse, return_dsinks, rounded
+    how = dlse, return_dsinks, return_dcaptured, rounded
     return _backward(_rounded_softmax, dout, call, Q, K, V, shape, *how)
 
 

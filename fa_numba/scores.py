@@ -14,8 +14,9 @@ imported, and a function of the caller's is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,9 @@ class Call:
     Bc: int
     seed: int  # of dropout
     offset: int
-    mods: dict[str, Callable] = field(default_factory=dict)  # functions of the caller's
+    mods: dict[str, FunctionType] = field(default_factory=dict)  # functions of the caller's
+    # The float32 arrays that score_mod captures, in float64, by its names for them
+    captured: dict[str, Array] = field(default_factory=dict)
 
     def heads(self) -> Iterator[Head]:
         """The query heads of every batch entry, without those that have no row, or no column and no
@@ -93,15 +96,10 @@ class Call:
         S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias, -inf where
         hidden.
         """
-        b, h, problem = head.entry, head.number, self.problem
+        b, h = head.entry, head.number
         rows, columns = np.arange(row, row + len(Qi))[:, None], np.arange(head.Nk)[None, :]
         diagonal = head.Nk - head.Nq
-        derivative: Array | float = 1.0
-        S = self.dtype.type(problem.scale) * (Qi @ K.T)
-        if problem.softcap is not None:
-            softcap = self.dtype.type(problem.softcap)
-            tanh = np.tanh(S / softcap)
-            S, derivative = softcap * tanh, 1 - tanh * tanh
+        S, derivative = self._capped(Qi, K)
         if "score_mod" in self.mods:
             derivative = derivative * self._slope(S, head, rows, columns)
             S = self._of_each("score_mod", self.dtype, head, S, rows, columns)
@@ -112,6 +110,39 @@ class Call:
         for visible in self._masks(head, rows, columns, diagonal):
             S[~visible] = -np.inf
         return S, derivative
+
+    def _capped(self, Qi: Array, K: Array) -> tuple[Array, Array | float]:
+        """softcap tanh(scale Qi K^T / softcap), what score_mod is given, and its derivative."""
+        S = self.dtype.type(self.problem.scale) * (Qi @ K.T)
+        if self.problem.softcap is None:
+            return S, 1.0
+        softcap = self.dtype.type(self.problem.softcap)
+        tanh = np.tanh(S / softcap)
+        return softcap * tanh, 1 - tanh * tanh
+
+    def captured_slopes(
+        self, head: Head, Qi: Array, K: Array, row: int, places: Array, shift: float = 0.0
+    ) -> Iterator[tuple[str, tuple, tuple[int, int], float]]:
+        """Of a score at each of ``places`` (in Qi and K) the derivative by each element of what
+        score_mod captures that it reads there: the array's name, the element, the place and the
+        derivative, a central difference in float64. The score is ``shift`` more.
+        """
+        S = self._capped(Qi, K)[0].astype(np.float64) + shift
+        read: dict[tuple[str, tuple], None] = {}
+        step: dict[tuple[str, tuple], float] = {}
+        arrays = {name: _Read(name, x, read, step) for name, x in self.captured.items()}
+        function = holding(self.mods["score_mod"], arrays)
+        for i, j in places:
+            at = S[i, j], head.entry, head.number, row + i, j
+            read.clear()
+            with np.errstate(all="ignore"):
+                function(*at)
+                for name, element in list(read):
+                    ends = []
+                    for step[name, element] in (-_STEP, _STEP):
+                        ends.append(function(*at))
+                    del step[name, element]
+                    yield name, element, (i, j), (ends[1] - ends[0]) / (2 * _STEP)
 
     def _of_each(self, name: str, dtype: DTypeLike, head: Head, *args: Array) -> Array:
         """A function of the caller's, of each element by itself: of a score, a row and a column."""
@@ -212,6 +243,7 @@ def checked_call(
         as_word("seed", 0 if seed is None else seed, 64),
         as_word("offset", 0 if offset is None else offset, 32),
         {name: _doubled(name, f) for name in PARAMETERS if (f := options.get(name)) is not None},
+        _captured_floats(options.get("score_mod")),
     )
     if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
         raise ValueError(
@@ -221,14 +253,45 @@ def checked_call(
     return call, as_real("q", q, dtype), as_real("k", k, dtype), as_real("v", v, dtype)
 
 
-def _doubled(option: str, function: Any) -> Callable:
+def _doubled(option: str, function: Any) -> FunctionType:
     """A function of the caller's that finds arrays of float64 where it captures float32 ones."""
-    arrays: dict[str, Any] = {}
+    return holding(function, dict(_arrays(option, function)))
+
+
+def _captured_floats(score_mod: Any) -> dict[str, Array]:
+    if score_mod is None:
+        return {}
+    return {name: x for name, x in _arrays("score_mod", score_mod) if x.dtype == np.float64}
+
+
+def _arrays(option: str, function: Any) -> Iterator[tuple[str, Array]]:
+    """The arrays that a function captures, by name; in float64 those of float32."""
     for name, value in captured(option, function).values:
-        if is_array(value):
+        if is_array(value) and np.ndim(value):
             host = np.asarray(value.detach().cpu() if hasattr(value, "cpu") else value)
-            arrays[name] = host.astype(np.float64) if host.dtype == np.float32 else host
-    return holding(function, arrays)
+            yield name, host.astype(np.float64) if host.dtype == np.float32 else host
+
+
+class _Read:
+    """An array that notes which of its elements are ``read``, and adds a ``step`` to some."""
+
+    def __init__(self, name: str, array: Array, read: dict, step: dict, outer: tuple = ()) -> None:
+        self.name, self.array, self.read, self.step, self.outer = name, array, read, step, outer
+
+    def __getitem__(self, index: Any) -> Any:
+        place = (*self.outer, *(index if isinstance(index, tuple) else (index,)))
+        if len(place) < self.array.ndim:
+            return _Read(self.name, self.array, self.read, self.step, place)
+        element = self.name, tuple(int(n) for n in place)
+        self.read[element] = None
+        return self.array[place] + self.step.get(element, 0.0)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape[len(self.outer) :]
 
 
 def _slopes(problem: Problem, alibi_slopes: ArrayLike, dtype: DTypeLike) -> Array:

@@ -70,7 +70,8 @@ def attention(
     group_splits: int | str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``fa_numba.attention`` of torch tensors, differentiable in q, k, v, ``bias`` and ``sinks``.
+    """``fa_numba.attention`` of torch tensors, differentiable in q, k, v, ``bias``, ``sinks`` and
+    the float32 tensors that ``score_mod`` takes from outside.
 
     q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), all float32, float16 or bfloat16, any strides, on
     one device; with ``layout="bnhd"`` (B, Nq, Hq, d) and (B, Nk, Hk, d); with ``cu_seqlens_q`` and
@@ -89,7 +90,8 @@ def attention(
 
     ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
     the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
-    gradient of a bias has no fixed order over the axes that the bias repeats.
+    gradient of a bias has no fixed order over the axes that the bias repeats, and that of what
+    ``score_mod`` captures has none.
 
     Returns O, in q's shape and dtype; with ``return_lse`` (O, L), L float32 (B, Hq, Nq), or (Hq,
     total), the natural logarithm of the rows' sums of exponentials, differentiable too.
@@ -151,9 +153,10 @@ def attention(
                     f"none: allowed is a tensor that requires none, such as {name}.detach(), or a "
                     "call under torch.no_grad()"
                 )
+    captured: dict[str, torch.Tensor] = {}  # what gradients are wanted of, by score_mod's names
     for name in mods.PARAMETERS:
         if name in given:
-            given[name] = _held(name, given[name], wanted)
+            given[name] = _held(name, given[name], wanted, captured)
     for name in _ON_HOST:
         if isinstance(given.get(name), BlockMask):
             continue
@@ -161,11 +164,11 @@ def attention(
             given[name] = np.array(on_host(name, given[name]))
     given |= {"algorithm": algorithm, "tiles": tiles}
     added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
-    learnt = (q, k, v, bias, sinks)
+    learnt = (q, k, v, bias, sinks, *captured.values())
     differentiable = wanted and any(x is not None and x.requires_grad for x in learnt)
     backward = {}
     if differentiable:
-        own = (deterministic, group_splits, backward_tiles)
+        own = (bool(captured), deterministic, group_splits, backward_tiles)
         backward = _check_backward(q, k, v, added, given, *own)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
@@ -174,19 +177,28 @@ def attention(
     if not differentiable:
         given |= added | ahead
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
-    out, lse = _Attention.apply(q, k, v, *added.values(), given, ahead, backward)
+    taken = (*added.values(), given, ahead, backward, tuple(captured), *captured.values())
+    out, lse = _Attention.apply(q, k, v, *taken)
     return (out, lse) if return_lse else out
 
 
-def _held(option: str, function: Any, wanted: bool) -> Any:
-    """A caller's function as it is now, for the backward pass too."""
+def _held(option: str, function: Any, wanted: bool, learnt: dict[str, torch.Tensor]) -> Any:
+    """A caller's function as it is now, for the backward pass too; those of the tensors that a
+    score_mod captures which require a gradient go to ``learnt``.
+    """
     mod, values = mods.captured(option, function)
     for name, value in values:
-        if wanted and isinstance(value, torch.Tensor) and value.requires_grad:
+        if not isinstance(value, torch.Tensor):
+            continue
+        check_tangent(f"{name} of {option}", value)
+        if not (wanted and value.requires_grad):
+            continue
+        if option != "score_mod":
             raise ValueError(
                 f"{name} of {option} {mod} requires a gradient and attention computes none: "
                 f"allowed is a tensor that requires none, such as {name}.detach()"
             )
+        learnt[name] = value
     return mods.holding(function, dict(values))
 
 
@@ -209,6 +221,7 @@ def _check_backward(
     v: torch.Tensor,
     added: dict[str, Any],
     given: dict,
+    dcaptured: bool,
     deterministic: Any,
     group_splits: int | str,
     tiles: Tiles | None,
@@ -228,7 +241,7 @@ def _check_backward(
         own["tiles"] = given["tiles"].for_backward()
     first = operand("q", q.detach())
     asked = {"dtype": first.dtype, "passes": "bwd", "return_dbias": dbias, **given, **own}
-    asked["return_dsinks"] = dsinks
+    asked |= {"return_dsinks": dsinks, "return_dcaptured": dcaptured}
     with placement.placed(first):
         try:
             plan = fa_numba.plan(q.shape, k.shape, v.shape, **added, **asked)
@@ -242,6 +255,12 @@ def _check_backward(
             f"bias has shape {tuple(bias.shape)} and requires a gradient, and torch was told to be "
             "deterministic: its gradient is summed in no fixed order, allowed is "
             f"{plan.problem.score_shape}"
+        )
+    if strict and deterministic and dcaptured:
+        raise ValueError(
+            f"{plan.problem.score_mod}, the score_mod, takes tensors that require a gradient, and "
+            "torch was told to be deterministic: these are summed in no fixed order, allowed are "
+            "tensors that require none"
         )
     return own
 
@@ -270,35 +289,43 @@ class _Once(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     """(O, L) of q, k, v, bias, slopes and sinks; ``common`` is for both passes, ``ahead`` for
-    forward, ``own`` for backward.
+    forward, ``own`` for backward. ``captured`` are what score_mod captures by these ``names``.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, sinks, common, ahead, own):
+    def forward(ctx, q, k, v, bias, slopes, sinks, common, ahead, own, names, *captured):
         added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
         out, lse = fa_numba.attention(q, k, v, return_lse=True, **added, **common, **ahead)
-        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse, *captured)
         ctx.set_materialize_grads(False)
-        ctx.options = common | own
+        ctx.options, ctx.names = common | own, names
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
+        names = ctx.names
         if dout is None and dlse is None:
-            return (None,) * 9
+            return (None,) * (10 + len(names))
         *_, wants_bias, _, wants_sinks = ctx.needs_input_grad[:6]
 
-        def computed(dout, dlse, q, k, v, bias, slopes, sinks, out, lse):
+        def computed(dout, dlse, q, k, v, bias, slopes, sinks, out, lse, *captured):
             given = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "dlse": dlse}
             given |= {"return_dbias": wants_bias, "return_dsinks": wants_sinks, **ctx.options}
             dout = torch.zeros_like(out) if dout is None else dout
-            return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
+            if not names:
+                return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
+            values = dict(zip(names, captured, strict=True))
+            given |= {"score_mod": mods.holding(given["score_mod"], values)}
+            given["return_dcaptured"] = True
+            *found, by_name = fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
+            return *found, *(by_name[name] for name in names)
 
         found = _Once.apply(computed, dout, dlse, *ctx.saved_tensors)
+        found, of_captured = found[: len(found) - len(names)], found[len(found) - len(names) :]
         needed = zip(found[:3], ctx.needs_input_grad, strict=False)
         dq, dk, dv = (gradient if need else None for gradient, need in needed)
         dbias, dsinks = found[3] if wants_bias else None, found[-1] if wants_sinks else None
-        return dq, dk, dv, dbias, None, dsinks, None, None, None
+        return dq, dk, dv, dbias, None, dsinks, None, None, None, None, *of_captured
 
 
 @_untraced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
 from fa_numba.choices.tiles import simt_tiles
+from fa_numba.mods import captured
 from fa_numba.scores import add_bias_gradient, checked_call
 
 # Every way to a gradient: (algorithm, what its function takes beside).
@@ -41,6 +43,7 @@ WAYS = {
     "fa2-deterministic": ("fa2", {"deterministic": True}),
 }
 NAMES = ("dq", "dk", "dv")
+MOST_SCORES = 100_000  # of which each is asked for its derivatives by captured arrays
 
 
 def random_gradients(*shape, **options):
@@ -80,15 +83,43 @@ class Gradients:
     dv: np.ndarray
     dbias: np.ndarray | None = None
     dsinks: np.ndarray | None = None
+    dcaptured: dict[str, np.ndarray] | None = None
 
     def __iter__(self):
-        others = (x for x in (self.dbias, self.dsinks) if x is not None)
+        others = (x for x in (self.dbias, self.dsinks, self.dcaptured) if x is not None)
         return iter((self.dq, self.dk, self.dv, *others))
 
 
-def names_of(dbias, dsinks):
+def names_of(dbias, dsinks, dcaptured=False):
     """Of the gradients that a call gives, in their order."""
-    return (*NAMES, *["dbias"] * bool(dbias), *["dsinks"] * bool(dsinks))
+    asked = {"dbias": dbias, "dsinks": dsinks, "dcaptured": dcaptured}
+    return (*NAMES, *(name for name, asks in asked.items() if asks))
+
+
+def each(names, gradients):
+    """Every gradient with its name, those of arrays that a function captures by the names of
+    these; without what has none.
+    """
+    for name, gradient in zip(names, gradients, strict=True):
+        if name == "dcaptured":
+            yield from ((f"d{own}", x) for own, x in gradient.items() if x is not None)
+        else:
+            yield name, gradient
+
+
+def floats_of(score_mod):
+    """The float32 arrays that a function captures, by name."""
+    values = captured("score_mod", score_mod).values if score_mod else ()
+    return {name: x for name, x in values if isinstance(x, np.ndarray) and x.dtype == np.float32}
+
+
+def asks_for_dcaptured(way, q, k, options):
+    """Whether `way` can differentiate by arrays that this call's function captures, and float64
+    has an end of it.
+    """
+    few = q.size // q.shape[-1] * k.shape[-2] <= MOST_SCORES
+    there = way in ("fa1", "fa1-split", "fa2") and few
+    return there and bool(floats_of(options.get("score_mod")))
 
 
 def asks_for_dbias(way, q, k, bias):
@@ -104,12 +135,14 @@ def differentiate(
     """One backward call on `device` between guard bands: every input and band must stay.
 
     out and lse are `saved`'s unless `saved_values` gives them. On the emulator the accesses must be
-    those of the plan. Asks for dbias and dsinks wherever it can, unless told otherwise.
+    those of the plan. Asks for dbias, dsinks and dcaptured wherever it can, unless told otherwise.
     """
     algorithm, own = WAYS[way]
     asks = asks_for_dbias(way, q, k, options.get("bias"))
-    options = {"return_dbias": asks, "return_dsinks": "sinks" in options, **options, **own}
-    names = names_of(options["return_dbias"], options["return_dsinks"])
+    asks = {"return_dbias": asks, "return_dsinks": "sinks" in options}
+    asks["return_dcaptured"] = asks_for_dcaptured(way, q, k, options)
+    options = {**asks, **options, **own}
+    names = names_of(*(options[name] for name in asks))
     out, lse = saved(q, k, v, **changing(options)) if saved_values is None else saved_values
     inputs = {
         name: Memory(device, a.shape, layout, a)
@@ -126,12 +159,19 @@ def differentiate(
             assert_counts(counts, fa_numba.plan(q.shape, k.shape, v.shape, **facts))
         for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
-        gradients = Gradients(**dict(zip(names, map(to_numpy, found), strict=True)))
-    of = {"q": q, "k": k, "v": v, **options}
-    for name, gradient in zip(names, gradients, strict=True):
+        gradients = Gradients(**dict(zip(names, map(on_host, found), strict=True)))
+    of = {"q": q, "k": k, "v": v, **options, **floats_of(options.get("score_mod"))}
+    for name, gradient in each(names, gradients):
         x = of[name[1:]]
         assert gradient.shape == x.shape and gradient.dtype == np.float32, name
     return gradients
+
+
+def on_host(found):
+    """A gradient in NumPy, or those of captured arrays."""
+    if isinstance(found, dict):
+        return {name: None if x is None else to_numpy(x) for name, x in found.items()}
+    return to_numpy(found)
 
 
 # --- the rounding of a float32 computation ---------------------------------------------------
@@ -157,9 +197,10 @@ class Errors:
 
 def gradient_roundings(
     dout, q, k, v, out, lse, *, tiles=None, dlse=None, return_dbias=False, return_dsinks=False,
-    **options,
+    return_dcaptured=False, **options,
 ):  # fmt: skip
-    """How far float32 takes dq, dk, dv (dbias and dsinks) from the exact ones, as Frobenius norms.
+    """How far float32 takes dq, dk, dv (dbias, dsinks and dcaptured) from the exact ones, as
+    Frobenius norms; of dcaptured one for each of its arrays.
 
     As `helpers.roundings`. One that a row shares (L, D) moves all of it together, as one of a
     constant moves the whole call.
@@ -172,11 +213,13 @@ def gradient_roundings(
                 times that
         dV, dK, dQ, dbias   the sums over rows or columns, each tile's apart; times scale
         dsinks   s log2(e) and the steps of P; times D; the sum over rows and batch entries
+        dcaptured   the steps of dS, times the function's slope, of a score that is off; the sum
     """
     call, q, k, v = checked_call(q, k, v, tiles=tiles, **options)
     problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
     if not counted(problem):
-        return [0.0] * (3 + return_dbias + return_dsinks)
+        arrays = len(call.captured) if return_dcaptured else 0
+        return [0.0] * (3 + return_dbias + return_dsinks + arrays)
     if tiles is None:
         sizes = problem.seqlen_q, problem.seqlen_k, d
         tiles = simt_tiles("fa2", "bwd", *sizes, devices.EMULATED_SHARED_BYTES).value
@@ -191,6 +234,9 @@ def gradient_roundings(
     if return_dbias:
         found.append(Errors(problem.bias))
     of_sinks, sinks = Errors((problem.heads_q,)), np.zeros(problem.heads_q)
+    floats = call.captured if return_dcaptured else {}
+    of_captured = {name: Errors(x.shape) for name, x in floats.items()}
+    captured_sums = {name: np.zeros(x.shape) for name, x in floats.items()}
     all_dS, sums = np.zeros(problem.score_shape), {}
     for head in call.heads():
         Q, K, V, dO, Li = q[head.q], k[head.k], v[head.k], dout[head.q], L[head.lse][:, None]
@@ -258,6 +304,23 @@ def gradient_roundings(
                 add_bias_gradient(found[3].squares, head, rows, each)
             all_dS[head.entry, head.number, rows, : head.Nk] = dS
 
+        if return_dcaptured:
+            of_score = np.broadcast_to(s.of_S0 + s.Sc**2, dS.shape)
+            of_rows: dict = defaultdict(lambda: np.zeros(2))  # sums by L and D of a row
+            given_ = call, head, Q, K, np.argwhere(dS)
+            for name, element, place, slope, bend in bent_slopes(*given_):
+                by, running = of_captured[name], captured_sums[name]
+                term = dS[place] * slope
+                running[element] += term
+                steps = slope**2 * of_dS[place] + (TANH * term) ** 2 + running[element] ** 2
+                by.squares[element] += steps + (bend * dS[place]) ** 2 * of_score[place]
+                of_rows[name, element, place[0]] += term, P[place] * slope
+                for constant in ("scale log2(e)", "log2(e)"):
+                    by.of(constant)[element] += abs(term * s.S0[place])
+            for (name, element, row), (by_L, by_D) in of_rows.items():
+                squares = by_L**2 * of_L[row, 0] + by_D**2 * of_D[row, 0]
+                of_captured[name].squares[element] += squares
+
         # The constants: what they do to P o dropout, to dS, and to dS of the scores under the cap
         rest = s.S - s.Sc - Li
         constants = {
@@ -279,7 +342,15 @@ def gradient_roundings(
         dk.squares[place] += (scale * sum_k) ** 2
     if return_dbias:
         found[3].squares += adding_squares(all_dS, problem.bias)
-    return [x.norm() for x in (*found, *[of_sinks] * return_dsinks)]
+    return [x.norm() for x in (*found, *[of_sinks] * return_dsinks, *of_captured.values())]
+
+
+def bent_slopes(call, head, Q, K, places, step=1e-3):
+    """`Call.captured_slopes` with each slope's own derivative by the score behind it."""
+    facts = head, Q, K, 0, places
+    ahead = call.captured_slopes(*facts, shift=step)
+    for here, other in zip(call.captured_slopes(*facts), ahead, strict=False):
+        yield *here, (other[-1] - here[-1]) / step if here[:3] == other[:3] else 0.0
 
 
 def adding_squares(terms, shape):
@@ -296,7 +367,7 @@ def adding_squares(terms, shape):
 
 def true_gradients(
     dout, q, k, v, *, saved_values=None, tiles=None, return_dbias=False, return_dsinks=False,
-    **options,
+    return_dcaptured=False, **options,
 ):  # fmt: skip
     """The gradients in float64 and how far float32 ones may be from them, as Frobenius norms.
 
@@ -305,34 +376,37 @@ def true_gradients(
     own sum of P o dP, so that errors cancel, down to 0 in a row of one key; the kernels compare L
     and O, rounded by the forward pass, with numbers that they round themselves.
     """
-    names = names_of(return_dbias, return_dsinks)
+    names = names_of(return_dbias, return_dsinks, return_dcaptured)
     options |= {"tiles": tiles}
     both = options | {"return_dbias": return_dbias, "return_dsinks": return_dsinks}
+    both["return_dcaptured"] = return_dcaptured
     with np.errstate(all="ignore"):
         exact = reference.attention_backward(dout, q, k, v, **both)
         unfused = reference.unfused_backward(dout, q, k, v, **both)
         out, lse = saved_values or saved(q, k, v, **options)
         steps = gradient_roundings(dout, q, k, v, out, lse, **both)
-    bounds = [
-        max(2 * _distance(u, e), r) + EPS * _size(e)
-        for u, e, r in zip(unfused, exact, steps, strict=True)
-    ]
-    return SimpleNamespace(
-        **dict(zip(names, exact, strict=True)), bounds=dict(zip(names, bounds, strict=True))
-    )
+    exact, unfused = dict(each(names, exact)), dict(each(names, unfused))
+    bounds = {
+        name: max(2 * _distance(unfused[name], e), r) + EPS * _size(e)
+        for (name, e), r in zip(exact.items(), steps, strict=True)
+    }
+    return SimpleNamespace(**exact, bounds=bounds)
 
 
 def asked(found, options):
     """What ``found`` has beside the three, with dsinks wherever there are sinks."""
-    dsinks = len(found) > 3 and options.get("sinks") is not None
-    return {"return_dbias": len(found) - dsinks == 4, "return_dsinks": dsinks}
+    dcaptured = isinstance(found[-1], dict)
+    dsinks = len(found) - dcaptured > 3 and options.get("sinks") is not None
+    dbias = len(found) - dcaptured - dsinks == 4
+    return {"return_dbias": dbias, "return_dsinks": dsinks, "return_dcaptured": dcaptured}
 
 
 def assert_gradients(gradients, dout, q, k, v, **options):
     """`gradients` are as close to float64 as `true_gradients` allows."""
     gradients = list(gradients)
-    want = true_gradients(dout, q, k, v, **asked(gradients, options), **options)
-    for name, got in zip(want.bounds, gradients, strict=True):
+    asks = asked(gradients, options)
+    want = true_gradients(dout, q, k, v, **asks, **options)
+    for name, got in each(names_of(*asks.values()), gradients):
         assert_within(name, got, getattr(want, name), want.bounds[name])
 
 

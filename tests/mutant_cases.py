@@ -39,7 +39,17 @@ import test_wgmma_backward as backward_on_hopper
 import test_wgmma_emulated as on_hopper
 import test_wgmma_fa1 as fa1_on_hopper
 import test_wgmma_fa1_backward as fa1_backward_on_hopper
-from backward_helpers import WAYS, differentiate, random_gradients, saved, true_gradients
+from backward_helpers import (
+    WAYS,
+    asked,
+    differentiate,
+    each,
+    floats_of,
+    names_of,
+    random_gradients,
+    saved,
+    true_gradients,
+)
 from helpers import ALGORITHMS, assert_within, attend, changing, truth
 
 from fa_numba import Tiles
@@ -547,6 +557,7 @@ def wanted_gradients(case):
     given, options = inputs(case), {"tiles": case.tiles, **case.options}
     values = saved(*given[1:], **options)
     asks = {f"return_d{name}": name in options for name in ("bias", "sinks")}
+    asks["return_dcaptured"] = bool(floats_of(options.get("score_mod")))
     return values, true_gradients(*given, saved_values=values, **asks, **options)
 
 
@@ -557,7 +568,8 @@ def run_backward(way, case):
     with mock.patch.dict(WAYS, split):
         how = {"saved_values": values, **options_of(case)}
         found = differentiate("emulator", way, *inputs(case), **how)
-    for name, gradient in zip(want.bounds, found, strict=False):
+    asks = asked([*found], case.options)
+    for name, gradient in each(names_of(*asks.values()), found):
         assert_within(name, gradient, getattr(want, name), want.bounds[name])
 
 
@@ -567,6 +579,7 @@ def wanted_half_gradients(case, algorithm):
     given, options = [x.astype(np.float16) for x in inputs(case)], options_of(case)
     values = on_mma.saved_halves(algorithm, *given[1:], **options)
     asks = {f"d{name}": name in options for name in ("bias", "sinks")}
+    asks["dcaptured"] = bool(floats_of(options.get("score_mod"))) and algorithm != "standard"
     facts = {**asks, "saved_values": values, **options}
     return given, values, on_mma.expected(algorithm, *given, **facts)
 
@@ -576,11 +589,11 @@ def run_mma_backward(way, case):
     given, values, (exact, bounds) = wanted_half_gradients(case, on_mma.WAYS[way][0])
     facts = {"saved_values": values, **options_of(case)}
     found = on_mma.differentiate("emulator", way, *given, **facts)
-    names = on_mma.names_of("bias" in case.options, "sinks" in case.options)
-    wanted = dict(zip(names, zip(exact, bounds, strict=True), strict=True))
-    asks = {n.removeprefix("return_"): x for n, x in on_mma.asked(found, case.options).items()}
-    names = on_mma.names_of(**asks)
-    of = ((n, x, *wanted[n]) for n, x in zip(names, found, strict=True))
+    names = [*on_mma.names_of("bias" in case.options, "sinks" in case.options)]
+    names += [f"d{name}" for name in floats_of(case.options.get("score_mod"))]
+    wanted = dict(zip(names, zip(exact, bounds, strict=False), strict=False))
+    names = names_of(*asked(found, case.options).values())
+    of = ((n, x, *wanted[n]) for n, x in each(names, found))
     for name, gradient, want, bound in of:
         assert_within(name, gradient.astype(np.float64), want, bound, FLOAT16)
     if case.few:

@@ -26,6 +26,7 @@ _OF_PASS = {
     "deterministic": "bwd",
     "return_dbias": "bwd",
     "return_dsinks": "bwd",
+    "return_dcaptured": "bwd",
     "dlse": "bwd",
     "group_splits": "bwd",
 }
@@ -63,13 +64,15 @@ class Choices:
     deterministic: bool = False
     return_dbias: bool = False
     return_dsinks: bool = False
+    return_dcaptured: bool = False
     dlse: bool = False
     group_splits: int | str = "auto"
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
-        for name in ("return_lse", "deterministic", "return_dbias", "return_dsinks", "dlse"):
+        gradients = "return_dbias", "return_dsinks", "return_dcaptured"
+        for name in ("return_lse", "deterministic", *gradients, "dlse"):
             checked[name] = as_flag(name, getattr(self, name))
         _check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
@@ -150,7 +153,9 @@ class Request:
         splits = choices.kv_splits not in ("auto", 1)
         # What else takes D from memory takes it with dL.
         of_call = {"splits": splits, "dlse": choices.dlse and choices.algorithm == "fa1"}
-        found = Features.of(self.problem, dbias=choices.return_dbias, **of_call)
+        captured = self.problem.score_mod if choices.return_dcaptured else None
+        asked = {"dbias": choices.return_dbias, "dcaptured": captured}
+        found = Features.of(self.problem, **asked, **of_call)
         # Backward L has them.
         return replace(found, sinks=found.sinks and choices.passes == "fwd")
 

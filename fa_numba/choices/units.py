@@ -206,7 +206,7 @@ class Simt(Unit):
         return self._shaped(request, facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        return tiles, replace(spec, features=replace(spec.features, dbias=False))
+        return tiles, replace(spec, features=spec.features.without_sums)
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         tiles, across, why = self.backward(request)
@@ -276,7 +276,7 @@ class Mma(Unit):
         else:
             sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.largest_dim, request.shared_limit)
             tiles = mma_tiles("fa2", "sweep", *sizes).value
-        facts = _flash_facts(request) | {"features": replace(request.features, dbias=False)}
+        facts = _flash_facts(request) | {"features": request.features.without_sums}
         return tiles, _select(request, tiling.MmaSweepSpec)(tiles, **facts)
 
     def standard(self, request: Request) -> Shape:
@@ -324,8 +324,8 @@ class Wgmma(Unit):
             "splits",
             "dropout",
         ),
-        ("fa1", "bwd"): (*_MASKS, "sparse", *_SCORES, "sinks", "dlse"),
-        ("fa2", "bwd"): (*_MASKS, "sparse", *_SCORES, *_ADDED, *_LENGTHS, "dropout"),
+        ("fa1", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", "sinks", "dlse"),
+        ("fa2", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
@@ -441,6 +441,7 @@ class Wgmma(Unit):
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         p, facts = request.problem, {"stages": 2, **self._facts(request)}
+        facts["features"] = request.features.without_sums
         spec = tiling.select_wgmma_sweep_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
         return replace(tiling.wgmma_sweep_tiles(p.largest_dim), threads=spec.threads), spec
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fa_numba import device
+from fa_numba import device, mods
 from fa_numba.choices.requests import Choices
 from fa_numba.host import execution, launch_cache, placement, planning
 from fa_numba.host.arrays import (
@@ -44,7 +44,23 @@ def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any 
     results = launch_cache.replay(call, out, stream)
     if results is None:
         results = _first_attend(choices, arrays, options, stream, out, call)
+    if choices.return_dcaptured:
+        results = _by_names(results, options["score_mod"])
     return results[0] if choices.passes == "fwd" and not choices.return_lse else tuple(results)
+
+
+def _by_names(results: list, score_mod: Any) -> list:
+    """The results, those for arrays that the function captures as one by its names for them, in
+    which others than float32 have None.
+    """
+    mod, values = mods.captured("score_mod", score_mod)
+    names = {name: own for name, (own, _) in zip(mod.fields, values, strict=True)}
+    arrays = (name for name, kind in zip(mod.fields, mod.captures, strict=True) if "[" in kind)
+    found = dict.fromkeys(names[name] for name in arrays)
+    first = len(results) - len(mod.differentiated)
+    for field, gradient in zip(mod.differentiated.values(), results[first:], strict=True):
+        found[names[field]] = gradient
+    return [*results[:first], found]
 
 
 def of_blocks(choices: Choices, options: Any) -> Choices:
@@ -126,8 +142,7 @@ def launched(
     words = words or {}
     outputs: list = []
     for n, output in enumerate(plan.outputs):
-        # The gradient of a bias has the bias's own axes.
-        shape = inputs["bias"].shape if output.name == "dbias" else output.shape
+        shape = inputs[output.like].shape if output.like else output.shape
         outputs.append((shape, output.dtype, None if n else target))
 
     def make(given: list, made: list, stream: Any) -> None:

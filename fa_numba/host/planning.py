@@ -185,6 +185,8 @@ def _check_backward(request: Request, unit: Unit) -> None:
         raise ValueError("return_dbias is True without a bias: allowed is False")
     if choices.return_dsinks and not problem.sinks:
         raise ValueError("return_dsinks is True without sinks: allowed is False")
+    if choices.return_dcaptured:
+        _check_captured(request)
     whole = problem.bias == problem.score_shape
     if choices.return_dbias and choices.deterministic and not whole:
         raise ValueError(
@@ -198,6 +200,27 @@ def _check_backward(request: Request, unit: Unit) -> None:
             f"on {unit.name}: only {owners} splits its queries"
         )
     check_group_splits(request)
+
+
+def _check_captured(request: Request) -> None:
+    """Raise ValueError where there are no gradients of what a score_mod captures."""
+    mod, choices = request.problem.score_mod, request.choices
+    if mod is None:
+        raise ValueError("return_dcaptured is True without a score_mod: allowed is False")
+    if not mod.differentiated:
+        raise ValueError(
+            f"return_dcaptured is True and score_mod {mod} takes no float32 array from outside: "
+            "allowed is False"
+        )
+    if choices.algorithm == "standard":
+        raise ValueError(
+            "return_dcaptured is True with algorithm 'standard': allowed is 'fa1' or 'fa2'"
+        )
+    if choices.deterministic:
+        raise ValueError(
+            "deterministic is True with return_dcaptured: the gradients of captured arrays are "
+            "summed in no fixed order, allowed is one of the two"
+        )
 
 
 def _check_stages(tiles: Tiles, request: Request) -> None:

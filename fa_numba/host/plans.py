@@ -30,7 +30,8 @@ class Buffer:
 
     ``dtype`` is a name among ``STORED``. ``zeroed``: it is filled with zeros before the
     first launch. ``pitch`` is how many elements lie between a row's first and the next one's; None
-    for as many as a row has.
+    for as many as a row has. ``like`` is the input whose shape an output has, as the caller gave
+    it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Buffer:
     dtype: str = "float32"
     zeroed: bool = False
     pitch: int | None = None
+    like: str = ""
 
     @property
     def allocated(self) -> tuple[int, ...]:
@@ -242,9 +244,12 @@ class Plan(LaunchPlan):
             of_keys = {"dK": p.k_shape, "dV": p.v_shape}
             outputs += [Buffer(*x, p.dtype, zeroed=added) for x in of_keys.items()]
             if p.bias is not None and choices.return_dbias:  # a sum of atomic adds
-                outputs.append(Buffer("dbias", p.bias, zeroed=True))
+                outputs.append(Buffer("dbias", p.bias, zeroed=True, like="bias"))
             if choices.return_dsinks:
                 outputs.append(Buffer("dsinks", (p.heads_q,)))
+            if choices.return_dcaptured and p.score_mod is not None:  # and these
+                of = p.score_mod.differentiated.items()
+                outputs += [Buffer(name, (), zeroed=True, like=field) for name, field in of]
         return cls(
             algorithm=choices.algorithm,
             passes=choices.passes,
@@ -256,7 +261,7 @@ class Plan(LaunchPlan):
             split_rows=split_rows,
             kv_splits=decided.splits if forward else 1,
             group_splits=1 if forward else decided.splits,
-            uncounted=(*UNCOUNTED, *(name for mod in p.mods for name in mod.fields)),
+            uncounted=(*UNCOUNTED, *(x for m in p.mods for x in (*m.fields, *m.differentiated))),
             score_unit=1.0 if choices.algorithm == "standard" else LOG2E,
             launches=tuple(launches),
             workspace=tuple(workspace),

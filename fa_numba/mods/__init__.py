@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, uint32
 
-from .rewriting import ONE, written
+from .rewriting import ONE, Gradient, gradient_of, written
 from .rewriting import PARAMETERS as PARAMETERS
 from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
@@ -35,7 +35,8 @@ class Mod:
     a kernel's last argument, with a field ``<option>_<n>`` for each of ``captures`` in their order:
     "int32", "float32" or "bool" for a number, with axes, "float32[2]", for an array. ``inside``: it
     may be called inside of the matrix alone, as one that reads an array at a row or column.
-    ``shown`` is its name and its place.
+    ``gradient`` is about the float32 arrays that a ``score_mod``'s result depends on, None where
+    there are none. ``shown`` is its name and its place.
     """
 
     option: str
@@ -43,6 +44,7 @@ class Mod:
     slope: str
     captures: tuple[str, ...]
     inside: bool
+    gradient: Gradient | None
     shown: str = field(compare=False)
 
     def __repr__(self) -> str:
@@ -52,6 +54,12 @@ class Mod:
     def fields(self) -> tuple[str, ...]:
         """What ``captures`` are called in a kernel."""
         return tuple(f"{self.option}_{n}" for n in range(len(self.captures)))
+
+    @property
+    def differentiated(self) -> dict[str, str]:
+        """Of the fields that are float32 arrays, by what their gradients are called in a kernel."""
+        both = zip(self.fields, self.captures, strict=True)
+        return {f"d{name}": name for name, kind in both if kind.startswith("float32[")}
 
     @property
     def adds(self) -> bool:
@@ -112,18 +120,23 @@ class _Text(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _written(option: str, source: Source, kinds: tuple[tuple[str, str], ...]) -> _Text:
     value = written(option, source, dict(kinds))
-    slope = written(option, source, dict(kinds), slope=True).text if option == "score_mod" else ""
+    slope, gradient = "", None
+    if option == "score_mod":
+        slope = written(option, source, dict(kinds), slope=True).text
+        gradient = gradient_of(option, source, dict(kinds))
     captures = tuple(dict(kinds)[name] for name in value.names)
-    mod = Mod(option, value.text, slope, captures, value.inside, source.shown)
+    mod = Mod(option, value.text, slope, captures, value.inside, gradient, source.shown)
     return _Text(mod, value.names)
 
 
 @functools.cache
-def function_of(text: str) -> Callable[..., Any]:
-    """The function of a ``Mod``'s text, whose source the emulator finds."""
+def function_of(text: str, **beside: Any) -> Callable[..., Any]:
+    """The function of a ``Mod``'s text, whose source the emulator finds; ``beside`` is what it
+    calls.
+    """
     name = f"<fa_numba.mods {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     known: dict[str, Any] = {"__name__": __name__, "math": math}
-    known |= {"int32": int32, "uint32": uint32, "float32": float32}
+    known |= {"int32": int32, "uint32": uint32, "float32": float32, **beside}
     exec(compile(text, name, "exec"), known)
     return known["mod"]

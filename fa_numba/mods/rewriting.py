@@ -7,13 +7,16 @@ of a chain of comparisons, stands under an `if`, since an index there may be out
 The derivative with respect to the score is made by the same walk, in forward mode: each value has
 its slope beside it, or none where the score is no part of it. A library of symbolic mathematics
 would want the function run on its symbols, which a conditional expression, an index and `and`
-refuse, and its result written as Python again; here a rule is a line or two.
+refuse, and its result written as Python again; here a rule is a line or two. The gradients of
+float32 arrays are made alike, by the element that one place in the function reads, for each of
+these places; what a result does not need is left out then.
 """
 
 from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -92,6 +95,22 @@ class Written(NamedTuple):
     inside: bool
 
 
+class Gradient(NamedTuple):
+    """The gradients of the float32 arrays that a function reads, as texts.
+
+    ``each`` takes what the function's text does, but the score and the gradient of the result, a
+    pair, first, and ``sums`` last. It adds what that is for each element that is read to
+    ``d<field>``, the array's gradient; or, for elements that i and j have no part in, of which
+    there are ``shared``, to ``sums``. ``rest``, of b, h, ``options`` and ``sums``, adds these.
+    ``of_score``: the score has a part in it.
+    """
+
+    each: str
+    rest: str
+    shared: int
+    of_score: bool
+
+
 class _Refused(Exception):
     def __init__(self, what: str, node: ast.AST) -> None:
         super().__init__(what)
@@ -102,9 +121,9 @@ def written(option: str, source: Source, kinds: dict[str, str], slope: bool = Fa
     """The function given as ``option``, or with ``slope`` its derivative; ``kinds`` are those of
     the values from outside, by name (``source.kind_of_capture``). Raises as ``mods.captured``.
     """
-    writer = _Writer(option, source, kinds, slope)
+    writer = _Writer(option, source, kinds)
     try:
-        lines = writer.function()
+        lines = writer.function(slope)
     except _Refused as refused:
         line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
         raise ValueError(
@@ -114,33 +133,68 @@ def written(option: str, source: Source, kinds: dict[str, str], slope: bool = Fa
     return Written(text, tuple(writer.captured), writer.inside)
 
 
+def gradient_of(option: str, source: Source, kinds: dict[str, str]) -> Gradient | None:
+    """The gradients of the float32 arrays that the function, which can be ``written``, reads; None
+    where its result does not depend on any.
+    """
+    return _Writer(option, source, kinds).gradient()
+
+
+class _Place(NamedTuple):
+    """Where a function reads an element: the gradient's matrix, and names of a row and a column;
+    ``shared`` where i and j have no part in them.
+    """
+
+    matrix: str
+    row: str
+    column: str
+    shared: bool
+
+    @property
+    def starts(self) -> list[str]:
+        """Values of the names for where the element is not read."""
+        names = re.findall(r"\bp\d+", f"{self.matrix} {self.row} {self.column}")
+        return [f"{name} = uint32(0)" for name in names]
+
+    def adding(self, text: str) -> list[str]:
+        """Adds what ``text`` says, unless that is 0, as where the element is not read."""
+        where = f"{self.matrix}, {self.row}, {self.column}"
+        return [f"if {text} != float32(0.0):", f"    add_global({where}, {text})"]
+
+
 class _Writer:
     """Writes one function."""
 
-    def __init__(self, option: str, source: Source, kinds: dict[str, str], slope: bool) -> None:
+    def __init__(self, option: str, source: Source, kinds: dict[str, str]) -> None:
         self.option, self.source, self.kinds = option, source, kinds
         self.lines: list[str] = []
         self.count = 0
         self.inside = False
         self.captured: dict[str, str] = {}  # the fields of captured values, by the function's names
         self.known: dict[str, Term] = {}
-        for theirs, ours in zip(source.parameters, PARAMETERS[option], strict=True):
-            score = ours == "score"
-            start = ONE if score and slope else None
-            of = ours if ours in ("i", "j") else ""
-            self.known[theirs] = Term("float" if score else "int", ours, start, of)
-        self.slope = slope
+        # What slopes are by: the score, or the element that is read at the place of this number.
+        self.by: str | int = ""
+        self.places = 0  # in which elements of float32 arrays were read
+        self.place: _Place | None = None  # the one that slopes are by
         for name, kind in kinds.items():
             if kind.partition("[")[0] in ("int32", "float32", "bool"):
                 self.captured[name] = f"options.{option}_{len(self.captured)}"
 
-    def function(self) -> list[str]:
+    def result(self, by: str | int) -> Term:
+        """What the function returns, whose slope is by that."""
+        self.by, self.places, self.place = by, 0, None
+        for theirs, ours in zip(self.source.parameters, PARAMETERS[self.option], strict=True):
+            kind, of = "float" if ours == "score" else "int", ours if ours in ("i", "j") else ""
+            self.known[theirs] = Term(kind, ours, ONE if ours == by else None, of)
         *before, last = self.source.body
         for statement in before:
             self.statement(statement)
         if not isinstance(last, ast.Return) or last.value is None:
             raise _Refused(f"{_what(last)} where it should return a value", last)
-        result = self.visit(last.value)
+        return self.visit(last.value)
+
+    def function(self, slope: bool) -> list[str]:
+        result, last = self.result("score" if slope else ""), self.source.body[-1]
         if self.option == "mask_mod":
             if result.kind == "float":
                 raise _Refused("a float as its result, not whether j is seen", last)
@@ -148,10 +202,36 @@ class _Writer:
         elif result.kind == "bool":
             raise _Refused("a truth value as its result, not a score", last)
         else:
-            found = (result.slope or "float32(0.0)") if self.slope else self.real(result)
+            found = (result.slope or "float32(0.0)") if slope else self.real(result)
         taken = ", ".join((*PARAMETERS[self.option], "origin", "options"))
         body = [f"    {line}" for line in (*self.lines, f"return {found}")]
         return [f"def mod({taken}):", *body]
+
+    def gradient(self) -> Gradient | None:
+        self.result("")
+        each: list[str] = []
+        adds: list[str] = []
+        rest: list[str] = []
+        shared = 0
+        for number in range(self.places):
+            self.lines = []
+            slope, place = self.result(number).slope, self.place
+            if slope is None or place is None:
+                continue
+            each += [*place.starts, *self.lines]
+            if place.shared:
+                adds.append(f"sums[{shared}] += ds * {slope}")
+                rest += [*place.starts, *self.lines, *place.adding(f"sums[{shared}]")]
+                shared += 1
+            else:
+                found = f"g{number}"
+                adds += [f"{found} = ds * {slope}", *place.adding(found)]
+        if not adds:
+            return None
+        taken = ", ".join(("given", *PARAMETERS[self.option][1:], "origin", "options", "sums"))
+        of_each, read = _needed(f"def mod({taken}):", ["score, ds = given", *each, *adds])
+        of_rest, _ = _needed("def mod(b, h, options, sums):", rest, flat=True)
+        return Gradient(of_each, of_rest, shared, "score" in read)
 
     # --- statements --------------------------------------------------------------------------
 
@@ -306,17 +386,34 @@ class _Writer:
         if len(indices) != int(axes):
             has = f"which has {axes} ax{'i' if axes == '1' else 'e'}s"
             raise _Refused(f"{ast.unparse(node)} of {owner.id}, {has}", node)
-        places = []
+        places, near = [], True
         for index in indices:
             term = self.visit(index)
             if term.kind != "int":
                 raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
-            self.inside = self.inside or term.of != ""
+            near = near and term.of == ""
             places.append(f"uint32({term.text})")
+        self.inside = self.inside or not near
         element = self.put(f"{self.captured[owner.id]}[{', '.join(places)}]")
         if kind == "bool":
             return Term("bool", self.put(f"{element} != 0"))
-        return Term(kind.removesuffix("32"), element)
+        slope = None
+        if kind == "float32":
+            if self.places == self.by:
+                slope, self.place = ONE, self.placed(owner.id, places, near)
+            self.places += 1
+        return Term(kind.removesuffix("32"), element, slope)
+
+    def placed(self, name: str, places: list[str], near: bool) -> _Place:
+        """The place of an element, under names that have a value where it is not read too."""
+        names = []
+        for text in places:
+            self.count += 1
+            names.append(f"p{self.count}")
+            self.lines.append(f"{names[-1]} = {text}")
+        array = self.captured[name].replace(".", ".d")
+        *outer, row, column = ["uint32(0)", *names][-max(2, len(names)) :]
+        return _Place(array + (f"[{', '.join(outer)}]" if outer else ""), row, column, near)
 
     def length(self, name: str, axis: int) -> Term:
         return Term("int", self.put(f"int32({self.captured[name]}.shape[{axis}])"))
@@ -549,6 +646,56 @@ class _Writer:
         if term.slope is not None:
             slope = self.put(f"-{term.slope} if {text} < float32(0.0) else {term.slope}")
         return Term(kind, value, slope)
+
+
+def _needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[str]]:
+    """The text of a function without assignments that no other statement needs, and the names that
+    it reads. With ``flat`` places are found without a look at what they stand under.
+    """
+    whole = ast.parse("\n".join([head, *(f"    {line}" for line in (*lines, "pass"))]))
+    (function,) = whole.body
+    assert isinstance(function, ast.FunctionDef)
+    read: set[str] = set()
+    statements = _without_tests(function.body) if flat else function.body
+    function.body = _read_later(list(statements), read) or [ast.Pass()]
+    return f"{ast.unparse(whole)}\n", read
+
+
+def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
+    """Of ``statements`` those that do more than assign names that nothing behind them reads; what
+    they read goes to ``read``.
+    """
+    kept: list[ast.stmt] = []
+    for node in reversed(statements):
+        found: list[ast.AST] = [node]
+        if isinstance(node, ast.If):
+            node.orelse = _read_later(node.orelse, read)
+            node.body = _read_later(node.body, read)
+            if not (node.body or node.orelse):
+                continue
+            node.body, found = node.body or [ast.Pass()], [node.test]
+        elif isinstance(node, ast.Pass) or (
+            isinstance(node, ast.Assign) and not _names(node) & read
+        ):
+            continue
+        read |= {name for each in found for name in _names(each, ast.Load)}
+        kept.append(node)
+    return kept[::-1]
+
+
+def _without_tests(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The same, of places that stand under an `if` what stands there."""
+    for node in statements:
+        if isinstance(node, ast.If) and any(name.startswith("p") for name in _names(node)):
+            yield from _without_tests([*node.body, *node.orelse])
+        else:
+            yield node
+
+
+def _names(node: ast.AST, how: type[ast.expr_context] = ast.Store) -> set[str]:
+    """Those that are assigned in ``node``, or with ``Load`` those that are read."""
+    names = (x for x in ast.walk(node) if isinstance(x, ast.Name))
+    return {x.id for x in names if isinstance(x.ctx, how)}
 
 
 def _what(node: ast.AST) -> str:

@@ -5,6 +5,7 @@ from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.parts.grid import make_query_rows
 from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.mods import make_add_captured
 from fa_numba.parts.namespace import part
 
 
@@ -12,13 +13,15 @@ from fa_numba.parts.namespace import part
 def make_of_scores(spec):
     """``of_scores(rdP, rP, rD, rG, tile)``.
 
-    dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the slopes of a cap
-    and of the caller's function. P as ``drop`` has marked it.
+    dS = P o (dP - D), in place of dP: added to dbias and to gradients of what the caller's function
+    captures where asked for, and times the slopes of a cap and of that. P as ``drop`` has marked
+    it.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
     dropout, dbias, slopes = features.dropout, features.dbias, features.slopes
     anywhere = features.slope_of is not None  # a slope that may be no number where P is 0
+    add_captured = make_add_captured(spec)
 
     def of_scores(rdP, rP, rD, rG, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
@@ -39,6 +42,7 @@ def make_of_scores(spec):
                     col = uint32(tile.j0 + column_of(thread.tx, j))
                     if row < head.Nq and col < head.Nk:
                         add_global(dBh, row, col, rdP[i * EI + j * EJ])
+        add_captured(rdP, rG, tile)
         if slopes:
             for e in range(TM * TN):
                 if anywhere:

@@ -8,20 +8,22 @@ read alike is read once.
 import math
 from functools import cache
 
-from fa_numba.device import device_function, float32, int32, uint32
+from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
+from fa_numba.intrinsics.reduction import add_global
 from fa_numba.mods import function_of
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.namespace import part
 
 # Elements, and lines of all of them, of a loop that the compiler unrolls, as registers need.
 AT_A_TIME, LINES = 8, 128
+FULL_WARP = 0xFFFFFFFF
 
 
 @part
 def make_apply_score_mod(spec, unit):
     """``apply_score_mod(rS, tile)``: natural scores to ``unit`` times score_mod of them."""
-    each = _make_each(spec, 0, _make_changed(spec, unit), _chunk(spec.features.score_mod))
+    each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(spec.features.score_mod))
 
     def apply_score_mod(rS, tile):
         each(rS, rS, unit, tile)
@@ -32,11 +34,12 @@ def make_apply_score_mod(spec, unit):
 @part
 def make_slopes(spec):
     """``slopes(rG, rS, scale, tile)``: rG = the derivative of a score by scale S, that of the cap,
-    1 - tanh(scale S)^2, times that of score_mod; nothing where there is neither.
+    1 - tanh(scale S)^2, times that of score_mod; nothing where there is neither. And behind them
+    the scores that this is given, where gradients of what it captures are made of these.
     """
     RS, features = spec.TM * spec.TN, spec.features
-    softcap, score_mod = features.softcap, features.slope_of is not None
-    each = _make_each(spec, 0, _make_slope(spec), _chunk(features.slope_of))
+    softcap, score_mod = features.softcap, features.slope_of is not None or features.keeps_scores
+    each = _make_each(spec, 0, _make_slope(spec), _chunk_of(features.slope_of))
 
     def slopes(rG, rS, scale, tile):
         if score_mod:
@@ -53,15 +56,16 @@ def make_slopes(spec):
 def make_p_and_ds(spec, values_of):
     """``p_and_ds(rdP, rS, given, tile)``: scale S, -inf where it is hidden, to P = exp(S - L) of
     the S that the cap and score_mod make of it; and dP to dS = P o (dP - D) times their slope.
-    ``values_of(given, e)`` finds L, in units of log2, and D of element e's row.
+    ``values_of(given, e)`` finds L, in units of log2, and D of element e's row; ``given[0]`` are
+    sums as in ``add_captured``.
     """
-    return _make_each(spec, 0, _make_p_and_ds(spec, values_of), _chunk(spec.features.score_mod))
+    return _make_each(spec, 0, _make_p_and_ds(spec, values_of), _chunk_of(spec.features.score_mod))
 
 
 @part
 def make_hide(spec):
     """``hide(rS, tile)``: scores become -inf where mask_mod says that they are not seen."""
-    each = _make_each(spec, 0, _make_hidden(spec), _chunk(spec.features.mask_mod))
+    each = _make_each(spec, 0, _make_hidden(spec), _chunk_of(spec.features.mask_mod))
 
     def hide(rS, tile):
         each(rS, rS, float32(1.0), tile)
@@ -137,6 +141,8 @@ def _make_slope(spec):
     features = spec.features
     softcap, slope_of = features.softcap, _called(features.slope_of, slope=True)
     inside = _make_inside(features.slope_of is not None and features.slope_of.inside)
+    modified, keeps = features.slope_of is not None, features.keeps_scores
+    slopes, AT = features.slopes, spec.TM * spec.TN if features.slopes else 0
 
     def slope(rG, rS, e, scale, place, head):
         row, col, origin = place
@@ -145,9 +151,114 @@ def _make_slope(spec):
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
         i, j = inside(row, col, head)
-        rG[e] = g * slope_of(s, int32(head.b), int32(head.h), i, j, origin, head.options)
+        if modified:
+            g *= slope_of(s, int32(head.b), int32(head.h), i, j, origin, head.options)
+        if slopes:
+            rG[e] = g
+        if keeps:
+            rG[AT + e] = s
 
     return slope
+
+
+@part
+def make_add_captured(spec):
+    """``add_captured(rdS, rG, tile)``: the gradients of the float32 arrays that score_mod captures,
+    if they are asked for: dS by each element that was read, added to its own, atomically. What
+    ``slopes`` has left in rG they are made of too.
+    """
+    gradient, SHARED = _gradient(spec.features), shared_sums(spec)
+    captured = gradient is not None
+    each = _make_each(spec, 0, _make_captured(spec), _chunk(gradient and gradient.each))
+    start_shared, add_shared = make_start_shared(spec), make_add_shared(spec)
+
+    def add_captured(rdS, rG, tile):
+        if captured:
+            rA = cuda.local.array(SHARED, float32)
+            start_shared(rA)
+            each(rG, rdS, rA, tile)
+            add_shared(rA, tile.head)
+
+    return add_captured
+
+
+@part
+def _make_captured(spec):
+    keeps, AT = spec.features.keeps_scores, spec.TM * spec.TN if spec.features.slopes else 0
+    add = _make_add_of_one(spec)
+
+    def captured(rG, rdS, e, rA, place, head):
+        s = rG[AT + e] if keeps else float32(0.0)
+        add(rA, s, rdS[e], place, head)
+
+    return captured
+
+
+@part
+def _make_add_of_one(spec):
+    """``add_of_one(rA, s, ds, place, head)``: of the score s and its dS, to the gradients; to rA
+    for those of elements that i and j have no part in.
+    """
+    gradient = _gradient(spec.features)
+    each = _texted(gradient and gradient.each)
+
+    def add_of_one(rA, s, ds, place, head):
+        row, col, origin = place
+        inside = uint32(row) < head.Nq and uint32(col) < head.Nk
+        if inside and ds != float32(0.0):
+            b, h = int32(head.b), int32(head.h)
+            each((s, ds), b, h, row, col, origin, head.options, rA)
+
+    return add_of_one
+
+
+def shared_sums(spec):
+    """Registers of sums for elements that i and j have no part in; 1 where there are none, since an
+    array of registers has one.
+    """
+    gradient = _gradient(spec.features)
+    return max(1, gradient.shared if gradient is not None else 0)
+
+
+@part
+def make_start_shared(spec):
+    """``start_shared(rA)``: these sums are 0."""
+    SHARED = shared_sums(spec)
+
+    def start_shared(rA):
+        for n in range(SHARED):
+            rA[n] = float32(0.0)
+
+    return start_shared
+
+
+@part
+def make_add_shared(spec):
+    """``add_shared(rA, head)``: the sums of a warp's lanes, to the gradients of their elements."""
+    gradient, SHARED = _gradient(spec.features), shared_sums(spec)
+    some = gradient is not None and gradient.shared > 0
+    rest = _texted(gradient and gradient.rest)
+
+    def add_shared(rA, head):
+        if some:
+            for n in range(SHARED):
+                lane = 16
+                while lane > 0:
+                    rA[n] += cuda.shfl_xor_sync(FULL_WARP, rA[n], lane)
+                    lane //= 2
+            if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
+                rest(int32(head.b), int32(head.h), head.options, rA)
+
+    return add_shared
+
+
+def _gradient(features):
+    return features.dcaptured and features.dcaptured.gradient
+
+
+def _texted(text):
+    """A gradient's function; None of None."""
+    return text and device_function(function_of(text, add_global=add_global))
 
 
 @part
@@ -157,6 +268,7 @@ def _make_p_and_ds(spec, values_of):
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
     inside = _make_inside(any(mod.inside for mod in mods))
     score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
+    captured, add = _gradient(features) is not None, _make_add_of_one(spec)
 
     def p_and_ds(rdP, rS, e, given, place, head):
         b, h = int32(head.b), int32(head.h)
@@ -173,6 +285,8 @@ def _make_p_and_ds(spec, values_of):
         if slope:
             g *= slope_of(s, b, h, i, j, origin, head.options)
         ds = p * (rdP[e] - d)
+        if captured:
+            add(given[0], s, ds, place, head)
         rS[e] = p
         rdP[e] = ds * g if ds != float32(0.0) else ds  # where a slope may be no number
 
@@ -200,7 +314,11 @@ def _called(mod, slope=False):
     return device_function(function_of((slope and mod.slope) or mod.value))
 
 
-def _chunk(mod):
-    """Elements that are taken at a time."""
-    lines = max(len(mod.value.splitlines()), len(mod.slope.splitlines())) if mod else 1
+def _chunk(*texts):
+    """Elements that are taken at a time by functions of these texts."""
+    lines = max((len(text.splitlines()) for text in texts if text), default=1)
     return max(1, min(AT_A_TIME, LINES // lines))
+
+
+def _chunk_of(mod):
+    return _chunk(mod and mod.value, mod and mod.slope)

@@ -177,10 +177,12 @@ class Spec(ABC):
 
     @property
     def cap_registers(self) -> int:
-        """Registers for the slopes of a cap and of a function on the scores, kept from S to dS; 1
-        where there is neither, since an array of registers has at least one.
+        """Registers for the slopes of a cap and of a function on the scores, and behind them for
+        the scores that it is given, kept from S to dS; 1 where there is neither, since an array of
+        registers has at least one.
         """
-        return self.TM * self.TN if self.features.slopes else 1
+        each = self.features.slopes + self.features.keeps_scores
+        return max(1, each * self.TM * self.TN)
 
     @property
     @abstractmethod

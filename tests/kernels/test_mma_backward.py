@@ -13,8 +13,11 @@ from backward_helpers import (
     as_plan,
     asked,
     asks_for_dbias,
+    asks_for_dcaptured,
+    each,
     gradient_roundings,
     names_of,
+    on_host,
     saved,
     with_dlse,
 )
@@ -98,7 +101,9 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
     """One backward call between guard bands, its accesses those of the plan."""
     algorithm, own = WAYS[way]
     dtype, asks = q.dtype.name, asks_for_dbias(way, q, k, options.get("bias"))
-    options = {"return_dbias": asks, "return_dsinks": "sinks" in options, **options, **own}
+    asks = {"return_dbias": asks, "return_dsinks": "sinks" in options}
+    asks["return_dcaptured"] = asks_for_dcaptured(way, q, k, options)
+    options = {**asks, **options, **own}
     place = device if dtype == "float16" else "emulator"
     out, lse = saved_values or saved_halves(way, q, k, v, **options)
     inputs = [HalfMemory(device, dtype, a.shape, layout, a) for a in (dout, q, k, v, out)]
@@ -107,9 +112,8 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
     with running(device) as counts:
         arguments = [m.argument for m in inputs]
         found = fa_numba.attention_backward(*arguments, algorithm=algorithm, **given_)
-        assert type(found) is tuple and len(found) == 3 + sum(
-            options[f"return_{n}"] for n in ("dbias", "dsinks")
-        )
+        names = names_of(*(options[name] for name in asks))
+        assert type(found) is tuple and len(found) == len(names)
         if counts is not None:
             facts = {"algorithm": algorithm, "dtype": dtype, "passes": "bwd"}
             plan = fa_numba.plan(q.shape, k.shape, v.shape, **facts, **as_plan(options))
@@ -118,10 +122,10 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
             assert plan.unit == options.get("unit", "mma") and plan.accesses.bytes == moved
         for memory in (*inputs, *others.values()):
             memory.assert_intact("an input", whole=True)
-        gradients = [to_numpy(x) for x in found]
+        gradients = [on_host(x) for x in found]
     for x, of in zip(gradients, (q, k, v), strict=False):
         assert x.dtype == of.dtype and x.shape == of.shape
-    assert all(x.dtype == np.float32 for x in gradients[3:])
+    assert all(x.dtype == np.float32 for _, x in [*each(names, gradients)][3:])
     return gradients
 
 
@@ -163,7 +167,9 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, dlse=None, **options):
     return gradients if not problem.bias else [*gradients, dbias]
 
 
-def expected(way, dout, q, k, v, *, dbias=False, dsinks=False, saved_values=None, **options):
+def expected(
+    way, dout, q, k, v, *, dbias=False, dsinks=False, dcaptured=False, saved_values=None, **options
+):
     """The gradients in float64, and how far 16-bit ones may be from each, as Frobenius norms.
 
     Twice the error of the unfused computation with 16-bit matrices, or of standard attention that
@@ -171,7 +177,7 @@ def expected(way, dout, q, k, v, *, dbias=False, dsinks=False, saved_values=None
     by, which the unfused computation makes itself; and one rounding.
     """
     dtype, options = q.dtype.name, changing(options)
-    asks = {"return_dbias": dbias, "return_dsinks": dsinks}
+    asks = {"return_dbias": dbias, "return_dsinks": dsinks, "return_dcaptured": dcaptured}
     single = [x.astype(np.float32) for x in (dout, q, k, v)]
     with np.errstate(all="ignore"):
         exact = reference.attention_backward(*single, **asks, **options)
@@ -188,7 +194,9 @@ def expected(way, dout, q, k, v, *, dbias=False, dsinks=False, saved_values=None
             out, lse = saved_values or saved_halves(way, q, k, v, **options)
             given_ = gradient_roundings(*single, out.astype("f4"), lse, **asks, **options)
             steps[-1] = given_[-1]
-    last = [ROUNDING[dtype]] * 3 + [EPS] * 2  # dbias and dsinks are in float32
+    if way != "standard":
+        exact, near = ([x for _, x in each(names_of(*asks.values()), y)] for y in (exact, near))
+    last = [ROUNDING[dtype]] * 3 + [EPS] * (len(exact) - 3)  # the others are in float32
     bounds = [
         2 * (_distance(u.reshape(e.shape), e) + s) + r * _size(e)
         for u, e, s, r in zip(near, exact, steps, last, strict=False)
@@ -200,7 +208,8 @@ def assert_gradients(found, way, *inputs, **options):
     asks = {name.removeprefix("return_"): x for name, x in asked(found, options).items()}
     exact, bounds = expected(way, *inputs, **asks, **options)
     rounding = ROUNDING[inputs[0].dtype.name]
-    for name, got, e, bound in zip(names_of(**asks), found, exact, bounds, strict=True):
+    names = each(names_of(**asks), found)
+    for (name, got), e, bound in zip(names, exact, bounds, strict=True):
         assert_within(name, np.asarray(got, np.float64), e, bound, rounding)
 
 

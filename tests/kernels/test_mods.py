@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offline import compiled
 from test_compile import plan_of
+from test_mma_backward import check_gradients as half_gradients
 
 import fa_numba
 from fa_numba import Tiles, mods
@@ -359,6 +360,141 @@ def test_a_derivative_may_be_given():
     given_ = {"score_mod": lambda s, b, h, i, j: max(s, 0), "score_mod_grad": several}
     for way in ("standard", "fa1", "fa2", "fa2-deterministic"):
         check_gradients("emulator", way, *arrays, tiles=SMALL, softcap=2.0, **given_)
+
+
+# --- gradients of captured arrays ----------------------------------------------------------------
+
+weights = np.random.default_rng(7).standard_normal((2, 3, 2), np.float32)
+GRADIENTS = {
+    "relative positions": lambda s, b, h, i, j: s + table[h, i - j + 19],
+    "of the score": lambda s, b, h, i, j: s * table[h, j] + math.tanh(table[2, i % 9] * s),
+    "read twice": lambda s, b, h, i, j: s + table[h, i] * table[h, j] + table[0, 3],
+    "one for a head": lambda s, b, h, i, j: s - table[h, 0] * abs(i - j) - table[b, h + 1] * s,
+    "behind a condition": lambda s, b, h, i, j: (
+        s + (table[h, i - j] if i >= j else table[2, 0] * j)
+    ),
+    "an index at a time": lambda s, b, h, i, j: s + weights[b][steps[i] % 3][h] * flags[j],
+    "min, max and a quotient": lambda s, b, h, i, j: max(s, table[h, i]) / (2 + table[h, j] ** 2),
+    "one for a head under a condition": lambda s, b, h, i, j: s if i < 7 else s + i * table[h, 1],
+}
+
+
+def read_from(function, derivative=None):
+    """What a kernel adds to the gradients of what a function captures, by Python's own numbers."""
+    mod, values = mods.captured("score_mod", function)
+    names = [name for name, _ in values]
+    taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
+    found = {n: np.zeros(np.shape(taken[f])) for n, f in mod.differentiated.items()}
+    rows = {n: x.reshape(-1, x.shape[-1]) if x.ndim < 2 else x for n, x in found.items()}
+    known = {"int32": int, "uint32": int, "float32": float, "math": math}
+
+    def add_global(matrix, row, col, value):
+        matrix[row, col] += value
+
+    options = SimpleNamespace(**taken, **rows)
+    each, rest = {**known, "add_global": add_global}, {**known, "add_global": add_global}
+    exec(mod.gradient.each, each)
+    exec(mod.gradient.rest, rest)
+
+    def add(score, b, h, i, j, ds):
+        sums = [0.0] * max(1, mod.gradient.shared)
+        each["mod"]((score, ds), b, h, i, j, 3, options, sums)
+        rest["mod"](b, h, options, sums)
+
+    named = dict(zip(mod.fields, names, strict=True))
+    return add, {named[mod.differentiated[n]]: x for n, x in found.items()}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_derivatives_by_captured_elements_are_limits_of_differences(name):
+    function, (add, found) = GRADIENTS[name], read_from(GRADIENTS[name])
+    arrays = {n: wide(x) for n, x in mods.captured("score_mod", function).values if n in found}
+    moved = mods.holding(exact(function), arrays)
+    for place in [(0, 0, 0, 0), (1, 1, 3, 1), (0, 1, 7, 9), (1, 0, 12, 12)]:
+        for score in scores[:3]:
+            for x in found.values():
+                x[:] = 0
+            add(score, *place, 0.75)
+            for n, x in found.items():
+                for element in np.ndindex(x.shape):
+                    ends, old = [], arrays[n][element]
+                    for step in (-1e-6, 1e-6):
+                        arrays[n][element] = old + step
+                        ends.append(moved(score, *place))
+                    arrays[n][element] = old
+                    want = 0.75 * (ends[1] - ends[0]) / 2e-6
+                    assert x[element] == pytest.approx(want, rel=1e-7, abs=1e-7)
+
+
+def test_which_gradients_need_the_score_and_which_are_summed_first():
+    found = {n: mods.captured("score_mod", f).mod.gradient for n, f in GRADIENTS.items()}
+    assert {n for n, x in found.items() if x.of_score} == {
+        "of the score", "one for a head", "min, max and a quotient",
+    }  # fmt: skip
+    assert {n: x.shared for n, x in found.items() if x.shared} == {
+        "read twice": 1, "one for a head": 2, "behind a condition": 1,
+        "one for a head under a condition": 1,
+    }  # fmt: skip
+    unread = mods.captured("score_mod", lambda s, b, h, i, j: s if table[h, i] > 0 else -s).mod
+    assert unread.gradient is None and list(unread.differentiated) == ["dscore_mod_0"]
+
+
+@pytest.mark.in_turn("way")
+@pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
+@pytest.mark.parametrize("way", ["fa1", "fa2"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_captured_arrays(name, way, unit):
+    """Of both batch entries and of heads that share K and V, beside masks, a cap and dropout."""
+    options = {"score_mod": GRADIENTS[name], "softcap": 3.0, "causal": True}
+    arrays = random_gradients(2, 2, 1, 21, 19, 8)
+    if unit == "simt":
+        options |= {"dropout_p": 0.25, "seed": 5, "tiles": SMALL}
+        check_gradients("emulator", way, *arrays, **options)
+        return
+    halves = [x.astype(np.float16) for x in arrays]
+    options |= {"unit": unit} if unit == "wgmma" else {"tiles": Tiles(16, 16), "dropout_p": 0.25}
+    if (way, unit) == ("fa1", "wgmma"):
+        del options["softcap"]
+    half_gradients("emulator", way, *halves, **options)
+
+
+def test_gradients_of_captured_arrays_by_name():
+    dout, q, k, v = random_gradients(1, 2, 2, 11, 20, 8)
+    own = table.copy()
+    own.setflags(write=False)  # it is read alone
+    how = {"score_mod": lambda s, b, h, i, j: s * own[h, i] + steps[i]}
+    out, lse = fa_numba.attention(q, k, v, return_lse=True, **how)
+    given_ = dout, q, k, v, out, lse
+    found = fa_numba.attention_backward(*given_, return_dcaptured=True, **how)
+    assert len(found) == 4 and {*found[3]} == {"own", "steps"} and found[3]["steps"] is None
+    assert found[3]["own"].shape == own.shape and found[3]["own"].dtype == np.float32
+    assert not found[3]["own"][2].any() and found[3]["own"][:2, :11].all()
+    never = {"score_mod": lambda s, b, h, i, j: s if own[h, i] > 0 else -s}
+    out, lse = fa_numba.attention(q, k, v, return_lse=True, **never)
+    given_ = dout, q, k, v, out, lse
+    assert not fa_numba.attention_backward(*given_, return_dcaptured=True, **never)[3]["own"].any()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"score_mod": None}, "return_dcaptured is True without a score_mod: allowed is False"),
+        ({"score_mod": _made(2.0)}, r"score_mod a lambda .* takes no float32 array from outside"),
+        ({"score_mod": lambda s, b, h, i, j: s + steps[i]}, "takes no float32 array from outside"),
+        ({"deterministic": True}, "deterministic is True with return_dcaptured"),
+        ({"algorithm": "standard"}, "return_dcaptured is True with algorithm 'standard': allowed"),
+        ({"passes": "fwd"}, "return_dcaptured is True: only passes='bwd' has it"),
+    ],
+)
+def test_where_there_are_no_gradients_of_captured_arrays(how, message):
+    options = {"score_mod": FUNCTIONS["arrays"], "passes": "bwd", "return_dcaptured": True, **how}
+    with pytest.raises(ValueError, match=message):
+        fa_numba.plan((1, 1, 5, 4), (1, 1, 5, 4), **options)
+    if "passes" not in how:
+        given_ = random_gradients(1, 1, 1, 5, 5, 4)
+        others = {n: x for n, x in options.items() if n != "passes"}
+        with pytest.raises(ValueError, match=message):
+            fa_numba.attention_backward(*given_, given_[1], np.zeros((1, 1, 5), "f4"), **others)
 
 
 # --- options that say the same -------------------------------------------------------------------

@@ -133,13 +133,13 @@ def _make_ds_of_modified(spec):
 
     @device_function
     def values_of(given, e):
-        L, D = given[0][e // TN], given[1][e // TN]
+        L, D = given[1][e // TN], given[2][e // TN]
         return float32(0.0) if L == NEG_INF else LOG2E * L, D
 
     p_and_ds = make_p_and_ds(spec, values_of)
 
     def ds_of_rows(rdS, rdP, rS, rL, rD, tile):
-        p_and_ds(rdP, rS, (rL, rD), tile)
+        p_and_ds(rdP, rS, (rL, rL, rD), tile)  # which adds nothing to its first
         for e in range(0, COUNT, 2):
             rdS[e // 2] = pack(rdP[e], rdP[e + 1])
 

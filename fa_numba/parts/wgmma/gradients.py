@@ -23,7 +23,7 @@ from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
 from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import make_key_rows
 from fa_numba.parts.mma.pairs import make_write_floats
-from fa_numba.parts.mods import make_p_and_ds
+from fa_numba.parts.mods import make_add_shared, make_p_and_ds, make_start_shared, shared_sums
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
 from fa_numba.parts.wgmma.epilogue import make_write_tile
@@ -277,14 +277,18 @@ def _make_ds_of_modified(spec):
 
     @device_function
     def values_of(given, e):
-        sL, at = given
+        _, sL, at = given
         place = uint32(at + e % TM // 4 * 16 + e % 4)
         return sL[place], sL[uint32(place + Br)]
 
-    p_and_ds = make_p_and_ds(spec, values_of)
+    p_and_ds, SHARED = make_p_and_ds(spec, values_of), shared_sums(spec)
+    start_shared, add_shared = make_start_shared(spec), make_add_shared(spec)
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
-        p_and_ds(rdP, rS, (sL, uint32(at + 4 * tile.thread.ty)), tile)
+        rA = cuda.local.array(SHARED, float32)
+        start_shared(rA)
+        p_and_ds(rdP, rS, (rA, sL, uint32(at + 4 * tile.thread.ty)), tile)
+        add_shared(rA, tile.head)
         for e in range(0, COUNT, 2):
             rdS[e // 2] = pack(rdP[e], rdP[e + 1])
             if late:
