@@ -61,6 +61,7 @@ class Kind:
     chosen: dict[str, Any]
     dlse: bool
     prefix: str = ""  # of fa2 forward, how the arrays of a call with one lie
+    head_dim_v: int | None = None
 
     def drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
         """The options of a call of this shape (B, Hq, Hk, Nq, Nk, d)."""
@@ -101,7 +102,8 @@ def kind_of(seed: int, number: int) -> Kind:
     prefix = ""
     if (passes, way) == ("fwd", "fa2") and rng.random() < 0.3:
         prefix, options = one(LIES), options & {"causal", "softcap"}
-    return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix)
+    d_v = one(HEAD_DIMS) if not prefix and rng.random() < 0.25 else None
+    return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix, d_v)
 
 
 def call(kind: Kind, seed: list[int], device: str) -> str:
@@ -113,7 +115,7 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     shape = (batch, kind.group * heads, heads, Nq, Nk, kind.head_dim)
     if kind.prefix:
         return call_with_prefix(kind, rng, shape, device)
-    arrays, options = inputs(shape, kind.drawn(rng, shape))
+    arrays, options = inputs(shape, kind.drawn(rng, shape), d_v=kind.head_dim_v)
     arrays = [x.astype(kind.dtype) for x in arrays]
     if kind.dlse:
         options = with_dlse(arrays, options)
@@ -121,7 +123,8 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     told = {"dtype": kind.dtype, "passes": kind.passes, "algorithm": algorithm, **own}
     try:
         with devices.using(device):
-            planned = fa_numba.plan(arrays[1].shape, arrays[2].shape, **told, **as_plan(options))
+            shapes = [x.shape for x in arrays[1:]]
+            planned = fa_numba.plan(*shapes, **told, **as_plan(options))
             placement.check_size(planned)
     except ValueError:
         return REFUSED
