@@ -5,14 +5,15 @@ under a key of all that these depend on: what was asked for, and of each array t
 dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
 refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
-for those beside a block table there; of functions the code is, and the numbers that they capture,
-of a ``BlockMask`` its function and its shape. Never kept, and so checked and planned each time, are
-calls with host arrays, JAX arrays or arrays of blocks.
+for those beside a block table there, and so are arrays of blocks; of functions the code is, and the
+numbers that they capture, of a ``BlockMask`` its function and its shape. Never kept, and so checked
+and planned each time, are calls with host arrays or JAX arrays.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -147,7 +148,7 @@ def describe_call(
         elif name in named or name in mods.PARAMETERS or (blocks and name == "block_mask"):
             continue
         else:
-            content = _content(name, value) if name in LENGTHS else None
+            content = _content(name, value) if name in (*LENGTHS, "block_mask") else None
             if content is None:
                 return None
             key += (name, *content)
@@ -178,17 +179,23 @@ def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> No
 
 
 def _content(name: str, value: Any) -> tuple | None:
-    """All that a call depends on of lengths; None for those that only the checks can judge."""
+    """All that a call depends on of lengths, or of an array of blocks; None for those that only the
+    checks can judge.
+    """
     kind, torch = type(value), sys.modules.get("torch")
-    if kind is list:
+    blocks = name == "block_mask"
+    if kind is list and not blocks:
         return (list, *map(type, value), tuple(value))
     is_tensor = torch is not None and kind is torch.Tensor and value.layout is torch.strided
     if not is_tensor and kind is not np.ndarray:
         return None
     array = on_host(name, value)
-    if array.dtype.kind not in "iu":
+    if array.dtype.kind not in ("b" if blocks else "iu"):
         return None
-    return kind, array.dtype.str, array.shape, array.tobytes()
+    content = array.tobytes()
+    if blocks:
+        content = hashlib.blake2b(content, digest_size=32).digest()
+    return kind, array.dtype.str, array.shape, content
 
 
 def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:

@@ -413,7 +413,7 @@ def test_what_is_read_on_the_host_is_read_by_each_call(gpu, kept):
         want = emulated(fa_numba.flash_attention_2, q, k, v, block_mask=mask, **options)
         assert_same(found, want)
         mask[:] = ~mask
-    assert not kept
+    assert len(kept) == 2
 
 
 def near(rows, reach):

@@ -390,7 +390,7 @@ def test_seeds_and_offsets_are_no_part_of_a_kept_call(gpu, kept):
 
 def test_what_is_read_on_the_host_is_read_in_every_call(gpu, kept):
     """Lengths and block masks in arrays, or nested in tuples, which show no types. Of these only
-    NumPy's lengths are kept, by their values.
+    NumPy's are kept, by their values.
     """
     call, tiles = call_of("q", "k", "v"), {"tiles": Tiles(16, 16)}
     for lengths in (np.zeros(2, np.int32), on_gpu(np.zeros(2, np.int32))):
@@ -402,7 +402,7 @@ def test_what_is_read_on_the_host_is_read_in_every_call(gpu, kept):
     for mask in (((True,),), np.array([[False]]), ((False,),), np.array([[True]])):
         asked(gpu, call.having(block_mask=mask, **tiles), call.made("interface"))
         assert (gpu.given[-1]["block_mask"] == np.array(mask)).all()
-    assert len(kept) == 3
+    assert len(kept) == 5
     wrong = call.having(block_mask=((1,),), **tiles)
     assert asked(gpu, wrong, call.made("interface"))[:1] == (TypeError,)
 
