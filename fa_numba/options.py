@@ -335,12 +335,12 @@ def _side(name: str) -> KernelField:
     return KernelField(_int32, value)
 
 
-# What planes of Q, K and V of a head are to be multiplied by, where they are scaled.
-POWERS = ("q_power", "k_power", "v_power")
+# What planes of Q, K, V and dO of a head are to be multiplied by, where they are scaled.
+POWERS = ("q_power", "k_power", "v_power", "dout_power")
 
 
-def _powers() -> dict[str, KernelField]:
-    return {name: _given(name, array_type(2)) for name in POWERS}
+def _powers(names: Iterable[str]) -> dict[str, KernelField]:
+    return {name: _given(name, array_type(2)) for name in names}
 
 
 # By the name of a flag in ``Features``. All threads of a block read an integer array at one place.
@@ -433,8 +433,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "precision": Feature(
         lambda p: "" if p.precision == "ieee" else p.precision,
-        lambda precision: _powers() if PRECISIONS[precision].scaled else {},
+        lambda precision: _powers(POWERS[:3]) if PRECISIONS[precision].scaled else {},
     ),
+    "scaled_dout": Feature(lambda p: False, _powers(POWERS[3:]), argument="precision"),
 }
 
 
@@ -482,11 +483,12 @@ class Features:
     sparse: bool = False
     dropout: bool = False
     precision: str = ""
+    scaled_dout: bool = False
 
     @classmethod
     def of(cls, problem: Problem, **of_call: Any) -> Features:
         """The features that ``problem`` needs, and the call's: ``dbias``, ``dcaptured``, ``dlse``,
-        ``splits``.
+        ``splits``, ``scaled_dout``.
         """
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         return cls(**on | of_call)
@@ -553,7 +555,7 @@ class Features:
     def crowds(self) -> bool:
         """Whether some option holds registers of its own throughout the loops."""
         beside: dict[str, Any] = dict.fromkeys(
-            ("causal", "dropout", "splits", "dlse", "sinks"), False
+            ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
         )
         return replace(self, **beside) != PLAIN
 

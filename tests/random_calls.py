@@ -103,6 +103,9 @@ def kind_of(seed: int, number: int) -> Kind:
     if (passes, way) == ("fwd", "fa2") and rng.random() < 0.3:
         prefix, options = one(LIES), options & {"causal", "softcap"}
     d_v = one(HEAD_DIMS) if not prefix and rng.random() < 0.25 else None
+    planes = way == "fa2" or (way, passes) == ("fa1", "fwd")
+    if planes and unit == "simt" and not (prefix or d_v) and rng.random() < 0.4:
+        chosen |= {"unit": "mma", "precision": one(("fp16x3", "bf16x6"))}  # as good as float32
     return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix, d_v)
 
 

@@ -23,6 +23,7 @@ from fa_numba import device as devices
 from fa_numba.choices import facts, requests, splits, tiles, units
 from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Choices, choices_of
+from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import planning
 
 PLANS = Path(__file__).with_name("data") / "plans.csv"
@@ -93,7 +94,9 @@ def test_every_decision_has_a_reason(row):
     newer = [name for name in units.UNITS if list(units.UNITS).index(name) > _number(plan.unit)]
     named = json.loads(row["options"]).get("unit")
     # Whatever takes the dtype and comes before it is said to be left, and why.
-    takes = [n for n in newer if plan.problem.dtype in units.UNITS[n].dtypes and not named]
+    p = plan.problem
+    dtype = p.dtype if p.precision == "ieee" else PRECISIONS[p.precision].dtype
+    takes = [n for n in newer if dtype in units.UNITS[n].dtypes and not named]
     assert [n for n in newer if f"not {n}: " in plan.why["unit"]] == takes
 
 

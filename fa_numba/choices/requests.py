@@ -153,6 +153,8 @@ class Request:
         splits = choices.kv_splits not in ("auto", 1)
         # What else takes D from memory takes it with dL.
         of_call = {"splits": splits, "dlse": choices.dlse and choices.algorithm == "fa1"}
+        scaled = PRECISIONS[self.problem.precision].scaled
+        of_call["scaled_dout"] = scaled and choices.passes == "bwd"
         captured = self.problem.score_mod if choices.return_dcaptured else None
         asked = {"dbias": choices.return_dbias, "dcaptured": captured}
         found = Features.of(self.problem, **asked, **of_call)

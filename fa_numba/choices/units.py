@@ -239,7 +239,7 @@ class Mma(Unit):
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
-        ("fa2", "bwd"): ("bf16x6", "bf16x3"),
+        ("fa2", "bwd"): ("fp16x3", "bf16x6", "bf16x3"),
     }
     own_values = Simt.own_values
     measures = tiling.MEASURES

@@ -172,6 +172,7 @@ class Binding:
         call = Bound(problem, given, unit, self.block_mask, self.block_table)  # type: ignore[arg-type]
         values: dict[str, Any] = {}
         of_call = {"dbias": "dbias", "dlse": "dL", "splits": "kv_splits"}
+        of_call["scaled_dout"] = "dout_power"
         on: dict[str, Any] = {flag: name in given for flag, name in of_call.items()}
         mod = problem.score_mod
         on["dcaptured"] = mod if mod and any(x in given for x in mod.differentiated) else None

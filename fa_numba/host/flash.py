@@ -92,7 +92,7 @@ def _planes(
     shapes = {"Q": request.q_shape, "K": request.k_shape, "V": request.k_shape}
     if request.choices.passes == "bwd":
         shapes["dO"] = request.q_shape
-    for (name, shape), power in zip(shapes.items(), (*POWERS, ""), strict=False):
+    for (name, shape), power in zip(shapes.items(), POWERS, strict=False):
         lens, keys = request.lengths_of_rows, name in "KV"
         keys &= lens != PLAIN
         sizes = p.head_dim, spec.columns

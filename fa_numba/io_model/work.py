@@ -90,7 +90,8 @@ def workspace(
     With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside; with
     `group_splits` above 1 backward, for each of them, parts of dK and dV, as A, of their rows.
     Where float32 is split in P planes both have forward 2 P d' bytes for each row of Q, K and V, d'
-    being d rounded up to a multiple of 16, and where they are scaled 516 bytes for each head.
+    being d rounded up to a multiple of 16, and where they are scaled 516 for each head; backward of
+    dO too.
     A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2; of O that of V.
     """
     check_name("algorithm", algorithm, ALGORITHMS)
@@ -129,7 +130,8 @@ def _planes(problem: Problem, rows: int, backward: bool = False) -> int:
     if precision.planes == 1:
         return 0
     batch = 1 if problem.packed else problem.batch
-    heads = batch * (problem.heads_q + 2 * problem.heads_k)
-    rows = (2 if backward else 1) * rows + 2 * math.prod(problem.k_shape[:-1])
+    times = 2 if backward else 1
+    heads = batch * (times * problem.heads_q + 2 * problem.heads_k)
+    rows = times * rows + 2 * math.prod(problem.k_shape[:-1])
     matrices = 2 * rows * row_loaded(problem, backward)
     return matrices + (heads * 4 * 129 if precision.scaled else 0)

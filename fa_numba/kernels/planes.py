@@ -25,15 +25,12 @@ from fa_numba.parts import bind
 from fa_numba.parts import gradients as gradient_parts
 from fa_numba.parts import grid as grid_parts
 from fa_numba.parts.mma.pairs import make_read_floats
-from fa_numba.parts.mma.planes import make_split
+from fa_numba.parts.mma.planes import FINITE, make_split, power_of_two
 from fa_numba.parts.namespace import part
 from fa_numba.parts.softmax import FULL_WARP
 
 WARPS, ROWS = 8, 4  # of a block, and that a warp has on their way together
 WARPS_OF_HEAD = 128
-TARGET = float32(2.0**13)
-# The largest element is taken to lie between these: the powers are float32.
-_LEAST, _MOST, _FINITE = float32(2.0**-100), float32(2.0**126), float32(3.4028234e38)
 
 
 class PlaneFacts(NamedTuple):
@@ -107,7 +104,7 @@ def make_largest(facts):
             read_rows(rX, Xh, row, end)
             for e in range(RX):
                 size = maximum(rX[e], -rX[e])
-                if size <= _FINITE:
+                if size <= FINITE:
                     found = maximum(found, size)
             row = uint32(row + STEP)
         step = 16
@@ -149,8 +146,7 @@ def make_split_rows(facts):
             while step > 0:
                 size = maximum(size, cuda.shfl_xor_sync(FULL_WARP, size, step))
                 step //= 2
-            size = min(maximum(size, _LEAST), _MOST)
-            factor = TARGET * inverse_power(size)
+            factor = power_of_two(size)
             for e in range(RX):
                 rX[e] *= factor
             if row0 == uint32(0) and lane == uint32(0):

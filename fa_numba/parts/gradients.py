@@ -15,16 +15,22 @@ def make_of_scores(spec):
 
     dS = P o (dP - D), in place of dP: added to dbias and to gradients of what the caller's function
     captures where asked for, and times the slopes of a cap and of that. P as ``drop`` has marked
-    it.
+    it; dP in scaled planes' units.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
     dropout, dbias, slopes = features.dropout, features.dbias, features.slopes
     anywhere = features.slope_of is not None  # a slope that may be no number where P is 0
     add_captured = make_add_captured(spec)
+    scaled, packed = features.scaled, features.packed
 
     def of_scores(rdP, rP, rD, rG, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
+        if scaled:
+            b = uint32(0) if packed else head.b
+            unit = options.dout_power[b, head.h] * options.v_power[b, head.hk]
+            for e in range(TM * TN):
+                rdP[e] *= unit
         for i in range(TM):
             for j in range(TN):
                 e = i * EI + j * EJ

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fa_numba.integers import ceil_div
+from fa_numba.integers import ceil_div, round_up
 from fa_numba.tiling.mma import MmaSpec, chosen
 from fa_numba.tiling.mma_rows import TileRows
 from fa_numba.tiling.spec import GradientSpec, ValuesSpec
 from fa_numba.tiling.tiles import Tiles
+
+# What products with scaled planes of dS or P are multiplied by, of a tile, as many words.
+UNITS = 3
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,12 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
         )
         of_stage = rows + (self.row_tiles - 1) * rows_v
         halves = 2 * of_stage + columns + columns_v + self.row_warps * scores
-        return 2 * halves + 16 * self.Br
+        return 2 * halves + 16 * self.Br + 4 * self.unit_words
+
+    @property
+    def unit_words(self) -> int:
+        """Words of shared memory for these, and for each warp's largest |dS|."""
+        return round_up(UNITS + self.warps, 4) if self.features.scaled else 0
 
 
 @dataclass(frozen=True)

@@ -279,10 +279,11 @@ def test_a_kept_call_makes_planes_anew(gpu, kept):
         for algorithm in ("fa1", "fa2")
     }
     names = ("q", "k", "v", "out", "dout", "lse")
-    for name in ("ieee", "bf16x6", "bf16x3"):
+    for name in ("ieee", "fp16x3", "bf16x6", "bf16x3"):
         cases[f"{name} backward"] = call_of(*names, backward=True, precision=name)
     assert not check_kept_calls(gpu, kept, cases, "interface")
-    for name, launches in (("fp16x3 fa2", 7), ("bf16x6 fa1", 4), ("bf16x3 backward", 7)):
+    launched = {"fp16x3 fa2": 7, "bf16x6 fa1": 4, "fp16x3 backward": 11, "bf16x3 backward": 7}
+    for name, launches in launched.items():
         call = cases[name]
         steps, _ = as_first(gpu, call, call.made("interface"))
         assert sum(step[0] == "launch" for step in steps) == launches, [s[:2] for s in steps]

@@ -62,6 +62,7 @@ def make_backward(spec, atomic=True):
             Qh, dOh = grid.query_rows(Q, head), grid.query_rows(dO, head)
             Lh, Dh = grid.query_rows(L, head), grid.query_rows(D, head)
             Ah = grid.query_rows(A, head)
+            factor = products.score_factor(scale_log2, head)
             i0 = visits.next_row(i_first, i_end, j0, head)
             if i0 < i_end:
                 row_tiles.load(stage, Qh, dOh, Lh, Dh, i0, head.Nq)
@@ -80,20 +81,20 @@ def make_backward(spec, atomic=True):
                 commit_async()
                 # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                 transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
-                scores.slopes(rG, rS, scale_log2, tile)
-                scores.scale_and_mask(rS, scale_log2, tile)
+                scores.slopes(rG, rS, factor, tile)
+                scores.scale_and_mask(rS, factor, tile)
                 # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                 row_tiles.take(rL, sL, thread)
-                softmax.from_lse(rS, scale_log2, rL)
+                softmax.from_lse(rS, factor, rL)
                 # FA-1 lines 14, 15: Pij without what is dropped
                 softmax.drop(rS, tile)
-                products.store_p(sP, rS, options, thread)
+                products.store_p(sP, rS, tile)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
                 transposed.value_scores(rdP, rV, sV, sdO, warp.column, warp.row)
                 # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
                 row_tiles.take(rD, sD, thread)
                 gradients.of_scores(rdP, rS, rD, rG, tile)
-                products.store_ds(sdS, rdP, options, thread)
+                products.store_ds(sdS, rdP, tile)
                 cuda.syncthreads()  # Pij and dSij are there
                 # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
                 products.add_dv(rdV, rS, sP, sdO, warp.column, warp.chunk, options)

@@ -16,18 +16,24 @@ from typing import Any, NamedTuple
 
 from fa_numba.device import cuda, device_function, float32, int64, uint32
 from fa_numba.dtypes import DTYPES
-from fa_numba.intrinsics.arithmetic import ONE
+from fa_numba.intrinsics.arithmetic import ONE, inverse_power, maximum
 from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
-from fa_numba.intrinsics.shared import store2
-from fa_numba.parts.dropout import kept_if
+from fa_numba.intrinsics.shared import shared_tile, store2
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
+from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.tiling.mma_backward import UNITS
 
-# What a scaled plane of P, at most 1, is multiplied by: float16 has 2^-24 at the least.
-P_SCALE = float32(2.0**15)
+# What a scaled plane of P is multiplied by: float16 has 2^-24 at the least, and P is at most 1; or
+# not much more backward, where L may be of other scores to a rounding.
+P_SCALE, P_SCALE_BACKWARD = float32(2.0**15), float32(2.0**13)
+# Of the largest element that float16 planes are scaled by, which they have from 2^13 to 2^14: it is
+# taken to lie between these, so that the powers are float32, and inf is not asked.
+TARGET, FINITE = float32(2.0**13), float32(3.4028234e38)
+_LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 # Turns of a loop over registers that is unrolled.
 UNROLLED = 2
 
@@ -52,6 +58,12 @@ def make_units(spec):
         return scale, unit
 
     return units
+
+
+@device_function
+def power_of_two(size):
+    """What planes of a matrix with this largest element are multiplied by: a power of two."""
+    return TARGET * inverse_power(min(maximum(size, _LEAST), _MOST))
 
 
 @cache
@@ -179,14 +191,16 @@ class Sums(NamedTuple):
 @cache
 def make_add_output_of_planes(spec):
     """``add_output(rO, rP, sV, unit, options)``: as ``products.make_add_output``, of planes."""
-    return add_fragment_product_of_planes(spec, spec.features.dropout)
+    return add_fragment_product_of_planes(spec, spec.features.dropout, P_SCALE)
 
 
 @part
-def add_fragment_product_of_planes(spec, drops):
-    """The same; ``drops`` is for a P with marks, whose factor ``unit`` has."""
+def add_fragment_product_of_planes(spec, drops, times):
+    """The same; ``drops`` is for a P with marks, whose factor ``unit`` has, as the inverse of what
+    scaled planes are multiplied by, ``times``.
+    """
     R, TN, K, pitch, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.rows.pitch, spec.planes
-    STEP, P, scaled = spec.TM * spec.TN // 2, P_SCALE, spec.features.scaled
+    STEP, scaled = spec.TM * spec.TN // 2, spec.features.scaled and times != ONE
     RA, place = PLANES * STEP, make_place(spec.rows)
     warp_column, split = make_warp_column(spec), make_split(spec.dtype, PLANES)
     add_from = _make_add_columns_from(Sums(R, K, spec.DN, PLANES, spec.dtype, spec.rows), 0)
@@ -198,11 +212,11 @@ def add_fragment_product_of_planes(spec, drops):
                 for n in range(4):
                     e = (2 * r + n % 2) * TN + 4 * k + n // 2 * 2
                     low, high = rP[e], rP[e + 1]
-                    if drops:  # by ``drop``; ``units`` has the factor of the others
+                    if drops:
                         low = float32(0.0) if low < float32(0.0) else low
                         high = float32(0.0) if high < float32(0.0) else high
                     if scaled:
-                        low, high = P * low, P * high
+                        low, high = times * low, times * high
                     split(rA, 4 * (k * R + r) + n, STEP, low, high)
         add_from(rO, rA, sV, uint32(warp_column() * pitch + place(True, 0)), unit)
 
@@ -246,20 +260,105 @@ def _make_add_columns_from(sums, first):
 
 
 @part
-def make_add_transposed_of_planes(spec, drops):
+def make_score_factor(spec):
+    """``score_factor(scale, head)``: what Q KT is to be multiplied by for ``scale`` times it."""
+    scaled, packed = spec.features.scaled, spec.features.packed
+
+    def score_factor(scale, head):
+        if scaled:
+            options, b = head.options, uint32(0) if packed else head.b
+            scale *= options.q_power[b, head.h] * options.k_power[b, head.hk]
+        return scale
+
+    return score_factor
+
+
+# Whose units these are, of a tile's, in shared memory; behind them lies each warp's largest |dS|.
+OF_DQ, OF_DK, OF_DV = range(UNITS)
+
+
+@part
+def _make_units_of_tile(spec):
+    WORDS, AT = spec.unit_words, spec.shared_bytes // 4 - spec.unit_words
+
+    def units_of_tile():
+        return shared_tile(AT, WORDS)
+
+    return units_of_tile
+
+
+@part
+def _make_unit(spec, of):
+    """``unit()``: what a product with planes of dS or P is to be multiplied by."""
+    scaled, units_of_tile = spec.features.scaled, _make_units_of_tile(spec)
+
+    def unit():
+        return units_of_tile()[of] if scaled else ONE
+
+    return unit
+
+
+@part
+def make_scale_ds(spec):
+    """``scale_ds(rdS, tile)``: where planes are scaled, dS times a power of two, one for the tile;
+    and the units of its products, there at the next barrier.
+    """
+    RS, WARPS, packed = spec.TM * spec.TN, spec.warps, spec.features.packed
+    units_of_tile, P = _make_units_of_tile(spec), float32(1.0 / P_SCALE_BACKWARD)
+    scaled = spec.features.scaled
+
+    def scale_ds(rdS, tile):
+        if scaled:
+            head, options, found = tile.head, tile.head.options, float32(0.0)
+            b = uint32(0) if packed else head.b
+            q, k = options.q_power[b, head.h], options.k_power[b, head.hk]
+            dout = options.dout_power[b, head.h]
+            for e in range(RS):
+                size = maximum(rdS[e], -rdS[e])
+                if size <= FINITE:
+                    found = maximum(found, size)
+            step = 16
+            while step > 0:
+                found = maximum(found, cuda.shfl_xor_sync(FULL_WARP, found, step))
+                step //= 2
+            words, thread = units_of_tile(), uint32(cuda.threadIdx.x)
+            if thread % uint32(32) == uint32(0):
+                words[UNITS + thread // uint32(32)] = found
+            cuda.syncthreads()
+            for w in range(WARPS):
+                found = maximum(found, words[UNITS + w])
+            factor = power_of_two(found)
+            for e in range(RS):
+                rdS[e] *= factor
+            if thread == uint32(0):
+                inverse = inverse_power(factor)
+                words[OF_DQ] = inverse * k
+                words[OF_DK] = inverse * q
+                words[OF_DV] = P * dout
+
+    return scale_ds
+
+
+@part
+def make_add_transposed_of_planes(spec, of):
     """``add(rdV, rP, sP, sT, row0, col0, options)``: as ``products.make_add_dv`` has it and
-    ``make_add_dk``, of planes; ``drops`` for a P with marks.
+    ``make_add_dk``, of planes; ``of`` is the product, OF_DV or OF_DK.
     """
     own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
     R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows
     STEP, RA, pitch = 4 * R * K, PLANES * 4 * R * K, spec.rows_ds.pitch
-    from_registers = add_fragment_product_of_planes(spec.gradients, drops) if own else _nothing
+    drops, times = spec.features.dropout and of == OF_DV, P_SCALE_BACKWARD if of == OF_DV else ONE
+    unit_of, from_registers = _make_unit(spec, of), _nothing
+    if own:
+        from_registers = add_fragment_product_of_planes(spec.gradients, drops, times)
     sums = Sums(R, K, spec.gradients.DN, PLANES, spec.dtype, rows, rows.group > 2)
     place_p, further_p = make_place(spec.rows_ds), make_further(spec.rows_ds)
     place, add_from = make_place(rows, sums.carries), _make_add_columns_from(sums, 0)
 
     def add(rdV, rP, sP, sT, row0, col0, options):
-        unit = options.inverse_keep if drops else ONE
+        unit = unit_of()
+        if drops:
+            unit *= options.inverse_keep
         if own:
             from_registers(rdV, rP, sT, unit, options)
         else:
@@ -271,14 +370,14 @@ def make_add_transposed_of_planes(spec, drops):
                         a = ldmatrix(sP, further_p(first, 16 * r, 16 * k) + p * PLANE)
                         for n in range(4):
                             rA[p * STEP + 4 * (k * R + r) + n] = a[n]
-            add_from(rdV, rA, sT, place(True, col0), ONE)
+            add_from(rdV, rA, sT, place(True, col0), unit)
 
     return add
 
 
 @part
 def make_dq_of_planes(spec):
-    """``dq(rdQ, sdS, sK, turn)``: as ``products.make_dq``, of planes."""
+    """``dq(rdQ, sdS, sK, turn)``: as ``products.make_dq``, of planes; rdQ is 0 before."""
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, PLANES, PLANE, COLUMNS = spec.Bc // 16, spec.planes, spec.plane_of_scores, spec.columns
     RA, RV, STEP, RQ = 4 * R * PLANES, 4 * PLANES, 4 * R, 8 * R * C
@@ -287,6 +386,7 @@ def make_dq_of_planes(spec):
     place, further = make_place(spec.rows, carries), make_further(spec.rows, carries)
     place_ds, further_ds = make_place(spec.rows_ds), make_further(spec.rows_ds)
     multiply = _make_multiply(spec.dtype, PLANES, STEP, 4)
+    unit_of = _make_unit(spec, OF_DQ)
 
     def dq(rdQ, sdS, sK, turn):
         rA, rV = cuda.local.array(RA, uint32), cuda.local.array(RV, uint32)
@@ -315,31 +415,42 @@ def make_dq_of_planes(spec):
                     for r in range(R):
                         low = 8 * (r * C + c)
                         multiply(rdQ, rT, low, low + 2, rA, 4 * r, rV)
+        unit = unit_of()
         for e in range(RQ):
-            rdQ[e] += rT[e]
+            rdQ[e] = unit * (rdQ[e] + rT[e])
 
     return dq
 
 
 @part
-def make_store_of_planes(spec, drops, wanted):
-    """``store(sT, rT, options, thread)``: as ``products.make_store_p`` and ``make_store_ds``, the
-    planes one behind the other.
+def make_store_of_planes(spec, of):
+    """``store(sT, rT, tile)``: as ``products.make_store_p`` and ``make_store_ds``, the planes one
+    behind the other; ``of`` is what they are stored for. dS is scaled in registers too.
     """
     TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
     row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores
-    kept, split = kept_if(drops), make_split(spec.dtype, PLANES)
+    of_p, wanted = of == OF_DV, of == OF_DQ or spec.row_warps > 1
+    drops, scaled = of_p and spec.features.dropout, of_p and spec.features.scaled
+    scale_ds, split, P = make_scale_ds(spec), make_split(spec.dtype, PLANES), P_SCALE_BACKWARD
 
-    def store(sT, rT, options, thread):
+    def store(sT, rT, tile):
+        if not of_p:
+            scale_ds(rT, tile)
         if wanted:
-            words = cuda.local.array(PLANES, uint32)
+            words, thread = cuda.local.array(PLANES, uint32), tile.thread
             first = uint32(column_of(thread.tx, 0) * pitch + row_of(thread.ty, 0))
             for j in range(TN):
                 for i in range(0, TM, 2):
                     e = j * TM + i
                     further = uint32(column_of(uint32(0), j) * pitch + row_of(uint32(0), i))
                     at = int64(first) + int64(further)
-                    split(words, 0, 1, kept(rT[e], options), kept(rT[e + 1], options))
+                    low, high = rT[e], rT[e + 1]
+                    if drops:
+                        low = float32(0.0) if low < float32(0.0) else low
+                        high = float32(0.0) if high < float32(0.0) else high
+                    if scaled:
+                        low, high = P * low, P * high
+                    split(words, 0, 1, low, high)
                     for p in range(PLANES):
                         store2(sT, at + p * PLANE, words[p])
 

@@ -12,6 +12,7 @@ from fa_numba.parts.layout import make_warp_column as make_warp_column
 from fa_numba.parts.mma import planes
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
+from fa_numba.parts.mma.planes import make_score_factor as make_score_factor
 from fa_numba.parts.mma.planes import make_units as make_units
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
@@ -195,7 +196,7 @@ def make_add_dv(spec):
 
     PT is the warp's own registers where it has all of those rows, else from shared memory.
     """
-    add = _make_add_transposed_product(spec.of_values, spec.features.dropout)
+    add = _make_add_transposed_product(spec.of_values, planes.OF_DV)
     if not spec.head_dim_v:
         return add
     WIDTH, WIDTH_V = spec.warp_parts[-1], spec.of_values.warp_parts[-1]
@@ -209,13 +210,14 @@ def make_add_dv(spec):
 @cache
 def make_add_dk(spec):
     """``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``: the same of dST Q."""
-    return _make_add_transposed_product(spec, False)
+    return _make_add_transposed_product(spec, planes.OF_DK)
 
 
 @part
-def _make_add_transposed_product(spec, drops):
+def _make_add_transposed_product(spec, of):
     if spec.planes > 1:
-        return planes.make_add_transposed_of_planes(spec, drops)
+        return planes.make_add_transposed_of_planes(spec, of)
+    drops = spec.features.dropout and of == planes.OF_DV
     sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
     from_registers = add_fragment_product(spec.gradients, drops)
     own, (*_, WIDTH) = spec.row_warps == 1, spec.warp_parts
@@ -289,29 +291,32 @@ def make_load_fragments(spec):
 
 @cache
 def make_store_p(spec):
-    """``store_p(sP, rP, options, thread)``: PT, rounded, to shared memory, a row for a column of S;
+    """``store_p(sP, rP, tile)``: PT, rounded, to shared memory, a row for a column of S;
     P as ``drop`` has marked it. Nothing where a warp's registers hold all that it needs of PT.
     """
-    return _make_store(spec, spec.features.dropout, spec.row_warps > 1)
+    return _make_store(spec, planes.OF_DV)
 
 
 @cache
 def make_store_ds(spec):
-    """``store_ds(sdS, rdS, options, thread)``: the same of dST."""
-    return _make_store(spec, False, True)
+    """``store_ds(sdS, rdS, tile)``: the same of dST."""
+    return _make_store(spec, planes.OF_DQ)
 
 
 @part
-def _make_store(spec, drops, wanted):
+def _make_store(spec, of):
     if spec.planes > 1:
-        return planes.make_store_of_planes(spec, drops, wanted)
+        return planes.make_store_of_planes(spec, of)
+    drops = spec.features.dropout and of == planes.OF_DV
+    wanted = of == planes.OF_DQ or spec.row_warps > 1
     TM, TN, pitch = spec.TM, spec.TN, spec.rows_ds.pitch
     row_of, column_of = make_row(spec), make_column(spec)
     kept = kept_if(drops)
     pack, _ = conversions(spec.dtype)
 
-    def store(sT, rT, options, thread):
+    def store(sT, rT, tile):
         if wanted:
+            thread, options = tile.thread, tile.head.options
             first = uint32(column_of(thread.tx, 0) * pitch + row_of(thread.ty, 0))
             for j in range(TN):
                 for i in range(0, TM, 2):
