@@ -16,6 +16,7 @@ from fa_numba.choices.facts import Size, measured, size, sizes, spills
 from fa_numba.choices.requests import Request
 from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import PLAIN, Features, argument_of
+from fa_numba.problem import Problem
 from fa_numba.tiling.mma import MmaSpec, StandardSpec, select_mma_spec
 from fa_numba.tiling.mma_backward import MmaSweepSpec, row_warps_of, select_mma_backward_spec
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, splits
@@ -171,12 +172,22 @@ _FORWARD = ("wgmma", "fa2", "fwd")
 _LEAST_COLUMNS = 64  # of a tile, however few keys there are
 
 
-def hopper_tiles(request: Request, heads: int) -> Chosen:
+def hopper_tiles(request: Request, heads: int, select: Callable[[Tiles], Any]) -> Chosen:
     """The ``Tiles`` of FlashAttention-2's forward kernel on Hopper's tensor cores, the fastest of
     those measured, where the rows of so many query ``heads`` share a tile: three consumers where
     registers allow it and their tiles end first; as many columns as memory holds, or all there are.
+    Registers hold O, so that V's head dimension decides, where memory holds a wider K for
+    ``select`` to have a specialisation; beside a bias, which spills then, the larger one.
     """
-    p, features, d = request.problem, request.features, request.problem.largest_dim
+    p = request.problem
+    found = _hopper_tiles(request, heads, p.d_v)
+    if p.head_dim > p.d_v and (request.features.bias or not is_valid(found.value, select)):
+        return _hopper_tiles(request, heads, p.head_dim)
+    return found
+
+
+def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
+    p, features = request.problem, request.features
     rows = p.seqlen_q * heads
     window = 0 if p.left is None or p.right is None else p.left + p.right + 1
     kind = "options" if features.crowds else ""
@@ -273,10 +284,12 @@ def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
     return spec.fits_registers and not slower and spare_taken(features) <= SPARE
 
 
-def hopper_fa1_tiles(head_dim: int, features: Features) -> Chosen:
+def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
     """The ``Tiles`` of FlashAttention-1's forward kernel on Hopper's tensor cores."""
-    plain = replace(features, causal=False) == PLAIN
-    row = size("wgmma", "fa1", "fwd", head_dim, *([] if plain else ["options"]))
+    kinds = [] if replace(features, causal=False) == PLAIN else ["options"]
+    if problem.d_v <= 2 * PANEL < problem.head_dim:
+        kinds = [" ".join(("narrow v", *kinds)), *kinds]
+    row = size("wgmma", "fa1", "fwd", problem.largest_dim, *kinds)
     return Chosen(Tiles(row.Br, row.Bc), str(row))
 
 

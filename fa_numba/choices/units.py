@@ -404,14 +404,14 @@ class Wgmma(Unit):
         p, choices, facts = request.problem, request.choices, self._facts(request)
         if choices.algorithm == "fa1":
             select = _selecting(tiling.select_wgmma_fa1_spec, request)
-            rule = functools.partial(hopper_fa1_tiles, p.largest_dim, request.features)
+            rule = functools.partial(hopper_fa1_tiles, p, request.features)
             own = {"return_lse": choices.return_lse}
             return _shape(*self.chosen_tiles(request, select, rule, False), select, facts | own)
         heads = p.group if heads_share_tiles(request) else 1
         facts |= {"tile_heads": heads, "ablated": choices.ablate}
         facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_places(request.features)
         select = _selecting(tiling.select_wgmma_spec, request)
-        rule = functools.partial(hopper_tiles, request, heads)
+        rule = functools.partial(hopper_tiles, request, heads, functools.partial(select, **facts))
         long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")
         return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
 

@@ -518,7 +518,7 @@ def test_what_the_page_says_of_trials_on_an_h100():
         assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == said
         assert f'"{name}" has {said} times the speed' in readme or f'"{name}" {said};' in readme
 
-    functions, columns = {}, {}
+    functions, columns, on_hopper = {}, {}, {}
     for r in trials:
         if r["trial"] == "functions kept":
             name, way = r["note"].split(" ", 1)
@@ -526,6 +526,8 @@ def test_what_the_page_says_of_trials_on_an_h100():
             functions[name, r["d"], r["pass"], r["series"], way] = float(r["ms"])
         if r["trial"] == "value dimension":
             columns[r["pass"], r["note"]] = float(r["ms"])
+        if r["trial"] == "value dimension on Hopper's unit" and r["causal"] == "true":
+            on_hopper[r["pass"], r["d"], r["series"], r["note"]] = float(r["ms"])
 
     def over(names, units, passes=("fwd", "bwd")):
         return [
@@ -551,6 +553,20 @@ def test_what_the_page_says_of_trials_on_an_h100():
     assert f"{said} {np.median(flex):.2f}" in readme
     less = [columns[p, "d_v 128"] / columns[p, "v padded to 192"] for p in ("fwd", "bwd")]
     assert f"{less[0]:.2f} of the time of v padded to 192 forward, {less[1]:.2f} backward" in readme
+    own = "v of 128 columns"
+    for d, padded, said in (
+        ("192", "v padded to 192", "192 takes {} of the time of {} forward and {} backward"),
+        ("64", "q and k padded to 128", "64 beside v of 128 takes {0} and {2} of q padded to 128"),
+    ):
+        ours, theirs, cudnn = (
+            [on_hopper[p, d, *of] for p in ("fwd", "bwd")]
+            for of in (("fa2-wgmma", own), ("fa2-wgmma", padded), ("torch-cudnn", own))
+        )
+        less, beside = (
+            [f"{a / b:.2f}" for a, b in zip(ours, other, strict=True)] for other in (theirs, cudnn)
+        )
+        assert said.format(less[0], padded, less[1]) in readme
+        assert f", and {' and '.join(beside)} of cuDNN's" in readme
 
 
 def test_what_the_page_says_of_training():
