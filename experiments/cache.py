@@ -16,8 +16,7 @@ from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options, Refused
 from .lab.record.store import MODEL, Row, Store
-from .lab.show import tables
-from .lab.show.report import MACHINE
+from .lab.show import report, tables
 from .lab.show.tables import Across, Table
 
 NAME = "cache"
@@ -202,7 +201,7 @@ def measured(rows: Sequence[Row]) -> dict[Key, float]:
 def recorded() -> list[Row]:
     """What Nsight Compute measured on the GPU of the page, in other experiments' files."""
     store = Store(RECORDED)
-    return [row for name in RECORDINGS for row in store.read(name, MACHINE)]
+    return [row for name in RECORDINGS for row in store.read(name, report.gpu(store, name))]
 
 
 def draw(rows: Sequence[Row]) -> Any:

@@ -341,7 +341,8 @@ def draw(rows: Sequence[Row]) -> Any:
     """Time and memory over N: published ones hollow and dotted, closed forms as lines alone."""
     from .lab.show import style
 
-    rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or list(rows)
+    rows = [r for r in rows if r.series != LONGEST_SERIES]
+    rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or rows
     if not rows:
         return None
     figure, axes = style.new(2, 2, 8.2)
@@ -427,6 +428,13 @@ def table(rows: Sequence[Row]) -> Table | None:
         "Forward + backward, fp16, batch 16, 8 heads, d=64, no dropout, no mask (Tables 20 and "
         "21; A100). Ratios are of times. MiB with q, k, v and dout, as the paper counts."
     )
+    longest = {r.metric: r for r in rows if (r.series, r.pass_) == (LONGEST_SERIES, "fwd+bwd")}
+    if {"time", "memory"} <= longest.keys() and not any(r.failed for r in longest.values()):
+        seconds, beside = longest["time"].number / 1e3, longest["memory"].number
+        caption += (
+            f" Of batch 1 a sequence of N={LONGEST} takes FA-2, by the fastest unit, "
+            f"{seconds:.1f} s and {beside:.0f} MiB beside q, k, v and dout."
+        )
     return Table(caption, tables.markdown(header, lines))
 
 

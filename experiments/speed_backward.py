@@ -24,7 +24,7 @@ STUDY = speeds.Study(
     NAME,
     dtype="float32",
     passes=("bwd", "fwd+bwd"),
-    ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC, *PLANES[1:]),
+    ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC, *PLANES),
     theirs=peers.FLOAT32,
     # FA-1 has one thread block a head: beyond this few blocks are left, and a call takes seconds.
     fa1_longest=8192,

@@ -12,7 +12,7 @@ from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row, Store
 from .lab.show import speed_figures, tables
-from .lab.show.report import MACHINE
+from .lab.show.report import gpu
 from .lab.show.tables import Across, Table
 
 NAME = "speed_bf16"
@@ -48,7 +48,8 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
     """
     from .lab.show import style
 
-    half = Store(RECORDED).read("speed_fp16", MACHINE) if half is None else half
+    store = Store(RECORDED)
+    half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])
     if not found:
         return None

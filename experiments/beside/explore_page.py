@@ -37,11 +37,11 @@ CURVES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
 
 
 class Recorded:
-    """The recordings of the pages' GPU, each read once."""
+    """The recordings of the pages, each read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.rows = cache(lambda name: store.read(name, report.MACHINE))
+        self.rows = cache(lambda name: store.read(name, report.gpu(store, name)))
 
     def curves(self, figure: str, d: int, causal: str) -> Answer:
         """Lines over N of a recording, where they are from, and the verdict on the question.
@@ -71,10 +71,9 @@ class Recorded:
             }
             for series, rows in sorted(lines.items())
         ]
-        runs = provenance.of_rows(
-            self._store.runs(name, report.MACHINE), [r for rows in lines.values() for r in rows]
-        )
-        machine = provenance.device_name(runs, report.MACHINE)
+        gpu, every = report.gpu(self._store, name), [r for rows in lines.values() for r in rows]
+        runs = provenance.of_rows(self._store.runs(name, gpu), every)
+        machine = provenance.device_name(runs, gpu)
         where = provenance.when_and_where(runs, f"{machine}, {name}")
         said = {"title": title, "unit": unit, "lines": found, "source": where}
         return {**said, "verdict": self._verdict(key) if key else ""}
@@ -93,7 +92,7 @@ class Recorded:
         )
 
     def _every(self, name: str) -> Sequence[Row]:
-        machines = (MODEL, "emulator", report.MACHINE)
+        machines = (MODEL, "emulator", report.gpu(self._store, name))
         return [row for machine in machines for row in self._store.read(name, machine)]
 
 

@@ -42,6 +42,7 @@ from experiments.lab.measure import calls, check, counters, peers, speeds, timin
 from experiments.lab.measure.series import (
     LABELS,
     MMA_SPLITS,
+    PLANES,
     block_costs,
     makespan,
     plan,
@@ -1429,8 +1430,7 @@ def test_backward_rows(monkeypatch):
         ("fa2-simt", "bwd"),
         ("fa2-simt", "fwd+bwd"),
         ("fa2-simt-deterministic", "bwd"),
-        ("fa2-mma-bf16x6", "bwd"),
-        ("fa2-mma-bf16x3", "bwd"),
+        *((series, "bwd") for series in PLANES),
     }
     assert {(r.series, r.pass_) for r in rows if r.seqlen_q == 8} == passes | {
         ("fa1-simt", "bwd"),

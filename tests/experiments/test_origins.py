@@ -110,7 +110,8 @@ def test_tables_of_times_say_clocks_and_few_runs_and_others_do_not():
     assert not said & {*others.split(), "errors", "ring_model"}
     for name in ("ring", "runtime_memory"):
         assert "times are of 1 to" in page[name]
-        few = [r for r in store.read(name, report.MACHINE) if r.n is not None and r.n < 5]
+        gpu = report.gpu(store, name)
+        few = [r for r in store.read(name, gpu) if r.n is not None and r.n < 5]
         assert (
             f"{len([r for r in few if r.metric == 'time' and r.value is not None])} of"
             in page[name]

@@ -202,6 +202,8 @@ def test_the_longest_is_a_shorter_one_again_and_again(monkeypatch, wrong_rows):
     assert {(r.series, r.batch, r.seqlen_q, r.seqlen_k) for r in rows} == {("fa2-auto", 1, 96, 96)}
     failed = {r.pass_ for r in rows if "against float64" in r.note}
     assert failed == ({"fwd"} if wrong_rows.stop is None else set())
+    text = runtime_memory.table([*rows, *synthetic()]).caption
+    assert ("Of batch 1 a sequence of N=96" in text) is not failed
     assert len(rows) == (3 if failed else 5) and {"fwd", "fwd+bwd"} <= {r.pass_ for r in rows}
 
 

@@ -32,7 +32,9 @@ def recorded(name):
     """An experiment's rows of every kind."""
     store = Store(FIGURES)
     return [
-        row for machine in (MODEL, EMULATOR, report.MACHINE) for row in store.read(name, machine)
+        row
+        for machine in (MODEL, EMULATOR, report.gpu(store, name))
+        for row in store.read(name, machine)
     ]
 
 

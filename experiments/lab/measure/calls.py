@@ -81,7 +81,9 @@ class Checks:
         """
         small = problem if pass_ == "fwd" else self._shorter(problem)
         gate = self.gate(pass_, small)
-        check = gate.peer if theirs(series) else gate.by(ours.precision(series))
+        check: Check = gate.peer if theirs(series) else gate
+        if series in ours.PLANES:
+            check = gate.by(ours.precision(series))
         if small == problem:
             return check
 
