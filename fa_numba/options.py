@@ -545,11 +545,12 @@ class Features:
 
     @property
     def scores_stay(self) -> bool:
-        """Whether slopes are made of scale Q KT itself, a function of the caller's having changed
-        it since, or gradients of what that captures: with dS, element by element, which spills
-        least.
+        """Whether scale Q KT itself is kept until dS, by Hopper's backward kernels: a function of
+        the caller's changes it, and slopes, gradients of what that captures, or what is added to
+        the scores behind it are made with dS, element by element, which spills least.
         """
-        return self.score_mod is not None and (self.slopes or self.dcaptured is not None)
+        beside = self.slopes or self.alibi or self.bias or self.dcaptured is not None
+        return self.score_mod is not None and beside
 
     @property
     def crowds(self) -> bool:

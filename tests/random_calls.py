@@ -23,7 +23,7 @@ import mma_helpers
 import numpy as np
 import rooms  # noqa: F401
 import test_mma_backward as mma_backward
-from backward_helpers import WAYS, as_plan, check_gradients, with_dlse
+from backward_helpers import WAYS, as_plan, asks_for_dcaptured, check_gradients, with_dlse
 from helpers import ALGORITHMS
 from options_helpers import DRAWS, inputs
 from test_prefix import LIES, call_of
@@ -122,6 +122,9 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     arrays = [x.astype(kind.dtype) for x in arrays]
     if kind.dlse:
         options = with_dlse(arrays, options)
+    if kind.passes == "bwd":
+        asks = asks_for_dcaptured(kind.way, *arrays[1:3], options)
+        options["return_dcaptured"] = asks and rng.random() < 0.7
     algorithm, own = WAYS[kind.way] if kind.passes == "bwd" else (kind.way, {})
     told = {"dtype": kind.dtype, "passes": kind.passes, "algorithm": algorithm, **own}
     try:

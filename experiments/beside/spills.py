@@ -10,10 +10,13 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import fa_numba
 from fa_numba import bounds, device
@@ -25,6 +28,19 @@ N, HEADS = 512, 16  # more heads than are few: a call whose column tiles go in o
 DIMENSIONS = (48, 64, 192)  # from one to the next registers are shared out otherwise
 LENGTHS = ("q_lens", "kv_lens", "packed")
 _ENDS = [0, N]
+_CAP, _TABLE = 5.0, np.zeros((HEADS, 2 * N), np.float32)
+
+
+def _capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """A score_mod whose slope is not 1."""
+    return _CAP * math.tanh(score / _CAP)
+
+
+def _relative(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """One that takes an array from outside."""
+    return score + _TABLE[h, i - j + N]
+
+
 GIVEN: dict[str, dict[str, Any]] = {
     "window": {"window": (64, 64)},
     "softcap": {"softcap": 5.0},
@@ -35,6 +51,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     "q_lens": {"q_lens": [N]},
     "kv_lens": {"kv_lens": [N]},
     "packed": {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS},
+    "slope_of": {"score_mod": _capped},
+    "dcaptured": {"score_mod": _relative, "return_dcaptured": True},
 }
 
 

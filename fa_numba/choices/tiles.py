@@ -320,6 +320,10 @@ def chunk_tiles(request: Request, Bc: int) -> int:
     return found
 
 
+ADDED = ("alibi", "bias")
+BEHIND = ("slope_of", "dcaptured")
+
+
 def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
     """Options that are on, and beside what the backward kernels on Hopper's tensor cores spill
     with them.
@@ -327,21 +331,27 @@ def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
     return [
         (x.option, x.beside)
         for x in spills("wgmma", "fa2", "bwd")
-        if x.first <= head_dim <= x.last and getattr(features, x.option)
+        if x.first <= head_dim <= x.last
+        and getattr(features, x.option)
+        # Behind a function what is added is another kernel's.
+        and (x.beside in BEHIND or not (features.scores_stay and x.option in ADDED))
     ]
 
 
-def lacks_together(head_dim: int, features: Features) -> str:
+def lacks_together(head_dim: int, features: Features, swept: bool) -> str:
     """Options that the backward kernels on Hopper's tensor cores do not have together, in words;
-    empty for none. With a cap dS is made of the scores as they come from the cap, before slopes or
-    a bias; the others spill.
+    empty for none. With a cap alone dS is made of the scores as they come from the cap, before
+    slopes or a bias, and before P, which dropout marks; so it is behind a function, in a kernel
+    that makes dQ alone (``swept``); the others spill.
     """
-    added = [name for name in ("alibi", "bias") if getattr(features, name)]
-    for name, stay in (("softcap", features.softcap), ("score_mod", features.scores_stay)):
-        if added and getattr(features, name):
-            return f"the option {argument_of(added[0])} beside {name}"
-        if features.dropout and stay:
-            return f"the option {argument_of('dropout')} beside {name}"
+    added = [name for name in ADDED if getattr(features, name)]
+    if features.softcap and not features.scores_stay:
+        for name in (*added, *(["dropout"] if features.dropout else [])):
+            return f"the option {argument_of(name)} beside softcap"
+    if features.scores_stay and swept and features.dropout:
+        return f"the option {argument_of('dropout')} beside score_mod where a second sweep makes dQ"
+    if features.scores_stay and features.bias and head_dim > LARGEST_ATOMIC:
+        return f"the option bias beside score_mod at a head dimension of {head_dim}"
     if len(added) == 2:
         return f"the option {argument_of(added[0])} beside bias"
     at = f"at a head dimension of {head_dim}"
@@ -349,7 +359,8 @@ def lacks_together(head_dim: int, features: Features) -> str:
         lengths = ("q_lens", "kv_lens", "packed") if beside == "lengths" else (beside,)
         on = [name for name in lengths if getattr(features, name, False)]
         if on:
-            return f"the option {argument_of(on[0])} beside {argument_of(option)} {at}"
+            first = "score_mod" if on[0] == "slope_of" else argument_of(on[0])
+            return f"the option {first} beside {argument_of(option)} {at}"
         if beside == "no mask" and not features.right:
             return f"the option {argument_of(option)} without a mask {at}"
     return ""

@@ -359,7 +359,7 @@ class Wgmma(Unit):
             return ""
         if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):
             return "the option block_mask where a second sweep makes dQ, by tiles of its own"
-        return lacks_together(d, request.features)
+        return lacks_together(d, request.features, not self.adds_dq(request))
 
     def unsuited(self, request: Request) -> str:
         p, choices = request.problem, request.choices

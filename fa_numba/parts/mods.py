@@ -8,6 +8,7 @@ read alike is read once.
 import math
 from functools import cache
 
+from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.intrinsics.reduction import add_global
@@ -18,6 +19,8 @@ from fa_numba.parts.namespace import part
 # Elements, and lines of all of them, of a loop that the compiler unrolls, as registers need.
 AT_A_TIME, LINES = 8, 128
 FULL_WARP = 0xFFFFFFFF
+
+_distance = device_function(masks.distance)
 
 
 @part
@@ -53,13 +56,14 @@ def make_slopes(spec):
 
 
 @cache
-def make_p_and_ds(spec, values_of):
+def make_p_and_ds(spec, values_of, ds_of):
     """``p_and_ds(rdP, rS, given, tile)``: scale S, -inf where it is hidden, to P = exp(S - L) of
-    the S that the cap and score_mod make of it; and dP to dS = P o (dP - D) times their slope.
-    ``values_of(given, e)`` finds L, in units of log2, and D of element e's row; ``given[0]`` are
-    sums as in ``add_captured``.
+    the S that the cap, score_mod, slopes and a bias make of it; and dP to ``ds_of`` them, P o (dP -
+    D), times the first two's slope. ``values_of(given, e)`` finds L, in units of log2, and D of
+    element e's row, and whether dropout keeps it; ``given[0]`` are sums as in ``add_captured``.
     """
-    return _make_each(spec, 0, _make_p_and_ds(spec, values_of), _chunk_of(spec.features.score_mod))
+    of_one = _make_p_and_ds(spec, values_of, ds_of)
+    return _make_each(spec, 0, of_one, _chunk_of(spec.features.score_mod))
 
 
 @part
@@ -262,9 +266,10 @@ def _texted(text):
 
 
 @part
-def _make_p_and_ds(spec, values_of):
+def _make_p_and_ds(spec, values_of, ds_of):
     features = spec.features
     softcap, slope = features.softcap, features.slope_of is not None
+    alibi, bias, dropout = features.alibi, features.bias, features.dropout
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
     inside = _make_inside(any(mod.inside for mod in mods))
     score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
@@ -279,12 +284,20 @@ def _make_p_and_ds(spec, values_of):
         if softcap:
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
-        shift, d = values_of(given, e)
-        p = exp2(LOG2E * score_mod(s, b, h, i, j, origin, head.options) - shift)
+        shift, d, kept = values_of(given, e)
+        x = score_mod(s, b, h, i, j, origin, head.options)
+        if alibi:
+            away = _distance(row, col, int32(int32(head.Nk) - int32(head.Nq)))
+            x -= head.options.slopes[head.b, head.h] * float32(int32(away))
+        if bias and uint32(row) < head.Nq and uint32(col) < head.Nk:
+            x += head.options.bias[head.b, head.h, uint32(row), uint32(col)]
+        p = exp2(LOG2E * x - shift)
         p = float32(0.0) if hidden else p
+        if dropout:
+            p = p if kept else -p  # as ``drop`` has it
         if slope:
             g *= slope_of(s, b, h, i, j, origin, head.options)
-        ds = p * (rdP[e] - d)
+        ds = ds_of(p, rdP[e], d, head.options)
         if captured:
             add(given[0], s, ds, place, head)
         rS[e] = p

@@ -234,7 +234,8 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def bias_first(self) -> bool:
         """Whether the bias is added before dP's product begins, in registers that dP takes."""
-        return self.features.bias and ADDED_BESIDE < self.most_columns <= PANEL
+        few = self.features.bias and not self.features.scores_stay
+        return few and ADDED_BESIDE < self.most_columns <= PANEL
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
@@ -373,7 +374,8 @@ _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaSweepSpec")
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
     """The same without what makes visible scores others than scale Q KT."""
-    features = replace(spec.features, softcap=False, score_mod=None, score_mod_grad=None)
+    added = replace(spec.features, softcap=False, alibi=False, bias=False)
+    features = replace(added, score_mod=None, score_mod_grad=None)
     return replace(spec, features=features, positive_scale=False)
 
 

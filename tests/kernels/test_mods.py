@@ -276,20 +276,6 @@ def test_a_derivative_needs_its_function():
         fa_numba.plan((1, 1, 5, 4), (1, 1, 5, 4), score_mod_grad=FUNCTIONS["powers"])
 
 
-def test_hoppers_unit_says_what_it_lacks():
-    """Beside a function of any slope what the scores are not kept for, or registers."""
-    how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma"}
-    lacks = "unit is 'wgmma': its kernels lack the option"
-    adds, other = ({"score_mod": lambda s, b, h, i, j: s + i}, {"score_mod": several})
-    for given_, name in (
-        (adds | {"alibi_slopes": (1,)}, "alibi_slopes"),
-        (other | {"dropout_p": 0.5}, "dropout_p"),
-    ):
-        with pytest.raises(ValueError, match=f"{lacks} {name} beside score_mod"):
-            fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), algorithm="fa2", **how, **given_)
-    fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), algorithm="fa2", dropout_p=0.5, **how, **adds)
-
-
 def test_an_index_outside_of_its_array_is_reported():
     q, k, v = random_inputs(1, 1, 1, 5, 5, 4)
     for function in (
@@ -495,6 +481,58 @@ def test_where_there_are_no_gradients_of_captured_arrays(how, message):
         others = {n: x for n, x in options.items() if n != "passes"}
         with pytest.raises(ValueError, match=message):
             fa_numba.attention_backward(*given_, given_[1], np.zeros((1, 1, 5), "f4"), **others)
+
+
+def test_hoppers_unit_says_what_it_lacks():
+    """Beside a function what its kernels spill with, and a sweep without P, which dropout marks."""
+    how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma", "algorithm": "fa2"}
+    adds, other = {"score_mod": GRADIENTS["relative positions"]}, {"score_mod": several}
+    slopes_, bias, gradients = {"alibi_slopes": (1,)}, {"bias": (64,)}, {"return_dcaptured": True}
+    for d, given_, lacks in (
+        (64, other | bias, "score_mod beside bias"),
+        (64, adds | gradients | bias, "return_dcaptured beside bias"),
+        (64, adds | gradients | slopes_, "return_dcaptured beside alibi_slopes"),
+        (64, adds | gradients | {"dropout_p": 0.5}, "return_dcaptured beside dropout_p"),
+        (64, adds | slopes_ | bias, "alibi_slopes beside bias"),
+        (136, adds | bias, "bias beside score_mod at a head dimension of 136"),
+        (
+            136,
+            other | {"dropout_p": 0.5},
+            "dropout_p beside score_mod where a second sweep makes dQ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"'wgmma': its kernels lack the option {lacks}"):
+            fa_numba.plan((1, 1, 64, d), (1, 1, 64, d), **how, **given_)
+        fa_numba.plan((1, 1, 64, d), (1, 1, 64, d), **{**how, "unit": "auto"}, **given_)
+
+
+def normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+
+
+DROPS = {"dropout_p": 0.3, "seed": 5}
+BESIDE = {
+    "slopes": (64, "relative positions", {"alibi_slopes": table[0, :2]}),
+    "slopes of each entry, a cap": (136, "of the score", {"softcap": 2.0}),
+    "a bias": (64, "relative positions", {"bias": normal(2, 1, 21, 19), "causal": True}),
+    "a bias and lengths": (72, "read twice", {"bias": normal(2, 21, 19), "kv_lens": [19, 7]}),
+    "dropout": (64, "of the score", {**DROPS, "causal": True}),
+    "dropout, two row tiles": (128, "one for a head", DROPS),
+    "dropout and slopes": (40, "read twice", {**DROPS, "alibi_slopes": table[0, :2]}),
+    "dropout and a bias": (128, "of the score", {**DROPS, "bias": normal(19), "q_lens": [21, 9]}),
+}
+BESIDE["slopes of each entry, a cap"][2]["alibi_slopes"] = normal(2, 2)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_options_beside_a_function_on_hoppers_unit(name):
+    d, function, options = BESIDE[name]
+    arrays = [x.astype(np.float16) for x in random_gradients(2, 2, 1, 21, 19, d)]
+    how = {"unit": "wgmma", "return_dbias": False, "return_dcaptured": d != 64, **options}
+    rows = 100 if "two" in name else 21
+    if rows > 21:
+        arrays = [x.astype(np.float16) for x in random_gradients(1, 2, 2, rows, 19, d)]
+    half_gradients("emulator", "fa2", *arrays, score_mod=GRADIENTS[function], **how)
 
 
 # --- options that say the same -------------------------------------------------------------------

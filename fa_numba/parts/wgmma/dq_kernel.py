@@ -134,9 +134,9 @@ def _make_ds_of_modified(spec):
     @device_function
     def values_of(given, e):
         L, D = given[1][e // TN], given[2][e // TN]
-        return float32(0.0) if L == NEG_INF else LOG2E * L, D
+        return float32(0.0) if L == NEG_INF else LOG2E * L, D, True
 
-    p_and_ds = make_p_and_ds(spec, values_of)
+    p_and_ds = make_p_and_ds(spec, values_of, make_ds_of_kept(spec))
 
     def ds_of_rows(rdS, rdP, rS, rL, rD, tile):
         p_and_ds(rdP, rS, (rL, rL, rD), tile)  # which adds nothing to its first

@@ -9,6 +9,7 @@ from fa_numba.device import cuda, device_function, uint32
 from fa_numba.intrinsics.arithmetic import anew
 from fa_numba.intrinsics.halfwords import larger_halves
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier
+from fa_numba.intrinsics.shared import index_tile
 from fa_numba.parts.dropout import draw
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.wgmma import GROUP
@@ -63,9 +64,27 @@ def make_draw_tile(spec):
 
 
 @part
+def make_read_drawn(spec):
+    """``read_drawn(rB, stage)``: this consumer thread's bits of a slot."""
+    WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_places
+
+    def read_drawn(rB, stage):
+        sB, own = index_tile(AT_B, NB), uint32(uint32(cuda.threadIdx.x) - GROUP)
+        place = uint32(stage * (WORDS * THREADS) + own)
+        for word in range(WORDS):
+            rB[word] = sB[uint32(place + THREADS * word)]
+
+    return read_drawn
+
+
+@part
 def make_drop_drawn(spec):
-    """``drop_drawn(rP, sB, stage)``: the dropped elements of PT change sign, as ``drop`` has it."""
+    """``drop_drawn(rP, sB, stage)``: the dropped elements of PT change sign, as ``drop`` has it;
+    where scores stay nothing: ``ds_of_columns`` does it then.
+    """
     WORDS, THREADS, TM, shares = spec.drawn_words, spec.drawing_threads, spec.TM, spec.wide
+    if spec.features.scores_stay:
+        WORDS = 0
 
     def drop_drawn(rP, sB, stage):
         own = uint32(uint32(cuda.threadIdx.x) - GROUP)

@@ -26,6 +26,7 @@ from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.mods import make_add_shared, make_p_and_ds, make_start_shared, shared_sums
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
+from fa_numba.parts.wgmma.drawing import make_read_drawn
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
 from fa_numba.parts.wgmma.load import make_tile
@@ -273,21 +274,27 @@ def make_ds_of_columns(spec):
 def _make_ds_of_modified(spec):
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
-    round_pair = pack_p(spec)
+    round_pair, dropout, WORDS = pack_p(spec), spec.features.dropout, max(1, spec.drawn_words)
+    read_drawn = make_read_drawn(spec)
 
     @device_function
     def values_of(given, e):
-        _, sL, at = given
-        place = uint32(at + e % TM // 4 * 16 + e % 4)
-        return sL[place], sL[uint32(place + Br)]
+        _, sL, at, rB = given
+        place, kept = uint32(at + e % TM // 4 * 16 + e % 4), True
+        if dropout:
+            row = e % TM
+            kept = (rB[row // 16] >> uint32(row % 16 + 16 * (e // TM))) & uint32(1) != uint32(0)
+        return sL[place], sL[uint32(place + Br)], kept
 
-    p_and_ds, SHARED = make_p_and_ds(spec, values_of), shared_sums(spec)
+    p_and_ds, SHARED = make_p_and_ds(spec, values_of, make_ds_of_kept(spec)), shared_sums(spec)
     start_shared, add_shared = make_start_shared(spec), make_add_shared(spec)
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
-        rA = cuda.local.array(SHARED, float32)
+        rA, rB = cuda.local.array(SHARED, float32), cuda.local.array(WORDS, uint32)
         start_shared(rA)
-        p_and_ds(rdP, rS, (rA, sL, uint32(at + 4 * tile.thread.ty)), tile)
+        if dropout:
+            read_drawn(rB, uint32(at // uint32(2 * Br)))
+        p_and_ds(rdP, rS, (rA, sL, uint32(at + 4 * tile.thread.ty), rB), tile)
         add_shared(rA, tile.head)
         for e in range(0, COUNT, 2):
             rdS[e // 2] = pack(rdP[e], rdP[e + 1])
