@@ -26,7 +26,8 @@ def append_kv(
     written in place, and the lengths are the caller's, who adds the new rows to ``kv_lens``.
 
     ``k_pages``, ``v_pages``: (pages, Hk, page_size, d), any strides, 16 to 256 rows a page, a
-        multiple of 16; with ``layout="bnhd"`` (pages, page_size, Hk, d).
+        multiple of 16; with ``layout="bnhd"`` (pages, page_size, Hk, d); d of ``v_pages`` and
+        ``v_new`` may be another.
     ``k_new``, ``v_new``: (B, Hk, N, d) or (B, N, Hk, d), of the pages' dtype, library and device.
     ``block_table``: integers (B, pages of a sequence). ``kv_lens``: integers (B,), the keys that
         each sequence has before the call. Sequences may share pages that they only read; a page

@@ -35,6 +35,7 @@ import test_recorded_launches
 import test_ring
 import test_softmax
 import test_torch_stand_in
+import test_value_dim
 import test_wgmma_backward as backward_on_hopper
 import test_wgmma_emulated as on_hopper
 import test_wgmma_fa1 as fa1_on_hopper
@@ -771,6 +772,8 @@ def runs():
         test_precision.test_a_heads_largest_element_is_found_in_all_its_rows,
         test_precision.test_heads_have_powers_of_their_own_and_padding_none,
         test_precision.test_nan_reaches_its_own_head_and_what_is_finite_is_scaled_by_what_is_finite,
+        test_value_dim.test_gradients_in_one_order,
+        test_value_dim.test_rows_of_v_that_end_amid_16_bytes,
     )
     found += runs_of(
         "wgmma",
@@ -805,5 +808,7 @@ def runs():
         fa1_backward_on_hopper.test_gradients_and_counts,
         fa1_backward_on_hopper.test_a_gradient_of_lse,
         fa1_backward_on_hopper.test_blocks_that_share_a_head,
+        test_value_dim.test_hopper_against_float64,
+        test_value_dim.test_gradients_on_hopper,
     )
     return tuple(found)

@@ -52,15 +52,15 @@ def append(
 
 
 def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
-    """The plan for new rows of these sizes, (B, Hk, N, d); ``aligned`` and ``ragged`` as the kernel
-    has them.
+    """The plan for new rows of these sizes, (B, Hk, N, d of K, of V); ``aligned`` and ``ragged`` as
+    the kernel has them.
     """
-    batch, heads, N, d = sizes
-    kernel = make_append(d, dtype, page_size, aligned, ragged)
+    batch, heads, N, *columns = sizes
+    kernel = make_append(*columns, dtype, page_size, aligned, ragged)
     bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))
     # Where all have all rows nobody reads how many.
     bound |= {} if ragged else {"new_lens": "kv_lens"}
-    launch = Launch.of(kernel, (blocks(N, d, dtype, aligned), heads, batch), **bound)
+    launch = Launch.of(kernel, (blocks(N, max(columns), dtype, aligned), heads, batch), **bound)
     uncounted = (*UNIFORM, "new_lens", "block_table")
     return LaunchPlan(launches=(launch,), updated=NAMES[:2], uncounted=uncounted)
 
@@ -71,10 +71,11 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     axes = LAYOUTS[as_layout(options["layout"])]
     heads, rows = axes.index("heads"), axes.index("seqlen")
     sizes, new = (as_sizes(x.name, x.shape, axes) for x in (k_pages, k_new))
+    d_v = as_sizes("v_pages", v_pages.shape, axes)[-1]
     for axis in ("heads", "head_dim"):
         check_same(axis, "k_new", new, "k_pages", sizes, axes)
-    check_shape(v_pages, k_pages.shape)
-    check_shape(v_new, k_new.shape)
+    check_shape(v_pages, (*k_pages.shape[:-1], d_v))
+    check_shape(v_new, (*k_new.shape[:-1], d_v))
     check_written(k_pages, [k_new, v_new])
     check_written(v_pages, [k_new, v_new, k_pages])
     page_size = as_page_size(sizes[rows], sizes)
@@ -112,9 +113,9 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
 
     with placement.placed(k_pages):
         copied = device.on_gpu() and k_pages.place == HOST
-        aligned = d % DTYPES[k_pages.dtype].chunk == 0
+        aligned = all(n % DTYPES[k_pages.dtype].chunk == 0 for n in (d, d_v))
         aligned = aligned and (copied or all(x.aligned for x in inputs))
-        of_new = (batch, new[heads], N, d)
+        of_new = (batch, new[heads], N, d, d_v)
         plan = plan_of(k_pages.dtype, of_new, page_size, aligned, counts is not None)
         placement.check_grid(plan, "k_new")
         values = dict(zip(_INTEGERS, (table, lens, host_counts), strict=True))

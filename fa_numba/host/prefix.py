@@ -20,7 +20,6 @@ import numpy as np
 from fa_numba import device, io_model
 from fa_numba.checks import LAYOUTS, as_sizes
 from fa_numba.choices.requests import Choices, Request
-from fa_numba.dtypes import DTYPES
 from fa_numba.host import execution, launch_cache, merging, placement, planning
 from fa_numba.host.arrays import HOST, Operand, check_out, check_together, operand
 from fa_numba.host.binding import Binding, sent
@@ -44,6 +43,7 @@ _BESIDE = {
     "page_size",
     "layout",
     "precision",
+    "head_dim_v",
 }
 
 
@@ -82,9 +82,8 @@ def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> Pr
     """The plan of a call whose arrays are contiguous; ``prefix`` is the shape of its keys. Raises
     as the call does.
     """
-    first = _of_prefix(problem, prefix, prefix, options)
-    gathered = not _lies_as_one(None, problem)
-    wide = problem.head_dim % DTYPES[problem.dtype].chunk == 0
+    first = _of_prefix(problem, prefix, (*prefix[:-1], problem.d_v), options)
+    gathered, wide = not _lies_as_one(None, problem), problem.whole_chunks
     return _plan_of(problem, first, choices, (wide, wide, wide), gathered)
 
 
@@ -118,7 +117,7 @@ def _first_attend(
     if out is not None:
         target = operand("out", out, (problem.dtype,))
         check_together([q, target])
-        check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
+        check_out(target, problem.o_shape, [*inputs, *arguments.arrays.values()])
     with placement.placed(q):
         copies = device.on_gpu() and q.place == HOST  # which are contiguous
         gathered = not _lies_as_one(None if copies else q, problem)
@@ -190,8 +189,8 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
             raise ValueError(
                 f"prefix_k has {axis} {found} (shape {k}): allowed is {size}, as k has it"
             )
-    if v != k:
-        raise ValueError(f"prefix_v has shape {v}: allowed is {k}, that of prefix_k")
+    if v != (wanted := (*k[:-1], problem.d_v)):
+        raise ValueError(f"prefix_v has shape {v}: allowed is {wanted}, as prefix_k and v have it")
     for flag in problem.options:
         if flag not in _BESIDE:
             name = argument_of(flag) if flag in FEATURES else flag
@@ -201,7 +200,16 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
                 "sinks, q_lens, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout and "
                 "precision"
             )
-    names = ("heads_q", "heads_k", "head_dim", "dtype", "scale", "softcap", "precision")
+    names = (
+        "heads_q",
+        "heads_k",
+        "head_dim",
+        "head_dim_v",
+        "dtype",
+        "scale",
+        "softcap",
+        "precision",
+    )
     kept = {name: getattr(problem, name) for name in names}
     rows = sum(problem.q_lens or ()) if problem.packed else problem.batch * problem.seqlen_q
     return Problem(batch=1, seqlen_q=rows, seqlen_k=k[axes.index("seqlen")], **kept)
@@ -222,23 +230,24 @@ def _planned(
 ) -> PrefixPlan:
     """The plan of both passes; O's rows are ``aligned`` or not."""
     own, prefix = planning.planned(of_own), planning.planned(of_prefix)
-    p, one = own.problem, (1, own.problem.heads_q, prefix.problem.seqlen_q, own.problem.head_dim)
-    between = [Buffer("prefix O", one, p.dtype), Buffer("prefix L", one[:3])]
+    p, one = own.problem, (1, own.problem.heads_q, prefix.problem.seqlen_q)
+    between = [Buffer("prefix O", (*one, p.d_v), p.dtype), Buffer("prefix L", one)]
     between += [Buffer("own L", p.lse_shape)] + ([] if return_lse else [Buffer("L", p.lse_shape)])
     batch, heads, rows = of_own.row_shape
     lengths = replace(PLAIN, q_lens=of_own.features.q_lens)
-    sizes = batch, heads, rows, one[3]
+    sizes = batch, heads, rows, p.d_v
     merge = merging.plan_of(sizes, (p.dtype, p.dtype), aligned, True, lengths)
     gather = None
     if gathered:
-        between.append(Buffer("rows", one, p.dtype, zeroed=lengths.q_lens))
-        kernel = make_gather(one[3], p.dtype, of_own.aligned, lengths)
-        grid = (blocks(rows, one[3], p.dtype, of_own.aligned), heads, batch)
+        d = p.head_dim
+        between.append(Buffer("rows", (*one, d), p.dtype, zeroed=lengths.q_lens))
+        kernel = make_gather(d, p.dtype, of_own.aligned, lengths)
+        grid = (blocks(rows, d, p.dtype, of_own.aligned), heads, batch)
         gather = LaunchPlan(launches=(Launch.of(kernel, grid),))
     parts = [part for part in (gather, prefix, own, merge) if part is not None]
 
     def count(block_mask: Any = None) -> io_model.Accesses:
-        how = {"width": width_of(one[3], aligned), "gathered": gathered}
+        how = {"width": width_of(p.d_v, aligned), "gathered": gathered}
         return io_model.with_prefix(p, own.accesses, prefix.accesses, **how)
 
     changed = {

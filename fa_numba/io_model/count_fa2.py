@@ -94,7 +94,7 @@ def with_prefix(
     """
     valid = sum(problem.lengths(b)[0] for b in range(problem.batch)) * problem.heads_q
     rows = valid if problem.packed else problem.heads_q * problem.batch * problem.seqlen_q
-    n, taken = rows * problem.head_dim, valid * problem.head_dim
+    n, taken = rows * problem.d_v, valid * problem.head_dim
     merged = {"X": n, "Y": n, "LX": n // width, "LY": n // width}
     parts = [prefix, own, count(problem, merged, {"O": n, "L": rows})]
     if gathered:

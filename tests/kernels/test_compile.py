@@ -265,7 +265,7 @@ def test_a_kernel_over_pages_compiles_within_its_budgets(case):
 def test_the_kernels_that_copy_rows_compile_within_their_budgets(case):
     halves, aligned = case
     dtype = "float16" if halves else "float32"
-    for kernel in (make_append(64, dtype, 48, aligned, True), make_gather(64, dtype, aligned)):
+    for kernel in (make_append(64, 64, dtype, 48, aligned, True), make_gather(64, dtype, aligned)):
         ptx = ptx_within_budgets(kernel, "sm_90a")
         assert ("st.global.v4" in ptx) == aligned
 

@@ -4,7 +4,8 @@ queries of a batch one after the other.
 A thread takes one piece of a row, 16 bytes of K and of V, or one element where rows do not start at
 16-byte addresses. Row i of what is new becomes row ``kv_lens[b]`` + i of sequence b.
 
-Accesses, elements: loads and stores of every new row, N d a K/V head each, of K and of V.
+Accesses, elements: loads and stores of every new row, N d a K/V head each, of K and of V, d of
+either its own.
 """
 
 from functools import cache
@@ -21,12 +22,13 @@ THREADS = 128
 
 
 @cache
-def make_append(head_dim, dtype, page_size, aligned, ragged):
-    """The kernel; launched over (``blocks``, Hk, B). With ``ragged`` sequence b has ``new_lens[b]``
-    new rows, else all that the arrays have.
+def make_append(head_dim, d_v, dtype, page_size, aligned, ragged):
+    """The kernel; launched over (``blocks`` of the larger dimension, Hk, B). With ``ragged``
+    sequence b has ``new_lens[b]`` new rows, else all that the arrays have.
     """
-    width = DTYPES[dtype].chunk if aligned else 1
-    pieces, copy, matrix = head_dim // width, _copy(dtype, aligned), _matrix(dtype)
+    width, most = DTYPES[dtype].chunk if aligned else 1, max(head_dim, d_v)
+    pieces, copy, matrix = most // width, _copy(dtype, aligned), _matrix(dtype)
+    ALL_K, ALL_V = head_dim == most, d_v == most
     lengths = array_type(1, types.int32)
     arguments = (*[matrix] * 4, array_type(2, types.int32), lengths, lengths)
 
@@ -43,8 +45,10 @@ def make_append(head_dim, dtype, page_size, aligned, ragged):
             at = uint32(uint32(kv_lens[b]) + i)
             page = uint32(block_table[b, uint32(at // uint32(page_size))])
             row = uint32(at % uint32(page_size))
-            copy(K[page, h], row, newK[b, h], i, col)
-            copy(V[page, h], row, newV[b, h], i, col)
+            if ALL_K or col < uint32(head_dim):
+                copy(K[page, h], row, newK[b, h], i, col)
+            if ALL_V or col < uint32(d_v):
+                copy(V[page, h], row, newV[b, h], i, col)
 
     return append_kv
 
