@@ -95,7 +95,7 @@ def _planes(
     for (name, shape), power in zip(shapes.items(), POWERS, strict=False):
         lens, keys = request.lengths_of_rows, name in "KV"
         keys &= lens != PLAIN
-        sizes = p.head_dim, spec.columns
+        sizes = (p.d_v, spec.columns) if name == "V" else (p.head_dim, spec.columns_k)
         facts = planes.PlaneFacts(lens, *sizes, p.precision, request.aligned, keys)
         heads, rows, of = shape[:2], shape[2], f"largest of {name}"
         row, of_name = precision.planes * facts.columns, f"planes of {name}"

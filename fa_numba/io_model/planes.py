@@ -6,23 +6,26 @@ from dataclasses import replace
 
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.integers import round_up
-from fa_numba.io_model.accesses import Accesses, add_up, count, one_head_dim
+from fa_numba.io_model.accesses import Accesses, add_up, count
 from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
 def row_loaded(problem: Problem, backward: bool = False) -> int:
-    """Elements that a kernel loads of a row of Q, K, V or dO: d, or those of all planes, of d
-    rounded up to a multiple of 16, ``backward`` beyond 64 of 32.
+    """Elements that a kernel loads of a row of Q or K: d, or those of all planes, of d rounded up
+    to a multiple of 16, ``backward`` beyond 64 of 32.
     """
-    planes, d = PRECISIONS[problem.precision].planes, problem.head_dim
-    return d if planes == 1 else planes * round_up(d, 32 if backward and d > 64 else 16)
+    return _row(problem, problem.head_dim, backward)
 
 
 def row_of_values(problem: Problem, backward: bool = False) -> int:
     """The same of a row of V or dO."""
-    whole = PRECISIONS[problem.precision].planes == 1
-    return problem.d_v if whole else row_loaded(problem, backward)
+    return _row(problem, problem.d_v, backward)
+
+
+def _row(problem: Problem, d: int, backward: bool) -> int:
+    planes = PRECISIONS[problem.precision].planes
+    return d if planes == 1 else planes * round_up(d, 32 if backward and d > 64 else 16)
 
 
 def of_planes(
@@ -39,7 +42,9 @@ def of_planes(
         return kernel
     queries = whole_sums(problem, tiles, problem.heads_q).rows
     keys = whole_sums(problem, tiles, problem.heads_k).columns
-    rows, times = (2 if backward else 1) * queries + 2 * keys, 2 if precision.scaled else 1
-    loads = {"X": times * rows * one_head_dim(problem)}
-    before = count(problem, loads, {"planes": rows * row_loaded(problem, backward)})
+    both, times = queries + keys, 2 if precision.scaled else 1
+    of_v = queries + keys if backward else keys  # and of dO
+    loads = {"X": times * (both * problem.head_dim + of_v * problem.d_v)}
+    stored = both * row_loaded(problem, backward) + of_v * row_of_values(problem, backward)
+    before = count(problem, loads, {"planes": stored})
     return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "dO", "planes"))

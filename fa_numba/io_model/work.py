@@ -8,7 +8,7 @@ from typing import Any
 from fa_numba.dtypes import CHUNK_BYTES, DTYPES, PRECISIONS
 from fa_numba.integers import round_up
 from fa_numba.io_model.accesses import ELEMENT_BYTES
-from fa_numba.io_model.planes import row_loaded
+from fa_numba.io_model.planes import row_loaded, row_of_values
 from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, check_name, distinct_heads
 from fa_numba.problem import Problem, as_size
 
@@ -132,6 +132,7 @@ def _planes(problem: Problem, rows: int, backward: bool = False) -> int:
     batch = 1 if problem.packed else problem.batch
     times = 2 if backward else 1
     heads = batch * (times * problem.heads_q + 2 * problem.heads_k)
-    rows = times * rows + 2 * math.prod(problem.k_shape[:-1])
-    matrices = 2 * rows * row_loaded(problem, backward)
-    return matrices + (heads * 4 * 129 if precision.scaled else 0)
+    keys = math.prod(problem.k_shape[:-1])
+    elements = (rows + keys) * row_loaded(problem, backward)
+    elements += (keys + (rows if backward else 0)) * row_of_values(problem, backward)
+    return 2 * elements + (heads * 4 * 129 if precision.scaled else 0)

@@ -123,12 +123,12 @@ class MmaSpec(Spec):
     @property
     def row_halves(self) -> int:
         """16-bit elements of a row of Q or K in global memory; of planes it is padded too."""
-        return self.head_dim if self.planes == 1 else self.planes * self.columns
+        return self.head_dim if self.planes == 1 else self.planes * self.columns_k
 
     @property
     def row_halves_v(self) -> int:
         """The same of V."""
-        return self.head_dim_v or self.row_halves
+        return self.d_v if self.planes == 1 else self.planes * self.columns
 
     @property
     def loads_aligned(self) -> bool:

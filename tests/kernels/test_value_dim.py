@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 from backward_helpers import check_gradients, random_gradients
-from helpers import ALGORITHMS, assert_counts, check, random_inputs
+from helpers import (
+    ALGORITHMS,
+    assert_counts,
+    assert_within,
+    attend,
+    check,
+    random_inputs,
+    truth,
+)
 from mma_helpers import check as check_halves
 from mma_helpers import half_inputs
 from options_helpers import drawn, inputs
@@ -94,6 +102,20 @@ def test_choices_of_16_bits():
     ]
     for algorithm, options in ways:
         check_halves("emulator", algorithm, q, k, v, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp16x3", "bf16x6", "bf16x3"])
+@pytest.mark.parametrize(("d", "d_v"), [(40, 24), (20, 7), (16, 72)])
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_planes(algorithm, d, d_v, precision):
+    q, k, v = random_inputs(2, 4, 2, 19, 70, d, d_v)
+    layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
+    given = {"unit": "mma", "precision": precision, "causal": True, "tiles": Tiles(16, 32)}
+    found = attend("emulator", algorithm, q, k, v, layout=layout, **given)
+    want = truth(q, k, v, causal=True)
+    lost = 2.0**-15 if precision == "bf16x3" else 0.0
+    assert_within("O", found.O, want.O, want.O_bound + lost * np.linalg.norm(want.O))
+    assert_within("L", found.L, want.L, want.L_bound + lost * np.sqrt(want.L.size))
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 32), (20, 7), (192, 128)])
@@ -254,7 +276,10 @@ def test_closed_forms():
             {"passes": "bwd", "algorithm": "standard"},
             r"v has head_dim 8 and q 16 .*pass 'bwd'.*allowed is v with head_dim 16",
         ),
-        ({"precision": "bf16x3"}, "with precision 'bf16x3': allowed is 'ieee'"),
+        (
+            {"precision": "bf16x3", "passes": "bwd"},
+            "with pass 'bwd', precision 'bf16x3': allowed is 'ieee'",
+        ),
     ],
 )
 def test_what_is_not_there_says_so(call, message):

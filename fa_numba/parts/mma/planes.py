@@ -148,8 +148,8 @@ def _make_add_scores_from(spec, first):
     """``add_from(rS, rT, rQ, sQ, sK, at_q, at_k)``: the products of 16 columns of Q and K each,
     from number ``first`` on; some of them, whose loop is unrolled, and the rest.
     """
-    R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DN, spec.keeps_q, spec.planes
-    COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DN, first + UNROLLED)
+    R, TN, K, keeps, PLANES = spec.TM // 2, spec.TN, spec.DK, spec.keeps_q, spec.planes
+    COLUMNS, RK, LAST = TN // 4, 4 * spec.planes, min(spec.DK, first + UNROLLED)
     load_fragment, further = make_load_fragment(spec), make_further(spec.rows)
     multiply = _make_multiply(spec.dtype, PLANES, 4 * K)
     rest = _make_add_scores_from(spec, LAST) if LAST < K else _no_product
@@ -199,11 +199,11 @@ def add_fragment_product_of_planes(spec, drops, times):
     """The same; ``drops`` is for a P with marks, whose factor ``unit`` has, as the inverse of what
     scaled planes are multiplied by, ``times``.
     """
-    R, TN, K, pitch, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.rows.pitch, spec.planes
+    R, TN, K, rows, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.value_rows, spec.planes
     STEP, scaled = spec.TM * spec.TN // 2, spec.features.scaled and times != ONE
-    RA, place = PLANES * STEP, make_place(spec.rows)
+    RA, place, pitch = PLANES * STEP, make_place(rows), rows.pitch
     warp_column, split = make_warp_column(spec), make_split(spec.dtype, PLANES)
-    add_from = _make_add_columns_from(Sums(R, K, spec.DN, PLANES, spec.dtype, spec.rows), 0)
+    add_from = _make_add_columns_from(Sums(R, K, spec.DN, PLANES, spec.dtype, rows), 0)
 
     def add_output(rO, rP, sV, unit, options):
         rA = cuda.local.array(RA, uint32)

@@ -215,7 +215,7 @@ def make_dot_columns(spec):
     """``dot_columns(Q, O)``: the columns of O, where they are Q's by that: a plain kernel reads no
     more shapes.
     """
-    own = spec.head_dim_v > 0
+    own = bool(spec.head_dim_v)
 
     def dot_columns(Q, O):
         if own:
