@@ -81,7 +81,8 @@ def drawn():
 def rows_of(name):
     owner = next(e for e in registry.names() if name in (e, *registry.figures(registry.load(e))))
     store = Store(FIGURES)
-    return [r for machine in (MODEL, EMULATOR, report.MACHINE) for r in store.read(owner, machine)]
+    machines = (MODEL, EMULATOR, report.gpu(store, owner))
+    return [r for machine in machines for r in store.read(owner, machine)]
 
 
 def colour(handle):
