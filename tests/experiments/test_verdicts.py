@@ -520,12 +520,15 @@ def test_what_the_page_says_of_trials_on_an_h100():
         assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == said
         assert f'"{name}" has {said} times the speed' in readme or f'"{name}" {said};' in readme
 
-    functions, columns, on_hopper = {}, {}, {}
+    functions, columns, on_hopper, blocks = {}, {}, {}, {}
     for r in trials:
         if r["trial"] == "functions kept":
             name, way = r["note"].split(" ", 1)
             way = way if "option" in way or r["series"] == "flex" else "function"
             functions[name, r["d"], r["pass"], r["series"], way] = float(r["ms"])
+        if r["trial"] == "blocks":
+            mask, way, tiles = re.fullmatch(r"(\w+) (.+) of (\d+ x \d+)", r["note"]).groups()
+            blocks[mask, r["d"], r["pass"], r["series"], tiles, way] = float(r["ms"])
         if r["trial"] == "value dimension":
             columns[r["pass"], r["note"]] = float(r["ms"])
         if r["trial"] == "value dimension on Hopper's unit" and r["causal"] == "true":
@@ -544,7 +547,16 @@ def test_what_the_page_says_of_trials_on_an_h100():
     spilling = over(["softcap"], both[:1], ["bwd"])
     assert f"took {span(over(['alibi'], both))} of the time of `alibi_slopes`" in readme
     assert f"a cap {span(capped)} of `softcap`'s, but {span(spilling)} backward" in readme
-    causal, window = over(["causal"], both), over(["window"], both)
+    causal, window = (
+        [
+            ms / blocks[*at[:5], "by its option, tiles"]
+            for at, ms in blocks.items()
+            if at[0] == mask and at[5] == "mask_mod with blocks"
+            if (*at[:5], "by its option, tiles") in blocks
+        ]
+        for mask in ("causal", "window")
+    )
+    assert len(causal) == 9 and len(window) == 9
     assert f"took {span(causal)} of the time of `causal` and a window {span(window)} of" in readme
     flex = [
         ms / functions[*at[:3], "fa2-wgmma", "function"]
