@@ -17,10 +17,10 @@ from fa_numba.parts.mma.pairs import (
     make_write_two,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Box, Fa1BackwardShared, GroupThread
+from fa_numba.parts.records import Fa1BackwardShared, GroupThread
 from fa_numba.parts.visits import make_first_of_heads
 from fa_numba.parts.wgmma.epilogue import make_write_tile
-from fa_numba.parts.wgmma.gradients import make_load_boxes, make_places, value_place
+from fa_numba.parts.wgmma.gradients import load_column_tiles, make_places, value_place
 from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -148,16 +148,10 @@ def make_is_visit(spec):
     return is_visit
 
 
-@part
+@cache
 def make_fa1_load_columns(spec):
     """``fa1_load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the arrays."""
-    load = make_load_boxes(spec)
-
-    def fa1_load_columns(shared, K, V, j0, head):
-        box = Box(head.b, head.hk, j0)
-        load(shared, K, V, box, box)
-
-    return fa1_load_columns
+    return load_column_tiles(spec, make_key_box(spec, False))
 
 
 @part

@@ -75,26 +75,22 @@ def make_places(spec):
 # --- row tiles -------------------------------------------------------------------------------
 
 
-@part
+@cache
 def make_load_columns(spec):
     """``load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the sequence."""
-    load, find = make_load_boxes(spec), make_read_key_box(spec, spec.key_ends)
-
-    def load_columns(shared, K, V, j0, head):
-        load(shared, K, V, find(K, j0, head), find(V, j0, head))
-
-    return load_columns
+    return load_column_tiles(spec, make_read_key_box(spec, spec.key_ends))
 
 
 @part
-def make_load_boxes(spec):
-    """``load_boxes(shared, K, V, k, v)``: Kj and Vj, from these places on their maps on."""
+def load_column_tiles(spec, find):
+    """The same, whose boxes ``find`` finds."""
     Bc, OF_K, OF_V = spec.Bc, spec.panels, spec.of_values.panels
     BOTH, size, barrier = min(OF_K, OF_V), 2 * PANEL * (OF_K + OF_V) * Bc, spec.pipelines.kv.full
 
-    def load_boxes(shared, K, V, k, v):
+    def load_columns(shared, K, V, j0, head):
         bars = shared.bars
         expect_bytes(bars, uint32(barrier), size)
+        k, v = find(K, j0, head), find(V, j0, head)
         for n in range(BOTH):
             at, col = uint32(PANEL * Bc * n), PANEL * n
             load_box(shared.sK, at, K, k.outer, k.inner, k.row, col, bars, uint32(barrier))
@@ -106,7 +102,7 @@ def make_load_boxes(spec):
             at, col = uint32(PANEL * Bc * n), PANEL * n
             load_box(shared.sV, at, V, v.outer, v.inner, v.row, col, bars, uint32(barrier))
 
-    return load_boxes
+    return load_columns
 
 
 @part
