@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 import textwrap
@@ -60,8 +59,7 @@ class Unit(ABC):
     of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
     K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_columns`` how
     many share a row tile, ``splits_keys`` what the warps share, ``precisions`` of what planes
-    float32 is, ``own_values`` that V may have a head dimension of its own; ``measures`` names what
-    its kernels can do without, and the algorithms.
+    float32 is; ``measures`` names what its kernels can do without, and the algorithms.
 
     The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """
@@ -79,7 +77,6 @@ class Unit(ABC):
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     splits_columns: frozenset[tuple[str, str]] = frozenset()
-    own_values: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
 
     @property
@@ -89,9 +86,7 @@ class Unit(ABC):
 
     def lacks(self, request: Request) -> str:
         """What this unit cannot do of a request, in words; an empty string if it can do all."""
-        if request.problem.head_dim_v is None or request.kernel in self.own_values:
-            return ""
-        return f"a head dimension of v of its own (head_dim_v {request.problem.head_dim_v})"
+        return ""
 
     def unsuited(self, request: Request) -> str:
         """Why "auto" leaves a request that it can compute to another; empty if it does not."""
@@ -120,8 +115,8 @@ class Unit(ABC):
         raise NotImplementedError(self.lacks(request))
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
-        """Standard attention's backward pass: the shape of the kernels that the forward pass has
-        too, and the specialisation of the one for PT dO and dST Q.
+        """Standard attention's backward pass, of one head dimension: the shape of the kernels that
+        the forward pass has too, and the specialisation of the one for PT dO and dST Q.
         """
         raise NotImplementedError(self.lacks(request))
 
@@ -189,9 +184,6 @@ class Simt(Unit):
     kernels = simt
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
-    own_values = frozenset(
-        {("standard", "fwd"), *itertools.product(("fa1", "fa2"), ("fwd", "bwd"))}
-    )
 
     def forward(self, request: Request) -> Shape:
         choices = request.choices
@@ -241,7 +233,6 @@ class Mma(Unit):
         ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "bwd"): ("fp16x3", "bf16x6", "bf16x3"),
     }
-    own_values = Simt.own_values
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:
@@ -310,7 +301,6 @@ class Wgmma(Unit):
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
-    own_values = frozenset(itertools.product(("fa1", "fa2"), ("fwd", "bwd")))
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): (*_MASKS, "sparse", "softcap", "score_mod", "sinks", "q_lens"),
@@ -348,8 +338,6 @@ class Wgmma(Unit):
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
             return f"the option {argument_of(lacking[0])}"
-        if of_values := super().lacks(request):
-            return of_values
         d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"

@@ -67,8 +67,6 @@ def _check_problem(request: Request) -> None:
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         if size > _MAX_GRID_YZ:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
-    if problem.head_dim_v is not None:
-        _check_values(request)
     if problem.precision != "ieee":
         _check_precision(request)
     if problem.pages is None:
@@ -89,28 +87,15 @@ def _check_problem(request: Request) -> None:
         )
 
 
-def _check_values(request: Request) -> None:
-    """Raise ValueError where no kernel takes a V of another head dimension than Q's and K's."""
-    p, (algorithm, passes) = request.problem, request.kernel
-    given = f"v has head_dim {p.d_v} and q {p.head_dim} (head_dim_v)"
-    if p.precision != "ieee" and passes == "bwd":
-        raise ValueError(
-            f"{given} with pass 'bwd', precision {p.precision!r}: allowed is 'ieee', or one "
-            "head_dim"
-        )
-    units = [u for u in UNITS.values() if request.matrix_dtype in u.dtypes]
-    if not any(request.kernel in u.own_values for u in units):
-        others = having(lambda u: u.own_values, passes=True)
-        raise ValueError(
-            f"{given} with algorithm {algorithm!r}, pass {passes!r}, dtype {p.dtype}: allowed is "
-            f"v with head_dim {p.head_dim}; another may have {others}"
-        )
-
-
 def _check_precision(request: Request) -> None:
     """Raise ValueError where no kernel takes float32 matrices as planes."""
-    given = f"precision is {request.problem.precision!r}"
-    if request.problem.pages is not None:
+    p, given = request.problem, f"precision is {request.problem.precision!r}"
+    if p.head_dim_v is not None and request.choices.passes == "bwd":
+        raise ValueError(
+            f"{given} with v of head_dim {p.d_v} and q of {p.head_dim} (head_dim_v), pass 'bwd': "
+            "allowed is 'ieee', or one head_dim"
+        )
+    if p.pages is not None:
         raise ValueError(f"{given} with a block_table: allowed is 'ieee'")
     algorithm, passes = request.kernel
     found = [name for u in UNITS.values() for name in u.precisions.get(request.kernel, ())]

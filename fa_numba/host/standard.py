@@ -45,9 +45,13 @@ def forward(request: Request) -> Plan:
 
 
 def backward(request: Request) -> Plan:
-    """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients."""
+    """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients. Each product
+    is of one head dimension: block sizes are those of the larger one.
+    """
     unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
-    (tiles, spec, why), across = unit.standard_backward(request)
+    larger = replace(p, head_dim=p.largest_dim, head_dim_v=None)
+    (tiles, spec, why), across = unit.standard_backward(replace(request, problem=larger))
+    spec, across = (replace(x, head_dim=p.head_dim) for x in (spec, across))
     shared, own = unit.kernels.standard, unit.kernels.standard_backward
     features = request.features
     lengths = request.lengths
@@ -66,9 +70,11 @@ def backward(request: Request) -> Plan:
     normalised = replace(lengths, sinks=p.sinks)
     softmax = shared.make_standard_softmax(row, warps, False, normalised, *of_dtype)
     gradients = own.make_standard_score_gradients(pair, warps, summed, *of_dtype)
-    product = shared.make_standard_scores(plain)
+    product = shared.make_standard_scores(replace(plain, head_dim=p.d_v))
     output = shared.make_standard_output(plain)
-    transposed = own.make_standard_transposed_output(replace(across, features=lengths))
+    across = replace(across, features=lengths)
+    of_dk = own.make_standard_transposed_output(across)
+    of_dv = own.make_standard_transposed_output(replace(across, head_dim=p.d_v))
     scores = shared.make_standard_scores(masked)
     launches = [
         Launch.of(scores, row_tiles, S="P", scale="score_scale"),
@@ -84,9 +90,9 @@ def backward(request: Request) -> Plan:
         slopes = shared.make_standard_scores(changed, slopes=True)
         launches.append(Launch.of(slopes, row_tiles, S="dP", scale="score_scale"))
     launches += [
-        Launch.of(transposed, column_tiles),
+        Launch.of(of_dv, column_tiles),
         Launch.of(output, row_tiles, P="dP", V="K", O="dQ"),
-        Launch.of(transposed, column_tiles, P="dP", dO="Q", dV="dK"),
+        Launch.of(of_dk, column_tiles, P="dP", dO="Q", dV="dK"),
     ]
     of_sinks, beside = sinks.gradients(request, has_d=False)
     how = {"row_resident": pair > 0, "forward_resident": row > 0}

@@ -9,7 +9,6 @@ from fa_numba.io_model.accesses import (
     add_up,
     check_dbias,
     count,
-    one_head_dim,
     sink_gradients,
 )
 from fa_numba.io_model.visits import blocks_of, whole_sums
@@ -86,31 +85,37 @@ def standard_backward(
     a tile, the block mask neither.
     """
     check_dbias(problem, dbias)
-    d, head = one_head_dim(problem), whole_sums(problem, tiles, problem.heads_q)
+    d, d_v, head = problem.head_dim, problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     blocks_of(problem, block_mask, tiles)
     shared = whole_sums(problem, tiles, problem.heads_k)
     matrix = head.pairs
     reads, forward_reads = (1 if resident else 2 for resident in (row_resident, forward_resident))
     bias = {"bias": matrix if problem.bias else 0}
     product = {"Q": head.rows * d, "K": head.columns_by_row_tile * d}
+    of_values = {"Q": head.rows * d_v, "K": head.columns_by_row_tile * d_v}
     dbias_adds = {"dbias": matrix if dbias else 0}
     of_lse = dict.fromkeys(("dL", "L"), head.rows if dlse else 0)
     kept = {"P": matrix if problem.dropout_p else 0}
 
     scores = count(problem, product | bias, {"S": matrix})
     softmax = count(problem, {"S": forward_reads * matrix}, {"P": matrix})
-    dP = count(problem, product, {"S": matrix})
+    dP = count(problem, of_values, {"S": matrix})
     dS = count(
         problem,
         {"P": reads * matrix, "dP": reads * matrix} | dbias_adds | of_lse,
         {"dS": matrix} | kept | dbias_adds,
     )
     slopes = count(problem, product | {"S": matrix}, {"S": matrix})
-    transposed_output = count(
-        problem, {"P": matrix, "dO": head.rows_by_column_tile * d}, {"dV": shared.all_columns * d}
+    dV, dK = (
+        count(
+            problem,
+            {"P": matrix, "dO": head.rows_by_column_tile * n},
+            {"dV": shared.all_columns * n},
+        )
+        for n in (d_v, d)
     )
     dQ = count(problem, {"P": matrix, "V": head.columns_by_row_tile * d}, {"O": head.all_rows * d})
-    kernels = [scores, softmax, dP, dS, transposed_output, dQ, transposed_output]
+    kernels = [scores, softmax, dP, dS, dV, dQ, dK]
     if dsinks:
         kernels += sink_gradients(problem, head.rows, dlse, has_d=False)
     return add_up(problem, [*kernels, slopes] if problem.slopes else kernels)

@@ -91,7 +91,8 @@ def saved_halves(way, q, k, v, **options):
     of L or of sinks, and gets zeros.
     """
     if way == "standard" and options.get("dlse") is None and "sinks" not in options:
-        return np.zeros_like(q), np.zeros(q.shape[:3] if q.ndim == 4 else q.shape[1::-1], "f4")
+        rows = q.shape[:3] if q.ndim == 4 else q.shape[1::-1]
+        return np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), np.zeros(rows, "f4")
     single = [x.astype(np.float32) for x in (q, k, v)]
     O, L = saved(*single, **changing(options))
     return O.astype(q.dtype), L
