@@ -20,8 +20,8 @@ The formulas in the docstrings use these terms, for each batch entry:
     N_q, N_k     its valid rows and columns; N_q', N_k' those that its arrays have: seqlen_q and
                  seqlen_k, or in packed sequences, which have no others, N_q and N_k
     d            the head dimension; of V, O, dO, dV and, forward, of A that of V, `head_dim_v`,
-                 where it is another. Between devices and in what the papers publish there is one
-                 d, else they raise ValueError
+                 where it is another. In what the papers publish there is one d, else it raises
+                 ValueError
     B_r, B_c     the block sizes, T_r = ceil(N_q / B_r) and T_c = ceil(N_k / B_c) the tiles
     r_i, c_j     the valid rows of row tile i, the valid columns of column tile j
 

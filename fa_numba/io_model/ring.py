@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fa_numba.dtypes import DTYPES
-from fa_numba.io_model.accesses import one_head_dim
 from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
 
@@ -50,11 +49,11 @@ def ring(
         "q"      fwd   e n_q                   w n_q + 4 R
         "q"      bwd   3 e n_q + 4 R           w n_q
 
-    (Q; dO, O and L beside it in the backward pass, and 4 R more with dL), and there are P - 1
-    messages of each kind. Of results w = e in the first message, what one kernel has left, and 4
-    after it, float32 sums. Under a causal mask the results that rank r sends after step s <= r are
-    of half the rows: no rank that they have passed by then has seen the others. What a rank
-    receives the one before has sent.
+    (Q; dO, O and L beside it in the backward pass, and 4 R more with dL; d of V, O, dO and dV is
+    that of V), and there are P - 1 messages of each kind. Of results w = e in the first message,
+    what one kernel has left, and 4 after it, float32 sums. Under a causal mask the results that
+    rank r sends after step s <= r are of half the rows: no rank that they have passed by then has
+    seen the others. What a rank receives the one before has sent.
 
     With a window or lengths steps at which nobody sees anything are passed over, and a message has
     some of the rows: of what travels those from the first to the last that a later stop sees, of
@@ -111,15 +110,16 @@ def ring_messages(
     """
     _check(problem, 1, travels, passes)
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    d, keys = one_head_dim(problem), problem.batch * problem.heads_k * problem.seqlen_k
-    size = (keys if travels == "kv" else rows) * d
+    keys = problem.batch * problem.heads_k * problem.seqlen_k
+    of_q, of_o = rows * problem.head_dim, rows * problem.d_v
     e, sums = DTYPES[problem.dtype].bytes, rows * _SUM_BYTES
     if travels == "kv":
-        results = 0 if passes == "fwd" else 2 * size
-        return 2 * size * e, results * e, results * _SUM_BYTES
+        both = keys * (problem.head_dim + problem.d_v)
+        results = 0 if passes == "fwd" else both
+        return both * e, results * e, results * _SUM_BYTES
     if passes == "fwd":
-        return size * e, size * e + sums, size * _SUM_BYTES + sums
-    return 3 * size * e + sums * (1 + dlse), size * e, size * _SUM_BYTES
+        return of_q * e, of_o * e + sums, of_o * _SUM_BYTES + sums
+    return (of_q + 2 * of_o) * e + sums * (1 + dlse), of_q * e, of_q * _SUM_BYTES
 
 
 def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str, dlse: bool) -> int:

@@ -67,7 +67,7 @@ def prepared(
         known = _known.get(key)  # a TypeError where an argument has no hash
         if known is not None and not device.on_gpu():
             # The emulator's limits are set by whoever runs it.
-            _check_plans(known.ring, q, k, differentiable)
+            _check_plans(known.ring, q, k, v, differentiable)
     except Exception:
         known, key = None, None
     if known is not None:
@@ -79,7 +79,7 @@ def prepared(
         ring = _checked(q, k, v, group, **options)
         _check_sinks(sinks, q, ring.axis)
         ring = replace(ring, dlse=bool(differentiable and return_lse))
-        _check_plans(ring, q, k, differentiable)
+        _check_plans(ring, q, k, v, differentiable)
         parts = {
             name: None if x is None else f"{tuple(x.shape)} {x.dtype}"
             for name, x in {"q": q, "k": k, "v": v, "sinks": sinks}.items()
@@ -145,8 +145,10 @@ def _checked(
             raise ValueError(f"{name} is on {x.device}, q on {q.device}: allowed is one device")
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, q {q.dtype}: allowed is one dtype")
-    if tuple(v.shape) != tuple(k.shape):
-        raise ValueError(f"v has shape {tuple(v.shape)}: allowed is {tuple(k.shape)}, as k")
+    if tuple(v.shape[:-1]) != tuple(k.shape[:-1]):
+        raise ValueError(
+            f"v has shape {tuple(v.shape)}: allowed is {tuple(k.shape)}, as k, or another head_dim"
+        )
     _check_backend(torch.distributed, group, q)
     if causal:
         axis = 1 if layout == "bnhd" else 2
@@ -204,7 +206,7 @@ def _mask_of(
     return mask_of(**given, causal=causal, batch=batch, rows=rows, columns=columns)
 
 
-def _check_plans(ring: Ring, q: Any, k: Any, differentiable: bool) -> None:
+def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> None:
     """Raise as the rank's own part by itself would."""
     first, mask = operand("q", q.detach()), ring.mask
     common = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
@@ -215,7 +217,7 @@ def _check_plans(ring: Ring, q: Any, k: Any, differentiable: bool) -> None:
         of_lse = {"dlse": ring.dlse}
         for passes, own in (("fwd", ring.ahead), ("bwd", ring.backward | of_lse)):
             if passes == "fwd" or differentiable:
-                plan = fa_numba.plan(q.shape, k.shape, passes=passes, **common, **own)
+                plan = fa_numba.plan(q.shape, k.shape, v.shape, passes=passes, **common, **own)
                 placement.check_size(plan)
 
 

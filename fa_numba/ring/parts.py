@@ -38,14 +38,17 @@ class Part(NamedTuple):
 
 
 class Kind:
-    """Parts with tensors like these of a rank, with rows along ``axis``, and with L or without.
+    """Parts with tensors like these of a rank, with rows along ``axis``, and with L or without; of
+    so many ``columns`` if given.
 
     ``layout`` is that of q: 3 - ``axis`` is the axis of heads, and L is (batch, heads, rows).
     """
 
-    def __init__(self, layout: str, like: Sequence[Any], lse: bool = False):
+    def __init__(
+        self, layout: str, like: Sequence[Any], lse: bool = False, columns: int | None = None
+    ):
         self.axis, self.layout = 1 if layout == "bnhd" else 2, layout
-        self.like, self.lse = like, lse
+        self.like, self.lse, self.columns = like, lse, columns
 
     def dtype(self, wide: bool) -> Any:
         """float32 for sums, q's for what a kernel leaves."""
@@ -58,7 +61,9 @@ class Kind:
         torch, (begin, end), x = sys.modules["torch"], span, self.like[0]
         tensors = [
             (torch.empty if empty else torch.zeros)(
-                with_rows(x, self.axis, end - begin), dtype=self.dtype(wide), device=x.device
+                with_rows(x, self.axis, end - begin, self.columns),
+                dtype=self.dtype(wide),
+                device=x.device,
             )
             for x in self.like
         ]
@@ -120,6 +125,7 @@ def cut(x: Any, entries: Span, rows: Span, begin: int, axis: int) -> Any:
     return some.narrow(axis, rows[0] - begin, rows[1] - rows[0])
 
 
-def with_rows(x: Any, axis: int, rows: int) -> tuple[int, ...]:
-    """The shape of a tensor with so many rows along ``axis``."""
-    return (*x.shape[:axis], rows, *x.shape[axis + 1 :])
+def with_rows(x: Any, axis: int, rows: int, columns: int | None = None) -> tuple[int, ...]:
+    """The shape of a tensor with so many rows along ``axis``, and columns if given."""
+    shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
+    return shape if columns is None else (*shape[:-1], columns)

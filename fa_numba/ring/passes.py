@@ -92,9 +92,9 @@ class Ring:
         x = cut(x, (0, x.shape[0]) if entries is None else entries, rows, begin, self._axis(x))
         return x if heads is None else heads.among(x, 3 - self._axis(x))
 
-    def room(self, like: Any, span: Span) -> Any:
-        """Memory for these rows of an operand."""
-        shape = with_rows(like, self._axis(like), span[1] - span[0])
+    def room(self, like: Any, span: Span, columns: int | None = None) -> Any:
+        """Memory for these rows of an operand, of so many columns if given."""
+        shape = with_rows(like, self._axis(like), span[1] - span[0], columns)
         return sys.modules["torch"].empty(shape, dtype=like.dtype, device=like.device)
 
     def _axis(self, x: Any) -> int:
@@ -110,14 +110,15 @@ def forward(
 
     ``sinks`` are a part by themselves, whose O is 0: a row's sum begins with its own.
     """
-    whole: Any = None  # O of all heads, where calls are of some
+    whole, columns = None, v.shape[-1]  # O of all heads, where calls are of some
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
         nonlocal whole
         (q_at,), (k_at, v_at) = of_q, of_kv
         out = None
         if heads is not None:
-            whole = ring.room(q, (0, q.shape[ring.axis])) if whole is None else whole
+            rows = 0, q.shape[ring.axis]
+            whole = ring.room(q, rows, columns) if whole is None else whole
             out = heads.among(whole, 3 - ring.axis)
         out, lse = fa_numba.attention(
             q_at, k_at, v_at, causal=piece.causal, window=piece.window, return_lse=True, out=out,
@@ -125,7 +126,7 @@ def forward(
         )  # fmt: skip
         return Part([out if heads is None else whole], lse), Part()
 
-    kinds = Kind(ring.layout, (q,), lse=True), Kind(ring.layout, ())
+    kinds = Kind(ring.layout, (q,), lse=True, columns=columns), Kind(ring.layout, ())
     first = None
     if sinks is not None:
         first = kinds[0].part((0, q.shape[ring.axis]), wide=True)

@@ -326,6 +326,10 @@ RING = [
         {"q_lens": (12, 7, 1), "kv_lens": (9, 11, 0), "sinks": True, "dlse": True},
     ),
     (4, "kv", False, "float32", None, {"window": (7, 0), "dlse": True}),
+    # v of another head dimension
+    (2, "kv", True, "float16", "bnhd", {"head_dim_v": 5, "dlse": True}),
+    (3, "q", False, "float16", None, {"head_dim_v": 12, "sinks": True}),
+    (4, "q", True, "float32", None, {"head_dim_v": 4, "window": (4, -1)}),
 ]
 
 
@@ -340,12 +344,13 @@ def test_both_passes_are_those_of_one_device(torch, case):
     batch = max(map(len, (options.get("q_lens", [0]), options.get("kv_lens", [0]))))
     # A single K/V head is computed at once, of more some in the last step.
     Hk = 2 + (ranks == 2) if dtype == "float16" and not masked else 1
-    sizes = {"q": (2 * Hk, Nq), "k": (Hk, Nk), "v": (Hk, Nk), "dout": (2 * Hk, Nq)}
-    whole = {
-        name: rng.standard_normal((batch, heads, ranks * n, 8)).astype(dtype)
-        for name, (heads, n) in sizes.items()
-    }
     options = dict(options)
+    d_v = options.pop("head_dim_v", 8)
+    sizes = {"q": (2 * Hk, Nq, 8), "k": (Hk, Nk, 8), "v": (Hk, Nk, d_v), "dout": (2 * Hk, Nq, d_v)}
+    whole = {
+        name: rng.standard_normal((batch, heads, ranks * n, d)).astype(dtype)
+        for name, (heads, n, d) in sizes.items()
+    }
     if options.pop("dlse", False):
         shape = whole["q"].shape[:3]
         whole["dlse"] = rng.standard_normal(shape).astype(np.float32)
@@ -384,7 +389,8 @@ def test_both_passes_are_those_of_one_device(torch, case):
     with ranks_of(torch, ranks, timeout=2.0) as distributed:
         found = distributed.run(work)
     window = options.get("window")
-    problem = Problem(batch, 2 * Hk, Hk, Nq, Nk, 8, dtype=dtype, causal=causal, window=window)
+    how = {"dtype": dtype, "causal": causal, "window": window, "head_dim_v": d_v}
+    problem = Problem(batch, 2 * Hk, Hk, Nq, Nk, 8, **how)
     sent = dict.fromkeys(range(ranks), 0)
     for rank, to, nbytes in distributed.sent:
         assert masked or to == (rank + 1) % ranks

@@ -263,8 +263,7 @@ def test_closed_forms():
     assert fa2.stores == {"O": 2 * 64 * 128, "L": 2 * 64}
     with pytest.raises(ValueError, match="head_dim_v is 128 with head_dim 192"):
         io_model.theta_standard(p)
-    with pytest.raises(ValueError, match="head_dim_v is 128"):
-        io_model.ring(p, 2)
+    assert io_model.ring(p, 2).sent == 2 * 2 * 64 * (192 + 128)
 
 
 def test_what_is_not_there_says_so():
