@@ -1,6 +1,6 @@
 """The bias of a tile of scores in registers, read while the tile's product is still computed."""
 
-from fa_numba.device import uint32
+from fa_numba.device import float32, uint32
 from fa_numba.intrinsics.global_memory import lies_in_pairs, read_pair
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
 from fa_numba.parts.namespace import part
@@ -8,7 +8,8 @@ from fa_numba.parts.namespace import part
 
 @part
 def make_read_bias(spec):
-    """``read_bias(rB, tile)``: this thread's part of the bias of a tile, if there is one.
+    """``read_bias(rB, tile)``: this thread's part of the bias of a tile, if there is one; with
+    ``reads_state`` in its place what a block mask says of the tile to a mask_mod.
 
     Only a part within the matrix, of neighbours that lie in pairs: ``make_add_bias`` reads others
     itself.
@@ -16,9 +17,12 @@ def make_read_bias(spec):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
     reads, whole = spec.reads_bias, _whole(spec)
+    reads_state, block_state = spec.reads_state, make_block_state(spec)
 
     def read_bias(rB, tile):
         own = warp_tile(tile)
+        if reads_state:
+            rB[0] = float32(block_state(own))
         if reads and whole(own):
             thread, Bh = tile.thread, tile.head.options.bias[tile.head.b, tile.head.h]
             for i in range(TM):
@@ -30,6 +34,18 @@ def make_read_bias(spec):
                     rB[i * EI + (j + 1) * EJ] = pair[1]
 
     return read_bias
+
+
+@part
+def make_block_state(spec):
+    """``block_state(tile)``: of the tile's block, a number of ``mods.blocks``."""
+    Br, Bc = spec.head_rows, spec.block_columns
+
+    def block_state(tile):
+        head, i, j = tile.head, tile.i0 // uint32(Br), tile.j0 // uint32(Bc)
+        return uint32(head.options.block_mask[head.b, head.h, i, j])
+
+    return block_state
 
 
 @part

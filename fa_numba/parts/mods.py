@@ -66,6 +66,14 @@ def make_p_and_ds(spec, values_of, ds_of):
     return _make_each(spec, 0, of_one, _chunk_of(spec.features.score_mod))
 
 
+@cache
+def make_pairs(spec, of_pair):
+    """``pairs(rG, rS, given, tile)``: ``of_pair(rG, rS, e, given, place, head)`` of the elements e
+    and e + 1 of two rows, for all of them; the place is that of e.
+    """
+    return _make_each(spec, 0, of_pair, max(1, _chunk_of(spec.features.score_mod) // 2), rows=2)
+
+
 @part
 def make_hide(spec):
     """``hide(rS, tile)``: scores become -inf where mask_mod says that they are not seen."""
@@ -78,15 +86,16 @@ def make_hide(spec):
 
 
 @part
-def _make_each(spec, first, of_one, chunk):
+def _make_each(spec, first, of_one, chunk, rows=1):
     """``each(rG, rS, scale, tile)``: ``of_one(rG, rS, e, scale, place, head)`` of each element e
     from number ``first`` on, in ``chunk`` at a time; a place is row, column and the first one of
-    the thread's rows or, if these are fewer, columns.
+    the thread's rows or, if these are fewer, columns. With more ``rows`` of the first one of every
+    so many.
     """
-    TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN
+    TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN // rows
     row_of, column_of, by_rows = make_row(spec), make_column(spec), spec.TM > TN
     LAST = min(first + chunk, COUNT)
-    rest = _make_each(spec, LAST, of_one, chunk) if LAST < COUNT else _nothing
+    rest = _make_each(spec, LAST, of_one, chunk, rows) if LAST < COUNT else _nothing
 
     def each(rG, rS, scale, tile):
         head, thread = tile.head, tile.thread
@@ -94,10 +103,11 @@ def _make_each(spec, first, of_one, chunk):
         if by_rows:
             origin = int32(tile.i0 + row_of(thread.ty, 0))
         for n in range(first, LAST):
-            row = uint32(tile.i0 + row_of(thread.ty, n // TN))
+            i = n // TN * rows
+            row = uint32(tile.i0 + row_of(thread.ty, i))
             col = uint32(tile.j0 + column_of(thread.tx, n % TN))
             place = int32(row), int32(col), origin
-            of_one(rG, rS, n // TN * EI + n % TN * EJ, scale, place, head)
+            of_one(rG, rS, i * EI + n % TN * EJ, scale, place, head)
         rest(rG, rS, scale, tile)
 
     return each
@@ -267,24 +277,49 @@ def _texted(text):
 
 @part
 def _make_p_and_ds(spec, values_of, ds_of):
+    p_and_slope = make_p_and_slope(spec)
+    captured, add = _gradient(spec.features) is not None, _make_add_of_one(spec)
+
+    def p_and_ds(rdP, rS, e, given, place, head):
+        shift, d, kept = values_of(given, e)
+        p, g, s = p_and_slope(rS[e], shift, kept, place, head)
+        ds = ds_of(p, rdP[e], d, head.options)
+        if captured:
+            add(given[0], s, ds, place, head)
+        rS[e], rdP[e] = p, sloped(ds, g)
+
+    return p_and_ds
+
+
+@device_function
+def sloped(x, g):
+    """x times a slope g, which may be no number where x is 0."""
+    return x * g if x != float32(0.0) else x
+
+
+@part
+def make_p_and_slope(spec):
+    """``p_and_slope(score, shift, kept, place, head)``: of scale S, -inf if it is hidden, P = e^(S
+    - L) of the S that the cap, score_mod, slopes and a bias make of it, as ``drop`` has it unless
+    it is ``kept``; the first two's slope; and what score_mod was given. ``shift`` is L in units of
+    log2.
+    """
     features = spec.features
     softcap, slope = features.softcap, features.slope_of is not None
     alibi, bias, dropout = features.alibi, features.bias, features.dropout
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
     inside = _make_inside(any(mod.inside for mod in mods))
     score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
-    captured, add = _gradient(features) is not None, _make_add_of_one(spec)
 
-    def p_and_ds(rdP, rS, e, given, place, head):
+    def p_and_slope(score, shift, kept, place, head):
         b, h = int32(head.b), int32(head.h)
         row, col, origin = place
         i, j = inside(row, col, head)
-        hidden = rS[e] == NEG_INF or uint32(row) >= head.Nq
-        s, g = float32(0.0) if hidden else rS[e], float32(1.0)
+        hidden = score == NEG_INF or uint32(row) >= head.Nq
+        s, g = float32(0.0) if hidden else score, float32(1.0)
         if softcap:
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
-        shift, d, kept = values_of(given, e)
         x = score_mod(s, b, h, i, j, origin, head.options)
         if alibi:
             away = _distance(row, col, int32(int32(head.Nk) - int32(head.Nq)))
@@ -297,13 +332,9 @@ def _make_p_and_ds(spec, values_of, ds_of):
             p = p if kept else -p  # as ``drop`` has it
         if slope:
             g *= slope_of(s, b, h, i, j, origin, head.options)
-        ds = ds_of(p, rdP[e], d, head.options)
-        if captured:
-            add(given[0], s, ds, place, head)
-        rS[e] = p
-        rdP[e] = ds * g if ds != float32(0.0) else ds  # where a slope may be no number
+        return p, g, s
 
-    return p_and_ds
+    return p_and_slope
 
 
 @part

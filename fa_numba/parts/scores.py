@@ -10,7 +10,7 @@ from fa_numba import masks
 from fa_numba.device import device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE
 from fa_numba.mods.blocks import FULL
-from fa_numba.parts.bias import make_add_bias
+from fa_numba.parts.bias import make_add_bias, make_block_state
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
 from fa_numba.parts.mods import make_apply_score_mod, make_hide
@@ -74,6 +74,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
+    state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
 
     def scale_and_mask(rS, rB, scale, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
@@ -143,9 +144,10 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
                         rS[i * EI + j * EJ] = NEG_INF
         if mask_mod:
             state = uint32(0)
-            if sparse:
-                block = options.block_mask[head.b, head.h, row0 // uint32(Br), col0 // uint32(Bc)]
-                state = uint32(block)
+            if state_ahead:
+                state = uint32(rB[0])
+            elif sparse:
+                state = block_state(own)
             if state != uint32(FULL):
                 hide(rS, own)
 

@@ -146,6 +146,11 @@ class Spec(ABC):
         return self.features.bias and self.column_width % 2 == 0
 
     @property
+    def reads_state(self) -> bool:
+        """Whether the state of a tile's block is in a register before its scores are."""
+        return False
+
+    @property
     def query_ends(self) -> bool:
         """Whether sequences end within the arrays of queries."""
         return self.features.packed or self.features.q_lens

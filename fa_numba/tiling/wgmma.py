@@ -278,6 +278,11 @@ class WgmmaSpec(Spec):
         return self.positive_scale and not self.features.changes_scores
 
     @property
+    def reads_state(self) -> bool:
+        asked = self.features.sparse and self.features.mask_mod is not None
+        return asked and not self.reads_bias
+
+    @property
     def accumulators(self) -> int:
         own = self.TM * (self.TN + 4 * self.DN) + self.p_registers
         return own + (self.bias_registers if self.reads_bias else 0)

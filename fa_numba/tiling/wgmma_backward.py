@@ -205,11 +205,23 @@ class WgmmaBackwardSpec(GradientSpec):
         return self.TM * self.TN // 2
 
     @property
+    def slopes_alone(self) -> bool:
+        """Whether a function's slopes are made of scores that stay, and nothing beside."""
+        f = self.features
+        beside = f.dcaptured is not None or f.alibi or f.bias or f.dropout
+        return f.scores_stay and not beside
+
+    @property
+    def slopes_early(self) -> bool:
+        """Whether they are made with P, while dP is on its way."""
+        return self.slopes_alone and self.rounds_early and not self.wide
+
+    @property
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
         features = self.features
         plain = self.algorithm == "fa2" and not features.softcap  # P waits for the cap's slope
-        plain = plain and not features.bias and not self.features.scores_stay
+        plain = plain and not features.bias and (self.slopes_alone or not features.scores_stay)
         ends = features.packed or (features.q_lens and (features.window or features.alibi))
         return plain and not ends and self.accumulators <= 216
 

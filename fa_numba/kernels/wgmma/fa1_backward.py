@@ -137,10 +137,10 @@ def make_backward(spec):
                 tile = Tile(i0, column0, head, thread)
                 scores.scale_and_mask(rS, scale_log2, tile)
                 # Alg. 4 line 13: Pij = exp(Sij - Li)
-                gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
+                gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
                 # Alg. 4 line 16: dVj += PijT dOi
                 if EARLY:
-                    transposed.round_p(rP, rS)
+                    gradients.round_early(rP, rS)
                     of_values.add_product(rdV, rP, sdO, at.out)
                 # Alg. 4 line 20: dSij = Pij o (dPij - Di)
                 transposed.wait_scores(rdP, EARLY)

@@ -139,12 +139,12 @@ def make_backward(spec, atomic=True):
             of_values.multiply(rdP, sV, own, sdO, at.out)
             scores.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
-            gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
+            gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
             if DROPS:
                 drawing.drop_drawn(rS, sB, stage)
             # Alg. 2 line 12: dVj += PijT dOi
             if EARLY:
-                transposed.round_p(rP, rS)
+                gradients.round_early(rP, rS)
                 of_values.add_product(rdV, rP, sdO, at.out)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             transposed.wait_scores(rdP, EARLY)

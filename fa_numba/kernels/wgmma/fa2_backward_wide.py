@@ -118,7 +118,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
                 hidden.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             q_pipeline.wait(bars, slot)
-            gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
+            gradients.p_of_columns(rS, rdS, scale_log2, sL, at.values, tile)
             if DROPS:
                 drawing.drop_drawn(rS, sB, stage)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)

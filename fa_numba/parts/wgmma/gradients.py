@@ -4,7 +4,7 @@ slots in turn, and their L and D with them.
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
 from fa_numba.intrinsics.bulk_copy import (
@@ -16,14 +16,29 @@ from fa_numba.intrinsics.bulk_copy import (
 )
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile
-from fa_numba.intrinsics.shared import half_tile, index_tile, load4, shared_tile, store2
+from fa_numba.intrinsics.shared import (
+    half_tile,
+    index_tile,
+    load4,
+    load_pair,
+    shared_tile,
+    store2,
+)
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
 from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import make_key_rows
 from fa_numba.parts.mma.pairs import make_write_floats
-from fa_numba.parts.mods import make_add_shared, make_p_and_ds, make_start_shared, shared_sums
+from fa_numba.parts.mods import (
+    make_add_shared,
+    make_p_and_ds,
+    make_p_and_slope,
+    make_pairs,
+    make_start_shared,
+    shared_sums,
+    sloped,
+)
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
 from fa_numba.parts.wgmma.drawing import make_read_drawn
@@ -31,7 +46,7 @@ from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
 from fa_numba.parts.wgmma.load import make_tile
 from fa_numba.parts.wgmma.pingpong import make_sync_group
-from fa_numba.parts.wgmma.products import pack_p
+from fa_numba.parts.wgmma.products import make_round_p, pack_p
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 WARP = 32
@@ -191,16 +206,66 @@ def make_scale_and_bias(spec):
 
 @part
 def make_p_of_columns(spec):
-    """``p_of_columns(rS, scale, sL, at, thread)``: ST to PT = exp(ST - L); where slopes of scores
-    are not 1 nothing: ``ds_of_columns`` does it then.
+    """``p_of_columns(rS, rP, scale, sL, at, tile)``: ST to PT = exp(ST - L); where slopes of scores
+    are not 1 nothing, as ``ds_of_columns`` does it then, or, with ``slopes_early``, to PT times
+    them, and PT in 16 bits.
     """
-    if not (spec.features.softcap or spec.features.scores_stay):
-        return make_probabilities(spec)
+    if spec.slopes_early:
+        return _make_p_and_slopes(spec)
+    late = spec.features.softcap or spec.features.scores_stay
+    probabilities = make_probabilities(spec)
 
-    def p_of_columns(rS, scale, sL, at, thread):
-        pass
+    def p_of_columns(rS, rP, scale, sL, at, tile):
+        if not late:
+            probabilities(rS, scale, sL, at, tile.thread)
 
     return p_of_columns
+
+
+@part
+def _make_p_and_slopes(spec):
+    slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
+
+    @device_function
+    def of_pair(rP, rS, e, given, place, head):
+        p0, p1, g0, g1 = slopes_of_pair(rS, e, given, place, head)
+        rP[e // 2] = round_pair(p0, p1)
+        rS[e], rS[e + 1] = sloped(p0, g0), sloped(p1, g1)
+
+    pairs = make_pairs(spec, of_pair)
+
+    def p_of_columns(rS, rP, scale, sL, at, tile):
+        pairs(rP, rS, (sL, uint32(at + 4 * tile.thread.ty)), tile)
+
+    return p_of_columns
+
+
+@part
+def _make_slopes_of_pair(spec):
+    """``slopes_of_pair(rS, e, given, place, head)``: P of the elements e and e + 1, then slopes."""
+    TM, p_and_slope = spec.TM, make_p_and_slope(spec)
+
+    def slopes_of_pair(rS, e, given, place, head):
+        row, col, origin = place
+        shifts = load_pair(given[0], uint32(given[1] + e % TM // 4 * 16 + e % 4))
+        p0, g0, _ = p_and_slope(rS[e], shifts[0], True, place, head)
+        below = int32(row + 1), col, origin
+        p1, g1, _ = p_and_slope(rS[e + 1], shifts[1], True, below, head)
+        return p0, p1, g0, g1
+
+    return slopes_of_pair
+
+
+@part
+def make_round_early(spec):
+    """``round_early(rP, rS)``: P in 16 bits, where ``p_of_columns`` has not left it so."""
+    early, round_p = spec.slopes_early, make_round_p(spec.transposed)
+
+    def round_early(rP, rS):
+        if not early:
+            round_p(rP, rS)
+
+    return round_early
 
 
 @part
@@ -229,6 +294,10 @@ def make_ds_of_columns(spec):
     With a cap, or a function whose slope is not 1, of ST in rS, which slopes are made of, and PT
     here. By few rows at a time: what was rounded leaves its registers to others.
     """
+    if spec.slopes_early:
+        return _make_ds_of_slopes(spec)
+    if spec.slopes_alone:
+        return _make_ds_of_pairs(spec)
     if spec.features.scores_stay:
         return _make_ds_of_modified(spec)
     TM, TN, Br, late, softcap = (
@@ -262,6 +331,49 @@ def make_ds_of_columns(spec):
                     rdS[e // 2] = pack(ds0, ds1)
                     if late:
                         rP[e // 2] = round_pair(p0, p1)
+
+    return ds_of_columns
+
+
+@part
+def _make_ds_of_slopes(spec):
+    TM, TN, Br = spec.TM, spec.TN, spec.Br
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
+        for m in range(TM // 4):
+            dots = load4(sL, uint32(uint32(at + Br) + 16 * m + 4 * tile.thread.ty))
+            for j in range(TN):
+                for n in range(0, 4, 2):
+                    e = j * TM + 4 * m + n
+                    ds0 = sloped(rdP[e] - dots[n], rS[e])
+                    rdS[e // 2] = pack(ds0, sloped(rdP[e + 1] - dots[n + 1], rS[e + 1]))
+
+    return ds_of_columns
+
+
+@part
+def _make_ds_of_pairs(spec):
+    TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
+
+    @device_function
+    def of_pair(rdP, rS, e, given, place, head):
+        p0, p1, g0, g1 = slopes_of_pair(rS, e, given, place, head)
+        dots = load_pair(given[0], uint32(uint32(given[1] + Br) + e % TM // 4 * 16 + e % 4))
+        rS[e], rS[e + 1] = p0, p1
+        rdP[e] = sloped(p0 * (rdP[e] - dots[0]), g0)
+        rdP[e + 1] = sloped(p1 * (rdP[e + 1] - dots[1]), g1)
+
+    pairs = make_pairs(spec, of_pair)
+
+    def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
+        pairs(rdP, rS, (sL, uint32(at + 4 * tile.thread.ty)), tile)
+        for e in range(0, COUNT, 2):
+            rdS[e // 2] = pack(rdP[e], rdP[e + 1])
+            if late:
+                rP[e // 2] = round_pair(rS[e], rS[e + 1])
 
     return ds_of_columns
 
