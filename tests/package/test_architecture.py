@@ -47,8 +47,8 @@ PUBLIC = {
     "io_model",
 }
 PUBLIC |= {"problem", "reference", "ring", "tiling", "torch"}
-# A bandwidth is measured by kernels of its own, of the widest accesses.
-PUBLIC |= {"intrinsics"}
+# A bandwidth is measured by kernels of its own, of the widest accesses; a precision is a series.
+PUBLIC |= {"intrinsics", "dtypes"}
 # The rooms that name numba.cuda; the others take it from device.
 CUDA = {"device", "emulator", "intrinsics"}
 
