@@ -250,6 +250,16 @@ BACKWARD_CASES["mods"] = (
     Case((2, 2, 1, 13, 19, 4), Tiles(8, 16), {**MODS, "softcap": 1.5}),
     Case((1, 1, 1, 9, 12, 4), Tiles(8, 16), {"score_mod": MODS["score_mod"], "q_lens": [7]}),
 )
+# Elements that all of a head's scores read, with a slope that is not 1 and with one that is.
+OF_HEADS = {"score_mod": lambda s, b, h, i, j: s * _far[h, 3] + (j * _far[b, 1] if i > 4 else 0)}
+BACKWARD_CASES["mods"] += (
+    Case((2, 2, 1, 13, 19, 4), Tiles(8, 16), OF_HEADS),
+    Case(
+        (1, 2, 1, 9, 12, 4),
+        Tiles(8, 16),
+        {"score_mod": lambda s, b, h, i, j: s + (_far[h, i] * j if s > 0 else 0), **CAUSAL},
+    ),
+)
 CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
 BACKWARD_CASES["slopes"] = (
     Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([0.5])}),
@@ -358,7 +368,10 @@ MMA_BACKWARD_CASES = {
         Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5, "bias": normal(1, 1, 20, 35)}),
     ),
     "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
-    "mods": (Case((2, 2, 1, 20, 35, 8), Tiles(16, 16), MODS),),
+    "mods": (
+        Case((2, 2, 1, 20, 35, 8), Tiles(16, 16), MODS),
+        Case((2, 2, 1, 20, 35, 8), Tiles(16, 16), OF_HEADS),
+    ),
     "shared bias": (Case((1, 2, 2, 20, 35, 5), Tiles(16, 16), {"bias": normal(20, 35)}),),
     "rows": (
         Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), {"bias": normal(1, 2, 64, 64)}, peaked=False),
@@ -796,6 +809,7 @@ def runs():
         backward_on_hopper.test_gradients_of_sinks,
         backward_on_hopper.test_a_second_sweep_and_a_cap,
         backward_on_hopper.test_slopes_of_a_function_on_the_scores,
+        test_mods.test_options_beside_a_function_on_hoppers_unit,
         backward_on_hopper.test_blocks_left_out,
         backward_on_hopper.test_full_blocks_are_not_asked,
         backward_on_hopper.test_lengths,
