@@ -235,7 +235,8 @@ class Machine:
                 else:
                     found = np.where(where, self.read(at + 4 * n), self.get(part))
                     self.put(part, found)
-        elif name in ("red.global.add.f32", "red.global.add.v2.f32"):
+        elif name.startswith("red.global.add") and rest[-1] == "f32":
+            assert len(several[1]) == (int(rest[2][1:]) if rest[2][0] == "v" else 1)
             for n, part in enumerate(several[1]):
                 for lane in np.flatnonzero(where):
                     place = self.memory[self.address(given[0])[lane] + 4 * n :][:4]

@@ -20,6 +20,7 @@ from fa_numba.options import PLAIN, POWERS, SPLIT_SUMS
 from fa_numba.parts.pages import common_rows
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
+from fa_numba.tiling.spec import FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
@@ -233,7 +234,8 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     before, of_planes, taken = _planes(request, spec)
     workspace += of_planes
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
-    row_sums = sinks.row_sums(request, atomic) if not taken else _row_sums_of_planes(request)
+    late = getattr(spec, "late", False)
+    row_sums = sinks.row_sums(request, atomic, late) if not taken else _row_sums_of_planes(request)
     boxes = _boxes(request, tiles, spec, splits == 1)
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
@@ -257,8 +259,11 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **by_boxes))
         how |= {"deterministic": True, "sweep_tiles": sweep}
     elif sums == "A":
-        workspace.append(_sum("A", request.q_shape))
-        launches.append(_rounding(request, "A", "dQ", "scale"))
+        rounding, of_sum = _rounding(request, "A", "dQ", "scale"), _sum("A", request.q_shape)
+        if late:
+            rounding, of_sum = _rounding_of_fragments(request)
+        workspace.append(of_sum)
+        launches.append(rounding)
     batch, heads, rows, d = request.k_shape
     for out, name in parts.items():
         columns = p.d_v if out == "dV" else d
@@ -289,6 +294,8 @@ def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> d
         found |= {name: Boxes(name, GROUP_ROWS, ends=packed) for name in ("dK", "dV")}
     if request.choices.algorithm == "fa1":
         return {**found, "O": Boxes("O", tiles.Br)}
+    if spec.late:
+        return {**found}
     return {**found, "A": Boxes("A", GROUP_ROWS, "float32", ends=spec.query_ends)}
 
 
@@ -323,6 +330,16 @@ def _rounding(
         own["precision"] = request.features.precision
     kernel = kernels.make_round_rows(*facts, **own)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
+
+
+def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
+    """The same of an A in fragments, and that."""
+    kernels, p = UNITS[request.unit].kernels.rows, request.problem
+    kernel = kernels.make_round_fragments(p.head_dim, *UNITS[request.unit].row_facts(request))
+    batch, heads, rows, d = request.q_shape
+    groups = ceil_div(rows, FRAGMENT_ROWS)
+    launch = Launch.of(kernel, (groups, heads, batch), A="A", dQ="dQ", scale="scale")
+    return launch, Buffer("A", (batch, heads, groups, FRAGMENT_ROWS * d))
 
 
 def _by_rows(request: Request, warps: int, keys: bool = False) -> tuple[int, int, int]:

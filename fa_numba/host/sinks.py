@@ -11,11 +11,14 @@ from fa_numba.integers import ceil_div
 from fa_numba.kernels.sink_gradients import make_sink_gradients
 
 
-def row_sums(request: Request, clears: bool) -> Launch:
-    """D = rowsum(dO o O), less dL; what dQ is summed in becomes 0 if it ``clears`` that."""
+def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
+    """D = rowsum(dO o O), less dL; what dQ is summed in, maybe in ``fragments``, becomes 0 if it
+    ``clears`` that.
+    """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     facts = (p.head_dim, p.d_v, *UNITS[request.unit].row_facts(request))
-    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows)
+    own = {"fragments": True} if fragments else {}
+    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows, **own)
     batch, heads, rows, _ = request.q_shape
     sums = "dQ" if request.dtype.sums_in_place else "A"
     bound: dict[str, Argument] = {} if clears else {sums: Untouched(request.q_shape)}

@@ -84,3 +84,24 @@ def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
     """
     one = "@p red.global.add.v2.f32 [$0], {$1, $2};"
     return _add_two(one)(typingctx, array, row, col, x0, x1, adds)
+
+
+def _add_four_vector(array, row, col, x0, x1, x2, x3):
+    array.add((row, col), x0, x1, x2, x3)
+
+
+@emulated_by(_add_four_vector)
+@intrinsic
+def add_four_vector(typingctx, array, row, col, x0, x1, x2, x3):
+    """x0 to x3 added, atomically each, to the 16-byte aligned array[row, col] and the next three,
+    by one ``red.global.add.v4.f32`` (PTX ISA 8.1, sm_90 and later).
+    """
+    if not is_float32_array(array, 2):
+        return None
+
+    def codegen(context, builder, signature, args):
+        place = (args[1], row, args[2], col)
+        pointer = global_pointer(context, builder, array, args[0], *place, contiguous=True)
+        ptx(builder, "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};", [pointer, *args[3:]])
+
+    return types.void(array, row, col, x0, x1, x2, x3), codegen

@@ -10,6 +10,8 @@ from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
 
 MAX_THREADS = 512
+# Of sums in fragments (kernels/mma/rows.py): rows, and floats, eight columns of these.
+FRAGMENT_ROWS, FRAGMENT = 16, 128
 
 
 _Own = TypeVar("_Own", bound="ValuesSpec")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div
-from fa_numba.options import Features
+from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.spec import GradientSpec, ValuesSpec
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import (
@@ -101,10 +101,17 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def shuffles_group(self) -> bool:
         """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: in
-        FlashAttention-2, with rows of two boxes, and without options but a causal mask.
+        FlashAttention-2, with rows of two boxes or a late dQ, and without options but a causal
+        mask.
         """
         plain = self.features == Features(causal=self.features.causal)
-        return plain and self.algorithm == "fa2" and self.panels > 1 and not self.wide
+        wide = self.panels > 1 and not self.wide
+        return plain and self.algorithm == "fa2" and (wide or self.late)
+
+    @property
+    def late(self) -> bool:
+        """Whether dQ's product is begun behind the next S (``WgmmaLateBackwardSpec``)."""
+        return False
 
     @property
     def consumers(self) -> int:
@@ -392,6 +399,43 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 
 @dataclass(frozen=True)
+class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
+    """The same for calls without options, but for a causal mask: dQ's product is begun behind the
+    next S, and dQ is added from registers. Where several blocks share a column tile, which is
+    decided later, the kernel is the other.
+    """
+
+    @property
+    def late(self) -> bool:
+        return not self.splits_group
+
+    @property
+    def rounds_early(self) -> bool:
+        return self.late or super().rounds_early
+
+    @property
+    def query_floats(self) -> int:
+        return 0 if self.late else super().query_floats
+
+    @property
+    def ds_pipeline(self) -> Pipeline:
+        """Slots of dS are full when each consumer warp has stored its part; before a consumer
+        stores to one anew, both have read it.
+        """
+        return Pipeline(1 + 3 * STAGES, 0, STAGES)
+
+    @property
+    def arrivals(self) -> Arrivals:
+        once, (slots, of_rows) = super().arrivals
+        stored = ((self.ds_pipeline.full, 4 * CONSUMERS),) if self.late else ()
+        return once, (slots, of_rows + stored)
+
+    @property
+    def barriers(self) -> int:
+        return super().barriers + (STAGES if self.late else 0)
+
+
+@dataclass(frozen=True)
 class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
     """The same beyond d = 128, where dK and dV of 64 columns fill the registers of a warpgroup
     each: both consumers take all 64 columns and all rows of a tile. One makes S, P and dV, the
@@ -494,7 +538,11 @@ def select_wgmma_backward_spec(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores at "
             f"head_dim={head_dim}, backward: allowed is Br={Br}, Bc={Bc}"
         )
-    kind = WgmmaWideBackwardSpec if most > LARGEST_ATOMIC else WgmmaBackwardSpec
+    kind = WgmmaBackwardSpec
+    if most > LARGEST_ATOMIC:
+        kind = WgmmaWideBackwardSpec
+    elif atomic and _is_late(head_dim, **facts):  # type: ignore[arg-type]
+        kind = WgmmaLateBackwardSpec
     spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
     if tiles.threads not in (None, spec.threads):
         raise ValueError(
@@ -507,6 +555,22 @@ def select_wgmma_backward_spec(
             f"of shared memory, the device has {shared_limit} a block"
         )
     return spec
+
+
+def _is_late(
+    head_dim: int,
+    features: Features = PLAIN,
+    algorithm: str = "fa2",
+    grouped: bool = False,
+    head_dim_v: int = 0,
+    **others: object,
+) -> bool:
+    """Whether dQ goes the late way: without options but a causal mask, where a block has one query
+    head's rows, of one box, and V's are as long.
+    """
+    plain = features == replace(PLAIN, causal=features.causal)
+    plain = plain and not grouped and not head_dim_v
+    return algorithm == "fa2" and plain and head_dim <= PANEL
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from fa_numba.intrinsics.matrix import (
     unpack_bf16,
     unpack_f16,
 )
-from fa_numba.intrinsics.reduction import add_pair, add_pair_vector
+from fa_numba.intrinsics.reduction import add_four_vector, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import (
     half_tile,
     load2,
@@ -1122,6 +1122,30 @@ def test_added_pairs_are_counted_and_checked(kind):
     for target in (whole[:7], whole[:, :7]):
         with pytest.raises(OutOfBounds):
             emulator.launch(ADDS[kind], 1, 32, (x, target, 0))
+
+
+def _add_fours(X, Y):
+    """Every warp adds to the same 8 x 16 elements, four at once."""
+    t = uint32(cuda.threadIdx.x)
+    row, col = uint32(t % uint32(32) // uint32(4)), uint32(4 * (t % uint32(4)))
+    add_four_vector(Y, row, col, X[t, 0], X[t, 1], X[t, 2], X[t, 3])
+
+
+def test_fours_are_added(device):
+    has_instruction(device, "vector")
+    x, y = ramp(64, 4), np.full((8, 20), 0.5, np.float32)
+    _, found = run(device, _add_fours, x, y, threads=64)
+    y[:, :16] += x.reshape(2, 8, 16).sum(axis=0)
+    assert np.array_equal(found, y)
+
+
+def test_added_fours_are_counted_and_aligned():
+    x = ramp(32, 4)
+    counts = emulator.launch(_add_fours, 1, 32, (x, np.zeros((8, 16), np.float32)))
+    assert (counts.loads["Y"], counts.stores["Y"]) == (128, 128)
+    for target in (np.zeros((8, 18), np.float32), np.zeros((8, 20), np.float32)[:, 2:18]):
+        with pytest.raises(Misaligned):
+            emulator.launch(_add_fours, 1, 32, (x, target))
 
 
 def test_pairs_added_at_once_are_aligned():

@@ -1,27 +1,54 @@
-"""Rows of 16-bit arrays, a warp a row: D = rowsum(dO o O); and float32 sums, rounded."""
+"""Rows of 16-bit arrays, a warp a row: D = rowsum(dO o O); and float32 sums, rounded.
+
+Sums in fragments lie as the accumulators of ``wgmma`` do: of 16 rows and 8 columns one behind the
+other what a warp's lanes have, four each: two columns of row g = lane // 4, and of row g + 8. So a
+warp adds its part of 512 bytes at once. A is of (batch, heads, groups of 16 rows, 16 d) then.
+"""
 
 from dataclasses import replace
 from functools import cache
 
 from numba import types
 
-from fa_numba.device import cuda, float32, uint32
+from fa_numba.device import cuda, device_function, float32, int64, uint32
 from fa_numba.device.signature import array_type, half_type, result_type
+from fa_numba.intrinsics.global_memory import read4, read_pair, write4, write_pair
 from fa_numba.options import PLAIN
 from fa_numba.parts import bind, mma
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 
 WARPS = 4
 
 
 @cache
-def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
-    blocks; a warp takes a row.
+def make_clear_fragments(head_dim):
+    """``clear_fragments(Ah, row, rows, lane)``: a row's share of A = 0: of 16 rows neighbours, of
+    fewer that are left what is this row's.
+    """
+
+    @device_function
+    def clear_fragments(Ah, row, rows, lane):
+        group, r, zero = uint32(row // FRAGMENT_ROWS), uint32(row % FRAGMENT_ROWS), float32(0.0)
+        if uint32(FRAGMENT_ROWS * group + FRAGMENT_ROWS) <= rows:
+            if uint32(4 * lane) < uint32(head_dim):
+                write4(Ah, group, uint32(r * head_dim + 4 * lane), zero, zero, zero, zero)
+        elif uint32(2 * lane) < uint32(head_dim):
+            place = uint32(lane // 4 * FRAGMENT + r % 8 * 16 + lane % 4 * 4 + r // 8 * 2)
+            write_pair(Ah, int64(group), int64(place), zero, zero, True)
+
+    return clear_fragments
+
+
+@cache
+def make_row_sums(head_dim, d_v, dtype, aligned, clear, features, fragments=False):
+    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0, which may lie in
+    ``fragments``. Over (Nq / 4, Hq, B) blocks; a warp takes a row.
     """
     facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
+    clear_fragments = make_clear_fragments(head_dim)
 
     halves = half_type(4)
     arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
@@ -41,7 +68,9 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
                 o, g = pairs.read_two(Oh, row, col), pairs.read_two(dOh, row, col)
                 dot += o[0] * g[0] + o[1] * g[1]
                 col = uint32(col + 64)
-        if clear and row < rows:
+        if fragments and row < rows:
+            clear_fragments(Ah, row, rows, lane)
+        elif clear and row < rows:
             col = lane
             while col < uint32(head_dim):
                 Ah[row, col] = float32(0.0)
@@ -91,3 +120,30 @@ def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
                 col = uint32(col + 64)
 
     return round_rows
+
+
+@cache
+def make_round_fragments(head_dim, dtype, aligned):
+    """dQ = scale A in 16 bits, of an A in fragments. Over (N / 16, H, B) blocks."""
+    (pairs,) = bind(RowFacts(PLAIN, head_dim, dtype, aligned), mma.pairs)
+    arrays = array_type(4), result_type(1, 4)
+
+    @cuda.jit((*arrays, types.float32, PLAIN.argument_type), 32 * WARPS, 0)
+    def round_fragments(A, dQ, scale, options):
+        b, h, group = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.x)
+        Ah, dQh = A[b, h], dQ[b, h]
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        rows, row = uint32(dQh.shape[0]), uint32(FRAGMENT_ROWS * group + lane // 4)
+        n = uint32(uint32(cuda.threadIdx.x) // uint32(32))
+        while n < uint32(head_dim // 8):
+            place, col = uint32(FRAGMENT * n + 4 * lane), uint32(8 * n + 2 * (lane % 4))
+            if uint32(row + 8) < rows:
+                x = read4(Ah, group, place)
+                pairs.write_two(dQh, row, col, scale * x[0], scale * x[1])
+                pairs.write_two(dQh, uint32(row + 8), col, scale * x[2], scale * x[3])
+            elif row < rows:
+                y = read_pair(Ah, int64(group), int64(place), True)
+                pairs.write_two(dQh, row, col, scale * y[0], scale * y[1])
+            n = uint32(n + WARPS)
+
+    return round_fragments

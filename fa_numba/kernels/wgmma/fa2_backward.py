@@ -5,7 +5,8 @@ One thread block takes one column tile: the outer loop is the grid. Its producer
 once, and row tiles with their L and D to two slots in turn. A consumer warpgroup has 64 columns of
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
 Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
-atomic adds, in no fixed order, then rounded; or by a kernel of its own, with Q outer, in one order.
+atomic adds, or by threads' (``fa2_backward_late``), in no fixed order, then rounded; or by a kernel
+of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
 one (``group_splits``). Where it takes more than a block's place to find these, or batch entries
 have lengths of their own, one thread finds them for all. What dropout drops the producers draw,
@@ -17,6 +18,7 @@ from functools import cache
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
+from fa_numba.kernels.wgmma.fa2_backward_late import make_late_consumer
 from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
 from fa_numba.parts import bind, wgmma
 from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
@@ -188,9 +190,11 @@ def make_backward(spec, atomic=True):
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_dv(rdV, sV, results.dV, column0, head, thread)
 
+    if spec.late:
+        consume = make_late_consumer(spec)
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
-    sums = queries if atomic else array_type(4)
+    sums = queries if atomic and not spec.late else array_type(4)
     columns = array_type(4) if spec.splits_group else tiled_type(4, spec.features.packed)
     arrays = [queries, keys, keys, queries, rows, rows, sums, columns, columns]
 

@@ -4,7 +4,7 @@ slots in turn, and their L and D with them.
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, int32, uint32
+from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
 from fa_numba.intrinsics.bulk_copy import (
@@ -16,6 +16,7 @@ from fa_numba.intrinsics.bulk_copy import (
 )
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile
+from fa_numba.intrinsics.reduction import add_four_vector, add_pair_vector
 from fa_numba.intrinsics.shared import (
     half_tile,
     index_tile,
@@ -28,7 +29,7 @@ from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
 from fa_numba.parts.gradients import make_start_columns as make_start_columns
-from fa_numba.parts.grid import make_key_rows
+from fa_numba.parts.grid import make_key_rows, make_query_rows
 from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.mods import (
     make_add_shared,
@@ -47,6 +48,7 @@ from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_bo
 from fa_numba.parts.wgmma.load import make_tile
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.products import make_round_p, pack_p
+from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 WARP = 32
@@ -294,6 +296,8 @@ def make_ds_of_columns(spec):
     With a cap, or a function whose slope is not 1, of ST in rS, which slopes are made of, and PT
     here. By few rows at a time: what was rounded leaves its registers to others.
     """
+    if spec.late:
+        return _make_ds_of_rounded(spec)
     if spec.slopes_early:
         return _make_ds_of_slopes(spec)
     if spec.slopes_alone:
@@ -331,6 +335,24 @@ def make_ds_of_columns(spec):
                     rdS[e // 2] = pack(ds0, ds1)
                     if late:
                         rP[e // 2] = round_pair(p0, p1)
+
+    return ds_of_columns
+
+
+@part
+def _make_ds_of_rounded(spec):
+    """The same of PT in 16 bits: the registers of ST are left to others."""
+    TM, TN, Br = spec.TM, spec.TN, spec.Br
+    pack, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
+        for m in range(TM // 4):
+            dots = load4(sL, uint32(uint32(at + Br) + 16 * m + 4 * tile.thread.ty))
+            for j in range(TN):
+                for n in range(0, 4, 2):
+                    e = j * TM + 4 * m + n
+                    p0, p1 = unpack(rP[e // 2])
+                    rdS[e // 2] = pack(p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1]))
 
     return ds_of_columns
 
@@ -495,6 +517,17 @@ def make_wait_dq(spec):
 
 
 @part
+def make_wait_late_dq(spec):
+    """``wait_late_dq(rdQ)``: dQ is there, and no other product is on its way."""
+    RQ = spec.query_registers
+
+    def wait_late_dq(rdQ):
+        wait_products(rdQ, RQ, 0)
+
+    return wait_late_dq
+
+
+@part
 def make_wait_columns(spec):
     """``wait_columns(rdK, rdV, more)``: both are there; with ``more`` dQ may be on its way."""
     *_, RK, RV = spec.tile_registers
@@ -554,6 +587,33 @@ def make_add_dq(spec):
             commit_boxes()
 
     return add_dq
+
+
+@part
+def make_add_fragments(spec):
+    """``add_fragments(rdQ, A, row0, head, thread)``: A += this consumer's rows of dQ, from its
+    registers, A in fragments (``kernels.mma.rows``): by way of no shared memory, and nobody waits.
+    """
+    query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
+
+    def add_fragments(rdQ, A, row0, head, thread):
+        Ah = query_rows(A, head)
+        # Anew: no registers are kept for the places all through the loop.
+        within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
+        lane, warp = uint32(within % 32), uint32(4 * thread.w + within // 32)
+        group = uint32(row0 // uint32(FRAGMENT_ROWS) + warp)
+        row, place = uint32(FRAGMENT_ROWS * group + lane // 4), int64(anew(uint32(4 * lane)))
+        if uint32(row + 8) < head.Nq:
+            for n in range(TILES):
+                e, at = 2 * n, int64(place + FRAGMENT * n)
+                x2, x3 = rdQ[HALF + e], rdQ[HALF + e + 1]
+                add_four_vector(Ah, group, at, rdQ[e], rdQ[e + 1], x2, x3)
+        elif row < head.Nq:
+            for n in range(TILES):
+                at = int64(place + FRAGMENT * n)
+                add_pair_vector(Ah, group, at, rdQ[2 * n], rdQ[2 * n + 1], True)
+
+    return add_fragments
 
 
 @cache

@@ -50,6 +50,19 @@ def make_commit(facts):
 
 
 @part
+def make_commit_warp(facts):
+    """``commit_warp(bars, slot)``: this warp has filled its part of the slot."""
+    full = facts.full
+
+    def commit_warp(bars, slot):
+        cuda.syncwarp()
+        if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
+            arrive_mbarrier(bars, uint32(full + slot.stage))
+
+    return commit_warp
+
+
+@part
 def make_release(facts):
     """``release(bars, slot)``: this warp reads the slot no more."""
     empty = facts.empty
