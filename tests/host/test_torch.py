@@ -227,6 +227,31 @@ def test_gradients_are_those_of_torchs_autograd(place, algorithm, case):
         assert_within(name, numpy(got), numpy(right), bound)
 
 
+@needs_torch
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_gradients_of_what_a_function_captures(algorithm):
+    """Beside autograd's, of a weight that the captured tensor is made of."""
+    q, k, v, dout = map(torch.tensor, inputs_of({}))
+    leaves = [x.double().requires_grad_() for x in (q, k, v, torch.randn(4, 48), torch.randn(4))]
+    row, col = torch.arange(20)[:, None], torch.arange(28)
+    table, scale = 2 * leaves[3], leaves[4][:, None, None]
+    k2, v2 = (x.repeat_interleave(2, dim=1) for x in leaves[1:3])
+    S = leaves[0] @ k2.mT / math.sqrt(8) * scale + table[:, row - col + 28]
+    wanted = torch.autograd.grad((torch.softmax(S, -1) @ v2 * dout).sum(), leaves)
+
+    single = [x.detach().float().requires_grad_() for x in leaves]
+    table, scale = 2 * single[3], single[4]
+    with devices.using("emulator"):
+        out = attention(
+            *single[:3],
+            algorithm=algorithm,
+            score_mod=lambda s, b, h, i, j: s * scale[h] + table[h, i - j + 28],
+        )
+        found = torch.autograd.grad((out * dout).sum(), single)
+    for got, want in zip(found, wanted, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+
+
 @pytest.mark.parametrize("wrong", ["scale", "seed", "causal"])
 def test_the_check_of_gradients_can_fail(wrong):
     """What a wrong backward pass would give is beyond the bounds."""

@@ -278,8 +278,16 @@ def test_each_pass_runs_on_torchs_current_stream(gpu, attention, torch):
 def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention, torch):
     torch.deterministic = True
     shapes = 3 * [(1, 2, 300, 64)]
-    bias = {"bias": tensor((2, 1, 300))}
+    bias, learnt = {"bias": tensor((2, 1, 300))}, tensor((2,))
+    mod = {"score_mod": lambda s, b, h, i, j: s * learnt[h]}
     for options, says in (
+        (mod | {"deterministic": True}, "^deterministic is True with return_dcaptured"),
+        (mod | {"deterministic": None, "algorithm": "fa1"}, "torch was told to be deterministic"),
+        (mod | {"algorithm": "standard"}, "return_dcaptured is True with algorithm 'standard'"),
+        (
+            {"mask_mod": lambda b, h, i, j: learnt[h] > 0},
+            "^learnt of mask_mod a lambda .* requires a gradient and attention computes none",
+        ),
         ({"alibi_slopes": tensor((2,))}, "^alibi_slopes requires a gradient"),
         (bias | {"deterministic": True}, "^deterministic is True with return_dbias"),
         (
@@ -440,6 +448,36 @@ def test_values_and_gradients_are_those_of_float64(torch, attention):
     for name, bound in right.bounds.items():
         got = tensors["bias" if name == "dbias" else name[1:]].grad.values
         assert_within(name, got, getattr(right, name), bound)
+
+
+TABLES = np.random.default_rng(4).standard_normal((2, Hq, Nq + Nk), np.float32)
+
+
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_tensors_that_a_function_captures_have_gradients(torch, attention, algorithm):
+    """Those that require one, as they were when they were given."""
+    dout, q, k, v = random_gradients(*SIZES)
+    table, fixed = TABLES
+    with devices.using("emulator"):
+        values = {"q": q, "k": k, "v": v, "table": table}
+        tensors = {name: Tensor.of(x.copy(), requires_grad=True) for name, x in values.items()}
+        table, fixed = tensors["table"], Tensor.of(fixed)
+
+        def relative(score, b, h, i, j):
+            return score * fixed[h, j] + table[h, i - j + Nk]
+
+        given = {"score_mod": relative, "algorithm": algorithm, "return_lse": True}
+        out, lse = attention(*(tensors[n] for n in "qkv"), **given)
+        learnt, (table, fixed) = table, TABLES  # what it takes from outside is another thing now
+        want = truth(q, k, v, score_mod=relative)
+        assert_within("O", out.values, want.O, want.O_bound)
+        out.backward(Tensor.of(dout))
+        how = {"saved_values": (out.values, lse.values), "return_dcaptured": True}
+        right = true_gradients(dout, q, k, v, score_mod=relative, **how)
+        got = {f"d{name}": x.grad.values for name, x in tensors.items()}
+        assert learnt.grad.shape == learnt.shape and {*right.bounds} == {*got, "dfixed"}
+        for name, gradient in got.items():
+            assert_within(name, gradient, getattr(right, name), right.bounds[name])
 
 
 @pytest.mark.parametrize("layout", [None, "bnhd"])
