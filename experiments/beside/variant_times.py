@@ -37,16 +37,18 @@ from .flex_variants import Variant
 NAME = "variants"
 TIMED = Problem(4, 16, 16, 4096, 4096, 64, dtype="float16")
 # On which results are held to float64: a square image in eighths, which ends within a tile.
-CHECKED = Problem(1, 2, 2, 400, 400, 64, dtype="float16")
+CHECKED = Problem(1, 2, 2, 144, 144, 64, dtype="float16")
 SERIES = ("fa1-mma", "fa2-mma", HOPPER_FA1, HOPPER)
 PASSES = ("fwd", "bwd")
 JOBS = 16  # processes that compile, at most
+SECONDS = 0.1  # of a long call's repeats
 PROTOCOL = (
     "on a GPU tiles are those of the plan of a call with the function, and blocks of a mask are "
     f"made before; O and all gradients are held to float64 at N={CHECKED.seqlen_q}, with the same "
     f"tiles, and at N={TIMED.seqlen_q} all results, flex_attention's too, to the first one; "
-    "flex_attention has its own block mask; compiling is timed in processes side by side, from an "
-    "empty cache to what can be launched, flex_attention's to its first result"
+    f"repeats are cut to {SECONDS:g} s; flex_attention has its own block mask; compiling is timed "
+    "in processes side by side, from an empty cache to what can be launched, flex_attention's to "
+    "its first result"
 )
 
 
@@ -270,7 +272,7 @@ def _times(
                 gate(result if pass_ == "bwd" else (result,))
                 found = options_of(make, series, pass_, TIMED)
                 run = call(series, pass_, arrays, saved[1], found)
-                return found, time_call(run, lambda result: alike(pass_, result))
+                return found, time_call(run, lambda result: alike(pass_, result), seconds=SECONDS)
 
             done, failure = (None, failed or lacks) if failed or lacks else attempt(work)
             if done is None:
@@ -288,7 +290,9 @@ def _times(
             own = columns | {"series": peers.FLEX, "pass_": pass_}
             timing, failure = attempt(
                 lambda pass_=pass_: time_call(
-                    flex_call(make, pass_, arrays), lambda result: alike(pass_, result)
+                    flex_call(make, pass_, arrays),
+                    lambda result: alike(pass_, result),
+                    seconds=SECONDS,
                 )
             )
             yield calls.time_row(timing, failure, name, **own)

@@ -82,7 +82,7 @@ def on_the_emulator(monkeypatch):
     """The emulator is a GPU without Hopper's unit: every call is checked, the nth takes n ms."""
     ran = []
 
-    def time_call(run, check):
+    def time_call(run, check, seconds):
         check(run())
         ran.append(run)
         return timing.Timing(float(len(ran)), 1.0, 2.0, 20, 0.0)
