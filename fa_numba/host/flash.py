@@ -234,8 +234,10 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     before, of_planes, taken = _planes(request, spec)
     workspace += of_planes
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
-    late = getattr(spec, "late", False)
-    row_sums = sinks.row_sums(request, atomic, late) if not taken else _row_sums_of_planes(request)
+    fragments = getattr(spec, "adds_fragments", False)
+    row_sums = (
+        sinks.row_sums(request, atomic, fragments) if not taken else _row_sums_of_planes(request)
+    )
     boxes = _boxes(request, tiles, spec, splits == 1)
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
@@ -260,7 +262,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         how |= {"deterministic": True, "sweep_tiles": sweep}
     elif sums == "A":
         rounding, of_sum = _rounding(request, "A", "dQ", "scale"), _sum("A", request.q_shape)
-        if late:
+        if fragments:
             rounding, of_sum = _rounding_of_fragments(request)
         workspace.append(of_sum)
         launches.append(rounding)
@@ -294,9 +296,10 @@ def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> d
         found |= {name: Boxes(name, GROUP_ROWS, ends=packed) for name in ("dK", "dV")}
     if request.choices.algorithm == "fa1":
         return {**found, "O": Boxes("O", tiles.Br)}
-    if spec.late:
+    if spec.adds_fragments:
         return {**found}
-    return {**found, "A": Boxes("A", GROUP_ROWS, "float32", ends=spec.query_ends)}
+    rows = FRAGMENT_ROWS if spec.late else GROUP_ROWS
+    return {**found, "A": Boxes("A", rows, "float32", ends=spec.query_ends)}
 
 
 def _sweep_boxes(tiles: Tiles, spec: Any) -> dict[str, Argument]:

@@ -114,6 +114,11 @@ class WgmmaBackwardSpec(GradientSpec):
         return False
 
     @property
+    def adds_fragments(self) -> bool:
+        """Whether a late dQ is added from registers, to a sum in fragments."""
+        return self.late and self.panels == 1
+
+    @property
     def consumers(self) -> int:
         return CONSUMERS
 
@@ -401,8 +406,8 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 @dataclass(frozen=True)
 class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
     """The same for calls without options, but for a causal mask: dQ's product is begun behind the
-    next S, and dQ is added from registers. Where several blocks share a column tile, which is
-    decided later, the kernel is the other.
+    next S, and dQ is added by each warp for itself. Where several blocks share a column tile, which
+    is decided later, the kernel is the other.
     """
 
     @property
@@ -411,11 +416,11 @@ class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def rounds_early(self) -> bool:
-        return self.late or super().rounds_early
+        return self.adds_fragments or super().rounds_early
 
     @property
     def query_floats(self) -> int:
-        return 0 if self.late else super().query_floats
+        return 0 if self.adds_fragments else super().query_floats
 
     @property
     def ds_pipeline(self) -> Pipeline:
@@ -566,11 +571,11 @@ def _is_late(
     **others: object,
 ) -> bool:
     """Whether dQ goes the late way: without options but a causal mask, where a block has one query
-    head's rows, of one box, and V's are as long.
+    head's rows, and V's are as long.
     """
     plain = features == replace(PLAIN, causal=features.causal)
     plain = plain and not grouped and not head_dim_v
-    return algorithm == "fa2" and plain and head_dim <= PANEL
+    return algorithm == "fa2" and plain
 
 
 @dataclass(frozen=True)

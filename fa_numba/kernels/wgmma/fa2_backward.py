@@ -194,7 +194,7 @@ def make_backward(spec, atomic=True):
         consume = make_late_consumer(spec)
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
-    sums = queries if atomic and not spec.late else array_type(4)
+    sums = queries if atomic and not spec.adds_fragments else array_type(4)
     columns = array_type(4) if spec.splits_group else tiled_type(4, spec.features.packed)
     arrays = [queries, keys, keys, queries, rows, rows, sums, columns, columns]
 

@@ -2,10 +2,11 @@
 dQ (arXiv 2307.08691, Algorithm 2).
 
 dQi needs dSij of both consumers. Each stores its part, begins dKj and the next Sij, and only then
-waits for the other's: dQi is on its way during the next exponentials, and goes to global memory
-from registers, in fragments (``kernels.mma.rows``), without shared memory. dPij's product is ahead
-of dVj's, so that dSij, of Pij in 16 bits, is made while dVj is. For calls without options, but for
-a causal mask, at head dimensions of one box.
+waits for the other's: dQi is on its way during the next exponentials. For calls without options,
+but for a causal mask. At head dimensions of one box it goes to global memory from registers, in
+fragments (``kernels.mma.rows``), without shared memory, and dPij's product is ahead of dVj's, so
+that dSij, of Pij in 16 bits, is made while dVj is. Beyond, its warps add it by the copy engine,
+each for itself, while dVj is made.
 """
 
 from functools import cache
@@ -25,7 +26,7 @@ def make_late_consumer(spec):
     kv_pipeline, q_pipeline, do_pipeline, *_ = wgmma.pipelines(spec)
     (ds_pipeline,) = bind(spec.ds_pipeline, wgmma.pipeline)
     RS, RP, RQ, RK, _ = spec.tile_registers
-    Br = spec.Br
+    Br, AHEAD = spec.Br, spec.adds_fragments
 
     @device_function
     def consume(shared, Q, K, results, scale, scale_log2, group, options):
@@ -33,7 +34,7 @@ def make_late_consumer(spec):
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
         rdV = cuda.local.array(RK, float32)
-        sK, sV, sQ, sdO, sdS, _, sL, _, words, bars = shared
+        sK, sV, sQ, sdO, sdS, sdQ, sL, _, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, _, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         column0 = uint32(j0 + 64 * thread.w)
@@ -54,18 +55,22 @@ def make_late_consumer(spec):
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             scores.scale_and_mask(rS, scale_log2, tile)
             gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
-            # Alg. 2 line 15 of the last i: dQi += scale dSij Kj, to global memory
             do_pipeline.wait(bars, slot)
             gradients.wait_late_dq(rdQ)
+            # Alg. 2 line 12: dVj += PijT dOi
+            if not AHEAD:
+                transposed.round_p(rP, rS)
+                transposed.add_product(rdV, rP, sdO, at.out)
+            # Alg. 2 line 15 of the last i: dQi += scale dSij Kj, to global memory
             if i0 != i_first:
-                gradients.add_fragments(rdQ, results.dQ, uint32(i0 - Br), head, thread)
+                gradients.add_late_dq(rdQ, sdQ, results.dQ, uint32(i0 - Br), head, thread)
             # Alg. 2 line 13: dPij = dOi VjT
             transposed.multiply(rdP, sV, own, sdO, at.out)
-            # Alg. 2 line 12: dVj += PijT dOi
-            transposed.round_p(rP, rS)
-            transposed.add_product(rdV, rP, sdO, at.out)
+            if AHEAD:
+                transposed.round_p(rP, rS)
+                transposed.add_product(rdV, rP, sdO, at.out)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-            transposed.wait_scores(rdP, True)
+            transposed.wait_scores(rdP, AHEAD)
             gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
             gradients.store_ds(sdS, at.scores, rdS, thread)
             ds_pipeline.commit_warp(bars, slot)
@@ -91,11 +96,12 @@ def make_late_consumer(spec):
             stage, phase, i0 = next_stage, next_phase, i_next
 
         gradients.wait_late_dq(rdQ)
-        gradients.add_fragments(rdQ, results.dQ, uint32(i0 - Br), head, thread)
+        gradients.add_late_dq(rdQ, sdQ, results.dQ, uint32(i0 - Br), head, thread)
         # Alg. 2 line 18: write dKj, dVj
         pingpong.sync_consumers()  # nobody reads Kj and Vj any more
         gradients.scale_columns(rdK, scale)
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_columns(rdV, sV, results.dV, column0, head, thread)
+        gradients.end_dq()
 
     return consume

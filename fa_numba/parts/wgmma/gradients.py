@@ -24,6 +24,7 @@ from fa_numba.intrinsics.shared import (
     load_pair,
     shared_tile,
     store2,
+    store_pair,
 )
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts.bias import make_add_bias
@@ -296,7 +297,7 @@ def make_ds_of_columns(spec):
     With a cap, or a function whose slope is not 1, of ST in rS, which slopes are made of, and PT
     here. By few rows at a time: what was rounded leaves its registers to others.
     """
-    if spec.late:
+    if spec.adds_fragments:
         return _make_ds_of_rounded(spec)
     if spec.slopes_early:
         return _make_ds_of_slopes(spec)
@@ -590,13 +591,66 @@ def make_add_dq(spec):
 
 
 @part
-def make_add_fragments(spec):
-    """``add_fragments(rdQ, A, row0, head, thread)``: A += this consumer's rows of dQ, from its
-    registers, A in fragments (``kernels.mma.rows``): by way of no shared memory, and nobody waits.
+def make_add_late_dq(spec):
+    """``add_late_dq(rdQ, sdQ, A, row0, head, thread)``: the same, each warp by itself: in boxes of
+    16 rows; or from its registers, A in fragments (``kernels.mma.rows``), with no shared memory.
     """
+    return (_make_add_fragments if spec.adds_fragments else _make_add_boxes_of_warp)(spec)
+
+
+@part
+def _make_add_boxes_of_warp(spec):
+    find, BOX = make_read_query_box(spec), FRAGMENT_ROWS * FLOATS
+
+    def add_boxes_of_warp(rdQ, sdQ, A, row0, head, thread):
+        w, first = thread.w, uint32(cuda.threadIdx.x) % uint32(32) == uint32(0)
+        if first:
+            wait_boxes_read()
+        cuda.syncwarp()  # the last part has been read
+        # Anew: no registers are kept for the places all through the loop.
+        within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
+        lane, warp = uint32(within % 32), uint32(within // 32)
+        row, col = uint32(lane // 4), uint32(lane % 4)
+        own = uint32(2 * BOX * uint32(4 * w + warp))
+        chunk = uint32(uint32(col // 2) ^ row)
+        place0 = uint32(own + FLOATS * row + 4 * chunk + 2 * (col % 2))
+        for i in range(2):
+            for n in range(PANEL // 8):
+                e = i * (PANEL // 4) + 2 * n
+                place = uint32(
+                    uint32(place0 + FLOATS * 8 * i + BOX * (n // 4)) ^ uint32(8 * (n % 4))
+                )
+                store_pair(sdQ, place, rdQ[e], rdQ[e + 1])
+        fence_async_proxy()
+        cuda.syncwarp()
+        if first:
+            col = uint32(PANEL * w)
+            box = find(A, uint32(row0 + FRAGMENT_ROWS * warp), head)
+            add_box(A, box.outer, box.inner, box.row, col, sdQ, own)
+            further = uint32(col + FLOATS)
+            add_box(A, box.outer, box.inner, box.row, further, sdQ, uint32(own + BOX))
+            commit_boxes()
+
+    return add_boxes_of_warp
+
+
+@part
+def make_end_dq(spec):
+    """``end_dq()``: what each warp adds by boxes has been read, before its threads end."""
+    boxes = not spec.adds_fragments
+
+    def end_dq():
+        if boxes and uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
+            wait_boxes_read()
+
+    return end_dq
+
+
+@part
+def _make_add_fragments(spec):
     query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
 
-    def add_fragments(rdQ, A, row0, head, thread):
+    def add_fragments(rdQ, sdQ, A, row0, head, thread):
         Ah = query_rows(A, head)
         # Anew: no registers are kept for the places all through the loop.
         within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
