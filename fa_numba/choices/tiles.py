@@ -138,7 +138,7 @@ def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
     Blackwell spills 32 x 64 at these head dimensions, unless eight warps share them.
     """
     tiles, why = rule()
-    crowded = 144 < request.problem.head_dim <= 160 and request.capability >= (10, 0)
+    crowded = 144 < request.problem.largest_dim <= 160 and request.capability >= (10, 0)
     if not crowded or (tiles.Br, tiles.Bc) != (32, 64):
         return Chosen(tiles, why)
     return Chosen(replace(tiles, threads=256), f"{why}; eight warps, since four spill (ptxas)")

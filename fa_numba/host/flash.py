@@ -86,6 +86,7 @@ def _planes(
     those are of; and what a kernel takes in their place. Nothing where they are taken as they are.
     """
     p, launches, buffers = request.problem, [], []
+    of_values = p.d_v, getattr(spec, "of_values", spec).columns
     taken: dict[str, Argument] = {}
     precision = PRECISIONS[p.precision]
     if precision.planes == 1:
@@ -96,7 +97,7 @@ def _planes(
     for (name, shape), power in zip(shapes.items(), POWERS, strict=False):
         lens, keys = request.lengths_of_rows, name in "KV"
         keys &= lens != PLAIN
-        sizes = (p.d_v, spec.columns) if name == "V" else (p.head_dim, spec.columns_k)
+        sizes = of_values if name in ("V", "dO") else (p.head_dim, spec.columns_k)
         facts = planes.PlaneFacts(lens, *sizes, p.precision, request.aligned, keys)
         heads, rows, of = shape[:2], shape[2], f"largest of {name}"
         row, of_name = precision.planes * facts.columns, f"planes of {name}"
@@ -120,7 +121,7 @@ def _row_sums_of_planes(request: Request) -> Launch:
     """D, and A = 0, where dO is taken as planes too."""
     p = request.problem
     facts = planes.PlaneFacts(request.lengths_of_rows, p.head_dim, 0, "", request.aligned, False)
-    return Launch.of(planes.make_row_sums(facts), _by_rows(request, 4), X="dO")
+    return Launch.of(planes.make_row_sums(facts, p.d_v), _by_rows(request, 4), X="dO")
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:

@@ -89,13 +89,8 @@ def _check_problem(request: Request) -> None:
 
 def _check_precision(request: Request) -> None:
     """Raise ValueError where no kernel takes float32 matrices as planes."""
-    p, given = request.problem, f"precision is {request.problem.precision!r}"
-    if p.head_dim_v is not None and request.choices.passes == "bwd":
-        raise ValueError(
-            f"{given} with v of head_dim {p.d_v} and q of {p.head_dim} (head_dim_v), pass 'bwd': "
-            "allowed is 'ieee', or one head_dim"
-        )
-    if p.pages is not None:
+    given = f"precision is {request.problem.precision!r}"
+    if request.problem.pages is not None:
         raise ValueError(f"{given} with a block_table: allowed is 'ieee'")
     algorithm, passes = request.kernel
     found = [name for u in UNITS.values() for name in u.precisions.get(request.kernel, ())]

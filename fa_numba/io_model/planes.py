@@ -13,7 +13,7 @@ from fa_numba.problem import BlockSizes, Problem
 
 def row_loaded(problem: Problem, backward: bool = False) -> int:
     """Elements that a kernel loads of a row of Q or K: d, or those of all planes, of d rounded up
-    to a multiple of 16, ``backward`` beyond 64 of 32.
+    to a multiple of 16, ``backward`` beyond 64 of either of 32.
     """
     return _row(problem, problem.head_dim, backward)
 
@@ -25,7 +25,8 @@ def row_of_values(problem: Problem, backward: bool = False) -> int:
 
 def _row(problem: Problem, d: int, backward: bool) -> int:
     planes = PRECISIONS[problem.precision].planes
-    return d if planes == 1 else planes * round_up(d, 32 if backward and d > 64 else 16)
+    wide = backward and problem.largest_dim > 64
+    return d if planes == 1 else planes * round_up(d, 32 if wide else 16)
 
 
 def of_planes(

@@ -164,12 +164,13 @@ def make_split_rows(facts):
 
 
 @cache
-def make_row_sums(facts):
+def make_row_sums(facts, d_v):
     """D = rowsum(X o O), X being dO, less dL, and A = 0; over (N / 4, H, B) blocks: Alg. 2, lines 3
     and 4 of FlashAttention-2, where dO in planes has a name of its own. A warp takes a row.
     """
     grid, gradients = bind(facts, grid_parts, gradient_parts)
-    d = facts.head_dim
+    d, most = facts.head_dim, max(facts.head_dim, d_v)
+    ALL_O, ALL_A = d_v == most, d == most
     arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
 
     @cuda.jit((*arrays, facts.features.argument_type), 128, 0)
@@ -180,10 +181,10 @@ def make_row_sums(facts):
         Xh, Oh = grid.query_rows(X, head), grid.query_rows(O, head)
         Dh, Ah = grid.query_rows(D, head), grid.query_rows(A, head)
         dot, col = float32(0.0), lane
-        while col < uint32(d):
-            if row < head.Nq:
+        while col < uint32(most):
+            if row < head.Nq and (ALL_O or col < uint32(d_v)):
                 dot += Xh[row, col] * Oh[row, col]
-            if row < uint32(Oh.shape[0]):
+            if row < uint32(Oh.shape[0]) and (ALL_A or col < uint32(d)):
                 Ah[row, col] = float32(0.0)
             col = uint32(col + 32)
         step = 16

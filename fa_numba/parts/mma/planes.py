@@ -340,15 +340,16 @@ def make_scale_ds(spec):
 
 
 @part
-def make_add_transposed_of_planes(spec, of):
+def make_add_transposed_of_planes(spec, of, whole):
     """``add(rdV, rP, sP, sT, row0, col0, options)``: as ``products.make_add_dv`` has it and
-    ``make_add_dk``, of planes; ``of`` is the product, OF_DV or OF_DK.
+    ``make_add_dk``, of planes; ``of`` is the product, OF_DV or OF_DK. Units lie where the ``whole``
+    kernel has them.
     """
     own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
     R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows
     STEP, RA, pitch = 4 * R * K, PLANES * 4 * R * K, spec.rows_ds.pitch
     drops, times = spec.features.dropout and of == OF_DV, P_SCALE_BACKWARD if of == OF_DV else ONE
-    unit_of, from_registers = _make_unit(spec, of), _nothing
+    unit_of, from_registers = _make_unit(whole, of), _nothing
     if own:
         from_registers = add_fragment_product_of_planes(spec.gradients, drops, times)
     sums = Sums(R, K, spec.gradients.DN, PLANES, spec.dtype, rows, rows.group > 2)

@@ -196,7 +196,7 @@ def make_add_dv(spec):
 
     PT is the warp's own registers where it has all of those rows, else from shared memory.
     """
-    add = _make_add_transposed_product(spec.of_values, planes.OF_DV)
+    add = _make_add_transposed_product(spec.of_values, planes.OF_DV, spec)
     if not spec.head_dim_v:
         return add
     WIDTH, WIDTH_V = spec.warp_parts[-1], spec.of_values.warp_parts[-1]
@@ -210,13 +210,14 @@ def make_add_dv(spec):
 @cache
 def make_add_dk(spec):
     """``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``: the same of dST Q."""
-    return _make_add_transposed_product(spec, planes.OF_DK)
+    return _make_add_transposed_product(spec, planes.OF_DK, spec)
 
 
 @part
-def _make_add_transposed_product(spec, of):
+def _make_add_transposed_product(spec, of, whole):
+    """Either of them; ``whole`` is the kernel's own, where ``spec`` has V's head dimension."""
     if spec.planes > 1:
-        return planes.make_add_transposed_of_planes(spec, of)
+        return planes.make_add_transposed_of_planes(spec, of, whole)
     drops = spec.features.dropout and of == planes.OF_DV
     sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
     from_registers = add_fragment_product(spec.gradients, drops)
