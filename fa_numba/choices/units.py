@@ -365,6 +365,10 @@ class Wgmma(Unit):
             return f"dropout of less than {least:g} rows"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.largest_dim <= PANEL
         if choices.passes == "bwd":
+            if request.features.scores_stay and p.bias is not None:
+                return "a bias beside a function, which is read element by element"
+            if adds_elements(request.features) and p.largest_dim <= PANEL:
+                return "gradients of captured arrays, element by element, of a small head"
             few = "one tile of a small head" if one_tile else ""
             return "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else few
         few = "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else ""
@@ -432,6 +436,12 @@ class Wgmma(Unit):
         facts["features"] = request.features.without_sums
         spec = tiling.select_wgmma_sweep_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
         return replace(tiling.wgmma_sweep_tiles(p.largest_dim), threads=spec.threads), spec
+
+
+def adds_elements(features: Features) -> bool:
+    """Whether elements of scores are added one by one to gradients of captured arrays."""
+    gradient = None if features.dcaptured is None else features.dcaptured.gradient
+    return gradient is not None and gradient.scattered
 
 
 def heads_share_tiles(request: Request) -> bool:

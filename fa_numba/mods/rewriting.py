@@ -110,6 +110,11 @@ class Gradient(NamedTuple):
     shared: int
     of_score: bool
 
+    @property
+    def scattered(self) -> bool:
+        """Whether there are elements to whose gradients each score adds by itself."""
+        return "add_global" in self.each
+
 
 class _Refused(Exception):
     def __init__(self, what: str, node: ast.AST) -> None:

@@ -99,6 +99,10 @@ def test_hoppers_unit_is_taken_for_a_function_on_the_scores():
     assert on_h200(4096, 64, **how)[0] == on_h200(4096, 128, **how)[0] == "wgmma"
     assert on_h200(4096, 64, dropout_p=0.5, **how)[0] == "wgmma"
     assert on_h200(4096, 64, dropout_p=0.5, deterministic=True, **how)[0] == "mma"
+    assert on_h200(4096, 128, bias=(4096,), **how)[0] == "mma"
+    heads = {"passes": "bwd", "score_mod": lambda s, b, h, i, j: s - FAR[h, 0] * abs(i - j)}
+    for d, given_, unit in ((64, how, "mma"), (128, how, "wgmma"), (64, heads, "wgmma")):
+        assert on_h200(4096, d, return_dcaptured=True, **given_)[0] == unit
 
 
 def _some_blocks(heads, Nq, Nk, tiles, share):
