@@ -262,7 +262,9 @@ def make_forward(spec):
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stages Bc d, and the
     barriers; in bytes at the default tiles, beside these:  114688 (d=64, 192 x 128), 196608
-    (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q)
+    (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q). Of a V with a head dimension of
+    its own: half of the 2 stages by it, Q by the larger, since O leaves by way of Q's place;
+    213104 (192 and 128, 128 x 128, one stage of Q, all in all)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees. Where the query heads of a K/V head share row tiles, rows of Q
     being few, 2 Tr Nk d for all of them, Tr of all their rows. With S splits Q is loaded S times,
