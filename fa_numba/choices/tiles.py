@@ -194,6 +194,10 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     if features.bias:  # whose tile is in registers too
         others = replace(features, bias=False, causal=False) != PLAIN
         kind = "bias options" if others else "bias causal" if p.causal else "bias"
+    if features.planes > 1:
+        row = size(*_FORWARD, d, f"{features.planes} planes", "planes")
+        Bc = min(row.Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
+        return Chosen(Tiles(row.Br, Bc, stages=row.stages), str(row))
     wide = size(*_FORWARD, d, kind)
     if rows <= GROUP_ROWS:  # a consumer's: the columns' way from memory counts
         few = size(*_FORWARD, d, "few rows") if PANEL < d <= 2 * PANEL else wide

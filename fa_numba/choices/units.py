@@ -282,6 +282,8 @@ class Mma(Unit):
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
+# What kernels of planes were compiled and tried with.
+_BESIDE_PLANES = ("causal", "window", *_LENGTHS, "splits", "precision")
 _MASKS, _SCORES = ("causal", "window", "mask_mod"), ("score_mod", "score_mod_grad")
 
 
@@ -313,11 +315,15 @@ class Wgmma(Unit):
             "page_size",
             "splits",
             "dropout",
+            "precision",
         ),
         ("fa1", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", "sinks", "dlse"),
         ("fa2", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
+    precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
+        ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3")
+    }
 
     @property
     def about(self) -> str:
@@ -334,14 +340,19 @@ class Wgmma(Unit):
         pair = algorithm, passes = request.kernel
         if pair not in self.features:
             return f"the {_PASSES[passes]} pass of {algorithm}"
-        on = (f.name for f in fields(Features) if getattr(request.features, f.name))
+        on = [f.name for f in fields(Features) if getattr(request.features, f.name)]
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
             return f"the option {argument_of(lacking[0])}"
         d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
+        if request.features.precision:  # sums of a tile beside O
+            largest = 2 * PANEL
+            beside = [name for name in on if name not in _BESIDE_PLANES]
+            if beside:
+                return f"the option {argument_of(beside[0])} of float32 in planes"
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
-        if not request.aligned:
+        if not (request.aligned or request.features.precision):
             return "arrays whose rows do not start at 16-byte addresses"
         if passes == "fwd":
             return ""
@@ -356,6 +367,8 @@ class Wgmma(Unit):
             return "tiles, measures to do without or query_splits were chosen, which units share"
         if choices.warp_partition != "rows" or choices.algorithm != "fa2":
             return "it is taken by name alone but for fa2, whose warps share rows"
+        if request.features.precision and p.seqlen_q <= GROUP_ROWS:
+            return "few rows of float32 in planes, which were not timed"
         if not request.multiprocessors:
             return "the emulator runs mma's smaller blocks faster"
         if choices.tiles is not None and (why := self._leaves(choices.tiles, request)):
@@ -410,7 +423,7 @@ class Wgmma(Unit):
     @staticmethod
     def _facts(request: Request) -> dict[str, Any]:
         p = request.problem
-        facts: dict[str, Any] = {"features": request.features, "dtype": p.dtype}
+        facts: dict[str, Any] = {"features": request.features, "dtype": request.matrix_dtype}
         return facts | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
 
     def backward(self, request: Request) -> Shape:
@@ -453,7 +466,7 @@ def heads_share_tiles(request: Request) -> bool:
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
     by_head = features.alibi or features.bias or features.dropout or features.calls
-    by_head = by_head or features.sparse
+    by_head = by_head or features.sparse or features.precision != ""
     return p.group > 1 and few and not (features.q_lens or by_head)
 
 

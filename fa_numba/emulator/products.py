@@ -155,7 +155,8 @@ class Products(Boxes):
         steps: int, adds: int,
     ) -> None:  # fmt: skip
         """C = A B, or C += A B. Operands are a shared array, element, rows of a panel and whether
-        the sum runs down its rows; A may be an array of registers. `numbers`: what 16 bits mean.
+        the sum runs down its rows; A may be an array of registers, from one of them on.
+        `numbers`: what 16 bits mean.
         """
         if n % 8 or not 8 <= n <= 256:
             raise ValueError(f"n = {n}, allowed: multiples of 8 from 8 to 256")
@@ -181,8 +182,8 @@ class Products(Boxes):
         for number, lanes in warpgroups:
             lent: list[Lent] = []
             right = self._operand(numbers, number, lanes, B, n, steps, lent)
-            if len(A) == 1:
-                left = self._of_registers(numbers, A[0], lanes, steps)
+            if len(A) == 2:
+                left = self._of_registers(numbers, A, lanes, steps)
             else:
                 left = self._operand(numbers, number, lanes, A, ROWS, steps, lent, left=1)
             # By thread half, chunk, pair and warp, row, place; as a matrix warp, half, row, ...
@@ -192,7 +193,7 @@ class Products(Boxes):
             old[:, lanes] = parts.reshape(-1, WARPGROUP)
             here = np.zeros(self.group.count, bool)
             here[lanes] = True
-            registers = A[0] if len(A) == 1 else None
+            registers = A[0] if len(A) == 2 else None
             begun.append(Product(self, number, here, rC, registers, lent, site, n // 2))
             self._instructions["wgmma"] = self._instructions.get("wgmma", 0) + steps
         for e, values in enumerate(old):
@@ -233,11 +234,12 @@ class Products(Boxes):
         return numbers[bits].reshape(rows, -1)
 
     def _of_registers(
-        self, numbers: np.ndarray, rA: LocalArray, lanes: np.ndarray, steps: int
+        self, numbers: np.ndarray, A: tuple[Any, ...], lanes: np.ndarray, steps: int
     ) -> np.ndarray:
         """A from each thread's words, (64, 16 steps)."""
+        rA, first = A
         words = np.empty((4 * steps, WARPGROUP), np.int64)
-        for e, row in enumerate(words):
+        for e, row in enumerate(words, first):
             value = rA[e]
             row[:] = value[lanes] if value.__class__ is np.ndarray else value
         pairs = numbers[np.stack([words & 0xFFFF, words >> 16], axis=-1)]

@@ -35,6 +35,8 @@ def forward(request: Request) -> Plan:
         own: tuple[Buffer, ...] = () if return_lse else (Buffer("L", request.row_shape),)
         if unit.copies_boxes:
             bound: dict[str, Argument] = _forward_boxes(spec)
+            if spec.planes > 1:
+                del bound["O"]
             grid = (_forward_blocks(request, spec, splits), 1, 1)
             own += (Buffer("taken", (1,), "int32", zeroed=True),)
         else:
@@ -49,9 +51,10 @@ def forward(request: Request) -> Plan:
                 bound |= _unwritten(request, spec.tile_heads)
         before, of_planes, taken = _planes(request, spec)
         own += of_planes
-        bound |= taken
+        bound |= {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
         launches = (*before, Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
         how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
+        how["panels"] = unit.copies_boxes
         if p.pages is not None:
             how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
         count = functools.partial(io_model.fa2, p, tiles, **how)
@@ -79,6 +82,11 @@ def forward(request: Request) -> Plan:
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
 
+def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
+    """Planes where a kernel takes a matrix by ``boxes``, if it does."""
+    return replace(boxes, name=str(of), dtype=spec.dtype) if isinstance(boxes, Boxes) else of
+
+
 def _planes(
     request: Request, spec: Any
 ) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], dict[str, Argument]]:
@@ -86,18 +94,18 @@ def _planes(
     those are of; and what a kernel takes in their place. Nothing where they are taken as they are.
     """
     p, launches, buffers = request.problem, [], []
-    of_values = p.d_v, getattr(spec, "of_values", spec).columns
     taken: dict[str, Argument] = {}
     precision = PRECISIONS[p.precision]
     if precision.planes == 1:
         return (), (), {}
+    of_keys, of_values = spec.plane_columns
     shapes = {"Q": request.q_shape, "K": request.k_shape, "V": request.k_shape}
     if request.choices.passes == "bwd":
         shapes["dO"] = request.q_shape
     for (name, shape), power in zip(shapes.items(), POWERS, strict=False):
         lens, keys = request.lengths_of_rows, name in "KV"
         keys &= lens != PLAIN
-        sizes = of_values if name in ("V", "dO") else (p.head_dim, spec.columns_k)
+        sizes = (p.d_v, of_values) if name in ("V", "dO") else (p.head_dim, of_keys)
         facts = planes.PlaneFacts(lens, *sizes, p.precision, request.aligned, keys)
         heads, rows, of = shape[:2], shape[2], f"largest of {name}"
         row, of_name = precision.planes * facts.columns, f"planes of {name}"

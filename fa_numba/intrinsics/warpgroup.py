@@ -126,9 +126,9 @@ def _emulation(kind):
 
 
 def _emulation_of_registers(kind):
-    def emulation(rC, n, rA, sB, b, rows_b, across_b, steps, adds):
+    def emulation(rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
         B = (sB, b, rows_b, across_b)
-        emulator.current().multiply(NUMBERS[kind], rC, n, (rA,), B, steps, adds)
+        emulator.current().multiply(NUMBERS[kind], rC, n, (rA, a), B, steps, adds)
 
     return emulation
 
@@ -156,11 +156,11 @@ def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acro
 
 
 def _of_registers(kind):
-    def build(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds):
-        found = literals(n, rows_b, across_b, steps, adds)
+    def build(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
+        found = literals(n, a, rows_b, across_b, steps, adds)
         if found is None or not is_half_array(sB, 1):
             return None
-        N, RB, TB, K, more = found
+        N, FIRST, RB, TB, K, more = found
 
         def text(first):
             for k in range(K):
@@ -172,30 +172,30 @@ def _of_registers(kind):
             data = context.make_array(rA)(context, builder, args[2]).data
             # Words of the first row, then of the second: pairs of columns 8 j + 2 (t % 4).
             order = [e % 2 * (2 * K) + 2 * k + e // 2 for k in range(K) for e in range(4)]
-            words = [builder.load(builder.gep(data, [I32(place)])) for place in order]
-            B = shared_address(context, builder, sB, args[3], args[4], b)
+            words = [builder.load(builder.gep(data, [I32(FIRST + place)])) for place in order]
+            B = shared_address(context, builder, sB, args[4], args[5], b)
             inputs = [*words, _descriptor(builder, B, RB * ROW_BYTES)]
             _call(context, builder, rC, args[0], N, more, inputs, text)
 
-        return types.void(rC, n, rA, sB, b, rows_b, across_b, steps, adds), codegen
+        return types.void(rC, n, rA, a, sB, b, rows_b, across_b, steps, adds), codegen
 
     return build
 
 
 @emulated_by(_emulation_of_registers("f16"))
 @intrinsic
-def multiply_registers_f16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds):
-    """``multiply_f16`` with A in registers: ``rA`` has 4 steps words of two neighbours each, as
-    ``pack_f16`` makes them, in the order of C's registers.
+def multiply_registers_f16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
+    """``multiply_f16`` with A in registers: ``rA`` has from ``a`` on 4 steps words of two
+    neighbours each, as ``pack_f16`` makes them, in the order of C's registers.
     """
-    return _of_registers("f16")(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds)
+    return _of_registers("f16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
 
 @emulated_by(_emulation_of_registers("bf16"))
 @intrinsic
-def multiply_registers_bf16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds):
+def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds):
     """``multiply_registers_f16`` with A and B bfloat16, as ``pack_bf16`` makes them."""
-    return _of_registers("bf16")(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds)
+    return _of_registers("bf16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
 
 def _wait_products(rC, count, pending):

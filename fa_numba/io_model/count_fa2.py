@@ -33,6 +33,7 @@ def fa2(
     kv_splits: int = 1,
     threads: int = 0,
     key_pieces: tuple[int, ...] = (),
+    panels: bool = False,
 ) -> Accesses:
     """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
 
@@ -49,7 +50,8 @@ def fa2(
         loads   Q: S N_q d    K, V, bias as above    A: S N_q' d    l, m: S N_q' each
         stores  A: S N_q' d    l, m: S N_q' each    O: N_q' d    L: N_q'
 
-    Where float32 is split in planes a row of Q, K or V has more elements (`planes`).
+    Where float32 is split in planes a row of Q, K or V has more elements (`planes`), the more on
+    Hopper's unit, which takes `panels`.
 
     With pages the block table is read beside, for K and for V (`paging.table_reads`): of a block
     `threads` threads load, and `key_pieces` neighbouring ones share a row of K, and of V. Where
@@ -60,11 +62,11 @@ def fa2(
     d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)
-    columns, row = visits.columns // tile_heads, row_loaded(problem)
+    columns, row = visits.columns // tile_heads, row_loaded(problem, panels=panels)
     loads = {
         "Q": kv_splits * head.rows * row,
         "K": columns * row,
-        "V": columns * row_of_values(problem),
+        "V": columns * row_of_values(problem, panels=panels),
         "bias": visits.pairs if problem.bias else 0,
     }
     if problem.page_size is not None:
@@ -78,7 +80,7 @@ def fa2(
     results, sums = {"O": rows * d_v, "L": rows}, {}
     if kv_splits > 1:
         sums = {"A": kv_splits * rows * d_v, "l": kv_splits * rows, "m": kv_splits * rows}
-    return of_planes(problem, tiles, count(problem, loads | sums, results | sums))
+    return of_planes(problem, tiles, count(problem, loads | sums, results | sums), panels=panels)
 
 
 def with_prefix(

@@ -11,26 +11,31 @@ from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
-def row_loaded(problem: Problem, backward: bool = False) -> int:
+def row_loaded(problem: Problem, backward: bool = False, panels: bool = False) -> int:
     """Elements that a kernel loads of a row of Q or K: d, or those of all planes, of d rounded up
-    to a multiple of 16, ``backward`` beyond 64 of either of 32.
+    to a multiple of 16, ``backward`` beyond 64 of either of 32, by ``panels`` of 64.
     """
-    return _row(problem, problem.head_dim, backward)
+    return _row(problem, problem.head_dim, backward, panels)
 
 
-def row_of_values(problem: Problem, backward: bool = False) -> int:
+def row_of_values(problem: Problem, backward: bool = False, panels: bool = False) -> int:
     """The same of a row of V or dO."""
-    return _row(problem, problem.d_v, backward)
+    return _row(problem, problem.d_v, backward, panels)
 
 
-def _row(problem: Problem, d: int, backward: bool) -> int:
+def _row(problem: Problem, d: int, backward: bool, panels: bool) -> int:
     planes = PRECISIONS[problem.precision].planes
     wide = backward and problem.largest_dim > 64
-    return d if planes == 1 else planes * round_up(d, 32 if wide else 16)
+    to = 64 if panels else 32 if wide else 16
+    return d if planes == 1 else planes * round_up(d, to)
 
 
 def of_planes(
-    problem: Problem, tiles: BlockSizes, kernel: Accesses, backward: bool = False
+    problem: Problem,
+    tiles: BlockSizes,
+    kernel: Accesses,
+    backward: bool = False,
+    panels: bool = False,
 ) -> Accesses:
     """The accesses of a ``kernel`` that takes Q, K and V as planes, and dO ``backward``, and of
     those that make them.
@@ -46,6 +51,7 @@ def of_planes(
     both, times = queries + keys, 2 if precision.scaled else 1
     of_v = queries + keys if backward else keys  # and of dO
     loads = {"X": times * (both * problem.head_dim + of_v * problem.d_v)}
-    stored = both * row_loaded(problem, backward) + of_v * row_of_values(problem, backward)
+    how = backward, panels
+    stored = both * row_loaded(problem, *how) + of_v * row_of_values(problem, *how)
     before = count(problem, loads, {"planes": stored})
     return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "dO", "planes"))

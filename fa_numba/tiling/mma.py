@@ -121,6 +121,11 @@ class MmaSpec(Spec):
         )
 
     @property
+    def plane_columns(self) -> tuple[int, int]:
+        """Columns of a plane of Q or K in global memory, and of V."""
+        return self.columns_k, getattr(self, "of_values", self).columns
+
+    @property
     def row_halves(self) -> int:
         """16-bit elements of a row of Q or K in global memory; of planes it is padded too."""
         return self.head_dim if self.planes == 1 else self.planes * self.columns_k

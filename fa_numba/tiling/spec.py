@@ -56,6 +56,11 @@ class Spec(ABC):
         return self.threads, self.shared_bytes, self.min_blocks
 
     @property
+    def products(self) -> int:
+        """Pairs of planes that are multiplied for one product."""
+        return sum(range(1, self.planes + 1))
+
+    @property
     def planes(self) -> int:
         """16-bit matrices whose sum Q, K and V are each, side by side in a row of all."""
         return self.features.planes

@@ -183,14 +183,28 @@ class WgmmaSpec(Spec):
         return 1
 
     @property
-    def panels(self) -> int:
-        """Boxes of 64 columns that a row of Q or K has."""
+    def plane_panels(self) -> int:
+        """Boxes of 64 columns that a row of one plane of Q or K has."""
         return ceil_div(self.head_dim, PANEL)
+
+    @property
+    def plane_panels_v(self) -> int:
+        """The same of V."""
+        return ceil_div(self.d_v, PANEL)
+
+    @property
+    def plane_columns(self) -> tuple[int, int]:
+        return PANEL * self.plane_panels, PANEL * self.plane_panels_v
+
+    @property
+    def panels(self) -> int:
+        """The same of all its planes."""
+        return self.planes * self.plane_panels
 
     @property
     def panels_v(self) -> int:
         """The same of V and O."""
-        return ceil_div(self.d_v, PANEL)
+        return self.planes * self.plane_panels_v
 
     @property
     def tile_halves(self) -> tuple[int, int, int]:
@@ -258,8 +272,8 @@ class WgmmaSpec(Spec):
 
     @property
     def p_registers(self) -> int:
-        """Words of a thread's part of P in 16 bits."""
-        return self.TM * self.TN // 2
+        """Words of a thread's part of P in 16 bits, of all planes."""
+        return self.planes * self.TM * self.TN // 2
 
     @property
     def row_step(self) -> int:
@@ -284,7 +298,8 @@ class WgmmaSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        own = self.TM * (self.TN + 4 * self.DN) + self.p_registers
+        sums = min(self.planes, 2) * 4 * self.DN  # of planes those of a tile too
+        own = self.TM * (self.TN + sums) + self.p_registers
         return own + (self.bias_registers if self.reads_bias else 0)
 
     @property

@@ -133,7 +133,7 @@ def make_product(n, steps, kind="f16", across=(0, 0), rows=(64, 0), adds=0, regi
         cuda.syncthreads()
         first = uint32(t // 128 * (A.shape[0] // (cuda.blockDim.x // 128)))
         if registers:
-            of_registers(rC, n, rA, sB, 0, rows_b, across_b, steps, adds)
+            of_registers(rC, n, rA, 0, sB, 0, rows_b, across_b, steps, adds)
         else:
             multiply(rC, n, sA, first, rows_a, across_a, sB, 0, rows_b, across_b, steps, adds)
         wait_products(rC, M, 0)
@@ -290,7 +290,7 @@ def _hasty(out, wrong):
             sB[t] = 0
         for e in range(4):
             rP[e] = pack(rS[2 * e], rS[2 * e + 1])
-        MULTIPLY_REGISTERS_F16(rO, 64, rP, sV, 0, 16, 1, 1, 1)
+        MULTIPLY_REGISTERS_F16(rO, 64, rP, 0, sV, 0, 16, 1, 1, 1)
         if wrong == "read S":
             MULTIPLY_F16(rS, 16, sA, 0, 64, 0, sB, 0, 16, 0, 4, 0)
             wait_products(rS, 8, 1)
@@ -310,7 +310,7 @@ def _hasty(out, wrong):
         if wrong == "write words":
             rP[2] = uint32(0)
         if wrong == "twice":
-            MULTIPLY_REGISTERS_F16(rO, 64, rP, sV, 0, 16, 1, 1, 1)
+            MULTIPLY_REGISTERS_F16(rO, 64, rP, 0, sV, 0, 16, 1, 1, 1)
         if wrong == "exit":
             return
         if wrong == "few":

@@ -148,7 +148,7 @@ def compare(name, setting, change=None, group=0):
     right += [(literal(x), None) for x in (rows[1], across[1], steps, adds)]
     given = [(types.Array(types.float32, 1, "C"), registers(C_AT, F32)), (literal(n), None)]
     if of_registers:
-        given += [(types.Array(types.uint32, 1, "C"), registers(A_AT, I32))]
+        given += [(types.Array(types.uint32, 1, "C"), registers(A_AT, I32)), (literal(0), None)]
     else:
         first = machine.value(sizes[0] * group)
         given += [(halves, sA), (types.int32, first), (literal(rows[0]), None)]

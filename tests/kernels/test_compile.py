@@ -900,6 +900,21 @@ def test_kernels_of_planes_compile_within_their_budgets(case):
     assert ptx.count("mma.sync") == 2 * products * each
 
 
+HOPPERS_PLANES = [(p, d) for p in ("fp16x3", "bf16x6", "bf16x3") for d in (64, 128)]
+
+
+@pytest.mark.parametrize("case", slow_but({("fp16x3", 128)}, HOPPERS_PLANES))
+def test_hoppers_kernels_of_planes_compile_within_their_budgets(case):
+    precision, d = case
+    plan = plan_of("sm_90a", d, unit="wgmma", dtype="float32", precision=precision)
+    (main,) = (x for x in plan.launched if x.name == "fa2_forward")
+    ptx = hoppers_ptx_within_budgets(main)
+    # Of S before the loop and in it twice; a product a pair of planes, in steps of 16.
+    pairs = sum(range(1, PRECISIONS[precision].planes + 1))
+    assert ptx.count("wgmma.mma_async") % pairs == 0
+    assert ptx.count("wgmma.commit_group") % pairs == 0
+
+
 @pytest.mark.parametrize("name", MMA)
 def test_the_docstrings_shared_memory_is_the_mma_kernels(name):
     module = MMA[name]

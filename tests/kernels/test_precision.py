@@ -78,6 +78,33 @@ def test_results_and_counts(device, algorithm, name, precision):
     assert_within("L", result.L, want.L, want.L_bound + lost * np.sqrt(want.L.size))
 
 
+# The same on Hopper's unit: one warpgroup or two, one panel a plane or two.
+HOPPERS = {
+    "padded d": ((1, 2, 1, 70, 45, 24), Tiles(64, 16), {}),
+    "two panels": ((1, 1, 1, 66, 70, 72), Tiles(64, 32), {"causal": True}),
+    "two consumers": ((1, 2, 2, 140, 100, 64), Tiles(128, 32, stages=3), {"causal": True}),
+    "lengths": ((2, 2, 1, 70, 70, 40), Tiles(64, 32), {"q_lens": [70, 7], "kv_lens": [9, 70]}),
+    "packed": (
+        (1, 2, 1, 140, 50, 8), Tiles(64, 16),
+        {"cu_seqlens_q": [0, 133, 140], "cu_seqlens_k": [0, 9, 50]},
+    ),
+    "kv_splits": ((1, 2, 1, 70, 70, 24), Tiles(64, 16), {"kv_splits": 3}),
+    "window": ((1, 1, 1, 65, 90, 16), Tiles(64, 32), {"window": (20, 9), "ablate": ("overlap",)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", SPLIT)
+@pytest.mark.parametrize("name", HOPPERS)
+def test_results_and_counts_on_hoppers_unit(device, name, precision):
+    shape, tiles, options = HOPPERS[name]
+    q, k, v = inputs(shape, **options)
+    given = {"tiles": tiles, "precision": precision, "unit": "wgmma", **options}
+    result, want = attend(device, "fa2", q, k, v, **given), truth(q, k, v, **changing(given))
+    lost = 2.0**-15 if precision == "bf16x3" else 0.0
+    assert_within("O", result.O, want.O, want.O_bound + lost * np.linalg.norm(want.O))
+    assert_within("L", result.L, want.L, want.L_bound + lost * np.sqrt(want.L.size))
+
+
 # (B, Hq, Hk, Nq, Nk, d), tiles and options of a backward call; beyond d = 64 two warps have the
 # same columns.
 BACKWARD = {
@@ -260,8 +287,12 @@ REFUSED = {
          "simt takes float32"],
     ),
     "Hopper's unit": (
-        {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200"},
+        {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "algorithm": "fa1"},
         ["unit is 'wgmma'", "lack the option precision"],
+    ),
+    "Hopper's unit, with options": (
+        {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "softcap": 2.0},
+        ["unit is 'wgmma'", "lack the option softcap of float32 in planes"],
     ),
     "an old GPU": (
         {"precision": "bf16x3", "gpu": "T4"}, ["compute capability 7.5: mma needs 8.0"],
@@ -298,6 +329,8 @@ def test_ieee_is_what_a_call_without_the_option_runs():
     assert half.unit == "mma"
     with as_gpu("H200"):
         assert fa_numba.plan(Q, K, precision="fp16x3").unit == "mma"
+        for d, unit in ((128, "wgmma"), (136, "mma")):
+            assert fa_numba.plan(*[(1, 8, 500, d)] * 2, precision="fp16x3").unit == unit
 
 
 def test_the_model_counts_planes_and_what_makes_them():

@@ -6,8 +6,7 @@ as a counter gives them out. Its producers run ahead: one loads Qi and tells the
 tile, so that nobody else divides for it; one Kj and Vj, or, of pages, one Kj and one Vj.
 A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
 tile, its products with the one before, and the other warpgroups' products, keep the tensor cores
-busy; while it writes Oi, the first product of the next work tile. S, P, O, m and l stay in
-registers. m is kept in units of log2. Shared memory and accesses: below the kernel.
+busy; while it writes Oi, the first product of the next work tile. Memory, accesses: at the end.
 """
 
 from functools import cache
@@ -29,9 +28,10 @@ def make_forward(spec):
     pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
     scores, softmax, epilogue = bind(spec, wgmma.scores, wgmma.softmax, wgmma.epilogue)
     late_pipeline, work_pipeline, q_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
-    (RS, RO, RP), RB, SPARSE = spec.tile_registers, spec.bias_registers, spec.features.sparse
+    (RS, RO, RP), RB = spec.tile_registers, spec.bias_registers
+    SPARSE, SPLITS = spec.features.sparse, spec.features.splits
     Bc, ROWS, PAGES, (FEW, MANY) = spec.Bc, spec.group_rows, pages_of_tile(spec), spec.registers
-    TM, OVERLAPS, AHEAD, SPLITS = spec.TM, spec.overlaps, spec.begins_next, spec.features.splits
+    TM, OVERLAPS, AHEAD, APART = spec.TM, spec.overlaps, spec.begins_next, spec.planes > 1
 
     @device_function
     def produce_rows(shared, schedule, Q, K, options):
@@ -103,7 +103,7 @@ def make_forward(spec):
     def write_out(rO, rl, rm, shared, q, out, split, tile):
         head, thread = tile.head, tile.thread
         row0 = uint32(tile.i0 + ROWS * thread.w)
-        softmax.scale_kept(rO, head.options)
+        products.finish_output(rO, head)
         if SPLITS:  # merge_splits takes O, l and m of these columns
             pingpong.sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
             q_pipeline.release_by(shared.bars, q, thread)
@@ -119,11 +119,13 @@ def make_forward(spec):
             epilogue.write_logsumexps(rl, out, row0, head, thread)
 
     @device_function
-    def consume(shared, schedule, Q, K, out, scale, options):
+    def consume(shared, schedule, Q, K, out, scale, group, options):
         rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
-        rf = cuda.local.array(TM, float32)
+        rf, rT = cuda.local.array(TM, float32), rO
+        if APART:  # sums of one tile, which meet in O
+            rT = cuda.local.array(RO, float32)
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -135,6 +137,8 @@ def make_forward(spec):
             )  # Alg. 1 line 3: row tile i
             work = WorkTile(i0, h, b, split)
             Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
+            hk = scheduler.key_head_of(work, group)
+            factor = products.score_factor(scale, Head(b, h, hk, Nq, Nk, options))
             # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
             start(rO, rl, rm, work, Nq, Nk, options)
             if j0 < j_end:
@@ -146,14 +150,14 @@ def make_forward(spec):
                 pingpong.give_turn(w)
                 while True:
                     row0 = uint32(i0 + ROWS * w)
-                    head = Head(b, h, h, Nq, Nk, options)
+                    head = Head(b, h, hk, Nq, Nk, options)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
                     products.wait_scores(rS, False)
                     k_pipeline.release(bars, Slot(stage, phase))
-                    scores.scale_bias_and_mask(rS, rB, scale, tile)
+                    scores.scale_bias_and_mask(rS, rB, factor, tile)
                     # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
-                    softmax.online_of_lanes(rS, scale, rm, rl, rf)
+                    softmax.online_of_lanes(rS, factor, rm, rl, rf)
                     softmax.drop(rS, tile)
                     products.round_p(rP, rS)
                     j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
@@ -168,23 +172,24 @@ def make_forward(spec):
                         else:  # Pij-1 Vj-1 before, by itself
                             v_pipeline.wait(bars, kv)
                             pingpong.take_turn(w)
-                            products.begin_output(rO, rP, shared.sV, stage)
-                            products.wait_output(rO, False)
+                            products.begin_output(rT, rP, shared.sV, stage)
+                            products.wait_output(rT, False)
                             k_pipeline.wait(bars, after)
                         products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, after.stage)
                         if OVERLAPS:
                             v_pipeline.wait(bars, kv)
-                            products.begin_output(rO, rP, shared.sV, stage)
+                            products.begin_output(rT, rP, shared.sV, stage)
                         pingpong.give_turn(w)
                         tile = Tile(row0, j0, head, thread)
                         scores.read_bias(rB, tile)
                         products.wait_scores(rS, OVERLAPS)
                         k_pipeline.release(bars, after)
-                        scores.scale_bias_and_mask(rS, rB, scale, tile)
+                        scores.scale_bias_and_mask(rS, rB, factor, tile)
                         # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
-                        softmax.online_of_lanes(rS, scale, rm, rl, rf)
+                        softmax.online_of_lanes(rS, factor, rm, rl, rf)
                         softmax.drop(rS, tile)
-                        products.wait_output(rO, False)
+                        products.wait_output(rT, False)
+                        products.add_tile(rO, rT)
                         v_pipeline.release(bars, kv)
                         # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                         softmax.scale_rows(rO, rf)
@@ -210,12 +215,13 @@ def make_forward(spec):
                     # of the next work tile
                     k_pipeline.wait(bars, after)
                     pingpong.take_turn(w)
-                    products.begin_output(rO, rP, shared.sV, stage)
+                    products.begin_output(rT, rP, shared.sV, stage)
                     products.begin_scores(rS, shared.sQ, q_after.stage, w, shared.sK, after.stage)
                     pingpong.give_turn(w)
                     # FA-2 line 9: l of whole rows, whose columns lie with four lanes
                     softmax.sum_lanes(rl)
-                    products.wait_output(rO, True)
+                    products.wait_output(rT, True)
+                    products.add_tile(rO, rT)
                     v_pipeline.release(bars, kv)
                     done = Tile(i0, j0, head, thread)
                     write_out(rO, rl, rm, shared, q, out, split, done)
@@ -224,20 +230,24 @@ def make_forward(spec):
                     i0, h, b, split = scheduler.read_work_tile(schedule, q_stage)
                     work = WorkTile(i0, h, b, split)
                     Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
+                    hk = scheduler.key_head_of(work, group)
+                    factor = products.score_factor(scale, Head(b, h, hk, Nq, Nk, options))
                     start(rO, rl, rm, work, Nq, Nk, options)
-                products.begin_output(rO, rP, shared.sV, stage)
+                products.begin_output(rT, rP, shared.sV, stage)
                 softmax.sum_lanes(rl)
-                products.wait_output(rO, False)
+                products.wait_output(rT, False)
+                products.add_tile(rO, rT)
                 v_pipeline.release(bars, Slot(stage, phase))
                 stage, phase = k_pipeline.next(Slot(stage, phase))
             q = Slot(q_stage, q_phase)
-            done = Tile(i0, j0, Head(b, h, h, Nq, Nk, options), thread)
+            done = Tile(i0, j0, Head(b, h, hk, Nq, Nk, options), thread)
             write_out(rO, rl, rm, shared, q, out, split, done)
             q_stage, q_phase = q_pipeline.next(q)
             q_pipeline.wait(bars, Slot(q_stage, q_phase))
 
     keys, ends = tiled_type(4, spec.key_ends), (spec.query_ends, spec.features.packed)
     Q, O = (tiled_type(4, end) for end in ends)
+    O = array_type(4) if APART else O
     arrays = (Q, keys, keys, O, array_type(3), array_type(1, types.int32))
 
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
@@ -254,17 +264,20 @@ def make_forward(spec):
                 produce_columns(shared, schedule, Q, K, V, group, options)
         else:
             take_registers(MANY)
-            consume(shared, schedule, Q, K, Out(O, L, Q.shape[2]), scale, options)
+            consume(shared, schedule, Q, K, Out(O, L, Q.shape[2]), scale, group, options)
 
     return fa2_forward
 
 
 __doc__ += """
+S, P, O, m and l stay in registers, m in units of log2. Of float32 matrices in planes the sums of
+one tile of P V are apart from O, and O leaves in float32, straight from registers.
+
 Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stages Bc d, and the
     barriers; in bytes at the default tiles, beside these:  114688 (d=64, 192 x 128), 196608
-    (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q). Of a V with a head dimension of
-    its own: half of the 2 stages by it, Q by the larger, since O leaves by way of Q's place;
-    213104 (192 and 128, 128 x 128, one stage of Q, all in all)
+    (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q); in P planes P times as many.
+    Of a V with a head dimension of its own: half of the 2 stages by it, Q by the larger, since O
+    leaves by way of Q's place; 213104 (192 and 128, 128 x 128, one stage of Q, all in all)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees. Where the query heads of a K/V head share row tiles, rows of Q
     being few, 2 Tr Nk d for all of them, Tr of all their rows. With S splits Q is loaded S times,

@@ -98,6 +98,11 @@ def _no_product(a, b, c, d, e, f, g):
     pass
 
 
+def pairs_of_planes(planes):
+    """The products that are made, of A's and B's planes, from the smallest on."""
+    return [(i, n - i) for n in range(planes - 1, -1, -1) for i in range(n + 1)]
+
+
 @part
 def _make_multiply(dtype, planes, step, beside=2, count=None):
     """``multiply(rL, rT, low, high, rA, a, rB)``: the products of the planes of a fragment of A,
@@ -105,7 +110,7 @@ def _make_multiply(dtype, planes, step, beside=2, count=None):
     ``low`` and ``high``, 8 columns on ``beside`` registers further: A0 B0 to rL, the others to rT,
     from the smallest on. The first ``count``.
     """
-    order = [(i, n - i) for n in range(planes - 1, -1, -1) for i in range(n + 1)]
+    order = pairs_of_planes(planes)
     count = len(order) if count is None else count
     i, j = order[count - 1]
     A, B, largest = step * i, 4 * j, count == len(order)

@@ -19,6 +19,7 @@ from fa_numba.parts.split_epilogue import writes_split
 from fa_numba.parts.values import make_write
 from fa_numba.parts.wgmma.load import make_query_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.parts.wgmma.planes import make_write_floats
 from fa_numba.tiling.wgmma import PANEL
 
 
@@ -26,15 +27,17 @@ from fa_numba.tiling.wgmma import PANEL
 def make_write_queries(spec):
     """``write_queries(rO, sQ, slot, O, row0, head, thread)``: a warpgroup's rows of O, rounded, by
     way of its own rows of a slot of Q; nothing beyond the sequence. Its first thread waits until
-    they have been read.
+    they have been read. Of planes in float32, and at once.
     """
-    NQ, write = (
-        spec.tile_halves[0],
-        make_write_tile(spec, make_query_box(spec, spec.features.packed)),
-    )
+    NQ, floats = spec.tile_halves[0], spec.planes > 1
+    write = make_write_tile(spec, make_query_box(spec, spec.features.packed))
+    write_floats = make_write_floats(spec)
 
     def write_queries(rO, sQ, slot, O, row0, head, thread):
-        write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)
+        if floats:
+            write_floats(rO, O, row0, head, thread)
+        else:
+            write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)
 
     return write_queries
 

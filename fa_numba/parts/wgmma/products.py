@@ -5,7 +5,10 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.matrix import CONVERSIONS, PACK_POSITIVE
 from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP, wait_products
+from fa_numba.parts.dropout import make_scale_kept
+from fa_numba.parts.mma.planes import make_score_factor as make_score_factor
 from fa_numba.parts.namespace import part
+from fa_numba.parts.wgmma import planes
 from fa_numba.tiling.wgmma import PANEL
 
 
@@ -15,6 +18,8 @@ def make_begin_scores(spec):
     Q, with a slot of K.
     """
     (NQ, NK, _), own, multiply = spec.tile_halves, PANEL * spec.consumer_rows, make_multiply(spec)
+    if spec.planes > 1:
+        multiply = planes.make_multiply_planes(spec, spec.products)
 
     def begin_scores(rS, sQ, q_stage, w, sK, stage):
         multiply(rS, sQ, uint32(q_stage * NQ + own * w), sK, uint32(stage * NK))
@@ -24,8 +29,10 @@ def make_begin_scores(spec):
 
 @part
 def make_begin_output(spec):
-    """``begin_output(rO, rP, sV, stage)``: O += P V, with a slot of V."""
+    """``begin_output(rO, rP, sV, stage)``: O += P V, with a slot of V; of planes O = P V."""
     NV, add_product = spec.tile_halves[2], make_add_product(spec)
+    if spec.planes > 1:
+        add_product = planes.make_product_of_planes(spec, spec.products)
 
     def begin_output(rO, rP, sV, stage):
         add_product(rO, rP, sV, uint32(stage * NV))
@@ -54,7 +61,7 @@ def make_add_product(spec):
     multiply = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix]
 
     def add_product(rO, rP, sV, at):
-        multiply(rO, d, rP, sV, at, Bc, 1, STEPS, 1)
+        multiply(rO, d, rP, 0, sV, at, Bc, 1, STEPS, 1)
 
     return add_product
 
@@ -62,11 +69,11 @@ def make_add_product(spec):
 @part
 def make_wait_scores(spec):
     """``wait_scores(rS, more)``: S is there; with ``more`` a later product may be on its way."""
-    RS = spec.TM * spec.TN
+    RS, LATER = spec.TM * spec.TN, spec.products
 
     def wait_scores(rS, more):
         if more:
-            wait_products(rS, RS, 1)
+            wait_products(rS, RS, LATER)
         else:
             wait_products(rS, RS, 0)
 
@@ -76,15 +83,44 @@ def make_wait_scores(spec):
 @part
 def make_wait_output(spec):
     """``wait_output(rO, more)``: O is there; with ``more`` a later product may be on its way."""
-    RO = spec.TM * spec.DN * 4
+    RO, LATER = spec.TM * spec.DN * 4, spec.products
 
     def wait_output(rO, more):
         if more:
-            wait_products(rO, RO, 1)
+            wait_products(rO, RO, LATER)
         else:
             wait_products(rO, RO, 0)
 
     return wait_output
+
+
+@part
+def make_add_tile(spec):
+    """``add_tile(rO, rT)``: of planes O += T, a tile's sums; else they are O."""
+    RO, apart = spec.TM * spec.DN * 4, spec.planes > 1
+
+    def add_tile(rO, rT):
+        if apart:
+            for e in range(RO):
+                rO[e] += rT[e]
+
+    return add_tile
+
+
+@part
+def make_finish_output(spec):
+    """``finish_output(rO, head)``: O of what dropout has kept, or of planes."""
+    return planes.make_scale_output(spec) if spec.planes > 1 else _make_finish_kept(spec)
+
+
+@part
+def _make_finish_kept(spec):
+    scale_kept = make_scale_kept(spec)
+
+    def finish_kept(rO, head):
+        scale_kept(rO, head.options)
+
+    return finish_kept
 
 
 @part
@@ -93,6 +129,8 @@ def make_round_p(spec):
     a word.
     """
     WORDS, pack = spec.p_registers, pack_p(spec)
+    if spec.planes > 1:
+        return planes.make_split_p(spec)
 
     def round_p(rP, rS):
         for n in range(WORDS):

@@ -1,0 +1,104 @@
+"""Products of a warpgroup of float32 matrices as sums of 16-bit ones, as ``parts.mma.planes`` has
+them: from the smallest on to one sum, which is one tile's.
+
+In shared memory a plane's panels lie behind those of the plane before, in P's registers its words.
+"""
+
+from fa_numba.device import device_function, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.integers import ceil_div
+from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP
+from fa_numba.parts.grid import make_query_rows
+from fa_numba.parts.mma.epilogue import make_write_fragments
+from fa_numba.parts.mma.planes import P_SCALE, make_split, make_units, pairs_of_planes
+from fa_numba.parts.namespace import part
+from fa_numba.tiling.wgmma import PANEL
+
+
+@device_function
+def _nothing(a, b, c, d, e):
+    pass
+
+
+@device_function
+def _no_product(a, b, c, d):
+    pass
+
+
+@part
+def make_multiply_planes(spec, count):
+    """``multiply(rS, sQ, first, sK, at)``: S = Q KT of the 64 rows from ``first`` on, by the first
+    ``count`` pairs of planes.
+    """
+    Br, Bc, STEPS = spec.Br, spec.Bc, ceil_div(spec.head_dim, STEP)
+    i, j = pairs_of_planes(spec.planes)[count - 1]
+    A, B, ADDS = i * spec.plane_panels * PANEL * Br, j * spec.plane_panels * PANEL * Bc, count > 1
+    multiply, adds = MULTIPLY[DTYPES[spec.dtype].matrix], int(ADDS)
+    before = make_multiply_planes(spec, count - 1) if ADDS else _nothing
+
+    def multiply_planes(rS, sQ, first, sK, at):
+        before(rS, sQ, first, sK, at)
+        multiply(rS, Bc, sQ, uint32(first + A), Br, 0, sK, uint32(at + B), Bc, 0, STEPS, adds)
+
+    return multiply_planes
+
+
+@part
+def make_product_of_planes(spec, count):
+    """``product(rT, rP, sV, at)``: P V of rows of V from ``at`` on, by the same."""
+    d, Bc, STEPS, WORDS = spec.columns, spec.Bc, spec.Bc // STEP, spec.p_registers // spec.planes
+    i, j = pairs_of_planes(spec.planes)[count - 1]
+    A, B, ADDS = i * WORDS, j * spec.plane_panels_v * PANEL * Bc, count > 1
+    multiply, adds = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix], int(ADDS)
+    before = make_product_of_planes(spec, count - 1) if ADDS else _no_product
+
+    def product(rT, rP, sV, at):
+        before(rT, rP, sV, at)
+        multiply(rT, d, rP, A, sV, uint32(at + B), Bc, 1, STEPS, adds)
+
+    return product
+
+
+@part
+def make_split_p(spec):
+    """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``."""
+    WORDS, features = spec.p_registers // spec.planes, spec.features
+    drops, scaled = features.dropout, features.scaled
+    split, P = make_split(spec.dtype, spec.planes), P_SCALE
+
+    def split_p(rP, rS):
+        for n in range(WORDS):
+            low, high = rS[2 * n], rS[2 * n + 1]
+            if drops:
+                low = float32(0.0) if low < float32(0.0) else low
+                high = float32(0.0) if high < float32(0.0) else high
+            if scaled:
+                low, high = P * low, P * high
+            split(rP, n, WORDS, low, high)
+
+    return split_p
+
+
+@part
+def make_scale_output(spec):
+    """``scale_output(rO, head)``: O, summed of scaled planes and of what dropout has kept."""
+    RO, units = spec.TM * spec.DN * 4, make_units(spec)
+
+    def scale_output(rO, head):
+        _, unit = units(float32(1.0), head)
+        for e in range(RO):
+            rO[e] *= unit
+
+    return scale_output
+
+
+@part
+def make_write_floats(spec):
+    """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32."""
+    query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
+
+    def write_floats(rO, O, row0, head, thread):
+        Oh = query_rows(O, head)
+        write_fragments(rO, Oh, row0, uint32(Oh.shape[0]), thread)
+
+    return write_floats
