@@ -335,9 +335,10 @@ def make_query_gradients(spec):
 
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
-    bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128);
-    with lengths, or rows split, 36 more; with dropout Br Bc / 4. Where V's head dimension alone is
-    above 64 dQ takes 16384 bytes: a consumer makes 32 columns of it
+    bytes for dQ, none for fragments, and the barriers; in bytes:  165960 (d=64, 128 x 128),
+    197704 (d=128, 64 x 128) with a late dQ, without one 198712 and 197688; with lengths, or rows
+    split, 36 more; with dropout Br Bc / 4. Where V's head dimension alone is above 64 dQ takes
+    16384 bytes: a consumer makes 32 columns of it
 Accesses: those of the kernel on ``mma``, Q and dO by TMA. Of S blocks that share a column tile
     each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
     up in one order: S Nk d loads and Nk d stores of dK, and of dV.
