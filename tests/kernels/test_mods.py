@@ -687,6 +687,18 @@ def test_tiles_in_16_bits_are_left_out_too(algorithm):
         assert np.array_equal(a, b)
 
 
+@pytest.mark.parametrize("algorithm, tiles", [("fa1", Tiles(128, 64)), ("fa2", Tiles(64, 64))])
+def test_blocks_on_hoppers_unit_are_what_the_function_says(algorithm, tiles):
+    """Of each the state is read while its scores are on their way."""
+    q, k, v = (x.astype(np.float16) for x in random_inputs(1, 2, 1, 150, 260, 16))
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: i + 120 >= j, 1, 1, 150, 260, tiles=tiles)
+    assert {0, 1, 2} == set(mask.blocks.flat)
+    how = {"algorithm": algorithm, "unit": "wgmma"}
+    found = fa_numba.attention(q, k, v, block_mask=mask, **how)
+    whole = fa_numba.attention(q, k, v, mask_mod=mask.mask_mod, tiles=tiles, **how)
+    assert abs(found.astype(float) - whole).max() < 1e-3
+
+
 def test_a_full_block_is_not_asked():
     """Of blocks that another function made, so that it shows."""
     q, k, v = random_inputs(1, 1, 1, 16, 32, 4)

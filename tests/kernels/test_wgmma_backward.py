@@ -75,6 +75,8 @@ FAR = np.random.default_rng(5).standard_normal((2, 150)).astype(np.float32)
 ADDS = {"score_mod": lambda s, b, h, i, j: s + FAR[h, j] * FAR[h, i]}
 TURNS = {"score_mod": lambda s, b, h, i, j: s * FAR[h, j] - s * s / 9 if i != j else 2 * s}
 ALONE = {"return_dcaptured": False}
+# Without an array whose gradient is asked for.
+BENDS = {"score_mod": lambda s, b, h, i, j: s - s * s / 9 if i != j else 2 * s}
 FUNCTIONS = [
     # way, Hq, Hk, Nq, Nk, d, options
     ("fa2", 2, 1, 77, 150, 64, TURNS | {"mask_mod": lambda b, h, i, j: (i + j) % 7 != h}),
@@ -85,6 +87,8 @@ FUNCTIONS = [
     ("fa2", 1, 1, 77, 90, 72, ADDS | {"softcap": 2.0}),
     ("fa1", 2, 1, 77, 140, 64, TURNS | {"causal": True}),
     ("fa1", 2, 1, 150, 130, 128, ADDS),  # as many rows as are read
+    ("fa2", 2, 1, 77, 150, 64, BENDS | {"causal": True}),
+    ("fa1", 1, 1, 77, 70, 64, BENDS),
 ]
 
 
