@@ -781,6 +781,7 @@ def runs():
         test_kv_splits.test_small_calls,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
         test_precision.test_results_and_counts,
+        test_precision.test_results_and_counts_on_hoppers_unit,
         test_precision.test_gradients_and_counts,
         test_precision.test_a_heads_largest_element_is_found_in_all_its_rows,
         test_precision.test_heads_have_powers_of_their_own_and_padding_none,

@@ -114,7 +114,7 @@ BACKWARD = {
     "two warps, dropout": ((1, 1, 1, 33, 40, 80), Tiles(32, 32), {"dropout_p": 0.6, "seed": 5}),
     "unaligned": ((1, 2, 2, 21, 35, 6), Tiles(16, 16), {"layout": "odd"}),
     # Two warps down the rows of dQ
-    "lengths": ((2, 2, 1, 20, 40, 8), Tiles(32, 32), {"q_lens": [20, 7], "kv_lens": [9, 40]}),
+    "lengths": ((2, 2, 1, 20, 40, 8), Tiles(32, 32, 64), {"q_lens": [20, 7], "kv_lens": [9, 40]}),
     "packed": (
         (1, 2, 1, 40, 50, 8), Tiles(16, 16),
         {"cu_seqlens_q": [0, 33, 40], "cu_seqlens_k": [0, 9, 50]},

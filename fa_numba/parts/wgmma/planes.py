@@ -62,16 +62,12 @@ def make_product_of_planes(spec, count):
 @part
 def make_split_p(spec):
     """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``."""
-    WORDS, features = spec.p_registers // spec.planes, spec.features
-    drops, scaled = features.dropout, features.scaled
+    WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), P_SCALE
 
     def split_p(rP, rS):
         for n in range(WORDS):
             low, high = rS[2 * n], rS[2 * n + 1]
-            if drops:
-                low = float32(0.0) if low < float32(0.0) else low
-                high = float32(0.0) if high < float32(0.0) else high
             if scaled:
                 low, high = P * low, P * high
             split(rP, n, WORDS, low, high)
@@ -81,7 +77,7 @@ def make_split_p(spec):
 
 @part
 def make_scale_output(spec):
-    """``scale_output(rO, head)``: O, summed of scaled planes and of what dropout has kept."""
+    """``scale_output(rO, head)``: O, summed of scaled planes."""
     RO, units = spec.TM * spec.DN * 4, make_units(spec)
 
     def scale_output(rO, head):
