@@ -10,6 +10,7 @@ import fa_numba
 from fa_numba import Tiles, emulator
 from fa_numba.choices.tiles import hopper_fa1_tiles
 from fa_numba.host import planning
+from fa_numba.problem import Problem
 from fa_numba.tiling import select_wgmma_fa1_spec
 
 UNIT = {"unit": "wgmma"}
@@ -82,10 +83,11 @@ def test_o_passes_through_memory_in_every_pass():
 
 
 def test_tiles():
-    for d in (40, 64, 96, 128, 192, 256):
+    for d, d_v in ((40, 40), (64, 64), (96, 64), (128, 128), (192, 128), (192, 192), (256, 128)):
         for features in (fa_numba.options.PLAIN, fa_numba.options.Features(window=True)):
-            tiles = hopper_fa1_tiles(d, features).value
-            spec = select_wgmma_fa1_spec(tiles, d, 227 << 10, features=features)
+            problem = Problem(1, 1, 1, 8, 8, d, head_dim_v=d_v)
+            tiles, own = hopper_fa1_tiles(problem, features).value, {"head_dim_v": d_v % d}
+            spec = select_wgmma_fa1_spec(tiles, d, 227 << 10, features=features, **own)
             assert spec.Br % 64 == 0 and spec.threads == 128 * (1 + spec.consumers)
             launched = 65536 // spec.threads // 8 * 8
             few, many = spec.registers
