@@ -254,6 +254,12 @@ BACKWARD_CASES["mods"] = (
 OF_HEADS = {"score_mod": lambda s, b, h, i, j: s * _far[h, 3] + (j * _far[b, 1] if i > 4 else 0)}
 BACKWARD_CASES["mods"] += (
     Case((2, 2, 1, 13, 19, 4), Tiles(8, 16), OF_HEADS),
+    # That all lanes of a warp read at once, or some of them
+    Case(
+        (1, 2, 1, 13, 40, 4),
+        Tiles(8, 16),
+        {"score_mod": lambda s, b, h, i, j: s + _far[h, (i // 8 + j // 16) // 2]},
+    ),
     Case(
         (1, 2, 1, 9, 12, 4),
         Tiles(8, 16),

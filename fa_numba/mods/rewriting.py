@@ -75,7 +75,7 @@ class Term(NamedTuple):
     """A value: "int", "float" or "bool", the name or literal that stands for it, and that of its
     slope; None where the score is no part of it. Of an integer ``of`` says whether it depends on i,
     on j, on neither or, "?", maybe on both; ``real`` is what gives it as a float, where that is
-    less than a conversion.
+    less than a conversion; ``apart``: it is another one in the next row, and in the next column.
     """
 
     kind: str
@@ -83,6 +83,7 @@ class Term(NamedTuple):
     slope: str | None = None
     of: str = "?"
     real: str = ""
+    apart: bool = False
 
 
 class Written(NamedTuple):
@@ -99,15 +100,19 @@ class Gradient(NamedTuple):
     """The gradients of the float32 arrays that a function reads, as texts.
 
     ``each`` takes what the function's text does, but the score and the gradient of the result, a
-    pair, first, and ``sums`` last. It adds what that is for each element that is read to
-    ``d<field>``, the array's gradient; or, for elements that i and j have no part in, of which
-    there are ``shared``, to ``sums``. ``rest``, of b, h, ``options`` and ``sums``, adds these.
-    ``of_score``: the score has a part in it.
+    pair, first, and sums and places of elements last, ``kept``. It adds what that is for each
+    element that is read to ``d<field>``, the array's gradient. For elements that i and j have no
+    part in, of which there are ``shared``, it goes to sums; ``rest``, of b, h, ``options`` and
+    ``kept``, adds these. For those that neighbours may share, ``merged`` of them, it goes to the
+    sums behind, as long as the element stays the one whose row and column are among the places;
+    ``flush``, of ``options`` and ``kept``, adds what is left. ``of_score``: the score has a part.
     """
 
     each: str
     rest: str
+    flush: str
     shared: int
+    merged: int
     of_score: bool
 
     @property
@@ -147,13 +152,14 @@ def gradient_of(option: str, source: Source, kinds: dict[str, str]) -> Gradient 
 
 class _Place(NamedTuple):
     """Where a function reads an element: the gradient's matrix, and names of a row and a column;
-    ``shared`` where i and j have no part in them.
+    ``shared`` where i and j have no part in them, ``apart`` where no neighbours share one.
     """
 
     matrix: str
     row: str
     column: str
     shared: bool
+    apart: bool
 
     @property
     def starts(self) -> list[str]:
@@ -165,6 +171,28 @@ class _Place(NamedTuple):
         """Adds what ``text`` says, unless that is 0, as where the element is not read."""
         where = f"{self.matrix}, {self.row}, {self.column}"
         return [f"if {text} != float32(0.0):", f"    add_global({where}, {text})"]
+
+    @property
+    def merges(self) -> bool:
+        """Whether neighbours may share it; of an array of one axis or two."""
+        return not (self.shared or self.apart) and "[" not in self.matrix
+
+    def merging(self, text: str, sums: str, n: int) -> list[str]:
+        """Adds what ``text`` says to ``sums``, of place number ``n``, or to those of a new one."""
+        here = f"at[{2 * n}]", f"at[{2 * n + 1}]"
+        moved = f"{self.row} != {here[0]} or {self.column} != {here[1]}"
+        ended = self._replace(row=here[0], column=here[1]).adding(sums)
+        starts = f"{here[0]} = {self.row}", f"{here[1]} = {self.column}"
+        new = (*ended, *starts, f"{sums} = float32(0.0)")
+        inner = [f"if {moved}:", *(f"    {line}" for line in new), f"{sums} += {text}"]
+        return [f"if {text} != float32(0.0):", *(f"    {line}" for line in inner)]
+
+    def ending(self, sums: str, n: int) -> list[str]:
+        """Adds these sums."""
+        return self._replace(row=f"at[{2 * n}]", column=f"at[{2 * n + 1}]").adding(sums)
+
+
+_UNPACKED = "sums, at = kept"
 
 
 class _Writer:
@@ -214,29 +242,37 @@ class _Writer:
 
     def gradient(self) -> Gradient | None:
         self.result("")
-        each: list[str] = []
-        adds: list[str] = []
-        rest: list[str] = []
-        shared = 0
+        found = []
         for number in range(self.places):
             self.lines = []
             slope, place = self.result(number).slope, self.place
-            if slope is None or place is None:
-                continue
-            each += [*place.starts, *self.lines]
-            if place.shared:
-                adds.append(f"sums[{shared}] += ds * {slope}")
-                rest += [*place.starts, *self.lines, *place.adding(f"sums[{shared}]")]
-                shared += 1
-            else:
-                found = f"g{number}"
-                adds += [f"{found} = ds * {slope}", *place.adding(found)]
-        if not adds:
+            if slope is not None and place is not None:
+                found.append((slope, place, [*place.starts, *self.lines]))
+        if not found:
             return None
-        taken = ", ".join(("given", *PARAMETERS[self.option][1:], "origin", "options", "sums"))
+        each, rest, flush = ([_UNPACKED] for _ in range(3))
+        adds: list[str] = []
+        shared, merged, sums = sum(place.shared for _, place, _ in found), 0, 0
+        for number, (slope, place, lines) in enumerate(found):
+            each += lines
+            by = f"g{number}"
+            if place.shared:
+                adds.append(f"sums[{sums}] += ds * {slope}")
+                rest += [*lines, *place.adding(f"sums[{sums}]")]
+                sums += 1
+                continue
+            adds.append(f"{by} = ds * {slope}")
+            if place.merges:
+                adds += place.merging(by, f"sums[{shared + merged}]", merged)
+                flush += place.ending(f"sums[{shared + merged}]", merged)
+                merged += 1
+            else:
+                adds += place.adding(by)
+        taken = ", ".join(("given", *PARAMETERS[self.option][1:], "origin", "options", "kept"))
         of_each, read = _needed(f"def mod({taken}):", ["score, ds = given", *each, *adds])
-        of_rest, _ = _needed("def mod(b, h, options, sums):", rest, flat=True)
-        return Gradient(of_each, of_rest, shared, "score" in read)
+        of_rest, _ = _needed("def mod(b, h, options, kept):", rest, flat=True)
+        of_flush, _ = _needed("def mod(options, kept):", flush)
+        return Gradient(of_each, of_rest, of_flush, shared, merged, "score" in read)
 
     # --- statements --------------------------------------------------------------------------
 
@@ -391,12 +427,12 @@ class _Writer:
         if len(indices) != int(axes):
             has = f"which has {axes} ax{'i' if axes == '1' else 'e'}s"
             raise _Refused(f"{ast.unparse(node)} of {owner.id}, {has}", node)
-        places, near = [], True
+        places, near, apart = [], True, False
         for index in indices:
             term = self.visit(index)
             if term.kind != "int":
                 raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
-            near = near and term.of == ""
+            near, apart = near and term.of == "", apart or term.apart
             places.append(f"uint32({term.text})")
         self.inside = self.inside or not near
         element = self.put(f"{self.captured[owner.id]}[{', '.join(places)}]")
@@ -405,11 +441,11 @@ class _Writer:
         slope = None
         if kind == "float32":
             if self.places == self.by:
-                slope, self.place = ONE, self.placed(owner.id, places, near)
+                slope, self.place = ONE, self.placed(owner.id, places, near, apart)
             self.places += 1
         return Term(kind.removesuffix("32"), element, slope)
 
-    def placed(self, name: str, places: list[str], near: bool) -> _Place:
+    def placed(self, name: str, places: list[str], near: bool, apart: bool) -> _Place:
         """The place of an element, under names that have a value where it is not read too."""
         names = []
         for text in places:
@@ -418,7 +454,8 @@ class _Writer:
             self.lines.append(f"{names[-1]} = {text}")
         array = self.captured[name].replace(".", ".d")
         *outer, row, column = ["uint32(0)", *names][-max(2, len(names)) :]
-        return _Place(array + (f"[{', '.join(outer)}]" if outer else ""), row, column, near)
+        matrix = array + (f"[{', '.join(outer)}]" if outer else "")
+        return _Place(matrix, row, column, near, apart)
 
     def length(self, name: str, axis: int) -> Term:
         return Term("int", self.put(f"int32({self.captured[name]}.shape[{axis}])"))
@@ -463,7 +500,11 @@ class _Writer:
                 # Of a thread's rows and columns, counted from the origin, the ones are constants.
                 near = (f"float32(int32({side} - origin))" for side in (left, right))
                 real = " - ".join(near)
-            return Term("int", value, None, of, real)
+            apart = symbol in "+-" and (
+                {a.of, b.of} == {"i", "j"}
+                or any(x.apart and y.of == "" for x, y in ((a, b), (b, a)))
+            )
+            return Term("int", value, None, of, real, apart)
         left, right = self.real(a), self.real(b)
         if symbol in ("//", "%"):
             self.inside = True
@@ -679,8 +720,11 @@ def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
             if not (node.body or node.orelse):
                 continue
             node.body, found = node.body or [ast.Pass()], [node.test]
-        elif isinstance(node, ast.Pass) or (
-            isinstance(node, ast.Assign) and not _names(node) & read
+        elif (
+            isinstance(node, ast.Pass)
+            or isinstance(node, ast.Assign)
+            and (own := _names(node))
+            and not own & read
         ):
             continue
         read |= {name for each in found for name in _names(each, ast.Load)}

@@ -181,17 +181,17 @@ def make_add_captured(spec):
     if they are asked for: dS by each element that was read, added to its own, atomically. What
     ``slopes`` has left in rG they are made of too.
     """
-    gradient, SHARED = _gradient(spec.features), shared_sums(spec)
+    gradient, (SUMS, PLACES) = _gradient(spec.features), kept_sums(spec)
     captured = gradient is not None
     each = _make_each(spec, 0, _make_captured(spec), _chunk(gradient and gradient.each))
-    start_shared, add_shared = make_start_shared(spec), make_add_shared(spec)
+    start_sums, add_sums = make_start_sums(spec), make_add_sums(spec)
 
     def add_captured(rdS, rG, tile):
         if captured:
-            rA = cuda.local.array(SHARED, float32)
-            start_shared(rA)
-            each(rG, rdS, rA, tile)
-            add_shared(rA, tile.head)
+            kept = cuda.local.array(SUMS, float32), cuda.local.array(PLACES, uint32)
+            start_sums(kept)
+            each(rG, rdS, kept, tile)
+            add_sums(kept, tile.head)
 
     return add_captured
 
@@ -201,69 +201,111 @@ def _make_captured(spec):
     keeps, AT = spec.features.keeps_scores, spec.TM * spec.TN if spec.features.slopes else 0
     add = _make_add_of_one(spec)
 
-    def captured(rG, rdS, e, rA, place, head):
+    def captured(rG, rdS, e, kept, place, head):
         s = rG[AT + e] if keeps else float32(0.0)
-        add(rA, s, rdS[e], place, head)
+        add(kept, s, rdS[e], place, head)
 
     return captured
 
 
 @part
 def _make_add_of_one(spec):
-    """``add_of_one(rA, s, ds, place, head)``: of the score s and its dS, to the gradients; to rA
-    for those of elements that i and j have no part in.
+    """``add_of_one(kept, s, ds, place, head)``: of the score s and its dS, to the gradients, or to
+    sums that are ``kept`` for later.
     """
     gradient = _gradient(spec.features)
     each = _texted(gradient and gradient.each)
 
-    def add_of_one(rA, s, ds, place, head):
+    def add_of_one(kept, s, ds, place, head):
         row, col, origin = place
         inside = uint32(row) < head.Nq and uint32(col) < head.Nk
         if inside and ds != float32(0.0):
             b, h = int32(head.b), int32(head.h)
-            each((s, ds), b, h, row, col, origin, head.options, rA)
+            each((s, ds), b, h, row, col, origin, head.options, kept)
 
     return add_of_one
 
 
-def shared_sums(spec):
-    """Registers of sums for elements that i and j have no part in; 1 where there are none, since an
+def kept_sums(spec):
+    """Registers of sums that are added later, and of their places, two each; at least 1, since an
     array of registers has one.
     """
     gradient = _gradient(spec.features)
-    return max(1, gradient.shared if gradient is not None else 0)
+    shared, merged = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
+    return max(1, shared + merged), max(1, 2 * merged)
 
 
 @part
-def make_start_shared(spec):
-    """``start_shared(rA)``: these sums are 0."""
-    SHARED = shared_sums(spec)
+def make_start_sums(spec):
+    """``start_sums(kept)``: sums are 0, of the first row and column."""
+    SUMS, PLACES = kept_sums(spec)
 
-    def start_shared(rA):
-        for n in range(SHARED):
-            rA[n] = float32(0.0)
+    def start_sums(kept):
+        sums, places = kept
+        for n in range(SUMS):
+            sums[n] = float32(0.0)
+        for n in range(PLACES):
+            places[n] = uint32(0)
 
-    return start_shared
+    return start_sums
 
 
 @part
-def make_add_shared(spec):
-    """``add_shared(rA, head)``: the sums of a warp's lanes, to the gradients of their elements."""
-    gradient, SHARED = _gradient(spec.features), shared_sums(spec)
-    some = gradient is not None and gradient.shared > 0
-    rest = _texted(gradient and gradient.rest)
+def make_add_sums(spec):
+    """``add_sums(kept, head)``: sums of elements that i and j have no part in, over a warp's lanes,
+    and those that are left of others, to the gradients.
+    """
+    gradient = _gradient(spec.features)
+    SHARED, MERGED = (gradient.shared, gradient.merged) if gradient is not None else (0, 0)
+    rest, flush = (_texted(text) for text in _later(gradient))
+    shares, merges, join = SHARED > 0, MERGED > 0, _make_join_lanes(spec)
 
-    def add_shared(rA, head):
-        if some:
+    def add_sums(kept, head):
+        sums, _ = kept
+        if shares:
             for n in range(SHARED):
                 lane = 16
                 while lane > 0:
-                    rA[n] += cuda.shfl_xor_sync(FULL_WARP, rA[n], lane)
+                    sums[n] += cuda.shfl_xor_sync(FULL_WARP, sums[n], lane)
                     lane //= 2
             if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
-                rest(int32(head.b), int32(head.h), head.options, rA)
+                rest(int32(head.b), int32(head.h), head.options, kept)
+        if merges:
+            for n in range(MERGED):
+                join(kept, n)
+            flush(head.options, kept)
 
-    return add_shared
+    return add_sums
+
+
+@part
+def _make_join_lanes(spec):
+    """``join_lanes(kept, n)``: where a warp's lanes are at one place the first one has the sum."""
+    gradient = _gradient(spec.features)
+    SHARED = gradient.shared if gradient is not None else 0
+
+    def join_lanes(kept, n):
+        sums, places = kept
+        row, col = int32(places[2 * n]), int32(places[2 * n + 1])
+        total, differs = sums[SHARED + n], int32(0)
+        lane = 16
+        while lane > 0:
+            other_row = cuda.shfl_xor_sync(FULL_WARP, row, lane)
+            other_col = cuda.shfl_xor_sync(FULL_WARP, col, lane)
+            if row != other_row or col != other_col:
+                differs = int32(1)
+            differs = int32(differs | cuda.shfl_xor_sync(FULL_WARP, differs, lane))
+            total += cuda.shfl_xor_sync(FULL_WARP, total, lane)
+            lane //= 2
+        if differs == int32(0):
+            first = uint32(cuda.threadIdx.x) % uint32(32) == uint32(0)
+            sums[SHARED + n] = total if first else float32(0.0)
+
+    return join_lanes
+
+
+def _later(gradient):
+    return (None, None) if gradient is None else (gradient.rest, gradient.flush)
 
 
 def _gradient(features):

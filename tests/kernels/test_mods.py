@@ -362,6 +362,7 @@ GRADIENTS = {
     "an index at a time": lambda s, b, h, i, j: s + weights[b][steps[i] % 3][h] * flags[j],
     "min, max and a quotient": lambda s, b, h, i, j: max(s, table[h, i]) / (2 + table[h, j] ** 2),
     "one for a head under a condition": lambda s, b, h, i, j: s if i < 7 else s + i * table[h, 1],
+    "buckets of distances": lambda s, b, h, i, j: s + table[h, min(abs(i - j), 5)] * flags[i],
 }
 
 
@@ -378,14 +379,17 @@ def read_from(function, derivative=None):
         matrix[row, col] += value
 
     options = SimpleNamespace(**taken, **rows)
-    each, rest = {**known, "add_global": add_global}, {**known, "add_global": add_global}
+    each, rest, flush = ({**known, "add_global": add_global} for _ in range(3))
     exec(mod.gradient.each, each)
     exec(mod.gradient.rest, rest)
+    exec(mod.gradient.flush, flush)
 
     def add(score, b, h, i, j, ds):
-        sums = [0.0] * max(1, mod.gradient.shared)
-        each["mod"]((score, ds), b, h, i, j, 3, options, sums)
-        rest["mod"](b, h, options, sums)
+        sums = [0.0] * (mod.gradient.shared + mod.gradient.merged)
+        kept = sums, [0] * 2 * mod.gradient.merged
+        each["mod"]((score, ds), b, h, i, j, 3, options, kept)
+        rest["mod"](b, h, options, kept)
+        flush["mod"](options, kept)
 
     named = dict(zip(mod.fields, names, strict=True))
     return add, {named[mod.differentiated[n]]: x for n, x in found.items()}
@@ -420,6 +424,10 @@ def test_which_gradients_need_the_score_and_which_are_summed_first():
     assert {n: x.shared for n, x in found.items() if x.shared} == {
         "read twice": 1, "one for a head": 2, "behind a condition": 1,
         "one for a head under a condition": 1,
+    }  # fmt: skip
+    assert {n for n, x in found.items() if x.merged == 0} == {
+        "relative positions", "one for a head", "behind a condition", "an index at a time",
+        "one for a head under a condition",
     }  # fmt: skip
     unread = mods.captured("score_mod", lambda s, b, h, i, j: s if table[h, i] > 0 else -s).mod
     assert unread.gradient is None and list(unread.differentiated) == ["dscore_mod_0"]

@@ -33,12 +33,12 @@ from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import make_key_rows, make_query_rows
 from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.mods import (
-    make_add_shared,
+    kept_sums,
+    make_add_sums,
     make_p_and_ds,
     make_p_and_slope,
     make_pairs,
-    make_start_shared,
-    shared_sums,
+    make_start_sums,
     sloped,
 )
 from fa_numba.parts.namespace import part
@@ -417,16 +417,20 @@ def _make_ds_of_modified(spec):
             kept = (rB[row // 16] >> uint32(row % 16 + 16 * (e // TM))) & uint32(1) != uint32(0)
         return sL[place], sL[uint32(place + Br)], kept
 
-    p_and_ds, SHARED = make_p_and_ds(spec, values_of, make_ds_of_kept(spec)), shared_sums(spec)
-    start_shared, add_shared = make_start_shared(spec), make_add_shared(spec)
+    p_and_ds, (SUMS, PLACES) = (
+        make_p_and_ds(spec, values_of, make_ds_of_kept(spec)),
+        kept_sums(spec),
+    )
+    start_sums, add_sums = make_start_sums(spec), make_add_sums(spec)
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
-        rA, rB = cuda.local.array(SHARED, float32), cuda.local.array(WORDS, uint32)
-        start_shared(rA)
+        sums = cuda.local.array(SUMS, float32), cuda.local.array(PLACES, uint32)
+        rB = cuda.local.array(WORDS, uint32)
+        start_sums(sums)
         if dropout:
             read_drawn(rB, uint32(at // uint32(2 * Br)))
-        p_and_ds(rdP, rS, (rA, sL, uint32(at + 4 * tile.thread.ty), rB), tile)
-        add_shared(rA, tile.head)
+        p_and_ds(rdP, rS, (sums, sL, uint32(at + 4 * tile.thread.ty), rB), tile)
+        add_sums(sums, tile.head)
         for e in range(0, COUNT, 2):
             rdS[e // 2] = pack(rdP[e], rdP[e + 1])
             if late:
