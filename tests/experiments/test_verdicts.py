@@ -512,9 +512,17 @@ def test_what_the_page_says_of_trials_on_an_h100():
         return f"{min(values):.2f} to {max(values):.2f}"
 
     readme = " ".join((FIGURES.parent / "fa_numba" / "README.md").read_text().split())
-    plain = {"pass": "bwd", "note": "plain"}
-    cudnn = ratio("dropout 0.1", "fa2-wgmma", "torch-cudnn", **plain).values()
-    assert f"backward pass had {span(cudnn)} of the speed of cuDNN's" in readme
+    late = [r for r in trials if r["trial"] == "late dQ" and r["d"] in ("64", "128")]
+    cudnn = {(r["d"], r["N"], r["causal"]): r["ms"] for r in late if r["series"] == "torch-cudnn"}
+    of_cudnn = {}
+    for r in (r for r in late if r["series"] == "fa2-wgmma"):
+        over = float(cudnn[r["d"], r["N"], r["causal"]]) / float(r["ms"])
+        of_cudnn.setdefault((r["d"], r["note"]), []).append(over)
+    kept = [of_cudnn["64", "dQ late, in fragments"], of_cudnn["128", "dQ late, boxes by warps"]]
+    before = of_cudnn["64", "as it is"] + of_cudnn["128", "as it is"]
+    assert [len(x) for x in (*kept, before)] == [12, 12, 24]
+    assert f"has {span(kept[0])} of the speed of cuDNN's at d=64 and {span(kept[1])} at" in readme
+    assert f"it is the kernel before, at {span(before)}" in readme
     whole = {"N": "4096", "causal": "false"}
     for trial, pass_, unit, *said in (
         ("precision", "fwd", "", "3.0 and 2.1", "1.9 and 1.4"),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import fa_numba
+from experiments.lab.measure.series import PLANES
 from fa_numba import Tiles, bounds
 from fa_numba import device as devices
 from fa_numba.bounds import cache, occupancy
@@ -25,17 +26,22 @@ RECORDED = ("loop_order", "io_vs_seqlen", "speed", "speed_fp16", "speed_backward
 
 
 def recorded(source, metric):
-    """(row, its plan on the recorded GPU) for all rows of our kernels that have a value."""
+    """(row, its plan on the recorded GPU, that GPU) for all rows of our kernels that have a value,
+    but those by planes.
+    """
     for name in RECORDED:
-        with open(DATA / name / "nvidia-h200.csv") as file:
+        (path,) = (DATA / name).glob("nvidia-*.csv")
+        gpu = bounds.DEVICES[path.stem.split("-")[1].upper()]
+        with open(path) as file:
             rows = list(csv.DictReader(file))
         for row in rows:
             wanted = (row["source"], row["metric"]) == (source, metric) and row["value"]
-            if wanted and row["pass"] != "fwd+bwd" and row["series"][:2] in ("fa", "st"):
-                yield row, planned(row)
+            ours = row["series"][:2] in ("fa", "st") and row["series"] not in PLANES
+            if wanted and row["pass"] != "fwd+bwd" and ours:
+                yield row, planned(row, gpu), gpu
 
 
-def planned(row):
+def planned(row, gpu):
     q, k = (
         tuple(int(row[n]) for n in ("batch", f"heads_{x}", f"seqlen_{x}", "head_dim")) for x in "qk"
     )
@@ -43,7 +49,7 @@ def planned(row):
     splits = re.match(r"query_splits=(\d+)", row["note"])
     if splits:
         own["query_splits"] = int(splits[1])
-    with H200.planning():
+    with gpu.planning():
         return fa_numba.plan(
             q,
             k,
@@ -379,12 +385,12 @@ def test_the_rule_for_l2_is_what_the_counters_read():
     half of L2 between what it predicts with and without.
     """
     seen = set()
-    for row, plan in recorded("dram", "traffic"):
-        found = bounds.expected(plan, H200).dram
-        filled = found.again / (cache.KEPT * H200.l2_bytes)
+    for row, plan, gpu in recorded("dram", "traffic"):
+        found = bounds.expected(plan, gpu).dram
+        filled = found.again / (cache.KEPT * gpu.l2_bytes)
         close = 0.85 < filled < 1.3
         far = 1.3 if "wgmma" in row["series"] else 1.2
-        least = bounds.expected(plan, replace(H200, l2_bytes=1 << 40)).dram.bytes
+        least = bounds.expected(plan, replace(gpu, l2_bytes=1 << 40)).dram.bytes
         most = plan.accesses.bytes if close else far * found.bytes
         assert (least if close else found.bytes) / far <= float(row["value"]) <= most, row
         seen.add((plan.algorithm, found.served, close))
@@ -393,8 +399,8 @@ def test_the_rule_for_l2_is_what_the_counters_read():
 
 def test_no_recorded_call_took_less():
     compared = 0
-    for row, plan in recorded("measured", "time"):
-        found = bounds.expected(plan, H200)
+    for row, plan, gpu in recorded("measured", "time"):
+        found = bounds.expected(plan, gpu)
         assert 1e3 * found.floor <= float(row["value"]), (row, found.bound)
         compared += 1
     assert compared > 100
