@@ -60,6 +60,7 @@ def inputs(shape, **options):
 OF_FA1, OF_FA2 = ("query_splits", "keys"), ("kv_splits", "stages")
 
 
+@pytest.mark.in_turn("precision")
 @pytest.mark.parametrize("precision", SPLIT)
 @pytest.mark.parametrize(
     "algorithm, name",
@@ -93,6 +94,7 @@ HOPPERS = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn("precision")
 @pytest.mark.parametrize("precision", SPLIT)
 @pytest.mark.parametrize("name", HOPPERS)
 def test_results_and_counts_on_hoppers_unit(device, name, precision):

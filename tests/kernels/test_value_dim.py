@@ -45,8 +45,9 @@ def test_float32_against_float64(algorithm, d, d_v, causal):
 BACKWARD = ["standard", "fa1", "fa2", "fa2-deterministic"]
 
 
+@pytest.mark.in_turn("causal")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("d", "d_v"), [*PAIRS, (16, 136)])
+@pytest.mark.parametrize("d, d_v", [*PAIRS, (16, 136)])
 @pytest.mark.parametrize("way", BACKWARD)
 def test_gradients_in_float32(way, d, d_v, causal):
     arrays = random_gradients(1, 4, 2, 19, 37, d, d_v)
@@ -76,8 +77,9 @@ def test_gradients_of_query_splits(dtype):
 HALVES = [(64, 32), (16, 80), (20, 7), (192, 128)]
 
 
+@pytest.mark.in_turn("causal")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("d", "d_v"), [*HALVES, (64, 128)])
+@pytest.mark.parametrize("d, d_v", [*HALVES, (64, 128)])
 @pytest.mark.parametrize("way", ["standard", "fa1", "fa2"])
 def test_gradients_in_16_bits(way, d, d_v, causal):
     arrays = half_gradients("float16", 1, 4, 2, 35, 37, d, d_v)

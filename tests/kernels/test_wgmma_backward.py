@@ -92,7 +92,10 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("way, Hq, Hk, Nq, Nk, d, options", FUNCTIONS)
+@pytest.mark.parametrize(
+    "way, Hq, Hk, Nq, Nk, d, options",
+    [pytest.param(*x, marks=pytest.mark.slow) if x[5] == 128 else x for x in FUNCTIONS],
+)
 def test_slopes_of_a_function_on_the_scores(way, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients("float16", 1, Hq, Hk, Nq, Nk, d)
     check_gradients("emulator", way, *inputs, **UNIT, **options)
