@@ -535,6 +535,15 @@ def test_what_the_page_says_of_trials_on_an_h100():
             assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == words
             assert words in readme
 
+    with open(FIGURES.parent / "tests" / "data" / "h100_errors.csv") as file:
+        errors = [r for r in csv.DictReader(file) if r["trial"] == "precision of L by ieee"]
+    dv = {(r["case"], r["series"]): float(r["error"]) for r in errors if r["case"].endswith("dV")}
+    planes = {case: error for (case, series), error in dv.items() if series == "bwd-fp16x3"}
+    over = [x / dv[case, "bwd-ieee"] for case, x in planes.items() if case.startswith("outliers")]
+    assert f"dV errs {min(over):.0f} to {max(over):.0f} times as much with outliers" in readme
+    worst = max(error for case, error in planes.items() if case.startswith("logits"))
+    assert f"and by {worst:.0e} where".replace("e-03", "e-3") in readme
+
     functions, columns, on_hopper, blocks = {}, {}, {}, {}
     for r in trials:
         if r["trial"] == "functions kept":
