@@ -18,7 +18,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import calls, peers, precompile
 from .lab.measure.check import ROUNDING, to_host
-from .lab.measure.series import LABELS, PLANES, row_fields
+from .lab.measure.series import LABELS, PLANES, precision, row_fields
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
@@ -474,7 +474,7 @@ def precisions(rows: Sequence[Row]) -> Table | None:
             lines[-1] += [tables.number(over, s, ".2f") for s in PLANES[:2]]
     if not lines:
         return None
-    names = [s.split("-")[2] for s in PLANES]
+    names = [precision(s) for s in PLANES]
     header = ["inputs", "d", "N", "FA-2, ieee", *names, "torch efficient"]
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (

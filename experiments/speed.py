@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .lab.measure import peers, speeds
-from .lab.measure.series import LABELS, PLANES, SPLITS
+from .lab.measure.series import LABELS, PLANES, SPLITS, precision
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures, tables
@@ -99,7 +99,7 @@ def precisions(rows: Sequence[Row]) -> Table | None:
         lines.append([speeds.PASSES[at[0]], str(at[1]), tables.yes_no(at[2]), *cells])
     if not lines:
         return None
-    names = ("ieee", *(series.split("-")[2] for series in PLANES))
+    names = ("ieee", *(precision(series) for series in PLANES))
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (name, f"{name} / torch efficient")]
     caption = (
