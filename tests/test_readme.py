@@ -39,7 +39,7 @@ ROWS = {
     "fa2-mma-fa1-tiles": "FA-2, Q outer, one block a row tile",
 }
 COLUMNS = (("measured", "time"), ("model", "traffic"), ("l2", "traffic"), ("dram", "traffic"))
-SPEEDS = ROOT / "figures" / "data" / "speed_fp16" / "nvidia-h200.csv"
+SPEEDS = ROOT / "figures" / "data" / "speed_fp16" / "nvidia-h100-80gb-hbm3.csv"
 KERNELS = {
     "standard-mma": "standard attention | mma.sync",
     "fa1-mma": "FA-1, its paper's grid | mma.sync",

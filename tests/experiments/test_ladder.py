@@ -222,14 +222,15 @@ def test_the_table_has_shares_of_what_was_measured_beside():
 
 
 def test_what_the_page_says_of_tiles_ahead_on_hopper():
-    """With one consumer warpgroup they gain nothing, and cost a third at d=128."""
-    rows = [r for r in Store(FIGURES).read("ladder", report.MACHINE) if r.series in HOPPER]
+    """With one consumer warpgroup they gain nothing, and cost a quarter at d=128."""
+    store = Store(FIGURES)
+    rows = [r for r in store.read("ladder", report.gpu(store, "ladder")) if r.series in HOPPER]
     gained = {64: [], 128: []}
     for problem, mine in variants.problems_of(rows).items():
         if problem.seqlen_q == ladder.SEQLEN:
             gained[problem.head_dim].append(ladder.gains(mine)["fa2-wgmma-one"])
     assert all(0.9 < gain < 1.1 for gain in gained[64]) and len(gained[64]) == 2
-    assert all(0.6 < gain < 0.72 for gain in gained[128]) and len(gained[128]) == 2
+    assert all(0.7 < gain < 0.8 for gain in gained[128]) and len(gained[128]) == 2
 
 
 def test_the_figure_has_bars_of_hopper_where_they_were_measured():

@@ -330,9 +330,10 @@ def test_conflicts_and_wavefronts_of_the_recorded_ladder(name):
         one, two = (numbers[metric] for numbers in per_block)
         return blocks * (one + (Tc - 1) * (two - one))
 
+    store = Store(FIGURES)
     recorded = {
         row.metric: row.number
-        for row in Store(FIGURES).read("ladder", "nvidia-h200")
+        for row in store.read("ladder", report.gpu(store, "ladder"))
         if (row.series, row.head_dim, row.source) == (name, 64, "measured")
     }
     noise = 1e-3 * recorded["wavefronts"]

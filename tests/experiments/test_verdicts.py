@@ -49,6 +49,13 @@ def row(series="fa2-simt", value=2.0, **fields):
     return Row(series=series, value=value, **{**common, **fields})
 
 
+@pytest.mark.parametrize("question", QUESTIONS, ids=IDS)
+def test_the_words_name_the_gpus_that_the_rows_are_of(question):
+    said = set(re.findall(r"H[12]00", question.here))
+    of = {report.gpu(Store(FIGURES), name) for name in question.experiments}
+    assert not said or said == {re.search("h[12]00", machine)[0].upper() for machine in of}
+
+
 # --- the rule -------------------------------------------------------------------------------------
 
 
@@ -461,7 +468,7 @@ def test_what_dram_moves_is_said_with_the_rows_numbers():
 
 def test_what_the_page_says_of_query_splits_backward():
     """They never cost FA-1 time, and gain it less with a causal mask than without."""
-    rows = [r for r in Store(FIGURES).read("speed_fp16", report.MACHINE) if r.metric == "speed"]
+    rows = [r for r in recorded("speed_fp16") if r.metric == "speed"]
     speed = {
         (r.series, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows if r.pass_ == "bwd"
     }
@@ -650,9 +657,10 @@ def test_what_the_page_says_of_shapes():
 
 def test_what_the_page_says_of_hoppers_unit():
     """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, nowhere more than
-    4 % behind; below that 5 % behind cuDNN at most. Backward ahead of FA-2, 15 % behind cuDNN.
+    4 % behind; below that 7 % behind cuDNN at most. Backward ahead of FA-2, and of cuDNN by 10 %
+    at d=64, 6 % behind it at d=128 at most.
     """
-    rows = [r for r in Store(FIGURES).read("speed_fp16", report.MACHINE) if r.metric == "speed"]
+    rows = [r for r in recorded("speed_fp16") if r.metric == "speed"]
     speed = {(r.series, r.pass_, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows}
     own = {key[1:]: value for key, value in speed.items() if key[0] == "fa2-wgmma" and value}
     assert {at[:2] for at in own} >= {("fwd", 64), ("fwd", 128), ("bwd", 64), ("bwd", 128)}
@@ -660,10 +668,11 @@ def test_what_the_page_says_of_hoppers_unit():
     for (pass_, d, causal, N), value in own.items():
         cudnn = value / speed["torch-cudnn", pass_, d, causal, N]
         if pass_ == "bwd":
-            assert value > speed["torch-fa2", pass_, d, causal, N] and cudnn > 0.85
+            assert value > speed["torch-fa2", pass_, d, causal, N]
+            assert cudnn > (1.09 if d == 64 else 0.94)
         elif pass_ == "fwd" and d in (64, 128):
             (near if N >= 2048 else far).append(cudnn)
-    assert min(near) > 0.96 and np.median(near) > 1 and 0.95 < min(far) < np.median(far) < 1
+    assert min(near) > 0.96 and np.median(near) > 1 and 0.93 < min(far) < np.median(far) < 1
     fa3 = lookup(paper="fa3", item="Fig. 5", method="FA-3", metric="speed")
     ratios = [
         own["fwd", int(x["head_dim"]), x["causal"] == "true", int(x["seqlen"])] / float(x["value"])
