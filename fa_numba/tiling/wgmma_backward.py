@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
@@ -101,12 +101,12 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def shuffles_group(self) -> bool:
         """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: in
-        FlashAttention-2, with rows of two boxes or a late dQ, and without options but a causal
+        FlashAttention-2, with a late dQ, or with rows of two boxes and without options but a causal
         mask.
         """
         plain = self.features == Features(causal=self.features.causal)
         wide = self.panels > 1 and not self.wide
-        return plain and self.algorithm == "fa2" and (wide or self.late)
+        return self.late or (plain and self.algorithm == "fa2" and wide)
 
     @property
     def late(self) -> bool:
@@ -405,9 +405,9 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 @dataclass(frozen=True)
 class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
-    """The same for calls without options, but for a causal mask: dQ's product is begun behind the
-    next S, and dQ is added by each warp for itself. Where several blocks share a column tile, which
-    is decided later, the kernel is the other.
+    """The same for calls without options, but for masks (``_is_late``): dQ's product is begun
+    behind the next S, and dQ is added by each warp for itself. Where several blocks share a column
+    tile, which is decided later, the kernel is the other.
     """
 
     @property
@@ -570,10 +570,15 @@ def _is_late(
     head_dim_v: int = 0,
     **others: object,
 ) -> bool:
-    """Whether dQ goes the late way: without options but a causal mask, where a block has one query
-    head's rows, and V's are as long.
+    """Whether dQ goes the late way: without options but a causal mask or a block mask, that of a
+    function too, where a block has one query head's rows, and V's are as long. Functions that read
+    arrays would spill at long rows.
     """
-    plain = features == replace(PLAIN, causal=features.causal)
+    masks: dict[str, Any] = {"causal": features.causal, "sparse": features.sparse}
+    mod = features.mask_mod
+    if features.sparse and mod and (head_dim <= PANEL or not mod.inside):
+        masks["mask_mod"] = mod
+    plain = features == replace(PLAIN, **masks)
     plain = plain and not grouped and not head_dim_v
     return algorithm == "fa2" and plain
 

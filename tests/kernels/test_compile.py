@@ -570,6 +570,24 @@ def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dty
     assert ptx.count(".param .align 64 .b8") == (5 if shares else 7)
 
 
+HIDING_CASES = [
+    ("fwd", 64, Tiles(192, 128)),
+    ("fwd", 128, Tiles(128, 128)),
+    ("bwd", 64, Tiles(128, 128)),
+    ("bwd", 128, Tiles(64, 128)),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(HIDING_CASES[::3], HIDING_CASES))
+def test_a_causal_function_with_its_blocks_spills_nothing_on_hoppers_unit(case):
+    passes, d, tiles = case
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 600, 600, tiles=tiles)
+    plan = plan_of("sm_90a", d, Nq=600, Nk=600, heads=(9, 9), unit="wgmma", passes=passes,
+                   block_mask=mask)  # fmt: skip
+    (kernel,) = (x for x in plan.launched if x.name in ("fa2_forward", "fa2_backward"))
+    hoppers_ptx_within_budgets(kernel)
+
+
 def hoppers_backward(name, d, *options, scale=-1.0, Nq=512, **how):
     """Of a few heads too many for all of one's column tiles at a time."""
     how |= {"unit": "wgmma", "scale": scale, "Nq": Nq, "Nk": Nq}

@@ -167,6 +167,15 @@ def test_a_distance_far_out_is_as_near_the_origin():
     assert known["mod"](np.float32(0), 0, 0, far + 2, far, far - 4, options) == -2 * (2 + width)
 
 
+def test_comparing_row_and_column_is_of_what_lies_between():
+    mod, _ = mods.captured("mask_mod", lambda b, h, i, j: 0 <= i and j <= i < 2 * j)
+    known = {"int32": lambda x: (int(x) + 2**31) % 2**32 - 2**31}
+    exec(mod.value, known)
+    assert "int32(j - origin) <= int32(i - origin)" in mod.value
+    for i, j in ((5, 3), (3, 5), (4, 4), (5, 2)):
+        assert known["mod"](0, 0, i, j, 4, ()) == (j <= i < 2 * j)
+
+
 @pytest.mark.parametrize(
     ("function", "alone"),
     [

@@ -14,6 +14,7 @@ import fa_numba
 from fa_numba import bounds, emulator
 from fa_numba.choices import tiles as rules
 from fa_numba.host import planning
+from fa_numba.tiling import default_wgmma_backward_tiles
 
 UNIT = {"unit": "wgmma"}
 BIAS = {
@@ -406,21 +407,30 @@ def test_gradients_do_not_depend_on_the_order():
     assert np.allclose(first[0].astype("f4"), second[0].astype("f4"), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("d, few, chunk", [(64, 8, 1), (192, 0, 2)])
-def test_column_tiles_in_chunks(monkeypatch, d, few, chunk):
+@pytest.mark.parametrize(
+    "d, Hk, few, chunk, grid",
+    [
+        (64, 2, 8, 1, (2, 1, 3)),
+        (192, 2, 0, 2, (4, 1, 3)),
+        (64, 4, 0, 2, (8, 1, 2)),
+        (128, 4, 0, 2, (8, 1, 2)),
+    ],
+)
+def test_column_tiles_in_chunks(monkeypatch, d, Hk, few, chunk, grid):
     """The same gradients, counted alike: one tile of each head after the other, or two, the last
-    chunk with one.
+    chunk with one; of shared heads and, with a late dQ, of own ones.
     """
     Nq, Nk = 70, 300
     known, facts = rules.measured, {"heads of K and V that are few": few}
-    facts["columns of a head whose causal tiles go side by side"] = 128
+    columns = "columns of a head whose causal tiles go side by side"
+    facts[columns] = chunk * default_wgmma_backward_tiles(d).Bc
     monkeypatch.setattr(rules, "measured", lambda fact, *of: facts.get(fact, known(fact, *of)))
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     monkeypatch.setattr(planning, "planned", uncached)
-    shapes = (1, 4, Nq, d), (1, 2, Nk, d)
+    shapes = (1, 4, Nq, d), (1, Hk, Nk, d)
     plan = fa_numba.plan(*shapes, dtype="float16", passes="bwd", causal=True, **UNIT)
-    assert plan.kernels[1].grid == (2 * chunk, 1, 3)
-    inputs = half_gradients("float16", 1, 4, 2, Nq, Nk, d)
+    assert plan.kernels[1].grid == grid
+    inputs = half_gradients("float16", 1, 4, Hk, Nq, Nk, d)
     check_gradients("emulator", "fa2", *inputs, **UNIT, causal=True)
 
 

@@ -49,7 +49,7 @@ def make_forward(spec):
                 # Alg. 1 line 4: load Qi
                 head = Head(work.b, work.h, work.h, Nq, Nk, options)
                 load.q(shared.sQ, Q, work.i0, head, bars, slot)
-                if scheduler.is_long(j0, j_end):
+                if scheduler.is_long(j0, j_end, work.i0, head):
                     late_pipeline.wait(bars, Slot(uint32(0), late))
                     late = uint32(late ^ 1)
                 n = scheduler.next_number(schedule, n)
@@ -72,9 +72,9 @@ def make_forward(spec):
             hk = scheduler.key_head_of(work, group)
             Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
             head = Head(work.b, work.h, hk, Nq, Nk, options)
-            is_long = loads_k and scheduler.is_long(j0, j_end)
+            is_long = loads_k and scheduler.is_long(j0, j_end, work.i0, head)
             while j0 < j_end:
-                if is_long and not scheduler.is_long(j0, j_end):
+                if is_long and not scheduler.is_long(j0, j_end, work.i0, head):
                     late_pipeline.commit(bars, Slot(uint32(0), uint32(0)))
                     is_long = False
                 # Alg. 1 line 7: load Kj, Vj
@@ -153,6 +153,7 @@ def make_forward(spec):
                     head = Head(b, h, hk, Nq, Nk, options)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
+                    j_next = scheduler.look_ahead(j0, j_end, i0, head)
                     products.wait_scores(rS, False)
                     k_pipeline.release(bars, Slot(stage, phase))
                     scores.scale_bias_and_mask(rS, rB, factor, tile)
@@ -160,7 +161,7 @@ def make_forward(spec):
                     softmax.online_of_lanes(rS, factor, rm, rl, rf)
                     softmax.drop(rS, tile)
                     products.round_p(rP, rS)
-                    j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
+                    j0 = scheduler.step(j_next)
                     # FA-1 line 5, FA-2 line 6: for each column tile j that is seen, after the first
                     while j0 < j_end:
                         kv = Slot(stage, phase)
@@ -182,6 +183,7 @@ def make_forward(spec):
                         pingpong.give_turn(w)
                         tile = Tile(row0, j0, head, thread)
                         scores.read_bias(rB, tile)
+                        j_next = scheduler.look_ahead(j0, j_end, i0, head)
                         products.wait_scores(rS, OVERLAPS)
                         k_pipeline.release(bars, after)
                         scores.scale_bias_and_mask(rS, rB, factor, tile)
@@ -195,7 +197,7 @@ def make_forward(spec):
                         softmax.scale_rows(rO, rf)
                         products.round_p(rP, rS)
                         stage, phase = after
-                        j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
+                        j0 = scheduler.step(j_next)
                     kv = Slot(stage, phase)
                     v_pipeline.wait(bars, kv)
                     after = k_pipeline.next(kv)

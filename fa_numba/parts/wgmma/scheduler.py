@@ -128,12 +128,43 @@ def make_columns_of(spec):
 
 
 @part
-def make_is_long(spec):
-    """``is_long(j0, j_end)``: whether it is too early to take the next work tile."""
-    soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: never
+def make_look_ahead(spec):
+    """``look_ahead(j0, j_end, i0, head)``: what ``step`` makes the next column tile of: that tile
+    where it is read from memory, before anybody waits for it; else this one.
+    """
+    Bc, sparse, next_column = spec.Bc, spec.features.sparse, make_next_column(spec)
 
-    def is_long(j0, j_end):
-        return uint32(j0 + soon) < j_end
+    def look_ahead(j0, j_end, i0, head):
+        if sparse:
+            return next_column(uint32(j0 + Bc), j_end, i0, head)
+        return j0
+
+    return look_ahead
+
+
+@part
+def make_step(spec):
+    """``step(ahead)``: the column tile after the one that ``look_ahead`` was asked for."""
+    Bc, sparse = spec.Bc, spec.features.sparse
+
+    def step(ahead):
+        if sparse:
+            return ahead
+        return uint32(ahead + Bc)
+
+    return step
+
+
+@part
+def make_is_long(spec):
+    """``is_long(j0, j_end, i0, head)``: whether it is too early to take the next work tile: whether
+    a column tile is visited so far behind this one.
+    """
+    soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: never
+    next_column = make_next_column(spec)
+
+    def is_long(j0, j_end, i0, head):
+        return next_column(uint32(j0 + soon), j_end, i0, head) < j_end
 
     return is_long
 
