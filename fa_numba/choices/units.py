@@ -188,9 +188,11 @@ class Simt(Unit):
     def forward(self, request: Request) -> Shape:
         choices = request.choices
         return_lse = choices.return_lse and choices.algorithm == "fa1"
-        return self._shaped(request, {"return_lse": return_lse})
+        facts = {"return_lse": return_lse, "positive_scale": request.problem.scale > 0.0}
+        return self._shaped(request, facts)
 
-    standard = forward
+    def standard(self, request: Request) -> Shape:
+        return self._shaped(request, {})
 
     def backward(self, request: Request) -> Shape:
         splits = request.choices.query_splits > 1

@@ -4,6 +4,8 @@ A kernel for scales above 0 takes the largest score before it is scaled, and sca
 Given another scale it makes +inf or NaN of the -inf of a masked score.
 """
 
+import itertools
+
 import backward_helpers
 import helpers
 import mma_helpers
@@ -48,14 +50,16 @@ def test_backward(unit, mask, way):
         assert scale or not (dq.any() or dk.any())
 
 
-@pytest.mark.parametrize("unit", ["mma", "wgmma"])
-@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    "unit, passes", [*itertools.product(["mma", "wgmma"], ["fwd", "bwd"]), ("simt", "fwd")]
+)
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 def test_kernels_of_either_sign_are_kept_apart(unit, passes, algorithm):
     """In the process and on disk, whichever was made first."""
 
     def kernels(scale):
-        facts = {"dtype": "float16", "unit": unit, "passes": passes, "causal": True}
+        dtype = "float32" if unit == "simt" else "float16"
+        facts = {"dtype": dtype, "unit": unit, "passes": passes, "causal": True}
         shape = (1, 1, 128, 64)
         plan = fa_numba.plan(shape, shape, algorithm=algorithm, scale=scale, **facts)
         (main,) = (kernel for kernel in plan.launched if kernel.name.startswith(algorithm))
