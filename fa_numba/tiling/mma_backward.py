@@ -36,6 +36,14 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     vector_adds: bool = False
 
     @property
+    def reads_bias(self) -> bool:
+        return False
+
+    @property
+    def reads_state(self) -> bool:
+        return self.features.sparse and self.features.mask_mod is not None
+
+    @property
     def DK(self) -> int:
         return self.DN
 
