@@ -1,8 +1,7 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on tensor cores.
 
-One thread block takes one (batch, K/V head): both loops run inside it. P is recomputed from L (l
-and m in one), D in every pass, and dQ passes through global memory in every pass: in float32
-(``A``) until the last one rounds it. Query splits, shared memory, accesses: at the end.
+One thread block takes one (batch, K/V head): both loops. P is recomputed from L (l and m in one),
+D in every pass, and dQ goes through global memory in every pass: in float32 (``A``) until the last.
 """
 
 from functools import cache
@@ -37,6 +36,7 @@ def make_backward(spec):
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
         rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
+        rB = cuda.local.array(1, float32)
         warp, thread = gradients.warp_and_thread()
         first, heads = grid.heads_of_group(Q, K, group, options)
         Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
@@ -48,8 +48,7 @@ def make_backward(spec):
         i_stop = uint32(min(i_last, first.Nq))
         gradients.initialise_dq(rdQ, A, dQ, scale, first, heads, i_begin, i_last)
 
-        # Row tiles are loaded to two stages in turn
-        stage = uint32(0)
+        stage = uint32(0)  # row tiles are loaded to two in turn
         # FA-1 line 6, FA-2 line 5: for each column tile j
         j0, j_end = uint32(0), visits.backward_passes(columns)
         while j0 < j_end:
@@ -81,9 +80,10 @@ def make_backward(spec):
                 while i0 < i_end:
                     sQ, sdO, sO, sL = row_tiles.at_with_o(stage)
                     stage = uint32(stage ^ uint32(1))
+                    tile = Tile(i0, j0, head, thread)
+                    scores.read_bias(rB, tile)
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
-                    tile = Tile(i0, j0, head, thread)
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
                     if EARLY:  # a warp with all rows of S would spill registers
                         i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
@@ -95,7 +95,7 @@ def make_backward(spec):
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                     transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
                     scores.slopes(rG, rS, factor, tile)
-                    scores.scale_and_mask(rS, factor, tile)
+                    scores.scale_bias_and_mask(rS, rB, factor, tile)
                     # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                     row_tiles.take(rL, sL, thread)
                     softmax.from_lse(rS, factor, rL)

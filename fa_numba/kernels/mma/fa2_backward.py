@@ -41,8 +41,7 @@ def make_backward(spec, atomic=True):
         dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)
         columns = uint32(Kh.shape[0])
 
-        # Row tiles are loaded to two stages in turn
-        stage = uint32(0)
+        stage = uint32(0)  # row tiles are loaded to two in turn
         # FA-1 line 6, FA-2 line 5: for each column tile j
         j0 = uint32(cuda.blockIdx.x * Bc)  # those with most rows, the first ones, go first
         i_first, i_end = visits.row_range(j0, uint32(0), first.Nq, first)
