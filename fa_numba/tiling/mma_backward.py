@@ -41,7 +41,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def reads_state(self) -> bool:
-        return self.features.sparse and self.features.mask_mod is not None
+        asked = self.features.sparse and self.features.mask_mod is not None
+        return asked and self.algorithm == "fa2"  # FlashAttention-1 would spill at d=64
 
     @property
     def DK(self) -> int:
