@@ -303,8 +303,8 @@ _SMALL_HEAD = 64  # whose Q and dO of many columns each chunk would read from me
 
 def chunk_tiles(request: Request, Bc: int) -> int:
     """How many column tiles of each head go before the next ones in a backward pass on Hopper's
-    tensor cores, causal or with a block mask, as most of these are: 0 for those of one head after
-    the other; all of a few K/V heads, whose long tiles begin at once; of many heads as many as read
+    tensor cores, causal or, of small heads, with a block mask: 0 for those of one head after the
+    other; all of a few K/V heads, whose long tiles begin at once; of many heads as many as read
     Q and dO together. Twice as many, until the grid's last axis has no more chunks than it takes.
     """
     p = request.problem

@@ -437,7 +437,7 @@ class Wgmma(Unit):
         tiles = choices.tiles or tiling.default_wgmma_backward_tiles(*sizes)
         facts["algorithm"] = request.choices.algorithm
         facts["splits_queries"] = choices.query_splits > 1
-        if (p.causal or p.sparse) and not first:
+        if (p.causal or (p.sparse and p.largest_dim <= PANEL)) and not first:
             facts["chunk_tiles"] = chunk_tiles(request, tiles.Bc)
         spec = tiling.select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         why = "the one size that its kernels have at a head dimension"
