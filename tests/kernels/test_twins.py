@@ -327,17 +327,37 @@ def test_a_row_tile_is_taken_alike_backward_on_tensor_cores():
 DIFFER = {TWINS: 52, BACKWARD_TWINS: 25, MMA_TWINS: 73, MMA_BACKWARD_TWINS: 48}
 
 
-@each_twins
-def test_bodies_differ_in_few_lines(twins):
-    bodies = []
-    for module in twins:
-        kernel, lines = factory(module)[1], text(module).splitlines()
-        body = (line.strip() for line in lines[kernel.lineno - 1 : kernel.end_lineno])
-        bodies.append([line for line in body if line])
+def differing(*bodies):
+    """(Lines that only one of the two bodies has, lines of both), without indentation."""
+    bodies = [[line.strip() for line in body if line.strip()] for body in bodies]
     matcher = difflib.SequenceMatcher(None, *bodies, autojunk=False)
     same = sum(block.size for block in matcher.get_matching_blocks())
-    differ = sum(map(len, bodies)) - 2 * same
-    assert differ <= DIFFER[twins], f"{differ} of {sum(map(len, bodies))} lines differ"
+    lines = sum(map(len, bodies))
+    return lines - 2 * same, lines
+
+
+def lines_of(module, which):
+    node = factory(module)[which]
+    return text(module).splitlines()[node.lineno - 1 : node.end_lineno]
+
+
+@each_twins
+def test_bodies_differ_in_few_lines(twins):
+    differ, lines = differing(*(lines_of(module, 1) for module in twins))
+    assert differ <= DIFFER[twins], f"{differ} of {lines} lines differ"
+
+
+@pytest.mark.parametrize(
+    "twins, shared",
+    [(WGMMA_TWINS, 0.25), (WGMMA_BACKWARD_TWINS, 0.33)],
+    ids=["fwd-wgmma", "bwd-wgmma"],
+)
+def test_producers_and_consumers_share_lines(twins, shared):
+    """Forward FA-2 alone has work tiles, products on their way during the softmax, pages, splits
+    and planes: half of what differs.
+    """
+    differ, lines = differing(*(lines_of(module, 0) for module in twins))
+    assert lines - differ >= shared * lines, f"{differ} of {lines} lines differ"
 
 
 @each_flash_of_all

@@ -22,13 +22,13 @@ from fa_numba.parts.records import Slot, State, Tile
 @cache
 def make_forward(spec):
     """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
-    grid, visits, load = bind(spec, wgmma.grid, wgmma.visits, wgmma.load)
-    pipeline, products, scores = bind(spec, wgmma.pipeline, wgmma.products, wgmma.scores)
-    softmax, fa1_state = bind(spec, wgmma.softmax, wgmma.fa1_state)
+    grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
+    products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
+    visits, fa1_state = bind(spec, wgmma.visits, wgmma.fa1_state)
     q_pipeline, o_pipeline, written, k_pipeline, v_pipeline = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
-    (FEW, MANY), Br, Bc = spec.registers, spec.Br, spec.Bc
-    GROUPS, PAGES = spec.consumers, pages_of_tile(spec)
+    Bc, PAGES, (FEW, MANY) = spec.Bc, pages_of_tile(spec), spec.registers
+    ROWS, Br, GROUPS = spec.group_rows, spec.Br, spec.consumers
 
     @device_function
     def produce_rows(shared, head, i_first, i_last, w, Q, A):
@@ -41,10 +41,11 @@ def make_forward(spec):
             visited = i0 < i_end
             while i0 < i_end:
                 slot = Slot(stage, phase)
-                # Alg. 1 line 8: load Qi, Oi
-                row0, own = uint32(i0 + 64 * w), q_pipeline.own(slot, w)
+                row0, own = uint32(i0 + ROWS * w), q_pipeline.own(slot, w)
+                # Alg. 1 line 8: load Qi
                 q_pipeline.acquire(bars, own)
                 fa1_state.load_own_q(shared.sQ, Q, row0, head, bars, slot, w)
+                # Alg. 1 line 8: load Oi
                 o_pipeline.acquire(bars, own)
                 written.wait(bars, Slot(w, written_phase))
                 if fa1_state.has_state(j0):
@@ -84,10 +85,10 @@ def make_forward(spec):
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
-
+        factor = products.score_factor(scale, head)
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         j0, j_end = visits.column_passes(i_first, i_last, head)
-        own_first = uint32(i_first + 64 * w)
+        own_first = uint32(i_first + ROWS * w)
         tile = Tile(own_first, j0, head, thread)
         fa1_state.initialise(rO, rl, rm, shared, state, tile, i_last)
         fa1_state.end_pass(bars, thread)
@@ -99,17 +100,16 @@ def make_forward(spec):
             visited = i0 < i_end
             # Alg. 1 line 7: for each row tile i that sees column tile j; the first pass takes all
             while i0 < i_end:
-                kv = Slot(stage, phase)
-                slot = Slot(q_stage, q_phase)
-                row0 = uint32(i0 + 64 * w)
-                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
-                tile = Tile(row0, j0, head, thread)
+                row0, slot = uint32(i0 + ROWS * w), Slot(q_stage, q_phase)
                 own = q_pipeline.own(slot, w)
+                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
                 more = visits.sees_more(i0, j0, head)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
+                kv = Slot(stage, phase)
                 k_pipeline.wait(bars, kv)
                 q_pipeline.wait(bars, own)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
+                tile = Tile(row0, j0, head, thread)
                 # Alg. 1 line 8: load li, mi
                 fa1_state.read_statistics(rl, rm, state, tile, i_stop)
                 scores.read_bias(rB, tile)
@@ -118,9 +118,9 @@ def make_forward(spec):
                     q_pipeline.release(bars, own)
                 if i_next >= i_end:
                     k_pipeline.release(bars, kv)
-                scores.scale_bias_and_mask(rS, rB, scale, tile)
+                scores.scale_bias_and_mask(rS, rB, factor, tile)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
-                fa1_state.softmax_to_p(rP, rS, scale, rm, rl, rf)
+                fa1_state.softmax_to_p(rP, rS, factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
                 o_pipeline.wait(bars, own)
                 fa1_state.take_output(rO, rf, shared.sO, slot, tile)

@@ -24,14 +24,14 @@ from fa_numba.parts.records import Head, Out, Slot, Tile, WorkTile
 @cache
 def make_forward(spec):
     """The kernel for ``spec``; launched over as many blocks as all multiprocessors hold."""
-    grid, scheduler, load = bind(spec, wgmma.grid, wgmma.scheduler, wgmma.load)
-    pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
-    scores, softmax, epilogue = bind(spec, wgmma.scores, wgmma.softmax, wgmma.epilogue)
+    grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
+    products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
+    scheduler, pingpong, epilogue = bind(spec, wgmma.scheduler, wgmma.pingpong, wgmma.epilogue)
     late_pipeline, work_pipeline, q_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
-    (RS, RO, RP), RB = spec.tile_registers, spec.bias_registers
-    SPARSE, SPLITS = spec.features.sparse, spec.features.splits
-    Bc, ROWS, PAGES, (FEW, MANY) = spec.Bc, spec.group_rows, pages_of_tile(spec), spec.registers
-    TM, OVERLAPS, AHEAD, APART = spec.TM, spec.overlaps, spec.begins_next, spec.planes > 1
+    (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
+    Bc, PAGES, (FEW, MANY) = spec.Bc, pages_of_tile(spec), spec.registers
+    ROWS, SPARSE, SPLITS = spec.group_rows, spec.features.sparse, spec.features.splits
+    OVERLAPS, AHEAD, APART = spec.overlaps, spec.begins_next, spec.planes > 1
 
     @device_function
     def produce_rows(shared, schedule, Q, K, options):
@@ -60,9 +60,9 @@ def make_forward(spec):
 
     @device_function
     def produce_columns(shared, schedule, Q, K, V, group, options):
-        pages = cuda.local.array(PAGES, uint32)
-        loads_k, loads_v = load.produces_k(), load.produces_v()
+        pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
         bars, stage, phase = shared.bars, uint32(0), uint32(1)
+        loads_k, loads_v = load.produces_k(), load.produces_v()
         q_stage, q_phase = uint32(0), uint32(0)
         work_pipeline.wait(bars, Slot(q_stage, q_phase))
         while scheduler.is_valid(schedule, q_stage):
@@ -77,9 +77,9 @@ def make_forward(spec):
                 if is_long and not scheduler.is_long(j0, j_end, work.i0, head):
                     late_pipeline.commit(bars, Slot(uint32(0), uint32(0)))
                     is_long = False
+                load.look_up(pages, j0, head)
                 # Alg. 1 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
-                load.look_up(pages, j0, head)
                 if loads_k:
                     k_pipeline.acquire(bars, kv)
                     load.k(shared.sK, K, j0, head, pages, bars, kv)
@@ -94,36 +94,18 @@ def make_forward(spec):
             work_pipeline.wait(bars, Slot(q_stage, q_phase))
 
     @device_function
-    def start(rO, rl, rm, work, Nq, Nk, options):
-        thread, head = grid.thread(), Head(work.b, work.h, work.h, Nq, Nk, options)
+    def start(rO, rl, rm, work, head):
+        thread = grid.thread()
         tile = Tile(uint32(work.i0 + ROWS * thread.w), uint32(0), head, thread)
         softmax.start_of_lanes(rO, rl, rm, tile, work.split)
-
-    @device_function
-    def write_out(rO, rl, rm, shared, q, out, split, tile):
-        head, thread = tile.head, tile.thread
-        row0 = uint32(tile.i0 + ROWS * thread.w)
-        products.finish_output(rO, head)
-        if SPLITS:  # merge_splits takes O, l and m of these columns
-            pingpong.sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
-            q_pipeline.release_by(shared.bars, q, thread)
-            rows = epilogue.rows_of(out.rows, head)
-            epilogue.write_split(rO, rl, rm, split, row0, rows, head, thread)
-        else:
-            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-            softmax.normalise_rows(rO, rl)
-            epilogue.write_queries(rO, shared.sQ, q, out.O, row0, head, thread)
-            q_pipeline.release_by(shared.bars, q, thread)
-            # FA-2 lines 13, 15: L = m + log l
-            softmax.logsumexp(rl, rm, rl)
-            epilogue.write_logsumexps(rl, out, row0, head, thread)
 
     @device_function
     def consume(shared, schedule, Q, K, out, scale, group, options):
         rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
-        rf, rT = cuda.local.array(TM, float32), rO
+        rf = cuda.local.array(TM, float32)
+        rT = rO
         if APART:  # sums of one tile, which meet in O
             rT = cuda.local.array(RO, float32)
         bars, thread = shared.bars, grid.thread()
@@ -138,19 +120,19 @@ def make_forward(spec):
             work = WorkTile(i0, h, b, split)
             Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
             hk = scheduler.key_head_of(work, group)
-            factor = products.score_factor(scale, Head(b, h, hk, Nq, Nk, options))
+            head = Head(b, h, hk, Nq, Nk, options)
+            factor = products.score_factor(scale, head)
             # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
-            start(rO, rl, rm, work, Nq, Nk, options)
+            start(rO, rl, rm, work, head)
             if j0 < j_end:
-                # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT, of the first column tile
+                # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 kv = Slot(stage, phase)
                 k_pipeline.wait(bars, kv)
                 pingpong.take_turn(w)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 pingpong.give_turn(w)
                 while True:
-                    row0 = uint32(i0 + ROWS * w)
-                    head = Head(b, h, hk, Nq, Nk, options)
+                    head, row0 = Head(b, h, hk, Nq, Nk, options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
                     j_next = scheduler.look_ahead(j0, j_end, i0, head)
@@ -233,8 +215,9 @@ def make_forward(spec):
                     work = WorkTile(i0, h, b, split)
                     Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
                     hk = scheduler.key_head_of(work, group)
-                    factor = products.score_factor(scale, Head(b, h, hk, Nq, Nk, options))
-                    start(rO, rl, rm, work, Nq, Nk, options)
+                    head = Head(b, h, hk, Nq, Nk, options)
+                    factor = products.score_factor(scale, head)
+                    start(rO, rl, rm, work, head)
                 products.begin_output(rT, rP, shared.sV, stage)
                 softmax.sum_lanes(rl)
                 products.wait_output(rT, False)
@@ -246,6 +229,25 @@ def make_forward(spec):
             write_out(rO, rl, rm, shared, q, out, split, done)
             q_stage, q_phase = q_pipeline.next(q)
             q_pipeline.wait(bars, Slot(q_stage, q_phase))
+
+    @device_function
+    def write_out(rO, rl, rm, shared, q, out, split, tile):
+        head, thread = tile.head, tile.thread
+        row0 = uint32(tile.i0 + ROWS * thread.w)
+        products.finish_output(rO, head)
+        if SPLITS:  # merge_splits takes O, l and m of these columns
+            pingpong.sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
+            q_pipeline.release_by(shared.bars, q, thread)
+            rows = epilogue.rows_of(out.rows, head)
+            epilogue.write_split(rO, rl, rm, split, row0, rows, head, thread)
+        else:
+            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+            softmax.normalise_rows(rO, rl)
+            epilogue.write_queries(rO, shared.sQ, q, out.O, row0, head, thread)
+            q_pipeline.release_by(shared.bars, q, thread)
+            # FA-2 lines 13, 15: L = m + log l
+            softmax.logsumexp(rl, rm, rl)
+            epilogue.write_logsumexps(rl, out, row0, head, thread)
 
     keys, ends = tiled_type(4, spec.key_ends), (spec.query_ends, spec.features.packed)
     Q, O = (tiled_type(4, end) for end in ends)
