@@ -182,6 +182,7 @@ class Simt(Unit):
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
     capability = (7, 5)
     kernels = simt
+    tuned = True
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
 
@@ -214,8 +215,11 @@ class Simt(Unit):
     def _shaped(self, request: Request, facts: dict[str, Any]) -> Shape:
         facts |= {"features": request.features, "aligned": request.aligned}
         facts["grouped"] = request.problem.group > 1
-        select = _selecting(tiling.select_spec, request)
-        return self.shaped(request, select, _by_table(simt_tiles, request), facts)
+        select, rule = _selecting(tiling.select_spec, request), _by_table(simt_tiles, request)
+        # Of fewer keys the last tile's columns beyond them cost what a wider tile gains.
+        least = measured("keys from which the tuned tiles are the fastest")
+        long = request.problem.seqlen_k >= least
+        return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
 
 
 class Mma(Unit):

@@ -21,7 +21,7 @@ from fa_numba.choices import tuned
 from fa_numba.choices.requests import Choices
 from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.host import planning
-from fa_numba.tiling import select_mma_spec, select_wgmma_spec
+from fa_numba.tiling import select_mma_spec, select_spec, select_wgmma_spec
 
 LIMIT = 227 * 1024
 
@@ -146,15 +146,15 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
     with open(tune.TABLE, newline="") as file:
         lines = list(csv.DictReader(file))
     assert len({tuple(line.values())[:5] for line in lines}) == len(lines)
+    selects = {"simt": select_spec, "mma": select_mma_spec, "wgmma": select_wgmma_spec}
     for line in lines:
-        assert line["unit"] in ("mma", "wgmma")
+        select = selects[line["unit"]]
         assert line["algorithm"] in ("fa1", "fa2") and line["pass"] in ("fwd", "bwd")
         d = int(line["head_dim"])
         Br, Bc, threads, stages = (int(line[n]) for n in ("Br", "Bc", "threads", "stages"))
         assert d % 16 == 0
         assert stages == 1 or (line["algorithm"], line["pass"]) == ("fa2", "fwd")
         if line["pass"] == "fwd":
-            select = select_mma_spec if line["unit"] == "mma" else select_wgmma_spec
             assert select(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
 
 

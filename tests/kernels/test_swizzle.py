@@ -54,7 +54,8 @@ def tiles_of(spec):
 def test_every_head_dim_lies_without_bank_conflicts_in_whole_sectors():
     """By brute force, over what warps do in parts/simt."""
     checked = set()
-    for spec in every_spec(range(1, 257), [(32, 64), (64, 24)]):
+    tuned = every_spec([128], [(128, 96)])
+    for spec in itertools.chain(every_spec(range(1, 257), [(32, 64), (64, 24)]), tuned):
         TX, (q, k, v, p) = spec.tx_count, (rows for rows, _ in tiles_of(spec))
         facts = (q, k, v, p, spec.d4, TX, type(spec))
         if facts in checked:

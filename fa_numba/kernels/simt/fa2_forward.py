@@ -94,7 +94,7 @@ def make_forward(spec):
 
 __doc__ += """
 Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
-    in bytes at the default tiles:  98304 (d=64, 128 x 64), 163840 (d=128, 128 x 64), 212992
+    in bytes at the default tiles:  98304 (d=64, 128 x 64), 212992 (d=128, 128 x 96), 212992
     (d=256, 64 x 64); up to 255 registers, none spilled
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees. With S splits Q is loaded S times, and in place of O and L leave

@@ -3,6 +3,7 @@
 from functools import cache
 
 from fa_numba.device import cuda, int32, uint32
+from fa_numba.integers import power_of_two
 from fa_numba.intrinsics.async_copy import copy1_async, copy4_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.namespace import part
@@ -24,6 +25,9 @@ def make_tile(rows, columns, places, threads, aligned):
     copies = rows * chunks
     per_thread = -(-copies // threads)
     even = copies % threads == 0
+    apart = threads // chunks
+    if even and threads == apart * chunks and apart == power_of_two(apart):
+        return _make_tile_by_columns(per_thread, apart, chunks, places, width)
     copy_async = copy4_async if aligned else copy1_async
     pitch, flip = places.pitch, flip_of(places)
 
@@ -41,6 +45,32 @@ def make_tile(rows, columns, places, threads, aligned):
                 copy_async(sT, uint32(r * pitch + (c ^ flip(r) // 4)), T, row, col, count)
 
     return tile
+
+
+@part
+def _make_tile_by_columns(per_thread, apart, chunks, places, width):
+    """``tile`` where a thread's copies are one column's, ``apart`` rows from each to the next: its
+    first says where all of them lie.
+    """
+    copy_async = copy4_async if width == 4 else copy1_async
+    pitch, flip = places.pitch, flip_of(places)
+
+    def tile_by_columns(sT, T, row0, rows_end, col0, cols_end):
+        thread = uint32(cuda.threadIdx.x)
+        r = uint32(thread // uint32(chunks))
+        c = uint32(uint32(thread % uint32(chunks)) * width)
+        first, flipped = uint32(r * pitch), uint32(c ^ flip(r) // 4)
+        row, col = uint32(row0 + r), uint32(col0 + c)
+        there = int32(0)
+        if col < uint32(cols_end):
+            there = int32(min(int32(width), int32(cols_end - col)))
+        for n in range(per_thread):
+            # r is below apart, a power of two: what the swizzle makes of their sum is its parts'.
+            at = uint32(first + n * apart * pitch + (flipped ^ flip(n * apart) // 4))
+            count = there if uint32(row + n * apart) < uint32(rows_end) else int32(0)
+            copy_async(sT, at, T, uint32(row + n * apart), col, count)
+
+    return tile_by_columns
 
 
 @part

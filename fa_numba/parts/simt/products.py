@@ -45,54 +45,86 @@ def make_value_scores(spec):
 
 @part
 def _make_partial_scores(spec, first, last):
-    """The same over columns ``first`` to ``last`` of Q and K."""
+    """The same over columns ``first`` to ``last`` of Q and K, eight a turn; four of K's are read
+    while the four before them are multiplied.
+    """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     bytes_q, flip_q = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     bytes_k, flip_k = 4 * spec.rows_k.pitch, flip_of(spec.rows_k)
-    RK, FIRST, STEPS = 4 * TN, 4 * first, (last - first) // 4
+    RK, FIRST, LAST = 4 * TN, 4 * first, 4 * last - 16
+    TURNS, ODD = (last - first) // 8, (last - first) % 8 > 0
+    read_k, add_scores = _make_read_rows(TN, TX * bytes_k), _make_add_scores(TM, TN, TY * bytes_q)
 
     def partial_scores(rS, sQ, sK, thread):
-        rK = cuda.local.array(RK, float32)
+        rK, rN = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
         for e in range(TM * TN):
             rS[e] = float32(0.0)
         q_row, q_flip = int64(uint32(thread.ty * bytes_q)), flip_q(thread.ty)
         k_row, k_flip = int64(uint32(thread.tx * bytes_k)), flip_k(thread.tx)
-        column, left = int64(FIRST), uint32(STEPS)
+        column, left = int64(FIRST), uint32(TURNS)
+        read_k(rK, sK, k_row + (column ^ k_flip))
         while left > uint32(0):
-            at_q, at_k = q_row + (column ^ q_flip), k_row + (column ^ k_flip)
-            for j in range(TN):
-                b = load4_at_byte(sK, at_k + j * TX * bytes_k)
-                rK[4 * j] = b[0]
-                rK[4 * j + 1] = b[1]
-                rK[4 * j + 2] = b[2]
-                rK[4 * j + 3] = b[3]
-            for i in range(TM):
-                a = load4_at_byte(sQ, at_q + i * TY * bytes_q)
-                for j in range(TN):
-                    e = i * TN + j
-                    rS[e] += a[0] * rK[4 * j]
-                    rS[e] += a[1] * rK[4 * j + 1]
-                    rS[e] += a[2] * rK[4 * j + 2]
-                    rS[e] += a[3] * rK[4 * j + 3]
-            column += 16
+            read_k(rN, sK, k_row + (column + 16 ^ k_flip))
+            add_scores(rS, sQ, q_row + (column ^ q_flip), rK)
+            after = min(column + 32, int64(LAST))
+            read_k(rK, sK, k_row + (after ^ k_flip))
+            add_scores(rS, sQ, q_row + (column + 16 ^ q_flip), rN)
+            column += 32
             left = uint32(left - uint32(1))
+        if ODD:
+            add_scores(rS, sQ, q_row + (column ^ q_flip), rK)
 
     return partial_scores
 
 
 @part
+def _make_read_rows(count, apart):
+    """``read_rows(r, s, at)``: the 16 bytes from byte ``at`` on, and of the next rows, ``apart``
+    bytes on each, to registers: four floats of each of ``count`` rows.
+    """
+
+    def read_rows(r, s, at):
+        for i in range(count):
+            a = load4_at_byte(s, at + i * apart)
+            r[4 * i] = a[0]
+            r[4 * i + 1] = a[1]
+            r[4 * i + 2] = a[2]
+            r[4 * i + 3] = a[3]
+
+    return read_rows
+
+
+@part
+def _make_add_scores(TM, TN, apart):
+    """``add_scores(rS, sQ, at_q, rK)``: rS += Qi KjT over four columns."""
+
+    def add_scores(rS, sQ, at_q, rK):
+        for i in range(TM):
+            a = load4_at_byte(sQ, at_q + i * apart)
+            for j in range(TN):
+                e = i * TN + j
+                rS[e] += a[0] * rK[4 * j]
+                rS[e] += a[1] * rK[4 * j + 1]
+                rS[e] += a[2] * rK[4 * j + 2]
+                rS[e] += a[3] * rK[4 * j + 3]
+
+    return add_scores
+
+
+@part
 def make_output(spec):
-    """``output(rT, sP, sV, thread)``: rT = Pij Vj, contraction over the tile's columns.
+    """``output(rT, sP, sV, thread)``: rT = Pij Vj, contraction over the tile's columns, eight a
+    turn; four of P's are read while the four before them are multiplied.
 
     A sum of its own for each tile: one running sum over all columns would lose accuracy as N grows.
     """
-    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    TM, DN, TY = spec.TM, spec.DN, spec.ty_count
     bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
-    bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
-    RP, STEPS = 4 * TM, spec.Bc // 4
+    RP, TURNS, LAST = 4 * TM, spec.Bc // 8, spec.Bc - 4
+    read_p, add_output = _make_read_rows(TM, TY * bytes_p), _make_add_output(spec)
 
     def output(rT, sP, sV, thread):
-        rP = cuda.local.array(RP, float32)
+        rP, rN = cuda.local.array(RP, float32), cuda.local.array(RP, float32)
         for e in range(TM * DN * 4):
             rT[e] = float32(0.0)
         p_row, p_flip, v_column = (
@@ -100,30 +132,40 @@ def make_output(spec):
             flip_p(thread.ty),
             int64(uint32(16 * thread.tx)),
         )
-        k, left = int64(0), uint32(STEPS)
+        k, left = int64(0), uint32(TURNS)
+        read_p(rP, sP, p_row + p_flip)
         while left > uint32(0):
-            at_p, v_row = p_row + (4 * k ^ p_flip), k * bytes_v
-            for i in range(TM):
-                a = load4_at_byte(sP, at_p + i * TY * bytes_p)
-                rP[4 * i] = a[0]
-                rP[4 * i + 1] = a[1]
-                rP[4 * i + 2] = a[2]
-                rP[4 * i + 3] = a[3]
-            for n in range(4):
-                at_v = v_row + (v_column ^ flip_v(n) ^ flip_v(k)) + n * bytes_v
-                for c in range(DN):
-                    b = load4_at_byte(sV, at_v + 16 * c * TX)
-                    for i in range(TM):
-                        e = 4 * (i * DN + c)
-                        p = rP[4 * i + n]
-                        rT[e] += p * b[0]
-                        rT[e + 1] += p * b[1]
-                        rT[e + 2] += p * b[2]
-                        rT[e + 3] += p * b[3]
-            k += 4
+            read_p(rN, sP, p_row + (4 * k + 16 ^ p_flip))
+            add_output(rT, rP, sV, k, v_column)
+            after = min(k + 8, int64(LAST))
+            read_p(rP, sP, p_row + (4 * after ^ p_flip))
+            add_output(rT, rN, sV, k + 4, v_column)
+            k += 8
             left = uint32(left - uint32(1))
 
     return output
+
+
+@part
+def _make_add_output(spec):
+    """``add_output(rT, rP, sV, k, v_column)``: rT += Pij Vj over four columns of P, from k on."""
+    TM, DN, TX = spec.TM, spec.DN, spec.tx_count
+    bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
+
+    def add_output(rT, rP, sV, k, v_column):
+        for n in range(4):
+            at_v = (k + n) * bytes_v + (v_column ^ flip_v(n) ^ flip_v(k))
+            for c in range(DN):
+                b = load4_at_byte(sV, at_v + 16 * c * TX)
+                for i in range(TM):
+                    e = 4 * (i * DN + c)
+                    p = rP[4 * i + n]
+                    rT[e] += p * b[0]
+                    rT[e + 1] += p * b[1]
+                    rT[e + 2] += p * b[2]
+                    rT[e + 3] += p * b[3]
+
+    return add_output
 
 
 @part
