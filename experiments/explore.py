@@ -121,11 +121,16 @@ def _traced(
     yield [_row(series, problem, tiles, moved, said, machine=EMULATOR, source="counted")]
 
 
-def planned(series: str, problem: Problem, tiles: fa_numba.Tiles) -> fa_numba.Plan:
-    """The plan on the emulator. Raises ValueError for tiles that no kernel has, and as `check`."""
+def planned(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
+) -> fa_numba.Plan:
+    """The plan on the emulator, with a mask's `blocks`. Raises ValueError for tiles that no kernel
+    has, and as `check`.
+    """
     check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
-        return plan(series, problem, tiles=tiles, window=problem.window)
+        options = {"tiles": tiles} if blocks is None else {"block_mask": blocks}
+        return plan(series, problem, window=problem.window, **options)
 
 
 def trace(
@@ -134,12 +139,13 @@ def trace(
     tiles: fa_numba.Tiles,
     inputs: Sequence[np.ndarray],
     found: list[Any] | None = None,
+    blocks: Any = None,
 ) -> Trace:
     """What a call on the emulator moves; the list `found` fills while it runs.
 
     Raises ValueError as `planned` does.
     """
-    planned(series, problem, tiles)
+    planned(series, problem, tiles, blocks)
     dtype = np.float32 if problem.dtype == "float32" else np.float16
     with device.using("emulator"), emulator.trace() as accesses:
         if found is not None:
@@ -148,9 +154,9 @@ def trace(
             *(x.astype(dtype) for x in inputs),
             algorithm=series.split("-")[0],
             unit=unit(series),
-            tiles=tiles,
             causal=problem.causal,
             window=problem.window,
+            **({"tiles": tiles} if blocks is None else {"block_mask": blocks}),
         )
     moves, clock = [], 0
     for access in sorted(accesses, key=lambda access: (access.block[::-1], access.step)):
@@ -162,7 +168,8 @@ def trace(
         moves.append(Move(array, access.kind, *access.rows, block, moved, clock, ""))
         clock += access.bytes
     shape = problem.seqlen_q, problem.head_dim, problem.causal, tiles.Br, tiles.Bc
-    return Trace(series, *shape, tuple(moves), max(problem.window[0], 0))
+    seen = None if blocks is None else blocks.visited[0, 0]
+    return Trace(series, *shape, tuple(moves), max(problem.window[0], 0), seen)
 
 
 def pack(found: Trace) -> str:

@@ -20,6 +20,7 @@ from fa_numba.commands import trace as worked
 from fa_numba.problem import Problem
 
 from ..lab.measure.moves import LINES, Trace, events
+from . import typed_mask
 from .panels import Answer, Axis, Panel
 
 ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
@@ -126,19 +127,21 @@ def _passes(trace: Trace) -> Trace:
 
 def orders(
     traces: Callable[..., Mapping[str, Trace]], N: int, d: int, Br: int, Bc: int,
-    causal: str, window: int, unit: str,
+    causal: str, window: int, unit: str, mask: str = "",
 ) -> Answer:  # fmt: skip
     """Both traces, and the size of the grid of tiles."""
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
-    gpu = bounds.DEVICES[GPU]
-    for name, trace in traces(N, d, Br, Bc, causal, window, unit).items():
+    gpu, tiles = bounds.DEVICES[GPU], fa_numba.Tiles(Br, Bc)
+    blocks, typed = typed_mask.blocks_of(mask, N, tiles), (mask,) if mask else ()
+    for name, trace in traces(N, d, Br, Bc, causal, window, unit, *typed).items():
         with gpu.planning():
             options: dict[str, Any] = {"kv_splits": 1} if name == "fa2" else {}
             options |= {"window": (window, window)} if window else {}
+            options |= {"tiles": tiles} if blocks is None else {"block_mask": blocks}
             shape = (1, 1, N, d)
             plan = fa_numba.plan(
-                shape, shape, algorithm=name, unit=unit, tiles=fa_numba.Tiles(Br, Bc),
-                dtype="float32" if unit == "simt" else "float16", causal=causal == "yes", **options,
+                shape, shape, algorithm=name, unit=unit, causal=causal == "yes",
+                dtype="float32" if unit == "simt" else "float16", **options,
             )  # fmt: skip
         one = order(trace, plan, bounds.expected(plan, gpu))
         found |= {f"{name}.{key}": value for key, value in one.items()}
@@ -149,8 +152,11 @@ def orders_panel(
     traces: Callable[..., Mapping[str, Trace]],
     baked: Mapping[str, Any],
     left_out: Callable[..., bool] | None = None,
+    typed: Mapping[str, Axis] | None = None,
 ) -> Panel:
-    """`traces` gives those of a state, or raises ValueError; `baked` the values that it has."""
+    """`traces` gives those of a state, or raises ValueError; `baked` the values that it has,
+    `typed` a mask in words, where somebody computes it.
+    """
     return Panel(
         name="orders",
         title="Both orders, side by side",
@@ -167,6 +173,7 @@ def orders_panel(
             "unit": Axis("unit", ("simt", "mma", "wgmma"),
                          words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16",
                                 "wgmma": "Hopper's tensor cores, fp16"}),
+            **(typed or {}),
         },
         answer=partial(orders, traces),
         columns=ORDERS,

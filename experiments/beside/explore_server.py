@@ -18,14 +18,16 @@ from experiments import explore
 from ..lab.measure.moves import Trace
 from ..lab.measure.workloads import Inputs
 from ..lab.record.options import FIGURES
-from . import explore_page, explore_panels
-from .panels import Panel, Value
+from . import explore_page, explore_panels, typed_mask
+from .panels import Axis, Panel, Value
 
 ADDRESS, HOSTS = "127.0.0.1", ("127.0.0.1", "localhost")
 MOST = 2000  # characters of a request's path
 BETWEEN = 0.2  # seconds, of two words on how far a trace is
 STATIC = ("timeline.gif", "loop_order.png", "io_vs_seqlen.png")  # of the page without a script
 JSON_LINES = "application/x-ndjson"
+MASK = Axis("mask of your own, what row i sees of column j, such as i - j < 9 or j == 0",
+            ("",), text=True)  # fmt: skip
 NOTE = "Served by python -m experiments explore: any size, the emulator runs here."
 
 # The emulator runs one call at a time.
@@ -41,15 +43,17 @@ class Run:
 
     def plan(self, *state: Any) -> dict[str, Callable[..., Trace]]:
         """What will run, by algorithm. Raises ValueError for what the emulator would not."""
-        N, d, Br, Bc, causal, window, unit = state
+        N, d, Br, Bc, causal, window, unit, *typed = state
         problem = explore.problem_of(N, d, causal == "yes", window, unit)
         tiles, inputs = fa_numba.Tiles(Br, Bc), Inputs()
+        explore.check(N, d, Br, Bc)
+        blocks = typed_mask.blocks_of("".join(typed), N, tiles)
         found: dict[str, Callable[..., Trace]] = {}
         for name, _ in explore_panels.ORDERS:
             series = f"{name}-{unit}"
-            self._bytes += explore.planned(series, problem, tiles).accesses.bytes
+            self._bytes += explore.planned(series, problem, tiles, blocks).accesses.bytes
             found[name] = partial(
-                explore.trace, series, problem, tiles, inputs(problem), self._found
+                explore.trace, series, problem, tiles, inputs(problem), self._found, blocks
             )
         return found
 
@@ -67,7 +71,7 @@ class Run:
 def _orders(run: Run) -> Panel:
     sizes = {"N": explore.SEQLENS, "d": explore.HEAD_DIMS, "window": explore.WINDOWS}
     baked = {**sizes, "Br": explore.BLOCKS, "Bc": explore.BLOCKS}
-    return explore_panels.orders_panel(run.traces, baked)
+    return explore_panels.orders_panel(run.traces, baked, typed={"mask": MASK})
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -14,7 +14,16 @@ import fa_numba
 from experiments.beside import explore_server
 from fa_numba import bounds
 
-STATE = {"N": 64, "d": 16, "Br": 32, "Bc": 32, "causal": "yes", "window": 0, "unit": "mma"}
+STATE = {
+    "N": 64,
+    "d": 16,
+    "Br": 32,
+    "Bc": 32,
+    "causal": "yes",
+    "window": 0,
+    "unit": "mma",
+    "mask": "",
+}
 TRAFFIC = {
     "gpu": "A100", "T": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
     "passes": "fwd", "query_splits": 1, "causal": "no", "tiles": "64x128",
@@ -69,6 +78,24 @@ def test_on_hoppers_unit_too_with_rows_of_two_warpgroups(server):
         assert visits == {f"{i},{j}" for i in range(2) for j in range(5) if 32 * j < 128 * (i + 1)}
 
 
+@pytest.mark.parametrize("unit", ["simt", "wgmma"])
+def test_a_typed_mask_leaves_out_tiles_that_it_hides(server, unit):
+    Br = 64 if unit == "wgmma" else 16
+    state = {**STATE, "N": 192, "Br": Br, "Bc": 32, "unit": unit, "causal": "no"}
+    state["mask"] = "j <= i and i - j < 9 if i > 3 else math.sqrt(j) < 2"
+    found = asked(server, "orders", state)[1]
+    seen = {
+        f"{i // Br},{j // 32}"
+        for i in range(192)
+        for j in range(192)
+        if (j <= i < j + 9 if i > 3 else j < 4)
+    }
+    for name in ("fa1", "fa2"):
+        assert found[f"{name}.total"] == found[f"{name}.model"] == found[f"{name}.bytes"][-1]
+        assert {step.split("|")[2] for step in found[f"{name}.steps"]} - {""} >= seen
+        assert found[f"{name}.visited"] < 6 * 192 // Br
+
+
 def test_any_size_is_answered(server):
     found = asked(server, "traffic", TRAFFIC)[1]
     shape = (1, 3, 1000, 80)
@@ -89,6 +116,15 @@ REFUSED = [
     ("/api/orders", {**STATE, "unit": "tpu"}, "unit is 'tpu': allowed is simt, mma, wgmma"),
     ("/api/orders", {**STATE, "unit": "wgmma"}, "allowed are 64, 128, 192 rows"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
+    ("/api/orders", {**STATE, "mask": "j <"}, "mask is 'j <': no Python"),
+    ("/api/orders", {**STATE, "mask": "x < j"}, "mask is 'x < j': x; allowed is"),
+    ("/api/orders", {**STATE, "mask": "__import__('os')"}, "allowed is an expression of i and j"),
+    ("/api/orders", {**STATE, "mask": "math.__doc__"}, "math.__doc__; allowed is"),
+    ("/api/orders", {**STATE, "mask": "i.real < j"}, "i.real; allowed is"),
+    ("/api/orders", {**STATE, "mask": "(lambda: j)()"}, "lambda: j"),
+    ("/api/orders", {**STATE, "mask": "9 ** 9 ** 9 < j"}, "a power; allowed is"),
+    ("/api/orders", {**STATE, "mask": "[j][0] < i"}, "[j][0]; allowed is"),
+    ("/api/orders", {**STATE, "mask": "i * 2.5"}, "mask_mod"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
     ("/api/traffic", {**TRAFFIC, "gpu": "T5"}, "gpu is 'T5': allowed is"),
     ("/api/traffic", {**TRAFFIC, "tiles": "64"}, "tiles is '64': allowed is auto, or Br x Bc"),

@@ -105,6 +105,7 @@ class Trace:
     Bc: int
     moves: tuple[Move, ...]
     window: int = 0
+    blocks_seen: Any = None  # of a block mask, bool (Tr, Tc)
 
     @property
     def algorithm(self) -> str:
@@ -216,9 +217,8 @@ class Trace:
                     j = self.tile(move)
                 elif (move.array, move.kind) == ("O", "store"):
                     i = self.tile(move)
-                    if self.slots > 1:  # of the columns that row tile i sees the next
-                        seen = max(0, i * self.Br - self.window) if self.window else 0
-                        j = seen // self.Bc + stored[move.first]
+                    if self.slots > 1:
+                        j = self._columns_of(i)[stored[move.first]]
                         stored[move.first] += 1
                     yield Visit(i, j, taken[i, move.stop], move.stop)
             return
@@ -227,6 +227,12 @@ class Trace:
         last = next((move.start for move in moves if move.array == "O"), moves[-1].stop)
         for move, end in zip(columns, [*(m.start for m in columns[1:]), last], strict=False):
             yield Visit(i, self.tile(move), move.start, end)
+
+    def _columns_of(self, i: int) -> list[int]:
+        """The column tiles that row tile i sees from its first on."""
+        first = max(0, i * self.Br - self.window) // self.Bc if self.window else 0
+        tiles = range(first, self.column_tiles)
+        return [j for j in tiles if self.blocks_seen is None or self.blocks_seen[i, j]]
 
 
 @dataclass(frozen=True)
