@@ -503,6 +503,72 @@ def test_what_the_pages_say_of_dropout():
         assert min(ratios["padded", pass_].over["torch-unfused"].values()) > 1.3
 
 
+def test_what_the_ladder_says_of_float32_on_an_h100():
+    """Each row of its table is what the file has of the step that the row names."""
+    with open(FIGURES.parent / "tests" / "data" / "h100_trials.csv") as file:
+        trials = [r for r in csv.DictReader(file) if r["trial"] == "float32 on CUDA cores"]
+    ours, peers = {}, {}
+    for r in (r for r in trials if r["pass"] == "fwd" and r["series"] != "fa1-simt"):
+        at = r["d"], r["causal"], r["N"]
+        if r["series"] == "fa2-simt":
+            ours.setdefault(r["note"], {})[at] = float(r["ms"])
+        else:
+            peers[(r["series"], *at)] = float(r["ms"])
+
+    def gain(note, d, causal):
+        before = ours["as it was"]
+        over = [before[at] / ms for at, ms in ours[note].items() if at[:2] == (d, causal)]
+        return f"{np.median(over):.2f}, {min(over):.2f} to {max(over):.2f}"
+
+    def of(peer, note, d, causal):
+        at = d, causal, "16384"
+        return f"{peers[(peer, *at)] / ours[note][at]:.2f}"
+
+    def both(say, *known):
+        return "; ".join(say(*known, causal) for causal in ("false", "true"))
+
+    page = (FIGURES / "tables" / "ladder.md").read_text()
+    section = page.partition("## Float32 on CUDA cores")[2]
+    cells = [[x.strip() for x in line.split("|")[1:-1]] for line in section.splitlines()]
+    said = {row[0].removesuffix(" (kept)"): row[2:] for row in cells if len(row) == 8}
+    del said["step"], said["---"]
+    assert said == {
+        note: [
+            *(both(gain, note, d) for d in ("64", "128")),
+            *(
+                both(of, f"torch-{x}", note, d)
+                for x in ("matmul", "efficient")
+                for d in ("64", "128")
+            ),
+        ]
+        for note in ours
+    }
+
+    LAST, BEFORE = "and the next operands read ahead", "as it was"
+    PRODUCT = "as many FLOP in products of 8192 x 8192"
+    others = {}
+    for r in trials:
+        kind = "bwd" if r["pass"] == "bwd" else r["series"]
+        if kind in ("bwd", "fa1-simt"):
+            others.setdefault((kind, r["d"]), {})[r["N"], r["series"], r["note"]] = float(r["ms"])
+
+    def span(kind, d, other, note=""):
+        own = "fa1-simt" if kind == "fa1-simt" else "fa2-simt"
+        read = {at[0]: ms for at, ms in others[kind, d].items() if at[2] == LAST}
+        over = [others[kind, d][N, other or own, note] / ms for N, ms in read.items()]
+        return [f"{min(over):.2f}", f"{max(over):.2f}"]
+
+    words = " ".join(section.split())
+    assert [span("fa1-simt", d, "", BEFORE) for d in ("64", "128")] == [["1.05"] * 2] * 2
+    assert "N=1024 was 1.05 times as fast" in words
+    gains = [" to ".join(span("bwd", d, "", BEFORE)) for d in ("64", "128")]
+    assert f"{gains[0]} times at d=64 and {gains[1]} at d=128" in words
+    least, most = span("bwd", "128", "torch-efficient")[0], span("bwd", "64", "torch-efficient")[1]
+    assert f"{least} to {most} of torch's speed" in words
+    product = [span("bwd", d, "torch-matmul", PRODUCT) for d in ("128", "64")]
+    assert f"backward {product[0][0]} to {product[1][1]} (asked" in words
+
+
 def test_what_the_page_says_of_trials_on_an_h100():
     """No experiment records them yet; what is said of them is what the file has."""
     with open(FIGURES.parent / "tests" / "data" / "h100_trials.csv") as file:
