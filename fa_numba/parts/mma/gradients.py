@@ -14,8 +14,8 @@ from fa_numba.parts.mma.epilogue import write_halves
 from fa_numba.parts.mma.pairs import (
     make_add_two,
     make_read_floats,
-    make_write_floats,
-    make_write_two,
+    write_pairs_of,
+    write_rounded_of,
 )
 from fa_numba.parts.mma.products import make_dq
 from fa_numba.parts.namespace import part
@@ -174,35 +174,16 @@ def make_initialise_dq(spec):
     return initialise_dq
 
 
-@part
+@cache
 def _make_write_sums(spec):
     """``write_sums(rdQ, A, row0, rows_end, turn)``: a warp's part of dQ to memory, in float32."""
-    pairs, place = _query_pairs(spec), make_query_place(spec)
-    write_floats = make_write_floats(spec)
-
-    def write_sums(rdQ, A, row0, rows_end, turn):
-        row, col, left = place(row0, rows_end, turn)
-        for e in range(len(pairs)):
-            down, along = pairs[e]
-            write_floats(A, row + down, col + along, left > down, rdQ[2 * e], rdQ[2 * e + 1])
-
-    return write_sums
+    return write_pairs_of(spec, _query_pairs(spec), make_query_place(spec))
 
 
-@part
+@cache
 def _make_write_rounded(spec):
-    """``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``: factor times the same, rounded."""
-    pairs, place, write_two = _query_pairs(spec), make_query_place(spec), make_write_two(spec)
-
-    def write_rounded(rdQ, dQ, factor, row0, rows_end, turn):
-        row, col, left = place(row0, rows_end, turn)
-        for e in range(len(pairs)):
-            down, along = pairs[e]
-            if left > down:
-                low, high = factor * rdQ[2 * e], factor * rdQ[2 * e + 1]
-                write_two(dQ, row + down, uint32(col + along), low, high)
-
-    return write_rounded
+    """``write_rounded(rdQ, dQ, factor, row0, rows_end, turn)``: factor times it, rounded."""
+    return write_rounded_of(spec, _query_pairs(spec), make_query_place(spec))
 
 
 @part

@@ -124,6 +124,38 @@ def make_write_floats(spec):
 
 
 @part
+def write_pairs_of(spec, pairs, place):
+    """``write_sums(rT, A, row0, rows_end, own)``: the ``pairs`` of a thread's part of a tile to
+    memory, in float32: so many rows and columns from its first element, which ``place`` finds.
+    """
+    write_floats = make_write_floats(spec)
+
+    def write_sums(rT, A, row0, rows_end, own):
+        row, col, left = place(row0, rows_end, own)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            write_floats(A, row + down, col + along, left > down, rT[2 * e], rT[2 * e + 1])
+
+    return write_sums
+
+
+@part
+def write_rounded_of(spec, pairs, place):
+    """``write_rounded(rT, T, factor, row0, rows_end, own)``: factor times the same, rounded."""
+    write_two = make_write_two(spec)
+
+    def write_rounded(rT, T, factor, row0, rows_end, own):
+        row, col, left = place(row0, rows_end, own)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            if left > down:
+                low, high = factor * rT[2 * e], factor * rT[2 * e + 1]
+                write_two(T, row + down, uint32(col + along), low, high)
+
+    return write_rounded
+
+
+@part
 def make_add_two(spec):
     """``add_two(T, row, col, inside, low, high)``: atomic adds to two neighbours of a row."""
     head_dim = _row(spec)

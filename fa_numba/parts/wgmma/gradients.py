@@ -297,10 +297,8 @@ def make_ds_of_columns(spec):
     With a cap, or a function whose slope is not 1, of ST in rS, which slopes are made of, and PT
     here. By few rows at a time: what was rounded leaves its registers to others.
     """
-    if spec.adds_fragments:
-        return _make_ds_of_rounded(spec)
-    if spec.slopes_early:
-        return _make_ds_of_slopes(spec)
+    if spec.adds_fragments or spec.slopes_early:
+        return _make_ds_of_dp(spec)
     if spec.slopes_alone:
         return _make_ds_of_pairs(spec)
     if spec.features.scores_stay:
@@ -341,9 +339,11 @@ def make_ds_of_columns(spec):
 
 
 @part
-def _make_ds_of_rounded(spec):
-    """The same of PT in 16 bits: the registers of ST are left to others."""
-    TM, TN, Br = spec.TM, spec.TN, spec.Br
+def _make_ds_of_dp(spec):
+    """The same of PT in 16 bits, and the registers of ST are left to others; or of slopes in rS,
+    which have PT in them.
+    """
+    TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.adds_fragments
     pack, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
@@ -352,25 +352,13 @@ def _make_ds_of_rounded(spec):
             for j in range(TN):
                 for n in range(0, 4, 2):
                     e = j * TM + 4 * m + n
-                    p0, p1 = unpack(rP[e // 2])
-                    rdS[e // 2] = pack(p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1]))
-
-    return ds_of_columns
-
-
-@part
-def _make_ds_of_slopes(spec):
-    TM, TN, Br = spec.TM, spec.TN, spec.Br
-    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
-
-    def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
-        for m in range(TM // 4):
-            dots = load4(sL, uint32(uint32(at + Br) + 16 * m + 4 * tile.thread.ty))
-            for j in range(TN):
-                for n in range(0, 4, 2):
-                    e = j * TM + 4 * m + n
-                    ds0 = sloped(rdP[e] - dots[n], rS[e])
-                    rdS[e // 2] = pack(ds0, sloped(rdP[e + 1] - dots[n + 1], rS[e + 1]))
+                    if rounded:
+                        p0, p1 = unpack(rP[e // 2])
+                        ds0, ds1 = p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1])
+                    else:
+                        ds0 = sloped(rdP[e] - dots[n], rS[e])
+                        ds1 = sloped(rdP[e + 1] - dots[n + 1], rS[e + 1])
+                    rdS[e // 2] = pack(ds0, ds1)
 
     return ds_of_columns
 

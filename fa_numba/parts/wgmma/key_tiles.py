@@ -6,12 +6,14 @@ what can be read again. The words: where the column tile begins, of which entry 
 and where these end in the arrays; and the block's query head and rows.
 """
 
-from fa_numba.device import WRAPS, cuda, device_function, uint32
+from functools import cache
+
+from fa_numba.device import cuda, device_function, uint32
 from fa_numba.parts.grid import make_key_end, make_lengths, make_query_end
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Box, Head, KeyTile, KeyTileHead
+from fa_numba.parts.records import Head, KeyTile, KeyTileHead
 from fa_numba.parts.visits import make_first_of_heads, make_row_range
-from fa_numba.parts.wgmma.load import end_of
+from fa_numba.parts.wgmma.load import make_key_box, make_query_box
 from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 
 
@@ -253,31 +255,26 @@ def make_next_visit(spec):
     return next_visit
 
 
-@part
+@device_function
+def _read_query_end(head):
+    return head.words[4]
+
+
+@device_function
+def _read_key_end(head):
+    return head.words[5]
+
+
+@cache
 def make_read_query_box(spec):
     """``read_query_box(T, row, head)``: ``load.query_box``, the sequence's end read again."""
-    ends = spec.query_ends
-
-    def read_query_box(T, row, head):
-        if ends:
-            inner = end_of(T, head.b, head.h, head.words[4])
-            return Box(uint32(WRAPS), inner, uint32(row + uint32(WRAPS) - head.Nq))
-        return Box(head.b, head.h, row)
-
-    return read_query_box
+    return make_query_box(spec, end=_read_query_end)
 
 
-@part
+@cache
 def make_read_key_box(spec, ends):
     """``read_key_box(T, row, head)``: ``load.key_box``, the sequence's end read again."""
-
-    def read_key_box(T, row, head):
-        if ends:
-            inner = end_of(T, head.b, head.hk, head.words[5])
-            return Box(uint32(WRAPS), inner, uint32(row + uint32(WRAPS) - head.Nk))
-        return Box(head.b, head.hk, row)
-
-    return read_key_box
+    return make_key_box(spec, ends, _read_key_end)
 
 
 @device_function

@@ -191,12 +191,12 @@ def _make_produces(own, other):
 
 
 @part
-def make_query_box(spec, ends=None):
+def make_query_box(spec, ends=None, end=None):
     """``query_box(T, row, head)``: where a row of a head's queries is on T's map; ``ends``: whether
-    sequences end within T.
+    sequences end within T; ``end(head)``: where this one does.
     """
     ends = spec.query_ends if ends is None else ends
-    end = make_query_end(spec)
+    end = end or make_query_end(spec)
 
     def query_box(T, row, head):
         if ends:
@@ -208,10 +208,12 @@ def make_query_box(spec, ends=None):
 
 
 @part
-def make_key_box(spec, ends=None):
-    """``key_box(T, row, head)``: where a row of a head's keys is on T's map; ``ends`` as above."""
+def make_key_box(spec, ends=None, end=None):
+    """``key_box(T, row, head)``: where a row of a head's keys is on T's map; ``ends`` and ``end``
+    as above.
+    """
     ends = spec.key_ends if ends is None else ends
-    end = make_key_end(spec)
+    end = end or make_key_end(spec)
 
     def key_box(T, row, head):
         if ends:
