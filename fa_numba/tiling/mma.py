@@ -40,6 +40,11 @@ class MmaSpec(Spec):
     ablated: tuple[str, ...] = ()
     stages: int = 1
 
+    row_step = 8
+    column_width = 2
+    column_step = 8
+    min_blocks = 1
+
     @property
     def folds_scale(self) -> bool:
         """Only a positive scale keeps the scores' order, and only plain scores are its product."""
@@ -71,18 +76,6 @@ class MmaSpec(Spec):
     def key_pieces(self) -> tuple[int, int]:
         of_k, of_v = (gcd(n // CHUNK, self.threads) for n in (self.columns_k, self.columns))
         return of_k, of_v
-
-    @property
-    def row_step(self) -> int:
-        return 8
-
-    @property
-    def column_width(self) -> int:
-        return 2
-
-    @property
-    def column_step(self) -> int:
-        return 8
 
     @property
     def warps(self) -> int:
@@ -184,10 +177,6 @@ class MmaSpec(Spec):
         """192 of a thread's 255; the rest is for operands, addresses and values of rows."""
         return self.accumulators <= 192
 
-    @property
-    def min_blocks(self) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
 class StandardSpec(MmaSpec):
@@ -197,9 +186,7 @@ class StandardSpec(MmaSpec):
     multiplied the next is on its way.
     """
 
-    @property
-    def folds_scale(self) -> bool:
-        return False
+    folds_scale = False
 
     @property
     def step(self) -> int:

@@ -35,9 +35,9 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     splits_queries: bool = False
     vector_adds: bool = False
 
-    @property
-    def reads_bias(self) -> bool:
-        return False
+    reads_bias = False
+    row_width = 2
+    column_width = 1
 
     @property
     def reads_state(self) -> bool:
@@ -72,14 +72,6 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
         both = self, self.of_values
         fragments = max(spec.scores.q_registers for spec in both)
         return fragments, max(spec.column_registers for spec in both)
-
-    @property
-    def row_width(self) -> int:
-        return 2
-
-    @property
-    def column_width(self) -> int:
-        return 1
 
     @property
     def element_steps(self) -> tuple[int, int]:

@@ -97,6 +97,12 @@ class WgmmaSpec(Spec):
     blocks: int = 1
     ablated: tuple[str, ...] = ()
 
+    key_pieces = (1, 1)
+    loading_threads = 1
+    row_step = 8
+    column_width = 2
+    column_step = 8
+
     @property
     def takes_turns(self) -> bool:
         """Whether consumers begin their products one after the other."""
@@ -170,17 +176,9 @@ class WgmmaSpec(Spec):
         return (_REGISTERS_WITH_ENDS if ends else REGISTERS)[self.consumers]
 
     @property
-    def key_pieces(self) -> tuple[int, int]:
-        return 1, 1
-
-    @property
     def column_producers(self) -> int:
         """Threads that bring K and V: of pages, which are many boxes, one each."""
         return 2 if self.features.page_size else 1
-
-    @property
-    def loading_threads(self) -> int:
-        return 1
 
     @property
     def plane_panels(self) -> int:
@@ -274,18 +272,6 @@ class WgmmaSpec(Spec):
     def p_registers(self) -> int:
         """Words of a thread's part of P in 16 bits, of all planes."""
         return self.planes * self.TM * self.TN // 2
-
-    @property
-    def row_step(self) -> int:
-        return 8
-
-    @property
-    def column_width(self) -> int:
-        return 2
-
-    @property
-    def column_step(self) -> int:
-        return 8
 
     @property
     def folds_scale(self) -> bool:

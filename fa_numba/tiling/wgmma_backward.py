@@ -88,15 +88,19 @@ class WgmmaBackwardSpec(GradientSpec):
     splits_rows: bool = False
     chunk_tiles: int = 0
 
+    TN = 2
+    row_width = 2
+    row_step = 8
+    column_width = 1
+    column_step = 8
+    min_blocks = 1
+    # Whether the consumers share columns, and make dV and dK (``WgmmaWideBackwardSpec``).
+    wide = False
+
     @property
     def row_tiles(self) -> int:
         """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
         return 3 if self.algorithm == "fa1" else 2
-
-    @property
-    def wide(self) -> bool:
-        """Whether the consumers share columns, and make dV and dK (``WgmmaWideBackwardSpec``)."""
-        return False
 
     @property
     def shuffles_group(self) -> bool:
@@ -156,26 +160,6 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def TM(self) -> int:
         return self.Br // 4
-
-    @property
-    def TN(self) -> int:
-        return 2
-
-    @property
-    def row_width(self) -> int:
-        return 2
-
-    @property
-    def row_step(self) -> int:
-        return 8
-
-    @property
-    def column_width(self) -> int:
-        return 1
-
-    @property
-    def column_step(self) -> int:
-        return 8
 
     @property
     def element_steps(self) -> tuple[int, int]:
@@ -388,10 +372,6 @@ class WgmmaBackwardSpec(GradientSpec):
     def fits_registers(self) -> bool:
         return self.accumulators <= self.registers[1] - _OTHERS
 
-    @property
-    def min_blocks(self) -> int:
-        return 1
-
 
 _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaSweepSpec")
 
@@ -447,17 +427,12 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
     other dP, dS and dK, and S passes through shared memory.
     """
 
-    @property
-    def wide(self) -> bool:
-        return True
+    wide = True
+    rounds_early = True
 
     @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS
-
-    @property
-    def rounds_early(self) -> bool:
-        return True
 
     @property
     def transposed(self) -> WgmmaSpec:
@@ -506,13 +481,11 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 class _SharedRows(WgmmaSpec):
     """Two consumers with the same rows."""
 
+    consumer_rows = 0
+
     @property
     def consumers(self) -> int:
         return CONSUMERS
-
-    @property
-    def consumer_rows(self) -> int:
-        return 0
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
