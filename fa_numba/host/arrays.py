@@ -398,22 +398,22 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
     for other in single:
         if other.dtype not in CAPTURED:
             raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
-        if other.place != first.place:
-            raise ValueError(
-                f"{other.name} is in {other.where}, {first.name} in {first.where}: "
-                "allowed is one device for all"
-            )
+        _check_place(first, other)
     for other in operands[1:]:
-        if other.place != first.place:
-            raise ValueError(
-                f"{other.name} is in {other.where}, {first.name} in {first.where}: "
-                "allowed is one device for all"
-            )
+        _check_place(first, other)
         if other.dtype != first.dtype:
             raise TypeError(
                 f"{other.name} has dtype {other.dtype}, {first.name} {first.dtype}: "
                 "allowed is one dtype for all"
             )
+
+
+def _check_place(first: Operand, other: Operand) -> None:
+    if other.place != first.place:
+        raise ValueError(
+            f"{other.name} is in {other.where}, {first.name} in {first.where}: "
+            "allowed is one device for all"
+        )
 
 
 def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
@@ -422,10 +422,19 @@ def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{array.name} has shape {array.shape}: allowed is {shape}")
 
 
-def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> None:
-    """Raise ValueError unless ``out`` can take the result: shape, layout, and memory of its own."""
-    check_shape(out, shape)
-    check_written(out, inputs)
+def operand_of_out(
+    out: Any, shape: tuple[int, ...], first: Operand, inputs: Sequence[Operand]
+) -> Operand | None:
+    """``out``, or None as it is, if it can take a result like ``first`` of this shape: else raises
+    TypeError or ValueError. Its memory is its own, beside ``inputs``.
+    """
+    if out is None:
+        return None
+    target = operand("out", out, (first.dtype,))
+    check_together([first, target])
+    check_shape(target, shape)
+    check_written(target, list(inputs))
+    return target
 
 
 def check_written(out: Operand, inputs: list[Operand]) -> None:

@@ -15,10 +15,10 @@ from fa_numba.host.arrays import (
     SUMS,
     Operand,
     added_mask,
-    check_out,
     check_shape,
     check_together,
     operand,
+    operand_of_out,
 )
 from fa_numba.host.binding import Binding
 from fa_numba.host.launch_cache import Call
@@ -105,11 +105,8 @@ def _first_attend(
         check_shape(x, problem.o_shape)
     for x in rows:
         check_shape(x, problem.lse_shape)
-    target = None
-    if out is not None:
-        target = operand("out", out, (problem.dtype,))
-        check_together([q, target])
-        check_out(target, problem.o_shape, [*inputs, *arguments.arrays.values()])
+    target = operand_of_out(out, problem.o_shape, q, [*inputs, *arguments.arrays.values()])
+    if target is not None:
         matrices = [*matrices, target]
     with placement.placed(q):
         plan = planning.plan_of(problem, choices, aligned_rows(problem, matrices, q))

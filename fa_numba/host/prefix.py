@@ -21,7 +21,7 @@ from fa_numba import device, io_model
 from fa_numba.checks import LAYOUTS, as_sizes
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.host import execution, launch_cache, merging, placement, planning
-from fa_numba.host.arrays import HOST, Operand, check_out, check_together, operand
+from fa_numba.host.arrays import HOST, Operand, check_together, operand, operand_of_out
 from fa_numba.host.binding import Binding, sent
 from fa_numba.host.calls import aligned_rows, launched
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan, Plan, Reasons
@@ -113,11 +113,7 @@ def _first_attend(
     check_together(inputs, list(arguments.arrays.values()))
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     first = _of_prefix(problem, of_prefix[0].shape, of_prefix[1].shape, options)
-    target = None
-    if out is not None:
-        target = operand("out", out, (problem.dtype,))
-        check_together([q, target])
-        check_out(target, problem.o_shape, [*inputs, *arguments.arrays.values()])
+    target = operand_of_out(out, problem.o_shape, q, [*inputs, *arguments.arrays.values()])
     with placement.placed(q):
         copies = device.on_gpu() and q.place == HOST  # which are contiguous
         gathered = not _lies_as_one(None if copies else q, problem)

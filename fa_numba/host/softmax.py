@@ -7,7 +7,7 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.checks import as_size
 from fa_numba.host import placement
-from fa_numba.host.arrays import check_out, check_together, operand
+from fa_numba.host.arrays import operand, operand_of_out
 from fa_numba.host.calls import launched
 from fa_numba.host.execution import execute
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan
@@ -21,16 +21,13 @@ STEPS_PER_ACCESS = 8
 def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
     """softmax(x) by rows, with the arguments of the public function."""
     io_model.check_softmax(algorithm)
-    given, target = operand("x", x, ("float32",)), None
+    given = operand("x", x, ("float32",))
     if len(given.shape) != 2:
         raise ValueError(f"x has shape {given.shape}: allowed is (batch, elements)")
     batch, elements = map(as_size, ("batch", "elements"), given.shape)
     if elements > MAX_SEQLEN:
         raise ValueError(f"x has {elements} elements a vector: allowed is at most {MAX_SEQLEN}")
-    if out is not None:
-        target = operand("out", out, ("float32",))
-        check_together([given, target])
-        check_out(target, given.shape, [given])
+    target = operand_of_out(out, given.shape, given, [given])
     launch = Launch.of(MAKERS[algorithm](), (batch, 1, 1), X="x", Y="y")
     plan = LaunchPlan(launches=(launch,), outputs=(Buffer("y", given.shape),))
     with placement.placed(given):
