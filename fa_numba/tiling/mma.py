@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.mma_rows import CHUNK, TileRows
-from fa_numba.tiling.spec import MAX_THREADS, Spec
+from fa_numba.tiling.spec import MAX_THREADS, Spec, check_shared
 from fa_numba.tiling.tiles import Tiles
 
 # Measures that the forward kernels on tensor cores can do without, and whose they are.
@@ -298,11 +298,7 @@ def chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
             f"warps of {part} its rows and at most {MAX_THREADS} threads whose parts fit their "
             "registers; take smaller blocks"
         )
-    if found[0].shared_bytes > shared_limit:
-        raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc}{staged} at head_dim={head_dim} needs "
-            f"{found[0].shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
-        )
+    check_shared(found[0], shared_limit, staged)
     if tiles.threads is not None:
         allowed = sorted({spec.threads for spec in found})
         found = [spec for spec in found if spec.threads == tiles.threads]

@@ -238,3 +238,12 @@ class GradientSpec(ValuesSpec):
     @property
     def sums_rows(self) -> bool:
         return True
+
+
+def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
+    """Raise ValueError unless ``spec`` fits in shared memory of so many bytes a block."""
+    if spec.shared_bytes > shared_limit:
+        raise ValueError(
+            f"tiles: Br={spec.Br}, Bc={spec.Bc}{staged} at head_dim={spec.head_dim} needs "
+            f"{spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
+        )

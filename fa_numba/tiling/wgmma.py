@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
-from fa_numba.tiling.spec import Spec
+from fa_numba.tiling.spec import Spec, check_shared
 from fa_numba.tiling.tiles import Tiles
 
 GROUP = 128  # threads of a warpgroup
@@ -353,10 +353,5 @@ def select_wgmma_spec(
                 return several
     if spec.shared_bytes > shared_limit:
         spec = replace(spec, q_stages=1)
-    if spec.shared_bytes > shared_limit:
-        raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc}, stages={tiles.stages} at head_dim={head_dim} "
-            f"needs {spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a "
-            "block"
-        )
+    check_shared(spec, shared_limit, f", stages={tiles.stages}")
     return spec

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
-from fa_numba.tiling.spec import GradientSpec, ValuesSpec
+from fa_numba.tiling.spec import GradientSpec, ValuesSpec, check_shared
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import (
     GROUP,
@@ -527,11 +527,7 @@ def select_wgmma_backward_spec(
             f"tiles: threads={tiles.threads} does not fit Br={Br} on Hopper's tensor cores, "
             f"backward: allowed is {spec.threads}"
         )
-    if spec.shared_bytes > shared_limit:
-        raise ValueError(
-            f"tiles: Br={Br}, Bc={Bc} at head_dim={head_dim} needs {spec.shared_bytes} bytes "
-            f"of shared memory, the device has {shared_limit} a block"
-        )
+    check_shared(spec, shared_limit)
     return spec
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fa_numba.integers import ceil_div
+from fa_numba.tiling.spec import check_shared
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import Arrivals, Pipeline, WgmmaSpec, within_registers
 
@@ -121,8 +122,6 @@ def select_wgmma_fa1_spec(
     for stages, q_stages in _PLACES:
         spec = replace(spec, stages=stages, q_stages=q_stages)
         if spec.shared_bytes <= shared_limit:
-            return spec
-    raise ValueError(
-        f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs {spec.shared_bytes} "
-        f"bytes of shared memory, the device has {shared_limit} a block"
-    )
+            break
+    check_shared(spec, shared_limit)
+    return spec
