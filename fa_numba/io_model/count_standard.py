@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_numba.io_model.accesses import (
-    Accesses,
-    add_up,
-    check_dbias,
-    count,
-    sink_gradients,
-)
+from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.visits import blocks_of, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 

@@ -8,15 +8,7 @@ from typing import Any, NamedTuple
 
 import fa_numba
 from fa_numba import device
-from fa_numba.checks import (
-    LAYOUTS,
-    as_flag,
-    as_layout,
-    as_lengths,
-    as_sizes,
-    as_window,
-    kind_of,
-)
+from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window, kind_of
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import check_tangent, has_tangent, on_host, operand

@@ -4,12 +4,7 @@
 and ``wgmma`` each unit's own. What is taken where nobody chose says ``fa_numba.choices``.
 """
 
-from fa_numba.tiling.mma import (
-    MEASURES,
-    MmaSpec,
-    StandardSpec,
-    select_mma_spec,
-)
+from fa_numba.tiling.mma import MEASURES, MmaSpec, StandardSpec, select_mma_spec
 from fa_numba.tiling.mma_backward import (
     MmaBackwardSpec,
     MmaSweepSpec,
@@ -19,11 +14,7 @@ from fa_numba.tiling.mma_backward import (
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, select_spec, splits
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import MOST_STAGES, Tiles, is_valid
-from fa_numba.tiling.wgmma import (
-    WGMMA_MEASURES,
-    WgmmaSpec,
-    select_wgmma_spec,
-)
+from fa_numba.tiling.wgmma import WGMMA_MEASURES, WgmmaSpec, select_wgmma_spec
 from fa_numba.tiling.wgmma_backward import (
     WgmmaBackwardSpec,
     WgmmaSweepSpec,
