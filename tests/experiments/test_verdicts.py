@@ -484,7 +484,7 @@ def test_what_the_page_says_of_query_splits_backward():
 
 
 def test_what_the_pages_say_of_dropout():
-    """Level with torch's FA-2 in FA-1's setting, ahead of it and cuDNN in fp16 alone, and of unfused
+    """Level with torch's FA-2 in FA-1's setting, elsewhere ahead of it, of cuDNN and of unfused
     steps.
     """
     found = {
