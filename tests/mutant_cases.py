@@ -302,6 +302,8 @@ MMA_CASES = {
     "plain": (Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),),
     "16 rows": (Case((1, 2, 1, 35, 37, 8), Tiles(32, 16, 64), CAUSAL, 2),),
     "Q shared": (Case((1, 1, 1, 33, 20, 136), Tiles(64, 16, 64)),),
+    # Rows so long that a turn of copies has two of them
+    "256 columns": (Case((1, 1, 1, 17, 20, 256), Tiles(32, 16, 64)),),
     "odd": (Case((2, 4, 2, 18, 19, 5), Tiles(16, 16), layout="odd"),),
     # Where heads have slopes each has tiles of its own.
     "heads": (
@@ -330,6 +332,8 @@ MMA_STAGES = {
         Case((2, 2, 1, 5, 70, 64), Tiles(16, 64), {"kv_lens": [70, 17]}, page_size=48),
         Case((2, 2, 2, 5, 130, 80), Tiles(32, 80, 64), {"kv_lens": [130, 0]}, page_size=80),
         Case((1, 2, 1, 5, 40, 33), Tiles(16, 16), {"kv_lens": [39]}, page_size=16),
+        Case((1, 2, 1, 5, 80, 33), Tiles(16, 64), {"kv_lens": [79]}, page_size=64),
+        Case((1, 1, 1, 5, 40, 256), Tiles(32, 16, 64), {"kv_lens": [39]}, page_size=16),
     ),
 }
 SIMT_PAGES = {
