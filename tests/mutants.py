@@ -555,13 +555,17 @@ def noticed(run, seconds=8):
     return None
 
 
-def apart(function, *args):
-    """What a function gives in a process of its own, as JSON takes it, or that it crashed."""
+def apart(function, *args, seconds=600):
+    """What a function gives in a process of its own, as JSON takes it, or that it crashed or took
+    longer than so many seconds.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
             faulthandler.disable()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(seconds)
             os.write(write, json.dumps(function(*args)).encode())
         finally:
             os._exit(0)

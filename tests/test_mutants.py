@@ -27,7 +27,7 @@ UNITS = {"simt": 8, "mma": 6, "wgmma": 3}  # and of how many sites by default
 HOST = {"host": 4, "ring": 4, "torch": 2}
 PARTS = 48  # of all
 SHARES = 5  # of a unit's runs: a sample looks first at one, of which what it executes is found out
-PACKAGES = ("fa_numba.kernels", "fa_numba.parts", "fa_numba.intrinsics")
+PACKAGES, INTRINSICS = ("fa_numba.kernels", "fa_numba.parts"), "fa_numba.intrinsics"
 TORCH = "fa_numba.torch"  # imported by a stand-in for torch
 ON_HOST = ("fa_numba.host", "fa_numba.ring", TORCH)
 
@@ -47,31 +47,23 @@ def named(site):
 
 @functools.cache
 def sites():
-    """All that a call can reach; of intrinsics these are their emulations."""
-    found = (site for name in mutants.modules_of(*PACKAGES) for site in mutants.sites_of(name))
-    found = [site for site in found if _emulated(site)]
+    """All that a call can reach, but intrinsics' emulations."""
+    found = (mutants.sites_of(name) for name in mutants.modules_of(*PACKAGES))
     rules = (*mutants.RULES, mutants.forget)
     on_host = (mutants.sites_of(name, rules) for name in mutants.modules_of(*ON_HOST))
-    return [*found, *itertools.chain.from_iterable(on_host)]
-
-
-def _emulated(site):
-    if not site.module.startswith("fa_numba.intrinsics"):
-        return True
-    return site.key in _emulations()
+    return [*itertools.chain.from_iterable(found), *itertools.chain.from_iterable(on_host)]
 
 
 @functools.cache
-def _emulations():
-    found = set()
-    for name in mutants.modules_of("fa_numba.intrinsics"):
-        for functions in mutants.functions_of(name).values():
-            kernels = [x.emulation for x in functions if hasattr(x, "emulation")]
-            found |= {
-                mutants.key_of(f.__code__)
-                for f, _ in mutants.functions_from(kernels, mutants.Calls())
-            }
-    return found
+def emulated():
+    """Sites of intrinsics' emulations and of what these call."""
+    names = list(mutants.modules_of(INTRINSICS))
+    of_modules = [vars(importlib.import_module(name)).values() for name in names]
+    functions = [x.emulation for x in itertools.chain(*of_modules) if hasattr(x, "emulation")]
+    keys = {
+        mutants.key_of(f.__code__) for f, _ in mutants.functions_from(functions, mutants.Calls())
+    }
+    return [site for name in names for site in mutants.sites_of(name) if site.key in keys]
 
 
 def units_of(site):
@@ -137,11 +129,13 @@ def tried(site, quick=False, shares=1):
     """(how, by which run, after how many) a mutant is noticed; how is None if it is not, or not by
     runs that are quick.
 
-    One of the host's may write anywhere, so that it has a process of its own.
+    One of the host's or of an emulation may write anywhere, or not end, so that it has a process of
+    its own.
     """
-    count, on_host = 0, units_of(site)[0] in HOST
+    count = 0
+    alone = units_of(site)[0] in HOST or site.module.startswith(INTRINSICS)
     for runs in itertools.islice(reaching(site, shares), 1 if quick else None):
-        how, run, more = mutants.apart(_tried, site, runs) if on_host else _tried(site, runs)
+        how, run, more = mutants.apart(_tried, site, runs) if alone else _tried(site, runs)
         count += more
         if how is not None:
             _noticed.update([(site.key, run), (site.module, run)])
@@ -336,7 +330,7 @@ def test_a_sample_is_noticed(unit):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_are_noticed(part):
-    """In kernels, parts and emulations; of the host's code the sample alone has been looked at."""
+    """In kernels and parts; of the host's code the sample alone has been looked at."""
     chosen = [site for site in sites() if units_of(site)[0] in UNITS]
     all_noticed(chosen[part::PARTS])
     all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])
@@ -351,7 +345,7 @@ def test_a_survivor_is_a_site_and_has_a_reason():
 
 
 def main(asked):
-    for site in sites():
+    for site in (*sites(), *emulated()):
         if any(text in site.name for text in asked):
             begin = time.process_time()
             how, run, count = tried(site)
