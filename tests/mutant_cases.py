@@ -817,6 +817,7 @@ def runs():
         test_kv_splits.test_small_calls,
         fa1_on_hopper.test_results_and_counts,
         backward_on_hopper.test_gradients_and_counts,
+        backward_on_hopper.test_a_chunk_of_each_head_and_one_with_a_tile_and_nothing,
         backward_on_hopper.test_gradients_of_sinks,
         backward_on_hopper.test_a_second_sweep_and_a_cap,
         backward_on_hopper.test_slopes_of_a_function_on_the_scores,

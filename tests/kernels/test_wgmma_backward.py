@@ -128,6 +128,8 @@ BLOCKS = [
     ("fa2", 3, 1, 192, 260, 128, LOW, 0.3, {"causal": True}),
     ("fa2", 2, 1, 330, 150, 128, LOW, 0.5, {"group_splits": 4}),
     ("fa2", 1, 1, 200, 260, 64, SQUARE, 0.0, {}),
+    ("fa2", 3, 3, 500, 150, 8, SQUARE, 0.5, {}),  # with a late dQ
+    ("fa2", 1, 1, 330, 150, 72, LOW, 0.6, {"causal": True}),
     ("fa1", 3, 1, 200, 260, 64, SQUARE, 0.4, {"causal": True}),
     ("fa1", 1, 1, 330, 150, 128, LOW, 0.5, TURNS),
 ]
@@ -140,10 +142,13 @@ def test_blocks_left_out(way, Hq, Hk, Nq, Nk, d, tiles, share, options):
     check_gradients("emulator", way, *inputs, **UNIT, tiles=tiles, block_mask=mask, **options)
 
 
-@pytest.mark.parametrize("way, d, tiles", [("fa2", 128, LOW), ("fa1", 64, SQUARE)])
-def test_full_blocks_are_not_asked(way, d, tiles):
+@pytest.mark.parametrize(
+    "way, d, Hk, tiles",
+    [("fa2", 128, 1, LOW), ("fa1", 64, 1, SQUARE), ("fa2", 8, 2, SQUARE)],
+)
+def test_full_blocks_are_not_asked(way, d, Hk, tiles):
     """A consumer's columns are a part of the block's."""
-    inputs = half_gradients("float16", 1, 2, 1, 200, 260, d)
+    inputs = half_gradients("float16", 1, 2, Hk, 200, 260, d)
     mask = fa_numba.create_block_mask(
         lambda b, h, i, j: i + 120 * h >= j, 1, 2, 200, 260, tiles=tiles
     )
@@ -431,6 +436,12 @@ def test_column_tiles_in_chunks(monkeypatch, d, Hk, few, chunk, grid):
     plan = fa_numba.plan(*shapes, dtype="float16", passes="bwd", causal=True, **UNIT)
     assert plan.kernels[1].grid == grid
     inputs = half_gradients("float16", 1, 4, Hk, Nq, Nk, d)
+    check_gradients("emulator", "fa2", *inputs, **UNIT, causal=True)
+
+
+def test_a_chunk_of_each_head_and_one_with_a_tile_and_nothing():
+    """As a plan has them, of more heads than begin at once: four column tiles of each, then one."""
+    inputs = half_gradients("float16", 1, 9, 9, 16, 520, 8)
     check_gradients("emulator", "fa2", *inputs, **UNIT, causal=True)
 
 
