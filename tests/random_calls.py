@@ -4,7 +4,8 @@ A kind of call (pass, algorithm, unit, dtype, head dimension, options, tiles) fo
 and its number, and is called at several lengths, so that a kernel compiled once is used often. The
 calls are those of the tests: between guard bands, counts equal to the closed form on the emulator,
 results within the bounds that float64 and the unfused computation give. What fails is printed with
-its number; `--only NUMBER` makes it again. Exits with 1 where one failed.
+its number; `--only NUMBER` makes it again. Each kind is told on stderr as it
+begins. Exits with 1 where one failed.
 """
 
 from __future__ import annotations
@@ -182,7 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in numbers:
         kind = kind_of(given.seed, number)
         kinds += 1
+        print(f"--seed {given.seed} --only {number}: {kind}", file=sys.stderr, flush=True)
         for n in range(given.each):
+            if given.only is None and n and time.monotonic() > end:  # compiling takes seconds
+                break
             try:
                 found[call(kind, [given.seed, number, n], device)] += 1
             except Exception as error:
