@@ -617,6 +617,21 @@ def test_a_new_card_is_recorded_and_drawn_beside_the_pages(
     assert running.draw(name) and len(made) == 1
 
 
+def test_a_page_of_an_h100_has_its_own_rows_beside_those_of_an_h200(monkeypatch, tmp_path):
+    name, made = "loop_order", []
+    for folder, card in (("pages", "NVIDIA H100"), ("mine", "NVIDIA H200")):
+        for suffix in (".csv", ".json"):
+            text = Store(FIGURES).path(name, "nvidia-h200", suffix).read_text("utf-8")
+            path = Store(tmp_path / folder).path(name, provenance.slug(card), suffix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace("NVIDIA H200", card), "utf-8")
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "pages")
+    monkeypatch.setattr(beside, "png", lambda figures: made.append(list(figures)) or b"")
+    options = Options(out=tmp_path / "mine")
+    assert runner.Runner(options, ["draw"], Console(file=io.StringIO())).draw(name)
+    assert made == [["NVIDIA H200", "NVIDIA H100"]]
+
+
 def test_logarithmic_axes_beside_each_other_show_the_same_range():
     """Others keep their own, so that a slow card's speeds are no flat line."""
     figures = {}

@@ -363,16 +363,17 @@ class Runner:
         """The figure of another GPU than the pages' and that of the pages' side by side."""
         from ..show import beside, report
 
+        pages = report.gpu(Store(FIGURES), name)
         gpus = {row.machine for row in rows} - {*_NOT_GPUS}
-        if not gpus or report.MACHINE in gpus:
+        if not gpus or pages in gpus:
             return
-        others, runs = self._stored(name, report.MACHINE)
+        others, runs = self._stored(name, pages)
         others = [row for row in others if self.options.admits(row)]
-        if not any(row.machine == report.MACHINE for row in others):
+        if not any(row.machine == pages for row in others):
             return
         runs |= self.reports[name].recorded
         figures = {}
-        for machine, of in ((gpus.pop(), rows), (report.MACHINE, others)):
+        for machine, of in ((gpus.pop(), rows), (pages, others)):
             figure = module.draw(of)
             if figure is None:
                 return
