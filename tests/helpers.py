@@ -425,7 +425,7 @@ def roundings(q, k, v, *, tiles=None, only_L=False, **options):
         V, cuts = v[head.k], [*range(0, head.Nk, Bc)]
         s, drop = Scores(call, head, q[head.q], k[head.k]), call.dropout(head, slice(0, head.Nq))
         if call.sinks is not None:  # one more column, by itself, without a value
-            V, cuts = np.vstack([0 * q[head.q][:1, : V.shape[1]], V]), [0, *(1 + n for n in cuts)]
+            V, cuts = np.insert(V, 0, 0, axis=0), [0, *(1 + n for n in cuts)]
             drop = drop if np.ndim(drop) == 0 else np.hstack([np.ones((head.Nq, 1)), drop])
         l = s.P.sum(axis=1, keepdims=True)
         log_l = np.log(np.where(l > 0, l, 1.0))
