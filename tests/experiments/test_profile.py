@@ -1,5 +1,6 @@
 """The profiler's numbers beside the emulator's: names, what is run, the table and the figure."""
 
+import json
 import os
 import sys
 from collections import Counter
@@ -397,6 +398,13 @@ def recorded():
     return next(of for p, of in found.items() if (p.seqlen_q, p.head_dim, p.causal) == (256, 64, 0))
 
 
+def reads_ahead():
+    """Whether the fp32 kernels that were recorded read their operands ahead, as today's do."""
+    store = Store(FIGURES)
+    with open(store.path("profile", report.gpu(store, "profile"), ".json")) as file:
+        return json.load(file)["runs"][-1]["commit"] != "0a1cdc9acb05080d8f8db41492df2dd11cfede63"
+
+
 def test_recorded_numbers_that_are_equal():
     of = recorded()
     found = {at: pair for at, pair in of.items() if at[1] in EQUAL}
@@ -416,6 +424,7 @@ def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
         run
         for run in profile.runs(256, 64, False)
         if run.pass_ == "fwd" and series.algorithm(run.series) == "fa2"
+        if reads_ahead() or series.unit(run.series) != "simt"
     ]
     assert kernels
     for run in kernels:
@@ -435,6 +444,8 @@ def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
 
 
 def test_loads_of_the_flash_kernels_on_cuda_cores_take_what_is_counted():
+    if not reads_ahead():
+        pytest.skip("recorded before they read ahead: record profile anew")
     of, flash = recorded(), ("fa1-simt", "fa2-simt")
     found = [of[at] for at in of if at[0][0] in flash and at[1] == "shared load wavefronts"]
     assert len(found) == 4 and all(measured == count for measured, count in found)
