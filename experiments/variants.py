@@ -217,7 +217,8 @@ def draw(rows: Sequence[Row]) -> Any:
     moved, visited = elements(rows), elements(rows, "visited")
     if not moved:
         return None
-    figure, axes = style.new(3, 5, 8.4)
+    timed = variant_times.said(rows, list(moved))
+    figure, axes = style.new(3, 5, 9.6 if timed else 8.4)
     shown = dict(zip(VARIANTS, (ax for line in axes for ax in line), strict=True))
     for name, ax in shown.items():
         ax.set_xticks([])
@@ -238,7 +239,6 @@ def draw(rows: Sequence[Row]) -> Any:
     title = (
         f"Of {len(moved)} variants K/V outer moves {tables.between(ratios)} times what Q outer does"
     )
-    timed = variant_times.said(rows, list(moved))
     if timed:
         title += f"\nflex_attention's time over FlashAttention-2's, medians: {timed}"
     figure.suptitle(title, fontsize=12)
