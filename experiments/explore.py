@@ -129,8 +129,12 @@ def planned(
     """
     check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
-        options = {"tiles": tiles} if blocks is None else {"block_mask": blocks}
-        return plan(series, problem, window=problem.window, **options)
+        return plan(series, problem, window=problem.window, **sizes(tiles, blocks))
+
+
+def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
+    """The options that say a call's tiles, which are those of a mask's `blocks`."""
+    return {"tiles": tiles} if blocks is None else {"block_mask": blocks}
 
 
 def trace(
@@ -156,7 +160,7 @@ def trace(
             unit=unit(series),
             causal=problem.causal,
             window=problem.window,
-            **({"tiles": tiles} if blocks is None else {"block_mask": blocks}),
+            **sizes(tiles, blocks),
         )
     moves, clock = [], 0
     for access in sorted(accesses, key=lambda access: (access.block[::-1], access.step)):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import fa_numba
+from experiments import explore
 from fa_numba import algorithms, bounds, device, io_model
 from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.commands import trace as worked
@@ -137,7 +138,7 @@ def orders(
         with gpu.planning():
             options: dict[str, Any] = {"kv_splits": 1} if name == "fa2" else {}
             options |= {"window": (window, window)} if window else {}
-            options |= {"tiles": tiles} if blocks is None else {"block_mask": blocks}
+            options |= explore.sizes(tiles, blocks)
             shape = (1, 1, N, d)
             plan = fa_numba.plan(
                 shape, shape, algorithm=name, unit=unit, causal=causal == "yes",

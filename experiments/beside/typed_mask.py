@@ -13,10 +13,24 @@ import fa_numba
 from fa_numba import device
 
 CALLS = {"abs": abs, "min": min, "max": max, "int": int, "float": float, "bool": bool}
-_NODES = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call, ast.Name)
-_WORDS = (*_NODES, ast.Constant, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)
+NAMES = ("b", "h", "i", "j", "math", *CALLS)
+_NODES = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call)
+_WORDS = (*_NODES, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)
 ALLOWED = "an expression of i and j with comparisons, arithmetic, and, or, not, if and else, "
 ALLOWED += f"{', '.join(CALLS)} and math's functions"
+
+
+def _is_known(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="math"), attr=name):
+            return not name.startswith("_")
+        case ast.Name(id=name):
+            return name in NAMES
+        case ast.Constant(value=value):
+            return isinstance(value, (bool, int, float))
+        case ast.Pow():  # a number of any length, before anybody asks for its value
+            return False
+    return isinstance(node, _WORDS)
 
 
 @lru_cache(maxsize=32)
@@ -29,35 +43,18 @@ def function_of(text: str) -> Callable[..., Any]:
     def refused(what: str) -> ValueError:
         return ValueError(f"mask is {text!r}: {what}; allowed is {ALLOWED}")
 
+    name = f"<mask {text}>"
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        body = ast.parse(text.strip(), mode="eval").body
+        source = f"lambda b, h, i, j: {ast.unparse(body)}\n"
+        code = compile(source, name, "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise refused(f"no Python, {getattr(error, 'msg', error)}") from None
-    nodes = [*ast.walk(tree.body)]
-    maths = {
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "math"
-        and not node.attr.startswith("_")
-    }
-    for node in nodes:
-        known = isinstance(node, _WORDS)
-        if isinstance(node, ast.Attribute):
-            known = node.value in maths
-        elif isinstance(node, ast.Name):
-            known = node.id in ("b", "h", "i", "j", *CALLS) or node in maths
-        elif isinstance(node, ast.Constant):
-            known = isinstance(node.value, (bool, int, float))
-        elif isinstance(node, ast.Pow):
-            known = False  # a number of any length, before anybody asks for its value
-        if not known:
-            raise refused(f"{ast.unparse(node) if isinstance(node, ast.expr) else 'a power'}")
-    source, name = f"lambda b, h, i, j: {ast.unparse(tree.body)}\n", f"<mask {text}>"
+    for node in ast.walk(body):
+        if not _is_known(node):
+            raise refused(ast.unparse(node) if isinstance(node, ast.expr) else "a power")
     linecache.cache[name] = (len(source), None, [source], name)  # where its source is looked for
-    found = eval(compile(source, name, "eval"), {"math": math, "__builtins__": CALLS})
-    return found
+    return eval(code, {"math": math, "__builtins__": CALLS})
 
 
 @lru_cache(maxsize=4)

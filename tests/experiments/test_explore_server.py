@@ -123,6 +123,7 @@ REFUSED = [
     ("/api/orders", {**STATE, "mask": "i.real < j"}, "i.real; allowed is"),
     ("/api/orders", {**STATE, "mask": "(lambda: j)()"}, "lambda: j"),
     ("/api/orders", {**STATE, "mask": "9 ** 9 ** 9 < j"}, "a power; allowed is"),
+    ("/api/orders", {**STATE, "mask": "-" * 900 + "i"}, "no Python, "),
     ("/api/orders", {**STATE, "mask": "[j][0] < i"}, "[j][0]; allowed is"),
     ("/api/orders", {**STATE, "mask": "i * 2.5"}, "mask_mod"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
