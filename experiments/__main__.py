@@ -30,7 +30,6 @@ from .beside import compare_command, spills
 from .lab.measure import precompile, tune
 from .lab.record import origins, review, schedule
 from .lab.record.drawing import Drawing, side_by_side
-from .lab.record.drawn import Drawn
 from .lab.record.options import CHOICES, FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.record.registry import load, names, needs_torch, takes
 from .lab.record.runner import Runner
@@ -385,8 +384,6 @@ def _command(arguments: Sequence[str] | None) -> int:
         )
     runner = Runner(options, arguments, console)
     left: list[str] = []
-    counting = args.command == "all" and options.complete and runner.machine is None
-    drawn = Drawn(options.out) if counting else None
     try:
         with side_by_side(runner, chosen) as drawing:
             if args.command == "all" and runner.machine is not None and options.complete:
@@ -396,11 +393,8 @@ def _command(arguments: Sequence[str] | None) -> int:
                 for name in chosen if args.command == "draw" else runner.recorded_first(chosen):
                     if args.command != "draw":
                         runner.measure(name)
-                    if drawn is None or not drawn.stands(name) or not runner.leave(name):
-                        drawing.draw(name)
+                    drawing.draw(name)
         missing = drawing.missing
-        if drawn is not None:
-            drawn.keep(name for name in chosen if name not in missing)
     except KeyboardInterrupt:
         kept = "kept: the same command goes on" if options.complete else "stored"
         console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")

@@ -33,8 +33,6 @@ DESCRIPTION = (
 NEEDS_GPU = False
 TAKES = ("seqlens", "head_dims", "causal", "tiles")
 SWEPT = ("Br", "Bc", "note")
-# Besides its own rows the page shows these recordings.
-READS = ("speed_fp16", "io_vs_seqlen", "loop_order")
 
 _WORD = re.compile(r"(?P<kind>[<>])(?P<array>[QKVOlmL])(?P<tile>\d+)(:(?P<bytes>\d+))?")
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}

@@ -11,7 +11,7 @@ import pytest
 from experiments import explore
 from experiments.beside import explore_page, explore_panels
 from experiments.beside.panels import DIGITS, Axis, Panel, packed
-from experiments.lab.record import drawn, provenance
+from experiments.lab.record import provenance
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Store
 from experiments.lab.show import style
@@ -290,19 +290,3 @@ def test_colours_are_those_of_the_figures():
     assert page_data()["colours"] == {
         n: style.COLOURS[f"{n}-simt"] for n in ("standard", "fa1", "fa2")
     }
-
-
-@pytest.mark.parametrize(
-    "path", ["experiments/explore_page/page.js", "data/speed_fp16/some-gpu.csv"]
-)
-def test_a_change_draws_the_page_again(path, tmp_path, monkeypatch):
-    for name in ("PACKAGE", "EXPERIMENTS"):
-        monkeypatch.setattr(drawn, name, tmp_path / "experiments")
-    monkeypatch.setattr(drawn, "FIGURES", tmp_path)
-    changed = tmp_path / path
-    changed.parent.mkdir(parents=True)
-    changed.write_text("one")
-    drawn.Drawn(tmp_path).keep([explore.NAME])
-    assert drawn.Drawn(tmp_path).stands(explore.NAME)
-    changed.write_text("two")
-    assert not drawn.Drawn(tmp_path).stands(explore.NAME)

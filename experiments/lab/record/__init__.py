@@ -7,7 +7,7 @@ store, provenance   rows in CSV files, and where they come from
 journal     the rows of a complete run until it is whole
 review      whether new rows may replace a recording
 kept, slices    what numbers come from, and what need not be counted again
-schedule, drawn     what to measure anew and in which order; which figures stand as they are
+schedule    what to measure anew and in which order
 origins     recordings whose commit is not known
 published   the papers' own numbers
 """

@@ -26,7 +26,6 @@ class Experiment(Protocol):
     `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
     `animate(rows, note)`   its figure as an animated GIF, bytes; the note says where rows are from
     `page(rows, note)`   its figure as a page, HTML; the note as above
-    READS           other experiments whose recordings the figure shows
     FIGURES         further figures: name of the file -> function of the rows, as `draw`
     TABLES          further tables: name -> function of the rows
     NEEDS_TORCH     True where torch with CUDA is needed to measure
@@ -78,10 +77,6 @@ def figures(experiment: Experiment) -> Mapping[str, Draw]:
     """The experiment's figures beside the one under its own name, a small one for README too."""
     name = getattr(experiment, "__name__", "").rpartition(".")[2]
     return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
-
-
-def reads(experiment: Experiment) -> Sequence[str]:
-    return tuple(getattr(experiment, "READS", ()))
 
 
 def takes(experiment: Experiment, gpu: bool) -> set[str]:

@@ -310,16 +310,6 @@ class Runner:
             report.drawn_from = []
         return drawn
 
-    def leave(self, name: str) -> bool:
-        """Say of a figure that it stands as it was drawn before; False where it cannot be said."""
-        report = self.reports.setdefault(name, Report())
-        with self._reporting(name, report):
-            rows, report.recorded = self._stored(name)
-            report.drawn_from = sorted({row.machine for row in rows})
-            self.console.print(f"  {escape(str(self.options.out / name))}: as it was drawn before")
-            return True
-        return False
-
     def _draw(self, name: str, report: Report) -> bool:
         try:
             module = load(name)
