@@ -16,7 +16,7 @@ from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options, Refused
 from .lab.record.store import MODEL, Row, Store
-from .lab.show import report, tables
+from .lab.show import report, style, tables
 from .lab.show.tables import Across, Table
 
 NAME = "cache"
@@ -206,8 +206,6 @@ def recorded() -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """DRAM bytes over N and over the cache's size, a row of panels for each dtype."""
-    from .lab.show import style
-
     found, known = predicted(rows), measured(recorded())
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
     if not dtypes:
@@ -219,10 +217,10 @@ def draw(rows: Sequence[Row]) -> Any:
         title = f"{DTYPE_NAMES[dtype]}, d={head_dim}{', causal' if mask else ''}"
         left.set_title(f"{title}: L2 of 60 MiB")
         right.set_title(f"{title}: any L2")
-        _over_seqlen(left, mine, known, style)
-        _over_size(right, mine, known, style)
+        _over_seqlen(left, mine, known)
+        _over_size(right, mine, known)
     handles = [
-        *(style.key(name, color=_look(fa, style)["color"]) for fa, name in _NAMES.items()),
+        *(style.key(name, color=_look(fa)["color"]) for fa, name in _NAMES.items()),
         style.key("accessed", **_ACCESSED),
         style.key("LRU model; right: long N"),
         style.key("right: short N", ls="--"),
@@ -254,16 +252,14 @@ def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict
     }
 
 
-def _look(series: str, style: Any) -> dict[str, Any]:
+def _look(series: str) -> dict[str, Any]:
     return {"color": style.COLOURS[f"{algorithm(series)}-simt"]}
 
 
-def _over_seqlen(
-    ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float], style: Any
-) -> None:
+def _over_seqlen(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float]) -> None:
     lengths = sorted({k[3] for k in found})
     for series in dict.fromkeys(k[0] for k in found):
-        look, calls = _look(series, style), sorted((k for k in found if k[0] == series), key=_N)
+        look, calls = _look(series), sorted((k for k in found if k[0] == series), key=_N)
         model = [(k[3], found[k]["H200"]) for k in calls if "H200" in found[k]]
         ax.plot(*_xy(model), **look)
         marks = [(k[3], known[k]) for k in calls if k in known]
@@ -280,16 +276,14 @@ def _N(call: Key) -> int:
     return call[3]
 
 
-def _over_size(
-    ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float], style: Any
-) -> None:
+def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float]) -> None:
     swept = {k: sizes_of(v) for k, v in found.items() if len(sizes_of(v)) > 1}
     if not swept:
         style.empty(ax, "no sizes")
         return
     longest = max(k[3] for k in swept)
     for at, sizes in swept.items():
-        look, is_long = _look(at[0], style), at[3] == longest
+        look, is_long = _look(at[0]), at[3] == longest
         x, y = list(sizes), [sizes[size] / found[at]["0 MiB"] for size in sizes]
         ax.plot(x, y, ls="-" if is_long else "--", **look)
         ax.annotate(f"N={style.short(at[3])}", (x[-1], y[-1]), (3, -3), fontsize=9, **look,

@@ -21,7 +21,7 @@ from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "claims"
@@ -294,8 +294,6 @@ def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bytes of the layer, a group of bars a kernel: accessed, L2, DRAM, and what is claimed."""
-    from .lab.show import style
-
     found = _layer_rows(rows)
     shown = [name for name in MMA if (name, "model") in found]
     if not shown:

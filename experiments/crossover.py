@@ -15,7 +15,7 @@ from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "crossover"
@@ -198,10 +198,6 @@ def in_words(gain: Mapping[int, float] | None) -> str:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Standard over flash over N: a row of panels for each dtype, a column for each pass."""
-    from matplotlib.patches import Patch
-
-    from .lab.show import style
-
     timed, moved = gains(rows), gains(rows, "model")
     every = {**moved, **timed}
     if not every:
@@ -217,7 +213,7 @@ def draw(rows: Sequence[Row]) -> Any:
         for pass_, ax in zip(passes, across, strict=True):
             mine = [case for case in every if (case[0], case[1], case[4]) == (dtype, d, pass_)]
             for case in sorted(mine, key=lambda case: (-case[2], case[3])):
-                lengths |= _panel(ax, case, timed.get(case, {}), moved.get(case, {}), style)
+                lengths |= _panel(ax, case, timed.get(case, {}), moved.get(case, {}))
             ax.axhline(1, color="#555555", lw=0.9, zorder=1)
             ax.axvline(2 * d, zorder=1, **_TWO_D)
             ax.axvspan(*CLAIMED, color=BAND, zorder=0)
@@ -244,7 +240,7 @@ def draw(rows: Sequence[Row]) -> Any:
         *(style.key(label.format(heads=heads), **look)
           for heads in sorted({case[2] for case in every if timed}, reverse=True)
           for label, look in [("{heads} heads", _look(heads))]),
-        Patch(color=BAND, label=f"claimed: gains open at {low} to {high}"),
+        style.patch(f"claimed: gains open at {low} to {high}", color=BAND),
         style.key("N = 2d", **_TWO_D),
     ]  # fmt: skip
     style.legend(figure, handles, message)
@@ -267,7 +263,7 @@ def _look(heads: int) -> dict[str, Any]:
     return {"ls": "-", "lw": 1.8, "marker": "o", "ms": 5}
 
 
-def _panel(ax: Any, case: Case, timed: Curves, moved: Curves, style: Any) -> set[int]:
+def _panel(ax: Any, case: Case, timed: Curves, moved: Curves) -> set[int]:
     """The lines of a case, one name for both numbers of heads; gives the lengths drawn."""
     heads, masked = case[2], ", causal" if case[3] else ""
     # Bytes are drawn where no time is.

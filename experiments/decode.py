@@ -17,7 +17,7 @@ from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "decode"
@@ -202,8 +202,6 @@ def draw(rows: Sequence[Row]) -> Any:
     """TB/s of K and V over the keys of a sequence: a column for each number of query heads that
     share them, caches of equal size above, one sequence below.
     """
-    from .lab.show import style
-
     found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
     lines = (
         (f"batch x keys = {TOKENS // 1024}k", lambda p: p[0] * p[4] == TOKENS),
@@ -233,11 +231,11 @@ def draw(rows: Sequence[Row]) -> Any:
             style.sizes(ax, sorted({p[4] for p in here}), "keys")
             ax.set_ylim(bottom=0)
         across[0].set_ylabel("K and V, TB/s")
-    style.legend(figure, list(style.handles(axes).values()), _message(mine, style))
+    style.legend(figure, list(style.handles(axes).values()), _message(mine))
     return figure
 
 
-def _message(found: dict[tuple, dict[str, Row]], style: Any) -> str:
+def _message(found: dict[tuple, dict[str, Row]]) -> str:
     """How much faster the longest sequence alone is read where blocks share its columns."""
     alone = {p: x for p, x in found.items() if p[0] == 1}
     longest = max((p[4] for p in alone), default=0)

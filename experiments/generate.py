@@ -31,7 +31,7 @@ from .lab.record import kept
 from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row, Store, write_if_changed
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "generate"
@@ -319,14 +319,12 @@ _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bytes that attention accesses for a character, and its time, over the characters before."""
-    from .lab.show import style
-
     modelled = by_length(rows, "traffic", "model")
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
     if not modelled and not counted and not timed:
         return None
     figure, ((left, right),) = style.new(1, 2, 4.3)
-    figure.suptitle(_message(modelled, timed, style), fontsize=12)
+    figure.suptitle(_message(modelled, timed), fontsize=12)
     series = "fa2-simt"
     left.set_title(f"attention's accesses for a character, {COUNTED[series]}")
     for place, (colour, marker) in _LOOKS.items():
@@ -364,7 +362,6 @@ def draw(rows: Sequence[Row]) -> Any:
 def _message(
     modelled: Mapping[tuple[str, str], Mapping[int, float]],
     timed: Mapping[tuple[str, str], Mapping[int, float]],
-    style: Any,
 ) -> str:
     """How many times the bytes and the time a character takes without a cache, behind the most."""
     parts = []

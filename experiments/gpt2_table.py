@@ -23,7 +23,7 @@ from .lab.measure.workloads import Inputs, one_head
 from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "gpt2_table"
@@ -296,8 +296,6 @@ _BARS = (("model", "model", 1.0, None), ("l2", "L2", 0.6, None), ("dram", "DRAM"
 
 def draw(rows: Sequence[Row]) -> Any:
     """The steps as stacked bars beside the fused kernels; bytes and time of a training step."""
-    from .lab.show import style
-
     problem = _drawn(rows)
     if problem is None:
         return None
@@ -307,9 +305,9 @@ def draw(rows: Sequence[Row]) -> Any:
     unfused_steps.draw(panels["steps"], rows)
     found = whole(rows, problem)
     in_paper = problem == SETTING
-    _draw_bytes(panels["GB"], found, in_paper, style)
+    _draw_bytes(panels["GB"], found, in_paper)
     panels["GB"].set_title("bytes, forward + backward")
-    _draw_times(panels["time"], found, in_paper, style)
+    _draw_times(panels["time"], found, in_paper)
     panels["time"].set_title("time, forward + backward")
     heads, masked = problem.batch * problem.heads_q, ", causal" if problem.causal else ""
     for name in ("GB", "time"):
@@ -335,9 +333,7 @@ def _bar(ax: Any, at: float, value: float, width: float, form: str, **looks: Any
 HOLLOW: dict[str, Any] = {"facecolor": "none", "edgecolor": "#CC79A7", "linewidth": 1.4}
 
 
-def _draw_bytes(ax: Any, found: Found, in_paper: bool, style: Any) -> None:
-    from matplotlib.patches import Patch
-
+def _draw_bytes(ax: Any, found: Found, in_paper: bool) -> None:
     for at, (series, method) in enumerate(_GROUPS.values()):
         for n, (source, _, alpha, hatch) in enumerate(_BARS):
             value = found.get((series, source, "GB"))
@@ -351,16 +347,16 @@ def _draw_bytes(ax: Any, found: Found, in_paper: bool, style: Any) -> None:
     ax.margins(y=0.12)
     sources = {source for _, source, _ in found}
     grey = [
-        Patch(color="#444444", alpha=alpha, hatch=hatch, label=name)
+        style.patch(name, color="#444444", alpha=alpha, hatch=hatch)
         for source, name, alpha, hatch in _BARS
         if source in sources
     ]
     if in_paper:
-        grey.insert(0, Patch(label="published count", **HOLLOW))
+        grey.insert(0, style.patch("published count", **HOLLOW))
     ax.legend(handles=grey, loc="upper right")
 
 
-def _draw_times(ax: Any, found: Found, in_paper: bool, style: Any) -> None:
+def _draw_times(ax: Any, found: Found, in_paper: bool) -> None:
     names = ("ours,\nstd.", "torch\nunf.", "FA-1", "FA-2", "torch\nFA-2", "cuDNN")
     shown = dict(zip(_COLUMNS, names, strict=False)) | {peers.CUDNN: names[-1]}
     times = {series: found.get((series, "measured", "fwd+bwd")) for series in shown}

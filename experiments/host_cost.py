@@ -19,7 +19,7 @@ from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "host_cost"
@@ -146,8 +146,6 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bars of microseconds; each problem and pass has a panel."""
-    from .lab.show import style
-
     panels: dict[tuple, list[Row]] = {}
     for row in shown(rows):
         panels.setdefault((row.seqlen_q, row.head_dim, row.causal, row.pass_), []).append(row)

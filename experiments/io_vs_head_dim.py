@@ -14,7 +14,7 @@ from .lab.measure.scaling import FLOAT, PLANNED, RULED, Setting
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Across, Table
 
 NAME = "io_vs_head_dim"
@@ -106,8 +106,6 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Elements moved for each score over d: closed form and counts, then L2 and DRAM."""
-    from .lab.show import style
-
     rows = [row for row in rows if not row.failed]
     masks = sorted({row.causal for row in rows})
     if not masks:
@@ -136,14 +134,14 @@ def draw(rows: Sequence[Row]) -> Any:
             if not found:
                 style.empty(ax, "no hardware counters\nrecorded yet")
                 continue
-            scaling.draw(ax, found, tuple(scaling.KINDS), style)
+            scaling.draw(ax, found, tuple(scaling.KINDS))
             drawn |= set(found)
-            _axes(ax, found, style)
+            _axes(ax, found)
     (model, *_) = _fits(rows, "d", RULED[0])
     message = "Accesses of a score over the head dimension"
     if model is not None:
         message = f"At line 1's tiles FA-1's accesses grow with d to the {model.exponent:.2f}"
-    style.legend(figure, scaling.handles(drawn, style), message)
+    style.legend(figure, scaling.handles(drawn), message)
     return figure
 
 
@@ -152,7 +150,7 @@ def _title(what: str, lengths: set[int], masked: str) -> str:
     return f"{what}, fp32{at}{masked}"
 
 
-def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], style: Any) -> None:
+def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
     dims = sorted({d for points in found.values() for d in points})
     style.sizes(ax, dims, "head dimension d")
     ax.set_yscale("log")

@@ -16,7 +16,7 @@ from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "io_vs_seqlen"
@@ -191,8 +191,6 @@ _BOUND = {"ls": ":", "lw": 1.4}
 
 def draw(rows: Sequence[Row]) -> Any:
     """Accesses of one head, bytes of a call on a GPU: a row of panels for each d and mask."""
-    from .lab.show import style
-
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})
     if not panels:
@@ -203,8 +201,8 @@ def draw(rows: Sequence[Row]) -> Any:
         masked = ", causal" if mask else ""
         left.set_title(f"accesses of one head, fp32, d={d}{masked}")
         right.set_title(f"bytes moved, 16k tokens, hidden 2048, d={d}{masked}")
-        _accesses(left, [row for row in mine if row.unit == "elements"], style)
-        _bytes(right, [row for row in mine if row.metric == "traffic"], style)
+        _accesses(left, [row for row in mine if row.unit == "elements"])
+        _bytes(right, [row for row in mine if row.metric == "traffic"])
     notes = {row.series: row.note for row in rows}
     drawn = {row.series for row in rows}
     # The bounds are rows of the model too, but dotted lines of their own.
@@ -223,11 +221,11 @@ def draw(rows: Sequence[Row]) -> Any:
             if series in notes
         ),
     ]
-    style.legend(figure, handles, _message(rows, style))
+    style.legend(figure, handles, _message(rows))
     return figure
 
 
-def _message(rows: Sequence[Row], style: Any) -> str:
+def _message(rows: Sequence[Row]) -> str:
     """How many times DRAM's bytes grow from the shortest to the longest length, without a mask."""
     grown: dict[str, list[float]] = {}
     for series in SERIES:
@@ -247,14 +245,14 @@ def _message(rows: Sequence[Row], style: Any) -> str:
     )
 
 
-def _accesses(ax: Any, rows: Sequence[Row], style: Any) -> None:
+def _accesses(ax: Any, rows: Sequence[Row]) -> None:
     if not rows:
         style.empty(ax, "no counts")
         return
     for series in SERIES:
         for source in ("model", "counted"):
             points = _per_head(r for r in rows if (r.series, r.source) == (series, source))
-            ax.plot(*_xy(points), **_look(series, source, style))
+            ax.plot(*_xy(points), **_look(series, source))
     for series, (like, _) in BOUND_STYLES.items():
         points = _per_head(r for r in rows if r.series == series)
         ax.plot(*_xy(points), color=style.COLOURS[like], **_BOUND)
@@ -265,14 +263,14 @@ def _accesses(ax: Any, rows: Sequence[Row], style: Any) -> None:
     ax.set_ylabel("loads + stores (elements)")
 
 
-def _bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
+def _bytes(ax: Any, rows: Sequence[Row]) -> None:
     if not rows:
         style.empty(ax, "no hardware counters\nrecorded yet")
         return
     for series in SERIES:
         for source in ("model", "l2", "dram"):
             points = _bytes_over_n(rows, series, source)
-            ax.plot(*_xy(points), **_look(series, source, style))
+            ax.plot(*_xy(points), **_look(series, source))
     style.sizes(ax, sorted({row.seqlen_q for row in rows}), "sequence length N")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
@@ -290,7 +288,7 @@ def _bytes_over_n(
     )
 
 
-def _look(series: str, source: str, style: Any) -> dict[str, Any]:
+def _look(series: str, source: str) -> dict[str, Any]:
     """FA-1's line lies beneath the others and is broader, so that it is never hidden."""
     look = {"color": style.COLOURS[series], "zorder": ORDER[series], "lw": WIDTHS[series]}
     if source != "model":

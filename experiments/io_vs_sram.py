@@ -18,7 +18,7 @@ from .lab.measure.series import LABELS as SERIES_LABELS
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "io_vs_sram"
@@ -185,8 +185,6 @@ def _large(rows: Sequence[Row]) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Elements moved for each score over M: all M in closed form, and what was run."""
-    from .lab.show import style
-
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.pass_ == "bwd", row.causal, row.head_dim) for row in rows})
     if not panels:
@@ -210,13 +208,13 @@ def draw(rows: Sequence[Row]) -> Any:
             N = max(row.seqlen_q for row in shown)
             ax.set_title(f"{what}, fp32, N={N}, d={d}{masked}")
             ours = {key: points for key, points in found.items() if key[0] in scaling.LABELS}
-            scaling.draw(ax, ours, tuple(scaling.KINDS), style)
+            scaling.draw(ax, ours, tuple(scaling.KINDS))
             if ax is left:
-                _bounds(ax, found, style)
+                _bounds(ax, found)
                 counts.annotate(ax, mine, 0.98)
             drawn |= set(ours)
-            _axes(ax, found, d, style)
-    own = scaling.handles(drawn, style)
+            _axes(ax, found, d)
+    own = scaling.handles(drawn)
     bounds = style.handles(axes)
     style.legend(figure, [*own, *bounds.values()], _message(rows))
     return figure
@@ -242,7 +240,7 @@ def _counted(rows: Sequence[Row]) -> list[Row]:
     return counted + [r for r in models if (r.seqlen_q, r.place) in places and r.series in LINES]
 
 
-def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]], style: Any) -> None:
+def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
     looks = {
         BLOCKED: {"color": style.COLOURS["standard-simt"], "lw": 1.8},
         "theta-flash": {"color": "#777777", "ls": "--", "lw": 1.2},
@@ -255,7 +253,7 @@ def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]], style: Any)
             ax.plot(list(points), list(points.values()), label=LABELS[series], **look)
 
 
-def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], d: int, style: Any) -> None:
+def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], d: int) -> None:
     memories = sorted({M for points in found.values() for M in points})
     style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M, floats")
     ax.set_xlim(memories[0] / 1.3, memories[-1] * 1.3)

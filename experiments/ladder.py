@@ -17,7 +17,7 @@ from .lab.measure.timing import REPEATS, attempt, time_call, timing_rows
 from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "ladder"
@@ -307,8 +307,6 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bars of TFLOP/s with the gain over the step before; each problem has a panel."""
-    from .lab.show import style
-
     found = [part for part in (_split(rows, False), _split(rows, True)) if part[0]]
     if not found:
         return None
@@ -340,8 +338,6 @@ def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
     """One problem's panel."""
-    from .lab.show import style
-
     speeds = {r.series: r.value for r in rows if r.metric == "speed" and r.value is not None}
     found = gains(rows)
     for at, series in enumerate(labels):

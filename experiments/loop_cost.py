@@ -28,7 +28,7 @@ from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import Sizes, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "loop_cost"
@@ -207,8 +207,6 @@ def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
 
     Without a mask, where that is stored.
     """
-    from .lab.show import style
-
     found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:
         return None
@@ -216,8 +214,8 @@ def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
     figure, ((above,), (below,)) = style.new(2, 1, 1.0 + sum(heights), height_ratios=heights)
     (passes, problem), mine = _example(found, largest=True)
     above.set_title(f"{_said(passes, problem, units)}; DRAM bytes beside the times")
-    _waterfall(above, mine, style)
-    _gains(below, found, units, style)
+    _waterfall(above, mine)
+    _gains(below, found, units)
     style.legend(figure, list(style.handles(below).values()), _message(mine))
     return figure
 
@@ -240,7 +238,7 @@ def _named(dtype: str, units: Sequence[str]) -> str:
     return DTYPES[dtype] + (", wgmma" if HOPPER in units else "")
 
 
-def _waterfall(ax: Any, rows: Sequence[Row], style: Any) -> None:
+def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
     """A bar for the first and the last step, between them what each change takes or adds."""
     found, failed = by_step(rows), {step_of(r.series) for r in rows if r.failed}
     tiles = {step_of(r.series): f"{r.Br} x {r.Bc}" for r in rows if r.Br is not None}
@@ -279,7 +277,7 @@ def _waterfall(ax: Any, rows: Sequence[Row], style: Any) -> None:
     ax.grid(False, axis="y")
 
 
-def _gains(ax: Any, found: Problems, units: Sequence[str], style: Any) -> None:
+def _gains(ax: Any, found: Problems, units: Sequence[str]) -> None:
     """A mark for each step, how many times faster it is, a line for each problem."""
     for key, (name, step, marker) in FACTORS.items():
         points = [

@@ -16,7 +16,7 @@ from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import SEQLENS, Sizes, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "loop_order"
@@ -161,15 +161,13 @@ def draw(rows: Sequence[Row]) -> Any:
     Titles say what the data do. With a mask where nothing else is stored; `detail` where no problem
     is of FA-2's setting.
     """
-    from .lab.show import style
-
     every = {place: values for place, values in _every(rows).items() if in_setting(place[1])}
     found = {place: values for place, values in every.items() if not place[1].causal} or every
     if not found:
         return detail(rows)
     figure, ((left, right),) = style.new(1, 2, 4.6)
-    _hero(left, found, "dram", style)
-    _hero(right, found, "splits", style)
+    _hero(left, found, "dram")
+    _hero(right, found, "splits")
     dram, splits = (
         tables.between([ratio[name] for ratio in found.values() if name in ratio])
         for name in ("dram", "splits")
@@ -193,7 +191,7 @@ _UNITS = {"simt": "fa1-simt", "mma": "fa1-simt-splits", "wgmma": "fa1-wgmma"}
 _LOOKS = {64: ("o", "-"), 128: ("s", "--")}
 
 
-def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str, style: Any) -> None:
+def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str) -> None:
     """A ratio over N, a curve for each unit and head dimension."""
     places = sorted({(list(UNITS).index(unit), p.head_dim, unit) for unit, p in found})
     for _, d, unit in places:
@@ -224,8 +222,6 @@ _LINES = {
 
 def detail(rows: Sequence[Row]) -> Any:
     """Ratios over N and over batch x heads: a row of panels for each unit, a column for each d."""
-    from .lab.show import style
-
     found = _every(rows)
     if not found:
         return None
@@ -246,7 +242,7 @@ def detail(rows: Sequence[Row]) -> Any:
                 for (where, p), values in found.items()
                 if (where, p.head_dim) == (unit, d) and in_setting(p) != over_heads
             }
-            _panel(ax, mine, over_heads, style)
+            _panel(ax, mine, over_heads)
             at = f", N={next(iter(mine)).seqlen_q}" if over_heads and mine else ""
             ax.set_title(f"{UNIT_NAMES[unit]}, d={d}{at}")
         across[0].set_ylabel("FA-1 / FA-2")
@@ -261,7 +257,7 @@ def detail(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool, style: Any) -> None:
+def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool) -> None:
     sizes = sorted({p.heads_q if over_heads else p.seqlen_q for p in found})
     for causal in (False, True):
         for name, (like, marker, line, label) in _LINES.items():

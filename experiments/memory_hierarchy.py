@@ -16,7 +16,7 @@ from .lab.measure.workloads import Sizes
 from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "memory_hierarchy"
@@ -202,16 +202,14 @@ def paper() -> dict[tuple[str, str], float]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bandwidth over the footprint, and a roofline for each dtype."""
-    from .lab.show import style
-
     found, over = points(rows), curve(rows)
     if not found and not over:
         return None
     figure, axes = style.new(1, 3, 4.9, width_ratios=(0.8, 1, 1))
-    _bandwidth(axes[0, 0], rows, style)
+    _bandwidth(axes[0, 0], rows)
     for ax, dtype in zip(axes[0, 1:], UNITS.values(), strict=True):
         mine = {p: calls for p, calls in found.items() if p.dtype == dtype}
-        _roofline(ax, rows, mine, dtype, style)
+        _roofline(ax, rows, mine, dtype)
     style.legend(figure, list(style.handles(axes).values()), _message(found), ncols=4)
     return figure
 
@@ -232,7 +230,7 @@ def _message(found: Mapping[Problem, Mapping[Place, Mapping[str, float]]]) -> st
     )
 
 
-def _bandwidth(ax: Any, rows: Sequence[Row], style: Any) -> None:
+def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
     over, room = curve(rows), capacities(rows)
     ax.set_title("read bandwidth")
     if not over:
@@ -268,7 +266,6 @@ def _roofline(
     rows: Sequence[Row],
     found: dict[Problem, dict[Place, dict[str, float]]],
     dtype: str,
-    style: Any,
 ) -> None:
     speeds, peak = bandwidths(rows), products(rows).get(dtype)
     shown = [
@@ -279,9 +276,9 @@ def _roofline(
         style.empty(ax, "not recorded yet")
         return
     for (series, pass_, _), of in shown:
-        look = {"color": style.COLOURS[series], "marker": style.MARKERS[series], "ls": ""}
+        look: dict[str, Any] = {"marker": style.MARKERS[series], "ls": ""}
         name = f"{LABELS[series].split(' (')[0]}, {'backward' if pass_ == 'bwd' else 'forward'}"
-        look |= {"mew": 0, "alpha": 1 if pass_ == "fwd" else 0.4}
+        look |= {"color": style.COLOURS[series], "mew": 0, "alpha": 1 if pass_ == "fwd" else 0.4}
         there = [of[level] for level in ("DRAM", "L2") if level in of]
         ax.plot(there, [of["speed"]] * len(there), color=style.COLOURS[series], lw=0.9, zorder=1)
         for level, size in (("DRAM", 8), ("L2", 4.5)):

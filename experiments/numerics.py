@@ -25,7 +25,7 @@ from .lab.measure.workloads import SEED, held
 from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "numerics"
@@ -305,8 +305,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
     Full marks are of a GPU, hollow ones of the emulator.
     """
-    from .lab.show import style
-
     on_gpu, emulated = curves(rows, False), curves(rows, True)
     keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]
     keys = [key for key in keys if key[2] in (*OURS[key[0]], _DRAWN[key[0]])]
@@ -317,7 +315,7 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, axes = style.new(2, len(dtypes), 7.0, sharex=True, sharey="col")
     for kind, across in zip((NORMAL, OUTLIERS), axes, strict=True):
         for dtype, ax in zip(dtypes, across, strict=True):
-            _panel(ax, dtype, kind, on_gpu, emulated, style)
+            _panel(ax, dtype, kind, on_gpu, emulated)
             ax.axhline(ROUNDING[dtype], color="#555555", lw=0.9, ls=":", label="one rounding")
             if dtype == "float32":
                 ax.axhline(1e-5, color="#CC79A7", lw=1.2, ls="--", label="claimed, fp32")
@@ -343,7 +341,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found, style: Any) -> None:
+def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found) -> None:
     for series in (_DRAWN[dtype], *OURS[dtype]):
         looks: dict[str, Any] = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
         looks |= {"ms": 5, "ls": "--" if calls.theirs(series) else "-"}

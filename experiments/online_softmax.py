@@ -22,7 +22,7 @@ from .lab.measure.workloads import SEED, Inputs, one_head
 from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "online_softmax"
@@ -285,8 +285,6 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Accesses an element, and elements per second over V at both batch sizes."""
-    from .lab.show import style
-
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
     if not counted and not found:
@@ -294,11 +292,11 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, axes = style.new(1, 1 + len(BATCHES), 4.2, width_ratios=(1.1, 1, 1))
     left, *others = axes[0]
     if counted:
-        _bars(left, counted, style)
+        _bars(left, counted)
     else:
         style.empty(left, "no counts")
     for ax, batch in zip(others, BATCHES, strict=True):
-        _speeds(ax, found, batch, style)
+        _speeds(ax, found, batch)
         ax.set_title(f"softmax of {batch} vectors, fp32")
     handles = style.handles(axes)
     gain = [
@@ -313,15 +311,15 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def colours(style: Any) -> dict[str, str]:
+def colours() -> dict[str, str]:
     """None of a kernel of attention: these are others."""
     ours = ("#999999", "#E69F00", "#56B4E9")
     return dict(zip(SERIES, ours, strict=True)) | {PEER: style.COLOURS["torch-efficient"]}
 
 
-def _bars(ax: Any, counted: dict[str, dict[str, float]], style: Any) -> None:
+def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
     shown = [s for s in (*SERIES, *ATTENTION) if s in counted]
-    looks = colours(style) | {s: style.COLOURS[s] for s in ATTENTION}
+    looks = colours() | {s: style.COLOURS[s] for s in ATTENTION}
     for at, series in enumerate(shown):
         loads, stores = counted[series]["loads"], counted[series]["stores"]
         ax.bar(at, loads, 0.62, color=looks[series])
@@ -355,8 +353,8 @@ def _bars(ax: Any, counted: dict[str, dict[str, float]], style: Any) -> None:
     ax.set_title("an element: loads, above them stores")
 
 
-def _speeds(ax: Any, found: Times, batch: int, style: Any) -> None:
-    looks = colours(style)
+def _speeds(ax: Any, found: Times, batch: int) -> None:
+    looks = colours()
     lengths = sorted({V for _, vectors, V in found if vectors == batch})
     if not lengths:
         style.empty(ax, "times not recorded yet")

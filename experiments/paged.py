@@ -19,7 +19,7 @@ from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "paged"
@@ -207,8 +207,6 @@ _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256
 
 def draw(rows: Sequence[Row]) -> Any:
     """Time over that of one piece over the context, and the table's share of the bytes."""
-    from .lab.show import style
-
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not timed and not shares:
         return None

@@ -19,7 +19,7 @@ from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "prefix"
@@ -260,8 +260,6 @@ _LOOKS = dict(zip(PREFIXES, (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bytes and times of the prefix read by each over those of once, over the sequences."""
-    from .lab.show import style
-
     moved = gains(by_way(rows, TIMED[0], "traffic"))
     timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
     if not moved and not any(timed.values()):

@@ -18,7 +18,7 @@ from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "profile"
@@ -255,8 +255,6 @@ def draw(rows: Sequence[Row]) -> Any:
     """Measured over counted for every kernel of the smallest problem counted, a dot each; what is
     counted, on a log axis, where nothing was measured.
     """
-    from .lab.show import style
-
     found = pairs(rows)
     if not found:
         return None

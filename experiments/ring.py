@@ -43,7 +43,7 @@ from .lab.measure import peers, precompile, speeds
 from .lab.measure.series import HOPPER, row_fields
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "ring"
@@ -207,8 +207,6 @@ def draw(rows: Sequence[Row]) -> Any:
     """Speed over one GPU's by length, both masks and passes; below bytes on the link and, where
     the link was measured, the model's efficiency by ranks.
     """
-    from .lab.show import style
-
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
@@ -235,7 +233,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for ax, pass_ in zip(axes[1][1:], PASSES, strict=True):
         _draw_model(ax, machine, pass_)
     handles = list(style.handles(axes[0]).values())
-    style.legend(figure, handles, _message(gained, ranks, style))
+    style.legend(figure, handles, _message(gained, ranks))
     return figure
 
 
@@ -243,7 +241,7 @@ def _look(series: str) -> dict[str, Any]:
     return {"color": COLOURS[series], "marker": MARKERS[series]}
 
 
-def _message(gained: Mapping[Key, float], ranks: int, style: Any) -> str:
+def _message(gained: Mapping[Key, float], ranks: int) -> str:
     """What both orders of ours gain from the length on that fills the GPUs."""
     long = {k: x for k, x in gained.items() if k[0] in OURS and k[3] >= FILLS}
     if not long:
@@ -257,8 +255,6 @@ def _message(gained: Mapping[Key, float], ranks: int, style: Any) -> str:
 
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     """Bytes that a rank sends, by ranks, of the modelled length."""
-    from .lab.show import style
-
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
@@ -282,8 +278,6 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
 
 def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
     """The model's efficiency over the GPUs, by either link, at the shorter modelled length."""
-    from .lab.show import style
-
     ax.set_title(f"model, N={SHORTER >> 20}M, causal, {pass_}")
     if machine is None:
         style.empty(ax, "no link measured")

@@ -18,7 +18,7 @@ from .lab.measure.workloads import Inputs, padded_lengths
 from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "runtime_memory"
@@ -339,8 +339,6 @@ _LIKE = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
 
 def draw(rows: Sequence[Row]) -> Any:
     """Time and memory over N: published ones hollow and dotted, closed forms as lines alone."""
-    from .lab.show import style
-
     rows = [r for r in rows if r.series != LONGEST_SERIES]
     rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or rows
     if not rows:

@@ -25,7 +25,7 @@ from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "shapes"
@@ -379,8 +379,6 @@ def draw(rows: Sequence[Row]) -> Any:
     """Torch's time over ours: a line for each class and pass, a dot for each point, the median a
     bar.
     """
-    from .lab.show import style
-
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
     every = [x for own in found.values() for s in shown for x in own.over.get(s, {}).values()]

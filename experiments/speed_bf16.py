@@ -11,7 +11,7 @@ from .lab.measure.series import HALF, LABELS
 from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row, Store
-from .lab.show import speed_figures, tables
+from .lab.show import speed_figures, style, tables
 from .lab.show.report import gpu
 from .lab.show.tables import Across, Table
 
@@ -46,8 +46,6 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
     fp16's are the page's unless given.
     """
-    from .lab.show import style
-
     store = Store(RECORDED)
     half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])

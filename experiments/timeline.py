@@ -17,7 +17,7 @@ from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "timeline"
@@ -157,10 +157,6 @@ def _pairs(rows: Sequence[Row]) -> list[dict[str, Trace]]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Both orders side by side, the clock going down; a row of panels for each problem."""
-    from matplotlib.patches import Patch
-
-    from .lab.show import style
-
     pairs = _pairs(rows)
     if not pairs:
         return None
@@ -172,7 +168,7 @@ def draw(rows: Sequence[Row]) -> Any:
                 _panel(ax, pair[series], longest, style.COLOURS[series])
             else:
                 style.empty(ax, f"{LABELS[series]}: not traced")
-    handles = [Patch(color=shade, label=label) for shade, label in LEGEND.items()]
+    handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
     figure.legend(
         handles=handles,
         title=READING,
@@ -282,7 +278,6 @@ def _fate_of_o(trace: Trace) -> str:
 def animate(rows: Sequence[Row], note: str) -> bytes | None:
     """The same as an animated GIF: S in the middle, the tiles of the matrices around it."""
     from .beside import film
-    from .lab.show import style
 
     pairs = _pairs(rows)
     if not pairs:

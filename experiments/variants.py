@@ -23,7 +23,7 @@ from .lab.measure.series import algorithm, row_fields, unit
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
-from .lab.show import tables
+from .lab.show import style, tables
 from .lab.show.tables import Table
 
 Variant = Callable[[int, int], dict[str, Any]]
@@ -212,8 +212,6 @@ def weights(name: str) -> np.ndarray:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Each variant's weights, with the share of tiles visited and what the order costs."""
-    from .lab.show import style
-
     moved, visited = elements(rows), elements(rows, "visited")
     if not moved:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..lab.measure import counts
 from ..lab.record.store import PUBLISHED, Row
-from ..lab.show import tables
+from ..lab.show import style, tables
 
 # The block size that stays while the other one varies.
 FIXED = 64
@@ -64,8 +64,6 @@ def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequ
     rows, drawn beside those of their problem; `counted` has the emulator's counts and what they
     are compared with.
     """
-    from ..lab.show import style
-
     problems = sorted({(row.seqlen_q, row.causal) for row in rows})
     if not problems:
         return None
@@ -84,7 +82,7 @@ def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequ
             continue
         title, make, of, beside = panel
         ax.set_title(title)
-        make(ax, of, beside, style)
+        make(ax, of, beside)
     shown = style.handles(axes)
     if shown:
         title = (
@@ -107,7 +105,7 @@ def _panels(rows: Sequence[Row], paper: Sequence[Row], d: int, what: str) -> lis
     return found
 
 
-def _line(ax: Any, found: Points, like: tuple, dtype: str, style: Any, **more: Any) -> None:
+def _line(ax: Any, found: Points, like: tuple, dtype: str, **more: Any) -> None:
     """A curve over the block size; full marks are fp32, hollow ones fp16."""
     algorithm, _, ls, name = like
     series = f"{algorithm}-simt"
@@ -116,7 +114,7 @@ def _line(ax: Any, found: Points, like: tuple, dtype: str, style: Any, **more: A
     ax.plot(list(found), list(found.values()), **look)
 
 
-def _finish(ax: Any, sizes: Iterable[int], name: str, style: Any, *, log: bool = False) -> None:
+def _finish(ax: Any, sizes: Iterable[int], name: str, *, log: bool = False) -> None:
     style.sizes(ax, sorted(sizes), "block size")
     ax.set_ylabel(name)
     if log:
@@ -126,7 +124,7 @@ def _finish(ax: Any, sizes: Iterable[int], name: str, style: Any, *, log: bool =
         ax.set_ylim(bottom=0)
 
 
-def _accesses(ax: Any, rows: Sequence[Row], paper: Sequence[Row], style: Any) -> None:
+def _accesses(ax: Any, rows: Sequence[Row], paper: Sequence[Row]) -> None:
     """Loads and stores of every head dimension and dtype, which lie on each other."""
     drawn: set[int] = set()
     model = [r for r in rows if r.source == "model" and r.unit == "elements"]
@@ -139,9 +137,9 @@ def _accesses(ax: Any, rows: Sequence[Row], paper: Sequence[Row], style: Any) ->
             found = in_units(found, mine[0])
             drawn |= set(found)
             if dtype == "float32" or not any(r.dtype == "float32" for r in model):
-                _line(ax, found, like, dtype, style)
+                _line(ax, found, like, dtype)
             else:
-                _line(ax, found, like, dtype, style, label=None, ls="", markersize=10)
+                _line(ax, found, like, dtype, label=None, ls="", markersize=10)
     if not drawn:
         style.empty(ax, "no model")
         return
@@ -149,27 +147,27 @@ def _accesses(ax: Any, rows: Sequence[Row], paper: Sequence[Row], style: Any) ->
     if theirs:
         found = in_units({r.Bc or 0: r.number for r in theirs}, theirs[0])
         drawn |= set(found)
-        _published(ax, found, style)
+        _published(ax, found)
     head_dims = sorted({r.head_dim for r in model})
     if len(head_dims) > 1:
         ax.set_title(f"{ax.get_title()}, d={', '.join(map(str, head_dims))}")
-    _finish(ax, drawn, "loads + stores, in N d a head", style, log=True)
+    _finish(ax, drawn, "loads + stores, in N d a head", log=True)
 
 
-def _published(ax: Any, found: Points, style: Any) -> None:
+def _published(ax: Any, found: Points) -> None:
     look = {"color": style.COLOURS[PUBLISHED], "ls": "--", "marker": "s", "mfc": "white"}
     name = "FA-1 paper over $B_c$, A100, fp16"
     ax.plot(list(found), list(found.values()), zorder=2, markersize=8, label=name, **look)
 
 
-def _runtime(ax: Any, rows: Sequence[Row], paper: Sequence[Row], style: Any) -> None:
+def _runtime(ax: Any, rows: Sequence[Row], paper: Sequence[Row]) -> None:
     drawn: set[int] = set()
     for like in SWEEPS:
         for dtype in BYTES:
             mine = [r for r in rows if r.dtype == dtype]
             if found := points(mine, like[0], like[1], "time"):
                 drawn |= set(found)
-                _line(ax, found, like, dtype, style)
+                _line(ax, found, like, dtype)
     theirs = {r.Bc or 0: r.number for r in paper if r.metric == "time"}
     if not drawn:
         ax.set_title(f"{ax.get_title()}: ours not recorded yet")
@@ -177,5 +175,5 @@ def _runtime(ax: Any, rows: Sequence[Row], paper: Sequence[Row], style: Any) -> 
         style.empty(ax, "not recorded yet")
         return
     if theirs:
-        _published(ax, theirs, style)
-    _finish(ax, drawn | set(theirs), "ms", style)
+        _published(ax, theirs)
+    _finish(ax, drawn | set(theirs), "ms")

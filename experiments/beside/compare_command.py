@@ -17,6 +17,7 @@ from ..lab.measure.speeds import DTYPES
 from ..lab.record import provenance
 from ..lab.record.options import FILTERED, REPOSITORY
 from ..lab.record.store import MODEL, Row, StoreError, write_if_changed
+from ..lab.show import style
 from . import compare, compare_view
 
 HELP = "set both loop orders side by side on a size of your own, as a table and a figure"
@@ -70,7 +71,7 @@ def setting_of(args: argparse.Namespace) -> compare.Setting:
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     """Measure, print, draw; gives the exit status."""
     try:
-        from ..lab.show import style  # noqa: F401  measured and not drawn would be for nothing
+        import matplotlib  # noqa: F401  measured and not drawn would be for nothing
     except ModuleNotFoundError as error:
         parser.error(f"compare needs {error.name}: pip install -e '.[experiments]'")
     gpu, machine = compare.gpu_here()
@@ -115,8 +116,6 @@ def _draw(
     about: dict[str, Any],
 ) -> str:
     """Write the figure; gives the endings of its files."""
-    from ..lab.show import style
-
     figure = compare_view.draw(setting, rows, gpu)
     where = f"measured on {gpu.driver_name}" if machine else "nothing measured, no GPU"
     note = provenance.when_and_where([about], f"hollow: by the {gpu.name}'s data sheet; {where}")

@@ -14,6 +14,7 @@ from fa_numba.commands import text as text_of
 
 from ..lab.measure.speeds import PASSES
 from ..lab.record.store import Row
+from ..lab.show import style
 from .compare import GROUPS, Setting, Side, equal_counts, labels, why_not_counted
 
 Value = Callable[[str], float | None]
@@ -165,8 +166,6 @@ def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
 
     Filled bars are measured or exact, hollow ones what the data sheet lets expect.
     """
-    from ..lab.show import style
-
     p, get = setting.problem, Numbers(rows)
     series = list(dict.fromkeys(row.series for row in rows))
     figure, (axes,) = style.new(1, 4, 3.9, sharey=True, width_ratios=(1.7, 1, 1, 1))
@@ -191,7 +190,7 @@ def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
         (("model", "memory"), mebibytes, False, "workspace"),
     )
     for ax, (number, shown, hollow, title) in zip(axes[1:], panels, strict=True):
-        _bars(ax, get.of(*number), places, shown, hollow, style)
+        _bars(ax, get.of(*number), places, shown, hollow)
         ax.set_title(title)
     axes[0].set_yticks(list(places.values()), [labels(setting.pass_)[s] for s in series])
     for ax in axes:
@@ -217,7 +216,6 @@ def _bars(
     places: dict[str, Any],
     shown: Callable[[float], str],
     hollow: bool,
-    style: Any,
 ) -> None:
     """A bar for each series that has a value, and the value behind it."""
     for s, place in places.items():

@@ -35,13 +35,11 @@ ABOVE = {"K": 1.24, "V": 1.07}
 
 def draw(traces: Sequence[Trace]) -> Any:
     """FA-1 and FA-2 after the same bytes."""
-    from matplotlib.patches import Patch
-
     figure, (axes,) = style.new(1, len(traces), 5.2)
     clock = MOMENT * min(trace.bytes for trace in traces)
     for trace, ax in zip(traces, axes, strict=True):
         _side(ax, trace, clock)
-    handles = [Patch(color=shade, label=label) for shade, label in LEGEND.items()]
+    handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
     figure.legend(
         handles=handles, loc="outside upper center", ncols=7, columnspacing=1.2, handlelength=1.2
     )

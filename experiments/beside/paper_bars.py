@@ -11,6 +11,7 @@ from ..lab.measure import peers
 from ..lab.measure.speeds import DTYPES, PASSES
 from ..lab.record import published
 from ..lab.record.store import Row
+from ..lab.show import style
 
 Curve = dict[int, float]
 
@@ -57,8 +58,6 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
     Rows are speeds of the paper's dtype; those of other problems than the figure's are left out.
     None where no row is of it.
     """
-    from ..lab.show import style
-
     lines = published.lookup(paper=paper, item=item, metric="speed")
     pass_ = lines[0]["pass"]
     speeds = [r for r in rows if r.metric == "speed" and not r.failed and r.series != peers.MATMUL]
@@ -77,7 +76,7 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
         ]
         here = [r for r in mine if (r.head_dim, r.causal) == (d, causal)]
         curves = {bar: _curve(bar, theirs, here) for bar in BARS[paper]}
-        _groups(ax, {bar: curve for bar, curve in curves.items() if curve}, style)
+        _groups(ax, {bar: curve for bar, curve in curves.items() if curve})
         ours = {bar: curve for bar, curve in curves.items() if bar.series}
         for N in sorted(set().union(*ours.values())):
             _, winner = max((curve.get(N, 0.0), bar.label) for bar, curve in ours.items())
@@ -107,7 +106,7 @@ def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -
     return found
 
 
-def _groups(ax: Any, curves: Mapping[Bar, Curve], style: Any) -> None:
+def _groups(ax: Any, curves: Mapping[Bar, Curve]) -> None:
     """A group of bars for each length, the numbers on them."""
     lengths = sorted({N for bar, curve in curves.items() if bar.series for N in curve})
     width = 0.86 / len(curves)

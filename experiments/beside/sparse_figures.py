@@ -9,6 +9,7 @@ from ..lab.measure import counts
 from ..lab.measure.series import LABELS
 from ..lab.measure.speeds import DTYPES
 from ..lab.record.store import PUBLISHED, Row
+from ..lab.show import style
 
 NO_MASK = "no mask"
 Points = dict[int | None, float]
@@ -54,8 +55,6 @@ def draw(
     None without rows. `paper` are published rows, drawn with those of their problem; `counted` has
     the emulator's counts and what they are compared with.
     """
-    from ..lab.show import style
-
     panels = sorted(
         {(r.pass_, r.head_dim, r.causal, r.seqlen_q) for r in rows},
         key=lambda panel: (list(passes).index(panel[0]), panel[1:]),
@@ -73,8 +72,8 @@ def draw(
         right.set_title("time over that without a mask, less the share")
         times = [r for r in mine if r.source == "measured"] + theirs
         model = [r for r in mine if r.source == "model"]
-        _times(left, times, style)
-        _deviations(right, times, model, style)
+        _times(left, times)
+        _deviations(right, times, model)
     shown = style.handles(axes)
     if shown:
         shown[""] = style.key("without a mask (large, hollow)", **_UNMASKED)
@@ -89,7 +88,7 @@ _SERIES = {"fa1-simt": "float32", "fa2-simt": "float32", "fa1-mma": "float16", "
 _UNMASKED: dict[str, Any] = {"color": "#444444", "ls": "", "marker": "o", "mfc": "none", "ms": 11}
 
 
-def _look(series: str, style: Any) -> dict[str, Any]:
+def _look(series: str) -> dict[str, Any]:
     """Full marks and lines are fp32, dashes fp16; hollow marks are published."""
     look = {"color": style.COLOURS[series], "marker": style.MARKERS.get(series, "s")}
     if series == PUBLISHED:
@@ -109,10 +108,10 @@ def _line(ax: Any, points: Mapping[int | None, float], **look: Any) -> None:
         ax.plot([100], [points[None]], **look | apart)
 
 
-def _times(ax: Any, times: Sequence[Row], style: Any) -> None:
+def _times(ax: Any, times: Sequence[Row]) -> None:
     found = {series: curve(times, series, ("time",)) for series in (*_SERIES, PUBLISHED)}
     for series, points in found.items():
-        _line(ax, points, **_look(series, style))
+        _line(ax, points, **_look(series))
     if not any(found.values()):
         style.empty(ax, "not recorded yet")
         return
@@ -122,7 +121,7 @@ def _times(ax: Any, times: Sequence[Row], style: Any) -> None:
     _axes(ax)
 
 
-def _deviations(ax: Any, times: Sequence[Row], model: Sequence[Row], style: Any) -> None:
+def _deviations(ax: Any, times: Sequence[Row], model: Sequence[Row]) -> None:
     """0 is proportional to the share; in percent of the call without a mask."""
     found = {
         series: deviations(relative(curve(times, series, ("time",))))
@@ -138,7 +137,7 @@ def _deviations(ax: Any, times: Sequence[Row], model: Sequence[Row], style: Any)
         look = {"color": style.COLOURS[series], "label": name, "ls": ":", "lw": 3}
         _line(ax, {share: 100 * by for share, by in apart.items()}, **look)
     for series, apart in found.items():
-        _line(ax, {share: 100 * by for share, by in apart.items()}, **_look(series, style))
+        _line(ax, {share: 100 * by for share, by in apart.items()}, **_look(series))
     if not any([*found.values(), *moved.values()]):
         style.empty(ax, "no call without a mask")
         return

@@ -17,7 +17,7 @@ from ..lab.measure.workloads import Inputs
 from ..lab.record import published
 from ..lab.record.options import Bench
 from ..lab.record.store import Row
-from ..lab.show import tables
+from ..lab.show import style, tables
 from ..lab.show.tables import Table
 
 DROPOUT, SEED = 0.1, 7
@@ -183,10 +183,6 @@ def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
 
 def draw(ax: Any, rows: Sequence[Row]) -> None:
     """Bars side by side: the steps of each way stacked, and the fused kernels."""
-    from matplotlib.patches import Patch
-
-    from ..lab.show import style
-
     found, paper = times(rows), published_steps()
     ways: dict[str, dict[str, float]] = {
         "paper: PyTorch, A100": {step: paper[step] for step in STEPS},
@@ -214,7 +210,7 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_xlabel("ms, forward, causal mask and dropout of 0.1; hollow: published")
     ax.set_title("standard attention step by step, and fused")
     ax.legend(
-        handles=[Patch(color=colour, label=step) for step, colour in _SHADES.items()],
+        handles=[style.patch(step, color=colour) for step, colour in _SHADES.items()],
         loc="lower right",
         fontsize=9,
     )

@@ -12,7 +12,6 @@ from matplotlib.colors import to_hex
 import fa_numba
 from experiments import __main__ as command
 from experiments.beside import compare, compare_command, compare_view
-from experiments.lab import show
 from experiments.lab.measure.timing import Timing
 from experiments.lab.record.store import EMULATOR
 from experiments.lab.show import style
@@ -298,8 +297,6 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
 
 def test_without_matplotlib_nothing_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "experiments.lab.show.style")
-    monkeypatch.delattr(show, "style")
     monkeypatch.setattr(compare, "measure", lambda *_: pytest.fail("measured"))
     arguments = ["compare", "--seqlen", "16", "--head-dim", "16", "--out", str(tmp_path / "new")]
     with pytest.raises(SystemExit):

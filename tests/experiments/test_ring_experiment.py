@@ -18,7 +18,6 @@ from experiments.beside.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Fo
 from experiments.lab.measure import peers
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL
-from experiments.lab.show import style
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
@@ -316,7 +315,7 @@ def test_the_figure_takes_any_part_of_the_rows():
     assert sorted(marks) == sorted([ring.MARKERS[KV], ring.MARKERS[Q]] * 2)
     gained = {(KV, "fwd", False, 2**n): float(n - 13) for n in (14, 15, 16)}
     gained[Q, "fwd", False, 2**15] = 1.5
-    assert ring._message(gained, 3, style) == (
+    assert ring._message(gained, 3) == (
         "From N=32k on 3 GPUs gain 2.0 to 3.0 times with K and V on their way, 1.5 with Q"
     )
     assert ring.draw([]) is None

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from PIL import Image
 
 from experiments import __main__ as command
@@ -127,9 +128,7 @@ def boxes(ax):
     for drawn in ax.collections:
         for path, shade in zip(drawn.get_paths(), drawn.get_facecolors(), strict=True):
             y = path.vertices[:, 1]
-            found.setdefault(style.matplotlib.colors.to_hex(shade).upper(), []).append(
-                y.max() - y.min()
-            )
+            found.setdefault(to_hex(shade).upper(), []).append(y.max() - y.min())
     return found
 
 

@@ -15,7 +15,7 @@ from fa_numba.problem import Problem
 
 from ..record.options import Bench
 from ..record.store import EMULATOR, MODEL, Row
-from ..show import tables
+from ..show import style, tables
 from . import counters, counts, precompile
 from .series import LABELS as SERIES_LABELS
 from .series import algorithm, backward, call, plan, row_fields
@@ -215,7 +215,7 @@ KINDS = {
 FITTED = {source: label for source, label in KINDS.items() if source != "counted"}
 
 
-def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str], style: Any) -> None:
+def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) -> None:
     """Lines and marks of these sources; what has line 1's tiles is drawn broader and lighter."""
     for (series, source), points in found.items():
         if source not in sources:
@@ -227,7 +227,7 @@ def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str], 
         ax.plot(list(points), list(points.values()), color=style.COLOURS[base], **look)
 
 
-def handles(found: Iterable[tuple[str, str]], style: Any) -> list[Any]:
+def handles(found: Iterable[tuple[str, str]]) -> list[Any]:
     """A legend: the series, then the sources."""
     there = list(found)
     lines = []

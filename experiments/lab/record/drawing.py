@@ -90,7 +90,7 @@ def side_by_side(runner: Any, names: Sequence[str]) -> Iterator[Drawing]:
         yield Drawing(runner, None)
         return
     with suppress(ModuleNotFoundError):  # which is said as a figure is drawn
-        from ..show import style  # noqa: F401  once, not in every process
+        from matplotlib import figure, ticker  # noqa: F401  once, not in every process
     context = multiprocessing.get_context(START)
     with ProcessPoolExecutor(count, context, _leave_interrupts_to_the_parent) as pool:
         drawing = Drawing(runner, pool)

@@ -20,6 +20,7 @@ from fa_numba.choices.units import NoUnit
 
 from ..measure import clocks, peers
 from ..measure import tune as sweep
+from ..show import style
 from . import kept, provenance, registry, review, schedule
 from .journal import Journal
 from .options import FIGURES, Bench, Options, Refused
@@ -312,17 +313,14 @@ class Runner:
 
     def _draw(self, name: str, report: Report) -> bool:
         try:
-            module = load(name)
-            from ..show import style
-        except ModuleNotFoundError as error:
-            if error.name != "matplotlib":
-                raise
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError:
             report.error = (
                 "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
             )
             self.console.print(f"[red]{name}: {report.error}[/]")
             return False
-        stored, report.recorded = self._stored(name)
+        module, (stored, report.recorded) = load(name), self._stored(name)
         rows = [row for row in stored if self.options.admits(row)]
         report.drawn_from = sorted({row.machine for row in rows})
         figure = module.draw(rows) if rows else None

@@ -11,14 +11,12 @@ from ..measure.speeds import DTYPES, PASSES, UNSPLIT, Study
 from ..measure.workloads import HEAD_DIMS
 from ..record import published
 from ..record.store import Row
-from . import tables
+from . import style, tables
 from .tables import Table
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Any:
     """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
-    from . import style
-
     peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
     rows = [row for row in rows if row.metric == "speed" and row.series in study.drawn]
     if not rows:
@@ -51,8 +49,6 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
 
 def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
     """Speed over N of each series, the band between its percentiles behind it."""
-    from . import style
-
     for series in shown:
         points = sorted(
             (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
@@ -81,8 +77,6 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
     """TFLOP/s of the forward pass over N without a mask: a panel for d=64 and one for 128, or for
     what there is, of the series that are `shown`. None without rows of them.
     """
-    from . import style
-
     mine = [r for r in rows if r.metric == "speed" and r.series in shown and r.pass_ == "fwd"]
     mine = [r for r in mine if not r.causal] or mine
     if not mine:
@@ -131,8 +125,6 @@ def _over_fa1(rows: Sequence[Row]) -> list[float]:
 
 def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     """A legend of the series that have rows, and of what is published."""
-    from . import style
-
     handles = style.handles(axes)
     used = {r.series for r in rows}
     left_out = {LABELS[series] for series in study.drawn if series not in used}

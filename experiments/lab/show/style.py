@@ -1,21 +1,21 @@
-"""One look for every figure, and files that come out byte for byte the same."""
+"""One look for every figure, and files that come out byte for byte the same.
+
+matplotlib is imported once something is drawn: what measures does without it.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
-from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from ..record.store import write_if_changed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Mostly the Okabe-Ito set: those of a panel are told apart by people with any colour vision.
 COLOURS = {
@@ -89,6 +89,8 @@ RC: dict[Any, Any] = {
 
 def use() -> None:
     """Start from matplotlib's defaults and this look, whatever the user's matplotlibrc says."""
+    import matplotlib
+
     matplotlib.rcdefaults()
     matplotlib.rcParams.update(RC)
 
@@ -97,6 +99,8 @@ def new(
     rows: int, columns: int, height: float, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
     """A figure and its grid of axes (always two-dimensional)."""
+    from matplotlib.figure import Figure
+
     use()
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
@@ -108,8 +112,17 @@ def empty(ax: Any, text: str) -> None:
     ax.set_axis_off()
 
 
-def key(label: str, **look: Any) -> Line2D:
+def patch(label: str, **look: Any) -> Any:
+    """A box of a legend that stands for a look."""
+    from matplotlib.patches import Patch
+
+    return Patch(label=label, **look)
+
+
+def key(label: str, **look: Any) -> Any:
     """A line of a legend that stands for a look: "dashed: backward"."""
+    from matplotlib.lines import Line2D
+
     return Line2D([], [], label=label, **{"color": "#444444", **look})
 
 
@@ -124,6 +137,8 @@ def handles(axes: Any) -> dict[str, Any]:
 
 def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     """A log2 x axis over all sizes with a tick at every so many of them, 1024 as 1k."""
+    from matplotlib.ticker import NullLocator
+
     ticks = list(values)[::every]
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [short(value) for value in ticks])
@@ -153,8 +168,7 @@ def short(value: float) -> str:
 
 def plain_ticks(axis: Any) -> None:
     """Ticks of a log axis as plain numbers: 0.5, 1, 2."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    _written(axis, lambda value, _position: f"{value:g}")
 
 
 def byte_axis(axis: Any) -> None:
@@ -165,6 +179,12 @@ def byte_axis(axis: Any) -> None:
             if value >= size * 0.999:
                 return f"{value / size:g} {unit}"
         return f"{value:g} B"
+
+    _written(axis, label)
+
+
+def _written(axis: Any, label: Callable[[float, int], str]) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axis.set_major_formatter(FuncFormatter(label))
     axis.set_minor_formatter(NullFormatter())
@@ -200,6 +220,10 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
 
     Raises StoreError where they cannot be written.
     """
+    import matplotlib
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.text import Text
+
     _show_single_points(figure)
     if not any("L2" in text.get_text() for text in figure.findobj(Text)):
         said = footnote.splitlines()

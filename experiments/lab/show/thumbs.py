@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..record.store import EMULATOR, Row
+from . import style
 
 TOKENS = 16384
 SUFFIX = "_small"
@@ -86,8 +87,6 @@ def figures(experiment: str) -> dict[str, Any]:
 
 
 def draw(experiment: str, rows: Sequence[Row]) -> Any:
-    from . import style
-
     thumb = THUMBS[experiment]
     lines = {series: thumb.points(rows, series) for series in thumb.series}
     if not all(lines.values()):
