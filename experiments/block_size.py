@@ -20,7 +20,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, PUBLISHED, Row
 from .lab.show import tables
-from .lab.show.tables import Table
 
 NAME = "block_size"
 TITLE = "accesses and runtime over the block size (FA-1 Fig. 2 middle)"
@@ -216,7 +215,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return block_figures.draw(large, published_rows(), HEAD_DIM, rows)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Accesses and runtime over the block size, the paper's beside ours."""
     paper = {(r.Bc, r.metric): r.value for r in published_rows()}
     here = [r for r in rows if r.heads_q == HEADS and tables.sizes(r) == (SEQLEN, HEAD_DIM, False)]
@@ -262,4 +261,4 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"Accesses in N d elements a head, whatever the element's size; the other block size is "
         f"{FIXED}; {tables.runs(r for r in here if r.metric == 'time')}."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

@@ -25,7 +25,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, PUBLISHED, Row
 from .lab.show import tables
-from .lab.show.tables import Table
 
 NAME = "block_sparse"
 TITLE = "time over the share of non-zero blocks (FA-1 Fig. 2 right)"
@@ -299,7 +298,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return sparse_figures.draw(large, paper, PASSES, rows)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Time over the share of blocks, and over the time without a mask."""
     problem = setting(SEQLEN, HEAD_DIM)
     wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
@@ -336,7 +335,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"{SIZE}; the paper (fwd+bwd, A100, fp16) does not say batch and heads; "
         f"{tables.runs(measured)}."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _furthest(over: Mapping[int | None, float]) -> str:

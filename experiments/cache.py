@@ -17,7 +17,7 @@ from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options, Refused
 from .lab.record.store import MODEL, Row, Store
 from .lab.show import report, style, tables
-from .lab.show.tables import Across, Table
+from .lab.show.tables import Across
 
 NAME = "cache"
 TITLE = "an LRU model of L2: DRAM bytes over N and over the cache's size"
@@ -322,7 +322,7 @@ def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | No
     return None
 
 
-def _table(rows: Sequence[Row]) -> Table | None:
+def _table(rows: Sequence[Row]) -> tables.Table | None:
     """The model beside the measured bytes, where both are, and what other GPUs would move."""
     found, known = predicted(rows), measured(rows)
     lines = []
@@ -348,15 +348,13 @@ def _table(rows: Sequence[Row]) -> Table | None:
                         *(_gb(places.get(name)) for name in ("A100", "H100")),
                     ]
                 )
-    if not lines:
-        return None
     header = ["dtype", "d", "N", "algorithm", "accessed, GB (a GPU without L2)", "LRU of 60 MiB"]
     header += ["measured, H200", "model's error", "A100 (40 MiB)", "H100 (50 MiB)"]
     caption = (
         "DRAM bytes of a forward call, 16k tokens, hidden dimension 2048; FA-2 in fp16 at FA-1's "
         f"tiles. {_verdict(found, known)}"
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _gb(value: float | None) -> str:

@@ -22,7 +22,6 @@ from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_s
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "claims"
 TITLE = "claims about FlashAttention in the settings that they name"
@@ -336,7 +335,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def layer(rows: Sequence[Row]) -> Table | None:
+def layer(rows: Sequence[Row]) -> tables.Table | None:
     """Bytes of the layer that the claims name."""
     found = _layer_rows(rows)
     lines = []
@@ -351,7 +350,7 @@ def layer(rows: Sequence[Row]) -> Table | None:
     header = ["algorithm", "claimed, GB", "accessed, GB", "L2, GB", "DRAM, GB"]
     layer = next(iter(found.values()))
     caption = f"Forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 # The page's table of this experiment's name has the verdicts.

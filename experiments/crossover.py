@@ -16,7 +16,6 @@ from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "crossover"
 TITLE = "from which length FlashAttention wins over standard attention"
@@ -275,7 +274,7 @@ def _panel(ax: Any, case: Case, timed: Curves, moved: Curves) -> set[int]:
     return {N for gain in curves.values() for N in gain}
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """From which length flash wins, a line for each unit, size and pass."""
     timed, moved = gains(rows), gains(rows, "model")
     lines = []
@@ -289,8 +288,6 @@ def table(rows: Sequence[Row]) -> Table | None:
         cells += [in_words(bytes_.get(second)), tables.number(bytes_.get(second, {}), 2 * d, ".2f")]
         name = DTYPES[dtype] + (", causal" if causal else "")
         lines.append([name, str(d), str(heads), pass_, *cells])
-    if not lines:
-        return None
     header = ["dtype", "d", "batch x heads", "pass", "FA-1 wins from N", "FA-2", "torch's fused"]
     header += ["standard / FA-2 at N=2d", "N=1024", "N=4096"]
     header += ["FA-2 accesses fewer bytes from N", "bytes, standard / FA-2 at N=2d"]
@@ -299,4 +296,4 @@ def table(rows: Sequence[Row]) -> Table | None:
         "to N=4096. torch's fused kernel is its FA-2 in fp16, its memory-efficient one in fp32, "
         "held against torch's unfused attention. Bytes are the model's."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

@@ -18,7 +18,6 @@ from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "decode"
 TITLE = "decoding: few rows of Q on a long cache"
@@ -269,7 +268,7 @@ SHOWN = (
 )
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Microseconds of each series, a line for each of some problems; the share of the read
     bandwidth, and the best of torch's times over the best of ours. The caption has all problems.
     """
@@ -294,8 +293,6 @@ def table(rows: Sequence[Row]) -> Table | None:
         splits = ", ".join(sorted(n.removeprefix("kv_splits=") for n in split)) or tables.MISSING
         sizes = [f"{batch}", f"{heads_q}/{heads_k}", f"{Nq}", f"{Nk}", f"{d}"]
         lines.append([*sizes, f"{moved / 2**20:.0f}", *cells, splits, share, gain])
-    if not lines:
-        return None
     header = ["batch", "Hq/Hk", "rows", "keys", "d", "K and V, MiB"]
     header += [LABELS[s] for s in series]
     header += ["blocks a row tile", "best of ours, share of read", "torch / best of ours"]
@@ -309,4 +306,4 @@ def table(rows: Sequence[Row]) -> Table | None:
             f" Of all {len(gains)} problems measured with as much or more, torch's best time over "
             f"our best is {min(gains):.2f} to {max(gains):.2f}, in the median {median(gains):.2f}."
         )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

@@ -21,7 +21,6 @@ from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import tables
-from .lab.show.tables import Table
 
 NAME = "explore"
 TITLE = "both orders tile by tile, as a page to play with"
@@ -261,7 +260,7 @@ def _pictured(found: Mapping[tuple[Any, ...], dict[str, Row]]) -> dict[str, Row]
     return plain[max(plain, key=lambda key: (key[0] ** 2 // (key[2] * key[3]), -key[1], key))]
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Of each trace the bytes, beside the closed form's."""
     model = _counted(rows, "model")
     lines = []
@@ -273,13 +272,8 @@ def table(rows: Sequence[Row]) -> Table | None:
             counted = "-" if row is None else str(int(row.number))
             cells += [counted, "-" if form is None else str(int(form.number))]
         lines.append(cells)
-    if not lines:
-        return None
     header = ["unit", "N", "d", "tiles", "causal", "window"]
     header += [
         f"{LABELS[f'{n}-simt']}, {what}" for n in ("fa1", "fa2") for what in ("bytes", "form")
     ]
-    return Table(
-        "One head, forward: bytes as traced, and by the closed form.",
-        tables.markdown(header, lines),
-    )
+    return tables.of("One head, forward: bytes as traced, and by the closed form.", header, lines)

@@ -32,7 +32,6 @@ from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row, Store, write_if_changed
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "generate"
 TITLE = "text through a cache of keys and values, and without one"
@@ -380,7 +379,7 @@ def _message(
     return f"Without a cache a character behind {n} others takes {' and '.join(parts)}"
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each length: bytes a character of each series, and times where there are any."""
     modelled = by_length(rows, "traffic", "model")
     timed = by_length(rows, "time", "measured")
@@ -408,7 +407,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         caption += "characters differ without a cache."
     if texts:
         caption += f" The text begins `{texts[0].note.partition('; ')[2]}`."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _equal(rows: Sequence[Row]) -> str:

@@ -24,7 +24,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "gpt2_table"
 TITLE = "FLOPs, accesses and time of GPT-2's attention, step by step (FA-1 Figs. 1 and 2)"
@@ -378,7 +377,7 @@ def _draw_times(ax: Any, found: Found, in_paper: bool) -> None:
 _COLUMNS = ("standard-mma", peers.UNFUSED, "fa1-mma", "fa2-mma", peers.FLASH)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """FA-1's Fig. 2 left with our kernels and torch's beside it."""
     half, single = whole(rows, SETTING), whole(rows, replace(SETTING, dtype="float32"))
     if not half:
@@ -412,7 +411,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         "corrected ones of ours count S made again in the backward pass. In fp32 torch's "
         "kernel is its memory-efficient one."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 TABLES = {"gpt2_steps": unfused_steps.table}

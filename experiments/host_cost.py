@@ -20,7 +20,6 @@ from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "host_cost"
 TITLE = "microseconds of the host for each call"
@@ -181,7 +180,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """The host's microseconds of each call."""
     lines = [
         [
@@ -194,7 +193,5 @@ def table(rows: Sequence[Row]) -> Table | None:
         ]
         for row in shown(rows)
     ]
-    if not lines:
-        return None
     header = ["call", "pass", "N", "d", "causal", "median, us", "p20", "p80"]
-    return Table("One head, arrays on the GPU.", tables.markdown(header, lines))
+    return tables.of("One head, arrays on the GPU.", header, lines)

@@ -15,7 +15,7 @@ from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Across, Table
+from .lab.show.tables import Across
 
 NAME = "io_vs_head_dim"
 TITLE = "accesses over the head dimension, exponents of N and d (FA-1 Theorem 2)"
@@ -175,7 +175,7 @@ def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | Non
     return fits
 
 
-def _table(rows: Sequence[Row]) -> Table | None:
+def _table(rows: Sequence[Row]) -> tables.Table | None:
     """Exponents of N and d, from every source."""
     own = [row for row in rows if row.experiment == NAME]
     # Closed forms of our own: the other experiment's are at the same lengths.
@@ -193,15 +193,13 @@ def _table(rows: Sequence[Row]) -> Table | None:
             if any(fits):
                 said = theorem.get(series, "2")
                 lines.append([over, scaling.LABELS[series], said, *map(scaling.cell, fits)])
-    if not lines:
-        return None
     header = ["over", "algorithm", "theorem", *scaling.FITTED.values()]
     caption = (
         "Exponents of N (one head, d=64) and of d, with the standard error of the fit and the "
         f"range of it. Line 1's tiles are for M={M} floats; the planner's have up to 128 columns, "
         f"whatever M would hold.{scaling.equal(own)}"
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 table = Across(_table, (NAME, "io_vs_seqlen"))

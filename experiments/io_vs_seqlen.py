@@ -17,7 +17,6 @@ from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "io_vs_seqlen"
 TITLE = "accesses over the sequence length: model, counts, bounds, L2 and DRAM"
@@ -313,7 +312,7 @@ def _xy(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
 SHOWN_SEQLENS = (512, 1024, 4096, 16384)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Model, L2 and DRAM bytes of a call, a line for each length and head dimension."""
     found = {
         (r.head_dim, r.seqlen_q, r.series, r.source): r
@@ -332,4 +331,4 @@ def table(rows: Sequence[Row]) -> Table | None:
     header = ["d", "N"]
     header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in ("accessed", "L2", "DRAM")]
     caption = "Forward, fp32, 16k tokens, hidden dimension 2048; GB of 10^9 bytes."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

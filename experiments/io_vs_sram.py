@@ -19,7 +19,6 @@ from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "io_vs_sram"
 TITLE = (
@@ -283,7 +282,7 @@ def crossing(rows: Sequence[Row]) -> float | None:
     return None
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Exponents of M from every source, below and above M = d^2."""
     rows = [r for r in rows if not r.failed and not r.causal and r.head_dim == HEAD_DIM]
     if not _lengths(rows, "model"):
@@ -323,8 +322,6 @@ def table(rows: Sequence[Row]) -> Table | None:
                 name = name.replace(forward, BACKWARD_LABELS.get(base, forward)) + ", backward"
             side = "below d²" if high <= square else "above d²"
             lines.append([f"{name}, {side}", theorem, *map(scaling.cell, fitted)])
-    if not lines:
-        return None
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
         f" FA-1 with line 1's tiles accesses less than square blocks from M = {where[0]} on, "
@@ -336,4 +333,4 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"at 128, which registers hold.{said}{scaling.equal(rows)}"
     )
     header = ["algorithm", "theorem", *scaling.FITTED.values()]
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

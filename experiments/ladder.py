@@ -18,7 +18,6 @@ from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "ladder"
 TITLE = "what each measure of the tensor-core kernels gains"
@@ -372,17 +371,17 @@ _HEADER = (
 )
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """The speed of every step, its gain, what was predicted of it, and what was counted."""
     return _table(rows, False, "")
 
 
-def masked(rows: Sequence[Row]) -> Table | None:
+def masked(rows: Sequence[Row]) -> tables.Table | None:
     """The same of Hopper's steps with a causal mask."""
     return _table(rows, True, " with a causal mask")
 
 
-def _table(rows: Sequence[Row], causal: bool, setting: str) -> Table | None:
+def _table(rows: Sequence[Row], causal: bool, setting: str) -> tables.Table | None:
     predicted = predictions(causal)
     lines = []
     problems, labels = _split(rows, causal)
@@ -404,8 +403,6 @@ def _table(rows: Sequence[Row], causal: bool, setting: str) -> Table | None:
             share = {} if reached is None else shares(rows, reached, problem.head_dim)
             of = [f"{share[name]:.0%}" if name in share else tables.MISSING for name in limits]
             lines.append([*where, label, block, speed, *pair, *of, *counted])
-    if not lines:
-        return None
     names = dict(zip(_MEASURED, _HEADER, strict=True))
     speed, *counted = (names[metric] for metric in columns)
     header = [*tables.PROBLEM, "step", "Br x Bc", speed, "gain", "predicted", *limits.values()]
@@ -415,10 +412,10 @@ def _table(rows: Sequence[Row], causal: bool, setting: str) -> Table | None:
         "before; of two stages it is over one, of FA-1's rows over its keys at the same block "
         "sizes."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
-def ablation(rows: Sequence[Row]) -> Table | None:
+def ablation(rows: Sequence[Row]) -> tables.Table | None:
     """FA-3's ablation of products during the softmax, at its size."""
     speeds = {
         r.series: r.value
@@ -438,7 +435,7 @@ def ablation(rows: Sequence[Row]) -> Table | None:
         f"Forward, fp16, batch {p.batch}, {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}: the "
         "problem of FA-3's Table 2."
     )
-    return Table(caption, tables.markdown(["wgmma", "TFLOP/s", "gain", "predicted"], lines))
+    return tables.of(caption, ["wgmma", "TFLOP/s", "gain", "predicted"], lines)
 
 
 TABLES = {"ladder_causal": masked, "ladder_ablation": ablation}

@@ -17,7 +17,6 @@ from .lab.measure.workloads import SEQLENS, Sizes, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "loop_order"
 TITLE = "both loop orders at equal unit, dtype, tiles and work"
@@ -283,7 +282,7 @@ def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool) ->
     style.sizes(ax, sizes, "batch x heads" if over_heads else "sequence length N")
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """FA-1 over FA-2 of times and bytes where DRAM is measured, at the shortest and longest N."""
     names = {
         "grid": "time, paper's grid",
@@ -318,8 +317,6 @@ def table(rows: Sequence[Row]) -> Table | None:
                 *(tables.number(over, name, ".2f") for name in names),
             ]
         )
-    if not lines:
-        return None
     shown = ("FA-1, a block a head", "FA-1, query splits", "FA-2")
     header = ["dtype", *tables.PROBLEM, "batch x heads", *(f"{name}, ms" for name in shown)]
     header += [f"FA-1 / FA-2: {name}" for name in names.values()]
@@ -332,7 +329,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"{len(timed)} problems, over batch x heads too, are in the data file and drawn in "
         f"[{NAME}_detail.png](figures/{NAME}_detail.png)."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 FIGURES = {f"{NAME}_detail": detail}

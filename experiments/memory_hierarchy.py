@@ -17,7 +17,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "memory_hierarchy"
 TITLE = "bandwidth of every memory, and the roofline (FA-1 Fig. 1 left)"
@@ -323,7 +322,7 @@ def _roof(ax: Any, low: float, high: float, tb_s: float, peak: float | None, **l
 # --- the tables ----------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Each memory's bandwidth and size, the A100's beside them, and where the roofs meet."""
     speeds, room, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
     if not speeds:
@@ -351,7 +350,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         )
     header = ["memory", "TB/s", "size", "FLOP/byte to the fp32 roof", "to the fp16 roof"]
     header += ["A100 published, TB/s", "size", "to its fp16 roof"]
-    return Table(_said(speeds, room, peaks), tables.markdown(header, lines))
+    return tables.of(_said(speeds, room, peaks), header, lines)
 
 
 def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, float]) -> str:
@@ -375,7 +374,7 @@ def _size(size: float | None) -> str:
     return f"{size / 1e9:.0f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def roofline(rows: Sequence[Row]) -> Table | None:
+def roofline(rows: Sequence[Row]) -> tables.Table | None:
     """Every forward kernel: which roof is lowest above it, and how near it comes."""
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
     lines = []
@@ -403,7 +402,7 @@ def roofline(rows: Sequence[Row]) -> Table | None:
         return None
     header = ["kernel", "dtype", "FLOP/byte accessed", "of L2", "of DRAM", "TFLOP/s"]
     header += ["share of the lowest roof"]
-    return Table(text, tables.markdown(header, lines[:10]))
+    return tables.of(text, header, lines[:10])
 
 
 TABLES = {"memory_hierarchy-roofline": roofline}

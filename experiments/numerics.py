@@ -26,7 +26,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "numerics"
 TITLE = "error against float64 and bitwise agreement, with and without outliers"
@@ -365,7 +364,7 @@ def _latest(found: Found, *key: str) -> tuple[int, float] | None:
     return max(line.items()) if line else None
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """RMSE and the largest error at the longest length, a line for each dtype and kind of input."""
     lines = []
     for dtype in OURS:
@@ -375,8 +374,6 @@ def table(rows: Sequence[Row]) -> Table | None:
                 if line:
                     lines.append([*line[:3], "emulator" if emulated else "GPU", *line[3:]])
                     break
-    if not lines:
-        return None
     header = ["dtype", "inputs", "N", "run on", "RMSE: standard", "FA-1", "FA-2", "torch unfused"]
     header += ["torch's fused", "standard / FA-2", "torch unfused / fused", "published ratio"]
     header += ["largest error, FA-2", "relative error, FA-2, worst N"]
@@ -385,7 +382,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         "its FA-2 in 16 bits, its memory-efficient one in fp32; the published ratio is standard "
         "over FA-2 in FlashAttention-3's Table 3."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _line(found: Found, dtype: str, kind: str) -> list[str]:
@@ -424,7 +421,7 @@ PAIRS = (
 )
 
 
-def identical(rows: Sequence[Row]) -> Table | None:
+def identical(rows: Sequence[Row]) -> tables.Table | None:
     """How many elements are bit for bit those of the ordinary computation in the same dtype."""
     lines = []
     for dtype, series, name, ordinary, other in PAIRS:
@@ -440,15 +437,13 @@ def identical(rows: Sequence[Row]) -> Table | None:
                 where = "NumPy" if emulated else "GPU"
                 lines.append([f"{name} and {other}", DTYPES[dtype], kind, where, *ends, *cells])
                 break
-    if not lines:
-        return None
     header = ["bit for bit", "dtype", "inputs", "run on", "equal elements, shortest"]
     header += ["longest", "relative error, the first", "the second"]
     caption = "Errors are against float64, at the longest length."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
-def precisions(rows: Sequence[Row]) -> Table | None:
+def precisions(rows: Sequence[Row]) -> tables.Table | None:
     """The relative error of FA-2's float32 in each precision, at the longest N and PLANES_AT."""
     found: dict[tuple[bool, str, int, int], dict[str, float]] = {}
     for r in rows:
@@ -470,8 +465,6 @@ def precisions(rows: Sequence[Row]) -> Table | None:
             over = {s: line[s] / line["fa2-simt"] for s in shown if {s, "fa2-simt"} <= set(line)}
             lines.append([kind, str(d), str(N), *cells])
             lines[-1] += [tables.number(over, s, ".2f") for s in PLANES[:2]]
-    if not lines:
-        return None
     names = [precision(s) for s in PLANES]
     header = ["inputs", "d", "N", "FA-2, ieee", *names, "torch efficient"]
     header += [f"{name} / ieee" for name in names[:2]]
@@ -479,7 +472,7 @@ def precisions(rows: Sequence[Row]) -> Table | None:
         "FA-2's relative error in float32 by how its products are computed, against float64, "
         f"{'on the emulator' if emulated else 'on a GPU'}."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 TABLES = {"numerics_identical": identical, "numerics_precision": precisions}

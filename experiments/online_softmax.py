@@ -23,7 +23,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "online_softmax"
 TITLE = "naive, safe and online softmax; attention in two passes and in one (arXiv 1805.02867)"
@@ -384,7 +383,7 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
     ax.set_ylabel("10⁹ elements/s")
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Accesses an element or score, the paper's beside them, and the speed over the safe one."""
     model, counted = an_element(rows, "model"), an_element(rows, "counted")
     if not model and not counted:
@@ -417,7 +416,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         "of S and P together: standard attention writes a row of S, reads it, writes P and reads "
         f"it{_long(rows)}; the flash orders keep it on chip. NaN: of {QUICK_LENGTHS[0]} elements."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _sum(of: dict[str, float] | None) -> str:
@@ -440,7 +439,7 @@ def _long(rows: Sequence[Row]) -> str:
     return ""
 
 
-def inside(rows: Sequence[Row]) -> Table | None:
+def inside(rows: Sequence[Row]) -> tables.Table | None:
     """Time of unfused attention with each softmax, over N."""
     found = times(rows)
     lengths = sorted({N for series, _, N in found if series in UNFUSED})
@@ -453,15 +452,13 @@ def inside(rows: Sequence[Row]) -> Table | None:
         cells = [tables.number(took, s, ".3g") for s in UNFUSED]
         cells += [tables.number(over, s, ".2f") for s in UNFUSED if s != "unfused-online"]
         lines.append([str(N), *cells])
-    if not lines:
-        return None
     header = ["N", *(f"{LABELS[s]}, ms" for s in UNFUSED.values()), "safe / online"]
     header += [f"{LABELS[PEER]} / online"]
     caption = (
         f"Unfused attention in fp32, {UNFUSED_HEADS} heads, d=64, forward: torch's products, and "
         "between them each softmax."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 TABLES = {"online_softmax_inside": inside}

@@ -20,7 +20,6 @@ from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "paged"
 TITLE = "a cache in pages beside keys and values in one piece"
@@ -252,7 +251,7 @@ def _label(series: str) -> str:
     return units[unit(series)]
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each page size: what differs, the table's share, times over one piece's."""
     differing, shares = counted(rows, "difference"), counted(rows, "table_share")
     timed = ratios(rows)
@@ -279,7 +278,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"d={COUNTED_DIM}; elements of O and L whose bits differ from one piece, and the block "
         f"table's bytes over those of K and V. Time: {PROTOCOL}."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _cell(by: Mapping[int, float], size: int, form: str) -> str:

@@ -20,7 +20,6 @@ from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "prefix"
 TITLE = "a prefix that sequences share, read once or by each"
@@ -298,7 +297,7 @@ def _range(by: dict[int, dict[int, float]]) -> str:
     return tables.between(found) if found else ""
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each prefix and number of sequences: bytes and microseconds of both ways."""
     moved = by_way(rows, TIMED[0], "traffic")
     timed = {series: by_way(rows, series, "time") for series in TIMED}
@@ -325,7 +324,7 @@ def table(rows: Sequence[Row]) -> Table | None:
             f"units, equal the model, and errors against float64 are {max(errors):.1e} at most"
         )
     caption += "." if timed else ". Times are not recorded."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _cells(ways: dict[str, float] | None, times: float) -> list[str]:

@@ -19,7 +19,6 @@ from .lab.measure.workloads import HEAD_DIMS, Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "profile"
 TITLE = "sectors, wavefronts, conflicts and instructions: the profiler's and the emulator's"
@@ -299,8 +298,8 @@ def cell(pair: Pair, shown: Callable[[float], str] = "{:,.0f}".format) -> str:
     return f"{shown(count)} ({measured:,.0f})" if not count else f"{shown(count)} (x {ratio:.3f})"
 
 
-def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], Table | None]:
-    def table(rows: Sequence[Row]) -> Table | None:
+def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], tables.Table | None]:
+    def table(rows: Sequence[Row]) -> tables.Table | None:
         found = pairs(rows)
         lines, equal, known = [], 0, 0
         for problem, of in found.items():
@@ -310,14 +309,12 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], Table
             for place in places(of):
                 cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
                 lines.append([*tables.problem_cells(problem), label(place), *cells])
-        if not lines:
-            return None
         caption = (
             f"{what}, one head, counted on the emulator; in brackets what Nsight Compute measured "
             "of the same call, as a multiple where it is another number, (?) where it was not "
             f"measured. {equal} of {known} measured numbers are equal."
         )
-        return Table(caption, tables.markdown([*tables.PROBLEM, "kernel", *metrics], lines))
+        return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
 
     return table
 

@@ -44,7 +44,6 @@ from .lab.measure.series import HOPPER, row_fields
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "ring"
 TITLE = "a sequence over several GPUs: K and V travel, or Q"
@@ -305,7 +304,7 @@ def _infiniband(machine: Measured) -> Measured:
 SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each call of all ranks at some lengths: times, gains over one GPU, what the model
     says, bytes.
     """
@@ -341,7 +340,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         "the slowest rank; bytes of the rank that sends most, counted where they are given to "
         f"send, {equal} of {number} equal to the closed form; memory with the inputs."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
@@ -371,7 +370,7 @@ def _model_lines(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def break_even_table(rows: Sequence[Row]) -> Table | None:
+def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
     """From which ratio of keys to queries Q sends less; with a link, the model's efficiencies."""
     if not rows:
         return None
@@ -390,14 +389,12 @@ def break_even_table(rows: Sequence[Row]) -> Table | None:
         "Ratio of keys to queries, heads counted, above which Q on its way sends fewer bytes than "
         "K and V, not causal, 16 bits; in closed form."
     )
-    return Table(caption, tables.markdown(header, by_ranks))
+    return tables.of(caption, header, by_ranks)
 
 
-def model_table(rows: Sequence[Row]) -> Table | None:
+def model_table(rows: Sequence[Row]) -> tables.Table | None:
     """The model's efficiency at both modelled lengths, causal."""
     lines = _model_lines(rows)
-    if not lines:
-        return None
     names = [
         f"{link}, {LABELS[series]}, {pass_}"
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
@@ -407,7 +404,7 @@ def model_table(rows: Sequence[Row]) -> Table | None:
         "the speed of one GPU at the longest length measured and either link's "
         f"bandwidth, {INFINIBAND / 1e9:.0f} GB/s for InfiniBand."
     )
-    return Table(caption, tables.markdown(["N", "GPUs", *names], lines))
+    return tables.of(caption, ["N", "GPUs", *names], lines)
 
 
 TABLES = {"ring_bytes": break_even_table, "ring_model": model_table}

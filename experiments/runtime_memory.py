@@ -19,7 +19,6 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "runtime_memory"
 TITLE = "time and memory over the sequence length (FA-1 Fig. 3)"
@@ -398,7 +397,7 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
     return f"{over[N] / under[N]:.2f}" if N in over and N in under else tables.MISSING
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Time and memory of both passes without dropout and mask over N, beside the paper's."""
     rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal]
 
@@ -433,10 +432,10 @@ def table(rows: Sequence[Row]) -> Table | None:
             f" Of batch 1 a sequence of N={LONGEST} takes FA-2, by the fastest unit, "
             f"{seconds:.1f} s and {beside:.0f} MiB beside q, k, v and dout."
         )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
-def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> Table | None:
+def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | None:
     """What dropout and mask make of the gain at one length, the paper's beside ours."""
     lines = []
     for name in SETTINGS:
@@ -447,15 +446,13 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> Table | None:
             if set(gains) != {tables.MISSING}:
                 standard, flash = (theirs[m] for m in METHODS)
                 lines.append([name, pass_, _ratio(standard, flash, seqlen), *gains])
-    if not lines:
-        return None
     header = ["setting", "pass", "standard / FA-1, published", "torch unfused / FA-1"]
     header += ["standard / FA-1", "torch unfused / FA-2"]
     caption = f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
-def dropout_table(rows: Sequence[Row]) -> Table | None:
+def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
     """Speed of our FA-2 over torch's, with dropout, and with lengths too."""
     lines = []
     for name, peer in ((DROPPED, peers.FLASH), (BOTH, peers.UNFUSED)):
@@ -464,11 +461,9 @@ def dropout_table(rows: Sequence[Row]) -> Table | None:
             cells = [_ratio(theirs, ours, N) for N in SEQLENS[:6]]
             if set(cells) != {tables.MISSING}:
                 lines.append([name, pass_, LABELS[peer], *cells])
-    if not lines:
-        return None
     header = ["setting", "pass", "over", *(f"N={N}" for N in SEQLENS[:6])]
     caption = "Speed of our FA-2 on mma.sync over torch's kernel, fp16, batch 16, 8 heads, d=64."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 TABLES = {"runtime_settings": settings_table, "runtime_dropout": dropout_table}

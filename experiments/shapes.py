@@ -26,7 +26,6 @@ from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "shapes"
 TITLE = "shapes beyond the papers' grid, beside torch's kernels"
@@ -425,7 +424,7 @@ def _message(found: Mapping[tuple[str, str], Any]) -> str:
     return f"torch's FA-2 takes {', '.join(said)} in a class's median"
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each class and pass: points, the median and the worst ratio to its peer and to
     cuDNN.
     """
@@ -440,8 +439,6 @@ def table(rows: Sequence[Row]) -> Table | None:
         cells += [_pair(over), _where(last) if last else tables.MISSING]
         cells += [_pair(own.over.get(series, {})) for series in (peers.CUDNN, MMA)]
         lines.append(cells)
-    if not lines:
-        return None
     header = ["class", "pass", "points", "over", "median / worst", "worst at"]
     header += [f"over {LABELS[peers.CUDNN]}", "over ours by mma"]
     caption = (
@@ -452,7 +449,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"{DROPOUT:g}; padded sequences lack up to {PADDING} rows, which torch's unfused steps "
         "hide by a mask."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _pair(over: Mapping[Place, float]) -> str:

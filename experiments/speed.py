@@ -12,7 +12,7 @@ from .lab.measure.series import LABELS, PLANES, SPLITS, precision
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures, tables
-from .lab.show.tables import Across, Table
+from .lab.show.tables import Across
 
 NAME = "speed"
 TITLE = "TFLOP/s over the sequence length, both loop orders and torch"
@@ -42,13 +42,13 @@ def draw(rows: Sequence[Row]) -> Any:
     return speed_figures.draw(STUDY, rows)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """TFLOP/s of every series, and FA-2 over torch's memory-efficient kernel."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
     return speed_figures.table(STUDY, rows, "TFLOP/s, forward, fp32.", shown)
 
 
-def memory(rows: Sequence[Row]) -> Table | None:
+def memory(rows: Sequence[Row]) -> tables.Table | None:
     """Peak memory of a forward call beside inputs and outputs, in MiB, fp32 and fp16."""
     found = {
         (r.dtype, r.seqlen_q, r.series): r
@@ -69,10 +69,10 @@ def memory(rows: Sequence[Row]) -> Table | None:
         lines.append([speeds.DTYPES[dtype], str(N), *numbers])
     header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
     caption = f"MiB beside inputs and outputs, forward, d={HEAD_DIM}, not causal."
-    return Table(caption, tables.markdown(header, lines)) if lines else None
+    return tables.of(caption, header, lines)
 
 
-def precisions(rows: Sequence[Row]) -> Table | None:
+def precisions(rows: Sequence[Row]) -> tables.Table | None:
     """FA-2's float32 speed in each precision over torch's memory-efficient kernel's, over all N."""
     speed = {
         (r.pass_, r.head_dim, r.causal, r.series, r.seqlen_q): r.number
@@ -97,8 +97,6 @@ def precisions(rows: Sequence[Row]) -> Table | None:
             reached = f"{mine[series, longest]:.0f}" if longest else tables.MISSING
             cells += [reached, spread]
         lines.append([speeds.PASSES[at[0]], str(at[1]), tables.yes_no(at[2]), *cells])
-    if not lines:
-        return None
     names = ("ieee", *(precision(series) for series in PLANES))
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (name, f"{name} / torch efficient")]
@@ -106,7 +104,7 @@ def precisions(rows: Sequence[Row]) -> Table | None:
         "FA-2 in float32, by how its products are computed: TFLOP/s at the longest N, and over "
         "torch's memory-efficient kernel at all N, the median and from least to most."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 HEAD_DIM, MEMORY_SEQLENS = 64, (1024, 4096, 16384)

@@ -13,7 +13,7 @@ from .lab.record.options import Bench, Options
 from .lab.record.store import Row, Store
 from .lab.show import speed_figures, style, tables
 from .lab.show.report import gpu
-from .lab.show.tables import Across, Table
+from .lab.show.tables import Across
 
 NAME = "speed_bf16"
 TITLE = "bf16 TFLOP/s over the sequence length, all passes, both loop orders and torch"
@@ -72,7 +72,7 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
     return figure
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """TFLOP/s of every pass and series, and FA-2 over torch's."""
     return speed_figures.table(STUDY, rows, "TFLOP/s, bf16.")
 
@@ -96,7 +96,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def over_fp16(rows: Sequence[Row]) -> Table | None:
+def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
     """Speed in bf16 over that in fp16: smallest, median and largest ratio."""
     over = ratios(rows)
     if not over:
@@ -115,7 +115,7 @@ def over_fp16(rows: Sequence[Row]) -> Table | None:
         f"{slower} are slower by more."
     )
     header = ["series", *STUDY.passes, f"within {NEAR:.0%}", "slower by more"]
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _judged(over: Sequence[float]) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures, tables
-from .lab.show.tables import Across, Table
+from .lab.show.tables import Across
 
 NAME = "speed_fp16"
 TITLE = "fp16 TFLOP/s over the sequence length, all passes, both loop orders and torch"
@@ -70,7 +70,7 @@ PAPERS = {
 FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """TFLOP/s of every pass and series, and FA-2 over torch's."""
     return speed_figures.table(STUDY, rows, "TFLOP/s, fp16.")
 
@@ -80,7 +80,7 @@ _KINDS = {"fa2-mma": 0, "fa1-mma": 1, MMA_SPLITS: 1, peers.UNFUSED: 2}
 _METHODS = ("FlashAttention-2", "FlashAttention", "PyTorch")
 
 
-def paper_figures(rows: Sequence[Row]) -> Table | None:
+def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
     """What the FA-2 paper's Figs. 4 to 7 say of the three algorithms, beside ours at each size."""
     speed = {
         (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
@@ -123,7 +123,7 @@ def paper_figures(rows: Sequence[Row]) -> Table | None:
         "Ratios of TFLOP/s, the smallest and the largest over N and both masks; of our FA-1 the "
         "faster grid at each N, of PyTorch's attention the unfused one."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
@@ -136,7 +136,7 @@ def _range(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else tables.MISSING
 
 
-def hopper(rows: Sequence[Row]) -> Table | None:
+def hopper(rows: Sequence[Row]) -> tables.Table | None:
     """FA-2 on wgmma beside cuDNN, torch's FA-2, ours on mma.sync and the published FA-3."""
     speed = {
         (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
@@ -170,8 +170,6 @@ def hopper(rows: Sequence[Row]) -> Table | None:
         fastest = max(own.values())
         share = tables.MISSING if peak is None else f"{100 * fastest / peak:.0f} %"
         lines.append([pass_, str(d), tables.yes_no(causal), f"{fastest:.0f}", share, *cells])
-    if not lines:
-        return None
     header = [
         *("pass", "d", "causal", "fastest, TFLOP/s", "of torch's product of matrices"),
         *("over torch cuDNN", "over torch FA-2", "over ours on mma.sync"),
@@ -181,14 +179,14 @@ def hopper(rows: Sequence[Row]) -> Table | None:
         "FA-2 on wgmma, fp16, 16k tokens: TFLOP/s at the length where it is fastest, and ratios of "
         "speeds: the smallest, the median and the largest over N."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def _spread(own: Mapping[int, float], other: Mapping[int, float | None]) -> str:
     return tables.spread([value / under for N, value in own.items() if (under := other.get(N))])
 
 
-def errors(rows: Sequence[Row]) -> Table | None:
+def errors(rows: Sequence[Row]) -> tables.Table | None:
     """The largest error of each series in 16 bits, and how far it is beyond torch's FA-2."""
     lines = []
     for dtype in ("float16", "bfloat16"):
@@ -200,14 +198,12 @@ def errors(rows: Sequence[Row]) -> Table | None:
             more = f"{max(beyond):.2f}" if beyond else tables.MISSING
             largest = max(error for error, _ in pairs)
             lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
-    if not lines:
-        return None
     header = ["dtype", "series", "largest error", "largest excess over torch FA-2"]
     caption = (
         "Relative to float64 of the same inputs, over all passes and problems checked; the excess "
         "is in roundings of the result."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:

@@ -18,7 +18,6 @@ from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 NAME = "timeline"
 TITLE = "which tile is where: both orders, access by access"
@@ -287,7 +286,7 @@ def animate(rows: Sequence[Row], note: str) -> bytes | None:
     return film.gif([[*pair.values()] for pair in pairs], palette, note)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """Of each array how many tiles moved, and the bytes beside the closed form's."""
     closed: dict[tuple, int] = {}
     for row in rows:
@@ -305,11 +304,9 @@ def table(rows: Sequence[Row]) -> Table | None:
             form = tables.number(closed, (*trace.problem, trace.series, array), "")
             cells = [array, str(len(loads)), str(len(stores)), str(moved), form]
             lines.append([LABELS[trace.series], *_setting(trace), *cells])
-    if not lines:
-        return None
     header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
     header += ["bytes, traced", "bytes, closed form"]
-    return Table("One head, forward, fp32.", tables.markdown(header, lines))
+    return tables.of("One head, forward, fp32.", header, lines)
 
 
 def _setting(trace: Trace) -> list[str]:

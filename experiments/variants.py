@@ -24,7 +24,6 @@ from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import style, tables
-from .lab.show.tables import Table
 
 Variant = Callable[[int, int], dict[str, Any]]
 
@@ -243,7 +242,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each variant: tiles visited, elements of both orders, errors."""
     moved, visited, errors = elements(rows), elements(rows, "visited"), elements(rows, "error")
     lines = []
@@ -254,8 +253,6 @@ def table(rows: Sequence[Row]) -> Table | None:
         lines.append(
             [name, share, f"{one:,.0f}", f"{two:,.0f}", f"{one / two:.2f}", f"{worst:.1e}"]
         )
-    if not lines:
-        return None
     accesses = [row for row in rows if row.metric in ("loads", "stores")]
     header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "ratio", "error"]
     caption = (
@@ -264,7 +261,7 @@ def table(rows: Sequence[Row]) -> Table | None:
     )
     if not variant_times.times(rows):
         caption += " Times are not recorded."
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)
 
 
 TABLES = {"variants_times": variant_times.table}

@@ -18,7 +18,6 @@ from ..lab.record import published
 from ..lab.record.options import Bench
 from ..lab.record.store import Row
 from ..lab.show import style, tables
-from ..lab.show.tables import Table
 
 DROPOUT, SEED = 0.1, 7
 # FA-1's Fig. 1 right, in order, and which of them each of our three kernels does.
@@ -216,7 +215,7 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
     )
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """FA-1's Fig. 1 right with torch's steps and our kernels beside it."""
     found, paper = times(rows), published_steps()
     if not found:
@@ -242,4 +241,4 @@ def table(rows: Sequence[Row]) -> Table | None:
         "Forward, fp16, N=1024, d=64, 16 heads, batch 64, causal, dropout 0.1. Our three kernels "
         "take scale and mask with the first product and dropout with the softmax."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

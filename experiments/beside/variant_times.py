@@ -30,7 +30,6 @@ from ..lab.measure.workloads import Inputs
 from ..lab.record.options import Bench
 from ..lab.record.store import Row
 from ..lab.show import tables
-from ..lab.show.tables import Table
 from . import flex_variants
 from .flex_variants import Variant
 
@@ -328,7 +327,7 @@ def said(rows: Sequence[Row], names: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row]) -> tables.Table | None:
     """A line for each variant: milliseconds of each series, flex_attention's over FlashAttention-2,
     seconds of compiling.
     """
@@ -368,4 +367,4 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"{tables.runs(measured)}. flex / FA-2: the time of torch's flex_attention over "
         f"{LABELS[every[-2]]}, as are the tiles that it skips forward. Compiling is both passes."
     )
-    return Table(caption, tables.markdown(header, lines))
+    return tables.of(caption, header, lines)

@@ -12,7 +12,6 @@ from ..measure.workloads import HEAD_DIMS
 from ..record import published
 from ..record.store import Row
 from . import style, tables
-from .tables import Table
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Any:
@@ -150,7 +149,7 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
 
 def table(
     study: Study, rows: Sequence[Row], caption: str, shown: Sequence[str] | None = None
-) -> Table | None:
+) -> tables.Table | None:
     """TFLOP/s of the series that are `shown`, and our FA-2 over the first of torch's kernels.
 
     Of the shortest and the longest length; where there are several passes, of the longest alone,
@@ -186,8 +185,9 @@ def table(
     peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
     reach = f" torch's product of two matrices reached {peak.number:.0f} TFLOP/s." if peak else ""
     timed = tables.runs(r for r in rows if r.metric == "time")
-    return Table(
+    return tables.of(
         f"{caption[:-1]}{f'; {timed}' if timed else ''}.{reach} All lengths and masks are "
         "in the data file.",
-        tables.markdown(header, lines),
+        header,
+        lines,
     )

@@ -52,6 +52,11 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+def of(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table | None:
+    """The table of the lines; None where there are none."""
+    return Table(caption, markdown(header, lines)) if lines else None
+
+
 def cell(row: Row | None, shown: Callable[[float], str]) -> str:
     """The row's value as `shown` writes it, "failed" where it failed, a dash without a row."""
     if row is None:
