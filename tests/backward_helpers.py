@@ -22,6 +22,7 @@ from helpers import (
     counted,
     halves,
     memories,
+    of_product,
     product_squares,
     random_inputs,
     running,
@@ -217,6 +218,7 @@ def gradient_roundings(
     """
     call, q, k, v = checked_call(q, k, v, tiles=tiles, **options)
     problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
+    product = of_product(problem)
     if not counted(problem):
         arrays = len(call.captured) if return_dcaptured else 0
         return [0.0] * (3 + return_dbias + return_dsinks + arrays)
@@ -251,7 +253,7 @@ def gradient_roundings(
         drop, P, G = call.dropout(head, rows), s.P, s.G
         kept, of_kept = P * drop, s.of_P
         dP = dO @ V.T * drop
-        of_dP = drop**2 * product_squares(dO, V.T, halves(problem.d_v))[0]
+        of_dP = drop**2 * product_squares(dO, V.T, halves(problem.d_v), off=product)[0]
         if problem.dropout_p > 0:
             of_dP, of_kept = of_dP + dP**2, of_kept + 1
         D = (P * dP).sum(axis=1, keepdims=True) - dL[head.lse][:, None]
@@ -286,14 +288,14 @@ def gradient_roundings(
             of_dS0 = of_dS0 + (TANH * dS0) ** 2
 
         # Each product's own sums, and what its operands bring along
-        squares, _ = product_squares(dS0, K, column_cuts, steps=1)
+        squares, _ = product_squares(dS0, K, column_cuts, steps=1, off=product)
         squares += of_dS0 @ K**2 + (dS0 @ K) ** 2 * of_L + (P * G @ K) ** 2 * of_D
         dq.squares[head.q] = scale**2 * squares
         _, sum_k, sum_v = sums.get(entry, (None,) * 3)
-        squares, sum_k = product_squares(dS0.T, Q, row_cuts, sum_k)
+        squares, sum_k = product_squares(dS0.T, Q, row_cuts, sum_k, off=product)
         squares += (of_dS0 + dS0**2 * of_L + (P * G) ** 2 * of_D).T @ Q**2
         dk.squares[head.k] += scale**2 * squares
-        squares, sum_v = product_squares(kept.T, dO, row_cuts, sum_v)
+        squares, sum_v = product_squares(kept.T, dO, row_cuts, sum_v, off=product)
         dv.squares[head.k] += squares + (kept**2 * (of_kept + of_L)).T @ dO**2
         sums[entry] = head.k, sum_k, sum_v
         if return_dbias:

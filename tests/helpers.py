@@ -305,8 +305,20 @@ TANH = 4.0
 COUNTED = 2**28
 
 
+# By how many U a product of two float32 is off: in two planes of bfloat16 each operand by 2^-18,
+# and the product of both second planes is left out.
+OF_A_PRODUCT = {"bf16x3": 3 * 2.0**-18 / U}
+
+
 def counted(problem):
-    return math.prod(problem.score_shape) * problem.head_dim <= COUNTED
+    few = math.prod(problem.score_shape) * problem.head_dim <= COUNTED
+    return (
+        few or problem.precision in OF_A_PRODUCT
+    )  # which the unfused computation knows nothing of
+
+
+def of_product(problem):
+    return OF_A_PRODUCT.get(problem.precision, 1.0)
 
 
 def halves(d):
@@ -314,21 +326,21 @@ def halves(d):
     return (0,) if d <= 128 else (0, -(-d // 4) // 2 * 4)
 
 
-def product_squares(A, B, cuts, total=None, steps=0):
+def product_squares(A, B, cuts, total=None, steps=0, off=1.0):
     """Squares of the roundings of A B in units of U^2, and A B plus `total`.
 
     As the kernels make it: a running sum from one of `cuts` to the next, and these added up, with
-    `steps` more roundings of each sum before. A GPU rounds a multiply-add once, the emulator its
-    product too.
+    `steps` more roundings of each sum before. A product is `off` by so many units: a GPU rounds a
+    multiply-add once, the emulator its product too.
     """
     squares = np.zeros((len(A), B.shape[1]))
     for first, last in zip(cuts, (*cuts[1:], A.shape[1]), strict=True):
         part = A[:, first, None] * B[first]
-        squares += part**2
+        squares += (off * part) ** 2
         for n in range(first + 1, last):
             term = A[:, n, None] * B[n]
             part += term
-            term *= term
+            term *= off * off * term
             squares += term
             squares += np.multiply(part, part, out=term)
         squares += steps * part**2
@@ -361,7 +373,8 @@ class Scores:
         self.shift = shift
         self.P = np.where(seen, np.exp(self.S - shift), 0.0)
         # The sum over d, times scale; S - shift; ex2
-        chain, _ = product_squares(Q, K.T, halves(problem.head_dim))
+        by = of_product(problem)
+        chain, _ = product_squares(Q, K.T, halves(problem.head_dim), off=by)
         self.of_S0 = problem.scale**2 * chain + self.S0**2
         self.of_S = (self.S - shift) ** 2 + EX2**2
         self.tanh = self.cap = 0.0
@@ -432,7 +445,7 @@ def roundings(q, k, v, *, tiles=None, only_L=False, **options):
         L = np.where(l > 0, s.shift + log_l, 0.0)
         P = s.P / np.where(l > 0, l, 1.0)
         kept = P * drop
-        squares, O = product_squares(kept, V, cuts, steps=4)
+        squares, O = product_squares(kept, V, cuts, steps=4, off=of_product(problem))
         of_l, _ = product_squares(P, np.ones((P.shape[1], 1)), cuts)
         # P o dropout V less P O: the derivative of O by S
         squares += (kept**2 * s.of_P) @ V**2 - 2 * (kept * P * s.of_P) @ V * O

@@ -58,7 +58,7 @@ mostly_float16 = pytest.mark.parametrize("dtype", ["float16", SLOW_BFLOAT16])
 
 
 def numpy_dtype(name):
-    return np.dtype(np.float16 if name == "float16" else ml_dtypes.bfloat16)
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def half_inputs(dtype, *sizes, **options):

@@ -15,9 +15,10 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import helpers
 import mma_helpers
@@ -26,7 +27,9 @@ import rooms  # noqa: F401
 import test_mma_backward as mma_backward
 from backward_helpers import WAYS, as_plan, asks_for_dcaptured, check_gradients, with_dlse
 from helpers import ALGORITHMS
+from mma_helpers import ml_dtypes, numpy_dtype
 from options_helpers import DRAWS, inputs
+from test_precision import SPLIT
 from test_prefix import LIES, call_of
 from test_prefix import check as check_prefix
 from test_prefix import plan_of as plan_with_prefix
@@ -40,6 +43,7 @@ UNITS = ("simt", "mma", "wgmma")
 HEAD_DIMS = (8, 24, 32, 40, 64, 64, 72, 80, 96, 128, 128, 136, 192, 256)
 LENGTHS = (1, 2, 5, 16, 17, 63, 64, 65, 100, 128, 129, 150, 192, 200, 257)
 LONG = (300, 512, 777, 1025)  # on a GPU
+HALVES = ("float16", "float16", "bfloat16")[: 3 if ml_dtypes else 2]
 ROWS, COLUMNS = (16, 32, 64, 128, 192), (16, 32, 48, 64, 80, 96, 112, 128, 160)
 # Block masks go with tiles that are chosen.
 OPTIONS = tuple(name for name in DRAWS if name != "block_mask")
@@ -68,8 +72,27 @@ class Kind:
         """The options of a call of this shape (B, Hq, Hk, Nq, Nk, d)."""
         given = dict(self.chosen)
         for name in self.options:
-            given |= DRAWS[name](rng, shape, given.get("tiles", Tiles(64, 64)))
+            draw = draw_created if name == "created" else DRAWS[name]
+            given |= draw(rng, shape, given.get("tiles", Tiles(64, 64)))
         return given
+
+
+def draw_created(
+    rng: np.random.Generator, shape: tuple[int, ...], tiles: Tiles
+) -> dict[str, fa_numba.BlockMask]:
+    """What ``create_block_mask`` makes: of a function that any call might have, or of one alike in
+    all batch entries, or in all heads too.
+    """
+    B, Hq, _, Nq, Nk, _ = shape
+    far, head = rng.integers([-Nk, 0], [Nq + Nk + 1, Hq]).tolist()
+    of = [
+        (B, Hq, DRAWS["mask_mod"](rng, shape, tiles)["mask_mod"]),
+        (1, 1, lambda b, h, i, j: i + far >= j),
+        (1, Hq, lambda b, h, i, j: h != head or abs(i - j) * 2 < far),
+    ]
+    batch, heads, function = of[rng.integers(3)]
+    made = fa_numba.create_block_mask(function, batch, heads, Nq, Nk, tiles=tiles)
+    return {"block_mask": made}
 
 
 def kind_of(seed: int, number: int) -> Kind:
@@ -96,17 +119,20 @@ def kind_of(seed: int, number: int) -> Kind:
         options.add("block_mask")
     if "packed" in options:
         options.discard("lengths")
-    dtype = "float32" if unit == "simt" else "float16"
+    if "tiles" in chosen and rng.random() < 0.2:  # which have a mask_mod
+        options = options - {"block_mask", "mask_mod"} | {"created"}
+    dtype = "float32" if unit == "simt" else one(HALVES)
     if "bias" in options and (passes, unit) == ("bwd", "wgmma"):
         chosen["return_dbias"] = False  # mma's
     d, dlse = one(HEAD_DIMS), passes == "bwd" and rng.random() < 0.3
     prefix = ""
     if (passes, way) == ("fwd", "fa2") and rng.random() < 0.3:
         prefix, options = one(LIES), options & {"causal", "softcap"}
-    d_v = one(HEAD_DIMS) if not prefix and rng.random() < 0.25 else None
+    d_v = one(HEAD_DIMS) if rng.random() < 0.25 else None
     planes = way == "fa2" or (way, passes) == ("fa1", "fwd")
-    if planes and unit == "simt" and not (prefix or d_v) and rng.random() < 0.4:
-        chosen |= {"unit": "mma", "precision": one(("fp16x3", "bf16x6"))}  # as good as float32
+    if planes and unit == "simt" and rng.random() < 0.5:
+        hoppers = (way, passes) == ("fa2", "fwd") and rng.random() < 0.4
+        chosen |= {"unit": "wgmma" if hoppers else "mma", "precision": one(SPLIT)}
     return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix, d_v)
 
 
@@ -119,8 +145,10 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     shape = (batch, kind.group * heads, heads, Nq, Nk, kind.head_dim)
     if kind.prefix:
         return call_with_prefix(kind, rng, shape, device)
-    arrays, options = inputs(shape, kind.drawn(rng, shape), d_v=kind.head_dim_v)
-    arrays = [x.astype(kind.dtype) for x in arrays]
+    with devices.using(device):
+        given = kind.drawn(rng, shape)
+    arrays, options = inputs(shape, given, d_v=kind.head_dim_v)
+    arrays = [x.astype(numpy_dtype(kind.dtype)) for x in arrays]
     if kind.dlse:
         options = with_dlse(arrays, options)
     if kind.passes == "bwd":
@@ -133,8 +161,13 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
             shapes = [x.shape for x in arrays[1:]]
             planned = fa_numba.plan(*shapes, **told, **as_plan(options))
             placement.check_size(planned)
-    except ValueError:
-        return REFUSED
+    except ValueError as error:
+        out = np.zeros((*arrays[1].shape[:-1], arrays[3].shape[-1]), arrays[1].dtype)
+        lse = np.zeros(out.shape[:-1] if out.ndim == 4 else out.shape[1::-1], np.float32)
+        saved = (out, lse) if kind.passes == "bwd" else ()
+        function = fa_numba.attention_backward if saved else fa_numba.attention
+        given = {"algorithm": algorithm, **own, **options}
+        return refused(device, error, function, *arrays[not saved :], *saved, **given)
     single = kind.dtype == "float32"
     if kind.passes == "bwd":
         (check_gradients if single else mma_backward.check_gradients)(
@@ -143,6 +176,20 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     else:
         (helpers if single else mma_helpers).check(device, algorithm, *arrays[1:], **options)
     return planned.unit
+
+
+def refused(device: str, error: ValueError, function: Callable, *arrays: Any, **given: Any) -> str:
+    """REFUSED, where the call says what its plan says, and before anything runs."""
+    with devices.using(device), mock.patch.object(devices, "launch", None):
+        try:
+            function(*arrays, **given)
+        except ValueError as own:
+            if str(own) == str(error):
+                return REFUSED
+            raise AssertionError(
+                f"refused with {str(own)!r}, its plan with {str(error)!r}"
+            ) from own
+    raise AssertionError(f"not refused, but its plan: {error}")
 
 
 def call_with_prefix(
@@ -155,14 +202,15 @@ def call_with_prefix(
         options["q_lens"] = lens[:, 0].tolist()
     if kind.prefix != "bhnd" or rng.random() < 0.5:
         options["kv_lens"] = lens[:, 1].tolist()
+    shape += () if kind.head_dim_v is None else (kind.head_dim_v,)
     facts = kind.dtype, shape, int(rng.choice(LENGTHS)), kind.prefix, options
     arrays, prefix, given, _ = call_of(*facts)
     try:
         with devices.using(device):
             planned = plan_with_prefix(arrays, prefix, given)
             placement.check_size(planned)
-    except ValueError:
-        return REFUSED
+    except ValueError as error:
+        return refused(device, error, fa_numba.flash_attention_2, *arrays, **prefix, **given)
     return check_prefix(device, *facts).unit
 
 
@@ -197,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
     units = ", ".join(f"{found[u]} on {u}" for u in UNITS if found[u])
     calls = found.total() - found[REFUSED]
-    print(f"{device}: {calls} calls of {kinds} kinds ({units}), {found[WRONG]} wrong")
+    told = f"({units}), {found[REFUSED]} refused, {found[WRONG]} wrong"
+    print(f"{device}: {calls} calls of {kinds} kinds {told}")
     return int(found[WRONG] > 0)
 
 

@@ -17,12 +17,13 @@ def cache_of(k, v, lens, page_size, *, seed=0, unused=3, more=1):
     Gives the pages of both and the table, whose entries past a sequence's pages are no pages.
     """
     rng = np.random.default_rng(seed)
-    B, Hk, N, d = k.shape
+    B, Hk, N, _ = k.shape
     needed = [-(-n // page_size) for n in lens]
     each = -(-N // page_size) + more
-    order = iter(rng.permutation(sum(needed) + unused))
+    count = sum(needed) + unused
+    order = iter(rng.permutation(count))
     table = np.full((B, each), -7, np.int32)
-    pages = np.full((2, sum(needed) + unused, Hk, page_size, d), np.nan, k.dtype)
+    pages = [np.full((count, Hk, page_size, x.shape[-1]), np.nan, x.dtype) for x in (k, v)]
     for b, n in enumerate(lens):
         for j in range(needed[b]):
             table[b, j] = page = next(order)
@@ -34,7 +35,7 @@ def cache_of(k, v, lens, page_size, *, seed=0, unused=3, more=1):
 
 
 def inputs(dtype, *sizes):
-    kept = np.dtype(np.float32) if dtype == "float32" else numpy_dtype(dtype)
+    kept = numpy_dtype(dtype)
     return tuple(x.astype(kept) for x in random_inputs(*sizes))
 
 

@@ -50,7 +50,7 @@ LIES = ("bhnd", "bnhd", "packed", "pages", "packed pages")
 
 def visible(shape, Np, options):
     """Whether row i of a sequence sees column j, of the prefix and its own: bool (B, 1, Nq, n)."""
-    B, _, _, Nq, Nk, _ = shape
+    B, _, _, Nq, Nk, *_ = shape
     q_lens, kv_lens = options.get("q_lens", [Nq] * B), options.get("kv_lens", [Nk] * B)
     i, j = np.arange(Nq)[:, None], np.arange(Np + Nk) - Np
     seen = [
@@ -61,11 +61,13 @@ def visible(shape, Np, options):
 
 
 def call_of(dtype, shape, Np, lies, options, *, seed=0):
-    """The arrays and options of a call, and what float64 is given for it; padding is NaN."""
-    B, Hq, Hk, Nq, Nk, d = shape
-    kept = np.dtype(np.float32) if dtype == "float32" else numpy_dtype(dtype)
+    """The arrays and options of a call, and what float64 is given for it; padding is NaN. v may
+    have a head dimension of its own, the last of a shape of seven sizes.
+    """
+    B, Hq, Hk, Nq, Nk, *dims = shape
+    kept = numpy_dtype(dtype)
     q, k, v = (x.astype(kept) for x in random_inputs(*shape, seed=seed))
-    first = [x[0].astype(kept) for x in random_inputs(1, Hq, Hk, 1, Np, d, seed=seed + 1)[1:]]
+    first = [x[0].astype(kept) for x in random_inputs(1, Hq, Hk, 1, Np, *dims, seed=seed + 1)[1:]]
     whole = [
         np.concatenate([np.broadcast_to(x, (B, *x.shape)), y], 2)
         for x, y in zip(first, (k, v), strict=True)
@@ -105,8 +107,8 @@ def padded(x, lies, options, shape):
     if not lies.startswith("packed"):
         return x
     q_lens, of_rows = options.get("q_lens"), x.ndim == 2
-    found = np.full(shape[:2] + shape[3:4] if of_rows else (*shape[:2], *shape[3::2]), 0, x.dtype)
-    found = found - np.inf if of_rows else found
+    empty = -np.inf if of_rows else 0
+    found = np.full((*shape[:2], shape[3], *x.shape[2:]), empty, x.dtype)
     for b, (begin, n) in enumerate(zip(np.cumsum([0, *q_lens]), q_lens, strict=False)):
         rows = x[:, begin : begin + n] if of_rows else x[begin : begin + n].swapaxes(0, 1)
         found[b, :, :n] = rows
@@ -116,9 +118,7 @@ def padded(x, lies, options, shape):
 def plan_of(arrays, prefix, options):
     shapes = {n: x.shape for n, x in options.items() if n in ("sinks", "block_table")}
     told = {"dtype": arrays[0].dtype.name, "return_lse": True, **options, **shapes}
-    return fa_numba.plan(
-        arrays[0].shape, arrays[1].shape, prefix_k=prefix["prefix_k"].shape, **told
-    )
+    return fa_numba.plan(*(x.shape for x in arrays), prefix_k=prefix["prefix_k"].shape, **told)
 
 
 def sent(device, x):
