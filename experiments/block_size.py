@@ -13,7 +13,7 @@ from fa_numba.problem import Problem
 from .beside import block_figures, resources
 from .beside.block_figures import FIXED, GOVERNING, in_units, points
 from .lab.measure import counts, variants
-from .lab.measure.series import call, plan, row_fields
+from .lab.measure.series import call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record import published
@@ -153,38 +153,26 @@ def _fits(problem: Problem, series: str, Br: int, Bc: int) -> bool:
     return True
 
 
-def _fields(problem: Problem, series: str, Br: int | None, Bc: int | None) -> dict[str, Any]:
-    return {"experiment": NAME, "series": series, "Br": Br, "Bc": Bc, **row_fields(problem)}
-
-
 def _model(problem: Problem, series: str, Br: int, Bc: int) -> Iterator[Row]:
     form = io_model.fa1 if series.startswith("fa1") else io_model.fa2
-    accesses = form(problem, fa_numba.Tiles(Br=Br, Bc=Bc))
-    fields = _fields(problem, series, Br, Bc)
-    yield from counts.totals(accesses, machine=MODEL, source="model", **fields)
+    tiles = fa_numba.Tiles(Br=Br, Bc=Bc)
+    yield from counts.totals(form(problem, tiles), **columns(NAME, series, problem, MODEL, tiles))
 
 
 def _count(problem: Problem, series: str, Br: int, Bc: int, inputs: Inputs) -> Iterator[Row]:
+    tiles = fa_numba.Tiles(Br=Br, Bc=Bc)
     with fa_numba.count_accesses() as counted:
-        call(series, problem, *inputs(problem), tiles=fa_numba.Tiles(Br=Br, Bc=Bc))()
-    fields = _fields(problem, series, Br, Bc)
-    yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
+        call(series, problem, *inputs(problem), tiles=tiles)()
+    yield from counts.totals(counted, **columns(NAME, series, problem, EMULATOR, tiles))
 
 
 def _resources(problem: Problem, series: str, Br: int, Bc: int, machine: str) -> Iterator[Row]:
     """What the compiled kernel takes; nothing of tiles that there is no kernel for."""
     tiles = fa_numba.Tiles(Br=Br, Bc=Bc)
     found, failure = attempt(lambda: resources.of(plan(series, problem, tiles=tiles)))
-    fields = _fields(problem, series, Br, Bc)
+    common = columns(NAME, series, problem, machine, tiles)
     for metric, unit_ in () if failure else resources.UNITS.items():
-        yield Row(
-            machine=machine,
-            source="measured",
-            metric=metric,
-            unit=unit_,
-            value=found[metric],
-            **fields,
-        )
+        yield Row(metric=metric, unit=unit_, value=found[metric], **common)
 
 
 def published_rows() -> list[Row]:
@@ -194,18 +182,10 @@ def published_rows() -> list[Row]:
     problem = setting(SEQLEN, HEAD_DIM, dtype="float16")
     for line in published.lookup(paper="fa1", item="Fig. 2 middle"):
         metric, unit, factor = names[line["metric"]]
-        fields = _fields(problem, PUBLISHED, None, int(line["block_c"]))
-        rows.append(
-            Row(
-                machine=PUBLISHED,
-                source=PUBLISHED,
-                metric=metric,
-                unit=unit,
-                value=float(line["value"]) * factor,
-                note=f"{line['hardware']}, {line['reading']}",
-                **fields,
-            )
-        )
+        own = {"source": PUBLISHED, "note": f"{line['hardware']}, {line['reading']}"}
+        common = columns(NAME, PUBLISHED, problem, PUBLISHED, Bc=int(line["block_c"]), **own)
+        value = float(line["value"]) * factor
+        rows.append(Row(metric=metric, unit=unit, value=value, **common))
     return rows
 
 

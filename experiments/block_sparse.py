@@ -16,8 +16,9 @@ from fa_numba.problem import Problem
 from .beside import sparse_figures
 from .beside.sparse_figures import NO_MASK, curve, deviations, place, relative
 from .lab.measure import counts, peers, precompile
+from .lab.measure.calls import time_row
 from .lab.measure.check import Gate
-from .lab.measure.series import LABELS, call, gradients, row_fields
+from .lab.measure.series import LABELS, call, columns, gradients
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
@@ -171,16 +172,11 @@ def _planned(cases: Iterable[tuple[Problem, str, int | None]]) -> Iterator[preco
         yield from precompile.calls(series, problem, "fwd+bwd", **_given(problem, SIZE, share))
 
 
-def _fields(problem: Problem, series: str, pass_: str, size: int, share: int | None) -> dict:
-    return {
-        "experiment": NAME,
-        "series": series,
-        "pass_": pass_,
-        "Br": size,
-        "Bc": size,
-        "note": place(share),
-        **row_fields(problem),
-    }
+def _fields(
+    problem: Problem, series: str, pass_: str, size: int, share: int | None, machine: str
+) -> dict[str, Any]:
+    own = {"pass_": pass_, "Br": size, "Bc": size, "note": place(share)}
+    return columns(NAME, series, problem, machine, **own)
 
 
 def _model(problem: Problem, series: str, size: int, share: int | None) -> Iterator[Row]:
@@ -195,8 +191,8 @@ def _model(problem: Problem, series: str, size: int, share: int | None) -> Itera
         forward = io_model.fa2(sparse, tiles, block_mask=mask)
         backward = io_model.fa2_backward(sparse, tiles, block_mask=mask)
     for pass_, parts in (("fwd", [forward]), ("fwd+bwd", [forward, backward])):
-        fields = _fields(problem, series, pass_, size, share)
-        yield from counts.totals(*parts, machine=MODEL, source="model", **fields)
+        fields = _fields(problem, series, pass_, size, share, MODEL)
+        yield from counts.totals(*parts, **fields)
 
 
 def _count(
@@ -206,8 +202,8 @@ def _count(
     for pass_ in PASSES:
         with fa_numba.count_accesses() as counted:
             _run(series, problem, pass_, arrays, _given(problem, size, share))()
-        fields = _fields(problem, series, pass_, size, share)
-        yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
+        fields = _fields(problem, series, pass_, size, share, EMULATOR)
+        yield from counts.totals(counted, **fields)
 
 
 def _run(
@@ -256,18 +252,8 @@ def _time(
         return time_call(run, lambda result: float("nan"), seconds=SHARE_SECONDS)
 
     timing, failure = attempt(work)
-    fields = _fields(problem, series, pass_, SIZE, share)
-    if failure:
-        fields["note"] += f"; {failure}"
-    return Row(
-        machine=machine,
-        source="measured",
-        metric="time",
-        unit="ms",
-        value=None if timing is None else timing.median,
-        **({} if timing is None else timing.spread),
-        **fields,
-    )
+    fields = _fields(problem, series, pass_, SIZE, share, machine)
+    return time_row(timing, failure, fields.pop("note"), **fields)
 
 
 def published_rows() -> list[Row]:
@@ -277,17 +263,9 @@ def published_rows() -> list[Row]:
     for line in published.lookup(paper="fa1", item="Fig. 2 right"):
         share = int(line["metric"].removeprefix("runtime at ").partition("%")[0])
         dense = line["method"] == "FlashAttention"
-        fields = _fields(problem, PUBLISHED, line["pass"], SIZE, None if dense else share)
-        rows.append(
-            Row(
-                machine=PUBLISHED,
-                source=PUBLISHED,
-                metric="time",
-                unit="ms",
-                value=float(line["value"]),
-                **fields | {"Br": None, "Bc": None},
-            )
-        )
+        own = {"pass_": line["pass"], "note": place(None if dense else share)}
+        common = columns(NAME, PUBLISHED, problem, PUBLISHED, source=PUBLISHED, **own)
+        rows.append(Row(metric="time", unit="ms", value=float(line["value"]), **common))
     return rows
 
 

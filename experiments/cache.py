@@ -11,7 +11,7 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .beside import lru
-from .lab.measure.series import LABELS, algorithm, plan, query_splits, row_fields, unit
+from .lab.measure.series import LABELS, algorithm, columns, plan, query_splits, unit
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 from .lab.record.options import FIGURES as RECORDED
 from .lab.record.options import Bench, Options, Refused
@@ -154,19 +154,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _row(call: Call, note: str, value: int) -> Row:
-    return Row(
-        machine=MODEL,
-        experiment=NAME,
-        series=call.series,
-        source="model",
-        Br=call.planned.tiles.Br,
-        Bc=call.planned.tiles.Bc,
-        metric="dram",
-        unit="bytes",
-        value=value,
-        note=note,
-        **row_fields(call.problem),
-    )
+    common = columns(NAME, call.series, call.problem, MODEL, call.planned.tiles, note=note)
+    return Row(metric="dram", unit="bytes", value=value, **common)
 
 
 # --- the figure and the table ----------------------------------------------------------------

@@ -16,8 +16,8 @@ from fa_numba import device, reference
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, peers, variants
-from .lab.measure.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
-from .lab.measure.timing import SECONDS, attempt, time_call
+from .lab.measure.series import LABELS, algorithm, call, columns, plan, query_splits, unit
+from .lab.measure.timing import SECONDS, attempt, number, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
@@ -114,20 +114,10 @@ def _by_array(
     found: dict[str, int],
     machine: str,
 ) -> Iterator[Row]:
+    common = columns(NAME, series, problem, machine, _options()["tiles"])
     for array, elements in sorted(found.items()):
-        yield Row(
-            machine=machine,
-            experiment=NAME,
-            series=series,
-            source=MODEL if machine == MODEL else "counted",
-            Br=COUNTED_TILE,
-            Bc=COUNTED_TILE,
-            metric=metric,
-            unit="elements",
-            value=elements,
-            note=_place(array, dropout),
-            **row_fields(problem),
-        )
+        note = _place(array, dropout)
+        yield Row(metric=metric, unit="elements", value=elements, note=note, **common)
 
 
 def _paged(series: str, head_dim: int) -> Iterator[Row]:
@@ -147,17 +137,9 @@ def _paged(series: str, head_dim: int) -> Iterator[Row]:
             for at in pages
         ]
     for place, out in (("whole", whole), (f"{PAGES} pages", merged(parts))):
-        yield Row(
-            machine=EMULATOR,
-            experiment=NAME,
-            series=series,
-            source="measured",
-            metric="error",
-            unit="1",
-            value=float(reference.relative_error(np.asarray(out, np.float64), exact)),
-            note=place,
-            **row_fields(problem),
-        )
+        common = columns(NAME, series, problem, EMULATOR, source="measured", note=place)
+        error = float(reference.relative_error(np.asarray(out, np.float64), exact))
+        yield Row(metric="error", unit="1", value=error, **common)
 
 
 def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -213,18 +195,9 @@ def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[
     timing, failure = attempt(
         lambda: time_call(call(series, problem, *arrays), gate, seconds=SECONDS)
     )
-    common: dict[str, Any] = {
-        "machine": bench.machine,
-        "experiment": NAME,
-        "series": series,
-        "source": "measured",
-        "note": failure,
-        **row_fields(problem),
-    }
-    spread = timing.spread if timing else {}
-    time = timing.median if timing else None
-    yield Row(metric="time", unit="ms", value=time, **spread, **common)
-    speed = None if time is None else moved / time * 1e3
+    common = columns(NAME, series, problem, bench.machine, note=failure)
+    yield Row(metric="time", unit="ms", **number(timing), **common)
+    speed = moved / timing.median * 1e3 if timing else None
     yield Row(metric="bandwidth", unit="B/s", value=speed, **common)
     device.release_memory()
 
@@ -249,19 +222,10 @@ def _copy(bench: Bench) -> Row:
     source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     samples = device.time_ms(lambda: target.copy_(source), repeats=20, warmup=3, flush_l2=False)
-    problem = one_head(1, 1)
-    return Row(
-        machine=bench.machine or "",
-        experiment=NAME,
-        series="torch-copy",
-        source="measured",
-        metric="bandwidth",
-        unit="B/s",
-        value=COPY_BYTES / float(np.median(samples)) * 1e3,
-        n=len(samples),
-        note=f"{COPY_BYTES} bytes",
-        **row_fields(problem),
-    )
+    own = {"n": len(samples), "note": f"{COPY_BYTES} bytes"}
+    common = columns(NAME, "torch-copy", one_head(1, 1), bench.machine, **own)
+    value = COPY_BYTES / float(np.median(samples)) * 1e3
+    return Row(metric="bandwidth", unit="B/s", value=value, **common)
 
 
 def _long(options: Options, bench: Bench) -> Iterator[Row]:
@@ -271,17 +235,9 @@ def _long(options: Options, bench: Bench) -> Iterator[Row]:
     for series in ("standard-mma", "fa1-mma", "fa2-mma"):
         run = call(series, problem, *arrays)
         taken, failure = attempt(calls.workspace_bytes, run)
-        yield Row(
-            machine=bench.machine or "",
-            experiment=NAME,
-            series=series,
-            source="measured",
-            metric="memory",
-            unit="MiB",
-            value=None if taken is None else taken / 2**20,
-            note=failure,
-            **row_fields(problem),
-        )
+        common = columns(NAME, series, problem, bench.machine, note=failure)
+        mebibytes = None if taken is None else taken / 2**20
+        yield Row(metric="memory", unit="MiB", value=mebibytes, **common)
         device.release_memory()
 
 

@@ -9,7 +9,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, peers, precompile
-from .lab.measure.series import plan, row_fields
+from .lab.measure.series import columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import Inputs
@@ -76,10 +76,6 @@ def cases(options: Options) -> list[tuple[str, int, int, int, bool]]:
     return list(dict.fromkeys((*case, mask) for case in chosen for mask in masks))
 
 
-def _fields(problem: Problem, series: str, pass_: str) -> dict[str, Any]:
-    return {"experiment": NAME, "series": series, "pass_": pass_, **row_fields(problem)}
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Bytes from the model; times, checked first, where there is a GPU."""
     lengths = sorted(options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS))
@@ -119,14 +115,8 @@ def _model(problem: Problem) -> Iterator[Row]:
         both = plan(series, problem, return_lse=True).accesses.bytes
         both += plan(series, problem, passes="bwd").accesses.bytes
         for pass_, value in zip(PASS_NAMES, (forward, both), strict=True):
-            yield Row(
-                machine=MODEL,
-                source="model",
-                metric="traffic",
-                unit="bytes",
-                value=value,
-                **_fields(problem, series, pass_),
-            )
+            common = columns(NAME, series, problem, MODEL, pass_=pass_)
+            yield Row(metric="traffic", unit="bytes", value=value, **common)
 
 
 def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str) -> Iterator[Row]:
@@ -142,8 +132,8 @@ def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str)
                 return time_call(run, check, REPEATS, seconds=SECONDS)
 
             timing, failure = attempt(work)
-            fields = _fields(problem, series, pass_)
-            yield calls.time_row(timing, failure, machine=machine, **fields)
+            common = columns(NAME, series, problem, machine, pass_=pass_)
+            yield calls.time_row(timing, failure, **common)
     device.release_memory()
     peers.release()
 

@@ -12,8 +12,8 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import bandwidth, calls, check, peers, precompile
-from .lab.measure.series import HOPPER, LABELS, call, plan, row_fields, unit
-from .lab.measure.timing import FEWEST, attempt, time_call
+from .lab.measure.series import HOPPER, LABELS, call, columns, plan, unit
+from .lab.measure.timing import FEWEST, Timing, attempt, number, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
@@ -110,24 +110,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 def _read(options: Options, machine: str) -> Row:
     """What a kernel reaches that only reads."""
 
-    def work() -> bandwidth.Speed:
+    def work() -> Timing:
         nbytes = READ_BYTES // (8 if options.quick else 1)
         return bandwidth.measure_global(bandwidth.ones(nbytes), nbytes, REPEATS // 2)
 
     speed, failure = attempt(work)
-    value = {} if speed is None else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
-    return Row(
-        machine=machine,
-        experiment=NAME,
-        series=READ,
-        source="measured",
-        metric="bandwidth",
-        unit="TB/s",
-        value=None if speed is None else speed.median,
-        note=failure,
-        **value,
-        **row_fields(_problem(1, 1, 1, 1)),  # of none
-    )
+    common = columns(NAME, READ, _problem(1, 1, 1, 1), machine, note=failure)  # of no problem
+    return Row(metric="bandwidth", unit="TB/s", **number(speed), **common)
 
 
 def _arrays(problem: Problem, inputs: Inputs) -> tuple[Any, ...]:
@@ -146,8 +135,7 @@ def _arrays(problem: Problem, inputs: Inputs) -> tuple[Any, ...]:
 def _timed(
     series: str, problem: Problem, arrays: tuple, gate: Any, failure: str, machine: str
 ) -> Iterator[Row]:
-    common: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": series}
-    common |= row_fields(problem)
+    common = columns(NAME, series, problem, machine)
     note, timing = "", None
     if not calls.theirs(series):
         planned, failure = attempt(plan, series, problem, **_own(series))
@@ -167,8 +155,7 @@ def _timed(
     yield calls.time_row(timing, failure, note, **common)
     value = None if timing is None else cache_bytes(problem) / timing.median / 1e9
     note = f"{note}; {failure}" if failure else note
-    common |= {"source": "measured", "metric": "bandwidth", "unit": "TB/s", "note": note}
-    yield Row(value=value, **common)
+    yield Row(metric="bandwidth", unit="TB/s", value=value, note=note, **common)
 
 
 # --- figure and table ------------------------------------------------------------------------

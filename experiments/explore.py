@@ -15,7 +15,7 @@ from fa_numba import device, emulator
 from fa_numba.problem import Problem
 
 from .lab.measure.moves import Move, Trace
-from .lab.measure.series import LABELS, plan, row_fields, unit
+from .lab.measure.series import LABELS, columns, plan, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
@@ -92,7 +92,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         closed, _ = attempt(planned, series, problem, tiles)
         if closed is not None:  # else the trace fails too, and its row says why
             moved = closed.accesses.bytes
-            yield _row(series, problem, tiles, moved, machine=MODEL, source="model")
+            yield _row(series, problem, tiles, moved, MODEL)
     inputs = Inputs()
     yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=inputs))
 
@@ -102,12 +102,12 @@ def _row(
     problem: Problem,
     tiles: fa_numba.Tiles,
     moved: int | None,
+    machine: str,
     said: str = "",
-    **of: Any,
 ) -> Row:
-    fields = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc, **of}
-    fields |= row_fields(problem) | {"metric": "traffic", "unit": "bytes", "value": moved}
-    return Row(note=f"window {max(problem.window[0], 0)}; {said}", **fields)
+    note = f"window {max(problem.window[0], 0)}; {said}"
+    common = columns(NAME, series, problem, machine, tiles, note=note)
+    return Row(metric="traffic", unit="bytes", value=moved, **common)
 
 
 def _traced(
@@ -115,7 +115,7 @@ def _traced(
 ) -> Iterator[list[Row]]:
     found, failure = attempt(lambda: trace(series, problem, tiles, inputs(problem)))
     moved, said = (None, failure) if found is None else (found.bytes, pack(found))
-    yield [_row(series, problem, tiles, moved, said, machine=EMULATOR, source="counted")]
+    yield [_row(series, problem, tiles, moved, EMULATOR, said)]
 
 
 def planned(

@@ -24,7 +24,7 @@ from .char_model import ALPHABET
 from .char_model import generate as lines_of
 from .lab.measure import peers, precompile
 from .lab.measure.check import WrongResult
-from .lab.measure.series import LABELS, row_fields, unit
+from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
 from .lab.record import kept
@@ -145,8 +145,8 @@ def _row(
     rows = 1 if place == CACHE else keys
     H, d = SIZES.heads, SIZES.head_dim
     problem = Problem(sequences, H, H, rows, keys, d, dtype=dtype, causal=True)
-    fields = {**row_fields(problem), "note": note or place}
-    return Row(experiment=NAME, series=series, **fields, **values)
+    common = columns(NAME, series, problem, values.pop("machine"), note=note or place)
+    return Row(**common | values)
 
 
 def _differing(differing: int, n: int, text: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _counted(series: str) -> Iterator[Row]:
     Raises WrongResult where they differ.
     """
     dtype = COUNTED[series]
-    where: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
+    where: dict[str, Any] = {"machine": EMULATOR}
     w, text = model(), learned()
     options: dict[str, Any] = {"unit": unit(series), "alibi_slopes": SIZES.slopes}
 
@@ -208,8 +208,8 @@ def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
     appended = 4 * SEQUENCES * H * d * bytes_  # K and V, loaded and stored
     moved = {CACHE: step.accesses.bytes + appended, WHOLE: again.accesses.bytes}
     for place, total in moved.items():
-        values: dict[str, Any] = {"machine": MODEL, "source": "model", "metric": "traffic"}
-        values |= {"unit": "bytes", "value": SIZES.layers * total / SEQUENCES}
+        values: dict[str, Any] = {"machine": MODEL, "metric": "traffic", "unit": "bytes"}
+        values["value"] = SIZES.layers * total / SEQUENCES
         yield _row(series, dtype, place, SEQUENCES, n, **values)
 
 
@@ -240,7 +240,7 @@ def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
     """
     dtype = TIMED[series]
     taken, failure = attempt(_generated, series, dtype, sorted(lengths))
-    common: dict[str, Any] = {"machine": machine, "source": "measured"}
+    common: dict[str, Any] = {"machine": machine}
     a_time: dict[str, Any] = {**common, "metric": "time", "unit": "ms"}
     if taken is None:
         note = f"{CACHE}; {failure}"

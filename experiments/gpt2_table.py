@@ -16,7 +16,7 @@ from fa_numba.problem import Problem
 
 from .beside import unfused_steps
 from .lab.measure import calls, counters, counts, peers, precompile
-from .lab.measure.series import algorithm, plan, row_fields
+from .lab.measure.series import algorithm, columns, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs, one_head
@@ -107,10 +107,6 @@ def _counted(options: Options, bench: Bench) -> list[tuple[Problem, str]]:
     return [(problem, series) for problem in small for series in SERIES["float16"]]
 
 
-def _fields(problem: Problem, series: str, pass_: str) -> dict[str, Any]:
-    return {"experiment": NAME, "series": series, "pass_": pass_, **row_fields(problem)}
-
-
 def _plans(problem: Problem, series: str) -> dict[str, fa_numba.Plan]:
     """The plans of a training step: a forward pass that gives L too, and a backward pass."""
     return {
@@ -124,24 +120,16 @@ def _model(problem: Problem, machine: str) -> Iterator[Row]:
     for series in SERIES[problem.dtype]:
         planned, _ = attempt(_plans, problem, series)
         for pass_, each in (planned or {}).items():
-            yield Row(
-                machine=machine,
-                source="model",
-                metric="traffic",
-                unit="bytes",
-                value=each.accesses.bytes,
-                Br=each.tiles.Br,
-                Bc=each.tiles.Bc,
-                **_fields(problem, series, pass_),
-            )
+            common = columns(NAME, series, problem, machine, each.tiles, pass_=pass_)
+            yield from counters.traffic(None, each, **common)
 
 
 def _one_head(problem: Problem, series: str) -> Iterator[Row]:
     with device.using("emulator"):
         planned = _plans(problem, series)
     for pass_, each in planned.items():
-        fields = _fields(problem, series, pass_)
-        yield from counts.totals(each.accesses, machine=MODEL, source="model", **fields)
+        common = columns(NAME, series, problem, MODEL, pass_=pass_)
+        yield from counts.totals(each.accesses, **common)
 
 
 def _count(problem: Problem, series: str, inputs: Inputs) -> Iterator[Row]:
@@ -152,8 +140,7 @@ def _count(problem: Problem, series: str, inputs: Inputs) -> Iterator[Row]:
     with fa_numba.count_accesses() as backward:
         fa_numba.attention_backward(dout, q, k, v, *kept, **options)
     for pass_, counted in (("fwd", forward), ("bwd", backward)):
-        fields = _fields(problem, series, pass_)
-        yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
+        yield from counts.totals(counted, **columns(NAME, series, problem, EMULATOR, pass_=pass_))
 
 
 def _calls(problems: Iterable[Problem]) -> Iterator[precompile.Call]:
@@ -179,9 +166,8 @@ def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str)
                 return time_call(calls.make(series, pass_, problem, arrays), check, seconds=SECONDS)
 
             timing, failure = attempt(work)
-            yield calls.time_row(
-                timing, failure, machine=machine, **_fields(problem, series, pass_)
-            )
+            common = columns(NAME, series, problem, machine, pass_=pass_)
+            yield calls.time_row(timing, failure, **common)
             device.release_memory()
             peers.release()
 
@@ -197,17 +183,8 @@ def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     cases = [counters.Case.of(algorithm(s), p, passes=pass_) for p, s, pass_ in work]
     results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
     for (problem, series, pass_), result in zip(work, results or (), strict=results is not None):
-        for source, in_bytes in counters.BYTES.items():
-            value, why = counters.read(result, in_bytes)
-            yield Row(
-                machine=str(bench.machine),
-                source=source,
-                metric="traffic",
-                unit="bytes",
-                value=value,
-                note=f"; {why}" if why else "",
-                **_fields(problem, series, pass_),
-            )
+        common = columns(NAME, series, problem, bench.machine, pass_=pass_)
+        yield from counters.traffic(result, **common)
 
 
 # --- what the paper counts -------------------------------------------------------------------

@@ -7,15 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import check, peers, precompile
-from .lab.measure.series import BACKWARD_LABELS, LABELS, call, gradients, row_fields
+from .lab.measure import calls, check, peers, precompile
+from .lab.measure.series import BACKWARD_LABELS, LABELS, columns
 from .lab.measure.speeds import DTYPES, PASSES
-from .lab.measure.timing import attempt
+from .lab.measure.timing import Timing, attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
@@ -58,9 +56,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for dtype in SERIES
         for pass_ in ("fwd", "bwd")
         for series in SERIES[dtype]
-        if peers.available() or not _theirs(series)
+        if peers.available() or not calls.theirs(series)
     ]
-    ours = [precompile.calls(s, problem, pass_) for problem, pass_, s in cases if not _theirs(s)]
+    ours = [
+        precompile.calls(s, problem, pass_) for problem, pass_, s in cases if not calls.theirs(s)
+    ]
     precompile.compile_ahead(itertools.chain(*ours), bench)
     inputs = Inputs(gradient=True)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
@@ -68,46 +68,22 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         yield _row(problem, pass_, series, inputs, rounds, bench.machine)
 
 
-def _theirs(series: str) -> bool:
-    return series.startswith("torch")
-
-
 def _row(
     problem: Problem, pass_: str, series: str, inputs: Inputs, rounds: int, machine: str
 ) -> Row:
-    def work() -> np.ndarray:
+    def work() -> Timing:
         host = inputs(problem)
         gate = check.gate(problem, pass_, *host)
-        run = _call(problem, pass_, series, peers.on_device(host, problem.dtype))
-        (gate.peer if _theirs(series) else gate)(run())
-        return host_ms(run, rounds)
+        run = calls.make(series, pass_, problem, peers.on_device(host, problem.dtype))
+        (gate.peer if calls.theirs(series) else gate)(run())
+        return Timing.of(host_ms(run, rounds))
 
-    samples, failure = attempt(work)
-    numbers: dict[str, Any] = {"value": None, "note": failure}
-    if samples is not None:
-        p20, median, p80 = (float(x) for x in np.percentile(samples, [20, 50, 80]))
-        numbers |= {"value": median, "p20": p20, "p80": p80, "n": len(samples)}
-    return Row(
-        machine=machine,
-        experiment=NAME,
-        series=series,
-        source="measured",
-        pass_=pass_,
-        metric="time",
-        unit="ms",
-        **row_fields(problem),
-        **numbers,
-    )
+    timing, failure = attempt(work)
+    common = columns(NAME, series, problem, machine, pass_=pass_)
+    return calls.time_row(timing, failure, **common)
 
 
-def _call(problem: Problem, pass_: str, series: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    theirs = _theirs(series)
-    if pass_ == "fwd":
-        return (peers.call if theirs else call)(series, problem, *arrays[:3])
-    return (peers.gradients if theirs else gradients)(series, problem, pass_, *arrays)
-
-
-def host_ms(run: Callable[[], Any], rounds: int) -> np.ndarray:
+def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
     """Milliseconds that each call takes to return, of `rounds` times CALLS calls."""
     for _ in range(WARMUP):
         run()
@@ -119,7 +95,7 @@ def host_ms(run: Callable[[], Any], rounds: int) -> np.ndarray:
             run()
             samples.append((time.perf_counter_ns() - start) / 1e6)
     device.synchronize()
-    return np.array(samples)
+    return samples
 
 
 def label(row: Row) -> str:

@@ -10,8 +10,8 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import counters, precompile
-from .lab.measure.series import LABELS, SERIES, call, plan, row_fields
+from .lab.measure import counters, counts, precompile
+from .lab.measure.series import LABELS, SERIES, call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
@@ -84,63 +84,26 @@ def _countable(
 
 def _model(problem: Problem) -> list[Row]:
     """Closed forms at the emulated device's tiles, so that they are the same on every machine."""
-    rows = []
+    rows: list[Row] = []
     with device.using("emulator"):
         M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
         for series in SERIES:
             planned = plan(series, problem)
-            rows += _loads_and_stores(
-                series,
-                problem,
-                planned.accesses,
-                machine=MODEL,
-                source="model",
-                tiles=planned.tiles,
-            )
+            common = columns(NAME, series, problem, MODEL, planned.tiles)
+            rows += counts.totals(planned.accesses, **common)
     for series, bound in BOUNDS.items():
-        rows.append(
-            Row(
-                machine=MODEL,
-                experiment=NAME,
-                series=series,
-                source="model",
-                metric="accesses",
-                unit="elements",
-                value=float(bound(problem, M)),
-                note="" if series == "theta-standard" else f"M={M}",
-                **row_fields(problem),
-            )
-        )
+        note = "" if series == "theta-standard" else f"M={M}"
+        common = columns(NAME, series, problem, MODEL, note=note)
+        value = float(bound(problem, M))
+        rows.append(Row(metric="accesses", unit="elements", value=value, **common))
     return rows
 
 
-def _count(series: str, problem: Problem, inputs: Inputs) -> list[Row]:
-    with fa_numba.count_accesses() as counts:
+def _count(series: str, problem: Problem, inputs: Inputs) -> Iterator[Row]:
+    with fa_numba.count_accesses() as counted:
         tiles = plan(series, problem).tiles
         call(series, problem, *inputs(problem))()
-    return _loads_and_stores(
-        series, problem, counts, machine=EMULATOR, source="counted", tiles=tiles
-    )
-
-
-def _loads_and_stores(
-    series: str, problem: Problem, accesses: Any, *, machine: str, source: str, tiles: Any
-) -> list[Row]:
-    return [
-        Row(
-            machine=machine,
-            experiment=NAME,
-            series=series,
-            source=source,
-            Br=tiles.Br,
-            Bc=tiles.Bc,
-            metric=metric,
-            unit="elements",
-            value=sum(arrays.values()),
-            **row_fields(problem),
-        )
-        for metric, arrays in (("loads", accesses.loads), ("stores", accesses.stores))
-    ]
+    yield from counts.totals(counted, **columns(NAME, series, problem, EMULATOR, tiles))
 
 
 def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
@@ -154,22 +117,9 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         return
     for (series, problem), result in zip(work, results, strict=True):
         planned, failure = attempt(plan, series, problem)
-        common = {
-            "machine": bench.machine,
-            "experiment": NAME,
-            "series": series,
-            "metric": "traffic",
-            "unit": "bytes",
-            **row_fields(problem),
-        }
-        if planned is not None:
-            common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
-            yield Row(source="model", value=planned.accesses.bytes, **common)
-        if failure:
-            result = failure
-        for source, in_bytes in counters.BYTES.items():
-            value, note = counters.read(result, in_bytes)
-            yield Row(source=source, value=value, note=note, **common)
+        tiles = None if planned is None else planned.tiles
+        common = columns(NAME, series, problem, bench.machine, tiles)
+        yield from counters.traffic(failure or result, planned, **common)
 
 
 # What is drawn of a source, one look each; bounds have another, without marks.

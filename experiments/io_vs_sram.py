@@ -13,7 +13,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import counts, scaling
 from .lab.measure.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
-from .lab.measure.series import BACKWARD_LABELS, row_fields
+from .lab.measure.series import BACKWARD_LABELS, columns
 from .lab.measure.series import LABELS as SERIES_LABELS
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
@@ -156,14 +156,13 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
     for setting in at(problem, M, pass_):
         if not setting.series.endswith(RULE) or M >= 4 * problem.head_dim:
             yield from scaling.model(NAME, setting)
-    common: dict[str, Any] = {"machine": MODEL, "source": "model", "experiment": NAME}
-    common |= {"metric": "accesses", "unit": "elements", "note": _note(M), **row_fields(problem)}
-    common["pass_"] = pass_
     if problem.causal:
         return  # the bounds know no mask
     for series, bound in (BOUNDS[pass_] | {BLOCKED: BLOCKS[pass_]}).items():
         if series != "theta-flash" or M >= problem.head_dim:
-            yield Row(series=series, value=bound(problem, M), **common)
+            common = columns(NAME, series, problem, MODEL, note=_note(M), pass_=pass_)
+            value = bound(problem, M)
+            yield Row(metric="accesses", unit="elements", value=value, **common)
 
 
 # --- the figure and the table ----------------------------------------------------------------

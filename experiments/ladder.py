@@ -12,8 +12,8 @@ from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
 from .beside import ceilings
 from .lab.measure import bandwidth, check, counters, peers, variants
-from .lab.measure.series import plan, row_fields
-from .lab.measure.timing import REPEATS, attempt, time_call, timing_rows
+from .lab.measure.series import columns, plan
+from .lab.measure.timing import REPEATS, attempt, number, time_call, timing_rows
 from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
@@ -224,8 +224,7 @@ def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         arrays = peers.on_device(host, problem.dtype)
         run = peers.call(PEER, problem, *arrays)
         timing, failure = attempt(time_call, run, gate.peer)
-        common: dict[str, Any] = {"machine": bench.machine, "experiment": NAME, "series": PEER}
-        common |= {"source": "measured", "note": failure, **row_fields(problem)}
+        common = columns(NAME, PEER, problem, bench.machine, note=failure)
         if timing is None:
             yield Row(metric="time", unit="ms", value=None, **common)
         else:
@@ -238,22 +237,14 @@ def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
     assert bench.machine is not None
     if peers.available():
         yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)
+    problem = Problem(1, 1, 1, 1, 1, 1, dtype="float16")
     sizes = {"seqlen_q": ceilings.ROWS, "seqlen_k": ceilings.COLUMNS, "head_dim": ceilings.SUMMED}
-    common: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1, "causal": False, **sizes}
-    common |= {"machine": bench.machine, "experiment": NAME, "source": "measured"}
     units = {"wgmma-resident": ("speed", "TFLOP/s"), "exponentials": ("rate", "10^12/s")}
     for series, run in ceilings.MEASURES.items() if hopper else ():
         metric, unit = units[series]
         found, failure = attempt(run, fa_numba.device.multiprocessors(), REPEATS)
-        more = {} if failure else {"p20": found.p20, "p80": found.p80, "n": found.n}
-        value = None if failure else found.median
-        fields: dict[str, Any] = {
-            "series": series,
-            "dtype": "float16",
-            "metric": metric,
-            "unit": unit,
-        }
-        yield Row(value=value, note=failure, **fields, **common, **more)
+        common = columns(NAME, series, problem, bench.machine, note=failure, **sizes)
+        yield Row(metric=metric, unit=unit, **number(found), **common)
 
 
 def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]:

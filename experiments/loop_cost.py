@@ -22,7 +22,7 @@ from .beside.loop_steps import (
     step_of,
 )
 from .lab.measure import variants
-from .lab.measure.series import plan, query_splits, row_fields, unit
+from .lab.measure.series import columns, plan, query_splits, unit
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import Sizes, fa2_setting
@@ -140,16 +140,8 @@ def _closed_forms(
         if step not in timed and not (step in COUNTED_ONLY and step in plans):
             continue
         tiles = plans[step].tiles
-        common = {
-            "machine": machine,
-            "experiment": NAME,
-            "series": series_of(step, on),
-            "source": MODEL,
-            "pass_": passes,
-            "Br": tiles.Br,
-            "Bc": tiles.Bc,
-            **row_fields(problem),
-        }
+        own = {"source": MODEL, "pass_": passes}
+        common = columns(NAME, series_of(step, on), problem, machine, tiles, **own)
         value = beside_products(step, problem, tiles, passes)
         yield Row(metric="beside_products", unit="FLOP", value=value, **common)
         if step in COUNTED_ONLY:

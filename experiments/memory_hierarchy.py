@@ -10,8 +10,8 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import bandwidth, peers, variants
-from .lab.measure.series import LABELS, query_splits, row_fields
-from .lab.measure.timing import SECONDS, attempt
+from .lab.measure.series import LABELS, columns, query_splits
+from .lab.measure.timing import SECONDS, Timing, attempt, number
 from .lab.measure.workloads import Sizes
 from .lab.record import published
 from .lab.record.options import Bench, Options
@@ -79,15 +79,11 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
     footprints = QUICK_FOOTPRINTS if options.quick else FOOTPRINTS
     repeats = QUICK_REPEATS if options.quick else REPEATS
     about = dict(bench.describe or {})
-    sizes = {**row_fields(problem), "machine": bench.machine, "experiment": NAME}
 
-    def row(speed: bandwidth.Speed | None, why: str, place: str, **fields: Any) -> Row:
-        spread: dict[str, Any] = {}
-        if speed is not None:
-            spread = {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
+    def row(series: str, speed: Timing | None, why: str, place: str = "", **fields: Any) -> Row:
         note = "; ".join(part for part in (place, why) if part)
-        value = None if speed is None else speed.median
-        return Row(source="measured", value=value, note=note, **spread, **sizes | fields)
+        common = columns(NAME, series, problem, bench.machine, note=note, **fields)
+        return Row(**number(speed), **common)
 
     memory = {"metric": "bandwidth", "unit": "TB/s"}
     X, failure = attempt(bandwidth.ones, max(footprints))
@@ -95,15 +91,14 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
         speed, why = None, failure
         if X is not None:
             speed, why = attempt(bandwidth.measure_global, X, footprint, repeats)
-        yield row(speed, why, f"{footprint // MIB} MiB", series=GLOBAL, **memory)
+        yield row(GLOBAL, speed, why, f"{footprint // MIB} MiB", **memory)
     del X
     speed, why = attempt(bandwidth.measure_shared, about["multiprocessors"], repeats)
-    yield row(speed, why, "", series=SHARED, **memory)
+    yield row(SHARED, speed, why, **memory)
     if peers.available():
         for dtype in bench.each(list(UNITS.values()), "matrix products"):
             speed, why = attempt(bandwidth.measure_matmul, dtype, repeats)
-            fields = {"series": MATMUL, "dtype": dtype, "metric": "speed", "unit": "TFLOP/s"}
-            yield row(speed, why, "", **fields)
+            yield row(MATMUL, speed, why, dtype=dtype, metric="speed", unit="TFLOP/s")
         peers.release()
     else:
         bench.say("  no torch with CUDA here: matrix products are not measured")
@@ -112,14 +107,8 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
         ("l2", about["l2_bytes"]),
         (GLOBAL, memory_bytes()),
     ):
-        yield Row(
-            series=series,
-            source="measured",
-            metric="capacity",
-            unit="bytes",
-            value=value,
-            **sizes,
-        )
+        common = columns(NAME, series, problem, bench.machine)
+        yield Row(metric="capacity", unit="bytes", value=value, **common)
 
 
 def memory_bytes() -> int:

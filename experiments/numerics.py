@@ -18,7 +18,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import calls, peers, precompile
 from .lab.measure.check import ROUNDING, to_host
-from .lab.measure.series import LABELS, PLANES, precision, row_fields
+from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
@@ -174,16 +174,13 @@ def _vectors(lengths: Sequence[int], batch: int) -> Iterator[Item]:
 
 def _rows_of(item: Item, machine: str) -> Iterator[Row]:
     problem, kind = item
-    source = "counted" if machine == EMULATOR else "measured"
-    common: dict[str, Any] = {"machine": machine, "source": source, "unit": "1"}
-    common |= {"experiment": NAME, **row_fields(problem)}
     make = _softmaxes if problem.head_dim == 1 and problem.batch > 1 else _attention
     found: dict[str, np.ndarray] = {}
     for series, run, errors, ordinary in make(problem, kind, machine):
         out, failure = attempt(run)
         if failure:
-            note = f"{kind}; {failure}"
-            yield Row(series=series, metric="error", value=None, note=note, **common)
+            common = columns(NAME, series, problem, machine, note=f"{kind}; {failure}")
+            yield Row(metric="error", unit="1", value=None, **common)
             continue
         found[series] = out
         values = errors(out)
@@ -194,7 +191,8 @@ def _rows_of(item: Item, machine: str) -> Iterator[Row]:
         for metric, value in values.items():
             # NumPy's exponentials differ between CPUs in bits that nobody should have to look at.
             value = float(f"{value:.3g}")
-            yield Row(series=series, metric=metric, value=value, note=kind, **common)
+            common = columns(NAME, series, problem, machine, note=kind)
+            yield Row(metric=metric, unit="1", value=value, **common)
 
 
 Made = tuple[str, Callable[[], np.ndarray], Callable[[np.ndarray], dict[str, float]], str]

@@ -16,7 +16,7 @@ from .lab.measure import counts, peers
 from .lab.measure.calls import time_row
 from .lab.measure.check import Gate, gate, to_host
 from .lab.measure.series import LABELS as ATTENTION_LABELS
-from .lab.measure.series import call, plan, row_fields
+from .lab.measure.series import call, columns, plan
 from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
 from .lab.record import published
@@ -65,10 +65,9 @@ UNFUSED = {f"unfused-{name}": f"softmax-{name}" for name in ALGORITHMS[1:]} | {
 UNFUSED_SEQLENS, UNFUSED_HEADS = tuple(1 << n for n in range(9, 14)), 16
 
 
-def of_vectors(series: str, batch: int, elements: int) -> dict[str, Any]:
+def of_vectors(series: str, batch: int, elements: int, machine: str | None) -> dict[str, Any]:
     """The columns of a softmax's rows: so many vectors, their length as that of a sequence."""
-    problem = Problem(batch, 1, 1, elements, elements, 1)
-    return {"experiment": NAME, "series": series, **row_fields(problem)}
+    return columns(NAME, series, Problem(batch, 1, 1, elements, elements, 1), machine)
 
 
 def algorithm(series: str) -> str:
@@ -95,7 +94,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         for series in ATTENTION:
             with device.using("emulator"):
                 planned = plan(series, problem)
-            yield from _attention(series, problem, planned.tiles, planned.accesses, MODEL, "model")
+            yield from _attention(series, problem, planned.tiles, planned.accesses, MODEL)
 
     work: list[tuple[Callable, Any, Any, Any]] = [(_count, *item) for item in vectors]
     work += [(_overflow, series, 1, QUICK_LENGTHS[0]) for series in SERIES]
@@ -113,15 +112,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 def _model(series: str, batch: int, V: int) -> Iterator[Row]:
     accesses = io_model.softmax(batch, V, algorithm(series))
-    fields = of_vectors(series, batch, V)
-    yield from counts.totals(accesses, machine=MODEL, source="model", **fields)
+    yield from counts.totals(accesses, **of_vectors(series, batch, V, MODEL))
 
 
 def _count(series: str, batch: int, V: int) -> Iterator[Row]:
     with fa_numba.count_accesses() as counted:
         fa_numba.softmax(values(batch * V).reshape(batch, V), algorithm=algorithm(series))
-    fields = of_vectors(series, batch, V)
-    yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
+    yield from counts.totals(counted, **of_vectors(series, batch, V, EMULATOR))
 
 
 def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
@@ -129,29 +126,23 @@ def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
     x = np.clip(values(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
     with device.using("emulator"), np.errstate(all="ignore"):
         y = fa_numba.softmax(x, algorithm=algorithm(series))
-    fields: dict[str, Any] = {
-        "source": "counted",
-        "metric": "nan",
-        "unit": "elements",
-        "value": int(np.isnan(y).sum()),
-    }
-    yield Row(machine=EMULATOR, **fields, **of_vectors(series, batch, V))
+    nan = int(np.isnan(y).sum())
+    common = of_vectors(series, batch, V, EMULATOR)
+    yield Row(metric="nan", unit="elements", value=nan, **common)
 
 
 def _count_attention(series: str, problem: Problem, inputs: Inputs) -> Iterator[Row]:
     with fa_numba.count_accesses() as counted:
         tiles = plan(series, problem).tiles
         call(series, problem, *inputs(problem))()
-    yield from _attention(series, problem, tiles, counted, EMULATOR, "counted")
+    yield from _attention(series, problem, tiles, counted, EMULATOR)
 
 
 def _attention(
-    series: str, problem: Problem, tiles: Any, accesses: Any, machine: str, source: str
+    series: str, problem: Problem, tiles: Any, accesses: Any, machine: str
 ) -> Iterator[Row]:
     """Loads and stores of all arrays, and of those that have an element for every score."""
-    fields: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": series}
-    fields["source"] = source
-    fields |= {"Br": tiles.Br, "Bc": tiles.Bc, **row_fields(problem)}
+    fields = columns(NAME, series, problem, machine, tiles)
     yield from counts.totals(accesses, **fields)
     for metric in ("loads", "stores"):
         found = getattr(accesses, metric)
@@ -193,19 +184,7 @@ def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
             if gate is not None:
                 check = gate.peer if series == PEER else gate
                 timing, why = attempt(time_call, _call(series, x), check)
-            common: dict[str, Any] = {
-                "machine": bench.machine,
-                "source": "measured",
-                "metric": "time",
-            }
-            yield Row(
-                unit="ms",
-                value=None if timing is None else timing.median,
-                note=why,
-                **({} if timing is None else timing.spread),
-                **common,
-                **of_vectors(series, batch, V),
-            )
+            yield time_row(timing, why, **of_vectors(series, batch, V, bench.machine))
     peers.release()
 
 
@@ -219,8 +198,7 @@ def _unfused_times(bench: Bench, seqlens: Sequence[int]) -> Iterator[Row]:
         for series, softmax in UNFUSED.items():
             run = peers.call(peers.UNFUSED, problem, *arrays, softmax=partial(_rows, softmax))
             timing, why = attempt(time_call, run, check, seconds=SECONDS)
-            fields = {"machine": bench.machine, "experiment": NAME, **row_fields(problem)}
-            yield time_row(timing, why, series=series, **fields)
+            yield time_row(timing, why, **columns(NAME, series, problem, bench.machine))
         peers.release()
 
 

@@ -14,7 +14,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, peers, precompile
-from .lab.measure.series import HOPPER, row_fields, unit
+from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
@@ -137,9 +137,7 @@ def _counted(series: str, page_size: int) -> Iterator[Row]:
     )
     of = counts.load_bytes
     share = of["block_table"] / (of["K"] + of["V"])
-    common: dict[str, Any] = {"machine": EMULATOR, "experiment": NAME, "series": series}
-    common |= {"source": "counted", "note": place(page_size), **row_fields(problem)}
-    common |= {"Br": tiles.Br, "Bc": tiles.Bc}
+    common = columns(NAME, series, problem, EMULATOR, tiles, note=place(page_size))
     yield Row(metric="difference", unit="elements", value=differing, **common)
     yield Row(metric="table_share", unit="1", value=share, **common)
 
@@ -166,8 +164,8 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
             return time_call(run, gate)
 
         timing, failure = attempt(work)
-        fields = {"experiment": NAME, "series": series, **row_fields(problem)}
-        yield calls.time_row(timing, failure, place(page_size), machine=machine, **fields)
+        common = columns(NAME, series, problem, machine)
+        yield calls.time_row(timing, failure, place(page_size), **common)
         device.release_memory()
         peers.release()
 

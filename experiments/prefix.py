@@ -14,7 +14,7 @@ from fa_numba import device, reference
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, counts, peers, precompile
-from .lab.measure.series import HOPPER, row_fields, unit
+from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
 from .lab.record.options import Bench, Options
@@ -163,12 +163,11 @@ def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[R
     """Bytes of both ways, by the accesses of the plans on the emulator."""
     for way in WAYS:
         paged, told = _told(way, problem, sizes)
-        common: dict[str, Any] = {"dtype": problem.dtype, "unit": unit(series), "kv_splits": 1}
+        how: dict[str, Any] = {"dtype": problem.dtype, "unit": unit(series), "kv_splits": 1}
         with device.using("emulator"):
-            plan = fa_numba.plan(paged.q_shape, paged.k_shape, **common, **told)
-        fields = {"experiment": NAME, "series": series, "note": way, **row_fields(problem)}
-        fields |= {"metric": "traffic", "unit": "bytes", "value": plan.accesses.bytes}
-        yield Row(machine=MODEL, source="model", **fields)
+            plan = fa_numba.plan(paged.q_shape, paged.k_shape, **how, **told)
+        common = columns(NAME, series, problem, MODEL, note=way)
+        yield Row(metric="traffic", unit="bytes", value=plan.accesses.bytes, **common)
 
 
 def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
@@ -181,8 +180,7 @@ def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
         for x, y in ((first_k, k), (first_v, v))
     )
     exact = reference.attention(q, *whole)
-    common: dict[str, Any] = {"machine": EMULATOR, "experiment": NAME, "series": series}
-    common |= {"source": "counted", **row_fields(problem)}
+    common = columns(NAME, series, problem, EMULATOR)
     for way in WAYS:
         given_arrays, options = given(way, problem, host, SMALL)
         with device.using("emulator"), fa_numba.count_accesses() as counted:
@@ -212,8 +210,8 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
                 return time_call(run, gate)
 
             timing, failed = (None, failure) if failure else attempt(work)
-            fields = {"experiment": NAME, "series": series, **row_fields(problem)}
-            yield calls.time_row(timing, failed, way, machine=machine, **fields)
+            common = columns(NAME, series, problem, machine)
+            yield calls.time_row(timing, failed, way, **common)
         device.release_memory()
         peers.release()
 

@@ -63,11 +63,9 @@ class Run:
         algorithm = series.algorithm(self.series)
         return counters.Case.of(algorithm, self.problem, options.pop("tiles"), **options)
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        tiles = self.options["tiles"]
-        columns = {"experiment": NAME, "series": self.series, "pass_": self.pass_}
-        return columns | {"Br": tiles.Br, "Bc": tiles.Bc} | series.row_fields(self.problem)
+    def columns(self, machine: str | None) -> dict[str, Any]:
+        own = {"tiles": self.options["tiles"], "pass_": self.pass_}
+        return series.columns(NAME, self.series, self.problem, machine, **own)
 
 
 def runs(
@@ -121,8 +119,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 def _count(run: Run, inputs: Inputs) -> Iterator[Row]:
     for name, value in profiler.counted(_emulated(run, inputs)).items():
-        common = {"machine": EMULATOR, "source": "counted", "unit": "1", **run.fields}
-        yield Row(metric=name, value=value, **common)
+        yield Row(metric=name, unit="1", value=value, **run.columns(EMULATOR))
 
 
 def _quick(run: Run) -> bool:
@@ -188,12 +185,9 @@ def _profiled(
     result: dict[str, float] | str,
     executed: dict[str, float] | str,
 ) -> Iterator[Row]:
-    common: dict[str, Any] = {"machine": machine, **run.fields}
-    for source, in_bytes in counters.BYTES.items():
-        value, why = counters.read(result, in_bytes)
-        traffic = common | {"source": source, "metric": "traffic", "unit": "bytes"}
-        yield Row(value=value, note=why, **traffic)
-    common |= {"source": "measured", "unit": "1"}
+    common = run.columns(machine)
+    yield from counters.traffic(result, **common)
+    common["unit"] = "1"
     for name, metric in names.items():
         value, why = counters.read(result, itemgetter(metric))
         yield Row(metric=name, value=value, note=why, **common)

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from fa_numba import device, io_model
 
 from .beside import ring_ranks
@@ -40,7 +38,8 @@ from .beside.ring_rows import (
     whole,
 )
 from .lab.measure import peers, precompile, speeds
-from .lab.measure.series import HOPPER, row_fields
+from .lab.measure.series import HOPPER, columns
+from .lab.measure.timing import Timing, number
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
 from .lab.show import style, tables
@@ -163,16 +162,12 @@ def _planned(asked: Sequence[Task], ranks: int) -> Iterator[precompile.Call]:
 
 def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iterator[Row]:
     problem = whole(max(1, task.seqlen), task.causal, task.head_dim)
-    common: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": task.series}
-    common |= {"source": "measured", "pass_": task.pass_, **row_fields(problem)}
     note = f"{place(ranks)}; {found.failure}" if found.failure else place(ranks)
-    common["note"] = note
-    if not found.samples:
-        yield Row(metric="time", unit="ms", value=None, **common)
+    common = columns(NAME, task.series, problem, machine, pass_=task.pass_, note=note)
+    timing = Timing.of(found.samples) if found.samples else None
+    yield Row(metric="time", unit="ms", **number(timing), **common)
+    if timing is None:
         return
-    p20, median, p80 = map(float, np.percentile(found.samples, [20, 50, 80]))
-    spread: dict[str, Any] = {"p20": p20, "p80": p80, "n": len(found.samples)}
-    yield Row(metric="time", unit="ms", value=median, **spread, **common)
     if task.series in SERIES:
         yield Row(metric="memory", unit="MiB", value=found.memory, **common)
     if task.series in OURS:
@@ -185,18 +180,9 @@ def _modelled(options: Options) -> Iterator[Row]:
     )
     for d, causal, pass_, ranks, series in choices:
         problem = whole(MODEL_SEQLEN, causal, d)
-        yield Row(
-            machine=MODEL,
-            experiment=NAME,
-            series=series,
-            source="model",
-            metric="sent",
-            unit="bytes",
-            pass_=pass_,
-            value=sent_bytes(problem, ranks, series, pass_),
-            note=place(ranks),
-            **row_fields(problem),
-        )
+        common = columns(NAME, series, problem, MODEL, pass_=pass_, note=place(ranks))
+        value = sent_bytes(problem, ranks, series, pass_)
+        yield Row(metric="sent", unit="bytes", value=value, **common)
 
 
 # --- figure and table ------------------------------------------------------------------------

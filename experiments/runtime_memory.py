@@ -12,7 +12,7 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, peers, precompile
-from .lab.measure.series import LABELS, algorithm, row_fields
+from .lab.measure.series import LABELS, algorithm, columns
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
 from .lab.measure.workloads import Inputs, padded_lengths
 from .lab.record import published
@@ -82,10 +82,6 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
     return options
 
 
-def _fields(problem: Problem, series: str, pass_: str) -> dict[str, Any]:
-    return {"experiment": NAME, "series": series, "pass_": pass_, **row_fields(problem)}
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Memory from the model; times and memory where there is a GPU."""
     lengths = options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS)
@@ -151,15 +147,11 @@ def _model_bytes(problem: Problem, series: str, pass_: str) -> int:
     return _results_bytes(problem, pass_) + workspace
 
 
-def _memory(taken: int, problem: Problem, series: str, pass_: str, **more: Any) -> Row:
-    fields = {"machine": MODEL, "source": "model", "note": PLAIN} | more
-    return Row(
-        metric="memory",
-        unit="MiB",
-        value=taken / 2**20,
-        **fields,
-        **_fields(problem, series, pass_),
-    )
+def _memory(
+    taken: int, problem: Problem, series: str, pass_: str, machine: str = MODEL, note: str = PLAIN
+) -> Row:
+    common = columns(NAME, series, problem, machine, pass_=pass_, note=note)
+    return Row(metric="memory", unit="MiB", value=taken / 2**20, **common)
 
 
 class _Session:
@@ -223,21 +215,20 @@ class _Session:
                 self._ended.add((series, name, pass_))
             yield self._time(times.get(pass_), why, name, problem, series, pass_)
             if taken is not None:
-                more = {"machine": self._machine, "source": "measured", "note": name}
-                yield _memory(taken, problem, series, pass_, **more)
+                yield _memory(taken, problem, series, pass_, self._machine, name)
             device.release_memory()
             peers.release()
         if not repeated and len(times) == 2:
             both, forward = times["fwd+bwd"], times["fwd"]
             less = [getattr(both, x) - getattr(forward, x) for x in ("median", "p20", "p80")]
-            backward = Timing(less[0], less[1], less[2], both.n, float("nan"))
+            backward = Timing(less[0], less[1], less[2], both.n)
             yield self._time(backward, "", name, problem, series, "bwd")
 
     def _time(
-        self, timing: Timing | None, why: str, name: str, problem: Problem, *series_and_pass: str
+        self, timing: Timing | None, why: str, name: str, problem: Problem, series: str, pass_: str
     ) -> Row:
-        fields = _fields(problem, *series_and_pass)
-        return calls.time_row(timing, why, name, machine=self._machine, **fields)
+        common = columns(NAME, series, problem, self._machine, pass_=pass_)
+        return calls.time_row(timing, why, name, **common)
 
     def _check_once(self, series: str, name: str, problem: Problem) -> str:
         """Why the series is wrong with these options; empty where it is right."""
@@ -278,8 +269,7 @@ class _Session:
             taken = _peak(series, lambda: kept.append(run()), results)
             check(kept[0])
             timed(kept[0])
-        p20, median, p80 = np.percentile(samples, [20, 50, 80])
-        return Timing(float(median), float(p20), float(p80), len(samples), float("nan")), taken
+        return Timing.of(samples), taken
 
 
 def _unchecked(result: Any) -> float:

@@ -19,7 +19,7 @@ from fa_numba.problem import Problem
 from .beside import breadth
 from .beside.breadth import AUTO
 from .lab.measure import calls, flex, peers, precompile
-from .lab.measure.series import LABELS, plan, row_fields
+from .lab.measure.series import LABELS, columns, plan
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
@@ -310,13 +310,11 @@ def _timed(
     machine: str,
 ) -> Row:
     problem = point.problem
-    columns: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": series}
-    columns |= {"pass_": pass_, **row_fields(problem)}
-    said = point.place
+    common, said = columns(NAME, series, problem, machine, pass_=pass_), point.place
     if not calls.theirs(series):
         planned, _ = attempt(plan, series, problem, **_plan_options(pass_, point))
         if planned is not None:
-            columns |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
+            common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             said += f"; {planned.unit}"
             splits = planned.kv_splits * planned.group_splits  # a pass has one of them
             said += f", {splits} splits" if splits > 1 else ""
@@ -331,7 +329,7 @@ def _timed(
         return time_call(run, check, REPEATS, SECONDS)
 
     timing, failure = attempt(work)
-    return calls.time_row(timing, failure, said, **columns)
+    return calls.time_row(timing, failure, said, **common)
 
 
 # --- figure and table ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from fa_numba import device, emulator, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure.moves import IN_REGISTERS, Move, Trace, notes, size, traces
-from .lab.measure.series import LABELS, call, plan, row_fields
+from .lab.measure.series import LABELS, call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
@@ -55,23 +55,17 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     for series, problem, tiles in work:
         planned, _ = attempt(_closed, series, problem, tiles)
         if planned is not None:  # else the trace fails too, and its row says why
-            yield _model(planned, _common(series, problem, tiles))
+            yield _model(planned, columns(NAME, series, problem, MODEL, tiles))
     yield from bench.counted(
         work, "tracing on the emulator", partial(_traced, inputs=inputs, bench=bench)
     )
 
 
-def _common(series: str, problem: Problem, tiles: fa_numba.Tiles) -> dict[str, Any]:
-    fields = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc}
-    return fields | row_fields(problem)
-
-
 def _model(closed: io_model.Accesses, common: dict[str, Any]) -> list[Row]:
     found: list[Row] = []
     for metric, arrays in (("loads", closed.loads), ("stores", closed.stores)):
-        model: dict[str, Any] = {"machine": MODEL, "source": "model"}
-        model |= {"metric": metric, "unit": "elements"}
-        found += [Row(value=n, note=name, **model, **common) for name, n in arrays.items()]
+        model = {"metric": metric, "unit": "elements", **common}
+        found += [Row(value=n, note=name, **model) for name, n in arrays.items()]
     return found
 
 
@@ -79,15 +73,14 @@ def _traced(
     series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs, bench: Bench
 ) -> Iterator[list[Row]]:
     """One call as rows, or one that says why there is none."""
-    common = _common(series, problem, tiles)
+    common = columns(NAME, series, problem, EMULATOR, tiles)
+    common |= {"metric": "traffic", "unit": "bytes"}
     moves, failure = attempt(_trace, series, problem, tiles, inputs)
-    counted: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
-    counted |= {"metric": "traffic", "unit": "bytes"}
     if moves is None:
         bench.say(f"  {LABELS[series]}: {failure}")
-        yield [Row(value=None, note=failure, **counted, **common)]
+        yield [Row(value=None, note=failure, **common)]
     else:
-        yield [Row(value=moved, note=note, **counted, **common) for note, moved in moves]
+        yield [Row(value=moved, note=note, **common) for note, moved in moves]
 
 
 def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:

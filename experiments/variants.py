@@ -19,7 +19,7 @@ from fa_numba.problem import Problem
 from .beside import variant_times
 from .beside.variant_times import over_flex
 from .lab.measure import counts
-from .lab.measure.series import algorithm, row_fields, unit
+from .lab.measure.series import algorithm, columns, unit
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
@@ -172,9 +172,8 @@ def _counted(name: str, series: str) -> Iterator[Row]:
     with fa_numba.count_accesses() as counted:
         O = fa_numba.attention(q, k, v, **how, **options)
     planned = fa_numba.plan(q.shape, k.shape, **how, **options)
-    common: dict[str, Any] = {"experiment": NAME, "series": series, "note": name}
-    common |= {"Br": TILES.Br, "Bc": TILES.Bc, **row_fields(problem)}
-    yield from counts.totals(planned.accesses, machine=MODEL, source="model", **common)
+    common = columns(NAME, series, problem, MODEL, TILES, note=name)
+    yield from counts.totals(planned.accesses, **common)
     common |= {"machine": EMULATOR, "source": "counted"}
     yield from counts.totals(counted, **common)
     visited = options["block_mask"].visited.mean() if "block_mask" in options else 1.0

@@ -16,8 +16,9 @@ from fa_numba.intrinsics.bulk_copy import fence_async_proxy
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.intrinsics.warpgroup import multiply_f16, wait_products
 
-from ..lab.measure.bandwidth import Speed
+from ..lab.measure.bandwidth import speed_of
 from ..lab.measure.check import WrongResult
+from ..lab.measure.timing import Timing
 
 # Of a product: rows of a warpgroup, columns, and summed elements, 16 an instruction.
 ROWS, COLUMNS, SUMMED = 64, 128, 64
@@ -86,21 +87,21 @@ def make_exponentials() -> Kernel:
     return Kernel(exponentials, arguments, EXP_THREADS, 0, EXP_BLOCKS)
 
 
-def measure_products(multiprocessors: int, repeats: int) -> Speed:
+def measure_products(multiprocessors: int, repeats: int) -> Timing:
     """FLOP a second of products whose operands stay in shared memory."""
     kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
     work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS
     return kernel(float(SUMMED * PRODUCTS), work)
 
 
-def measure_exponentials(multiprocessors: int, repeats: int) -> Speed:
+def measure_exponentials(multiprocessors: int, repeats: int) -> Timing:
     """Exponentials a second, of all multiprocessors."""
     blocks = EXP_BLOCKS * multiprocessors
     kernel = partial(_measured, make_exponentials(), blocks, EXPONENTIALS, repeats)
     return kernel(CHAINS * FIXED_POINT, CHAINS * EXP_THREADS * blocks * EXPONENTIALS)
 
 
-MEASURES: dict[str, Callable[[int, int], Speed]] = {
+MEASURES: dict[str, Callable[[int, int], Timing]] = {
     "wgmma-resident": measure_products,
     "exponentials": measure_exponentials,
 }
@@ -108,7 +109,7 @@ MEASURES: dict[str, Callable[[int, int], Speed]] = {
 
 def _measured(
     kernel: Kernel, blocks: int, steps: int, repeats: int, wanted: float, work: float
-) -> Speed:
+) -> Timing:
     """What a second has of `work`; raises WrongResult unless each thread gives what is wanted."""
     Y = device.empty((blocks * kernel.threads,))
     argument = device.argument(Y)
@@ -118,7 +119,7 @@ def _measured(
 
     run()
     check(device.copied_to_host(Y), wanted)
-    return Speed.of(work, device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False))
+    return speed_of(work, device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False))
 
 
 def check(found: np.ndarray, wanted: float) -> None:

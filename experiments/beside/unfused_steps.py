@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from fa_numba import device
 from fa_numba.problem import Problem
 
@@ -74,8 +72,7 @@ def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> 
         if not failure:
             samples, failure = attempt(device.time_ms, steps[step], repeats=REPEATS)
         if not failure:
-            p20, median, p80 = np.percentile(samples, [20, 50, 80])
-            timing = Timing(float(median), float(p20), float(p80), len(samples), float("nan"))
+            timing = Timing.of(samples)
         yield calls.time_row(timing, failure, step, series=THEIRS, **common)
 
 
@@ -133,7 +130,7 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
         timing, why = None, result if isinstance(result, str) else ""
         if not why:
             milliseconds = result[number][DURATION] / 1e6
-            timing = Timing(milliseconds, milliseconds, milliseconds, 1, float("nan"))
+            timing = Timing.of([milliseconds])
         yield calls.time_row(timing, why, PLACES[kernel.name], series=OURS, **common)
 
 

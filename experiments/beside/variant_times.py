@@ -24,7 +24,7 @@ from fa_numba.device import kernel_cache
 from fa_numba.problem import Problem
 
 from ..lab.measure import calls, check, flex, peers
-from ..lab.measure.series import HOPPER, HOPPER_FA1, LABELS, algorithm, row_fields, unit
+from ..lab.measure.series import HOPPER, HOPPER_FA1, LABELS, algorithm, columns, unit
 from ..lab.measure.timing import attempt, time_call
 from ..lab.measure.workloads import Inputs
 from ..lab.record.options import Bench
@@ -169,12 +169,9 @@ def _compiled(
             for (name, series, pass_), work in bench.track(found, f"compiling, {jobs} processes"):
                 seconds, failure = attempt(work.result)
                 if failure or not math.isnan(seconds):
-                    columns = {"machine": machine, "experiment": NAME, **row_fields(TIMED)}
-                    columns |= {"series": series, "pass_": pass_, "source": "measured"}
-                    note = f"{name}; {failure}" if failure else name
-                    rows.append(
-                        Row(metric="compile", unit="s", value=seconds, note=note, **columns)
-                    )
+                    own = {"pass_": pass_, "note": f"{name}; {failure}" if failure else name}
+                    common = columns(NAME, series, TIMED, machine, **own)
+                    rows.append(Row(metric="compile", unit="s", value=seconds, **common))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -255,7 +252,6 @@ def _times(
 ) -> Iterator[Row]:
     host, alike = inputs(CHECKED), Alike()
     small = peers.on_device(host, CHECKED.dtype)
-    columns = {"machine": machine, "experiment": NAME, **row_fields(TIMED)}
     saved, failed = attempt(
         lambda: [_saved(make, p, x) for p, x in ((CHECKED, small), (TIMED, arrays))]
     )
@@ -263,7 +259,7 @@ def _times(
         options = make(CHECKED.seqlen_q, CHECKED.heads_q)
         gate, lacks = attempt(check.Gate.of_whole, CHECKED, pass_, *host, **options)
         for series in timed:
-            own = columns | {"series": series, "pass_": pass_}
+            own = columns(NAME, series, TIMED, machine, pass_=pass_)
 
             def work(series: str = series, pass_: str = pass_, gate: Any = gate) -> Any:
                 found = options_of(make, series, pass_, CHECKED)
@@ -283,10 +279,9 @@ def _times(
             own |= {"Br": tiles.Br, "Bc": tiles.Bc}
             yield calls.time_row(timing, "", name, **own)
             visited = 1.0 if mask is None else float(mask.visited.mean())
-            own |= {"source": "measured", "metric": "visited", "unit": "1", "note": name}
-            yield Row(value=visited, **own)
+            yield Row(metric="visited", unit="1", value=visited, note=name, **own)
         if peers.available():
-            own = columns | {"series": peers.FLEX, "pass_": pass_}
+            own = columns(NAME, peers.FLEX, TIMED, machine, pass_=pass_)
             timing, failure = attempt(
                 lambda pass_=pass_: time_call(
                     flex_call(make, pass_, arrays),

@@ -9,11 +9,11 @@ import fa_numba
 from experiments import block_sparse
 from experiments.beside import sparse_figures
 from experiments.block_sparse import SHARES, block_mask, setting
-from experiments.lab.measure import counts, timing
+from experiments.lab.measure import calls, counts, timing
 from experiments.lab.measure.series import plan
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store, dump
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Store, dump
 from experiments.lab.show import report
 
 
@@ -24,9 +24,10 @@ def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares
         for pass_ in passes:
             for share in shares:
                 value = (1 + n) * (5.0 + 0.95 * (100 if share is None else share))
-                fields = block_sparse._fields(problem, series, pass_, block_sparse.SIZE, share)
-                common = {"machine": machine, "source": "measured", "metric": "time", "unit": "ms"}
-                rows.append(Row(value=value, p20=value, p80=value, n=20, **common, **fields))
+                given = (problem, series, pass_, block_sparse.SIZE, share, machine)
+                found = timing.Timing(value, value, value, 20)
+                fields = block_sparse._fields(*given)
+                rows.append(calls.time_row(found, "", fields.pop("note"), **fields))
     return rows
 
 

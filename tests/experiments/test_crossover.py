@@ -10,6 +10,7 @@ import fa_numba
 from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
 from experiments.lab.measure import calls, peers, timing
+from experiments.lab.measure.series import columns
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Recorder, Store
 from experiments.lab.show import report
@@ -43,8 +44,8 @@ def synthetic(machine="some-gpu"):
                 for pass_ in crossover.PASS_NAMES:
                     value = 8.0 + N / 32 if series in OVER[dtype] else N / 16
                     timed = timing.Timing(value, value, value, 10, float("nan"))
-                    fields = crossover._fields(problem, series, pass_)
-                    rows.append(calls.time_row(timed, machine=machine, **fields))
+                    fields = columns("crossover", series, problem, machine, pass_=pass_)
+                    rows.append(calls.time_row(timed, **fields))
     return rows
 
 

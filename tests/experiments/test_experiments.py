@@ -38,12 +38,13 @@ from experiments import (
     speed_fp16,
 )
 from experiments.beside import paper_bars
-from experiments.lab.measure import calls, check, counters, peers, speeds, timing
+from experiments.lab.measure import calls, check, counters, counts, peers, speeds, timing
 from experiments.lab.measure.series import (
     LABELS,
     MMA_SPLITS,
     PLANES,
     block_costs,
+    columns,
     makespan,
     plan,
     query_splits,
@@ -91,13 +92,11 @@ def made_up(name):
         rows = test_ring_experiment.synthetic()
     elif name == "io_vs_seqlen":
         tiles = SimpleNamespace(Br=64, Bc=64)
-        for place, source in ((MODEL, "model"), (EMULATOR, "counted")):
+        for place in (MODEL, EMULATOR):
             for series, form in (("fa1-simt", io_model.fa1), ("fa2-simt", io_model.fa2)):
                 for problem in (one_head(64, 64), one_head(256, 64)):
-                    accesses = form(problem, tiles)
-                    rows += io_vs_seqlen._loads_and_stores(
-                        series, problem, accesses, machine=place, source=source, tiles=tiles
-                    )
+                    common = columns(name, series, problem, place, tiles)
+                    rows += counts.totals(form(problem, tiles), **common)
         for N in (512, 1024):
             for source in ("model", "l2", "dram"):
                 rows.append(
@@ -1483,7 +1482,7 @@ def test_precisions_are_held_against_torchs_float32():
 def test_the_peak_is_a_product_of_matrices(monkeypatch, dtype):
     """Of the same run: one row that no figure takes for a series of attention."""
     study = replace(speed_fp16.STUDY, dtype=dtype)
-    found = speeds.bandwidth.Speed(700.0, 690.0, 710.0, 20)
+    found = timing.Timing(700.0, 690.0, 710.0, 20)
     monkeypatch.setattr(speeds.bandwidth, "measure_matmul", lambda dtype, repeats: found)
     (row,) = speeds.bandwidth.matmul_peak(study.name, study.dtype, "some-gpu")
     assert (row.series, row.dtype, row.value, row.n) == (peers.MATMUL, dtype, 700.0, 20)

@@ -10,6 +10,7 @@ from experiments import gpt2_table
 from experiments.beside import unfused_steps
 from experiments.gpt2_table import ARRAYS, PRODUCTS, SETTING, gflop, paper, paper_gb
 from experiments.lab.measure import calls, check, counters, counts, peers, timing
+from experiments.lab.measure.series import columns
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
@@ -28,15 +29,15 @@ def synthetic(machine="some-gpu"):
         for n, series in enumerate((*ours, *gpt2_table.PEERS[dtype])):
             factor = (5.0, 3.0, 1.0, 4.0, 0.9, 0.8)[n]
             for pass_, value in TIMES.items():
-                common = {"machine": machine, **gpt2_table._fields(problem, series, pass_)}
+                common = columns("gpt2_table", series, problem, machine, pass_=pass_)
                 timed = timing.Timing(factor * value, value, 6 * value, 20, 1e-4)
                 rows.append(calls.time_row(timed, **common))
                 if series in ours and pass_ != "fwd+bwd":
                     for source in ("model", "l2", "dram"):
                         more = {"source": source, "metric": "traffic", "unit": "bytes"}
-                        rows.append(Row(value=factor * value * 1e9, **more, **common))
+                        rows.append(Row(value=factor * value * 1e9, **common | more))
     causal = replace(SETTING, causal=True)
-    common = {"machine": machine, **gpt2_table._fields(causal, "", "fwd")}
+    common = columns("gpt2_table", "", causal, machine)
     for series, parts in (
         (unfused_steps.THEIRS, unfused_steps.STEPS),
         (unfused_steps.OURS, unfused_steps.PLACES.values()),

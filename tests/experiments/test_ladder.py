@@ -138,7 +138,7 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(ladder, "time_call", time_call)
     monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (9, 0))
-    speed = bandwidth.Speed(1.0, 0.9, 1.1, 10)
+    speed = timing.Timing(1.0, 0.9, 1.1, 10)
     monkeypatch.setattr(bandwidth, "measure_matmul", lambda dtype, repeats: speed)
     monkeypatch.setattr(ceilings, "MEASURES", dict.fromkeys(ceilings.MEASURES, lambda *x: speed))
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)

@@ -7,7 +7,8 @@ import pytest
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
-from experiments.lab.measure import bandwidth, check, peers, variants
+from experiments.lab.measure import bandwidth, check, peers, timing, variants
+from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Recorder, Row, Store
@@ -22,7 +23,7 @@ PEAKS = {"float32": 50.0, "float16": 750.0}
 
 
 def fake_speed(value):
-    return bandwidth.Speed(value, 0.9 * value, 1.1 * value, 10)
+    return timing.Timing(value, 0.9 * value, 1.1 * value, 10)
 
 
 def measured(monkeypatch, machine="some-gpu", **options):
@@ -35,10 +36,10 @@ def measured(monkeypatch, machine="some-gpu", **options):
         for problem, calls in work:
             for variant in calls:
                 common, planned, _ = variants._common(name, variant, problem, bench.machine)
-                traffic = {"metric": "traffic", "unit": "bytes", **common}
+                traffic = common | {"metric": "traffic", "unit": "bytes", "note": variant.note}
                 for source, factor in (("model", 1), ("l2", 1.25), ("dram", 0.5)):
                     value = factor * planned.accesses.bytes
-                    yield Row(source=source, value=value, note=variant.note, **traffic)
+                    yield Row(value=value, **traffic | {"source": source})
                 speed = io_model.flops(problem, variant.passes) / 1e9
                 common |= {"source": "measured", "note": variant.note}
                 yield Row(metric="speed", unit="TFLOP/s", value=speed, **common)
@@ -121,7 +122,7 @@ def test_a_wrong_sum_is_refused():
 
 
 def test_speeds_are_of_the_times():
-    found = bandwidth.Speed.of(4e9, [1.0, 2.0, 4.0])
+    found = bandwidth.speed_of(4e9, [1.0, 2.0, 4.0])
     assert (found.median, found.n) == (2.0, 3) and found.p20 < 2.0 < found.p80
 
 
@@ -177,11 +178,11 @@ def test_l2_is_what_fits_it_and_dram_what_does_not():
     def row(size, value):
         fields = {"source": "measured", "metric": "bandwidth", "unit": "TB/s", "value": value}
         fields |= {"machine": "some-gpu", "experiment": NAME, "series": experiment.GLOBAL}
-        return Row(note=f"{size} MiB", **fields, **variants.row_fields(problem))
+        return Row(note=f"{size} MiB", **fields, **row_fields(problem))
 
     capacity = {"metric": "capacity", "unit": "bytes", "source": "measured", "series": "l2"}
     capacity |= {"machine": "some-gpu", "experiment": NAME, "value": 60 * experiment.MIB}
-    room = Row(**capacity, **variants.row_fields(problem))
+    room = Row(**capacity, **row_fields(problem))
     found = experiment.bandwidths([room, row(16, 5.0), row(24, 6.0), row(56, 9.0), row(256, 4.0)])
     assert found == {"L2": 6.0, "DRAM": 4.0}
     assert experiment.bandwidths([room, row(56, 9.0), row(80, 8.0)]) == {}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments import online_softmax
-from experiments.lab.measure import check, peers
+from experiments.lab.measure import check, peers, timing
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
 from experiments.lab.show import report
@@ -21,9 +21,9 @@ def timed(machine="some-gpu", lengths=(256, 1024, 4096)):
             for series in (*online_softmax.SERIES, online_softmax.PEER):
                 each = {"softmax-safe": 4.0, online_softmax.PEER: 1.5}.get(series, 3.0)
                 value = each * batch * V / 1e8
-                common = {"machine": machine, "source": "measured", "metric": "time", "unit": "ms"}
-                fields = online_softmax.of_vectors(series, batch, V)
-                rows.append(Row(value=value, p20=0.9 * value, p80=1.2 * value, **common, **fields))
+                fields = online_softmax.of_vectors(series, batch, V, machine)
+                found = timing.Timing(value, 0.9 * value, 1.2 * value, 20)
+                rows.append(online_softmax.time_row(found, **fields))
     return rows
 
 
@@ -74,9 +74,7 @@ def test_a_long_row_is_loaded_once_more():
     problem = online_softmax.one_head(online_softmax.LONG_SEQLEN, 64)
     planned = online_softmax.plan("standard-simt", problem)
     rows = list(
-        online_softmax._attention(
-            "standard-simt", problem, planned.tiles, planned.accesses, MODEL, "model"
-        )
+        online_softmax._attention("standard-simt", problem, planned.tiles, planned.accesses, MODEL)
     )
     assert "3 loads, not 2" in online_softmax._long(rows)
     assert online_softmax._long([]) == ""

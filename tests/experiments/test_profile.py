@@ -94,8 +94,8 @@ def synthetic(machine="some-gpu"):
                     (machine, "measured", 1000 * i + (i % 3 == 2)),
                     (EMULATOR, "counted", 1000 * i),
                 ):
-                    fields = {"machine": place, "source": source, "unit": "1", "value": value}
-                    rows.append(Row(metric=metric, **fields, **run.fields))
+                    fields = run.columns(place) | {"source": source}
+                    rows.append(Row(metric=metric, unit="1", value=value, **fields))
     return rows
 
 

@@ -10,6 +10,7 @@ from test_gpt2_table import cells, exact, exact_gradients
 import fa_numba
 from experiments import runtime_memory
 from experiments.lab.measure import calls, check, peers, timing
+from experiments.lab.measure.series import columns
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Recorder, Store
 from experiments.lab.show import report
@@ -35,12 +36,12 @@ def synthetic(machine="some-gpu"):
                     timed = timing.Timing(value, 0.9 * value, 1.1 * value, 10, float("nan"))
                     failure = "failed: out of memory" if factor >= 6 and N > 8192 else ""
                     row = (None, failure) if failure else (timed, "")
-                    fields = runtime_memory._fields(problem, series, pass_)
-                    rows.append(calls.time_row(*row, name, machine=machine, **fields))
+                    fields = columns("runtime_memory", series, problem, machine, pass_=pass_)
+                    rows.append(calls.time_row(*row, name, **fields))
                     if not failure and pass_ != "bwd" and name == PLAIN:
-                        more = {"machine": machine, "source": "measured", "note": name}
                         taken = N * (N if factor >= 6 else 1024) * 2**10
-                        rows.append(runtime_memory._memory(taken, problem, series, pass_, **more))
+                        of = (taken, problem, series, pass_, machine, name)
+                        rows.append(runtime_memory._memory(*of))
     return rows
 
 

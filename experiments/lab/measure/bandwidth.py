@@ -7,8 +7,7 @@ nothing. `read_shared` reads shared memory, without bank conflicts. Every access
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,11 +17,13 @@ from fa_numba import device
 from fa_numba.device import Kernel, array_type, cuda, float32, types, uint32
 from fa_numba.intrinsics.global_memory import read4
 from fa_numba.intrinsics.shared import load4, shared_tile
+from fa_numba.problem import Problem
 
 from ..record.store import Row
 from . import peers
 from .check import WrongResult
-from .timing import REPEATS, attempt
+from .series import columns
+from .timing import REPEATS, Timing, attempt, number
 
 CHUNK = 16  # bytes of an access
 UNROLL = 4  # accesses that a thread has on their way at a time
@@ -108,21 +109,9 @@ def make_read_shared() -> Kernel:
     return Kernel(read_shared, arguments, SHARED_THREADS, 4 * SHARED_FLOATS, 2)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Median, p20 and p80 of so many runs, in TB/s or TFLOP/s."""
-
-    median: float
-    p20: float
-    p80: float
-    n: int
-
-    @classmethod
-    def of(cls, work: float, milliseconds: list[float]) -> Speed:
-        """Of bytes or FLOPs, each run of which took so long."""
-        speeds = [work / t / 1e9 for t in milliseconds]
-        p20, median, p80 = np.percentile(speeds, [20, 50, 80])
-        return cls(float(median), float(p20), float(p80), len(speeds))
+def speed_of(work: float, milliseconds: Sequence[float]) -> Timing:
+    """TB/s or TFLOP/s of bytes or FLOPs, each run of which took so long."""
+    return Timing.of([work / t / 1e9 for t in milliseconds])
 
 
 def global_steps(footprint: int, total: int = BYTES) -> int:
@@ -136,7 +125,7 @@ def global_steps(footprint: int, total: int = BYTES) -> int:
     return -(-steps // UNROLL) * UNROLL
 
 
-def measure_global(X: Any, footprint: int, repeats: int) -> Speed:
+def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
     """Bytes a second that all threads read of the first `footprint` bytes of X.
 
     X is an array of ones on the GPU, (chunks, 4). Raises WrongResult where the sums are not those
@@ -152,10 +141,10 @@ def measure_global(X: Any, footprint: int, repeats: int) -> Speed:
     run()
     _check(device.copied_to_host(Y), 4 * steps)
     times = device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False)
-    return Speed.of(AT_ONCE * CHUNK * steps, times)
+    return speed_of(AT_ONCE * CHUNK * steps, times)
 
 
-def measure_shared(multiprocessors: int, repeats: int) -> Speed:
+def measure_shared(multiprocessors: int, repeats: int) -> Timing:
     """The same of shared memory, two blocks on every multiprocessor."""
     blocks, steps = 2 * multiprocessors, SHARED_STEPS
     Y = device.empty((blocks * SHARED_THREADS,))
@@ -167,7 +156,7 @@ def measure_shared(multiprocessors: int, repeats: int) -> Speed:
     run()
     _check(device.copied_to_host(Y), 4 * steps)
     times = device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False)
-    return Speed.of(blocks * SHARED_THREADS * CHUNK * steps, times)
+    return speed_of(blocks * SHARED_THREADS * CHUNK * steps, times)
 
 
 def _check(sums: np.ndarray, expected: float) -> None:
@@ -177,11 +166,11 @@ def _check(sums: np.ndarray, expected: float) -> None:
         raise WrongResult(f"thread {at} read {sums[at]} where it should read {expected}")
 
 
-def measure_matmul(dtype: str, repeats: int) -> Speed:
+def measure_matmul(dtype: str, repeats: int) -> Timing:
     """FLOP a second of torch's product of two square matrices; float32 without TF32."""
     run: Callable[[], Any] = peers.matmul(MATMUL_SIZE, dtype)
     times = device.time_ms(run, repeats=repeats, warmup=3, flush_l2=False)
-    return Speed.of(2 * MATMUL_SIZE**3, times)
+    return speed_of(2 * MATMUL_SIZE**3, times)
 
 
 def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
@@ -190,29 +179,10 @@ def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
     Its row has the matrices' size in the columns of lengths and of the head dimension.
     """
     speed, failure = attempt(measure_matmul, dtype, REPEATS)
-    size = MATMUL_SIZE
-    problem: dict[str, Any] = {
-        "seqlen_q": size,
-        "seqlen_k": size,
-        "head_dim": size,
-        "causal": False,
-    }
-    heads: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1}
-    found: dict[str, Any] = {} if failure else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
-    yield Row(
-        machine=machine,
-        experiment=experiment,
-        series=peers.MATMUL,
-        source="measured",
-        dtype=dtype,
-        metric="speed",
-        unit="TFLOP/s",
-        value=None if failure else speed.median,
-        note=failure,
-        **heads,
-        **problem,
-        **found,
-    )
+    size, one = MATMUL_SIZE, Problem(1, 1, 1, 1, 1, 1, dtype=dtype)
+    sizes = {"seqlen_q": size, "seqlen_k": size, "head_dim": size}
+    common = columns(experiment, peers.MATMUL, one, machine, note=failure, **sizes)
+    yield Row(metric="speed", unit="TFLOP/s", **number(speed), **common)
     peers.release()
 
 

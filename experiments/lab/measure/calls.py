@@ -15,7 +15,7 @@ from ..record.store import Row
 from . import peers
 from . import series as ours
 from .check import Check, DropoutGate, Gate, WrongResult, gate, to_host
-from .timing import Timing
+from .timing import Timing, number
 from .workloads import Inputs
 
 LONGEST = 1024  # whose gradients are computed in float64
@@ -142,9 +142,7 @@ def time_row(timing: Timing | None, failure: str = "", place: str = "", **column
     """A row of time, or one that failed: its note says `place` and, behind a semicolon, why."""
     note = f"{place}; {failure}" if failure else place
     common = {"source": "measured", "metric": "time", "unit": "ms", "note": note, **columns}
-    if timing is None:
-        return Row(value=None, **common)
-    return Row(value=timing.median, **timing.spread, **common)
+    return Row(**number(timing), **common)
 
 
 def workspace_bytes(run: Callable[..., Any]) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from fa_numba.problem import Problem
 
 from ..record.options import REPOSITORY
+from ..record.store import Row
 
 # Reads and writes of device memory.
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -140,6 +141,29 @@ def read(
 ) -> tuple[float | None, str]:
     """(the number of a counted call, "") or, of one that failed, (None, why)."""
     return (None, result) if isinstance(result, str) else (number(result), "")
+
+
+def traffic(
+    result: Mapping[str, float] | str | None,
+    planned: Any = None,
+    calls: int = 1,
+    note: str = "",
+    **common: Any,
+) -> Iterator[Row]:
+    """Rows of the bytes that a plan has in closed form, and of those through L2 and of DRAM of so
+    many calls as the one counted, where one was. Why it failed stands behind the note.
+    """
+    common |= {"metric": "traffic", "unit": "bytes"}
+    if planned is not None:
+        model = common | {"source": "model", "note": note}
+        yield Row(value=planned.accesses.bytes, **model)
+    if result is None:
+        return
+    for source, in_bytes in BYTES.items():
+        value, why = read(result, in_bytes)
+        value = None if value is None else calls * value
+        told = f"{note}; {why}" if why else note
+        yield Row(value=value, **common | {"source": source, "note": told})
 
 
 def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:

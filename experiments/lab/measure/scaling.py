@@ -18,7 +18,7 @@ from ..record.store import EMULATOR, MODEL, Row
 from ..show import style, tables
 from . import counters, counts, precompile
 from .series import LABELS as SERIES_LABELS
-from .series import algorithm, backward, call, plan, row_fields
+from .series import algorithm, backward, call, columns, plan
 from .timing import attempt
 from .workloads import Inputs
 
@@ -60,10 +60,9 @@ class Setting:
     def tiles(self) -> fa_numba.Tiles:
         return fa_numba.Tiles(Br=self.Br, Bc=self.Bc)
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        columns = {"series": self.series, "Br": self.Br, "Bc": self.Bc, "note": self.note}
-        return columns | {"pass_": self.pass_} | row_fields(self.problem)
+    def fields(self, experiment: str, machine: str | None) -> dict[str, Any]:
+        own = {"note": self.note, "pass_": self.pass_}
+        return columns(experiment, self.series, self.problem, machine, self, **own)
 
 
 def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "fwd") -> Setting:
@@ -105,8 +104,7 @@ def model(experiment: str, setting: Setting) -> Iterator[Row]:
     """Loads and stores in closed form, of any block sizes."""
     tiles = SimpleNamespace(Br=setting.Br, Bc=setting.Bc)
     accesses = FORMS[algorithm(setting.series), setting.pass_](setting.problem, tiles)
-    common = {"machine": MODEL, "source": "model", "experiment": experiment}
-    yield from counts.totals(accesses, **common, **setting.fields)
+    yield from counts.totals(accesses, **setting.fields(experiment, MODEL))
 
 
 def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
@@ -118,8 +116,7 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
         once = backward(setting.series, setting.problem, q, k, v, *dout, tiles=setting.tiles)
     with fa_numba.count_accesses() as counted:
         once()
-    common = {"machine": EMULATOR, "source": "counted", "experiment": experiment}
-    yield from counts.totals(counted, **common, **setting.fields)
+    yield from counts.totals(counted, **setting.fields(experiment, EMULATOR))
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
@@ -130,15 +127,9 @@ def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iter
     cases = [counters.Case.of(algorithm(s.series), s.problem, s.tiles) for s in settings]
     results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
     for setting, result in zip(settings, results or (), strict=results is not None):
-        common = {"machine": bench.machine, "experiment": experiment, **setting.fields}
-        common |= {"metric": "traffic", "unit": "bytes"}
         planned, failure = attempt(plan, setting.series, setting.problem, tiles=setting.tiles)
-        if planned is not None:
-            yield Row(source="model", value=planned.accesses.bytes, **common)
-        for source, in_bytes in counters.BYTES.items():
-            value, why = counters.read(failure or result, in_bytes)
-            told = "; ".join(part for part in (setting.note, why) if part)
-            yield Row(source=source, value=value, **common | {"note": told})
+        common = setting.fields(experiment, bench.machine)
+        yield from counters.traffic(failure or result, planned, **common)
 
 
 Points = dict[Any, float]

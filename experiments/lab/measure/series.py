@@ -14,6 +14,7 @@ from fa_numba.choices import makespan as schedule
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.problem import Problem
 
+from ..record.store import EMULATOR, MODEL
 from . import peers
 
 # A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", tensor cores,
@@ -242,3 +243,18 @@ def row_fields(problem: Problem) -> dict[str, Any]:
         "head_dim": problem.head_dim,
         "causal": problem.causal,
     }
+
+
+def columns(
+    experiment: str,
+    series: str,
+    problem: Problem,
+    machine: str | None,
+    tiles: Any = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The columns of a row but its number; its source is what the machine gives, or in `more`."""
+    source = {MODEL: "model", EMULATOR: "counted"}.get(machine or "", "measured")
+    found = {"machine": machine, "experiment": experiment, "series": series, "source": source}
+    found |= {} if tiles is None else {"Br": tiles.Br, "Bc": tiles.Bc}
+    return found | row_fields(problem) | more

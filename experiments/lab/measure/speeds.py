@@ -24,9 +24,9 @@ from .series import (
     PLANES,
     SPLITS,
     backward_options,
+    columns,
     plan,
     query_splits,
-    row_fields,
 )
 from .timing import CHECKED_SEQLEN, SECONDS, attempt, time_call, timing_rows
 from .workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
@@ -182,16 +182,9 @@ def _rows(
         return timing, (peers.peak_bytes if series in study.theirs else calls.workspace_bytes)(run)
 
     result, failure = attempt(work)
-    common = {
-        "machine": machine,
-        "experiment": study.name,
-        "series": series,
-        "source": "measured",
-        "pass_": pass_,
-        "note": failure or ", ".join(f"{name}={value}" for name, value in own.items()),
-        **row_fields(problem),
-        **tiles,
-    }
+    note = failure or ", ".join(f"{name}={value}" for name, value in own.items())
+    more: dict[str, Any] = {"pass_": pass_, "note": note, **tiles}
+    common = columns(study.name, series, problem, machine, **more)
     if failure:
         yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,21 @@ PROTOCOL = {
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a call, and the relative error found by the check before it."""
+    """Milliseconds of a call, or what else of several runs, and the relative error found by the
+    check before it.
+    """
 
     median: float
     p20: float
     p80: float
     n: int
-    error: float
+    error: float = math.nan
+
+    @classmethod
+    def of(cls, samples: Sequence[float], error: float = math.nan) -> Timing:
+        """Of runs that took so long."""
+        p20, median, p80 = np.percentile(samples, [20, 50, 80])
+        return cls(float(median), float(p20), float(p80), len(samples), error)
 
     @property
     def spread(self) -> dict[str, Any]:
@@ -91,21 +99,22 @@ def time_call(
     if seconds is not None:
         repeats = max(min(FEWEST, repeats), min(repeats, int(seconds / took)))
     samples = device.time_ms(lambda: call(out=out), repeats=repeats, warmup=warmup, flush_l2=True)
-    p20, median, p80 = np.percentile(samples, [20, 50, 80])
-    return Timing(float(median), float(p20), float(p80), len(samples), error)
+    return Timing.of(samples, error)
+
+
+def number(found: Timing | None) -> dict[str, Any]:
+    """The columns of a row that have what was found, or that nothing was."""
+    return {"value": None} if found is None else {"value": found.median, **found.spread}
 
 
 def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row]:
     """Rows of time, speed and, where there is one, error; `common` are their other columns."""
-    yield Row(metric="time", unit="ms", value=timing.median, **timing.spread, **common)
+    yield Row(metric="time", unit="ms", **number(timing), **common)
     teraflop = io_model.flops(problem, common.get("pass_", "fwd")) / 1e9
     # The fastest fifth of the runs is the upper end of the speed.
-    speeds: dict[str, Any] = {
-        "p20": teraflop / timing.p80,
-        "p80": teraflop / timing.p20,
-        "n": timing.n,
-    }
-    yield Row(metric="speed", unit="TFLOP/s", value=teraflop / timing.median, **speeds, **common)
+    median, p20, p80 = (teraflop / t for t in (timing.median, timing.p80, timing.p20))
+    speed = Timing(median, p20, p80, timing.n)
+    yield Row(metric="speed", unit="TFLOP/s", **number(speed), **common)
     if not math.isnan(timing.error):
         yield Row(metric="error", unit="1", value=timing.error, **common)
 

@@ -32,7 +32,7 @@ from ..record.options import Bench
 from ..record.store import Row, write_if_changed
 from . import check, peers
 from .precompile import Call, compile_ahead
-from .series import HOPPER, algorithm, plan, row_fields, unit
+from .series import HOPPER, algorithm, columns, plan, unit
 from .timing import Timing, attempt, time_call, timing_rows
 from .workloads import Inputs, fa2_setting, one_head
 
@@ -256,18 +256,9 @@ def _rows_of(
     machine: str | None,
 ) -> Iterator[Row]:
     tiles = candidate.tiles
-    said = note(tiles)
-    common = {
-        "machine": machine,
-        "experiment": NAME,
-        "series": candidate.series,
-        "source": "measured",
-        "pass_": candidate.pass_,
-        "note": f"{said}; {failure}" if failure else said,
-        **row_fields(problem),
-        "Br": tiles.Br,
-        "Bc": tiles.Bc,
-    }
+    said = f"{note(tiles)}; {failure}" if failure else note(tiles)
+    own = {"pass_": candidate.pass_, "note": said}
+    common = columns(NAME, candidate.series, problem, machine, tiles, **own)
     if timing is None:
         yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
     else:

@@ -14,7 +14,7 @@ from fa_numba.problem import Problem
 from ..record.options import Bench
 from ..record.store import Row
 from . import calls, counters, peers, precompile
-from .series import algorithm, backward, call, plan, row_fields, row_tiles, unit
+from .series import algorithm, backward, call, columns, plan, row_tiles, unit
 from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
 from .workloads import Inputs
 
@@ -108,12 +108,9 @@ def _common(
     experiment: str, variant: Variant, problem: Problem, machine: str | None
 ) -> tuple[dict[str, Any], Any, str]:
     """(columns of the variant's rows, its plan, "") or (columns, None, why there is no plan)."""
-    common = {"machine": machine, "experiment": experiment, "series": variant.series}
-    common |= {"pass_": variant.passes} | row_fields(problem)
     planned, failure = attempt(lambda: plan(variant.series, problem, **variant.planned))
     tiles = variant.options.get("tiles") if planned is None else planned.tiles
-    if tiles is not None:
-        common |= {"Br": tiles.Br, "Bc": tiles.Bc}
+    common = columns(experiment, variant.series, problem, machine, tiles, pass_=variant.passes)
     return common, planned, failure
 
 
@@ -137,7 +134,7 @@ def _timed(
             return time_call(run(problem, arrays), check, seconds=seconds)
 
         timing, failure = attempt(work)
-    common |= {"source": "measured", "note": failure or variant.note}
+    common["note"] = failure or variant.note
     if timing is None:
         yield Row(metric="time", unit="ms", value=None, **common)
     else:
@@ -205,24 +202,17 @@ def _counted(
     profiled: Mapping[str, str],
 ) -> Iterator[Row]:
     common, planned, failure = _common(experiment, variant, problem, machine)
-    traffic = {"metric": "traffic", "unit": "bytes", **common}
-    if planned is not None:
-        yield Row(source="model", value=planned.accesses.bytes, note=variant.note, **traffic)
-    if result is None:
-        return
-    if failure:
+    if result is not None and failure:
         result = failure
     calls = _launches(problem, variant)
-    for source, in_bytes in counters.BYTES.items():
-        value, why = counters.read(result, in_bytes)
-        value = None if value is None else value * calls
-        yield Row(source=source, value=value, note=why or variant.note, **traffic)
-    common |= {"source": "measured", "unit": "1"}
+    yield from counters.traffic(result, planned, calls, variant.note, **common)
+    if result is None:
+        return
     for metric, name in profiled.items():
         value, why = counters.read(result, itemgetter(name))
         if value is not None and name.endswith(".sum"):
             value *= calls
-        yield Row(metric=metric, value=value, note=why or variant.note, **common)
+        yield Row(metric=metric, unit="1", value=value, note=why or variant.note, **common)
 
 
 Values = dict[tuple[str, str, str], float]
