@@ -132,6 +132,9 @@ def check_group_splits(request: Request) -> None:
     p, splits = request.problem, request.choices.group_splits
     if splits in ("auto", 1):
         return
+    if request.features.precision:
+        given = f"group_splits is {splits} with precision {p.precision!r}"
+        raise ValueError(f"{given}: allowed is 1 or 'auto'")
     if not _can_split_group(request):
         raise ValueError(
             f"group_splits is {splits} with algorithm {request.choices.algorithm!r} and a head "
@@ -211,6 +214,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
 def _can_split_group(request: Request) -> bool:
     """Whether there is a kernel whose blocks share the query heads of a K/V head."""
     split = (*request.kernel, request.unit) == ("fa2", "bwd", "wgmma")
+    split &= not request.features.precision
     return split and request.problem.largest_dim <= LARGEST_ATOMIC
 
 

@@ -289,7 +289,7 @@ class Mma(Unit):
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
 # What kernels of planes were compiled and tried with.
-_BESIDE_PLANES = ("causal", "window", *_LENGTHS, "splits", "precision")
+_BESIDE_PLANES = ("causal", "window", *_LENGTHS, "splits", "precision", "scaled_dout")
 _MASKS, _SCORES = ("causal", "window", "mask_mod"), ("score_mod", "score_mod_grad")
 
 
@@ -324,11 +324,22 @@ class Wgmma(Unit):
             "precision",
         ),
         ("fa1", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", "sinks", "dlse"),
-        ("fa2", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", *_ADDED, *_LENGTHS, "dropout"),
+        ("fa2", "bwd"): (
+            *_MASKS,
+            "sparse",
+            *_SCORES,
+            "dcaptured",
+            *_ADDED,
+            *_LENGTHS,
+            "dropout",
+            "precision",
+            "scaled_dout",
+        ),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3")
+        ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
+        ("fa2", "bwd"): ("fp16x3", "bf16x3"),
     }
 
     @property
@@ -353,6 +364,10 @@ class Wgmma(Unit):
         d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if request.features.precision:  # sums of a tile beside O
             largest = 2 * PANEL
+            if passes == "bwd" and request.problem.head_dim_v:
+                return "a head dimension of v's own for gradients of float32 in planes"
+            if request.problem.precision not in self.precisions[pair]:
+                return f"precision {request.problem.precision!r} backward, whose planes do not fit"
             beside = [name for name in on if name not in _BESIDE_PLANES]
             if beside:
                 return f"the option {argument_of(beside[0])} of float32 in planes"
@@ -375,6 +390,8 @@ class Wgmma(Unit):
             return "it is taken by name alone but for fa2, whose warps share rows"
         if request.features.precision and p.seqlen_q <= GROUP_ROWS:
             return "few rows of float32 in planes, which were not timed"
+        if request.features.precision and choices.passes == "bwd":
+            return "gradients of float32 in planes, which were not timed"
         if not request.multiprocessors:
             return "the emulator runs mma's smaller blocks faster"
         if choices.tiles is not None and (why := self._leaves(choices.tiles, request)):
@@ -437,7 +454,8 @@ class Wgmma(Unit):
         first = choices.algorithm == "fa1"
         facts["atomic"] = self.adds_dq(request) or first
         facts["head_dim_v"] = p.head_dim_v or 0
-        sizes = p.largest_dim, facts["atomic"]
+        sizes = p.largest_dim, facts["atomic"], request.features.planes
+        facts |= {"aligned": request.aligned} if request.features.planes > 1 else {}
         tiles = choices.tiles or tiling.default_wgmma_backward_tiles(*sizes)
         facts["algorithm"] = request.choices.algorithm
         facts["splits_queries"] = choices.query_splits > 1

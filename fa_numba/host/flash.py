@@ -238,6 +238,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         over_columns = (chunk * p.heads_k * splits, batch, ceil_div(Tc, chunk))
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
     how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
+    how |= {"panels": unit.copies_boxes, "adders": getattr(spec, "adders", 1)}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place and spec.planes == 1 else "A"
     before, of_planes, taken = _planes(request, spec)
@@ -248,6 +249,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         sinks.row_sums(request, atomic, fragments) if not taken else _row_sums_of_planes(request)
     )
     boxes = _boxes(request, tiles, spec, splits == 1)
+    taken = {name: _as_bound(boxes.get(name), of, spec) for name, of in taken.items()}
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
     if splits > 1:
@@ -300,6 +302,8 @@ def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> d
         return {}
     found = {name: Boxes(name, tiles.Br, ends=spec.query_ends) for name in ("Q", "dO")}
     found |= {name: Boxes(name, tiles.Bc, ends=spec.key_ends) for name in "KV"}
+    if spec.planes > 1:  # results leave in float32
+        return {**found}
     if columns:
         packed = request.problem.packed
         found |= {name: Boxes(name, GROUP_ROWS, ends=packed) for name in ("dK", "dV")}

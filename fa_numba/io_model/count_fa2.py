@@ -111,6 +111,8 @@ def fa2_backward(
     dlse: bool = False,
     dsinks: bool = False,
     group_splits: int = 1,
+    panels: bool = False,
+    adders: int = 1,
 ) -> Accesses:
     """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
 
@@ -122,7 +124,8 @@ def fa2_backward(
     sum r_i c_j atomic adds to dbias, each a load and a store; with `dlse` the row sums load dL and
     L, N_q each. `dsinks` loads L and D, N_q each, for dsinks, one a head.
 
-    In 16 bits, and of float32 in planes, dQ is summed in a float32 array `A`, and then rounded:
+    In 16 bits, and of float32 in planes, which Hopper's unit takes in `panels`, dQ is summed in a
+    float32 array `A`, `adders` of a block each adding its columns' part, and then rounded:
         loads  A: N_q' d    stores  dQ: N_q' d
 
     `deterministic` goes without the atomic adds to dQ, its zeros and its rounding: a second sweep,
@@ -142,8 +145,9 @@ def fa2_backward(
     visits = visit_sums(problem, tiles, block_mask)
     split = PRECISIONS[problem.precision].planes > 1
     kept = "dQ" if DTYPES[problem.dtype].sums_in_place and not split else "A"
-    row, row_v = row_loaded(problem, backward=True), row_of_values(problem, backward=True)
-    adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
+    row, row_v = row_loaded(problem, True, panels), row_of_values(problem, True, panels)
+    added = 0 if deterministic else adders * visits.rows * d
+    adds = {kept: added, "dbias": visits.pairs if dbias else 0}
 
     of_lse = dict.fromkeys(("dL", "L"), head.rows if dlse else 0)
     row_sums = count(
@@ -184,7 +188,7 @@ def fa2_backward(
         rounded = head.all_rows * d
         parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
     if splits == 1:
-        return of_planes(problem, tiles, add_up(problem, parts), backward=True)
+        return of_planes(problem, tiles, add_up(problem, parts), backward=True, panels=panels)
     summed = shared.all_columns * (d + d_v)
     parts.append(count(problem, {"A": splits * summed}, {"dQ": summed}))
     return replace(add_up(problem, parts), sums=("dK", "dV"))

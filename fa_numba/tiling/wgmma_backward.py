@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from fa_numba.integers import ceil_div
+from fa_numba.integers import ceil_div, round_up
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.spec import GradientSpec, ValuesSpec, check_shared
 from fa_numba.tiling.tiles import Tiles
@@ -478,6 +478,60 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
         return columns + 2 * self.TM * self.TN + self.p_registers
 
 
+@dataclass(frozen=True)
+class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
+    """The same of float32 matrices in two planes of 16 bits: up to d = 64, beyond which neither
+    registers nor shared memory hold a tile's. A consumer makes dQ of its own 64 columns alone: dS
+    passes through shared memory to nobody else, and has a power of two of its own.
+    """
+
+    query_floats = 0
+    query_columns = PANEL
+    shuffles_group = True
+    adders = CONSUMERS  # to dQ, each of its own columns
+
+    @property
+    def plane_panels(self) -> int:
+        """Boxes of 64 columns that a row of one plane has."""
+        return ceil_div(self.head_dim, PANEL)
+
+    @property
+    def plane_columns(self) -> tuple[int, int]:
+        return PANEL * self.plane_panels, PANEL * self.of_values.plane_panels
+
+    @property
+    def panels(self) -> int:
+        """The same of all its planes."""
+        return self.planes * self.plane_panels
+
+    def _transposed(self, kind: type[WgmmaSpec]) -> WgmmaSpec:
+        features = Features(precision=self.features.precision)
+        sizes = (self.head_dim, self.Bc, self.Br, 4, self.Bc // 2)
+        return kind(*sizes, features, dtype=self.dtype)
+
+    @property
+    def largest_words(self) -> tuple[int, int]:
+        """Behind all else, in words: where each consumer warp's largest |dS| lies, and how many
+        there are.
+        """
+        return round_up(sum(self.drawn_places), 4), 4 * CONSUMERS
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * sum(self.largest_words)
+
+
+@dataclass(frozen=True)
+class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
+    """The same beyond d = 64, where dK and dV of 64 columns with a tile's sums fill the registers
+    of a warpgroup each: both consumers take all 64 columns. One makes S, P and dV, the other dP, dS
+    and dK, each a panel of dQ. P passes through shared memory in float32, in the place of dQ.
+    """
+
+    query_floats = GROUP_ROWS * GROUP_ROWS
+    adders = 1
+
+
 class _SharedRows(WgmmaSpec):
     """Two consumers with the same rows."""
 
@@ -488,13 +542,15 @@ class _SharedRows(WgmmaSpec):
         return CONSUMERS
 
 
-def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
+def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True, planes: int = 1) -> Tiles:
     """Block sizes of the backward kernel on Hopper's tensor cores, by the larger head dimension:
     rows with which dQ has as many parts of 64 x 64 as there are consumers; without dQ 64, for P to
-    be rounded early.
+    be rounded early, and of planes, for these to fit registers.
     """
     if head_dim > LARGEST_ATOMIC:
         return Tiles(GROUP_ROWS, GROUP_ROWS)
+    if planes > 1:
+        return Tiles(GROUP_ROWS, COLUMNS if head_dim <= PANEL else GROUP_ROWS)
     parts = ceil_div(head_dim, PANEL) if atomic else CONSUMERS
     return Tiles(CONSUMERS * GROUP_ROWS // parts, COLUMNS)
 
@@ -509,7 +565,8 @@ def select_wgmma_backward_spec(
     threads, and what does not fit shared memory.
     """
     most = max(head_dim, facts.get("head_dim_v", 0))  # type: ignore[call-overload]
-    allowed = default_wgmma_backward_tiles(most, atomic)
+    planes = facts.get("features", PLAIN).planes  # type: ignore[attr-defined]
+    allowed = default_wgmma_backward_tiles(most, atomic, planes)
     Br, Bc = allowed.Br, allowed.Bc
     if (tiles.Br, tiles.Bc) != (Br, Bc):
         raise ValueError(
@@ -519,6 +576,8 @@ def select_wgmma_backward_spec(
     kind = WgmmaBackwardSpec
     if most > LARGEST_ATOMIC:
         kind = WgmmaWideBackwardSpec
+    elif planes > 1:
+        kind = WgmmaPlanesBackwardSpec if most <= PANEL else WgmmaWidePlanesBackwardSpec
     elif atomic and _is_late(head_dim, **facts):  # type: ignore[arg-type]
         kind = WgmmaLateBackwardSpec
     spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]

@@ -918,6 +918,7 @@ def test_kernels_of_planes_compile_within_their_budgets(case):
     assert ptx.count("mma.sync") == 2 * products * each
 
 
+HOPPERS_BACKWARD_PLANES = [(p, d) for p in ("fp16x3", "bf16x3") for d in (64, 128)]
 HOPPERS_PLANES = [(p, d) for p in ("fp16x3", "bf16x6", "bf16x3") for d in (64, 128)]
 
 
@@ -931,6 +932,18 @@ def test_hoppers_kernels_of_planes_compile_within_their_budgets(case):
     pairs = sum(range(1, PRECISIONS[precision].planes + 1))
     assert ptx.count("wgmma.mma_async") % pairs == 0
     assert ptx.count("wgmma.commit_group") % pairs == 0
+
+
+@pytest.mark.parametrize("case", slow_but({("fp16x3", 64)}, HOPPERS_BACKWARD_PLANES))
+def test_hoppers_backward_of_planes_compiles_within_its_budgets(case):
+    precision, d = case
+    how = {"unit": "wgmma", "dtype": "float32", "precision": precision, "passes": "bwd"}
+    (main,) = (x for x in plan_of("sm_90a", d, **how).launched if x.name == "fa2_backward")
+    ptx = hoppers_ptx_within_budgets(main)
+    # Of S and dP over d, and what of these goes before the loop, S or both; of dV, dK and dQ, one
+    # or two panels, over 64.
+    panels = d // 64
+    assert ptx.count("wgmma.mma_async") == 3 * (2 + panels) * (d + 64) // 16
 
 
 @pytest.mark.parametrize("name", MMA)

@@ -131,7 +131,33 @@ BACKWARD = {
 @pytest.mark.parametrize("precision", SPLIT)
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_and_counts(device, name, precision):
-    shape, tiles, options = BACKWARD[name]
+    assert_gradients(device, precision, "mma", *BACKWARD[name])
+
+
+# On Hopper's unit: two consumers with columns of their own, and beyond d = 64 with the same.
+HOPPERS_BACKWARD = {
+    "padded d": ((1, 2, 1, 70, 130, 24), None, {"causal": True}),
+    "shared columns": ((1, 2, 1, 70, 66, 72), None, {"causal": True}),
+    "unaligned": ((1, 2, 2, 21, 35, 6), None, {"layout": "odd"}),
+    "lengths": ((2, 2, 1, 70, 70, 40), None, {"q_lens": [70, 7], "kv_lens": [9, 70]}),
+    "window": ((2, 1, 1, 40, 70, 72), None, {"q_lens": [40, 7], "window": (9, 9)}),
+    "packed": (
+        (1, 2, 1, 140, 50, 8), None, {"cu_seqlens_q": [0, 133, 140], "cu_seqlens_k": [0, 9, 50]},
+    ),
+    "dlse": ((1, 1, 1, 20, 35, 16), None, {"dlse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "precision, name",
+    [*(("fp16x3", name) for name in HOPPERS_BACKWARD), ("bf16x3", "packed"), ("bf16x3", "window")],
+)
+def test_gradients_and_counts_on_hoppers_unit(device, precision, name):
+    assert_gradients(device, precision, "wgmma", *HOPPERS_BACKWARD[name])
+
+
+def assert_gradients(device, precision, unit, shape, tiles, options):
+    """As good as float32; with two planes of bfloat16, 2^-15 worse."""
     q, k, v = inputs(shape, **options)
     sizes = np.float32(10.0) ** np.linspace(4, -6, shape[1])[:, None].astype(np.float32)
     dout = np.random.default_rng(1).standard_normal(q.shape, dtype=np.float32)
@@ -142,7 +168,7 @@ def test_gradients_and_counts(device, name, precision):
     if given.pop("dlse", False):
         given = with_dlse(arrays, given)
     values = saved(q, k, v, **given)
-    facts = {"saved_values": values, "unit": "mma", "precision": precision, "layout": layout}
+    facts = {"saved_values": values, "unit": unit, "precision": precision, "layout": layout}
     found = differentiate(device, "fa2", *arrays, **facts, **given)
     want = true_gradients(*arrays, saved_values=values, return_dbias="bias" in given, **given)
     lost = 2.0**-14 if precision == "bf16x3" else 0.0
@@ -294,6 +320,14 @@ REFUSED = {
         {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "softcap": 2.0},
         ["unit is 'wgmma'", "lack the option softcap of float32 in planes"],
     ),
+    "Hopper's unit, three planes backward": (
+        {"precision": "bf16x6", "unit": "wgmma", "gpu": "H200", "passes": "bwd"},
+        ["unit is 'wgmma'", "lack precision 'bf16x6' backward"],
+    ),
+    "shares of a column tile": (
+        {"precision": "fp16x3", "gpu": "H200", "passes": "bwd", "group_splits": 2},
+        ["group_splits is 2 with precision 'fp16x3'", "allowed is 1 or 'auto'"],
+    ),
     "an old GPU": (
         {"precision": "bf16x3", "gpu": "T4"}, ["compute capability 7.5: mma needs 8.0"],
     ),
@@ -331,6 +365,10 @@ def test_ieee_is_what_a_call_without_the_option_runs():
         assert fa_numba.plan(Q, K, precision="fp16x3").unit == "mma"
         for d, unit in ((128, "wgmma"), (136, "mma")):
             assert fa_numba.plan(*[(1, 8, 500, d)] * 2, precision="fp16x3").unit == unit
+        back = {"precision": "fp16x3", "passes": "bwd"}
+        assert fa_numba.plan(*[(1, 8, 500, 64)] * 2, **back).unit == "mma"
+        with pytest.raises(ValueError, match="lack a head dimension of v's own for gradients"):
+            fa_numba.plan(Q, K, (*K[:-1], 8), unit="wgmma", **back)
 
 
 def test_the_model_counts_planes_and_what_makes_them():

@@ -19,6 +19,7 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.kernels.wgmma.fa2_backward_late import make_late_consumer
+from fa_numba.kernels.wgmma.fa2_backward_planes import make_planes_consumer, make_wide_consumers
 from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
 from fa_numba.parts import bind, wgmma
 from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
@@ -190,12 +191,19 @@ def make_backward(spec, atomic=True):
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_dv(rdV, sV, results.dV, column0, head, thread)
 
+    APART = spec.planes > 1
     if spec.late:
         consume = make_late_consumer(spec)
+    if APART:
+        consume = (make_planes_consumer if spec.panels == spec.planes else make_wide_consumers)(
+            spec
+        )
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
-    sums = queries if atomic and not spec.adds_fragments else array_type(4)
-    columns = array_type(4) if spec.splits_group else tiled_type(4, spec.features.packed)
+    sums = queries if atomic and not (spec.adds_fragments or APART) else array_type(4)
+    columns = tiled_type(4, spec.features.packed)
+    if spec.splits_group or APART:
+        columns = array_type(4)
     arrays = [queries, keys, keys, queries, rows, rows, sums, columns, columns]
 
     @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)

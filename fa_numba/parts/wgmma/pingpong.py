@@ -92,3 +92,25 @@ def make_sync_consumers(spec):
         sync_named(CONSUMERS, threads)
 
     return sync_consumers
+
+
+@part
+def make_give_other(spec):
+    """``give_other()``: what the other of two consumers waits for is there."""
+    threads = GROUP * spec.consumers
+
+    def give_other():
+        arrive_named(TURN_0, threads)
+
+    return give_other
+
+
+@part
+def make_take_other(spec):
+    """``take_other()``: until the other consumer has come to ``give_other``."""
+    threads = GROUP * spec.consumers
+
+    def take_other():
+        sync_named(TURN_0, threads)
+
+    return take_other

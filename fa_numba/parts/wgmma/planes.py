@@ -16,7 +16,7 @@ from fa_numba.tiling.wgmma import PANEL
 
 
 @device_function
-def _nothing(a, b, c, d, e):
+def nothing(a, b, c, d, e):
     pass
 
 
@@ -34,7 +34,7 @@ def make_multiply_planes(spec, count):
     i, j = pairs_of_planes(spec.planes)[count - 1]
     A, B, ADDS = i * spec.plane_panels * PANEL * Br, j * spec.plane_panels * PANEL * Bc, count > 1
     multiply, adds = MULTIPLY[DTYPES[spec.dtype].matrix], int(ADDS)
-    before = make_multiply_planes(spec, count - 1) if ADDS else _nothing
+    before = make_multiply_planes(spec, count - 1) if ADDS else nothing
 
     def multiply_planes(rS, sQ, first, sK, at):
         before(rS, sQ, first, sK, at)
@@ -60,10 +60,10 @@ def make_product_of_planes(spec, count):
 
 
 @part
-def make_split_p(spec):
-    """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``."""
+def make_split_p(spec, times=P_SCALE):
+    """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``; scaled they are multiplied."""
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
-    split, P = make_split(spec.dtype, spec.planes), P_SCALE
+    split, P = make_split(spec.dtype, spec.planes), times
 
     def split_p(rP, rS):
         for n in range(WORDS):

@@ -55,17 +55,28 @@ def make_wait_column(spec):
 
 
 @part
-def make_give_scores(spec):
-    """``give_scores(shared, at, stage, rS)``: this thread's part of ST, for the one that has the
-    same part in the other consumer.
+def make_store_scores(spec):
+    """``store_scores(sS, at, rS)``: this thread's part of ST, for the one that has the same part in
+    the other consumer.
     """
-    RS, full = spec.TM * spec.TN, spec.pipelines.s.full
+    RS = spec.TM * spec.TN
 
-    def give_scores(shared, at, stage, rS):
+    def store_scores(sS, at, rS):
         thread = uint32(uint32(cuda.threadIdx.x) % uint32(GROUP))
         for e in range(0, RS, 4):
             place = uint32(at + 4 * thread + GROUP * e)
-            store4(shared.sS, place, rS[e], rS[e + 1], rS[e + 2], rS[e + 3])
+            store4(sS, place, rS[e], rS[e + 1], rS[e + 2], rS[e + 3])
+
+    return store_scores
+
+
+@part
+def make_give_scores(spec):
+    """``give_scores(shared, at, stage, rS)``: the same, which fills a slot."""
+    store_scores, full = make_store_scores(spec), spec.pipelines.s.full
+
+    def give_scores(shared, at, stage, rS):
+        store_scores(shared.sS, at, rS)
         arrive_mbarrier(shared.bars, uint32(full + stage))
 
     return give_scores
@@ -73,7 +84,7 @@ def make_give_scores(spec):
 
 @part
 def make_take_scores(spec):
-    """``take_scores(rS, sS, at)``: what ``give_scores`` gave."""
+    """``take_scores(rS, sS, at)``: what ``store_scores`` stored."""
     RS = spec.TM * spec.TN
 
     def take_scores(rS, sS, at):
