@@ -793,6 +793,8 @@ def runs():
         test_precision.test_results_and_counts,
         test_precision.test_results_and_counts_on_hoppers_unit,
         test_precision.test_gradients_and_counts,
+        test_precision.test_gradients_and_counts_on_hoppers_unit,
+        test_precision.test_a_row_whose_gradients_are_inf_leaves_the_others,
         test_precision.test_a_heads_largest_element_is_found_in_all_its_rows,
         test_precision.test_heads_have_powers_of_their_own_and_padding_none,
         test_precision.test_nan_reaches_its_own_head_and_what_is_finite_is_scaled_by_what_is_finite,

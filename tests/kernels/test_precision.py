@@ -136,11 +136,12 @@ def test_gradients_and_counts(device, name, precision):
 
 # On Hopper's unit: two consumers with columns of their own, and beyond d = 64 with the same.
 HOPPERS_BACKWARD = {
-    "padded d": ((1, 2, 1, 70, 130, 24), None, {"causal": True}),
-    "shared columns": ((1, 2, 1, 70, 66, 72), None, {"causal": True}),
+    "padded d": ((1, 2, 1, 130, 140, 24), None, {"causal": True}),
+    "shared columns": ((1, 2, 1, 128, 130, 72), None, {"causal": True}),
+    "a tile that no row sees": ((1, 1, 1, 30, 230, 8), None, {"window": (9, 9)}),
     "unaligned": ((1, 2, 2, 21, 35, 6), None, {"layout": "odd"}),
     "lengths": ((2, 2, 1, 70, 70, 40), None, {"q_lens": [70, 7], "kv_lens": [9, 70]}),
-    "window": ((2, 1, 1, 40, 70, 72), None, {"q_lens": [40, 7], "window": (9, 9)}),
+    "window": ((2, 1, 1, 40, 130, 72), None, {"q_lens": [40, 7], "window": (9, 9)}),
     "packed": (
         (1, 2, 1, 140, 50, 8), None, {"cu_seqlens_q": [0, 133, 140], "cu_seqlens_k": [0, 9, 50]},
     ),
@@ -239,14 +240,17 @@ def test_gradients_err_at_most_twice_as_much_as_those_of_cuda_cores(name):
             assert split <= 2 * ieee + EPS / 2 * np.linalg.norm(gradient), errors
 
 
-def test_a_row_whose_gradients_are_inf_leaves_the_others():
-    """The power of two of a tile is that of what is finite."""
-    q, k, v = random_inputs(1, 1, 1, 32, 20, 16)
+@pytest.mark.parametrize("unit, d", [("mma", 16), ("wgmma", 16), ("wgmma", 72)])
+def test_a_row_whose_gradients_are_inf_leaves_the_others(unit, d):
+    """The power of two of a tile is that of what is finite, in a large column too."""
+    q, k, v = random_inputs(1, 1, 1, 32, 20, d)
+    v[:, :, 12] *= 1e3
     dout, dlse = normal(*q.shape), np.zeros((1, 1, 32), np.float32)
     O, L = fa_numba.attention(q, k, v, return_lse=True, precision="fp16x3")
     want, _, _ = reference.attention_backward(dout, q, k, v)
     dlse[0, 0, 5] = np.inf
-    given = {"dlse": dlse, "precision": "fp16x3", "tiles": Tiles(32, 32)}
+    given = {"dlse": dlse, "precision": "fp16x3", "unit": unit}
+    given |= {"tiles": Tiles(32, 32)} if unit == "mma" else {}
     dQ, _, _ = fa_numba.attention_backward(dout, q, k, v, O, L, **given)
     others = np.arange(32) != 5
     assert _distance(dQ[:, :, others], want[:, :, others]) < 1e-6 * np.linalg.norm(want)

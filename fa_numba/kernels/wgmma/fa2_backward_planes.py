@@ -44,7 +44,7 @@ def make_planes_consumer(spec):
         gradients.start_columns(rdK, rdV)
         h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
         stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
-        more = i0 < i_end and h < h_end
+        more = i0 < i_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
@@ -133,7 +133,7 @@ def make_wide_consumers(spec):
         wide.start_column(rdV)
         h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
         stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
-        more = i0 < i_end and h < h_end
+        more = i0 < i_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
@@ -196,7 +196,7 @@ def make_wide_consumers(spec):
         wide.start_column(rdK)
         h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
         stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
-        more = i0 < i_end and h < h_end
+        more = i0 < i_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             do_pipeline.wait(bars, Slot(stage, phase))

@@ -85,7 +85,7 @@ def make_power_of_ds(spec):
             return ONE
         found = float32(0.0)
         for e in range(RS):
-            size = maximum(rdS[e], -rdS[e])
+            size = abs(rdS[e])
             if size <= FINITE:
                 found = maximum(found, size)
         step = 16
@@ -153,10 +153,10 @@ def make_split_ds(spec):
 
 @part
 def make_store_planes(spec):
-    """``store_planes(sdS, rdS, thread)``: dST's planes one behind the other, each as
+    """``store_planes(sdS, rdS, thread)``: dST's planes one behind the other, each of one panel as
     ``gradients.make_store_ds`` has it.
     """
-    TM, TN, Bc, PLANES, WORDS = spec.TM, spec.TN, spec.Bc, spec.planes, spec.p_registers
+    TM, TN, PLANES, WORDS = spec.TM, spec.TN, spec.planes, spec.p_registers
     PLANE = spec.tile_halves[2]
 
     def store_planes(sdS, rdS, thread):
@@ -165,9 +165,7 @@ def make_store_planes(spec):
         )
         for j in range(TN):
             for n in range(TM // 2):
-                place = uint32(
-                    uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8))
-                )
+                place = uint32(uint32(first + 8 * PANEL * j) ^ uint32(8 * n))
                 for p in range(PLANES):
                     word = rdS[p * WORDS + j * (TM // 2) + n]
                     store2(sdS, uint32(place + p * PLANE), word)
