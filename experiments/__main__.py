@@ -1,6 +1,4 @@
-"""The command line, python -m experiments: list, run, draw, all, compare, explore, report, origins,
-spills, tune.
-"""
+"""The command line, python -m experiments: `--help` names its commands."""
 
 from __future__ import annotations
 
@@ -199,11 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for option, known in (("--series", tune.SERIES), ("--passes", tune.PASSES)):
         tuning.add_argument(
-            option,
-            nargs="+",
-            choices=known,
-            default=known,
-            help="what to sweep (default: all)",
+            option, nargs="+", choices=known, default=known, help="what to sweep (default: all)"
         )
     tuning.add_argument(
         "--jobs",
@@ -230,10 +224,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """The choices of the command line. Only a complete run goes to figures/.
-
-    Raises ValueError for another with that as --out.
-    """
+    """The choices of the command line. Raises ValueError for a part of a run with --out figures."""
     options = Options(
         quick=args.quick,
         seqlens=args.seqlens,

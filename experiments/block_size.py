@@ -86,14 +86,9 @@ def wanted_tiles(problem: Problem, quick: bool = False) -> list[tuple[str, int, 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Accesses from the model and counted; the rest where there is a GPU."""
     masks = options.causal or (False,)
-    head_dims = options.head_dims or ((HEAD_DIM,) if options.quick else HEAD_DIMS)
-    problems = [
-        setting(N, d, mask, dtype)
-        for dtype in UNITS
-        for N in options.seqlens or (SEQLEN,)
-        for d in head_dims
-        for mask in masks
-    ]
+    head_dims = (HEAD_DIM,) if options.quick else HEAD_DIMS
+    makes = [partial(setting, dtype=dtype) for dtype in UNITS]
+    problems = [p for make in makes for p in options.grid(make, (SEQLEN,), head_dims)]
     tiles = {problem: wanted_tiles(problem, options.quick) for problem in problems}
     every = [(problem, *each) for problem in problems for each in tiles[problem]]
     for problem, series, Br, Bc in bench.track(every, "closed forms"):

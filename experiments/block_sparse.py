@@ -93,10 +93,7 @@ def _given(problem: Problem, size: int, share: int | None) -> dict[str, Any]:
 
 
 def _shares(bench: Bench, problem: Problem, size: int, shares: Sequence[int]) -> list[int | None]:
-    """None for the call without a mask, then the shares that are no smaller than the diagonal's.
-
-    Says which are smaller.
-    """
+    """None for no mask, then the shares no smaller than the diagonal's; says which are smaller."""
     found = [share for share in shares if block_mask(problem.seqlen_q, size, share) is not None]
     if len(found) < len(shares):
         bench.say(
@@ -109,15 +106,9 @@ def _shares(bench: Bench, problem: Problem, size: int, shares: Sequence[int]) ->
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Accesses from the model and counted; times where there is a GPU."""
     lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
-    head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
     shares = QUICK_SHARES if options.quick else SHARES
-    problems = [
-        setting(N, d, mask, dtype)
-        for dtype in UNITS
-        for d in head_dims
-        for mask in masks
-        for N in lengths
-    ]
+    makes = [partial(setting, dtype=dtype) for dtype in UNITS]
+    problems = [p for make in makes for p in options.grid(make, lengths, (HEAD_DIM,))]
     shares_of = {N: _shares(bench, setting(N, HEAD_DIM), SIZE, shares) for N in lengths}
     cases = [
         (problem, series, share)
@@ -129,12 +120,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         yield from _model(problem, series, SIZE, share)
 
     few = SMALL_SHARES[:1] if options.quick else SMALL_SHARES
-    wanted = [
-        one_head(N, d, mask)
-        for N in options.seqlens or (SMALL_SEQLEN,)
-        for d in options.head_dims or (SMALL_HEAD_DIM,)
-        for mask in masks
-    ]
+    wanted = options.grid(one_head, (SMALL_SEQLEN,), (SMALL_HEAD_DIM,))
     counted = [
         (problem, series, share)
         for problem in counts.countable(wanted, bench)
@@ -217,9 +203,7 @@ def _run(
 
 
 class Checks:
-    """Checks results of each series, pass and share, at CHECKED_SEQLEN or less: all of O, or of dq,
-    dk and dv. Raises WrongResult.
-    """
+    """Checks all of O, or of dq, dk and dv, at CHECKED_SEQLEN at most. Raises WrongResult."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs

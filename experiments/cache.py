@@ -37,10 +37,7 @@ OTHERS = (
     lru.Device("no L2", 0, 132),
 )
 SIZES = (0, 2, 4, 8, 12, 16, 24, 32, 40, 44, 48, 52, 56, 60, 64, 80, 96, 128)
-SERIES = {
-    "float32": ("fa1-simt", "fa2-simt"),
-    "float16": ("fa1-mma-splits", "fa2-mma-fa1-tiles"),
-}
+SERIES = {"float32": ("fa1-simt", "fa2-simt"), "float16": ("fa1-mma-splits", "fa2-mma-fa1-tiles")}
 DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
 # Where the size is varied: working sets about that of L2, and far beyond.
 OVER_SIZE = {"float32": (512, 4096), "float16": (1024, 4096)}
@@ -113,10 +110,7 @@ def _planned(base: str, series: str, problem: Problem, splits: int) -> Any:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Rows of the model: for the H200 over N, for other GPUs, over the cache's size.
-
-    Raises Refused for what takes more than MOST_VISITS.
-    """
+    """The model over N, for other GPUs, over L2's size. Raises Refused beyond MOST_VISITS."""
     head_dims, masks = options.head_dims or HEAD_DIMS, options.causal or (False,)
     lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
     calls = [

@@ -107,12 +107,7 @@ def _count(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
 
 
 def _by_array(
-    problem: Problem,
-    series: str,
-    dropout: float,
-    metric: str,
-    found: dict[str, int],
-    machine: str,
+    problem: Problem, series: str, dropout: float, metric: str, found: dict[str, int], machine: str
 ) -> Iterator[Row]:
     common = columns(NAME, series, problem, machine, _options()["tiles"])
     for array, elements in sorted(found.items()):
@@ -203,10 +198,7 @@ def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[
 
 
 def _cached(problem: Problem) -> tuple[Any, ...]:
-    """q, k and v on the GPU; K and V of many heads are DRAWN_HEADS of them, again and again.
-
-    Queries are all drawn: no two heads have the same result.
-    """
+    """q, all drawn, k and v on the GPU: those of many heads are DRAWN_HEADS again and again."""
     drawn = min(DRAWN_HEADS, problem.heads_k)
     inputs = Inputs()
     (q, _, _) = inputs(replace(problem, heads_k=problem.heads_q, seqlen_k=1))

@@ -45,11 +45,7 @@ CASES: tuple[tuple[str, int, int, int], ...] = (
 )
 # A flash series -> what it is held against.
 OVER = {
-    "float16": {
-        "fa1-mma": "standard-mma",
-        "fa2-mma": "standard-mma",
-        peers.FLASH: peers.UNFUSED,
-    },
+    "float16": {"fa1-mma": "standard-mma", "fa2-mma": "standard-mma", peers.FLASH: peers.UNFUSED},
     "float32": {
         "fa1-simt": "standard-simt",
         "fa2-simt": "standard-simt",
@@ -89,8 +85,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
             yield from _model(problem)
     if bench.machine is None:
         return
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its kernels are not measured")
+    peers.say_missing(bench.say)
     planned = (
         call
         for problem in problems
@@ -206,8 +201,7 @@ def draw(rows: Sequence[Row]) -> Any:
             ax.axhline(1, color="#555555", lw=0.9, zorder=1)
             ax.axvline(2 * d, zorder=1, **_TWO_D)
             ax.axvspan(*CLAIMED, color=BAND, zorder=0)
-            ax.set_yscale("log", base=2)
-            style.plain_ticks(ax.yaxis)
+            style.log(ax.yaxis, 2)
             ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
         across[0].set_ylabel("times as fast" if timed else "times as many bytes")
     powers = [N for N in sorted(lengths) if N & (N - 1) == 0]

@@ -57,9 +57,7 @@ def _problem(
 
 
 def problems(options: Options) -> list[Problem]:
-    """What is measured: caches of equal size, one sequence, more rows of Q, d=64, and
-    Flash-Decoding's own.
-    """
+    """What is measured: equal caches, one sequence, more rows of Q, d=64, Flash-Decoding's own."""
     if options.quick:
         return [_problem(2, group, 1, 2048) for group in (1, 8)]
     found = [_problem(B, group, 1, N) for group in GROUPS for B, N in CACHES]
@@ -87,8 +85,7 @@ def _own(series: str) -> dict[str, Any]:
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Times of all series at each problem, results checked first."""
     assert bench.machine is not None
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its kernels are not measured")
+    peers.say_missing(bench.say)
     every = problems(options)
     hopper = device.compute_capability() == (9, 0)
     ours = [s for s in OURS if hopper or unit(s) != "wgmma"]
@@ -185,9 +182,7 @@ def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """TB/s of K and V over the keys of a sequence: a column for each number of query heads that
-    share them, caches of equal size above, one sequence below.
-    """
+    """TB/s of K and V over a sequence's keys, by query heads that share them; alone below."""
     found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
     lines = (
         (f"batch x keys = {TOKENS // 1024}k", lambda p: p[0] * p[4] == TOKENS),
@@ -208,10 +203,8 @@ def draw(rows: Sequence[Row]) -> Any:
             for series in (*OURS, *PEERS):
                 points = sorted((p[4], x[series].value) for p, x in here.items() if series in x)
                 points = [(N, value) for N, value in points if value is not None]
-                if points:
-                    looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
-                    ls = "--" if series in SPLITS else "-"
-                    ax.plot(*zip(*points, strict=True), ls=ls, label=LABELS[series], **looks)
+                ls = "--" if series in SPLITS else "-"
+                style.line(ax, points, series, ls=ls, label=LABELS[series])
             if read:
                 ax.axhline(read, color="#555555", lw=0.9, ls=":", label="a kernel that only reads")
             style.sizes(ax, sorted({p[4] for p in here}), "keys")

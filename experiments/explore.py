@@ -41,9 +41,7 @@ SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128, 256), (16, 32), (16, 32, 64), (0
 
 
 def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
-    """Whether the page without a server has the trace: those that take the emulator long it has
-    not.
-    """
+    """Whether the page without a server has the trace: not what takes the emulator long."""
     tiles = N // Br * (N // Bc)
     if on == "wgmma":
         return Br == 64 and 4 <= tiles <= 16 and (window == 0 or d == 16)
@@ -121,9 +119,7 @@ def _traced(
 def planned(
     series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
 ) -> fa_numba.Plan:
-    """The plan on the emulator, with a mask's `blocks`. Raises ValueError for tiles that no kernel
-    has, and as `check`.
-    """
+    """The emulator's plan, with a mask's `blocks`. Raises ValueError also as `check`."""
     check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
         return plan(series, problem, window=problem.window, **sizes(tiles, blocks))
@@ -142,10 +138,7 @@ def trace(
     found: list[Any] | None = None,
     blocks: Any = None,
 ) -> Trace:
-    """What a call on the emulator moves; the list `found` fills while it runs.
-
-    Raises ValueError as `planned` does.
-    """
+    """What a call moves; `found` fills while it runs. Raises ValueError as `planned` does."""
     planned(series, problem, tiles, blocks)
     dtype = np.float32 if problem.dtype == "float32" else np.float16
     with device.using("emulator"), emulator.trace() as accesses:

@@ -156,10 +156,7 @@ def _differing(differing: int, n: int, text: str) -> dict[str, Any]:
 
 
 def _counted(series: str) -> Iterator[Row]:
-    """The texts with a cache and without one, which must be the same, and bytes a character.
-
-    Raises WrongResult where they differ.
-    """
+    """The texts with a cache and without, and bytes. Raises WrongResult where they differ."""
     dtype = COUNTED[series]
     where: dict[str, Any] = {"machine": EMULATOR}
     w, text = model(), learned()
@@ -328,11 +325,9 @@ def draw(rows: Sequence[Row]) -> Any:
     left.set_title(f"attention's accesses for a character, {COUNTED[series]}")
     for place, (colour, marker) in _LOOKS.items():
         by, marks = modelled.get((series, place), {}), counted.get((series, place), {})
-        if by:
-            left.plot([*by], [*by.values()], color=colour, label=f"{place}: closed form")
-        if marks:
-            looks = {"color": colour, "marker": marker, "ls": "", "ms": 4}
-            left.plot([*marks], [*marks.values()], label=f"{place}: counted", **looks)
+        style.line(left, by, color=colour, label=f"{place}: closed form")
+        looks: dict[str, Any] = {"color": colour, "marker": marker, "ls": "", "ms": 4}
+        style.line(left, marks, label=f"{place}: counted", **looks)
     if modelled or counted:
         left.set_yscale("log")
         style.byte_axis(left.yaxis)

@@ -68,8 +68,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     if bench.machine is None:
         return
     precompile.compile_ahead(_calls(problems), bench)
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its kernels are not measured")
+    peers.say_missing(bench.say)
     checks = calls.Checks(inputs)
     for problem in bench.each(problems, "timing"):
         yield from _model(problem, bench.machine)
@@ -83,23 +82,18 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 def _problems(options: Options) -> Iterator[Problem]:
     batch = QUICK_BATCH if options.quick else BATCH
-    lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
     for dtype in SERIES:
-        for d in options.head_dims or (HEAD_DIM,):
-            for mask in options.causal or (False,):
-                for N in lengths:
-                    yield Problem(batch, HEADS, HEADS, N, N, d, dtype=dtype, causal=mask)
+
+        def make(N: int, d: int, mask: bool, dtype: str = dtype) -> Problem:
+            return Problem(batch, HEADS, HEADS, N, N, d, dtype=dtype, causal=mask)
+
+        yield from options.grid(make, (QUICK_SEQLEN if options.quick else SEQLEN,), (HEAD_DIM,))
 
 
 def _counted(options: Options, bench: Bench) -> list[tuple[Problem, str]]:
     """(problem of one head, series) that the emulator counts."""
-    lengths = options.seqlens or ((QUICK_COUNTED,) if options.quick else (COUNTED_SEQLEN,))
-    wanted = [
-        one_head(N, d, mask, "float16")
-        for d in options.head_dims or (HEAD_DIM,)
-        for mask in options.causal or (False,)
-        for N in lengths
-    ]
+    lengths = (QUICK_COUNTED if options.quick else COUNTED_SEQLEN,)
+    wanted = options.grid(partial(one_head, dtype="float16"), lengths, (HEAD_DIM,))
     # A backward pass has 2.5 times the forward pass's steps.
     small = [p for p in counts.countable(wanted, bench) if 14 * p.seqlen_q**2 * p.head_dim < 2**29]
     if len(small) < len(wanted):

@@ -92,9 +92,7 @@ def _counted(
 
 
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
-    """The rows of one source at the length that it has most head dimensions of; of the closed
-    forms those in elements.
-    """
+    """One source's rows at the length that has most head dimensions; closed forms in elements."""
     mine = [r for r in rows if r.source == source and not r.failed]
     mine = [r for r in mine if source != "model" or r.unit == "elements"]
     dims: dict[int, set[int]] = {}
@@ -153,8 +151,7 @@ def _title(what: str, lengths: set[int], masked: str) -> str:
 def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
     dims = sorted({d for points in found.values() for d in points})
     style.sizes(ax, dims, "head dimension d")
-    ax.set_yscale("log")
-    style.plain_ticks(ax.yaxis)
+    style.log(ax.yaxis)
     ax.set_ylabel("loads + stores, elements a score")
 
 

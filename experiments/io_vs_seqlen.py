@@ -46,40 +46,32 @@ BOUND_STYLES = {
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Rows per head for models and counts, of whole calls for hardware counters."""
-    head_dims = options.head_dims or HEAD_DIMS
-    masks = options.causal or (False,)
-    lengths = options.seqlens or (MODEL_SEQLENS[:6] if options.quick else MODEL_SEQLENS)
-    cases = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    lengths = MODEL_SEQLENS[: 6 if options.quick else None]
+    cases = options.grid(one_head, lengths, HEAD_DIMS)
     for problem in bench.track(cases, "closed forms"):
         yield from _model(problem)
 
     inputs = Inputs()
-    cases = _countable(options, bench, head_dims, masks)
+    cases = _countable(options, bench)
     work = [(series, problem) for problem in cases for series in SERIES]
     yield from bench.counted(work, "counting on the emulator", partial(_count, inputs=inputs))
 
     if bench.machine is not None:
-        lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
-        cases = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
-        yield from _hardware(cases, bench)
+        lengths = SEQLENS[: 2 if options.quick else None]
+        yield from _hardware(options.grid(fa2_setting, lengths, HEAD_DIMS), bench)
 
 
-def _countable(
-    options: Options, bench: Bench, head_dims: Sequence[int], masks: Sequence[bool]
-) -> list[Problem]:
+def _countable(options: Options, bench: Bench) -> list[Problem]:
     """What the emulator counts; says which lengths that were asked for it does not."""
     longest = max(COUNTED_SEQLENS)
-    if options.seqlens is not None:
-        beyond = [N for N in options.seqlens if N > longest]
-        if beyond:
-            bench.say(
-                f"  not counted: N={', '.join(map(str, beyond))}; beyond {longest} the emulator "
-                "takes minutes"
-            )
-        lengths = tuple(N for N in options.seqlens if N <= longest)
-    else:
-        lengths = COUNTED_SEQLENS[:2] if options.quick else COUNTED_SEQLENS
-    return [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    beyond = [N for N in options.seqlens or () if N > longest]
+    if beyond:
+        bench.say(
+            f"  not counted: N={', '.join(map(str, beyond))}; beyond {longest} the emulator "
+            "takes minutes"
+        )
+    every = options.grid(one_head, COUNTED_SEQLENS[: 2 if options.quick else None], HEAD_DIMS)
+    return [problem for problem in every if problem.seqlen_q <= longest]
 
 
 def _model(problem: Problem) -> list[Row]:

@@ -112,15 +112,13 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Closed forms and bounds, counts, and L2 and DRAM bytes where there is Nsight Compute."""
-    head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
-    lengths = options.seqlens or (SEQLEN,)
-    for problem in [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]:
+    for problem in options.grid(one_head, (SEQLEN,), (HEAD_DIM,)):
         for M in [1 << n for n in MODEL_EXPONENTS]:
             yield from _closed_forms(problem, M)
             yield from _closed_forms(problem, M, "bwd")
 
-    lengths = options.seqlens or (COUNTED_SEQLEN // (2 if options.quick else 1),)
-    problems = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    lengths = (COUNTED_SEQLEN // (2 if options.quick else 1),)
+    problems = options.grid(one_head, lengths, (HEAD_DIM,))
     work = [
         setting
         for problem in counts.countable(problems, bench)
@@ -136,8 +134,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     )
 
     if bench.machine is not None:
-        lengths = options.seqlens or (QUICK_SEQLEN if options.quick else GPU_SEQLEN,)
-        problems = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+        lengths = (QUICK_SEQLEN if options.quick else GPU_SEQLEN,)
+        problems = options.grid(fa2_setting, lengths, (HEAD_DIM,))
         work = [setting for problem in problems for setting in _runnable(problem, options)]
         yield from scaling.hardware(NAME, work, bench)
 
@@ -173,9 +171,7 @@ def _lengths(rows: Sequence[Row], source: str) -> set[int]:
 
 
 def _large(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the closed forms over all M: those of the lengths that the bounds have, or all
-    where only some M were taken.
-    """
+    """The closed forms over all M: of the lengths that the bounds have, or all without bounds."""
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
     lengths = {row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)}
     return [row for row in models if row.seqlen_q == max(lengths or _lengths(models, "model"))]
@@ -239,24 +235,21 @@ def _counted(rows: Sequence[Row]) -> list[Row]:
 
 
 def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
-    looks = {
+    looks: dict[str, dict[str, Any]] = {
         BLOCKED: {"color": style.COLOURS["standard-simt"], "lw": 1.8},
         "theta-flash": {"color": "#777777", "ls": "--", "lw": 1.2},
         "saha-ye": {"color": "#777777", "ls": ":", "lw": 2.2},
         BACKWARD_BOUND: {"color": "#777777", "ls": "-.", "lw": 1.5},
     }
     for series, look in looks.items():
-        points = found.get((series, "model"))
-        if points:
-            ax.plot(list(points), list(points.values()), label=LABELS[series], **look)
+        style.line(ax, found.get((series, "model"), {}), label=LABELS[series], **look)
 
 
 def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], d: int) -> None:
     memories = sorted({M for points in found.values() for M in points})
     style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M, floats")
     ax.set_xlim(memories[0] / 1.3, memories[-1] * 1.3)
-    ax.set_yscale("log")
-    style.plain_ticks(ax.yaxis)
+    style.log(ax.yaxis)
     ax.set_ylabel("loads + stores, elements a score")
     if memories[0] < d * d < memories[-1]:
         ax.axvline(d * d, color="#555555", lw=0.8, zorder=1)

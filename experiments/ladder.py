@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import fa_numba
@@ -191,14 +192,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """
     assert bench.machine is not None
     hopper = fa_numba.device.compute_capability() == (9, 0)
-    lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
-    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
-    problems = [
-        fa2_setting(N, d, mask, "float16")
-        for d in head_dims
-        for mask in options.causal or ((False, True) if hopper else (False,))
-        for N in lengths
-    ]
+    problems = options.grid(
+        partial(fa2_setting, dtype="float16"),
+        (QUICK_SEQLEN if options.quick else SEQLEN,),
+        HEAD_DIMS[: 1 if options.quick else None],
+        (False, True) if hopper else (False,),
+    )
     if peers.available():
         yield from _peer(problems, bench)
     else:
@@ -248,10 +247,7 @@ def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
 
 
 def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]:
-    """By the series in LIMITS that was measured, the share of it that so many TFLOP/s are.
-
-    Of exponentials a score takes one, and 4 d FLOPs.
-    """
+    """LIMITS measured -> the share that so many TFLOP/s are; a score takes an exp, 4 d FLOPs."""
     limits = {r.series: r.value for r in rows if r.series in LIMITS and r.value is not None}
     found = {name: speed / limit for name, limit in limits.items()}
     if "exponentials" in found:
@@ -260,9 +256,7 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    """How many times faster each step is than the one before it, two stages than one, and FA-1's
-    rows than its keys.
-    """
+    """How many times faster a step is than the one before; two stages than one, rows than keys."""
     timed = [r for r in rows if r.metric == "time"]
     times = {r.series: r.value for r in timed if r.value is not None}
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
@@ -283,9 +277,7 @@ def predictions(causal: bool = False) -> dict[str, float]:
 
 
 def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
-    """The rows of calls by problem, with a causal mask or without, and the labels of what was
-    tried there.
-    """
+    """The rows of calls by problem, with a causal mask or without; labels of what was tried."""
     calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
     calls = [r for r in calls if r.seqlen_q != ABLATED.seqlen_q]
     tried = {r.series for r in calls}

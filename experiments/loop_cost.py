@@ -194,11 +194,7 @@ FACTORS = {
 
 
 def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
-    """One problem's time from FA-1 to FA-2 as a waterfall; below how many times faster each step
-    is in every problem.
-
-    Without a mask, where that is stored.
-    """
+    """A problem's time from FA-1 to FA-2 as a waterfall; below each step's gain in all of them."""
     found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:
         return None
@@ -278,14 +274,12 @@ def _gains(ax: Any, found: Problems, units: Sequence[str]) -> None:
             for gains in [factors(by_step(mine))]
             if (gain := gains[key]) is not None and (key != "tiles" or gains["retiled"] is None)
         ]
-        if points:
-            colour = style.COLOURS[series_of(step, HOPPER if HOPPER in units else "mma")]
-            hollow = {"mfc": "white", "mew": 1.6} if marker == "^" else {}
-            look = {"color": colour, "marker": marker, "ms": 8, "ls": "", **hollow}
-            ax.plot(*zip(*points, strict=True), label=name, **look)
+        colour = style.COLOURS.get(series_of(step, HOPPER if HOPPER in units else "mma"))
+        hollow = {"mfc": "white", "mew": 1.6} if marker == "^" else {}
+        look: dict[str, Any] = {"color": colour, "marker": marker, "ms": 8, "ls": "", **hollow}
+        style.line(ax, points, label=name, **look)
     ax.axvline(1, color="#555555", lw=0.9, zorder=1)
-    ax.set_xscale("log", base=2)
-    style.plain_ticks(ax.xaxis)
+    style.log(ax.xaxis, 2)
     ax.set_yticks(range(len(found)), [_said(*at, units) for at in found])
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.set_xlabel("times as fast as without it")
@@ -366,9 +360,7 @@ def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str
 
 
 def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:
-    """The problem whose steps are shown: forward, without a mask, 16 bits, where that is stored,
-    of the smallest head dimension or the largest.
-    """
+    """Whose steps are shown: forward, no mask, 16 bits, the smallest head dimension or largest."""
 
     def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:
         (passes, p), _ = item

@@ -48,10 +48,7 @@ PROFILED = {
 
 
 def series_of(unit: str) -> tuple[str, str, str]:
-    """FA-1 with the paper's grid, FA-1 with query splits, FA-2 at the same tiles.
-
-    These are FA-1's; on wgmma FA-2's, whose registers hold fewer columns.
-    """
+    """FA-1, FA-1 with query splits, FA-2 at FA-1's tiles; on wgmma all at FA-2's."""
     q_outer = "fa2-wgmma" if unit == "wgmma" else f"fa2-{unit}-fa1-tiles"
     return f"fa1-{unit}", f"fa1-{unit}-splits", q_outer
 
@@ -201,12 +198,10 @@ def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str) -> Non
         )
         marker, ls = _LOOKS.get(d, ("D", ":"))
         look = {"color": style.COLOURS[_UNITS[unit]], "marker": marker, "ls": ls}
-        if points:
-            ax.plot(*zip(*points, strict=True), label=f"{UNIT_NAMES[unit]}, d={d}", **look)
+        style.line(ax, points, label=f"{UNIT_NAMES[unit]}, d={d}", **look)
     ax.axhline(1, color="#555555", lw=0.8, zorder=1)
     if name == "dram":
-        ax.set_yscale("log", base=2)
-        style.plain_ticks(ax.yaxis)
+        style.log(ax.yaxis, 2)
     style.sizes(ax, sorted({p.seqlen_q for _, p in found}), "sequence length N")
 
 
@@ -245,14 +240,9 @@ def detail(rows: Sequence[Row]) -> Any:
             at = f", N={next(iter(mine)).seqlen_q}" if over_heads and mine else ""
             ax.set_title(f"{UNIT_NAMES[unit]}, d={d}{at}")
         across[0].set_ylabel("FA-1 / FA-2")
-    handles = style.handles(axes)
-    figure.legend(
-        handles.values(),
-        handles,
-        loc="outside upper center",
-        ncols=3,
-        title="forward, the same tiles; above 1 the K/V-outer order takes or moves more",
-    )
+    handles, title = style.handles(axes), "forward, the same tiles; above 1 the K/V-outer order"
+    title += " takes or moves more"
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, title=title)
     return figure
 
 
@@ -265,20 +255,13 @@ def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool) ->
                 for p, values in found.items()
                 if p.causal == causal and name in values
             )
-            if not points:
-                continue
-            ax.plot(
-                *zip(*points, strict=True),
-                color=style.COLOURS[like],
-                marker=marker,
-                ls=":" if causal and line else line,
-                lw=1.2 if causal else 1.8,
-                markersize=4 if causal else 6,
-                label=f"{label}{', causal' if causal else ''}",
-            )
+            look: dict[str, Any] = {"color": style.COLOURS[like], "marker": marker, "ls": line}
+            look |= {"lw": 1.8, "ms": 6, "label": label}
+            if causal:
+                look |= {"ls": line and ":", "lw": 1.2, "ms": 4, "label": f"{label}, causal"}
+            style.line(ax, points, **look)
     ax.axhline(1, color="#555555", lw=0.8, zorder=1)
-    ax.set_yscale("log", base=2)
-    style.plain_ticks(ax.yaxis)
+    style.log(ax.yaxis, 2)
     style.sizes(ax, sizes, "batch x heads" if over_heads else "sequence length N")
 
 

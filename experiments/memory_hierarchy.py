@@ -250,10 +250,7 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def _roofline(
-    ax: Any,
-    rows: Sequence[Row],
-    found: dict[Problem, dict[Place, dict[str, float]]],
-    dtype: str,
+    ax: Any, rows: Sequence[Row], found: dict[Problem, dict[Place, dict[str, float]]], dtype: str
 ) -> None:
     speeds, peak = bandwidths(rows), products(rows).get(dtype)
     shown = [

@@ -246,9 +246,7 @@ def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
 
 
 def stepwise(x: np.ndarray, online: bool) -> np.ndarray:
-    """Softmax of the rows of x by Algorithm 2 or 3 of arXiv 1805.02867, one element after the
-    other, each operation rounded to float32.
-    """
+    """Softmax of the rows of x by Algorithm 2 or 3 of arXiv 1805.02867 in float32, stepwise."""
 
     def e(difference: np.ndarray) -> np.ndarray:
         return np.exp(difference.astype(np.float64)).astype(np.float32)
@@ -298,10 +296,7 @@ _DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The relative error over N: a row of panels for each kind of input, a column for each dtype.
-
-    Full marks are of a GPU, hollow ones of the emulator.
-    """
+    """The relative error over N by kind of input and dtype; hollow marks are the emulator's."""
     on_gpu, emulated = curves(rows, False), curves(rows, True)
     keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]
     keys = [key for key in keys if key[2] in (*OURS[key[0]], _DRAWN[key[0]])]
@@ -340,14 +335,12 @@ def draw(rows: Sequence[Row]) -> Any:
 
 def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found) -> None:
     for series in (_DRAWN[dtype], *OURS[dtype]):
-        looks: dict[str, Any] = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
-        looks |= {"ms": 5, "ls": "--" if calls.theirs(series) else "-"}
+        looks: dict[str, Any] = {"ms": 5, "ls": "--" if calls.theirs(series) else "-"}
         for found, hollow in ((on_gpu, False), (emulated, True)):
-            line = found.get((dtype, kind, series, "error"))
-            if line:
-                more = {"mfc": "white", "lw": 0.8} if hollow else {"lw": 1.5}
-                label = LABELS[series] if not hollow or not on_gpu else None
-                ax.plot(list(line), list(line.values()), label=label, **looks, **more)
+            more = {"mfc": "white", "lw": 0.8} if hollow else {"lw": 1.5}
+            label = LABELS[series] if not hollow or not on_gpu else None
+            points = found.get((dtype, kind, series, "error"), {})
+            style.line(ax, points, series, label=label, **looks, **more)
 
 
 def paper_ratio() -> float:

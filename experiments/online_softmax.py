@@ -78,14 +78,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Closed forms, counts on the emulator and, on a GPU, times."""
     lengths = options.seqlens or (QUICK_LENGTHS if options.quick else LENGTHS)
     counted = options.seqlens or (QUICK_LENGTHS if options.quick else COUNTED_LENGTHS)
-    seqlens = options.seqlens or COUNTED_SEQLENS[: 1 if options.quick else None]
-    problems = [
-        one_head(N, d, mask)
-        for d in options.head_dims or (64,)
-        for mask in options.causal or (False,)
-        for N in seqlens
-    ]
-    problems = counts.countable(problems, bench)
+    seqlens = COUNTED_SEQLENS[: 1 if options.quick else None]
+    problems = counts.countable(options.grid(one_head, seqlens, (64,)), bench)
     vectors = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES if V <= 2**14]
     for item in vectors:
         yield from _model(*item)
@@ -302,26 +296,11 @@ def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
         ax.bar(at, loads, 0.62, color=looks[series])
         ax.bar(at, stores, 0.62, bottom=loads, color=looks[series], alpha=0.45)
         above = 12 if series in paper() else 3
-        ax.annotate(
-            f"{loads + stores:.3g}",
-            (at, loads + stores),
-            (0, above),
-            ha="center",
-            textcoords="offset points",
-            fontsize=10,
-        )
+        look = {"ha": "center", "textcoords": "offset points", "fontsize": 10}
+        ax.annotate(f"{loads + stores:.3g}", (at, loads + stores), (0, above), **look)
     known = {shown.index(s): value for s, value in paper().items() if s in shown}
-    ax.plot(
-        list(known),
-        list(known.values()),
-        ls="",
-        marker="o",
-        ms=15,
-        mfc="none",
-        mew=1.5,
-        color=style.COLOURS["published"],
-        label="published (arXiv 1805.02867)",
-    )
+    look = {"ls": "", "ms": 15, "mfc": "none", "mew": 1.5, "marker": "o"}
+    style.line(ax, known, "published", label="published (arXiv 1805.02867)", **look)
     names = [LABELS.get(s) or ATTENTION_LABELS[s].split(" ")[0] for s in shown]
     ax.set_xticks(range(len(shown)), names, rotation=30)
     ax.set_ylim(0, 5.4)

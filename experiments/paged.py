@@ -114,9 +114,7 @@ def _paged_step(problem: Problem, page_size: int) -> tuple[Problem, tuple[int, i
 
 
 def _counted(series: str, page_size: int) -> Iterator[Row]:
-    """Of one small call on the emulator: elements of O and L that differ, bytes of the table over
-    those of K and V.
-    """
+    """Of a small call: elements of O and L that differ, the table's bytes over K's and V's."""
     dtype = COUNTED[series]
     B, N = len(LENGTHS), max(LENGTHS)
     problem = Problem(B, 4, 2, ROWS, N, COUNTED_DIM, dtype=dtype, kv_lens=LENGTHS)

@@ -61,9 +61,7 @@ def prefix_of(row: Row | Problem, sizes: Sequence[int]) -> int:
 
 
 class Behind:
-    """Keys or values (B, Hk, N, d) of sequences behind those of a prefix, as they are read: by
-    entry, head and rows.
-    """
+    """K or V (B, Hk, N, d) of sequences behind a prefix's, read by entry, head and rows."""
 
     def __init__(self, prefix: np.ndarray, own: np.ndarray) -> None:
         self._prefix, self._own = prefix, own

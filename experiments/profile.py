@@ -245,9 +245,7 @@ SHOWN = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Measured over counted for every kernel of the smallest problem counted, a dot each; what is
-    counted, on a log axis, where nothing was measured.
-    """
+    """Measured over counted for every kernel of the smallest problem; or what is counted alone."""
     found = pairs(rows)
     if not found:
         return None

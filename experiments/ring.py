@@ -189,9 +189,7 @@ def _modelled(options: Options) -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Speed over one GPU's by length, both masks and passes; below bytes on the link and, where
-    the link was measured, the model's efficiency by ranks.
-    """
+    """Speed over one GPU's by length; below bytes on the link, the model's efficiency by ranks."""
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
@@ -207,8 +205,7 @@ def draw(rows: Sequence[Row]) -> Any:
             continue
         for series in SERIES[1:]:
             points = sorted((k[3], x) for k, x in here.items() if k[0] == series)
-            if points:
-                ax.plot(*zip(*points, strict=True), label=LABELS[series], **_look(series))
+            style.line(ax, points, label=LABELS[series], **_look(series))
         ax.axhline(ranks, color="#555555", lw=0.9, ls=":")
         lengths = sorted({k[3] for k in here})
         style.sizes(ax, lengths, "N", 1 + len(lengths) // 6)
@@ -272,9 +269,7 @@ def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
     for series, (at, ls) in itertools.product(reversed(OURS), links.values()):
         found = [(P, efficiency(at, SHORTER, P, series, True, pass_)) for P in MODEL_RANKS]
         points = [(P, x) for P, x in found if x is not None]
-        if points:
-            ms = 8 if series == Q else 5
-            ax.plot(*zip(*points, strict=True), ls=ls, ms=ms, **_look(series))
+        style.line(ax, points, ls=ls, ms=8 if series == Q else 5, **_look(series))
     keys = [style.key(label, ls=ls) for label, (_, ls) in links.items()]
     ax.legend(handles=keys, loc="lower left")
     style.sizes(ax, MODEL_RANKS, "GPUs")
@@ -291,9 +286,7 @@ SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each call of all ranks at some lengths: times, gains over one GPU, what the model
-    says, bytes.
-    """
+    """A line for each call of all ranks at some lengths: times, gains, the model, bytes."""
     times, gained = by_key(rows, "time"), gains(rows)
     model, sent, memory = predicted(rows), by_key(rows, "sent"), by_key(rows, "memory")
     series = [s for s in SERIES if any(k[0] == s for k in times)]

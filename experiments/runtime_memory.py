@@ -97,8 +97,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
                 yield _memory(_model_bytes(problem, series, pass_), problem, series, pass_)
     if bench.machine is None:
         return
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its kernels are not measured")
+    peers.say_missing(bench.say)
     work = [(problem, name) for problem in problems for name in _settings(problem, options)]
     precompile.compile_ahead(_planned(work), bench)
     session = _Session(bench.machine, problems[-1])
@@ -336,34 +335,21 @@ def draw(rows: Sequence[Row]) -> Any:
     lengths = sorted({r.seqlen_q for r in rows})
     for (title, metric, pass_, name, item), ax in zip(PANELS, axes.flat, strict=True):
         for method, like in _LIKE.items():
-            points = paper(metric, pass_, name, method)
-            ax.plot(
-                list(points),
-                list(points.values()),
-                color=style.COLOURS[like],
-                marker=style.MARKERS[like],
-                mfc="white",
-                ls=":",
-                lw=1.1,
-                label=f"{'PyTorch' if 'PyTorch' in method else 'FA-1'}, published, A100",
+            points, look = (
+                paper(metric, pass_, name, method),
+                {"mfc": "white", "ls": ":", "lw": 1.1},
             )
+            label = f"{'PyTorch' if 'PyTorch' in method else 'FA-1'}, published, A100"
+            style.line(ax, points, like, label=label, **look)
         measured = {r.series for r in rows if r.metric == metric and r.source == "measured"}
         for series in _DRAWN:
-            points = curve(rows, series, metric, pass_, name)
-            if points:
-                ax.plot(
-                    list(points),
-                    list(points.values()),
-                    color=style.COLOURS[series],
-                    marker=style.MARKERS[series] if series in measured else None,
-                    ms=4.5,
-                    lw=1.4,
-                    label=LABELS[series] + ("" if series in measured else ", closed form"),
-                )
+            points, known = curve(rows, series, metric, pass_, name), series in measured
+            look = {"lw": 1.4} if known else {"lw": 1.4, "marker": None}
+            label = LABELS[series] + ("" if known else ", closed form")
+            style.line(ax, points, series, ms=4.5, label=label, **look)
         ax.set_title(f"{title} ({item})", fontsize=11)
         style.sizes(ax, sorted({*lengths, *SEQLENS}), "sequence length N")
-        ax.set_yscale("log")
-        style.plain_ticks(ax.yaxis)
+        style.log(ax.yaxis)
         ax.set_ylabel("ms" if metric == "time" else "MiB, inputs with the rest")
     handles = style.handles(axes)
     ends = max(curve(rows, peers.UNFUSED, "memory", "fwd+bwd", PLAIN), default=None)

@@ -1,6 +1,4 @@
-"""Shapes beyond the papers' grid: shared heads, head dimensions, lengths, options, few heads, short
-sequences, each beside torch's kernels.
-"""
+"""Shapes beyond the papers' grid, each beside torch's kernels."""
 
 from __future__ import annotations
 
@@ -224,8 +222,7 @@ def at(point: Point, pass_: str) -> list[str]:
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Times of all series at each point, results checked first."""
     assert bench.machine is not None
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its kernels are not measured")
+    peers.say_missing(bench.say)
     every = points(options)
     ahead = (
         call
@@ -260,9 +257,7 @@ def _plan_options(pass_: str, point: Point, problem: Problem | None = None) -> d
 
 
 def _planned(series: str, pass_: str, point: Point) -> Iterator[precompile.Call]:
-    """The calls whose kernels are needed: a backward pass also needs a forward one, and both of a
-    shorter problem for its check.
-    """
+    """The calls whose kernels are needed, those of a check among them."""
     problem = point.problem
     for each in [problem] if pass_ == "fwd" else [problem, breadth.shorter(problem)]:
         if pass_ == "bwd":
@@ -284,10 +279,7 @@ def _flex_call(item: tuple[Problem, str]) -> Any:
 
 
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
-    """The check of a point's result. Raises WrongResult at once where a shorter problem's is wrong.
-
-    With options that a problem has not, a shorter problem's output is checked with its gradients.
-    """
+    """The check of a point's result. Raises WrongResult where a shorter problem's is wrong."""
     problem = point.problem
     given = point.given(problem)
     if not given:
@@ -302,12 +294,7 @@ def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls
 
 
 def _timed(
-    series: str,
-    pass_: str,
-    point: Point,
-    arrays: Sequence[Any],
-    checks: calls.Checks,
-    machine: str,
+    series: str, pass_: str, point: Point, arrays: Sequence[Any], checks: calls.Checks, machine: str
 ) -> Row:
     problem = point.problem
     common, said = columns(NAME, series, problem, machine, pass_=pass_), point.place
@@ -373,9 +360,7 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Ratios]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Torch's time over ours: a line for each class and pass, a dot for each point, the median a
-    bar.
-    """
+    """Torch's time over ours: a line a class and pass, a dot a point, the median a bar."""
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
     every = [x for own in found.values() for s in shown for x in own.over.get(s, {}).values()]
@@ -423,9 +408,7 @@ def _message(found: Mapping[tuple[str, str], Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each class and pass: points, the median and the worst ratio to its peer and to
-    cuDNN.
-    """
+    """A line for each class and pass: points, median and worst ratio to its peer and to cuDNN."""
     found = ratios(rows)
     lines = []
     for (name, pass_), own in found.items():

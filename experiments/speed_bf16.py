@@ -42,10 +42,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
-    """Speed in bf16 over that in fp16, a dot a problem: a row for each series, a panel a pass.
-
-    fp16's are the page's unless given.
-    """
+    """Speed in bf16 over fp16's, the page's unless given: a dot a problem, a panel a pass."""
     store = Store(RECORDED)
     half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])

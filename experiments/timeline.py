@@ -84,10 +84,7 @@ def _traced(
 
 
 def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:
-    """The closed form of a call.
-
-    Raises ValueError for tiles that no kernel has, or that are too many to draw.
-    """
+    """A call's closed form. Raises ValueError for tiles without a kernel or too many to draw."""
     rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
     if rows * columns > MOST_TILES:
         raise ValueError(
@@ -173,10 +170,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
-    """One order: the lanes of its arrays' tiles from left to right, the clock downwards.
-
-    `longest` is the clock of the longer order's end in kB, which both panels go to.
-    """
+    """The lanes of an order's tiles, the clock down to `longest` kB in both panels."""
     ax.grid(False)
     ax.spines[["bottom", "left"]].set_visible(False)
     ax.set_xticks([])

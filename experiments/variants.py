@@ -145,9 +145,7 @@ SEQLEN, HEADS, HEAD_DIM, TILES = 64, 2, 16, fa_numba.Tiles(8, 8)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Accesses, the share of tiles visited and errors, of every variant in both orders; times where
-    there is a GPU.
-    """
+    """Accesses, tiles visited, errors of every variant in both orders; times with a GPU."""
     names = list(VARIANTS)[: 3 if options.quick else None]
     work = [(name, series) for name in names for series in SERIES]
     yield from bench.counted(work, "counting", _counted)

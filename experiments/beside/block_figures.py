@@ -118,8 +118,7 @@ def _finish(ax: Any, sizes: Iterable[int], name: str, *, log: bool = False) -> N
     style.sizes(ax, sorted(sizes), "block size")
     ax.set_ylabel(name)
     if log:
-        ax.set_yscale("log", base=2)
-        style.plain_ticks(ax.yaxis)
+        style.log(ax.yaxis, 2)
     else:
         ax.set_ylim(bottom=0)
 

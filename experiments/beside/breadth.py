@@ -49,10 +49,7 @@ def _bias(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs the series once in a pass; it takes `out`.
-
-    `arrays` are q, k, v and dout on the GPU.
-    """
+    """A function that runs the series once on q, k, v, dout in a pass; it takes `out`."""
     options = flex.options_on_gpu(given(problem))
     if series == peers.FLEX:
         if pass_ == "fwd":

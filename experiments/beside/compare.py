@@ -15,7 +15,7 @@ from fa_numba import Tiles, bounds, device
 from fa_numba.problem import Problem
 
 from ..lab.measure import calls, counts, peers
-from ..lab.measure.series import BACKWARD_LABELS, LABELS, plan, query_splits, row_fields
+from ..lab.measure.series import BACKWARD_LABELS, LABELS, columns, plan, query_splits
 from ..lab.measure.series import backward as backward_call
 from ..lab.measure.series import call as forward_call
 from ..lab.measure.timing import SECONDS, attempt, time_call, timing_rows
@@ -63,9 +63,7 @@ def labels(pass_: str) -> dict[str, str]:
 
 
 def sides(setting: Setting, gpu: bounds.Device) -> tuple[list[Side], dict[str, str]]:
-    """FA-1, FA-1 with query splits where these fill more of the GPU, FA-2 and standard; and why
-    one of them is not there.
-    """
+    """FA-1, with query splits where these fill more of the GPU, FA-2, standard; why one lacks."""
     problem, tiles = setting.problem, setting.tiles
     unit = "simt" if problem.dtype == "float32" else "mma"
     common: dict[str, Any] = {"tiles": tiles} if tiles else {}
@@ -96,10 +94,7 @@ def measure(
     machine: str | None,
     busy: Callable[[str], contextlib.AbstractContextManager[Any]],
 ) -> Iterator[Row]:
-    """The rows: closed forms, counts where they are small enough, times where there is a GPU.
-
-    `busy(text)` is entered while something takes long.
-    """
+    """Closed forms, small counts, times with a GPU; `busy(text)` is entered where it takes long."""
     name = labels(setting.pass_)
     for side in found:
         yield from _modelled(setting, side, gpu)
@@ -114,16 +109,15 @@ def measure(
                 yield from _timed(setting, side, inputs, checks, machine)
 
 
-def _columns(setting: Setting, side: Side) -> dict[str, Any]:
+def _columns(setting: Setting, side: Side, machine: str) -> dict[str, Any]:
     """What all rows of one side have."""
-    tiles = {"Br": side.planned.tiles.Br, "Bc": side.planned.tiles.Bc}
-    named = {"experiment": NAME, "series": side.series, "pass_": setting.pass_}
-    return {**named, **tiles, **row_fields(setting.problem)}
+    own = {"tiles": side.planned.tiles, "pass_": setting.pass_}
+    return columns(NAME, side.series, setting.problem, machine, **own)
 
 
 def _modelled(setting: Setting, side: Side, gpu: bounds.Device) -> Iterator[Row]:
     planned = side.planned
-    row = partial(Row, machine=MODEL, source="model", **_columns(setting, side))
+    row = partial(Row, **_columns(setting, side, MODEL))
     yield from _accesses(row, planned.accesses.loads, planned.accesses.stores)
     for name, arrays in GROUPS.items():
         value = _bytes(planned.accesses, arrays)
@@ -190,7 +184,7 @@ def _counted(setting: Setting, side: Side) -> Iterator[Row]:
     options = {**side.options, "tiles": side.planned.tiles}
     with fa_numba.count_accesses() as found:
         _run_once(side, head, options, setting.pass_)
-    row = partial(Row, machine=EMULATOR, source="counted", **_columns(setting, side))
+    row = partial(Row, **_columns(setting, side, EMULATOR))
     yield from _accesses(row, found.loads, found.stores, p.batch * p.heads_q)
 
 
@@ -219,7 +213,6 @@ def _timed(
     setting: Setting, side: Side, inputs: Inputs, checks: calls.Checks, machine: str
 ) -> Iterator[Row]:
     problem, pass_ = setting.problem, setting.pass_
-    columns = {"machine": machine, "source": "measured", **_columns(setting, side)}
 
     def work() -> Any:
         if max(np.prod(problem.q_shape), np.prod(problem.k_shape)) > LARGEST:
@@ -233,7 +226,8 @@ def _timed(
     timing, failure = attempt(work)
     device.release_memory()
     peers.release()
+    common = _columns(setting, side, machine)
     if failure:
-        yield Row(metric="time", unit="ms", value=None, note=failure, **columns)
+        yield Row(metric="time", unit="ms", value=None, note=failure, **common)
         return
-    yield from timing_rows(timing, problem, **columns)
+    yield from timing_rows(timing, problem, **common)

@@ -162,10 +162,7 @@ _SHADES = dict(zip(GROUPS, (1.0, 0.72, 0.5, 0.28), strict=True))
 
 
 def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
-    """Bytes by kind of array, bytes of DRAM, time, and workspace: a bar for each side.
-
-    Filled bars are measured or exact, hollow ones what the data sheet lets expect.
-    """
+    """Bytes by kind of array and of DRAM, time, workspace: hollow bars are the data sheet's."""
     p, get = setting.problem, Numbers(rows)
     series = list(dict.fromkeys(row.series for row in rows))
     figure, (axes,) = style.new(1, 4, 3.9, sharey=True, width_ratios=(1.7, 1, 1, 1))
@@ -211,11 +208,7 @@ def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
 
 
 def _bars(
-    ax: Any,
-    value: Value,
-    places: dict[str, Any],
-    shown: Callable[[float], str],
-    hollow: bool,
+    ax: Any, value: Value, places: dict[str, Any], shown: Callable[[float], str], hollow: bool
 ) -> None:
     """A bar for each series that has a value, and the value behind it."""
     for s, place in places.items():

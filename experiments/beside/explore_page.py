@@ -44,10 +44,7 @@ class Recorded:
         self.rows = cache(lambda name: store.read(name, report.gpu(store, name)))
 
     def curves(self, figure: str, d: int, causal: str) -> Answer:
-        """Lines over N of a recording, where they are from, and the verdict on the question.
-
-        Raises ValueError where nothing is recorded.
-        """
+        """A recording's lines over N, their source, the verdict. Raises ValueError for none."""
         title, name, wanted, unit, key = CURVES[figure]
         wanted = {**wanted, "head_dim": d, "causal": causal == "yes"}
         labels = BACKWARD_LABELS if figure == "backward" else LABELS

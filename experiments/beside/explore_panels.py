@@ -38,9 +38,7 @@ OPERAND = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
-    """The lines of the algorithm in NumPy from its line 2 or 3 on, without what watches, each with
-    the lines of the paper that it carries out.
-    """
+    """The algorithm's lines in NumPy, without what watches, each with the paper's lines for it."""
     source = inspect.getsource(getattr(algorithms, f"{algorithm}_forward")).splitlines()
     first = next(
         n for n, line in enumerate(source) if re.match(r" +# (Alg\. 1 line 2|In gl)", line)

@@ -1,6 +1,4 @@
-"""The variants of `experiments.variants` as torch's flex_attention takes them: functions of
-tensors, with torch's words for `and`, `or` and `math`.
-"""
+"""The variants of `experiments.variants` as torch's flex_attention takes them, of tensors."""
 
 from __future__ import annotations
 

@@ -18,10 +18,7 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of each group: a published `method`, hollow, or the faster of our `series`, filled.
-
-    `like` is the series in whose colour it is.
-    """
+    """A bar: a published `method`, hollow, or the faster `series` of ours; in `like`'s colour."""
 
     label: str
     like: str

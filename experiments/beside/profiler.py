@@ -88,12 +88,7 @@ COUNTERS = {
     "shared store wavefronts": _memory("shared", "store", "wavefronts", f"{_WAVEFRONTS}_op_st"),
     "shared store conflicts": _memory("shared", "store", "conflicts", f"{_CONFLICTS}_op_st"),
     "copy wavefronts": _memory("shared", "copy", "wavefronts", *_of_copies(f"{_WAVEFRONTS}_op")),
-    "copy conflicts": _memory(
-        "shared",
-        "copy",
-        "conflicts",
-        *_of_copies(f"{_CONFLICTS}_op"),
-    ),
+    "copy conflicts": _memory("shared", "copy", "conflicts", *_of_copies(f"{_CONFLICTS}_op")),
     "global load requests": Counter(_read("requests"), (f"{_REQUESTS}_ld.sum",)),
     "global load sectors": Counter(_read("sectors"), (f"{_SECTORS}_ld.sum",)),
     "global store requests": _memory("global", "store", "requests", f"{_REQUESTS}_st"),

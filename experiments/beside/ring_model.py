@@ -32,9 +32,7 @@ class Measured:
     merging: float
 
     def call(self, passes: str, causal: bool, N: int) -> float | None:
-        """Milliseconds of one pass; beyond the longest length measured in proportion to the work,
-        None for a length that was not measured below it.
-        """
+        """Of one pass; beyond the longest measured in proportion to the work, else None."""
         known = [n for p, c, n in self.times if (p, c) == (_PASSES[passes], causal)]
         if not known or N < min(known):
             return None
@@ -56,9 +54,7 @@ _PASSES = {"fwd": "fwd", "bwd": "fwd+bwd"}
 def milliseconds(
     measured: Measured, problem: Problem, ranks: int, travels: str, passes: Sequence[str]
 ) -> float | None:
-    """The model's time of the passes, "fwd" or "fwd" and "bwd", of a whole problem; None where a
-    call of the rank's length was not measured.
-    """
+    """Milliseconds of all passes of a whole problem; None where a rank's call was not measured."""
     part = replace(problem, seqlen_q=problem.seqlen_q // ranks, seqlen_k=problem.seqlen_k // ranks)
     total = 0.0
     for each in passes:

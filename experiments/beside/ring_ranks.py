@@ -334,9 +334,7 @@ def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tupl
 
 
 def _all_to_all(torch: Any) -> tuple[Any, Any]:
-    """DeepSpeed-Ulysses' two exchanges (arXiv 2309.14509): all rows of a share of the heads, and
-    back, each the other's gradient.
-    """
+    """DeepSpeed-Ulysses' two exchanges (arXiv 2309.14509), each the other's gradient."""
     dist = torch.distributed
 
     def heads(x: Any) -> Any:  # (1, H, n, d) to (1, H / P, P n, d)

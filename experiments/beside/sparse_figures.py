@@ -25,10 +25,7 @@ def share_of(row: Row) -> int | None:
 
 
 def curve(rows: Sequence[Row], series: str, metrics: Sequence[str]) -> Points:
-    """Share in percent (None: without a mask) -> the sum of the series' rows of these metrics.
-
-    `rows` are of one source and problem.
-    """
+    """Share in percent (None: no mask) -> the sum of these metrics of one source and problem."""
     points: Points = {}
     for row in rows:
         if row.series == series and row.metric in metrics and row.value is not None:
@@ -115,8 +112,7 @@ def _times(ax: Any, times: Sequence[Row]) -> None:
     if not any(found.values()):
         style.empty(ax, "not recorded yet")
         return
-    ax.set_yscale("log", base=2)
-    style.plain_ticks(ax.yaxis)
+    style.log(ax.yaxis, 2)
     ax.set_ylabel("ms")
     _axes(ax)
 

@@ -35,10 +35,7 @@ def _is_known(node: ast.AST) -> bool:
 
 @lru_cache(maxsize=32)
 def function_of(text: str) -> Callable[..., Any]:
-    """The function (b, h, i, j) of the text, which is read before any of it runs.
-
-    Raises ValueError for anything but an expression of these words.
-    """
+    """The text's function (b, h, i, j). Raises ValueError for anything but these words."""
 
     def refused(what: str) -> ValueError:
         return ValueError(f"mask is {text!r}: {what}; allowed is {ALLOWED}")

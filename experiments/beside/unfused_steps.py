@@ -9,7 +9,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..lab.measure import calls, check, counters, peers
-from ..lab.measure.series import LABELS, algorithm, plan, row_fields
+from ..lab.measure.series import LABELS, algorithm, columns, plan
 from ..lab.measure.timing import REPEATS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
 from ..lab.record import published
@@ -34,10 +34,8 @@ DURATION = "gpu__time_duration.sum"
 
 
 def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterator[Row]:
-    """Rows of time of each step, its name in the note, and of the fused kernels, all forward with
-    the problem's mask and dropout.
-    """
-    common = {"machine": str(bench.machine), "experiment": name, **row_fields(problem)}
+    """Times of each step, its name in the note, and of the fused kernels, all forward."""
+    common = columns(name, "", problem, str(bench.machine))
     host = inputs(problem)[:3]
     arrays = peers.on_device(host, problem.dtype)
     if peers.available():
@@ -53,9 +51,9 @@ def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterat
             return time_call(run, held)
 
         timing, failure = attempt(work)
-        yield calls.time_row(timing, failure, FUSED, series=series, **common)
+        yield calls.time_row(timing, failure, FUSED, **common | {"series": series})
         device.release_memory()
-    yield from _kernels(problem, bench, common)
+    yield from _kernels(problem, bench, common | {"series": OURS})
     peers.release()
 
 
@@ -73,7 +71,7 @@ def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> 
             samples, failure = attempt(device.time_ms, steps[step], repeats=REPEATS)
         if not failure:
             timing = Timing.of(samples)
-        yield calls.time_row(timing, failure, step, series=THEIRS, **common)
+        yield calls.time_row(timing, failure, step, **common | {"series": THEIRS})
 
 
 def torch_steps(problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
@@ -123,7 +121,7 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
     if not failure:
         results, failure = attempt(counters.count_kernels, [case], (DURATION,))
     if failure:
-        yield calls.time_row(None, failure, PLACES["standard_scores"], series=OURS, **common)
+        yield calls.time_row(None, failure, PLACES["standard_scores"], **common)
         return
     (result,) = results
     for number, kernel in enumerate(planned.kernels):
@@ -131,7 +129,7 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
         if not why:
             milliseconds = result[number][DURATION] / 1e6
             timing = Timing.of([milliseconds])
-        yield calls.time_row(timing, why, PLACES[kernel.name], series=OURS, **common)
+        yield calls.time_row(timing, why, PLACES[kernel.name], **common)
 
 
 # --- figure and table ------------------------------------------------------------------------

@@ -75,9 +75,7 @@ def planned(series: str, pass_: str, problem: Problem, **options: Any) -> fa_num
 
 
 def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict[str, Any]:
-    """What a call takes for a variant: tiles, those of the timed problem, and what it captures on
-    the GPU.
-    """
+    """What a call takes for a variant: the timed problem's tiles, captured arrays on the GPU."""
     tiles = planned(series, pass_, TIMED, **make(TIMED.seqlen_q, TIMED.heads_q)).tiles
     ((option, function),) = make(problem.seqlen_q, problem.heads_q).items()
     moved = on_device(function)
@@ -90,9 +88,7 @@ def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict
 def call(
     series: str, pass_: str, arrays: Sequence[Any], saved: Sequence[Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A function that runs the pass once; it takes `out`. `arrays` are q, k, v and dout, `saved` O
-    and L.
-    """
+    """A function that runs the pass once, given q, k, v, dout and O, L; it takes `out`."""
     q, k, v, dout = arrays
     own = _how(series) | options
     if pass_ == "fwd":
@@ -323,9 +319,7 @@ def said(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each variant: milliseconds of each series, flex_attention's over FlashAttention-2,
-    seconds of compiling.
-    """
+    """A line for each variant: each series' ms, flex_attention's over FA-2's, compiling."""
     found, compiled = times(rows), times(rows, "compile")
     measured = [row for row in rows if row.source == "measured" and row.metric == "time"]
     names = list(dict.fromkeys(row.place for row in measured))

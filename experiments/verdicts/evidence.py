@@ -27,10 +27,7 @@ class Evidence:
             self._rows.setdefault(row.experiment, []).append(row)
 
     def rows(self, experiment: str, **fields: Any) -> list[Row]:
-        """The rows with these fields that have a value. Raises MissingRows if there are none.
-
-        A field's value may be a tuple of those allowed; `place` is one.
-        """
+        """The rows with these fields, tuples allowing several. Raises MissingRows for none."""
         found = [
             row
             for row in self._rows.get(experiment, ())

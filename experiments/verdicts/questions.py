@@ -1,6 +1,4 @@
-"""Questions as data: `questions.csv` has the words, kind and trend of each, and Python the pairs of
-quantities. Each has a row on the page.
-"""
+"""Questions as data: `questions.csv` has words, kind and trend, Python the pairs."""
 
 from __future__ import annotations
 
@@ -116,9 +114,7 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
 
 
 def table(questions: Sequence[Question], first: str) -> Across:
-    """The table of these questions, a row each; `first` is the heading of the first column. It
-    has the words of links alone; `links` has where they lead.
-    """
+    """The table of these questions, a row each, without their links; `first` heads column one."""
     header = [first, "quantity or words", "source", "there", "here", "kind", "ours", "verdict"]
 
     def make(evidence: Evidence) -> Table:

@@ -43,10 +43,7 @@ MATMUL_SIZE = 8192
 
 @cache
 def make_read_global() -> Kernel:
-    """Sums of what each thread reads in `steps` accesses; launched over BLOCKS blocks.
-
-    X is (chunks, 4), STRIDE chunks at least; Y takes a sum a thread.
-    """
+    """Each thread's sum of `steps` accesses of X (chunks, 4) in Y; launched over BLOCKS blocks."""
 
     def read_global(X, Y, steps):
         r = cuda.local.array(AT_A_TIME, float32)
@@ -115,10 +112,7 @@ def speed_of(work: float, milliseconds: Sequence[float]) -> Timing:
 
 
 def global_steps(footprint: int, total: int = BYTES) -> int:
-    """Accesses of each thread: so that all read `total` bytes, and the footprint twice at least.
-
-    Raises ValueError for a footprint below LEAST_BYTES.
-    """
+    """Accesses of a thread that read `total` bytes. Raises ValueError below LEAST_BYTES."""
     if footprint < LEAST_BYTES:
         raise ValueError(f"footprint is {footprint}: allowed is at least {LEAST_BYTES} bytes")
     steps = max(total, 2 * footprint) // (AT_ONCE * CHUNK)
@@ -174,10 +168,7 @@ def measure_matmul(dtype: str, repeats: int) -> Timing:
 
 
 def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
-    """The speed of torch's product of two square matrices, which no kernel here can pass.
-
-    Its row has the matrices' size in the columns of lengths and of the head dimension.
-    """
+    """torch's product of two square matrices, whose size its row has in the lengths' columns."""
     speed, failure = attempt(measure_matmul, dtype, REPEATS)
     size, one = MATMUL_SIZE, Problem(1, 1, 1, 1, 1, 1, dtype=dtype)
     sizes = {"seqlen_q": size, "seqlen_k": size, "head_dim": size}

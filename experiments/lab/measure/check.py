@@ -90,9 +90,7 @@ class Gate:
         take: Callable[[Any], Any] = tuple,
         **options: Any,
     ) -> Gate:
-        """Of all of (O,), or of (dq, dk, dv), as `take` finds them; `arrays` are q, k, v and dout,
-        of NumPy.
-        """
+        """Of all of (O,) or (dq, dk, dv), as `take` finds them; `arrays` are NumPy's q to dout."""
         own = {"scale": problem.scale, "causal": problem.causal, **options}
         exact: Any
         unfused: Any
@@ -239,9 +237,7 @@ def _blocks(
 def _place(
     problem: Problem, lens: Sequence[int] | None, entry: int, head: int, first: int, end: int
 ) -> tuple[Any, ...]:
-    """Where rows of a head of a batch entry are: in (batch, heads, N, d), or packed (total, heads,
-    d).
-    """
+    """Where a head's rows lie: in (batch, heads, N, d), or packed (total, heads, d)."""
     if not problem.packed:
         return entry, head, slice(first, end)
     begin = sum((lens or ())[:entry])

@@ -198,10 +198,7 @@ def _lines(text: str) -> Iterator[dict[str, str]]:
 
 
 def parse_opcodes(text: str) -> list[dict[str, float]]:
-    """ncu's raw page with instances as one dict of opcode -> warp instructions for each launch.
-
-    Raises CountersError where a launch's cell is not "12 (LDS: 8; STS: 4)".
-    """
+    """ncu's raw page as opcode -> warp instructions of each launch. Raises CountersError."""
     found: dict[int, dict[str, float]] = {}
     for line in _lines(text):
         if not (line["ID"] or "").isdecimal():  # the line of the units
@@ -340,10 +337,7 @@ def _run(
 
 
 def _with_children(command: Sequence[str]) -> tuple[int, str]:
-    """(exit status, output) of a command; what cuts it short ends the program that it profiles too.
-
-    Raises CountersError after TIMEOUT.
-    """
+    """(exit status, output) of a command. Raises CountersError after TIMEOUT."""
     with subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -365,10 +359,7 @@ def _with_children(command: Sequence[str]) -> tuple[int, str]:
 def count_or_say(
     cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
 ) -> list[dict[str, float] | str] | None:
-    """What `count` gives, with messages in place of exceptions.
-
-    None without ncu, which is said. Where ncu fails as a whole, every case gets that reason.
-    """
+    """What `count` gives, with messages for exceptions; None without ncu, which is said."""
     if not available():
         say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return None

@@ -1,6 +1,4 @@
-"""torch's flex_attention, compiled for a problem: the peer where torch's other kernels lack an
-option. torch may be missing.
-"""
+"""torch's flex_attention, compiled for a problem: the peer where others lack an option."""
 
 from __future__ import annotations
 

@@ -268,10 +268,7 @@ def events(trace: Trace) -> list[Event]:
 
 
 def traces(rows: Iterable[Row]) -> list[Trace]:
-    """The traced calls among stored rows, by problem and series.
-
-    Raises ValueError for a row whose note is no move.
-    """
+    """The traced calls among rows. Raises ValueError for a row whose note is no move."""
     calls: dict[tuple[Any, ...], list[tuple[int, Row, re.Match[str]]]] = {}
     for row in rows:
         if row.source != "counted" or row.metric != "traffic" or row.failed:

@@ -40,6 +40,12 @@ def available() -> bool:
     return torch is not None and torch.cuda.is_available()
 
 
+def say_missing(say: Callable[[str], None]) -> None:
+    """Say of an experiment that measures without torch what it leaves out."""
+    if not available():
+        say("  no torch with CUDA here: its kernels are not measured")
+
+
 def version() -> str | None:
     return torch.__version__ if torch is not None else None
 
@@ -156,10 +162,7 @@ def matmul(size: int, dtype: str) -> Callable[[], Any]:
 
 
 def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
-    """NumPy arrays on the GPU in `dtype`: torch's where it is, for its allocator makes gradients.
-
-    Raises RuntimeError for bfloat16 without torch: NumPy has no such dtype.
-    """
+    """NumPy arrays on the GPU in `dtype`. Raises RuntimeError for bfloat16 without torch."""
     if available():
         kind = getattr(torch, dtype)
         return tuple(torch.as_tensor(x, device="cuda").to(kind) for x in arrays)

@@ -99,8 +99,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
             f"  FA-1 is not measured at N={', '.join(map(str, beyond))}: its backward pass has one "
             f"thread block a head, too few of them beyond N={study.fa1_longest}"
         )
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its kernels are not measured")
+    peers.say_missing(bench.say)
     cases = [
         fa2_setting(N, d, mask, study.dtype) for d in head_dims for mask in masks for N in lengths
     ]
@@ -143,10 +142,7 @@ def _planned(
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:
-    """The option query_splits for a pass; forward + backward takes the backward pass's.
-
-    Empty where there is no plan.
-    """
+    """query_splits for a pass, both passes' the backward one's; empty where there is no plan."""
     passes = "fwd" if pass_ == "fwd" else "bwd"
     splits, failure = attempt(lambda: query_splits(problem, multiprocessors, series, passes))
     return {} if failure else {"query_splits": splits}

@@ -54,9 +54,7 @@ PROTOCOL = {
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a call, or what else of several runs, and the relative error found by the
-    check before it.
-    """
+    """Milliseconds of a call, or what else of several runs, and the error of the check before."""
 
     median: float
     p20: float

@@ -214,10 +214,7 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def measure(
-    wanted: Sequence[Candidate],
-    bench: Bench,
-    jobs: int | None = None,
-    seconds: float | None = None,
+    wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None, seconds: float | None = None
 ) -> Iterator[Row]:
     """Rows of every candidate, or with `seconds` of those that are begun within that time: one
     head dimension after the other is compiled and timed.
@@ -249,11 +246,7 @@ def _rows(
 
 
 def _rows_of(
-    candidate: Candidate,
-    problem: Problem,
-    timing: Timing | None,
-    failure: str,
-    machine: str | None,
+    candidate: Candidate, problem: Problem, timing: Timing | None, failure: str, machine: str | None
 ) -> Iterator[Row]:
     tiles = candidate.tiles
     said = f"{note(tiles)}; {failure}" if failure else note(tiles)
@@ -279,10 +272,7 @@ def complete(rows: Iterable[Row], wanted: Sequence[Candidate]) -> set[Key]:
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
-    """The fastest tiles over both masks and all lengths, and their geometric mean in TFLOP/s.
-
-    Tiles that failed with one mask or length are out.
-    """
+    """The fastest tiles over masks and lengths, their geometric mean; those that failed are out."""
     speeds: dict[Key, dict[fa_numba.Tiles, dict[tuple[bool, int], float]]] = {}
     for row in rows:
         if row.metric != "speed" or row.value is None:

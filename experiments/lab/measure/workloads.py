@@ -28,10 +28,7 @@ DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
 def fa2_setting(
     seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32"
 ) -> Problem:
-    """A problem of the FA-2 paper's benchmark: 16k tokens in all, hidden dimension 2048.
-
-    Batch and heads follow from the length and head dimension; both are at least 1.
-    """
+    """FA-2's benchmark: 16k tokens, hidden dimension 2048, one batch entry and head at least."""
     heads = max(1, HIDDEN // head_dim)
     return Problem(
         batch=max(1, TOKENS // seqlen),

@@ -115,9 +115,7 @@ class Journal:
 
 
 def begun(path: Path, of: Mapping[str, Any]) -> tuple[float, bool] | None:
-    """(seconds that went into it, whether the last run got an item done) of an unfinished run of
-    the same; None where there is none.
-    """
+    """(its seconds, whether its last run got an item done) of an unfinished run of the same."""
     entries = _of(path, _comparable(of))
     if entries is None:
         return None

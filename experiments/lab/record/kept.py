@@ -110,10 +110,7 @@ def _text(path: Path, written: int) -> str:
 
 
 def stored(store: Store, experiment: str, texts: Mapping[str, str]) -> list[Row] | None:
-    """The emulator's rows, if they were counted from these sources; None otherwise.
-
-    Raises StoreError where the rows or the JSON beside them cannot be read.
-    """
+    """The emulator's rows, if counted from these sources, or None. Raises StoreError."""
     rows = store.read(experiment, EMULATOR)
     entry = _entry(store.provenance(experiment, EMULATOR))
     if rows and entry.get("digest") == digest(texts, rows):

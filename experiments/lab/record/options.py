@@ -67,6 +67,21 @@ class Options:
         sizes += [f"tiles {', '.join(tiles)}"] if tiles else []
         return "; ".join([*sizes, *([" and ".join(masks)] if masks else [])])
 
+    def grid(
+        self,
+        make: Callable[[int, int, bool], T],
+        seqlens: Sequence[int],
+        head_dims: Sequence[int],
+        masks: Sequence[bool] = (False,),
+    ) -> list[T]:
+        """make(N, d, mask) of what was asked for, else of these: by head dimension, mask, N."""
+        return [
+            make(N, d, mask)
+            for d in self.head_dims or head_dims
+            for mask in self.causal or masks
+            for N in self.seqlens or seqlens
+        ]
+
     def admits(self, row: Row) -> bool:
         """Whether the row is among what was asked for: its rows of Q or of K for a length."""
         return row.source == PUBLISHED or (

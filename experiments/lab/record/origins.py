@@ -1,6 +1,4 @@
-"""Recordings whose origin is not known: of a commit that this history has not, or of a tree that
-nobody can say was as its commit.
-"""
+"""Recordings of a commit that this history has not, or of a tree that may have differed."""
 
 from __future__ import annotations
 

@@ -34,10 +34,7 @@ def _lines() -> tuple[dict[str, str], ...]:
 
 
 def lookup(**wanted: str) -> list[dict[str, str]]:
-    """The lines of the file, in its order, whose columns have just the `wanted` text.
-
-    Raises StoreError where the file is damaged, or has nothing of the paper or of its item.
-    """
+    """The lines with just this text. Raises StoreError for a damaged file or an unknown item."""
     found = [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
     of = {name: wanted[name] for name in ("paper", "item") if name in wanted}
     if not found and (of == wanted or not lookup(**of)):

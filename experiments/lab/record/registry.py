@@ -41,9 +41,7 @@ class Experiment(Protocol):
     NEEDS_GPU: bool
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-        """The rows, each as soon as it is measured; it is stored at once. Rows that make one whole,
-        such as a trace, come as one sequence.
-        """
+        """The rows as they are measured, each stored at once; rows of one whole as one sequence."""
 
     def draw(self, rows: Sequence[Row]) -> Any:
         """A matplotlib figure of stored rows, measured now or before; None without rows to draw."""

@@ -187,10 +187,7 @@ class Runner:
         about: About,
         of: Mapping[str, Any] | None = None,
     ) -> None:
-        """Store the rows as they come, or, of a complete run, which is `of` this, once it is whole.
-
-        Raises Refused where the rows of a complete run may not replace those before.
-        """
+        """Store rows as they come, a complete run's, `of` this, at its end. Raises Refused."""
         report = self.reports.setdefault(name, Report())
         journal = None if of is None else self._journal(name, of)
         with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
@@ -219,9 +216,7 @@ class Runner:
             recorder.finish(complete=journal is not None)
 
     def _journal(self, name: str, of: Mapping[str, Any]) -> Journal:
-        """The one to go on with. Rows that were refused are measured again, or with --replace taken
-        as they are.
-        """
+        """The one to go on with; refused rows are measured again, or with --replace taken."""
         journal = Journal(self.partial(name), of)
         if journal.refused and not self.options.replace:
             journal.remove()
@@ -270,9 +265,7 @@ class Runner:
     def tune(
         self, wanted: Sequence[sweep.Candidate], jobs: int | None, seconds: float | None = None
     ) -> int:
-        """Time the wanted tiles on this machine's GPU, for about so many seconds if any are given;
-        store the fastest; gives an exit status.
-        """
+        """Time the tiles on this GPU, for about so many seconds; store the fastest; exit status."""
         report = self.reports.setdefault(sweep.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")

@@ -176,10 +176,7 @@ class Slice:
             todo += list(self._reached(*place))
 
     def texts(self) -> dict[str, str]:
-        """Module -> the text of what was taken of it, and what its names are imported from.
-
-        The text of a module that is moved stays the same.
-        """
+        """Module -> what was taken of it and its imports; a moved module's text stays the same."""
         return {
             name: "\n".join([*sorted(self._bound[name]), *(mine[n] for n in sorted(mine))])
             for name, mine in self._taken.items()

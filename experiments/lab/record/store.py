@@ -306,10 +306,7 @@ class Store:
             return runs_of(self.provenance(experiment, machine))
 
     def recorded(self, experiment: str, machine: str) -> tuple[list[Row], list[dict[str, Any]]]:
-        """The stored rows and the runs that they are of.
-
-        Raises StoreError, also where the JSON does not describe one of these.
-        """
+        """The stored rows and their runs. Raises StoreError, also where the JSON lacks one."""
         rows = self.read(experiment, machine)
         known = {run.get("id", ""): run for run in self.runs(experiment, machine)}
         named = {row.run for row in rows}
@@ -320,10 +317,7 @@ class Store:
 
 
 def runs_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs that a recording's JSON lists; one from before it did is of one run without id.
-
-    Raises ValueError for what is no list of runs.
-    """
+    """The runs that a recording's JSON lists. Raises ValueError for what is no list of runs."""
     one = {name: value for name, value in about.items() if name != "counted"}
     runs = about.get("runs", [one] if about else [])
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
@@ -480,9 +474,7 @@ class Recorder:
             del rows[key]
 
     def _write(self, machine: str) -> None:
-        """Write both files, unless the recording has the very same numbers from the sources that it
-        is said to be from.
-        """
+        """Write both files, unless the recording has these numbers from these sources."""
         rows, outcome = list(self._rows[machine].values()), self.outcomes[machine]
         sources = self._provenance(machine).get("sources")
         same = all(run.get("sources") == sources for run in self._earlier[machine])

@@ -40,10 +40,7 @@ _TIMED = re.compile(
 
 
 def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
-    """Every table by its name: what makes it, and the experiments whose rows it takes.
-
-    Raises ValueError where two experiments give a table one name.
-    """
+    """Table -> what makes it, whose rows it takes. Raises ValueError for a name given twice."""
     found: dict[str, tuple[Make, tuple[str, ...]]] = {}
     for experiment in registry.names():
         for name, make in registry.tables(experiment).items():
@@ -63,10 +60,7 @@ def gpu(store: Store, experiment: str) -> str:
 
 
 def text(name: str, store: Store) -> str:
-    """The table between the markers: caption and source, an empty line, the table.
-
-    Raises ValueError for a name that no experiment has.
-    """
+    """Caption and source, an empty line, the table. Raises ValueError for an unknown name."""
     tables = known()
     if name not in tables:
         raise ValueError(f"no table named {name!r}: known are {', '.join(tables)}")
@@ -129,10 +123,7 @@ def _source(store: Store, experiment: str, l2: bool) -> list[str]:
 
 
 def render(page: str, store: Store, path: Path = PAGE) -> str:
-    """The page with every marked table made anew, links as they lead from where the page stands.
-
-    Raises ValueError for an unknown table.
-    """
+    """The page, its tables and links made anew. Raises ValueError for an unknown table."""
 
     def table(found: re.Match[str]) -> str:
         made = text(found["name"], store)

@@ -6,7 +6,7 @@ matplotlib is imported once something is drawn: what measures does without it.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +135,14 @@ def handles(axes: Any) -> dict[str, Any]:
     return found
 
 
+def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **look: Any) -> None:
+    """Points x -> y, or pairs, in a look or that of the series `like`; nothing where none are."""
+    pairs = list(points.items() if isinstance(points, Mapping) else points)
+    own = {"color": COLOURS[like], "marker": MARKERS.get(like)} if like else {}
+    if pairs:
+        ax.plot(*zip(*pairs, strict=True), **own | look)
+
+
 def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     """A log2 x axis over all sizes with a tick at every so many of them, 1024 as 1k."""
     from matplotlib.ticker import NullLocator
@@ -169,6 +177,12 @@ def short(value: float) -> str:
 def plain_ticks(axis: Any) -> None:
     """Ticks of a log axis as plain numbers: 0.5, 1, 2."""
     _written(axis, lambda value, _position: f"{value:g}")
+
+
+def log(axis: Any, base: int = 10) -> None:
+    """A log axis with plain numbers."""
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
+    plain_ticks(axis)
 
 
 def byte_axis(axis: Any) -> None:

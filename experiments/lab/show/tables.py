@@ -16,10 +16,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """One table: `caption` is the text before it, `body` the table itself in Markdown.
-
-    The page writes behind the caption which recording the numbers are from.
-    """
+    """A table's `caption`, behind which the page writes its recording, and `body` in Markdown."""
 
     caption: str
     body: str
@@ -103,10 +100,7 @@ def sizes(row: Row) -> tuple[int, int, bool]:
 
 
 def runs(rows: Iterable[Row]) -> str:
-    """How many runs timed numbers are medians of, such as "medians of 5 to 20 runs".
-
-    Empty where no row says so.
-    """
+    """Such as "medians of 5 to 20 runs"; empty where no row says so."""
     counts = sorted({row.n for row in rows if row.n is not None and row.value is not None})
     if not counts:
         return ""

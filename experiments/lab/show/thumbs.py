@@ -99,8 +99,7 @@ def draw(experiment: str, rows: Sequence[Row]) -> Any:
     every = sorted({x for points in lines.values() for x, _ in points})
     style.sizes(ax, every, "keys" if thumb.x == "seqlen_k" else "N", 1 + len(every) // 5)
     if thumb.log:
-        ax.set_yscale("log")
-        style.plain_ticks(ax.yaxis)
+        style.log(ax.yaxis)
     else:
         ax.set_ylim(bottom=0)
     ax.set_ylabel(thumb.y)
