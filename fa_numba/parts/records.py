@@ -68,12 +68,16 @@ class WorkTile(NamedTuple):
 
 class Schedule(NamedTuple):
     """A block's work tiles: words in shared memory, a few for each slot of Q; how many
-    there are in all; and the counter of those taken, in global memory.
+    there are in all; the counter of those taken, in global memory; and what the call is of.
     """
 
     words: Any
     tiles: Any
     taken: Any
+    Q: Any
+    K: Any
+    group: Any
+    options: Any
 
 
 class Shared(NamedTuple):
@@ -112,6 +116,26 @@ class State(NamedTuple):
     A: Any
     l: Any
     m: Any
+
+
+class BlockState(NamedTuple):
+    """``State`` of a block, and one past its last row, padding among them."""
+
+    O: Any
+    A: Any
+    l: Any
+    m: Any
+    rows_end: Any
+
+
+class BlockRows(NamedTuple):
+    """What a block of FlashAttention-1 takes of a head: its rows, from the first to one past the
+    last, padding among them.
+    """
+
+    head: Head
+    i_first: Any
+    i_last: Any
 
 
 class Box(NamedTuple):

@@ -60,15 +60,15 @@ Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class ForwardPipelines(NamedTuple):
-    """Of FlashAttention-2's forward kernel: when to take the next work tile, that tile, its Q, and
-    K and V.
+    """Of FlashAttention-2's forward kernel: Q, K and V, the work tile that Q is of, and when to
+    take the next one.
     """
 
-    late: Pipeline
-    work: Pipeline
     q: Pipeline
     k: Pipeline
     v: Pipeline
+    work: Pipeline
+    late: Pipeline
 
 
 def spare_taken(features: Features) -> int:
@@ -231,6 +231,16 @@ class WgmmaSpec(Spec):
         return self.q_stages * rows + self.stages * (keys + values)
 
     @property
+    def tile_floats(self) -> int:
+        """Elements of a slot of O in float32: FlashAttention-1 alone carries it."""
+        return 0
+
+    @property
+    def first_barrier(self) -> int:
+        """Where the barriers begin, in units of 8 bytes, behind the tiles."""
+        return (self.halves // 2 + self.q_stages * self.tile_floats) // 2
+
+    @property
     def barriers(self) -> int:
         return 1 + 3 * self.q_stages + 4 * self.stages
 
@@ -239,11 +249,11 @@ class WgmmaSpec(Spec):
         """Work tiles share their slots with Q."""
         q, kv, stages = self.q_stages, 1 + 3 * self.q_stages, self.stages
         return ForwardPipelines(
-            Pipeline(0, 0, 1),
-            Pipeline(1, 1 + 2 * q, q),
             Pipeline(1 + q, 1 + 2 * q, q),
             Pipeline(kv, kv + 2 * stages, stages),
             Pipeline(kv + stages, kv + 3 * stages, stages),
+            Pipeline(1, 1 + 2 * q, q),
+            Pipeline(0, 0, 1),
         )
 
     @property
@@ -251,7 +261,7 @@ class WgmmaSpec(Spec):
         """Every consumer warpgroup empties a slot of Q, and who loads K and V, which reads the work
         tile; every consumer warp one of K or V.
         """
-        late, work, q, k, v = self.pipelines
+        q, k, v, work, late = self.pipelines
         readers, warps = self.consumers + self.column_producers, 4 * self.consumers
         return (
             (1, ((late.full, 1),)),
@@ -262,7 +272,7 @@ class WgmmaSpec(Spec):
     @property
     def first_index(self) -> int:
         """Words before those of work tiles, behind tiles and barriers."""
-        return self.halves // 2 + 2 * self.barriers
+        return 2 * (self.first_barrier + self.barriers)
 
     @property
     def shared_bytes(self) -> int:

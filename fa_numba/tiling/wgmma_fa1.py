@@ -24,13 +24,13 @@ _PLACES = ((2, 2), (1, 2), (2, 1), (1, 1))
 
 
 class Fa1Pipelines(NamedTuple):
-    """Of FlashAttention-1's forward kernel: row tiles of Q and of O, passes over them, K and V."""
+    """Of FlashAttention-1's forward kernel: Q, K and V, O, and passes over the rows of it."""
 
     q: Pipeline
-    o: Pipeline
-    written: Pipeline
     k: Pipeline
     v: Pipeline
+    o: Pipeline
+    written: Pipeline
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class WgmmaFa1Spec(WgmmaSpec):
         kv = 4 * rows + groups
         return Fa1Pipelines(
             Pipeline(0, rows, self.q_stages, groups),
-            Pipeline(2 * rows, 3 * rows, self.q_stages, groups),
-            Pipeline(4 * rows, 4 * rows, 1, groups),
             Pipeline(kv, kv + 2 * stages, stages),
             Pipeline(kv + stages, kv + 3 * stages, stages),
+            Pipeline(2 * rows, 3 * rows, self.q_stages, groups),
+            Pipeline(4 * rows, 4 * rows, 1, groups),
         )
 
     @property
@@ -82,18 +82,13 @@ class WgmmaFa1Spec(WgmmaSpec):
         """All warps of a consumer empty its part of a slot of Q, its first thread that of one of O;
         every consumer warp one of K or V.
         """
-        q, o, written, k, v = self.pipelines
+        q, k, v, o, written = self.pipelines
         warps = 4 * self.consumers
         return (
             (q.slots * q.groups, ((q.full, 1), (q.empty, 4), (o.full, 1), (o.empty, 1))),
             (written.groups, ((written.full, 1),)),
             (k.slots, ((k.full, 1), (v.full, 1), (k.empty, warps), (v.empty, warps))),
         )
-
-    @property
-    def first_barrier(self) -> int:
-        """Where the barriers begin, in units of 8 bytes, behind the tiles."""
-        return (self.halves // 2 + self.q_stages * self.tile_floats) // 2
 
     @property
     def shared_bytes(self) -> int:

@@ -224,16 +224,16 @@ def test_twins_on_hoppers_unit():
     assert in_common(*parameters) == in_common(*parameters[::-1])
     # FA-2 begins the next tile before this one's end.
     later = {
-        "softmax.normalise_rows",
-        *(f"{x}_pipeline.{n}" for x in "qk" for n in ("wait", "next")),
+        "products.begin_output",
+        *(f"{x}_pipeline.{n}" for x in "qkv" for n in ("wait", "next")),
     }
     used = [[n for n in parts_used(m, "consume") if n not in later] for m in WGMMA_TWINS]
-    assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 10
+    assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 8
     # One carries O, l and m through memory; the other takes work tiles of a scheduler in ping-pong,
     # and sums l and scales O at last.
     only = [{n.partition(".")[0] for n in set(a) - set(b)} for a, b in (used, used[::-1])]
-    assert only[0] == {"fa1_state", "visits", "o_pipeline", "q_pipeline"}
-    assert only[1] == {"scheduler", "pingpong", "softmax", "products", "epilogue", "q_pipeline"}
+    assert only[0] == {"fa1_state", "visits", "products", "q_pipeline"}
+    assert only[1] == {"scheduler", "pingpong", "softmax", "products", "epilogue"}
     # Each says the lines of its own algorithm, FA-1 those of the other beside them.
     named = [re.findall(rf"# .*?FA-2 lines? ({NUMBERS})", text(m)) for m in WGMMA_TWINS]
     assert {*named[0]} == {*named[1]} and len(named[0]) >= 7
@@ -349,7 +349,7 @@ def test_bodies_differ_in_few_lines(twins):
 
 @pytest.mark.parametrize(
     "twins, shared",
-    [(WGMMA_TWINS, 0.25), (WGMMA_BACKWARD_TWINS, 0.33)],
+    [(WGMMA_TWINS, 0.27), (WGMMA_BACKWARD_TWINS, 0.33)],
     ids=["fwd-wgmma", "bwd-wgmma"],
 )
 def test_producers_and_consumers_share_lines(twins, shared):

@@ -15,24 +15,24 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts import bind, wgmma
-from fa_numba.parts.pages import pages_of_tile
-from fa_numba.parts.records import Slot, State, Tile
+from fa_numba.parts.records import Slot, Tile
 
 
 @cache
 def make_forward(spec):
     """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
-    products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
-    visits, fa1_state = bind(spec, wgmma.visits, wgmma.fa1_state)
-    q_pipeline, o_pipeline, written, k_pipeline, v_pipeline = wgmma.pipelines(spec)
+    products, scores, visits = bind(spec, wgmma.products, wgmma.scores, wgmma.visits)
+    (fa1_state,) = bind(spec, wgmma.fa1_state)
+    q_pipeline, k_pipeline, v_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
-    Bc, PAGES, (FEW, MANY) = spec.Bc, pages_of_tile(spec), spec.registers
-    ROWS, Br, GROUPS = spec.group_rows, spec.Br, spec.consumers
+    Br, Bc, ROWS, (FEW, MANY) = spec.Br, spec.Bc, spec.group_rows, spec.registers
+    GROUPS = spec.consumers
 
     @device_function
-    def produce_rows(shared, head, i_first, i_last, w, Q, A):
+    def produce_rows(shared, block, w, Q, A):
         bars, stage, phase, written_phase = shared.bars, uint32(0), uint32(1), uint32(0)
+        head, i_first, i_last = block
         j0, j_end = visits.column_passes(i_first, i_last, head)
         i_stop = uint32(min(i_last, head.Nq))
         fa1_state.wait_initialised(bars, w)
@@ -40,18 +40,9 @@ def make_forward(spec):
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             visited = i0 < i_end
             while i0 < i_end:
-                slot = Slot(stage, phase)
-                row0, own = uint32(i0 + ROWS * w), q_pipeline.own(slot, w)
-                # Alg. 1 line 8: load Qi
-                q_pipeline.acquire(bars, own)
-                fa1_state.load_own_q(shared.sQ, Q, row0, head, bars, slot, w)
-                # Alg. 1 line 8: load Oi
-                o_pipeline.acquire(bars, own)
-                written.wait(bars, Slot(w, written_phase))
-                if fa1_state.has_state(j0):
-                    fa1_state.load_own_o(shared.sO, A, row0, head, bars, slot, w)
-                else:
-                    o_pipeline.commit(bars, own)
+                # Alg. 1 line 8: load Qi, Oi
+                slot, passed = Slot(stage, phase), Slot(w, written_phase)
+                fa1_state.load_own_rows(shared, Q, A, i0, j0, head, slot, passed)
                 stage, phase = q_pipeline.next(slot)
                 i0 = visits.next_row(uint32(i0 + Br), i_end, j0, head)
             if visited:
@@ -59,25 +50,22 @@ def make_forward(spec):
             j0 = uint32(j0 + Bc)
 
     @device_function
-    def produce_columns(shared, head, i_first, i_last, K, V):
-        pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
-        bars, stage, phase = shared.bars, uint32(0), uint32(1)
+    def produce_columns(shared, block, K, V):
+        stage, phase = uint32(0), uint32(1)
+        head, i_first, i_last = block
         j0, j_end = visits.column_passes(i_first, i_last, head)
         i_stop = uint32(min(i_last, head.Nq))
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             if i0 < i_end:
-                # Alg. 1 line 6: load Kj, Vj
+                # FA-1 line 6, FA-2 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
-                k_pipeline.acquire(bars, kv)
-                load.k(shared.sK, K, j0, head, pages, bars, kv)
-                v_pipeline.acquire(bars, kv)
-                load.v(shared.sV, V, j0, head, pages, bars, kv)
+                load.columns(shared, K, V, j0, head, kv)
                 stage, phase = k_pipeline.next(kv)
             j0 = uint32(j0 + Bc)
 
     @device_function
-    def consume(shared, head, i_first, i_last, state, L, scale):
+    def consume(shared, block, state, L, scale):
         rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
@@ -85,12 +73,12 @@ def make_forward(spec):
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
+        head, i_first, i_last = block
         factor = products.score_factor(scale, head)
-        # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         j0, j_end = visits.column_passes(i_first, i_last, head)
+        # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         own_first = uint32(i_first + ROWS * w)
-        tile = Tile(own_first, j0, head, thread)
-        fa1_state.initialise(rO, rl, rm, shared, state, tile, i_last)
+        fa1_state.initialise(rO, rl, rm, shared, state, Tile(own_first, j0, head, thread), i_last)
         fa1_state.end_pass(bars, thread)
         i_stop = uint32(min(i_last, head.Nq))
 
@@ -100,8 +88,8 @@ def make_forward(spec):
             visited = i0 < i_end
             # Alg. 1 line 7: for each row tile i that sees column tile j; the first pass takes all
             while i0 < i_end:
-                row0, slot = uint32(i0 + ROWS * w), Slot(q_stage, q_phase)
-                own = q_pipeline.own(slot, w)
+                row0, q = uint32(i0 + ROWS * w), Slot(q_stage, q_phase)
+                own = q_pipeline.own(q, w)
                 i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
                 more = visits.sees_more(i0, j0, head)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
@@ -111,7 +99,7 @@ def make_forward(spec):
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 tile = Tile(row0, j0, head, thread)
                 # Alg. 1 line 8: load li, mi
-                fa1_state.read_statistics(rl, rm, state, tile, i_stop)
+                fa1_state.read_statistics(rl, rm, state, tile)
                 scores.read_bias(rB, tile)
                 products.wait_scores(rS, False)
                 if more:
@@ -122,8 +110,7 @@ def make_forward(spec):
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                 fa1_state.softmax_to_p(rP, rS, factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
-                o_pipeline.wait(bars, own)
-                fa1_state.take_output(rO, rf, shared.sO, slot, tile)
+                fa1_state.take_output(rO, rf, shared, q, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 v_pipeline.wait(bars, kv)
                 products.begin_output(rO, rP, shared.sV, stage)
@@ -131,13 +118,8 @@ def make_forward(spec):
                 if i_next >= i_end:
                     v_pipeline.release(bars, kv)
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-                softmax.normalise_rows(rO, rl)
-                fa1_state.write_o(rO, shared, slot, state, more, tile)
-                fa1_state.write_statistics(rl, rm, state, tile, i_stop)
-                if not more:
-                    q_pipeline.release(bars, own)
-                o_pipeline.release_by(bars, own, thread)
-                q_stage, q_phase = q_pipeline.next(slot)
+                fa1_state.write_state(rO, rl, rm, shared, q, state, more, tile)
+                q_stage, q_phase = q_pipeline.next(q)
                 i0 = i_next
             if visited:
                 fa1_state.end_pass(bars, thread)
@@ -146,33 +128,24 @@ def make_forward(spec):
         # FA-2 lines 13, 15: L = m + log l
         fa1_state.write_logsumexp(rl, rm, L, state, own_first, i_last, head, thread)
 
-    @device_function
-    def own_rows(Q, K, group, split_rows, options):
-        head = grid.head(Q, K, group, options)
-        i_first, i_last = visits.own_rows(split_rows, uint32(Q.shape[2]))
-        return head, i_first, i_last
-
     arrays = [*[tiled_type(4)] * 5, *[array_type(3)] * 3]
 
     @cuda.jit(arguments(arrays, 1, 2, spec.features.argument_type), *spec.launch)
     def fa1_forward(Q, K, V, O, A, L, l, m, scale, group, split_rows, options):
-        shared = fa1_state.fa1_shared_memory()
+        shared = load.shared_memory()
         pipeline.begin(shared.bars)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             w, first = uint32(cuda.threadIdx.x // 32), cuda.threadIdx.x % 32 == 0
             if first and w < uint32(GROUPS):
-                head, i_first, i_last = own_rows(Q, K, group, split_rows, options)
-                produce_rows(shared, head, i_first, i_last, w, Q, A)
+                produce_rows(shared, fa1_state.block(Q, K, group, split_rows, options), w, Q, A)
             elif first and w == uint32(3):
-                head, i_first, i_last = own_rows(Q, K, group, split_rows, options)
-                produce_columns(shared, head, i_first, i_last, K, V)
+                produce_columns(shared, fa1_state.block(Q, K, group, split_rows, options), K, V)
         else:
             take_registers(MANY)
-            head, i_first, i_last = own_rows(Q, K, group, split_rows, options)
-            state = State(O, A, l[head.b, head.h], m[head.b, head.h])
-            consume(shared, head, i_first, i_last, state, L, scale)
+            block = fa1_state.block(Q, K, group, split_rows, options)
+            consume(shared, block, fa1_state.state(O, A, l, m, block), L, scale)
 
     return fa1_forward
 

@@ -17,8 +17,7 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts import bind, wgmma
-from fa_numba.parts.pages import pages_of_tile
-from fa_numba.parts.records import Head, Out, Slot, Tile, WorkTile
+from fa_numba.parts.records import Head, Out, Slot, Tile
 
 
 @cache
@@ -27,14 +26,13 @@ def make_forward(spec):
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
     scheduler, pingpong, epilogue = bind(spec, wgmma.scheduler, wgmma.pingpong, wgmma.epilogue)
-    late_pipeline, work_pipeline, q_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
+    q_pipeline, k_pipeline, v_pipeline, work_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
-    Bc, PAGES, (FEW, MANY) = spec.Bc, pages_of_tile(spec), spec.registers
-    ROWS, SPARSE, SPLITS = spec.group_rows, spec.features.sparse, spec.features.splits
-    OVERLAPS, AHEAD, APART = spec.overlaps, spec.begins_next, spec.planes > 1
+    Bc, ROWS, (FEW, MANY) = spec.Bc, spec.group_rows, spec.registers
+    OVERLAPS, APART = spec.overlaps, spec.planes > 1
 
     @device_function
-    def produce_rows(shared, schedule, Q, K, options):
+    def produce_rows(shared, schedule, Q):
         bars, n, more = shared.bars, uint32(cuda.blockIdx.x), True
         stage, phase, late = uint32(0), uint32(1), uint32(0)
         while more:
@@ -42,65 +40,41 @@ def make_forward(spec):
             q_pipeline.acquire(bars, slot)
             more = scheduler.begin(schedule, slot, n)
             if more:
-                work = scheduler.work_tile(n, Q, K, options)  # Alg. 1 line 3: row tile i
-                scheduler.write_work_tile(schedule, slot, work)
-                work_pipeline.commit(bars, slot)
-                Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
+                # Alg. 1 line 3: row tile i
+                work = scheduler.give(schedule, bars, slot, n)
+                head, j0, j_end = scheduler.columns_of(schedule, work)
                 # Alg. 1 line 4: load Qi
-                head = Head(work.b, work.h, work.h, Nq, Nk, options)
                 load.q(shared.sQ, Q, work.i0, head, bars, slot)
-                if scheduler.is_long(j0, j_end, work.i0, head):
-                    late_pipeline.wait(bars, Slot(uint32(0), late))
-                    late = uint32(late ^ 1)
+                late = scheduler.wait_late(bars, late, j0, j_end, work.i0, head)
                 n = scheduler.next_number(schedule, n)
             else:
-                work_pipeline.commit(bars, slot)
-                q_pipeline.commit(bars, slot)
+                scheduler.end(bars, slot)
             stage, phase = q_pipeline.next(slot)
 
     @device_function
-    def produce_columns(shared, schedule, Q, K, V, group, options):
-        pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
+    def produce_columns(shared, schedule, K, V):
         bars, stage, phase = shared.bars, uint32(0), uint32(1)
-        loads_k, loads_v = load.produces_k(), load.produces_v()
         q_stage, q_phase = uint32(0), uint32(0)
         work_pipeline.wait(bars, Slot(q_stage, q_phase))
         while scheduler.is_valid(schedule, q_stage):
             q = Slot(q_stage, q_phase)
             work = scheduler.read_work_tile(schedule, q_stage)
             work_pipeline.release_alone(bars, q)
-            hk = scheduler.key_head_of(work, group)
-            Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
-            head = Head(work.b, work.h, hk, Nq, Nk, options)
-            is_long = loads_k and scheduler.is_long(j0, j_end, work.i0, head)
+            head, j0, j_end = scheduler.columns_of(schedule, work)
+            waits = load.produces_k() and scheduler.is_long(j0, j_end, work.i0, head)
             while j0 < j_end:
-                if is_long and not scheduler.is_long(j0, j_end, work.i0, head):
-                    late_pipeline.commit(bars, Slot(uint32(0), uint32(0)))
-                    is_long = False
-                load.look_up(pages, j0, head)
-                # Alg. 1 line 7: load Kj, Vj
+                waits = scheduler.tell_late(bars, waits, j0, j_end, work.i0, head)
+                # FA-1 line 6, FA-2 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
-                if loads_k:
-                    k_pipeline.acquire(bars, kv)
-                    load.k(shared.sK, K, j0, head, pages, bars, kv)
-                if loads_v:
-                    v_pipeline.acquire(bars, kv)
-                    load.v(shared.sV, V, j0, head, pages, bars, kv)
+                load.columns(shared, K, V, j0, head, kv)
                 stage, phase = k_pipeline.next(kv)
                 j0 = scheduler.next_column(uint32(j0 + Bc), j_end, work.i0, head)
-            if SPARSE and is_long:  # the last one that is visited is far from the end
-                late_pipeline.commit(bars, Slot(uint32(0), uint32(0)))
+            scheduler.tell_at_last(bars, waits)
             q_stage, q_phase = q_pipeline.next(q)
             work_pipeline.wait(bars, Slot(q_stage, q_phase))
 
     @device_function
-    def start(rO, rl, rm, work, head):
-        thread = grid.thread()
-        tile = Tile(uint32(work.i0 + ROWS * thread.w), uint32(0), head, thread)
-        softmax.start_of_lanes(rO, rl, rm, tile, work.split)
-
-    @device_function
-    def consume(shared, schedule, Q, K, out, scale, group, options):
+    def consume(shared, schedule, out, scale):
         rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
@@ -114,16 +88,13 @@ def make_forward(spec):
         pingpong.first_turn(w)
         q_pipeline.wait(bars, Slot(q_stage, q_phase))
         while scheduler.is_valid(schedule, q_stage):
-            i0, h, b, split = scheduler.read_work_tile(
-                schedule, q_stage
-            )  # Alg. 1 line 3: row tile i
-            work = WorkTile(i0, h, b, split)
-            Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
-            hk = scheduler.key_head_of(work, group)
-            head = Head(b, h, hk, Nq, Nk, options)
+            # Alg. 1 line 3: row tile i
+            (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(schedule, q_stage)
+            head = Head(b, h, hk, Nq, Nk, schedule.options)
             factor = products.score_factor(scale, head)
             # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
-            start(rO, rl, rm, work, head)
+            tile = Tile(uint32(i0 + ROWS * w), j0, head, thread)
+            softmax.start_of_lanes(rO, rl, rm, tile, split)
             if j0 < j_end:
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 kv = Slot(stage, phase)
@@ -132,7 +103,7 @@ def make_forward(spec):
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 pingpong.give_turn(w)
                 while True:
-                    head, row0 = Head(b, h, hk, Nq, Nk, options), uint32(i0 + ROWS * w)
+                    head, row0 = Head(b, h, hk, Nq, Nk, schedule.options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
                     j_next = scheduler.look_ahead(j0, j_end, i0, head)
@@ -146,23 +117,10 @@ def make_forward(spec):
                     j0 = scheduler.step(j_next)
                     # FA-1 line 5, FA-2 line 6: for each column tile j that is seen, after the first
                     while j0 < j_end:
+                        # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT, on its way with Pij-1 Vj-1
                         kv = Slot(stage, phase)
                         after = k_pipeline.next(kv)
-                        # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
-                        if OVERLAPS:  # on its way with Pij-1 Vj-1 of line 10
-                            k_pipeline.wait(bars, after)
-                            pingpong.take_turn(w)
-                        else:  # Pij-1 Vj-1 before, by itself
-                            v_pipeline.wait(bars, kv)
-                            pingpong.take_turn(w)
-                            products.begin_output(rT, rP, shared.sV, stage)
-                            products.wait_output(rT, False)
-                            k_pipeline.wait(bars, after)
-                        products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, after.stage)
-                        if OVERLAPS:
-                            v_pipeline.wait(bars, kv)
-                            products.begin_output(rT, rP, shared.sV, stage)
-                        pingpong.give_turn(w)
+                        pingpong.begin_products(rS, rT, rP, shared, q_stage, kv, after, w)
                         tile = Tile(row0, j0, head, thread)
                         scores.read_bias(rB, tile)
                         j_next = scheduler.look_ahead(j0, j_end, i0, head)
@@ -172,82 +130,46 @@ def make_forward(spec):
                         # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                         softmax.online_of_lanes(rS, factor, rm, rl, rf)
                         softmax.drop(rS, tile)
-                        products.wait_output(rT, False)
-                        products.add_tile(rO, rT)
+                        products.end_output(rO, rT, False)
                         v_pipeline.release(bars, kv)
                         # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                         softmax.scale_rows(rO, rf)
                         products.round_p(rP, rS)
                         stage, phase = after
                         j0 = scheduler.step(j_next)
-                    kv = Slot(stage, phase)
+                    kv, q = Slot(stage, phase), Slot(q_stage, q_phase)
                     v_pipeline.wait(bars, kv)
-                    after = k_pipeline.next(kv)
-                    if not AHEAD:
+                    after, q_after = k_pipeline.next(kv), q_pipeline.next(q)
+                    if not scheduler.begins_next(schedule, bars, q_after):
                         break
-                    q = Slot(q_stage, q_phase)
-                    q_after = q_pipeline.next(q)
-                    q_pipeline.wait(bars, q_after)
-                    more = scheduler.is_valid(schedule, q_after.stage)
-                    if more:
-                        following = scheduler.read_work_tile(schedule, q_after.stage)
-                        _, _, begin, end = scheduler.columns_of(following, Q, K, options)
-                        more = begin < end
-                    if not more:
-                        break
-                    # FA-2 line 10 of the last tile: O = O + Pij Vj, on its way with the first S
-                    # of the next work tile
-                    k_pipeline.wait(bars, after)
-                    pingpong.take_turn(w)
-                    products.begin_output(rT, rP, shared.sV, stage)
-                    products.begin_scores(rS, shared.sQ, q_after.stage, w, shared.sK, after.stage)
-                    pingpong.give_turn(w)
+                    # FA-2 line 10 of the last tile, on its way with the next work tile's first S
+                    pingpong.begin_last(rS, rT, rP, shared, q_after.stage, kv, after, w)
                     # FA-2 line 9: l of whole rows, whose columns lie with four lanes
                     softmax.sum_lanes(rl)
-                    products.wait_output(rT, True)
-                    products.add_tile(rO, rT)
+                    products.end_output(rO, rT, True)
                     v_pipeline.release(bars, kv)
-                    done = Tile(i0, j0, head, thread)
-                    write_out(rO, rl, rm, shared, q, out, split, done)
+                    done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
+                    epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
                     stage, phase = after
                     q_stage, q_phase = q_after
-                    i0, h, b, split = scheduler.read_work_tile(schedule, q_stage)
-                    work = WorkTile(i0, h, b, split)
-                    Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
-                    hk = scheduler.key_head_of(work, group)
-                    head = Head(b, h, hk, Nq, Nk, options)
+                    (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(schedule, q_stage)
+                    head = Head(b, h, hk, Nq, Nk, schedule.options)
                     factor = products.score_factor(scale, head)
-                    start(rO, rl, rm, work, head)
+                    tile = Tile(uint32(i0 + ROWS * w), j0, head, thread)
+                    softmax.start_of_lanes(rO, rl, rm, tile, split)
                 products.begin_output(rT, rP, shared.sV, stage)
                 softmax.sum_lanes(rl)
-                products.wait_output(rT, False)
-                products.add_tile(rO, rT)
+                products.end_output(rO, rT, False)
                 v_pipeline.release(bars, Slot(stage, phase))
                 stage, phase = k_pipeline.next(Slot(stage, phase))
+            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+            # FA-2 lines 13, 15: L = m + log l
             q = Slot(q_stage, q_phase)
-            done = Tile(i0, j0, Head(b, h, hk, Nq, Nk, options), thread)
-            write_out(rO, rl, rm, shared, q, out, split, done)
+            head = Head(b, h, hk, Nq, Nk, schedule.options)
+            done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
+            epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
             q_stage, q_phase = q_pipeline.next(q)
             q_pipeline.wait(bars, Slot(q_stage, q_phase))
-
-    @device_function
-    def write_out(rO, rl, rm, shared, q, out, split, tile):
-        head, thread = tile.head, tile.thread
-        row0 = uint32(tile.i0 + ROWS * thread.w)
-        products.finish_output(rO, head)
-        if SPLITS:  # merge_splits takes O, l and m of these columns
-            pingpong.sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
-            q_pipeline.release_by(shared.bars, q, thread)
-            rows = epilogue.rows_of(out.rows, head)
-            epilogue.write_split(rO, rl, rm, split, row0, rows, head, thread)
-        else:
-            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-            softmax.normalise_rows(rO, rl)
-            epilogue.write_queries(rO, shared.sQ, q, out.O, row0, head, thread)
-            q_pipeline.release_by(shared.bars, q, thread)
-            # FA-2 lines 13, 15: L = m + log l
-            softmax.logsumexp(rl, rm, rl)
-            epilogue.write_logsumexps(rl, out, row0, head, thread)
 
     keys, ends = tiled_type(4, spec.key_ends), (spec.query_ends, spec.features.packed)
     Q, O = (tiled_type(4, end) for end in ends)
@@ -257,18 +179,18 @@ def make_forward(spec):
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
     def fa2_forward(Q, K, V, O, L, taken, scale, group, options):
         shared = load.shared_memory()
-        schedule = scheduler.schedule(Q, taken, options)
+        schedule = scheduler.schedule(Q, K, taken, group, options)
         pipeline.begin(shared.bars)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
-                produce_rows(shared, schedule, Q, K, options)
+                produce_rows(shared, schedule, Q)
             elif load.produces_columns():
-                produce_columns(shared, schedule, Q, K, V, group, options)
+                produce_columns(shared, schedule, K, V)
         else:
             take_registers(MANY)
-            consume(shared, schedule, Q, K, Out(O, L, Q.shape[2]), scale, group, options)
+            consume(shared, schedule, Out(O, L, Q.shape[2]), scale)
 
     return fa2_forward
 

@@ -15,12 +15,44 @@ from fa_numba.parts.grid import make_query_rows
 from fa_numba.parts.mma.epilogue import make_write_fragments
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head
+from fa_numba.parts.softmax import make_logsumexp, make_normalise_rows
 from fa_numba.parts.split_epilogue import writes_split
 from fa_numba.parts.values import make_write
 from fa_numba.parts.wgmma.load import make_query_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.parts.wgmma.pipeline import make_release_by
 from fa_numba.parts.wgmma.planes import make_write_floats
+from fa_numba.parts.wgmma.products import make_finish_output
 from fa_numba.tiling.wgmma import PANEL
+
+
+@part
+def make_write_out(spec):
+    """``write_out(rO, rl, rm, shared, slot, out, split, tile)``: O = diag(l)^-1 O and L = m + log l
+    of a warpgroup's rows; or, of a share of the columns, O, l and m for ``merge_splits``. It then
+    needs the slot of Q no more.
+    """
+    splits, rows_of, sync_group = spec.features.splits, make_rows_of(spec), make_sync_group(spec)
+    finish_output, write_split = make_finish_output(spec), make_write_split(spec)
+    normalise_rows, logsumexp = make_normalise_rows(spec), make_logsumexp(spec)
+    write_queries, write_logsumexps = make_write_queries(spec), make_write_logsumexps(spec)
+    release = make_release_by(spec.pipelines.q)
+
+    def write_out(rO, rl, rm, shared, slot, out, split, tile):
+        row0, head, thread = tile.i0, tile.head, tile.thread
+        finish_output(rO, head)
+        if splits:
+            sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
+            release(shared.bars, slot, thread)
+            write_split(rO, rl, rm, split, row0, rows_of(out.rows, head), head, thread)
+        else:
+            normalise_rows(rO, rl)
+            write_queries(rO, shared.sQ, slot, out.O, row0, head, thread)
+            release(shared.bars, slot, thread)
+            logsumexp(rl, rm, rl)
+            write_logsumexps(rl, out, row0, head, thread)
+
+    return write_out
 
 
 @part

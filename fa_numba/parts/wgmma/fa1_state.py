@@ -5,7 +5,7 @@ TMA tiles, by way of a slot in shared memory. A row's l and m are read and writt
 the same in every pass.
 """
 
-from fa_numba.device import cuda, float32, uint32
+from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.bulk_copy import (
@@ -17,49 +17,75 @@ from fa_numba.intrinsics.bulk_copy import (
     wait_boxes_read,
 )
 from fa_numba.intrinsics.matrix import CONVERSIONS
-from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile, wait_mbarrier
-from fa_numba.intrinsics.shared import half_tile, load_pair, shared_tile, store_pair
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, wait_mbarrier
+from fa_numba.intrinsics.shared import load_pair, store_pair
 from fa_numba.parts.fa1_state import *  # noqa: F403
+from fa_numba.parts.grid import make_head
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import SharedWithO, Tile
-from fa_numba.parts.softmax import FULL_WARP, make_start, make_take_sinks
+from fa_numba.parts.records import BlockRows, BlockState, Tile
+from fa_numba.parts.softmax import FULL_WARP, make_normalise_rows, make_start, make_take_sinks
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
+from fa_numba.parts.visits import make_own_rows
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.load import whole_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.parts.wgmma.pipeline import (
+    make_acquire,
+    make_commit,
+    make_own,
+    make_release,
+    make_release_by,
+    make_wait,
+)
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
 
 @part
-def make_fa1_shared_memory(spec):
-    """``fa1_shared_memory()``: slots of Q, of K and of V, of O in float32, and the barriers."""
-    NQ, NK, NV = spec.tile_halves
-    NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
-    AT_V, AT_O, AT_BARRIERS = NQS + NKS, spec.halves // 2, spec.first_barrier
-    NOS, BARRIERS = spec.q_stages * spec.tile_floats, spec.barriers
+def make_block(spec):
+    """``block(Q, K, group, split_rows, options)``: what a block takes of its head."""
+    head_of, own_rows = make_head(spec), make_own_rows(spec)
 
-    def fa1_shared_memory():
-        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
-        return SharedWithO(sQ, sK, sV, shared_tile(AT_O, NOS), mbarrier_tile(AT_BARRIERS, BARRIERS))
+    def block(Q, K, group, split_rows, options):
+        head = head_of(Q, K, group, options)
+        i_first, i_last = own_rows(split_rows, uint32(Q.shape[2]))
+        return BlockRows(head, i_first, i_last)
 
-    return fa1_shared_memory
+    return block
+
+
+@device_function
+def state(O, A, l, m, block):
+    """What a block passes through global memory."""
+    b, h = block.head.b, block.head.h
+    return BlockState(O, A, l[b, h], m[b, h], block.i_last)
 
 
 @part
-def make_load_own_q(spec):
-    """``load_own_q(sQ, Q, row0, head, bars, slot, w)``: the rows of Qi that consumer w takes, from
-    ``row0`` on, to its part of a slot.
+def make_load_own_rows(spec):
+    """``load_own_rows(shared, Q, A, i0, j0, head, slot, passed)``: the rows of Qi and Oi that a
+    consumer takes, to its part of a slot of either as it is empty; of Oi as they are ``passed``:
+    written in the last pass.
     """
-    facts = spec.pipelines.q
-    return _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], facts)
+    (q, _, _, o, written), ROWS, has_state = spec.pipelines, GROUP_ROWS, make_has_state(spec)
+    load_q = _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], q)
+    load_o = _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, o)
+    acquire_q, acquire_o, commit_o = make_acquire(q), make_acquire(o), make_commit(o)
+    own_of, wait_written = make_own(q), make_wait(written)
 
+    def load_own_rows(shared, Q, A, i0, j0, head, slot, passed):
+        bars, w = shared.bars, passed.stage
+        row0, own = uint32(i0 + ROWS * w), own_of(slot, w)
+        acquire_q(bars, own)
+        load_q(shared.sQ, Q, row0, head, bars, slot, w)
+        acquire_o(bars, own)
+        wait_written(bars, passed)
+        if has_state(j0):
+            load_o(shared.sO, A, row0, head, bars, slot, w)
+        else:
+            commit_o(bars, own)
 
-@part
-def make_load_own_o(spec):
-    """``load_own_o(sO, A, row0, head, bars, slot, w)``: the same rows of Oi in float32."""
-    facts = spec.pipelines.o
-    return _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, facts)
+    return load_own_rows
 
 
 @part
@@ -95,12 +121,12 @@ def make_has_state(spec):
 
 @part
 def make_read_statistics(spec):
-    """``read_statistics(rl, rm, state, tile, rows_end)``: l and m of a row tile."""
+    """``read_statistics(rl, rm, state, tile)``: l and m of a row tile."""
     has_state, take_sinks = make_has_state(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
-    def read_statistics(rl, rm, state, tile, rows_end):
-        seen = rows_end  # rows whose l and m some pass has written
+    def read_statistics(rl, rm, state, tile):
+        seen = uint32(min(state.rows_end, tile.head.Nq))  # rows whose l and m some pass has written
         if not has_state(tile.j0):
             seen = uint32(0)
         read_values(rl, state.l, tile.i0, seen, tile.thread)
@@ -163,18 +189,20 @@ def make_softmax_to_p(spec):
 
 @part
 def make_take_output(spec):
-    """``take_output(rO, rf, sO, slot, tile)``: diag(f) O of this consumer's rows of a slot of O;
-    zeros in the pass that knows O.
+    """``take_output(rO, rf, shared, slot, tile)``: diag(f) O of this consumer's rows of a slot of
+    O, once they are there; zeros in the pass that knows O.
     """
     TM, DN4, STEP, NO = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_floats
     has_state, first_place, further = make_has_state(spec), _make_first_place(spec), _further(spec)
+    own_of, wait = make_own(spec.pipelines.o), make_wait(spec.pipelines.o)
 
-    def take_output(rO, rf, sO, slot, tile):
+    def take_output(rO, rf, shared, slot, tile):
+        wait(shared.bars, own_of(slot, tile.thread.w))
         if has_state(tile.j0):
             first = first_place(uint32(slot.stage * NO), tile.thread)
             for i in range(TM):
                 for n in range(DN4 // 2):
-                    pair = load_pair(sO, further(first, i * STEP, n))
+                    pair = load_pair(shared.sO, further(first, i * STEP, n))
                     rO[i * DN4 + 2 * n] = pair[0] * rf[i]
                     rO[i * DN4 + 2 * n + 1] = pair[1] * rf[i]
         else:
@@ -273,35 +301,33 @@ def make_wait_initialised(spec):
 
 
 @part
-def make_write_o(spec):
-    """``write_o(rO, shared, slot, state, more, tile)``: O of a row tile to memory, by way of a slot
-    of O, to A, if there is ``more`` to come, else rounded by way of one of Q.
+def make_write_state(spec):
+    """``write_state(rO, rl, rm, shared, slot, state, more, tile)``: O = diag(l)^-1 O, l and m of a
+    row tile to memory: O by way of a slot of O, to A, if there is ``more`` to come, else rounded by
+    way of one of Q. This consumer then needs the slots no more.
     """
-    NQ, NO = spec.tile_halves[0], spec.tile_floats
+    NQ, NO, write_values = spec.tile_halves[0], spec.tile_floats, make_write(spec)
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
+    own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
+    release_o, normalise_rows = make_release_by(spec.pipelines.o), make_normalise_rows(spec)
 
-    def write_o(rO, shared, slot, state, more, tile):
-        head, thread = tile.head, tile.thread
+    def write_state(rO, rl, rm, shared, slot, state, more, tile):
+        head, thread, own = tile.head, tile.thread, own_of(slot, tile.thread.w)
+        normalise_rows(rO, rl)
         if more:
             at = uint32(slot.stage * NO)
             write_sums(rO, shared.sO, at, state.A, tile.i0, head, thread)
         else:
             at = uint32(slot.stage * NQ)
             write_tile(rO, shared.sQ, at, state.O, tile.i0, head, thread)
+        rows_end = uint32(min(state.rows_end, head.Nq))
+        write_values(rl, state.l, tile.i0, rows_end, thread)
+        write_values(rm, state.m, tile.i0, rows_end, thread)
+        if not more:
+            release_q(shared.bars, own)
+        release_o(shared.bars, own, thread)
 
-    return write_o
-
-
-@part
-def make_write_statistics(spec):
-    """``write_statistics(rl, rm, state, tile, rows_end)``: l and m of a row tile to memory."""
-    write_values = make_write(spec)
-
-    def write_statistics(rl, rm, state, tile, rows_end):
-        write_values(rl, state.l, tile.i0, rows_end, tile.thread)
-        write_values(rm, state.m, tile.i0, rows_end, tile.thread)
-
-    return write_statistics
+    return write_state
 
 
 @part

@@ -7,11 +7,12 @@ Where sequences end within an array, or heads share a tile, the array's map has 
 from fa_numba.device import WRAPS, cuda, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes, mbarrier_tile
-from fa_numba.intrinsics.shared import half_tile
+from fa_numba.intrinsics.shared import half_tile, shared_tile
 from fa_numba.parts.grid import make_key_end, make_query_end
 from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import common_rows, pages_of_tile
-from fa_numba.parts.records import Box, Shared
+from fa_numba.parts.records import Box, Shared, SharedWithO
+from fa_numba.parts.wgmma.pipeline import make_acquire
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 # By how many there are: the threads that load K, and V.
@@ -20,16 +21,23 @@ COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 @part
 def make_shared_memory(spec):
-    """``shared_memory()``: slots of Q, of K and of V, and the barriers behind them."""
+    """``shared_memory()``: slots of Q, of K and of V, of O in float32 where FlashAttention-1 has
+    it, and the barriers behind them.
+    """
     NQ, NK, NV = spec.tile_halves
     NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
-    AT_V, AT_BARRIERS, BARRIERS = NQS + NKS, spec.halves // 4, spec.barriers
+    AT_V, AT_O, NOS = NQS + NKS, spec.halves // 2, spec.q_stages * spec.tile_floats
+    AT_BARRIERS, BARRIERS = spec.first_barrier, spec.barriers
 
     def shared_memory():
         sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
         return Shared(sQ, sK, sV, mbarrier_tile(AT_BARRIERS, BARRIERS))
 
-    return shared_memory
+    def shared_memory_with_o():
+        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
+        return SharedWithO(sQ, sK, sV, shared_tile(AT_O, NOS), mbarrier_tile(AT_BARRIERS, BARRIERS))
+
+    return shared_memory_with_o if spec.tile_floats else shared_memory
 
 
 @part
@@ -69,6 +77,28 @@ def _make_columns(spec, full, panels):
             load(sT, at, T, j0, head, pages, bars, barrier)
         else:
             load(sT, at, T, j0, head, bars, barrier)
+
+    return columns
+
+
+@part
+def make_columns(spec):
+    """``columns(shared, K, V, j0, head, slot)``: Kj and Vj to a slot of either as it is empty, by a
+    thread that loads both, or one of them.
+    """
+    acquire_k, acquire_v = make_acquire(spec.pipelines.k), make_acquire(spec.pipelines.v)
+    k, v, look_up, PAGES = make_k(spec), make_v(spec), make_look_up(spec), pages_of_tile(spec)
+    produces_k, produces_v = make_produces_k(spec), make_produces_v(spec)
+
+    def columns(shared, K, V, j0, head, slot):
+        pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
+        look_up(pages, j0, head)
+        if produces_k():
+            acquire_k(shared.bars, slot)
+            k(shared.sK, K, j0, head, pages, shared.bars, slot)
+        if produces_v():
+            acquire_v(shared.bars, slot)
+            v(shared.sV, V, j0, head, pages, shared.bars, slot)
 
     return columns
 

@@ -5,6 +5,12 @@ from enum import IntEnum
 from fa_numba.device import uint32
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.parts.namespace import part
+from fa_numba.parts.wgmma.pipeline import make_wait
+from fa_numba.parts.wgmma.products import (
+    make_begin_output,
+    make_begin_scores,
+    make_wait_output,
+)
 from fa_numba.tiling.wgmma import GROUP
 
 
@@ -65,6 +71,56 @@ def make_give_turn(spec):
             arrive_named(TURN_2, threads)
 
     return give_turn
+
+
+@part
+def make_begin_products(spec):
+    """``begin_products(rS, rO, rP, shared, q_stage, kv, after, w)``: Sij of the K ``after``, and
+    Pij-1 Vj-1 of the slot ``kv``, on their way together; or, where these do not overlap, Pij-1 Vj-1
+    before, by itself.
+    """
+    overlaps, wait_output = spec.overlaps, make_wait_output(spec)
+    wait_k, wait_v = make_wait(spec.pipelines.k), make_wait(spec.pipelines.v)
+    begin_scores, begin_output = make_begin_scores(spec), make_begin_output(spec)
+    take_turn, give_turn = make_take_turn(spec), make_give_turn(spec)
+
+    def begin_products(rS, rO, rP, shared, q_stage, kv, after, w):
+        bars = shared.bars
+        if overlaps:
+            wait_k(bars, after)
+            take_turn(w)
+        else:
+            wait_v(bars, kv)
+            take_turn(w)
+            begin_output(rO, rP, shared.sV, kv.stage)
+            wait_output(rO, False)
+            wait_k(bars, after)
+        begin_scores(rS, shared.sQ, q_stage, w, shared.sK, after.stage)
+        if overlaps:
+            wait_v(bars, kv)
+            begin_output(rO, rP, shared.sV, kv.stage)
+        give_turn(w)
+
+    return begin_products
+
+
+@part
+def make_begin_last(spec):
+    """``begin_last(rS, rO, rP, shared, q_stage, kv, after, w)``: Pij Vj, the last of a row tile, on
+    its way with the first S of the next.
+    """
+    wait_k, begin_scores = make_wait(spec.pipelines.k), make_begin_scores(spec)
+    begin_output, take_turn = make_begin_output(spec), make_take_turn(spec)
+    give_turn = make_give_turn(spec)
+
+    def begin_last(rS, rO, rP, shared, q_stage, kv, after, w):
+        wait_k(shared.bars, after)
+        take_turn(w)
+        begin_output(rO, rP, shared.sV, kv.stage)
+        begin_scores(rS, shared.sQ, q_stage, w, shared.sK, after.stage)
+        give_turn(w)
+
+    return begin_last
 
 
 @part

@@ -95,16 +95,19 @@ def make_wait_output(spec):
 
 
 @part
-def make_add_tile(spec):
-    """``add_tile(rO, rT)``: of planes O += T, a tile's sums; else they are O."""
-    RO, apart = spec.TM * spec.DN * 4, spec.planes > 1
+def make_end_output(spec):
+    """``end_output(rO, rT, more)``: the same where O, of planes, gets T, a tile's sums, added; else
+    they are O.
+    """
+    RO, apart, wait_output = spec.TM * spec.DN * 4, spec.planes > 1, make_wait_output(spec)
 
-    def add_tile(rO, rT):
+    def end_output(rO, rT, more):
+        wait_output(rT, more)
         if apart:
             for e in range(RO):
                 rO[e] += rT[e]
 
-    return add_tile
+    return end_output
 
 
 @part

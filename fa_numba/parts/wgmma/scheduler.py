@@ -6,9 +6,10 @@ from fa_numba.device import cuda, device_function, uint32
 from fa_numba.intrinsics.shared import index_tile
 from fa_numba.parts.grid import make_lengths
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Head, Schedule, WorkTile
+from fa_numba.parts.records import Head, Schedule, Slot, WorkTile
 from fa_numba.parts.visits import make_column_range, make_share_of_columns
 from fa_numba.parts.visits import make_next_column as make_next_column
+from fa_numba.parts.wgmma.pipeline import make_commit, make_wait
 from fa_numba.tiling.wgmma import WORK_WORDS
 
 # Bits of a word that name a batch entry, of which a grid has less than 2^16; the others a split.
@@ -22,13 +23,14 @@ LAST_TILES = 8
 
 @part
 def make_schedule(spec):
-    """``schedule(Q, taken, options)``: where a block's work tiles are written, how many there are,
-    and the counter of those taken beside each block's first.
+    """``schedule(Q, K, taken, group, options)``: where a block's work tiles are written, how many
+    there are, and the counter of those taken beside each block's first.
     """
     first, words, row_tiles = spec.first_index, WORK_WORDS * spec.q_stages, _make_row_tiles(spec)
 
-    def schedule(Q, taken, options):
-        return Schedule(index_tile(first, words), row_tiles(Q.shape, options), taken)
+    def schedule(Q, K, taken, group, options):
+        tiles = row_tiles(Q.shape, options)
+        return Schedule(index_tile(first, words), tiles, taken, Q, K, group, options)
 
     return schedule
 
@@ -47,20 +49,36 @@ def begin(schedule, slot, n):
 
 
 @part
-def make_work_tile(spec):
-    """``work_tile(n, Q, K, options)``: work tile number n."""
+def make_give(spec):
+    """``give(schedule, bars, slot, n)``: work tile number n, as the slot's readers see it."""
     tile_of, row_tile = _make_tile_of(spec), _make_row_tile(spec)
+    write_work_tile, commit = _make_write_work_tile(spec), make_commit(spec.pipelines.work)
 
-    def work_tile(n, Q, K, options):
-        tile, split = tile_of(n, options)
-        i0, h, b = row_tile(tile, Q.shape, K.shape, options)
-        return WorkTile(i0, h, b, split)
+    def give(schedule, bars, slot, n):
+        tile, split = tile_of(n, schedule.options)
+        i0, h, b = row_tile(tile, schedule.Q.shape, schedule.K.shape, schedule.options)
+        work = WorkTile(i0, h, b, split)
+        write_work_tile(schedule, slot, work)
+        commit(bars, slot)
+        return work
 
-    return work_tile
+    return give
 
 
 @part
-def make_write_work_tile(spec):
+def make_end(spec):
+    """``end(bars, slot)``: there is none any more, as the slot's readers see."""
+    commit_work, commit_q = make_commit(spec.pipelines.work), make_commit(spec.pipelines.q)
+
+    def end(bars, slot):
+        commit_work(bars, slot)
+        commit_q(bars, slot)
+
+    return end
+
+
+@part
+def _make_write_work_tile(spec):
     """``write_work_tile(schedule, slot, work)``: the work tile, for the slot's readers, behind
     its number.
     """
@@ -110,21 +128,60 @@ def make_next_number(spec):
 
 @part
 def make_columns_of(spec):
-    """``columns_of(work, Q, K, options)``: Nq and Nk of a work tile's sequence, the first column
-    tile of its share of the columns, and one past the share's last column.
+    """``columns_of(schedule, work)``: a work tile's head, the first column tile of its share of the
+    columns, and one past the share's last column.
     """
     lengths, column_range = make_lengths(spec), make_column_range(spec)
     share_of_columns, rows = make_share_of_columns(spec), spec.head_rows
-    next_column = make_next_column(spec)
+    next_column, by_group = make_next_column(spec), spec.by_group
 
-    def columns_of(work, Q, K, options):
+    def columns_of(schedule, work):
+        Q, K, group, options = schedule.Q, schedule.K, schedule.group, schedule.options
         Nq, Nk = lengths(Q.shape[2], K.shape[2], work.b, options)
-        head = Head(work.b, work.h, work.h, Nq, Nk, options)
+        hk = work.h // uint32(group) if by_group else work.h
+        head = Head(work.b, work.h, hk, Nq, Nk, options)
         j0, j_end = column_range(work.i0, uint32(work.i0 + rows), head)
         j0, j_end = share_of_columns(j0, j_end, work.split, work.i0, head)
-        return Nq, Nk, next_column(j0, j_end, work.i0, head), j_end
+        return head, next_column(j0, j_end, work.i0, head), j_end
 
     return columns_of
+
+
+@part
+def make_take(spec):
+    """``take(schedule, stage)``: a slot's work tile, Nq and Nk, its share of the columns as above,
+    and its K/V head: plain numbers, for those that cross a consumer's loops.
+    """
+    read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
+
+    def take(schedule, stage):
+        work = read_work_tile(schedule, stage)
+        head, j0, j_end = columns_of(schedule, work)
+        return work, head.Nq, head.Nk, j0, j_end, head.hk
+
+    return take
+
+
+@part
+def make_begins_next(spec):
+    """``begins_next(schedule, bars, slot)``: whether the first product of the next
+    work tile, of this slot, is on its way with the last one of this: it has columns.
+    """
+    ahead, columns_of = spec.begins_next, make_columns_of(spec)
+    wait, read_work_tile = make_wait(spec.pipelines.q), make_read_work_tile(spec)
+
+    def begins_next(schedule, bars, slot):
+        more = ahead
+        if ahead:
+            wait(bars, slot)
+            more = is_valid(schedule, slot.stage)
+            if more:
+                work = read_work_tile(schedule, slot.stage)
+                _, j0, j_end = columns_of(schedule, work)
+                more = j0 < j_end
+        return more
+
+    return begins_next
 
 
 @part
@@ -170,14 +227,47 @@ def make_is_long(spec):
 
 
 @part
-def make_key_head_of(spec):
-    """``key_head_of(work, group)``: the K/V head of a work tile's query head, or group of them."""
-    by_group = spec.by_group
+def make_wait_late(spec):
+    """``wait_late(bars, late, j0, j_end, i0, head)``: until it is time to take the next work tile,
+    and the phase of the next such wait.
+    """
+    is_long, wait = make_is_long(spec), make_wait(spec.pipelines.late)
 
-    def key_head_of(work, group):
-        return work.h // uint32(group) if by_group else work.h
+    def wait_late(bars, late, j0, j_end, i0, head):
+        if is_long(j0, j_end, i0, head):
+            wait(bars, Slot(uint32(0), late))
+            late = uint32(late ^ 1)
+        return late
 
-    return key_head_of
+    return wait_late
+
+
+@part
+def make_tell_late(spec):
+    """``tell_late(bars, waits, j0, j_end, i0, head)``: tells that it is, and gives whether somebody
+    still waits.
+    """
+    is_long, commit = make_is_long(spec), make_commit(spec.pipelines.late)
+
+    def tell_late(bars, waits, j0, j_end, i0, head):
+        if waits and not is_long(j0, j_end, i0, head):
+            commit(bars, Slot(uint32(0), uint32(0)))
+            waits = False
+        return waits
+
+    return tell_late
+
+
+@part
+def make_tell_at_last(spec):
+    """``tell_at_last(bars, waits)``: the same, a block mask's last tile being far from the end."""
+    sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
+
+    def tell_at_last(bars, waits):
+        if sparse and waits:
+            commit(bars, Slot(uint32(0), uint32(0)))
+
+    return tell_at_last
 
 
 @part
