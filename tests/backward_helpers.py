@@ -309,7 +309,8 @@ def gradient_roundings(
         if return_dcaptured:
             of_score = np.broadcast_to(s.of_S0 + s.Sc**2, dS.shape)
             of_rows: dict = defaultdict(lambda: np.zeros(2))  # sums by L and D of a row
-            given_ = call, head, Q, K, np.argwhere(dS)
+            # Of a row that sees one column dS is 0, but for roundings.
+            given_ = call, head, Q, K, np.argwhere(P)
             for name, element, place, slope, bend in bent_slopes(*given_):
                 by, running = of_captured[name], captured_sums[name]
                 term = dS[place] * slope

@@ -65,16 +65,17 @@ def call_of(dtype, shape, Np, lies, options, *, seed=0):
     have a head dimension of its own, the last of a shape of seven sizes.
     """
     B, Hq, Hk, Nq, Nk, *dims = shape
-    kept = numpy_dtype(dtype)
-    q, k, v = (x.astype(kept) for x in random_inputs(*shape, seed=seed))
-    first = [x[0].astype(kept) for x in random_inputs(1, Hq, Hk, 1, Np, *dims, seed=seed + 1)[1:]]
+    of = numpy_dtype(dtype)
+    q, k, v = (x.astype(of) for x in random_inputs(*shape, seed=seed))
+    first = [x[0].astype(of) for x in random_inputs(1, Hq, Hk, 1, Np, *dims, seed=seed + 1)[1:]]
     whole = [
         np.concatenate([np.broadcast_to(x, (B, *x.shape)), y], 2)
         for x, y in zip(first, (k, v), strict=True)
     ]
     sinks = np.linspace(-1, 2, Hq, dtype=np.float32)
     options = {"sinks": sinks, **options}
-    changing = {n: options[n] for n in ("scale", "softcap", "sinks", "q_lens") if n in options}
+    kept = "scale", "softcap", "sinks", "q_lens", "precision"
+    changing = {n: options[n] for n in kept if n in options}
     exact = (q, *whole, changing | {"bias": np.where(visible(shape, Np, options), 0, -np.inf)})
     given = dict(options)
     q_lens, kv_lens = given.pop("q_lens", [Nq] * B), given.get("kv_lens", [Nk] * B)
