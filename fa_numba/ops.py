@@ -443,7 +443,8 @@ def merge(outputs, lses, *, layout=None, stream=None):
     ``stream``: as for ``attention``.
 
     Returns (O, L): with L = log(sum of e^(L_s)) over the parts s, O is the sum of e^(L_s - L) O_s.
-    It is summed in float32 and rounded once. A row that saw no column of a part has nothing of it.
+    It is summed in float32 and rounded once. A row that saw no column of a part has nothing of it,
+    whatever that part's output holds.
 
     Raises ValueError or TypeError, before anything runs, for arguments that are not as above.
 

@@ -82,6 +82,11 @@ class Choices:
         for name in ("kv_splits", "group_splits"):
             checked[name] = as_splits(name, getattr(self, name))
         _check_name("warp_partition", self.warp_partition, PARTITIONS)
+        if not isinstance(self.unit, str):
+            raise ValueError(f"unit is {self.unit!r}: allowed is 'auto' or the name of one")
+        names = self.ablate if isinstance(self.ablate, (tuple, list)) else (self.ablate,)
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"ablate is {self.ablate!r}: allowed is a tuple of names of measures")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         for own in (f for f in fields(self) if f.name in _OF_PASS):
@@ -89,7 +94,7 @@ class Choices:
             if only != self.passes and value != own.default:
                 raise ValueError(f"{own.name} is {value!r}: only passes={only!r} has it")
         compared = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
-        with contextlib.suppress(TypeError):  # a unit or measures that are refused with a plan
+        with contextlib.suppress(TypeError):  # measures in a list
             object.__setattr__(self, "_hash", hash(compared))
 
     def __hash__(self) -> int:

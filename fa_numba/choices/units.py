@@ -558,7 +558,7 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     a request that it lacks something of.
     """
     name, allowed = request.choices.unit, ("auto", *UNITS)
-    if not isinstance(name, str) or name not in allowed:
+    if name not in allowed:
         raise ValueError(f"unit is {name!r}: allowed is one of {', '.join(allowed)}")
     dtype, capability = request.problem.dtype, request.capability
     if request.features.precision:

@@ -140,7 +140,7 @@ def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
     names = tuple(ablate) if isinstance(ablate, (tuple, list)) else (ablate,)
     found = [name for name, owners in unit.measures.items() if choices.algorithm in owners]
     for name in names:
-        if not isinstance(name, str) or name not in found:
+        if name not in found:
             allowed = f"a tuple of {', '.join(found)}" if found else "(), as it has no such measure"
             raise ValueError(
                 f"ablate is {ablate!r} with {choices.algorithm} on unit {unit.name!r}: allowed is "

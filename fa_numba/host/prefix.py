@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device, io_model
-from fa_numba.checks import LAYOUTS, as_sizes
+from fa_numba.checks import LAYOUTS, as_shape, as_sizes
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.host import execution, launch_cache, merging, placement, planning
 from fa_numba.host.arrays import HOST, Operand, check_together, operand, operand_of_out
@@ -82,6 +82,12 @@ def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> Pr
     """The plan of a call whose arrays are contiguous; ``prefix`` is the shape of its keys. Raises
     as the call does.
     """
+    if (choices.algorithm, choices.passes) != ("fa2", "fwd"):
+        raise ValueError(
+            f"prefix_k is given with algorithm {choices.algorithm!r}, pass {choices.passes!r}: "
+            "allowed is the forward pass of 'fa2'"
+        )
+    prefix = as_shape("prefix_k", getattr(prefix, "shape", prefix))
     first = _of_prefix(problem, prefix, (*prefix[:-1], problem.d_v), options)
     gathered, wide = not _lies_as_one(None, problem), problem.whole_chunks
     return _plan_of(problem, first, choices, (wide, wide, wide), gathered)

@@ -241,5 +241,5 @@ def tiles_visited(
 
 def check_name(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of those allowed."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} is {value!r}: allowed is {', '.join(map(repr, allowed))}")

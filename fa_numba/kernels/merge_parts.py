@@ -136,7 +136,7 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
             step //= 2
         if lane == uint32(0) and row < uint32(O.shape[2]):
-            dLY[b, h, row] = P * dot
+            dLY[b, h, row] = _share(P, dot)
 
     return merge_backward
 
@@ -166,6 +166,15 @@ def _matrix(dtype):
     return array_type(4, types.uint16 if DTYPES[dtype].matrix else types.float32)
 
 
+@device_function
+def _share(f, x):
+    """f x, and 0 of any x without a weight, NaN too."""
+    share = f * x
+    if f == float32(0.0):
+        share = float32(0.0)
+    return share
+
+
 def _add_weighted(x_dtype, y_dtype, out_dtype, width):
     """``add(O, X, Y, row, col, f, g)``: O = f X + g Y in ``width`` neighbours."""
     if width == 1:
@@ -173,7 +182,7 @@ def _add_weighted(x_dtype, y_dtype, out_dtype, width):
 
         @device_function
         def add_one(O, X, Y, row, col, f, g):
-            write(O, row, col, f * read_x(X, row, col) + g * read_y(Y, row, col))
+            write(O, row, col, _share(f, read_x(X, row, col)) + _share(g, read_y(Y, row, col)))
 
         return add_one
     read_x, read_y, write = _read_wide(x_dtype), _read_wide(y_dtype), _write_wide(out_dtype)
@@ -182,14 +191,14 @@ def _add_weighted(x_dtype, y_dtype, out_dtype, width):
     def add_wide(O, X, Y, row, col, f, g):
         x, y = read_x(X, row, col), read_y(Y, row, col)
         sums = (
-            f * x[0] + g * y[0],
-            f * x[1] + g * y[1],
-            f * x[2] + g * y[2],
-            f * x[3] + g * y[3],
-            f * x[4] + g * y[4],
-            f * x[5] + g * y[5],
-            f * x[6] + g * y[6],
-            f * x[7] + g * y[7],
+            _share(f, x[0]) + _share(g, y[0]),
+            _share(f, x[1]) + _share(g, y[1]),
+            _share(f, x[2]) + _share(g, y[2]),
+            _share(f, x[3]) + _share(g, y[3]),
+            _share(f, x[4]) + _share(g, y[4]),
+            _share(f, x[5]) + _share(g, y[5]),
+            _share(f, x[6]) + _share(g, y[6]),
+            _share(f, x[7]) + _share(g, y[7]),
         )
         write(O, row, col, sums)
 

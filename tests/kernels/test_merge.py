@@ -132,6 +132,26 @@ def test_gradients_are_the_central_differences(device, case, with_dlse):
         assert dict(counts.stores) == {"dY": parts * n, "dLY": parts * rows}
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c[:-1])))
+def test_rows_that_a_part_has_not_seen_may_be_nan(device, case):
+    """As another library leaves them: 0, and then NaN, give the same results."""
+    *sizes, layout, _ = case
+    outputs, lses, dout, dlse = parts_of(*sizes, layout)
+    results = []
+    with devices.using(device):
+        for _ in range(2):
+            whole = fa_numba.merge(outputs, lses, **said(layout))
+            douts, dlses = fa_numba.merge_backward(
+                dout, outputs, lses, *whole, dlse=dlse, **said(layout)
+            )
+            results.append([*whole, *douts, *dlses])
+            for x, L in zip(outputs, lses, strict=True):
+                x.transpose(np.argsort(ORDER.get(layout, range(x.ndim))))[L == -np.inf] = np.nan
+    assert np.isnan(outputs[0].astype("f4")).any()
+    for zeros, nans in zip(*results, strict=True):
+        np.testing.assert_array_equal(zeros, nans)
+
+
 def test_parts_of_attention_are_attention_with_its_gradients():
     """Causal, where the first rows see nothing of the last part."""
     q, k, v, dout = np.random.default_rng(1).standard_normal((4, 1, 2, 40, 8)).astype(np.float32)

@@ -967,6 +967,14 @@ REFUSED = {
         ["unit is 'tensor'", "auto, simt, mma"],
     ),
     "no unit": (lambda: fa_numba.attention(Q, K, K, unit=None), ValueError, ["unit is None"]),
+    "units": (
+        lambda: fa_numba.attention(Q, K, K, unit=np.array(["mma", "simt"])), ValueError,
+        ["unit is array", "allowed is 'auto' or the name"],
+    ),
+    "measures in an array": (
+        lambda: fa_numba.attention(Q, K, K, ablate=np.array(["swizzle"])), ValueError,
+        ["ablate is array", "allowed is a tuple"],
+    ),
     "a unit that there is not, in a plan": (
         lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", unit="MMA"), ValueError,
         ["unit is 'MMA'", "auto, simt, mma"],

@@ -342,6 +342,14 @@ def test_an_output_in_the_memory_of_a_prefix_and_calls_of_minutes_are_refused(mo
 
 
 def test_a_plan_refuses_what_a_call_refuses():
-    for options in ({"window": (3, 0)}, {"attn_mask": (4, 6)}, {"prefix_k": (3, 9, 8)}):
-        with pytest.raises(ValueError, match="with a prefix|prefix_k has heads 3"):
+    for options in (
+        {"window": (3, 0)},
+        {"attn_mask": (4, 6)},
+        {"prefix_k": (3, 9, 8)},
+        {"prefix_k": 9},
+        {"algorithm": "fa1"},
+        {"algorithm": "standard"},
+        {"passes": "bwd"},
+    ):
+        with pytest.raises((ValueError, TypeError), match="with a prefix|prefix_k .*: allowed"):
             fa_numba.plan((2, 2, 4, 8), (2, 2, 6, 8), **{"prefix_k": (2, 9, 8)} | options)

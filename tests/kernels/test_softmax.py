@@ -113,6 +113,7 @@ def test_any_strides_and_an_output_of_ones_own(device):
     "arguments, error, says",
     [
         ((vectors(2, 4),), ValueError, "algorithm is 'fast': allowed is 'naive', 'safe', 'online'"),
+        ((vectors(2, 4),), ValueError, "algorithm is array"),
         ((vectors(2, 4)[0],), ValueError, r"x has shape \(4,\): allowed is \(batch, elements\)"),
         ((np.zeros((2, 0), np.float32),), ValueError, "elements is 0, an empty axis"),
         ((np.zeros((2, 4)),), TypeError, "x has dtype float64: allowed is float32"),
@@ -121,7 +122,9 @@ def test_any_strides_and_an_output_of_ones_own(device):
     ],
 )
 def test_what_is_refused(arguments, error, says):
-    algorithm = "fast" if "algorithm" in says else "online"
+    algorithm = "fast" if "fast" in says else "online"
+    if says.endswith("array"):
+        algorithm = np.array(["safe", "online"])
     with using("emulator"), pytest.raises(error, match=says):
         fa_numba.softmax(*arguments, algorithm=algorithm)
 
