@@ -1,7 +1,5 @@
 """The command line, python -m experiments: `--help` names its commands."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import signal

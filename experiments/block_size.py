@@ -1,7 +1,5 @@
 """Accesses and runtime over the block size: FlashAttention-1 paper, Fig. 2 middle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -58,10 +56,7 @@ def setting(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "floa
 
 
 def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
-    """Tiles as (series, Br, Bc): both orders over Bc, and the Q-outer one over Br.
-
-    The block size that does not vary is `fixed`.
-    """
+    """Tiles (series, Br, Bc): both orders over Bc, Q outer over Br, the other one `fixed`."""
     over_bc = [(series, fixed, size) for series in (FA1, FA2) for size in sizes]
     over_br = [(FA2, size, fixed) for size in sizes]
     return list(dict.fromkeys(over_bc + over_br))

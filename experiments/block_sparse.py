@@ -1,7 +1,5 @@
 """Time over the share of non-zero blocks: FlashAttention-1 paper, Fig. 2 right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,10 +1,9 @@
 """Why DRAM moves less than kernels access: an LRU model of the L2 cache beside measured bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 from fa_numba import device, io_model
@@ -242,21 +241,17 @@ def _look(series: str) -> dict[str, Any]:
 def _over_seqlen(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float]) -> None:
     lengths = sorted({k[3] for k in found})
     for series in dict.fromkeys(k[0] for k in found):
-        look, calls = _look(series), sorted((k for k in found if k[0] == series), key=_N)
+        look, calls = _look(series), sorted((k for k in found if k[0] == series), key=itemgetter(3))
         model = [(k[3], found[k]["H200"]) for k in calls if "H200" in found[k]]
-        ax.plot(*_xy(model), **look)
+        ax.plot(*style.xy(model), **look)
         marks = [(k[3], known[k]) for k in calls if k in known]
-        ax.plot(*_xy(marks), **_MARK, **look)
+        ax.plot(*style.xy(marks), **_MARK, **look)
         accessed = [(k[3], found[k]["no L2"]) for k in calls if "no L2" in found[k]]
-        ax.plot(*_xy(accessed), **_ACCESSED, **look)
+        ax.plot(*style.xy(accessed), **_ACCESSED, **look)
     style.sizes(ax, lengths, "sequence length N")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
     ax.set_ylabel("DRAM bytes of a call")
-
-
-def _N(call: Key) -> int:
-    return call[3]
 
 
 def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float]) -> None:
@@ -290,10 +285,6 @@ def sizes_of(places: dict[str, float]) -> dict[int, float]:
     """Size of L2 in MiB -> bytes, of what was computed for a call."""
     found = {int(p.removesuffix(" MiB")): v for p, v in places.items() if p.endswith(" MiB")}
     return dict(sorted(found.items()))
-
-
-def _xy(points: Sequence[tuple[Any, float]]) -> tuple[list[Any], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:

@@ -1,9 +1,4 @@
-"""What documents claim of FlashAttention, measured in the setting that a claim names.
-
-Most claims are decided by the other experiments' rows; here are the settings that none has.
-"""
-
-from __future__ import annotations
+"""What documents claim of FlashAttention, in the settings that no other experiment has."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -138,10 +133,7 @@ def _paged(series: str, head_dim: int) -> Iterator[Row]:
 
 
 def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """O over all keys from (O, L) over a part of them each: weights e^(L_n - L), L their logsumexp.
-
-    O is (B, H, N, d), L (B, H, N); the result is in float64.
-    """
+    """O over all keys from (O, L) over a part of them each: weights e^(L_n - L); in float64."""
     lse = np.stack([np.asarray(L, np.float64) for _, L in parts])
     weights = np.exp(lse - np.logaddexp.reduce(lse, axis=0))
     return sum(
@@ -164,10 +156,7 @@ def _layers(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
-    """One query a head on a long cache: time, and bytes of K and V a second.
-
-    Checked against float64 is all of O of the first and the last head, before it is timed.
-    """
+    """One query a head on a long cache, all of O of two heads checked first: time, bandwidth."""
     cache = QUICK_CACHE if options.quick else CACHE
     problems = [
         Problem(1, heads, heads, 1, cache, 128, dtype="float16")

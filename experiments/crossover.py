@@ -1,7 +1,5 @@
 """From which length FlashAttention wins over standard attention (claim C9)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

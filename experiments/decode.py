@@ -1,7 +1,5 @@
 """Few rows of Q on a long cache: Flash-Decoding's micro-benchmark, columns in parallel (C21)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -233,12 +231,6 @@ def _message(found: dict[tuple, dict[str, Row]]) -> str:
     )
 
 
-def _best_of_torch(found: dict[str, Row]) -> float | None:
-    times = [found[s].value for s in PEERS if s in found]
-    known = [t for t in times if t is not None]
-    return min(known) if known else None
-
-
 # Of the problems those that the page shows, by batch, query heads a K/V head, rows, keys and d; all
 # are in the data file.
 SHOWN = (
@@ -259,9 +251,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         found = times[at]
         batch, heads_q, heads_k, Nq, Nk, d = at
         moved = 4 * batch * heads_k * Nk * d
-        ours = [found[s].value for s in OURS if s in found]
-        known = [t for t in ours if t is not None]
-        best, theirs = min(known, default=None), _best_of_torch(found)
+        best, theirs = (
+            min((found[s].number for s in of if s in found and found[s].value), default=None)
+            for of in (OURS, PEERS)
+        )
         if best and theirs and moved >= LARGE_BYTES:
             gains.append(theirs / best)
         if heads_q != HEADS or (batch, heads_q // heads_k, Nq, Nk, d) not in SHOWN:

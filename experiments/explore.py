@@ -1,10 +1,8 @@
 """A page to play with: both orders tile by tile, the softmax, tiles and traffic, by this code."""
 
-from __future__ import annotations
-
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -244,13 +242,11 @@ def draw(rows: Sequence[Row]) -> Any:
     from .beside import explore_picture
 
     found = _counted(rows)
-    return explore_picture.draw([unpack(r) for r in _pictured(found).values()]) if found else None
-
-
-def _pictured(found: Mapping[tuple[Any, ...], dict[str, Row]]) -> dict[str, Row]:
-    """Most tiles, without a mask."""
+    if not found:
+        return None
     plain = {key: both for key, both in found.items() if key[4:6] == ("no", 0)} or found
-    return plain[max(plain, key=lambda key: (key[0] ** 2 // (key[2] * key[3]), -key[1], key))]
+    most = max(plain, key=lambda key: (key[0] ** 2 // (key[2] * key[3]), -key[1], key))
+    return explore_picture.draw([unpack(row) for row in plain[most].values()])
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

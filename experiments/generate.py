@@ -1,7 +1,5 @@
 """Text by a small language model through a cache of keys and values in pages, and without one."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -258,7 +256,9 @@ def _generated(
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
     """Times by place and length, characters that differ, and the first sequence's beginning."""
     trained, text = model(), learned()
-    put = _to_device
+
+    def put(x: np.ndarray, dtype: str) -> Any:
+        return peers.on_device((x,), dtype)[0]
 
     w = {name: put(x, "float32") for name, x in trained.items()}
     options = {"unit": unit(series), "alibi_slopes": put(SIZES.slopes, "float32")}
@@ -282,10 +282,6 @@ def _generated(
     wanted = logits[:, PROMPT - 1 :].argmax(-1)
     differing = int((wanted != characters[:, PROMPT:]).sum())
     return times, differing, words(characters[0, :LENGTH])
-
-
-def _to_device(x: np.ndarray, dtype: str) -> Any:
-    return peers.on_device((x,), dtype)[0]
 
 
 def _seconds(each: Iterator[int]) -> float:
@@ -382,10 +378,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     texts = [row for row in rows if row.metric == "difference" and row.value is not None]
     if not lengths:
         return None
-    columns = [(modelled, s, place, "{:,.0f}") for s in COUNTED for place in (CACHE, WHOLE)]
-    columns += [(timed, s, place, "{:.3g}") for s in TIMED for place in (CACHE, WHOLE)]
+    columns = [(modelled, s, place, ",.0f") for s in COUNTED for place in (CACHE, WHOLE)]
+    columns += [(timed, s, place, ".3g") for s in TIMED for place in (CACHE, WHOLE)]
     lines = [
-        [str(n), *(_cell(by.get((s, place), {}), n, form) for by, s, place, form in columns)]
+        [str(n), *(tables.number(by.get((s, p), {}), n, form) for by, s, p, form in columns)]
         for n in lengths
     ]
     header = ["characters before"]
@@ -417,7 +413,3 @@ def _equal(rows: Sequence[Row]) -> str:
         return ""
     same = sum(value == other for value, other in pairs)
     return f" Counted by running the kernels: {same} of {len(pairs)} numbers equal the closed form."
-
-
-def _cell(by: dict[int, float], n: int, form: str) -> str:
-    return form.format(by[n]) if n in by else tables.MISSING

@@ -1,9 +1,4 @@
-"""Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left.
-
-Its steps one by one, the paper's Fig. 1 right, are in `beside/unfused_steps.py`.
-"""
-
-from __future__ import annotations
+"""Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -223,15 +218,12 @@ Found = dict[tuple[str, str, str], float]
 
 
 def whole(rows: Iterable[Row], problem: Problem) -> Found:
-    """(series, source, quantity) of a problem's rows -> ms of each pass, and GB of both passes.
-
-    The quantity of a time is its pass, that of bytes "GB". The model's bytes are those of the
-    tiles on the GPU where there is one.
-    """
+    """(series, source, quantity) -> ms of each pass, GB of both; the model's of the GPU's tiles."""
     found: Found = {}
+    wanted = row_fields(problem)
     sums: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row.machine != MODEL):
-        if row.value is None or row.place or not _is_of(row, problem):
+        if row.value is None or row.place or not wanted.items() <= vars(row).items():
             continue
         if row.metric == "time":
             found[row.series, "measured", row.pass_] = row.value
@@ -239,10 +231,6 @@ def whole(rows: Iterable[Row], problem: Problem) -> Found:
             sums.setdefault((row.series, row.source, "GB"), {})[row.pass_] = row.value / 1e9
     found |= {key: sum(parts.values()) for key, parts in sums.items() if len(parts) == 2}
     return found
-
-
-def _is_of(row: Row, problem: Problem) -> bool:
-    return all(getattr(row, name) == value for name, value in row_fields(problem).items())
 
 
 def _drawn(rows: Sequence[Row]) -> Problem | None:

@@ -1,7 +1,5 @@
 """What a call costs the host before the GPU has anything to do."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence

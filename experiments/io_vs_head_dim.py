@@ -1,7 +1,5 @@
 """Accesses over the head dimension, exponents of N and d: FlashAttention's Theorems 2 and 5."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Global-memory accesses over the sequence length, for standard attention and both loop orders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -193,10 +191,10 @@ def _accesses(ax: Any, rows: Sequence[Row]) -> None:
     for series in SERIES:
         for source in ("model", "counted"):
             points = _per_head(r for r in rows if (r.series, r.source) == (series, source))
-            ax.plot(*_xy(points), **_look(series, source))
+            ax.plot(*style.xy(points), **_look(series, source))
     for series, (like, _) in BOUND_STYLES.items():
         points = _per_head(r for r in rows if r.series == series)
-        ax.plot(*_xy(points), color=style.COLOURS[like], **_BOUND)
+        ax.plot(*style.xy(points), color=style.COLOURS[like], **_BOUND)
     lengths = sorted({row.seqlen_q for row in rows})
     style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N")
     ax.set_xlim(right=max(lengths) * 1.2)
@@ -211,7 +209,7 @@ def _bytes(ax: Any, rows: Sequence[Row]) -> None:
     for series in SERIES:
         for source in ("model", "l2", "dram"):
             points = _bytes_over_n(rows, series, source)
-            ax.plot(*_xy(points), **_look(series, source))
+            ax.plot(*style.xy(points), **_look(series, source))
     style.sizes(ax, sorted({row.seqlen_q for row in rows}), "sequence length N")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
@@ -244,10 +242,6 @@ def _per_head(rows: Any) -> list[tuple[int, float]]:
         share = row.value / (row.batch * row.heads_q)
         totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + share
     return sorted(totals.items())
-
-
-def _xy(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 # Of the lengths measured, those that the page shows.

@@ -1,8 +1,6 @@
 """Accesses over the on-chip memory M, and the change of regime at M = d^2: FlashAttention's Theorem
 2; Saha and Ye, arXiv 2402.07443; backward Li et al., arXiv 2410.09397."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What each measure of the tensor-core kernels gains, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,10 +184,7 @@ def hopper_configurations(problem: Problem) -> list[variants.Variant]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times, checked first, those of torch, and the hardware counters.
-
-    With a causal mask, Hopper's steps alone, where there are any.
-    """
+    """Times, checked first, torch's, counters; of causal problems Hopper's steps alone."""
     assert bench.machine is not None
     hopper = fa_numba.device.compute_capability() == (9, 0)
     problems = options.grid(

@@ -1,7 +1,5 @@
 """From FA-1 to FA-2 in single steps, and what each gains (FlashAttention-2 paper, section 3)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

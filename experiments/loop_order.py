@@ -1,7 +1,5 @@
 """Both loop orders at equal unit, dtype, tiles and work: time and accesses, FA-1 over FA-2."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -118,11 +116,7 @@ def in_setting(problem: Problem) -> bool:
 
 
 def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
-    """FA-1 over FA-2 on a unit for the rows of one problem.
-
-    "grid" and "splits" are ratios of times, with the paper's grid and with query splits; "model",
-    "l2" and "dram" are ratios of bytes, with query splits.
-    """
+    """FA-1 over FA-2 at one problem: times on both grids, bytes with query splits."""
     found = variants.values(rows)
     paper, split, q_outer = series_of(unit)
     wanted = {

@@ -1,8 +1,6 @@
 """Bandwidth of DRAM, L2 and shared memory, and the roofline with every kernel on it: FlashAttention
 paper, Fig. 1 left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

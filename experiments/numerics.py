@@ -1,9 +1,4 @@
-"""Error of every kernel against float64, and bitwise agreement of online with ordinary softmax.
-
-Claims C1 and C2, and FlashAttention-3's test with outliers (its section 4.3, Table 3).
-"""
-
-from __future__ import annotations
+"""Error of every kernel against float64, bits of online and ordinary softmax (C1, C2; FA-3)."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -267,25 +262,18 @@ Found = dict[tuple[str, str, str, str], dict[int, float]]
 
 
 def curves(rows: Sequence[Row], emulated: bool) -> Found:
-    """(dtype, inputs, series, metric) -> N -> value, of the emulator's rows or of a GPU's.
-
-    Of other head dimensions and with a mask there is none where there are rows of d=64 without.
-    """
+    """(dtype, inputs, series, metric) -> N -> value: of d=64 without a mask, or of all."""
     mine = [
         r
         for r in rows
         if (r.machine == EMULATOR) == emulated and r.machine != MODEL and r.value is not None
     ]
-    mine = [r for r in mine if _is_usual(r)] or mine
+    mine = [r for r in mine if r.head_dim in (1, HEAD_DIM) and not r.causal] or mine
     found: Found = {}
     for row in sorted(mine, key=lambda row: row.seqlen_q):
         key = (row.dtype, row.place, row.series, row.metric)
         found.setdefault(key, {})[row.seqlen_q] = row.number
     return found
-
-
-def _is_usual(row: Row) -> bool:
-    return row.head_dim in (1, HEAD_DIM) and not row.causal
 
 
 _KINDS = {NORMAL: "normal inputs", OUTLIERS: "inputs with outliers"}

@@ -1,7 +1,5 @@
 """Naive, safe and online softmax over the vector's length, and attention in two passes and one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

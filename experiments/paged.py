@@ -1,7 +1,5 @@
 """K and V in the pages of a cache beside K and V in one piece (claim C22)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -197,6 +195,7 @@ def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
     return found
 
 
+UNIT_NAMES = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}
 _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256: ("#000000", "D")}
 
 
@@ -231,7 +230,7 @@ def draw(rows: Sequence[Row]) -> Any:
         sizes, values = zip(*sorted(by.items()), strict=True)
         looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
         looks["ls"] = "--" if series.endswith("simt") else "-"
-        right.plot(sizes, [100 * x for x in values], label=_label(series), **looks)
+        right.plot(sizes, [100 * x for x in values], label=UNIT_NAMES[unit(series)], **looks)
     if shares:
         style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows a page")
         right.set_ylabel("percent")
@@ -240,11 +239,6 @@ def draw(rows: Sequence[Row]) -> Any:
     else:
         style.empty(right, "not counted")
     return figure
-
-
-def _label(series: str) -> str:
-    units = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}
-    return units[unit(series)]
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
@@ -259,8 +253,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     lines = [
         [
             str(size),
-            *(_cell(differing.get(s, {}), size, "{:.0f}") for s in COUNTED),
-            *(_cell(shares.get(s, {}), size, "{:.2%}") for s in COUNTED),
+            *(tables.number(differing.get(s, {}), size, ".0f") for s in COUNTED),
+            *(tables.number(shares.get(s, {}), size, ".2%") for s in COUNTED),
             *(_over(timed.get(s, {}).get(size), of) for s in TIMED for of in (median, max)),
         ]
         for size in sizes
@@ -275,10 +269,6 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"table's bytes over those of K and V. Time: {PROTOCOL}."
     )
     return tables.of(caption, header, lines)
-
-
-def _cell(by: Mapping[int, float], size: int, form: str) -> str:
-    return form.format(by[size]) if size in by else tables.MISSING
 
 
 def _over(by: Mapping[int, float] | None, of: Any) -> str:

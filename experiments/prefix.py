@@ -1,7 +1,5 @@
 """Sequences that begin alike: their prefix read once for all of them, or by each."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a GPU's profiler says of each kernel, and what the emulator says without the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -105,12 +103,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     sizes = [(N, d, mask) for N in lengths for d in head_dims for mask in masks]
     short = options.complete or options.quick
     if short:
-        sizes = [size for size in sizes if _counted_size(*size)]
+        sizes = [(N, d, mask) for N, d, mask in sizes if not mask and 4 * N**2 * d <= COUNTED_FLOPS]
     if bench.machine is not None:
         yield from _hardware(sizes, bench)
     work = [run for size in sizes for run in runs(*size, bench.say)]
     if short:
-        work = [run for run in work if _quick(run)]
+        work = [r for r in work if (r.pass_, series.algorithm(r.series)) != ("bwd", "standard")]
     inputs = Inputs(gradient=True)
     yield from bench.counted(
         [(run,) for run in work], "counting on the emulator", lambda run: _count(run, inputs)
@@ -120,14 +118,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 def _count(run: Run, inputs: Inputs) -> Iterator[Row]:
     for name, value in profiler.counted(_emulated(run, inputs)).items():
         yield Row(metric=name, unit="1", value=value, **run.columns(EMULATOR))
-
-
-def _quick(run: Run) -> bool:
-    return run.pass_ == "fwd" or series.algorithm(run.series) != "standard"
-
-
-def _counted_size(seqlen: int, head_dim: int, causal: bool) -> bool:
-    return not causal and 4 * seqlen**2 * head_dim <= COUNTED_FLOPS
 
 
 def _emulated(run: Run, inputs: Inputs) -> Any:

@@ -1,7 +1,5 @@
 """A sequence over several GPUs: which operand travels is the loop order of a cluster."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Shapes beyond the papers' grid, each beside torch's kernels."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

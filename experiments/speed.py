@@ -1,7 +1,5 @@
 """Forward speed over the sequence length in FA-2's setting, beside torch's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

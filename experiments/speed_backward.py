@@ -1,7 +1,5 @@
 """Backward speed over the sequence length in FA-2's setting, alone and with the forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bf16 speed on tensor cores, all units, orders and passes, and how far it is from fp16's."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any

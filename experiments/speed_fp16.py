@@ -1,7 +1,5 @@
 """fp16 speed on tensor cores over the sequence length: the FA-2 paper's Figs. 4 to 7."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any

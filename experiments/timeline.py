@@ -1,7 +1,5 @@
 """What both orders move between global memory and the chip, tile by tile, as time goes down."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial

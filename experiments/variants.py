@@ -4,8 +4,6 @@ Each of the first fifteen functions below is a variant: at a length N, for H hea
 `score_mod` or the `mask_mod` that a call takes. What follows them counts what they cost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

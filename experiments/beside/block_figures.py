@@ -1,7 +1,5 @@
 """Curves over the block size, in units in which head dimensions and dtypes lie on each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

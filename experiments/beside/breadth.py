@@ -1,7 +1,5 @@
 """Calls with options of any kind, ours and torch's, and what their checks are made of."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -2,8 +2,6 @@
 and exponentials, each by a kernel that does nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """Both loop orders side by side at one size of the reader's own: python -m experiments compare."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

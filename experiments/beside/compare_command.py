@@ -1,7 +1,5 @@
 """The command python -m experiments compare: its arguments, and what it prints and writes."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The table, the figure and the JSON of `compare`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial

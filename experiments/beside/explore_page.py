@@ -1,7 +1,5 @@
 """The page as one file: template, style, script and data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

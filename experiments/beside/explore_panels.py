@@ -1,7 +1,5 @@
 """What the page's panels answer: every number of the package's own functions."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -64,11 +62,7 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
 
 
 def steps(trace: Trace) -> Answer:
-    """What the page steps through: of each step "moves|on the chip|tile of S|lines|block", and the
-    bytes so far.
-
-    Where FA-1 fills O, l and m before its first pass, these stores are line 2.
-    """
+    """Of each step "moves|on the chip|tile of S|lines|block", and the bytes so far."""
     passes = _passes(trace)
     fills = {*trace.moves} - {*passes.moves}
     known = LINES[trace.algorithm]

@@ -1,7 +1,5 @@
 """A picture of the page: both orders at the same moment, tile by tile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

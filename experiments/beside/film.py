@@ -145,9 +145,7 @@ class _Sheet:
 def _letters(
     text: str, points: int, anchor: str, bold: bool
 ) -> tuple[int, int, tuple[Image.Image, ...]]:
-    """How far right and down of its anchor a text starts, and its pixels that are covered by 1, 2
-    ... of STEPS parts.
-    """
+    """A text's offset right and down of its anchor, and its pixels by how many STEPS cover them."""
     font = _font(points, bold)
     left, top, right, bottom = font.getbbox(text, anchor=anchor)
     shape = max(1, math.ceil(right - left)), max(1, math.ceil(bottom - top))

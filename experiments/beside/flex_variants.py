@@ -1,7 +1,5 @@
 """The variants of `experiments.variants` as torch's flex_attention takes them, of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

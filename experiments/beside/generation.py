@@ -21,10 +21,7 @@ def _like(x: Any, other: Any) -> Any:
 
 @dataclass
 class Cache:
-    """Keys and values of every layer: pages that the sequences have in no order, and a block table.
-
-    `kv_lens` are the rows that sequences have, `then` those that they have after the step.
-    """
+    """Keys and values of every layer in pages, a block table, lengths `kv_lens` and `then`."""
 
     pages: list[tuple[Any, Any]]
     block_table: Any

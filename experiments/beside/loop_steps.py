@@ -1,7 +1,5 @@
 """The steps from FA-1 to FA-2, and what their rows say."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

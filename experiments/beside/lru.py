@@ -11,8 +11,6 @@ count of one kernel.
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Panels of the page: inputs, a function of them, and all its answers as one small table."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

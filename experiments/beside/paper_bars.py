@@ -1,7 +1,5 @@
 """A paper's speed figure drawn as the paper draws it, ours beside: grouped bars over N."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a profiler says of a kernel: our names, Nsight Compute's, and the emulator's numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,12 +207,10 @@ def profiled(
     """Of each case (ncu's metric -> value, our name -> executed instructions), or why it failed."""
     say(f"  Nsight Compute: {len(cases)} calls, {len(names)} counters")
     metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))
-    return _tried(counters.count, cases, metrics, say=say), _classes(cases, say)
-
-
-def _classes(cases: Sequence[Case], say: Callable[[str], None]) -> Numbers:
+    numbers = _tried(counters.count, cases, metrics, say=say)
     found = _tried(counters.count_opcodes, cases, say=say)
-    return [each if isinstance(each, str) else executed(each) for each in found]
+    classes = [each if isinstance(each, str) else executed(each) for each in found]
+    return numbers, classes
 
 
 def _tried(

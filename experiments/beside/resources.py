@@ -1,7 +1,5 @@
 """What compiled kernels take of a multiprocessor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fa_numba

@@ -11,8 +11,6 @@ what one GPU took for the rank's length; a rank sends and receives at once. No l
 traffic, no wait for a slower rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What the processes of experiment `ring` run, a GPU each, and how they are begun."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -1,7 +1,5 @@
 """What the rows of experiment `ring` say: gains over one GPU, and the model's times beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Pre-norm by root mean squares, without parameters; ReLU; no vectors of places, b
 takes off its slope times the distance, so that a text may be longer than those that were learned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Curves over the share of non-zero blocks, and how far they are from proportional to it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

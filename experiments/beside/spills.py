@@ -5,8 +5,6 @@ dimensions. Its kernels are compiled at the largest of them, and where a thread'
 shared out otherwise below, under each mask; the most bytes that one spills are the row's.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

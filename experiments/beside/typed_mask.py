@@ -1,7 +1,5 @@
 """A mask that is typed on the page: an expression of i and j in Python's words."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 import math

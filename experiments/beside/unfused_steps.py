@@ -1,7 +1,5 @@
 """The steps of standard attention, one by one, beside the kernels that fuse them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

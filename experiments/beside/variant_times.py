@@ -2,8 +2,6 @@
 backward, beside torch's flex_attention; and what compiling each takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import multiprocessing

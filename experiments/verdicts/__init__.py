@@ -8,8 +8,6 @@
 - result.py: the main result, in sentences whose numbers are the rows'
 """
 
-from __future__ import annotations
-
 from experiments.lab.show.tables import Across
 
 from . import artefact, claims, published, questions, result

@@ -1,7 +1,5 @@
 """The form for who checks the main claims: command, time, expected value, allowed variation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

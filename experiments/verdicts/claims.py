@@ -1,7 +1,5 @@
 """Of each claim, C1 to C30: our quantity and what the words say. Several contradict each other."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -136,10 +136,7 @@ def number(row: Row) -> float:
 def rows(experiment: str, *by: By, value: Callable[[Row], float] = number,
          fold: Callable[[Sequence[float]], float] = sum, none: float | None = None,
          **fields: Any) -> Quantity:  # fmt: skip
-    """Of rows with these `fields`, columns or `place`, by columns or functions of a row: the sum,
-    or another `fold`, of `value`. With `none` rows that are not there make that number, if others
-    of their series are.
-    """
+    """Sum, or `fold`, of `value` of rows with these `fields` by columns; `none` if others are."""
 
     def find(data: Evidence) -> Numbers:
         groups: dict[Place, list[float]] = {}

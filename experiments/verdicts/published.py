@@ -1,7 +1,5 @@
 """Of each published figure or table: our quantity and the published one."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Questions as data: `questions.csv` has words, kind and trend, Python the pairs."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Callable, Mapping, Sequence

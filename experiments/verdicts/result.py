@@ -1,7 +1,5 @@
 """The main result, and what a figure shows, in sentences whose numbers are the rows'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rule by which every verdict follows from numbers; `TEXT` is how the page says it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ fit there, else from DRAM. No thread reads what its multiprocessor read lately, 
 nothing. `read_shared` reads shared memory, without bank conflicts. Every access is of 16 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -120,11 +118,7 @@ def global_steps(footprint: int, total: int = BYTES) -> int:
 
 
 def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
-    """Bytes a second that all threads read of the first `footprint` bytes of X.
-
-    X is an array of ones on the GPU, (chunks, 4). Raises WrongResult where the sums are not those
-    of the accesses.
-    """
+    """Bytes a second of all threads over `footprint` bytes of X, ones. Raises WrongResult."""
     steps = global_steps(footprint)
     part, Y = X[: footprint // CHUNK], device.empty((AT_ONCE,))
     arguments = device.argument(part), device.argument(Y)

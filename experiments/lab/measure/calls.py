@@ -1,7 +1,5 @@
 """Calls of any series, ours or torch's, in any pass and with options, and their checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,10 +73,7 @@ class Checks:
     def __call__(
         self, series: str, pass_: str, problem: Problem, run: Any = None, **options: Any
     ) -> Check:
-        """The check of a result. Raises WrongResult at once where a shorter problem's is wrong.
-
-        `run(problem, arrays)` gives the call, else `make` with the options.
-        """
+        """The check of a result; `run(problem, arrays)` gives the call. Raises WrongResult."""
         small = problem if pass_ == "fwd" else self._shorter(problem)
         gate = self.gate(pass_, small)
         check: Check = gate.peer if theirs(series) else gate

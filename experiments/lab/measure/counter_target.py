@@ -7,8 +7,6 @@ A call is warmed up before the profiled range, which holds its kernels and nothi
 gets a JSON list: for each call how many kernels it launched, or why it failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Accesses counted on the emulator, beside the model's of the same problems."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

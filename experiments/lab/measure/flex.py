@@ -1,7 +1,5 @@
 """torch's flex_attention, compiled for a problem: the peer where others lack an option."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -122,10 +120,7 @@ def _score_mod(
 
 @contextlib.contextmanager
 def compiling(make: Callable[[Any], Callable], items: Sequence[Any]) -> Iterator[None]:
-    """While the block runs, other processes run `make(item)()` once for every item, a function of
-    a module: torch keeps on disk what it compiles. What fails there is left to fail where it is
-    measured.
-    """
+    """Other processes run `make(item)()` for every item meanwhile: torch keeps what it compiles."""
     if not items or not peers.available():
         yield
         return

@@ -5,8 +5,6 @@ bytes moved so far, one thread block after the other; a tile sits on the chip fr
 the next tile takes its place.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -201,11 +199,7 @@ class Trace:
 
     @cached_property
     def visits(self) -> list[Visit]:
-        """The tiles of S in the order in which they are computed.
-
-        With K/V outside a visit lasts as long as Oi is on the chip, with Q outside from the load of
-        Vj to that of the next one.
-        """
+        """The tiles of S in computed order: while Oi is on chip, or from Vj's load to the next."""
         return [visit for moves in self.blocks.values() for visit in self._visited_by(moves)]
 
     def _visited_by(self, moves: Sequence[Move]) -> Iterator[Visit]:

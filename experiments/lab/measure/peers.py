@@ -1,7 +1,5 @@
 """torch's attention kernels, measured beside ours on the same arrays. torch may be missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,11 +121,7 @@ def call(
 def gradients(
     series: str, problem: Problem, pass_: str, *arrays: Any, **options: Any
 ) -> Callable[..., Any]:
-    """A function that gives dq, dk and dv once, by autograd through what `call` runs.
-
-    `arrays` are q, k, v and dout; passes and `out` as `series.gradients` has them, `options` as
-    `call`.
-    """
+    """A function that gives dq, dk and dv once by autograd; passes as `series.gradients`."""
     tq, tk, tv, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
     leaves = tuple(x.requires_grad_() for x in (tq, tk, tv))
     forward = call(series, problem, *leaves, **options)

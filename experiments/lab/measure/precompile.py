@@ -1,7 +1,5 @@
 """Kernels compiled side by side, before anything is timed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
@@ -41,11 +39,7 @@ def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Cal
 
 
 def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) -> None:
-    """Compile the calls' kernels in several processes, into the kernel cache.
-
-    There are `jobs` processes, or as many as there are cores, MOST_JOBS at most. A call that cannot
-    be planned or compiled is left to fail where it is measured.
-    """
+    """Compile the calls' kernels in `jobs` processes; what cannot be is left to fail later."""
     if jobs is None:
         jobs = min(MOST_JOBS, os.cpu_count() or 1)
     if jobs == 1 or kernel_cache.directory() is None or not device.gpu_available():
@@ -65,10 +59,7 @@ def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) 
 
 
 def missing_kernels(calls: Iterable[Call]) -> list[tuple[Call, int]]:
-    """Each kernel that is not on disk, as a call that launches it and its place in the plan.
-
-    Those of the backward pass, which take longest to compile, come first.
-    """
+    """Kernels not on disk, a call and a place in its plan each; backward ones first."""
     found: dict[int, tuple[Call, int]] = {}
     capability = device.compute_capability()
     for call in calls:

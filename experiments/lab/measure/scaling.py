@@ -1,7 +1,5 @@
 """Accesses at given tiles from every source, in elements a score, and the powers they grow by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

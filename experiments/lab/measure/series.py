@@ -1,7 +1,5 @@
 """Our algorithms under the names that the data store gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

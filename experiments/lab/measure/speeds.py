@@ -1,10 +1,4 @@
-"""Speed over the sequence length in FA-2's setting: what the speed experiments have in common.
-
-An experiment is a `Study`, which says what is measured; `measure` does it, `speed_figures` draws it
-and makes its table.
-"""
-
-from __future__ import annotations
+"""Speed over the length in FA-2's setting: a `Study` says what `measure` measures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +113,9 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                     own = _splits(unsplit, pass_, problem, bench.describe["multiprocessors"])
                     if own == {"query_splits": 1}:
                         # The same launch: measuring it twice would only show noise.
-                        yield from _copies(series, unsplit, measured[unsplit])
+                        for row in measured[unsplit]:
+                            note = row.note or f"one split: the run of {unsplit}"
+                            yield replace(row, series=series, note=note)
                         continue
                 rows = _rows(study, series, pass_, problem, arrays, checks, bench.machine, own)
                 measured[series] = list(rows)
@@ -146,11 +142,6 @@ def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> 
     passes = "fwd" if pass_ == "fwd" else "bwd"
     splits, failure = attempt(lambda: query_splits(problem, multiprocessors, series, passes))
     return {} if failure else {"query_splits": splits}
-
-
-def _copies(series: str, unsplit: str, rows: Sequence[Row]) -> Iterator[Row]:
-    for row in rows:
-        yield replace(row, series=series, note=row.note or f"one split: the run of {unsplit}")
 
 
 def _rows(

@@ -1,8 +1,4 @@
-"""Times on a GPU that were checked first.
-
-A call's result is compared with float64 first, and a wrong one is not timed. Times are of device
-events, after a warm-up, with the L2 cache flushed before every run.
-"""
+"""Times on a GPU, warm, of device events, with L2 flushed, of results checked first."""
 
 from __future__ import annotations
 

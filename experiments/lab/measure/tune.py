@@ -5,8 +5,6 @@ GPU, and the table that plans read.
 each compute capability, unit, algorithm, pass and head dimension.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io
@@ -94,10 +92,7 @@ def candidates(
     series: Sequence[str] = SERIES,
     passes: Sequence[str] = PASSES,
 ) -> list[Candidate]:
-    """The calls to time: all tiles that can be planned here, those with the same inputs together.
-
-    Head dimensions are rounded up to whole fragments: those in between run the same kernels.
-    """
+    """The calls to time: all tiles with a plan here; head dimensions in whole fragments."""
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
     for d, name, pass_ in itertools.product(head_dims, series, passes):
@@ -216,11 +211,7 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
 def measure(
     wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None, seconds: float | None = None
 ) -> Iterator[Row]:
-    """Rows of every candidate, or with `seconds` of those that are begun within that time: one
-    head dimension after the other is compiled and timed.
-
-    `jobs` processes compile all kernels first: nothing may run beside the timing.
-    """
+    """Rows of every candidate, all compiled by `jobs` first, or of those begun in `seconds`."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     parts = [wanted]
     if seconds is not None:

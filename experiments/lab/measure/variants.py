@@ -1,7 +1,5 @@
 """Several calls compared at one problem: times, checked first, then hardware counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

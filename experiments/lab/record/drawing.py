@@ -1,7 +1,5 @@
 """Figures drawn by other processes, while the next experiment is counted."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os
@@ -79,11 +77,7 @@ class Drawing:
 
 @contextmanager
 def side_by_side(runner: Any, names: Sequence[str]) -> Iterator[Drawing]:
-    """A `Drawing` with a process for each core, which has drawn all when the block ends.
-
-    Where there is a GPU, one core or one figure, it has none: nothing else runs while a GPU's work
-    is timed.
-    """
+    """A `Drawing` with a process a core, all drawn at the end; none beside a GPU or for one."""
     count = min(len(names), os.cpu_count() or 1)
     starts = multiprocessing.get_all_start_methods()
     if count == 1 or runner.machine is not None or START not in starts:

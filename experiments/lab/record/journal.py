@@ -6,8 +6,6 @@ the same commit, sources and versions takes over what is whole: the rows of the 
 under `<root>/data` is as it was all the while.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -5,8 +5,6 @@ themselves. A complete run takes the stored rows while that digest is what it fi
 has the digest of its sources too, by which `schedule` tells what changed.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -119,11 +117,7 @@ def stored(store: Store, experiment: str, texts: Mapping[str, str]) -> list[Row]
 
 
 def keep(store: Store, experiment: str, texts: Mapping[str, str], about: Mapping[str, Any]) -> None:
-    """Write down that the stored rows, all of them, were counted from these sources.
-
-    `about` is the run that counted them. The rest of the JSON stays: it is of the run that first
-    had these numbers.
-    """
+    """Write the digest of the sources that all stored rows were counted from by run `about`."""
     now = digest(texts, store.read(experiment, EMULATOR))
     recorded = store.provenance(experiment, EMULATOR)
     if _entry(recorded).get("digest") == now:

@@ -113,10 +113,7 @@ class Bench:
         yield from self.progress(items, label) if self.progress and items else items
 
     def each(self, items: Sequence[T], label: str) -> Iterator[T]:
-        """As `track`, for a loop whose every item gives its rows by itself, in the loop.
-
-        A run that goes on after an interruption leaves out the items whose rows it has.
-        """
+        """As `track`, each item's rows given in the loop; what was done before is left out."""
         if self.journal is None:
             yield from self.track(items, label)
             return
@@ -131,10 +128,7 @@ class Bench:
         label: str,
         count: Callable[..., Iterable[Row | Sequence[Row]]],
     ) -> Iterator[Row | Sequence[Row]]:
-        """The rows that `count(*item)` gives of every item, or in place of them those kept.
-
-        An experiment counts all that it counts on the emulator in one such call.
-        """
+        """The rows of `count(*item)`, all that the emulator counts, or those kept instead."""
         if self.kept:
             self.say(f"  counted before from the same sources: {len(self.kept)} rows")
             yield self.kept

@@ -1,7 +1,5 @@
 """Recordings of a commit that this history has not, or of a tree that may have differed."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Collection, Iterator
 

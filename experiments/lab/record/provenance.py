@@ -1,7 +1,5 @@
 """Where numbers come from: commit, command, machine, versions, date, protocol."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -1,7 +1,5 @@
 """The papers' published figures, figures/data/published.csv."""
 
-from __future__ import annotations
-
 import csv
 import math
 from functools import cache

@@ -1,7 +1,5 @@
 """The experiments that there are, and what a module must have to be one."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

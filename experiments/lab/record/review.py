@@ -1,7 +1,5 @@
 """Whether new rows of a GPU may replace its last recording."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from ..measure import counters, peers

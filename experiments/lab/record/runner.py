@@ -1,7 +1,5 @@
 """Runs experiments: measure, store, draw, and say what came from where."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

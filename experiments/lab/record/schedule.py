@@ -1,7 +1,5 @@
 """What `experiments all` measures on a GPU: what changed since its recording, in a few minutes."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator, Sequence
@@ -99,11 +97,7 @@ def said(every: Sequence[Due], same: Sequence[str], limit: float | None) -> Iter
 
 @contextlib.contextmanager
 def within(seconds: float | None) -> Iterator[None]:
-    """Raise OutOfTime in the block once the seconds are spent; None is no limit.
-
-    Asked for again every ten seconds: a program that ends slowly does not hold up the rest. Where
-    there is no interval timer, there is no limit.
-    """
+    """Raise OutOfTime in the block every ten seconds once they are spent; None is no limit."""
     if seconds is None or not hasattr(signal, "setitimer"):
         yield
         return

@@ -1,9 +1,4 @@
-"""What a function's results come from: of each module the statements that it reaches.
-
-Docstrings and comments are left out of every text, so that words may change and results stand.
-"""
-
-from __future__ import annotations
+"""Of a function's results the statements that it reaches, without docstrings and comments."""
 
 import ast
 import functools
@@ -154,10 +149,7 @@ def short(module: str) -> str:
 
 
 class Slice:
-    """All that some names of modules reach, within the modules that `find` has a file of.
-
-    Modules named in `without` have no part, whatever asks for them.
-    """
+    """All that names of modules that `find` has a file of reach, but modules in `without`."""
 
     def __init__(self, find: Callable[[str], Path | None], without: Collection[str] = ()) -> None:
         self._find, self._without = find, without

@@ -1,7 +1,5 @@
 """One experiment's figure of a GPU beside that of the pages' GPU."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from typing import Any

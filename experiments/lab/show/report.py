@@ -8,8 +8,6 @@ What stands between two markers is replaced; all other text is written by hand. 
 tables stand nowhere yet gets a page figures/tables/<experiment>.md.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path

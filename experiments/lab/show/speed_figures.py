@@ -1,7 +1,5 @@
 """The figure and the table of a speed experiment, and the curves published for its problems."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

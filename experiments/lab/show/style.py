@@ -135,6 +135,10 @@ def handles(axes: Any) -> dict[str, Any]:
     return found
 
 
+def xy(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
 def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **look: Any) -> None:
     """Points x -> y, or pairs, in a look or that of the series `like`; nothing where none are."""
     pairs = list(points.items() if isinstance(points, Mapping) else points)
@@ -205,10 +209,7 @@ def _written(axis: Any, label: Callable[[float, int], str]) -> None:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay the axes out now, and round where they are.
-
-    The solver's last bits depend on memory addresses, and an SVG names its clip paths by them.
-    """
+    """Lay the axes out and round where they are: an SVG names clip paths by the last bits."""
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)

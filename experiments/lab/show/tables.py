@@ -1,7 +1,5 @@
 """What the tables of the pages have in common: captions, Markdown, how a cell is written."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small figures for README: one panel of an experiment's rows, read at a third of a page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
