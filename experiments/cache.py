@@ -151,8 +151,6 @@ def _row(call: Call, note: str, value: int) -> Row:
     return Row(metric="dram", unit="bytes", value=value, **common)
 
 
-# --- the figure and the table ----------------------------------------------------------------
-
 Key = tuple[Any, ...]
 
 

@@ -73,8 +73,6 @@ def attention_of(series: str) -> Callable[..., Any]:
     return attend
 
 
-# --- text ------------------------------------------------------------------------------------
-
 BRACKETS = ("()", "[]", "<>")
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: (a + b) % 10,
@@ -131,9 +129,6 @@ class Text:
         starts = np.linspace(0, last, HELD_OUT * problem.batch).astype(int)
         starts = starts.reshape(HELD_OUT, problem.batch, 1)
         return self.held_out[starts + np.arange(problem.seqlen_q + 1)]
-
-
-# --- model -----------------------------------------------------------------------------------
 
 
 def setting(context: int, head_dim: int) -> Problem:
@@ -217,9 +212,6 @@ def train(
     if not np.isfinite(found).all():
         raise WrongResult(f"the loss is no finite number from step {np.isfinite(found).argmin()}")
     return found[:-1], float(found[-1])
-
-
-# --- rows ------------------------------------------------------------------------------------
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -316,9 +308,6 @@ def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
     return found
 
 
-# --- figure ----------------------------------------------------------------------------------
-
-
 def draw(rows: Sequence[Row]) -> Any:
     """The loss over the steps, and the difference to torch's; each problem has a row of panels."""
     from .lab.show import style
@@ -395,9 +384,6 @@ def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
     ax.set_xlabel("step")
     ax.set_ylabel("nats a character")
     ax.set_xlim(left=0)
-
-
-# --- table -----------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> Table | None:

@@ -131,8 +131,6 @@ def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str)
     peers.release()
 
 
-# --- figure and table ------------------------------------------------------------------------
-
 # (dtype, head dimension, batch x heads, causal, pass)
 Case = tuple[str, int, int, bool, str]
 Curves = dict[str, dict[int, float]]

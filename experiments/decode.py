@@ -153,8 +153,6 @@ def _timed(
     yield Row(metric="bandwidth", unit="TB/s", value=value, note=note, **common)
 
 
-# --- figure and table ------------------------------------------------------------------------
-
 Place = tuple[int, int, int, int, int, int]  # batch, Hq, Hk, rows, keys, d
 
 

@@ -114,9 +114,6 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
     return characters
 
 
-# --- counted, and in closed form ---------------------------------------------------------------
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Texts and accesses on the emulator and by the model; times where there is a GPU."""
     if options.complete:
@@ -208,9 +205,6 @@ def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
         yield _row(series, dtype, place, SEQUENCES, n, **values)
 
 
-# --- timed -------------------------------------------------------------------------------------
-
-
 def _calls(lengths: Sequence[int]) -> Iterator[precompile.Call]:
     """The calls of attention that are timed, at the lengths where their tiles may be others."""
     H, d = SIZES.heads, SIZES.head_dim
@@ -290,9 +284,6 @@ def _seconds(each: Iterator[int]) -> float:
     next(each)
     device.synchronize()
     return time.perf_counter() - start
-
-
-# --- figure and table --------------------------------------------------------------------------
 
 
 def by_length(

@@ -176,8 +176,6 @@ def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         yield from counters.traffic(result, **common)
 
 
-# --- what the paper counts -------------------------------------------------------------------
-
 # Matrix products of a training step: FlashAttention makes S again in the backward pass.
 PRODUCTS = {"Standard": 6, "FlashAttention": 7}
 # Ours make S again in any backward pass; torch's unfused attention keeps P.
@@ -211,8 +209,6 @@ def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
 
 CORRECTED = "Fig. 2 left corrected (flash-attention issue 741)"
 SETTING = Problem(BATCH, HEADS, HEADS, SEQLEN, SEQLEN, HEAD_DIM, dtype="float16")
-
-# --- figure and tables -----------------------------------------------------------------------
 
 Found = dict[tuple[str, str, str], float]
 

@@ -86,9 +86,6 @@ def _counted(
     )
 
 
-# --- the figure and the table ----------------------------------------------------------------
-
-
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
     """One source's rows at the length that has most head dimensions; closed forms in elements."""
     mine = [r for r in rows if r.source == source and not r.failed]

@@ -161,9 +161,6 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
             yield Row(metric="accesses", unit="elements", value=value, **common)
 
 
-# --- the figure and the table ----------------------------------------------------------------
-
-
 def _lengths(rows: Sequence[Row], source: str) -> set[int]:
     return {row.seqlen_q for row in rows if row.source == source and not row.failed}
 

@@ -114,9 +114,6 @@ def memory_bytes() -> int:
     return int(device.cuda.current_context().get_memory_info()[1])
 
 
-# --- what is made of the rows ------------------------------------------------------------------
-
-
 def footprint(row: Row) -> int:
     """Bytes that a row's bandwidth was read over."""
     return int(row.place.removesuffix(" MiB")) * MIB
@@ -181,9 +178,6 @@ def paper() -> dict[tuple[str, str], float]:
     lines = published.lookup(paper="fa1", item="Fig. 1 left")
     lines += published.lookup(paper="fa2", item="Section 3.1")
     return {(line["method"], line["metric"]): float(line["value"]) for line in lines}
-
-
-# --- the figure ----------------------------------------------------------------------------------
 
 
 def draw(rows: Sequence[Row]) -> Any:
@@ -301,9 +295,6 @@ def _roof(ax: Any, low: float, high: float, tb_s: float, peak: float | None, **l
     ridge = peak / tb_s
     xs = [low, *([ridge] if low < ridge < high else []), high]
     ax.plot(xs, [min(tb_s * x, peak) for x in xs], zorder=0.5, **look)
-
-
-# --- the tables ----------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

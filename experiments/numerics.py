@@ -256,8 +256,6 @@ def stepwise(x: np.ndarray, online: bool) -> np.ndarray:
     return e(x - m[:, None]) / d[:, None]
 
 
-# --- figure and tables -----------------------------------------------------------------------
-
 Found = dict[tuple[str, str, str, str], dict[int, float]]
 
 

@@ -206,9 +206,6 @@ def _call(series: str, x: Any) -> Callable[..., Any]:
     return partial(fa_numba.softmax, x, algorithm=algorithm(series))
 
 
-# --- the figure and the table ----------------------------------------------------------------
-
-
 def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
     """Series -> loads and stores, of an element of a vector or of a score: the largest size's."""
     found: dict[str, dict[str, float]] = {}

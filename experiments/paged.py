@@ -166,9 +166,6 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
         peers.release()
 
 
-# --- figure and table ------------------------------------------------------------------------
-
-
 def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
     """Series -> page size -> context -> the time over pages over that of one piece."""
     times: dict[str, dict[int, dict[int, float]]] = {}

@@ -128,9 +128,6 @@ def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, di
     return paged, options
 
 
-# --- measured --------------------------------------------------------------------------------
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Bytes counted and by the model; times where there is a GPU."""
     steps = COUNTED_STEPS[:: 3 if options.quick else 1]
@@ -222,8 +219,6 @@ def _placed(way: str, problem: Problem, host: Sequence[np.ndarray]) -> tuple[Any
     }
     return peers.on_device(on_host, problem.dtype), found
 
-
-# --- figure and table ------------------------------------------------------------------------
 
 Place = tuple[int, int]  # keys of the prefix, sequences
 

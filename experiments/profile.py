@@ -187,8 +187,6 @@ def _profiled(
             yield Row(metric=name, value=value, note=why, **common)
 
 
-# --- the figure and the tables ---------------------------------------------------------------
-
 Place = tuple[str, str]  # series, pass
 Pair = tuple[float | None, float | None]  # measured, counted
 

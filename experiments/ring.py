@@ -88,9 +88,6 @@ COLOURS = {
 MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"}
 
 
-# --- rows ------------------------------------------------------------------------------------
-
-
 def tasks(options: Options) -> list[Task]:
     """What is timed, the link first."""
     if options.quick:
@@ -181,9 +178,6 @@ def _modelled(options: Options) -> Iterator[Row]:
         common = columns(NAME, series, problem, MODEL, pass_=pass_, note=place(ranks))
         value = sent_bytes(problem, ranks, series, pass_)
         yield Row(metric="sent", unit="bytes", value=value, **common)
-
-
-# --- figure and table ------------------------------------------------------------------------
 
 
 def draw(rows: Sequence[Row]) -> Any:

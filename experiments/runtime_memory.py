@@ -277,8 +277,6 @@ def _peak(series: str, run: Callable[[], Any], results: int) -> int:
     return calls.own_peak_bytes(run, results)
 
 
-# --- figure and tables -----------------------------------------------------------------------
-
 # Panel -> what it shows, pass and setting, and the paper's table.
 PANELS = (
     ("forward + backward", "time", "fwd+bwd", PLAIN, "Table 20"),

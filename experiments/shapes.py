@@ -317,8 +317,6 @@ def _timed(
     return calls.time_row(timing, failure, said, **common)
 
 
-# --- figure and table ------------------------------------------------------------------------
-
 Place = tuple[Any, ...]  # class and name of a point, and its sizes
 
 

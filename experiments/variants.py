@@ -178,9 +178,6 @@ def _counted(name: str, series: str) -> Iterator[Row]:
     yield Row(metric="error", unit="1", value=error, **common)
 
 
-# --- figure and table ------------------------------------------------------------------------
-
-
 def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
     """Variant -> series -> loads and stores together, or the number of a metric; counted."""
     wanted = (metric,) if metric else ("loads", "stores")

@@ -156,9 +156,6 @@ def gpu_here() -> tuple[bounds.Device, str | None]:
     return found, provenance.slug(found.driver_name)
 
 
-# --- counted ---------------------------------------------------------------------------------
-
-
 def one_head(problem: Problem) -> Problem:
     """One head of the problem: all heads of all batch entries access as much."""
     return replace(problem, batch=1, heads_q=1, heads_k=1)
@@ -202,9 +199,6 @@ def _run_once(side: Side, problem: Problem, options: dict[str, Any], pass_: str)
 def equal_counts(rows: Sequence[Row]) -> tuple[int, int]:
     """(counted numbers that are the model's, counted numbers)."""
     return counts.equal([row for row in rows if row.metric in ("loads", "stores")])
-
-
-# --- measured --------------------------------------------------------------------------------
 
 
 def _timed(

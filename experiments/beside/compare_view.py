@@ -153,8 +153,6 @@ def dictionary(
     }
 
 
-# --- figure ------------------------------------------------------------------------------------
-
 # From dark to light.
 _SHADES = dict(zip(GROUPS, (1.0, 0.72, 0.5, 0.28), strict=True))
 

@@ -32,9 +32,6 @@ MOST_SCORES = 64
 OPERAND = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
-# --- both orders, side by side -------------------------------------------------------------------
-
-
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
     """The algorithm's lines in NumPy, without what watches, each with the paper's lines for it."""
     source = inspect.getsource(getattr(algorithms, f"{algorithm}_forward")).splitlines()
@@ -188,9 +185,6 @@ def orders_panel(
     )  # fmt: skip
 
 
-# --- online softmax ------------------------------------------------------------------------------
-
-
 @cache
 def examples() -> dict[str, worked.Rows]:
     """The worked examples of `python -m fa_numba trace`, and two more."""
@@ -288,8 +282,6 @@ SOFTMAX = Panel(
 )  # fmt: skip
 
 
-# --- tiles ---------------------------------------------------------------------------------------
-
 COUNTS: dict[str, Callable[..., io_model.Accesses]] = {
     "standard": io_model.standard,
     "fa1": io_model.fa1,
@@ -352,9 +344,6 @@ TILES = Panel(
     note="One head, forward, 16 bits, exact closed forms; any tile sizes, also those that no GPU "
     "has room for: the plan below says what fits.",
 )
-
-
-# --- traffic and plan ----------------------------------------------------------------------------
 
 
 def plans(

@@ -277,8 +277,6 @@ class _Bench:
         *times, sent, memory = every.tolist()
         return times, int(sent), memory, ""
 
-    # --- checks ------------------------------------------------------------------------------
-
     def _checked(self, task: Task) -> str:
         """Why such a call is not to be timed: once of a short problem, against float64."""
         key = (task.series, task.causal, task.pass_, task.head_dim)

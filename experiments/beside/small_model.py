@@ -71,9 +71,6 @@ def _joined(x: Any) -> Any:
     return x.swapaxes(1, 2).reshape(B, N, H * d)
 
 
-# --- training ----------------------------------------------------------------------------------
-
-
 def weights(sizes: Sizes, draw: np.random.Generator) -> dict[str, np.ndarray]:
     """Normal, of deviation 1 over the root of what is summed; the last of a layer less."""
     D = sizes.width

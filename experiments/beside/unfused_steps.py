@@ -130,8 +130,6 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
         yield calls.time_row(timing, why, PLACES[kernel.name], **common)
 
 
-# --- figure and table ------------------------------------------------------------------------
-
 # The paper's names of the steps.
 _PUBLISHED = dict(
     zip(STEPS, ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV"), strict=True)

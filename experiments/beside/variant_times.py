@@ -49,9 +49,6 @@ PROTOCOL = (
 )
 
 
-# --- calls -----------------------------------------------------------------------------------
-
-
 def on_device(function: FunctionType) -> FunctionType:
     """The function with the arrays that it takes from outside on the GPU."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -98,9 +95,6 @@ def _saved(make: Variant, problem: Problem, arrays: Sequence[Any]) -> Any:
     """O and L, which the backward passes of both orders take."""
     options = options_of(make, "fa2-mma", "fwd", problem)
     return fa_numba.attention(*arrays[:3], return_lse=True, **_how("fa2-mma"), **options)
-
-
-# --- compiled --------------------------------------------------------------------------------
 
 
 def compile_ours(make: Variant, series: str, pass_: str) -> float:
@@ -187,9 +181,6 @@ def _empty_caches() -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-# --- timed -----------------------------------------------------------------------------------
 
 
 class Alike:
@@ -284,9 +275,6 @@ def _times(
                 )
             )
             yield calls.time_row(timing, failure, name, **own)
-
-
-# --- shown -----------------------------------------------------------------------------------
 
 
 def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:

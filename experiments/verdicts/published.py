@@ -14,8 +14,6 @@ from .rule import Bounds
 
 TIMES: dict[str, Any] = {"metric": "time", "source": "measured"}
 
-# --- FA-1 ----------------------------------------------------------------------------------------
-
 DRAM: dict[str, Any] = {"series": "read-global", "place": "4096 MiB"}
 
 
@@ -171,8 +169,6 @@ PAIRS: dict[str, Pairs] = {
     "li-liang": blocks_over_flash("bwd"),
 }  # fmt: skip
 
-# --- FA-2 and FA-3 -------------------------------------------------------------------------------
-
 AT = ("head_dim", "causal", "seqlen_q")
 
 
@@ -211,8 +207,6 @@ for item, pass_, words in (("5", "fwd", (1.5, 2.0)), ("6", "bwd", (1.5, 1.75))):
     PAIRS[f"fa3-words-{pass_}"] = {
         "wgmma / FA-2": (ours / speed("torch-fa2", pass_), Bounds(*words))
     }
-
-# --- decoding, softmax ---------------------------------------------------------------------------
 
 
 def rmse(over: str, under: str) -> Pair:

@@ -131,9 +131,6 @@ def _tiles(row: Row) -> fa_numba.Tiles:
     return fa_numba.Tiles(row.Br, row.Bc, int(said["threads"]), int(said.get("stages", 1)))
 
 
-# --- measuring --------------------------------------------------------------------------------
-
-
 def _time(candidate: Candidate) -> tuple[list[Timing] | None, str]:
     """The candidate's times, its result checked at a smaller size; or why there are none."""
 
@@ -247,9 +244,6 @@ def _rows_of(
         yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
     else:
         yield from timing_rows(timing, problem, **common)
-
-
-# --- the table ---------------------------------------------------------------------------------
 
 
 def complete(rows: Iterable[Row], wanted: Sequence[Candidate]) -> set[Key]:
