@@ -390,8 +390,9 @@ class Wgmma(Unit):
             return "it is taken by name alone but for fa2, whose warps share rows"
         if request.features.precision and p.seqlen_q <= GROUP_ROWS:
             return "few rows of float32 in planes, which were not timed"
-        if request.features.precision and choices.passes == "bwd":
-            return "gradients of float32 in planes, which were not timed"
+        narrow = request.features.precision and p.largest_dim <= PANEL // 2
+        if narrow and choices.passes == "bwd":
+            return "gradients of float32 in planes of half a panel, which were not timed"
         if not request.multiprocessors:
             return "the emulator runs mma's smaller blocks faster"
         if choices.tiles is not None and (why := self._leaves(choices.tiles, request)):
