@@ -215,18 +215,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
                 *(tables.cell(row, lambda v: f"{v:.1f}") for row in cells),
             ]
         )
-    header = [
-        "block size",
-        "paper's count",
-        "its formula",
-        "K/V outer over B_c",
-        "Q outer over B_r",
-        "paper, ms (A100, fp16)",
-        "K/V outer, ms, fp32",
-        "Q outer, ms, fp32",
-        "K/V outer, ms, fp16",
-        "Q outer, ms, fp16",
-    ]
+    header = ["block size", "paper's count", "its formula", "K/V outer over B_c"]
+    header += ["Q outer over B_r", "paper, ms (A100, fp16)"]
+    header += [f"{o} outer, ms, {dtype}" for dtype in ("fp32", "fp16") for o in ("K/V", "Q")]
     caption = (
         f"Accesses in N d elements a head, whatever the element's size; the other block size is "
         f"{FIXED}; {tables.runs(r for r in here if r.metric == 'time')}."

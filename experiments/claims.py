@@ -252,14 +252,8 @@ def draw(rows: Sequence[Row]) -> Any:
             claimed = CLAIMED_GB[name][-1]
             look = {"color": style.COLOURS["published"], "ls": "--", "lw": 1.4}
             ax.hlines(claimed * 1e9, at - 0.42, at + 0.42, **look)
-            ax.annotate(
-                f"claimed {claimed:g}",
-                (at + 0.42, claimed * 1e9),
-                ha="left",
-                va="center",
-                fontsize=9,
-                color=style.COLOURS["published"],
-            )
+            words = {"ha": "left", "va": "center", "fontsize": 9, "color": look["color"]}
+            ax.annotate(f"claimed {claimed:g}", (at + 0.42, claimed * 1e9), **words)
     ax.set_xticks(range(len(shown)), [LABELS[name] for name in shown])
     ax.grid(axis="x", visible=False)
     ax.set_ylim(0, 1.15 * ax.get_ylim()[1])  # bars from 0: their heights are the ratios

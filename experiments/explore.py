@@ -206,15 +206,8 @@ def unpack(row: Row) -> Trace:
 def setting(row: Row) -> tuple[Any, ...]:
     """What both orders have in common: the page's state."""
     window = int(row.place.removeprefix("window "))
-    return (
-        row.seqlen_q,
-        row.head_dim,
-        row.Br,
-        row.Bc,
-        "yes" if row.causal else "no",
-        window,
-        unit(row.series),
-    )
+    causal = "yes" if row.causal else "no"
+    return row.seqlen_q, row.head_dim, row.Br, row.Bc, causal, window, unit(row.series)
 
 
 def _counted(rows: Iterable[Row], source: str = "counted") -> dict[tuple[Any, ...], dict[str, Row]]:

@@ -9,6 +9,7 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import counters, counts, precompile
+from .lab.measure.scaling import KINDS
 from .lab.measure.series import LABELS, SERIES, call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
@@ -119,12 +120,6 @@ LOOKS = {
     "l2": {"ls": "", "marker": "x"},
     "dram": {"ls": "--", "mfc": "white"},
 }
-SOURCES = {
-    "model": "closed form",
-    "counted": "counted on the emulator",
-    "l2": "L2, measured",
-    "dram": "DRAM, measured",
-}
 _BOUND = {"ls": ":", "lw": 1.4}
 
 
@@ -150,7 +145,7 @@ def draw(rows: Sequence[Row]) -> Any:
     handles = [
         *(style.key(LABELS[s], color=colour, lw=WIDTHS[s]) for s, colour in colours.items()),
         *(
-            style.key(SOURCES[source], **{"marker": "o", "lw": 1.4, **look} if look else {})
+            style.key(KINDS[source], **{"marker": "o", "lw": 1.4, **look} if look else {})
             for source, look in LOOKS.items()
             if source in sources
         ),

@@ -319,17 +319,9 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
         high = [batch * row.seqlen_q / (row.p20 or row.number) / 1e6 for row in mine]
         spread = [[a - b for a, b in zip(y, low, strict=True)],
                   [b - a for a, b in zip(y, high, strict=True)]]  # fmt: skip
-        ax.errorbar(
-            [row.seqlen_q for row in mine],
-            y,
-            yerr=np.maximum(spread, 0),
-            color=looks[series],
-            marker="o",
-            ms=4,
-            elinewidth=1,
-            label=label,
-            ls="--" if series == PEER else "-",
-        )
+        look = {"color": looks[series], "marker": "o", "ms": 4, "elinewidth": 1, "label": label}
+        x, ls = [row.seqlen_q for row in mine], "--" if series == PEER else "-"
+        ax.errorbar(x, y, yerr=np.maximum(spread, 0), ls=ls, **look)
     style.sizes(ax, lengths, "elements of a vector, V", 2 if len(lengths) > 7 else 1)
     ax.set_ylim(bottom=0)
     ax.set_ylabel("10⁹ elements/s")

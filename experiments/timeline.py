@@ -156,14 +156,8 @@ def draw(rows: Sequence[Row]) -> Any:
             else:
                 style.empty(ax, f"{LABELS[series]}: not traced")
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
-    figure.legend(
-        handles=handles,
-        title=READING,
-        title_fontsize=9.5,
-        loc="outside upper center",
-        ncols=5,
-        handlelength=1.4,
-    )
+    look = {"title_fontsize": 9.5, "ncols": len(LEGEND), "handlelength": 1.4}
+    figure.legend(handles=handles, title=READING, loc="outside upper center", **look)
     return figure
 
 

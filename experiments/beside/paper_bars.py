@@ -109,15 +109,8 @@ def _groups(ax: Any, curves: Mapping[Bar, Curve]) -> None:
         x = [at - 0.43 + (n + 0.5) * width for at, N in enumerate(lengths) if N in curve]
         y = [curve[N] for N in lengths if N in curve]
         colour = style.COLOURS[bar.like]
-        ax.bar(
-            x,
-            y,
-            0.9 * width,
-            facecolor="white" if bar.method else colour,
-            edgecolor=colour,
-            linewidth=1.0,
-            label=bar.label,
-        )
+        look = {"facecolor": "white" if bar.method else colour, "edgecolor": colour}
+        ax.bar(x, y, 0.9 * width, linewidth=1.0, label=bar.label, **look)
         for at, value in zip(x, y, strict=True):
             ax.text(at, value, f" {value:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
     ax.set_xticks(range(len(lengths)), [style.short(N) for N in lengths])

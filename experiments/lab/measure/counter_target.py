@@ -43,16 +43,8 @@ class Arrays:
 
 def run(case: Case, arrays: Arrays) -> int:
     """Run the case in the profiled range; gives how many kernels it launched."""
-    problem = Problem(
-        case.batch,
-        case.heads,
-        case.heads,
-        case.seqlen,
-        case.seqlen,
-        case.head_dim,
-        dtype=case.dtype,
-        causal=case.causal,
-    )
+    sizes = case.batch, case.heads, case.heads, case.seqlen, case.seqlen, case.head_dim
+    problem = Problem(*sizes, dtype=case.dtype, causal=case.causal)
     options: dict[str, Any] = {
         "algorithm": case.algorithm,
         "unit": case.unit or ("simt" if case.dtype == "float32" else "mma"),

@@ -276,18 +276,9 @@ def traces(rows: Iterable[Row]) -> list[Trace]:
     for (d, N, causal, Br, Bc, series), call in sorted(calls.items()):
         moves, clock = [], 0
         for _, row, note in sorted(call, key=lambda entry: entry[0]):
-            moves.append(
-                Move(
-                    array=note["array"],
-                    kind=note["kind"],
-                    first=int(note["first"]),
-                    end=int(note["end"]),
-                    block=int(note["block"]),
-                    bytes=int(row.number),
-                    start=clock,
-                    line=note["line"],
-                )
-            )
+            first, end, block = (int(note[name]) for name in ("first", "end", "block"))
+            at = first, end, block, int(row.number), clock
+            moves.append(Move(note["array"], note["kind"], *at, note["line"]))
             clock += int(row.number)
         made.append(Trace(series, N, d, causal, Br, Bc, tuple(moves)))
     return made

@@ -231,16 +231,8 @@ def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = Fa
 
 def row_fields(problem: Problem) -> dict[str, Any]:
     """The columns of a row that say which problem it is of."""
-    return {
-        "dtype": problem.dtype,
-        "batch": problem.batch,
-        "heads_q": problem.heads_q,
-        "heads_k": problem.heads_k,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "head_dim": problem.head_dim,
-        "causal": problem.causal,
-    }
+    sizes = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
+    return {name: getattr(problem, name) for name in ("dtype", *sizes, "causal")}
 
 
 def columns(

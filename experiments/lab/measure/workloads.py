@@ -30,16 +30,8 @@ def fa2_setting(
 ) -> Problem:
     """FA-2's benchmark: 16k tokens, hidden dimension 2048, one batch entry and head at least."""
     heads = max(1, HIDDEN // head_dim)
-    return Problem(
-        batch=max(1, TOKENS // seqlen),
-        heads_q=heads,
-        heads_k=heads,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-    )
+    sizes = max(1, TOKENS // seqlen), heads, heads, seqlen, seqlen, head_dim
+    return Problem(*sizes, dtype=dtype, causal=causal)
 
 
 @dataclass(frozen=True)

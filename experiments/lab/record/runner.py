@@ -227,13 +227,8 @@ class Runner:
         recorder: Recorder,
         journal: Journal | None,
     ) -> None:
-        with Progress(
-            TextColumn("  {task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self.console,
-        ) as progress:
+        shown = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*shown, TimeElapsedColumn(), console=self.console) as progress:
             bench = Bench(
                 machine=self.machine,
                 describe=self.gpu,

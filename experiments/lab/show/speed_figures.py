@@ -51,23 +51,15 @@ def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
             (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
         )
         x = [r.seqlen_q for r in points]
-        ax.plot(
-            x,
-            [r.value for r in points],
-            color=style.COLOURS[series],
-            marker=style.MARKERS[series],
-            ls="--" if series.startswith("torch") else "-",
-            zorder=2.5 if series in UNSPLIT else 3,
-            label=LABELS[series],
+        look: dict[str, Any] = {"ls": "--" if series.startswith("torch") else "-"}
+        look |= {"zorder": 2.5 if series in UNSPLIT else 3, "marker": style.MARKERS[series]}
+        look |= {"color": style.COLOURS[series], "label": LABELS[series]}
+        ax.plot(x, [r.value for r in points], **look)
+        low, high = (
+            [r.value if (end := getattr(r, name)) is None else end for r in points]
+            for name in ("p20", "p80")
         )
-        ax.fill_between(
-            x,
-            [r.value if r.p20 is None else r.p20 for r in points],
-            [r.value if r.p80 is None else r.p80 for r in points],
-            color=style.COLOURS[series],
-            alpha=0.2,
-            lw=0,
-        )
+        ax.fill_between(x, low, high, color=style.COLOURS[series], alpha=0.2, lw=0)
 
 
 def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:

@@ -162,14 +162,8 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
 
 def legend(figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3) -> None:
     """The figure's legend, below its message."""
-    found = figure.legend(
-        handles=handles,
-        loc="outside upper center",
-        ncols=ncols,
-        title=title,
-        title_fontsize=12,
-        columnspacing=1.4,
-    )
+    look: dict[str, Any] = {"title_fontsize": 12, "columnspacing": 1.4, "ncols": ncols}
+    found = figure.legend(handles=handles, loc="outside upper center", title=title, **look)
     found.get_title().set_multialignment("center")
 
 
@@ -251,14 +245,8 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
         engine = figure.get_layout_engine()
         if isinstance(engine, ConstrainedLayoutEngine):
             engine.set(rect=(0, room, 1, 1 - room), w_pad=PAD, h_pad=PAD)
-        figure.text(
-            0.008,
-            0.05 / figure.get_figheight(),
-            footnote,
-            fontsize=8.5,
-            color="#555555",
-            va="bottom",
-        )
+        look: dict[str, Any] = {"fontsize": 8.5, "color": "#555555", "va": "bottom"}
+        figure.text(0.008, 0.05 / figure.get_figheight(), footnote, **look)
         _settle(figure)
         changed = []
         for suffix, options in (
