@@ -137,8 +137,8 @@ def make_columns_of(spec):
 
     def columns_of(schedule, work):
         Q, K, group, options = schedule.Q, schedule.K, schedule.group, schedule.options
-        Nq, Nk = lengths(Q.shape[2], K.shape[2], work.b, options)
         hk = work.h // uint32(group) if by_group else work.h
+        Nq, Nk = lengths(Q.shape[2], K.shape[2], work.b, options)
         head = Head(work.b, work.h, hk, Nq, Nk, options)
         j0, j_end = column_range(work.i0, uint32(work.i0 + rows), head)
         j0, j_end = share_of_columns(j0, j_end, work.split, work.i0, head)
