@@ -21,21 +21,16 @@ from fa_numba.parts.records import Gradients, Slot, Tile
 @cache
 def make_backward(spec):
     """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
-    grid, visits, gradients = bind(spec, wgmma.grid, wgmma.visits, wgmma.gradients)
+    grid, gradients = bind(spec, wgmma.grid, wgmma.gradients)
     pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
-    (fa1_gradients,) = bind(spec, wgmma.fa1_gradients)
+    visits, fa1_gradients = bind(spec, wgmma.visits, wgmma.fa1_gradients)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
     (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, o_pipeline, d_pipeline = wgmma.pipelines(spec)
-    (RS, RP, RQ, RK, RV), (FEW, MANY) = spec.tile_registers, spec.registers
-    Bc, EARLY, DLSE = spec.Bc, spec.rounds_early, spec.features.dlse
-
-    @device_function
-    def own_rows(Q, K, group, split_rows, options):
-        first, heads = grid.heads_of_group(Q, K, group, options)
-        i_begin, i_stop = fa1_gradients.rows_of_query_split(split_rows, first.Nq)
-        return first, heads, i_begin, i_stop
+    RS, RP, RQ, RK, RV = spec.tile_registers
+    EARLY, (FEW, MANY) = spec.rounds_early, spec.registers
+    Bc, DLSE = spec.Bc, spec.features.dlse
 
     @device_function
     def produce(shared, Q, K, V, O, dO, rows):
@@ -116,7 +111,7 @@ def make_backward(spec):
         while j0 < first.Nk:
             i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
             column0 = uint32(j0 + 64 * thread.w)
-            # Alg. 4 line 8: dKj = 0, dVj = 0, on chip
+            # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
             gradients.start_columns(rdK, rdV)
             h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
             h, i0 = h_first, i_start
@@ -126,34 +121,34 @@ def make_backward(spec):
                 q_pipeline.wait(bars, Slot(stage, phase))
                 transposed.multiply(rS, sK, own, sQ, gradients.places(stage).rows)
                 transposed.wait_scores(rS, False)
-            # Alg. 4 line 9: for each row tile i that sees column tile j, of each query head
+            # FA-1 line 9, FA-2 line 8: for each i that sees column tile j, of each query head
             while more:
                 slot, at = Slot(stage, phase), gradients.places(stage)
-                head = grid.member(first, h)
-                # Alg. 4 line 17: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 11
+                member = grid.member(first, h)
+                tile = Tile(i0, column0, member, thread)
+                # FA-1 line 17, FA-2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT
                 do_pipeline.wait(bars, slot)
                 of_values.multiply(rdP, sV, own, sdO, at.out)
-                # Alg. 4 line 12: mask
-                tile = Tile(i0, column0, head, thread)
+                # FA-1 line 12: mask
                 scores.scale_and_mask(rS, scale_log2, tile)
-                # Alg. 4 line 13: Pij = exp(Sij - Li)
+                # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                 gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
-                # Alg. 4 line 16: dVj += PijT dOi
+                # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
                 if EARLY:
                     gradients.round_early(rP, rS)
                     of_values.add_product(rdV, rP, sdO, at.out)
-                # Alg. 4 line 20: dSij = Pij o (dPij - Di)
+                # FA-1 line 20, FA-2 line 14: dSij = Pij o (dPij - Di)
                 transposed.wait_scores(rdP, EARLY)
                 d_pipeline.wait(bars, slot)
                 gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
                 if not EARLY:
                     of_values.add_product(rdV, rP, sdO, at.out)
-                # Alg. 4 line 22: dKj += dSijT Qi
+                # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
                 transposed.add_product(rdK, rdS, sQ, at.rows)
                 gradients.store_ds(sdS, at.scores, rdS, thread)
                 pingpong.sync_consumers()  # dSij is there
-                # Alg. 4 line 21: dQi += scale dSij Kj, through global memory
-                fa1_gradients.read_dq(rdQ, A, j0, i0, i_stop, head, thread)
+                # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
+                fa1_gradients.read_dq(rdQ, A, j0, i0, i_stop, member, thread)
                 gradients.begin_dq(rdQ, sdS, at.scores, sK, thread.w)
                 gradients.wait_columns(rdK, rdV, True)
                 h_next, i_next = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
@@ -165,18 +160,18 @@ def make_backward(spec):
                     q_pipeline.wait(bars, after)
                 else:
                     next_stage, next_phase = stage, phase  # Sij once more, for nothing
-                # Alg. 4 line 11 of the next i: Sij = scale Qi KjT
+                # FA-1 line 11, FA-2 line 10 of the next i: Sij = scale Qi KjT
                 transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
                 gradients.wait_dq(rdQ)
-                sees_more = visits.sees_more(i0, j0, head)
-                fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, head, thread)
+                sees_more = visits.sees_more(i0, j0, member)
+                fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, member, thread)
                 transposed.wait_scores(rS, False)
                 stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
             if fa1_gradients.has_visits(first, j0, h_end, i_first, i_end):
                 q_pipeline.release(bars, Slot(stage, phase))
                 stage, phase = q_pipeline.next(Slot(stage, phase))
 
-            # Alg. 4 line 24: write dKj, dVj
+            # FA-1 line 24, FA-2 line 18: write dKj, dVj
             pingpong.sync_consumers()  # nobody reads Kj and Vj any more
             gradients.scale_columns(rdK, scale)
             fa1_gradients.fa1_write_columns(rdK, sK, results.dK, column0, first, thread)
@@ -198,15 +193,19 @@ def make_backward(spec):
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
-                produce(shared, Q, K, V, O, dO, own_rows(Q, K, group, split_rows, options))
+                rows = fa1_gradients.rows_of_block(Q, K, group, split_rows, options)
+                produce(shared, Q, K, V, O, dO, rows)
             elif 32 <= cuda.threadIdx.x < 96:
                 columns = fa1_gradients.dot_columns(Q, O)
-                produce_dots(shared, columns, own_rows(Q, K, group, split_rows, options))
+                rows = fa1_gradients.rows_of_block(Q, K, group, split_rows, options)
+                produce_dots(shared, columns, rows)
             elif 96 <= cuda.threadIdx.x:
-                produce_values(shared, L, own_rows(Q, K, group, split_rows, options))
+                rows = fa1_gradients.rows_of_block(Q, K, group, split_rows, options)
+                produce_values(shared, L, rows)
         else:
             take_registers(MANY)
-            results, rows = Gradients(dQ, dK, dV), own_rows(Q, K, group, split_rows, options)
+            results = Gradients(dQ, dK, dV)
+            rows = fa1_gradients.rows_of_block(Q, K, group, split_rows, options)
             consume(shared, A, results, scale, scale_log2, rows)
 
     return fa1_backward

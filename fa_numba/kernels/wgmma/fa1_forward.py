@@ -26,8 +26,8 @@ def make_forward(spec):
     (fa1_state,) = bind(spec, wgmma.fa1_state)
     q_pipeline, k_pipeline, v_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
-    Br, Bc, ROWS, (FEW, MANY) = spec.Br, spec.Bc, spec.group_rows, spec.registers
-    GROUPS = spec.consumers
+    Bc, ROWS, (FEW, MANY) = spec.Bc, spec.group_rows, spec.registers
+    Br, GROUPS = spec.Br, spec.consumers
 
     @device_function
     def produce_rows(shared, block, w, Q, A):
@@ -105,7 +105,7 @@ def make_forward(spec):
                 if more:
                     q_pipeline.release(bars, own)
                 if i_next >= i_end:
-                    k_pipeline.release(bars, kv)
+                    k_pipeline.release(bars, Slot(stage, phase))
                 scores.scale_bias_and_mask(rS, rB, factor, tile)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                 fa1_state.softmax_to_p(rP, rS, factor, rm, rl, rf)

@@ -100,8 +100,9 @@ def make_backward(spec, atomic=True):
     if spec.wide:
         return make_wide_backward(spec, *producers)
     produce, produce_values, produce_drawing = producers
-    grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
-    pipeline, pingpong, drawing = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.drawing)
+    grid, gradients = bind(spec, wgmma.grid, wgmma.gradients)
+    pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
+    key_tiles, drawing = bind(spec, wgmma.key_tiles, wgmma.drawing)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
     (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
@@ -121,7 +122,7 @@ def make_backward(spec, atomic=True):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         column0 = uint32(j0 + 64 * thread.w)
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
-        # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
+        # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
         gradients.start_columns(rdK, rdV)
         h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
         stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
@@ -131,32 +132,33 @@ def make_backward(spec, atomic=True):
             q_pipeline.wait(bars, Slot(stage, phase))
             transposed.multiply(rS, sK, own, sQ, gradients.places(stage).rows)
             transposed.wait_scores(rS, False)
-        # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
+        # FA-1 line 9, FA-2 line 8: for each i that sees column tile j, of each query head
         while more:
             slot, at = Slot(stage, phase), gradients.places(stage)
             member = key_tiles.read_head(head, h, Q, K)
             tile = Tile(i0, column0, member, thread)
             gradients.scale_and_bias(rS, scale_log2, tile)
-            # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
+            # FA-1 line 17, FA-2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT
             do_pipeline.wait(bars, slot)
             of_values.multiply(rdP, sV, own, sdO, at.out)
+            # FA-1 line 12: mask
             scores.scale_and_mask(rS, scale_log2, tile)
-            # Alg. 2 line 11: Pij = exp(Sij - Li)
+            # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
             gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
             if DROPS:
                 drawing.drop_drawn(rS, sB, stage)
-            # Alg. 2 line 12: dVj += PijT dOi
+            # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
             if EARLY:
                 gradients.round_early(rP, rS)
                 of_values.add_product(rdV, rP, sdO, at.out)
-            # Alg. 2 line 14: dSij = Pij o (dPij - Di)
+            # FA-1 line 20, FA-2 line 14: dSij = Pij o (dPij - Di)
             transposed.wait_scores(rdP, EARLY)
             gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, tile)
             if not EARLY:
                 of_values.add_product(rdV, rP, sdO, at.out)
-            # Alg. 2 line 16: dKj += dSijT Qi
+            # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
             transposed.add_product(rdK, rdS, sQ, at.rows)
-            # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
+            # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
             if atomic:
                 gradients.store_ds(sdS, at.scores, rdS, thread)
                 pingpong.sync_consumers()  # dSij is there
@@ -173,7 +175,7 @@ def make_backward(spec, atomic=True):
                 q_pipeline.wait(bars, after)
             else:
                 next_stage = stage  # Sij once more, for nothing
-            # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
+            # FA-1 line 11, FA-2 line 10 of the next i: Sij = scale Qi KjT
             transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
             if atomic:
                 gradients.wait_dq(rdQ)
@@ -182,7 +184,7 @@ def make_backward(spec, atomic=True):
             transposed.wait_scores(rS, False)
             stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
 
-        # Alg. 2 line 18: write dKj, dVj
+        # FA-1 line 24, FA-2 line 18: write dKj, dVj
         pingpong.sync_consumers()  # nobody reads Kj and Vj any more
         gradients.scale_columns(rdK, scale)
         if DROPS:

@@ -26,10 +26,10 @@ def make_forward(spec):
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
     scheduler, pingpong, epilogue = bind(spec, wgmma.scheduler, wgmma.pingpong, wgmma.epilogue)
-    q_pipeline, k_pipeline, v_pipeline, work_pipeline, *_ = wgmma.pipelines(spec)
+    q_pipeline, k_pipeline, v_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
     Bc, ROWS, (FEW, MANY) = spec.Bc, spec.group_rows, spec.registers
-    OVERLAPS, APART = spec.overlaps, spec.planes > 1
+    OVERLAPS = spec.overlaps
 
     @device_function
     def produce_rows(shared, schedule, Q):
@@ -37,8 +37,7 @@ def make_forward(spec):
         stage, phase, late = uint32(0), uint32(1), uint32(0)
         while more:
             slot = Slot(stage, phase)
-            q_pipeline.acquire(bars, slot)
-            more = scheduler.begin(schedule, slot, n)
+            more = scheduler.announce(schedule, bars, slot, n)
             if more:
                 # Alg. 1 line 3: row tile i
                 work = scheduler.give(schedule, bars, slot, n)
@@ -47,19 +46,15 @@ def make_forward(spec):
                 load.q(shared.sQ, Q, work.i0, head, bars, slot)
                 late = scheduler.wait_late(bars, late, j0, j_end, work.i0, head)
                 n = scheduler.next_number(schedule, n)
-            else:
-                scheduler.end(bars, slot)
             stage, phase = q_pipeline.next(slot)
 
     @device_function
     def produce_columns(shared, schedule, K, V):
-        bars, stage, phase = shared.bars, uint32(0), uint32(1)
-        q_stage, q_phase = uint32(0), uint32(0)
-        work_pipeline.wait(bars, Slot(q_stage, q_phase))
-        while scheduler.is_valid(schedule, q_stage):
+        stage, phase = uint32(0), uint32(1)
+        bars, q_stage, q_phase = shared.bars, uint32(0), uint32(0)
+        while scheduler.has_columns(schedule, bars, Slot(q_stage, q_phase)):
             q = Slot(q_stage, q_phase)
-            work = scheduler.read_work_tile(schedule, q_stage)
-            work_pipeline.release_alone(bars, q)
+            work = scheduler.take_columns(schedule, bars, q)
             head, j0, j_end = scheduler.columns_of(schedule, work)
             waits = load.produces_k() and scheduler.is_long(j0, j_end, work.i0, head)
             while j0 < j_end:
@@ -71,7 +66,6 @@ def make_forward(spec):
                 j0 = scheduler.next_column(uint32(j0 + Bc), j_end, work.i0, head)
             scheduler.tell_at_last(bars, waits)
             q_stage, q_phase = q_pipeline.next(q)
-            work_pipeline.wait(bars, Slot(q_stage, q_phase))
 
     @device_function
     def consume(shared, schedule, out, scale):
@@ -79,15 +73,12 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        rT = rO
-        if APART:  # sums of one tile, which meet in O
-            rT = cuda.local.array(RO, float32)
+        rT = products.tile_sums(rO)  # of one tile, which meet in O
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
         pingpong.first_turn(w)
-        q_pipeline.wait(bars, Slot(q_stage, q_phase))
-        while scheduler.is_valid(schedule, q_stage):
+        while scheduler.has_work(schedule, bars, Slot(q_stage, q_phase)):
             # Alg. 1 line 3: row tile i
             (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(schedule, q_stage)
             head = Head(b, h, hk, Nq, Nk, schedule.options)
@@ -169,12 +160,10 @@ def make_forward(spec):
             done = Tile(uint32(i0 + ROWS * w), j0, head, thread)
             epilogue.write_out(rO, rl, rm, shared, q, out, split, done)
             q_stage, q_phase = q_pipeline.next(q)
-            q_pipeline.wait(bars, Slot(q_stage, q_phase))
 
-    keys, ends = tiled_type(4, spec.key_ends), (spec.query_ends, spec.features.packed)
-    Q, O = (tiled_type(4, end) for end in ends)
-    O = array_type(4) if APART else O
-    arrays = (Q, keys, keys, O, array_type(3), array_type(1, types.int32))
+    queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
+    out = array_type(4) if spec.planes > 1 else tiled_type(4, spec.features.packed)
+    arrays = [queries, keys, keys, out, array_type(3), array_type(1, types.int32)]
 
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
     def fa2_forward(Q, K, V, O, L, taken, scale, group, options):

@@ -10,6 +10,7 @@ from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, load8, shared_tile
+from fa_numba.parts.grid import make_heads_of_group
 from fa_numba.parts.mma.pairs import (
     make_add_two,
     make_read_floats,
@@ -53,20 +54,21 @@ def make_fa1_backward_shared_memory(spec):
 
 
 @part
-def make_rows_of_query_split(spec):
-    """``rows_of_query_split(split_rows, rows)``: this block's first row of Q, and one past its
-    last.
+def make_rows_of_block(spec):
+    """``rows_of_block(Q, K, group, split_rows, options)``: the first head of this block, how many
+    there are, its first row of Q of each, and one past its last.
     """
-    splits = spec.splits_queries
+    splits, heads_of_group = spec.splits_queries, make_heads_of_group(spec)
 
-    def rows_of_query_split(split_rows, rows):
-        first, end = uint32(0), rows
+    def rows_of_block(Q, K, group, split_rows, options):
+        head, heads = heads_of_group(Q, K, group, options)
+        first, end = uint32(0), head.Nq
         if splits:
             first = uint32(cuda.blockIdx.x * split_rows)
-            end = uint32(min(rows, uint32(first + split_rows)))
-        return first, end
+            end = uint32(min(end, uint32(first + split_rows)))
+        return head, heads, first, end
 
-    return rows_of_query_split
+    return rows_of_block
 
 
 @part

@@ -1,6 +1,6 @@
 """Products of a warpgroup: S = Q KT, and O += P V with P in registers."""
 
-from fa_numba.device import uint32
+from fa_numba.device import cuda, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.matrix import CONVERSIONS, PACK_POSITIVE
@@ -92,6 +92,20 @@ def make_wait_output(spec):
             wait_products(rO, RO, 0)
 
     return wait_output
+
+
+@part
+def make_tile_sums(spec):
+    """``tile_sums(rO)``: where the sums of a tile of P V go: of planes not to O at once."""
+    RO, apart = spec.TM * spec.DN * 4, spec.planes > 1
+
+    def tile_sums(rO):
+        rT = rO
+        if apart:
+            rT = cuda.local.array(RO, float32)
+        return rT
+
+    return tile_sums
 
 
 @part

@@ -9,7 +9,7 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head, Schedule, Slot, WorkTile
 from fa_numba.parts.visits import make_column_range, make_share_of_columns
 from fa_numba.parts.visits import make_next_column as make_next_column
-from fa_numba.parts.wgmma.pipeline import make_commit, make_wait
+from fa_numba.parts.wgmma.pipeline import make_acquire, make_commit, make_release_alone, make_wait
 from fa_numba.tiling.wgmma import WORK_WORDS
 
 # Bits of a word that name a batch entry, of which a grid has less than 2^16; the others a split.
@@ -41,11 +41,24 @@ def is_valid(schedule, stage):
     return schedule.words[WORK_WORDS * stage] < schedule.tiles
 
 
-@device_function
-def begin(schedule, slot, n):
-    """Whether work tile number n exists: the slot's readers see the number."""
-    schedule.words[WORK_WORDS * slot.stage] = n
-    return n < schedule.tiles
+@part
+def make_announce(spec):
+    """``announce(schedule, bars, slot, n)``: whether work tile number n exists, as the slot, once
+    empty, tells its readers.
+    """
+    (q, _, _, work, _), WORDS = spec.pipelines, WORK_WORDS
+    acquire, commit_q, commit_work = make_acquire(q), make_commit(q), make_commit(work)
+
+    def announce(schedule, bars, slot, n):
+        acquire(bars, slot)
+        schedule.words[WORDS * slot.stage] = n
+        more = n < schedule.tiles
+        if not more:
+            commit_work(bars, slot)
+            commit_q(bars, slot)
+        return more
+
+    return announce
 
 
 @part
@@ -63,18 +76,6 @@ def make_give(spec):
         return work
 
     return give
-
-
-@part
-def make_end(spec):
-    """``end(bars, slot)``: there is none any more, as the slot's readers see."""
-    commit_work, commit_q = make_commit(spec.pipelines.work), make_commit(spec.pipelines.q)
-
-    def end(bars, slot):
-        commit_work(bars, slot)
-        commit_q(bars, slot)
-
-    return end
 
 
 @part
@@ -110,6 +111,47 @@ def make_read_work_tile(spec):
         return WorkTile(i0, h, b, uint32(0))
 
     return read_work_tile
+
+
+@part
+def make_has_work(spec):
+    """``has_work(schedule, bars, slot)``: whether there is a work tile in this slot of Q, once that
+    is full, or the block is done.
+    """
+    wait = make_wait(spec.pipelines.q)
+
+    def has_work(schedule, bars, slot):
+        wait(bars, slot)
+        return is_valid(schedule, slot.stage)
+
+    return has_work
+
+
+@part
+def make_has_columns(spec):
+    """``has_columns(schedule, bars, slot)``: the same, before Q is there, for who loads K and V."""
+    wait = make_wait(spec.pipelines.work)
+
+    def has_columns(schedule, bars, slot):
+        wait(bars, slot)
+        return is_valid(schedule, slot.stage)
+
+    return has_columns
+
+
+@part
+def make_take_columns(spec):
+    """``take_columns(schedule, bars, slot)``: the slot's work tile, which this thread reads no more
+    there.
+    """
+    read_work_tile, release_alone = make_read_work_tile(spec), make_release_alone(spec.pipelines.q)
+
+    def take_columns(schedule, bars, slot):
+        work = read_work_tile(schedule, slot.stage)
+        release_alone(bars, slot)
+        return work
+
+    return take_columns
 
 
 @part
