@@ -254,8 +254,12 @@ def checked_call(
 
 
 def _doubled(option: str, function: Any) -> FunctionType:
-    """A function of the caller's that finds arrays of float64 where it captures float32 ones."""
-    return holding(function, dict(_arrays(option, function)))
+    """A function of the caller's that finds arrays of float64 where it captures float32 ones, and
+    Python's numbers where NumPy's, by which scores would become float32 or float16.
+    """
+    values = captured(option, function).values
+    numbers = {name: x.item() for name, x in values if isinstance(x, np.generic)}
+    return holding(function, {**numbers, **dict(_arrays(option, function))})
 
 
 def _captured_floats(score_mod: Any) -> dict[str, Array]:

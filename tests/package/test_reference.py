@@ -967,3 +967,14 @@ def test_comparing_different_shapes_is_refused(compare):
 def test_shapes_are_checked(compute):
     with pytest.raises(ValueError, match="v has seqlen 7"):
         compute(Q, K, V[:, :, :7])
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16])
+def test_numbers_of_numpy_that_a_function_captures_leave_float64(kind):
+    """Else NumPy makes scores times a float16 float16, and derivatives by differences are noise."""
+    dout, q, k, v = np.random.default_rng(3).standard_normal((4, 1, 1, 9, 8))
+    by = kind(1.5)
+    found = reference.attention_backward(dout, q, k, v, score_mod=lambda s, b, h, i, j: s * by)
+    want = reference.attention_backward(dout, q, k, v, scale=1.5 / math.sqrt(8))
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-8)
