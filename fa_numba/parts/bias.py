@@ -17,7 +17,8 @@ def make_read_bias(spec):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
     reads, whole = spec.reads_bias, _whole(spec)
-    reads_state, block_state = spec.reads_state, make_block_state(spec)
+    reads_state = spec.reads_state and not spec.slots_name_next
+    block_state = make_block_state(spec)
 
     def read_bias(rB, tile):
         own = warp_tile(tile)

@@ -90,13 +90,16 @@ class Shared(NamedTuple):
 
 
 class SharedWithO(NamedTuple):
-    """``Shared`` and the tiles of O in float32, which FlashAttention-1 carries."""
+    """``Shared``, the tiles of O in float32, which FlashAttention-1 carries, and a word for each
+    consumer's part of a slot of Q, where a block mask says what comes after it.
+    """
 
     sQ: Any
     sK: Any
     sV: Any
     sO: Any
     bars: Any
+    words: Any
 
 
 class Out(NamedTuple):
@@ -249,7 +252,9 @@ class WideShared(NamedTuple):
 
 
 class Fa1BackwardShared(NamedTuple):
-    """``BackwardShared`` of FlashAttention-1, which loads O too and keeps no dQ there."""
+    """``BackwardShared`` of FlashAttention-1, which loads O too and keeps no dQ there, with words
+    for what a block mask says comes after a row tile.
+    """
 
     sK: Any
     sV: Any
@@ -258,4 +263,5 @@ class Fa1BackwardShared(NamedTuple):
     sdS: Any
     sO: Any
     sL: Any
+    words: Any
     bars: Any

@@ -223,6 +223,64 @@ def make_sees_more(spec):
 
 
 @part
+def make_column_ahead(spec):
+    """``column_ahead(i0, j0, head)``: of a block mask's list the column tile after the one at j0
+    that the row tile at i0 visits, read before anybody waits for it.
+    """
+    Bc, sparse, next_column = spec.Bc, spec.features.sparse, make_next_column(spec)
+
+    def column_ahead(i0, j0, head):
+        if sparse:
+            return next_column(uint32(j0 + Bc), head.Nk, i0, head)
+        return j0
+
+    return column_ahead
+
+
+@part
+def make_row_ahead(spec):
+    """``row_ahead(i0, i_end, j0, head)``: the row tile after the one at i0; and column_ahead."""
+    Br, sparse = spec.Br, spec.features.sparse
+    next_row, column_ahead = make_next_row(spec), make_column_ahead(spec)
+
+    def row_ahead(i0, i_end, j0, head):
+        j_next = column_ahead(i0, j0, head)
+        if sparse:
+            return next_row(uint32(i0 + Br), i_end, j0, head), j_next
+        return i0, j_next
+
+    return row_ahead
+
+
+@part
+def make_row_after(spec):
+    """``row_after(ahead, i0)``: the row tile that is visited after the one at i0."""
+    Br, sparse = spec.Br, spec.features.sparse
+
+    def row_after(ahead, i0):
+        if sparse:
+            return ahead[0]
+        return uint32(i0 + Br)
+
+    return row_after
+
+
+@part
+def make_row_sees_more(spec):
+    """``row_sees_more(ahead, i0, j0, head)``: ``sees_more``, of a row tile read ahead."""
+    Br, sparse, sees_more = spec.Br, spec.features.sparse, make_sees_more(spec)
+    column_range = make_column_range(spec)
+
+    def row_sees_more(ahead, i0, j0, head):
+        if sparse:
+            _, j_last = column_range(i0, uint32(i0 + Br), head)
+            return ahead[1] < j_last
+        return sees_more(i0, j0, head)
+
+    return row_sees_more
+
+
+@part
 def make_share(spec):
     """``share(j0, j_end, split, options)``: of the columns from j0 to j_end those of a split, whole
     tiles: as many as another split has, or one more. None where there are not enough.

@@ -42,7 +42,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     @property
     def reads_state(self) -> bool:
         asked = self.features.sparse and self.features.mask_mod is not None
-        return asked and self.algorithm == "fa2"  # FlashAttention-1 would spill at d=64
+        return asked
 
     @property
     def DK(self) -> int:

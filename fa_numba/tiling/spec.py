@@ -158,6 +158,11 @@ class Spec(ABC):
         return False
 
     @property
+    def slots_name_next(self) -> bool:
+        """Whether who loads Kj writes beside it which column tile is next, and that state."""
+        return False
+
+    @property
     def query_ends(self) -> bool:
         """Whether sequences end within the arrays of queries."""
         return self.features.packed or self.features.q_lens

@@ -276,7 +276,12 @@ class WgmmaSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * (self.first_index + WORK_WORDS * self.q_stages)
+        return 4 * (self.first_index + self.index_words)
+
+    @property
+    def index_words(self) -> int:
+        """Words of work tiles, and behind them, where they are needed, one for each slot of K."""
+        return WORK_WORDS * self.q_stages + (self.stages if self.slots_name_next else 0)
 
     @property
     def p_registers(self) -> int:
@@ -291,6 +296,10 @@ class WgmmaSpec(Spec):
     def reads_state(self) -> bool:
         asked = self.features.sparse and self.features.mask_mod is not None
         return asked and not self.reads_bias
+
+    @property
+    def slots_name_next(self) -> bool:
+        return self.features.sparse
 
     @property
     def accumulators(self) -> int:

@@ -245,6 +245,13 @@ class WgmmaBackwardSpec(GradientSpec):
         few = self.features.bias and not self.features.scores_stay
         return few and ADDED_BESIDE < self.most_columns <= PANEL
 
+    reads_bias = False
+
+    @property
+    def reads_state(self) -> bool:
+        asked = self.features.sparse and self.features.mask_mod is not None
+        return asked and self.algorithm == "fa1"
+
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
         """The same for what is left to do of S where the bias went first: scaled, it is masked; and
@@ -335,8 +342,11 @@ class WgmmaBackwardSpec(GradientSpec):
     def key_tile_words(self) -> tuple[int, int]:
         """Behind the barriers, in words: where the column tile's begin, and how
         many there are: none where all of a batch has the arrays' lengths, and no rows are split.
+        Of FlashAttention-1 two a slot for what a block mask says.
         """
         words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
+        if self.algorithm == "fa1":
+            words = 2 * STAGES if self.features.sparse else 0
         return 2 * (self.places[-1] + self.barriers), words
 
     @property
@@ -536,6 +546,7 @@ class _SharedRows(WgmmaSpec):
     """Two consumers with the same rows."""
 
     consumer_rows = 0
+    slots_name_next = False
 
     @property
     def consumers(self) -> int:
@@ -616,6 +627,8 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
     """The second sweep of the backward pass on Hopper's tensor cores, which makes dQ: Q outer, as
     the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
     """
+
+    slots_name_next = False
 
     @property
     def halves(self) -> int:

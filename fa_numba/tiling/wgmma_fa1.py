@@ -92,7 +92,12 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        return 8 * (self.first_barrier + self.barriers)
+        return 8 * (self.first_barrier + self.barriers) + 4 * self.index_words
+
+    @property
+    def index_words(self) -> int:
+        """Words of what comes after a row tile, one for each consumer's part of a slot of Q."""
+        return self.q_stages * self.consumers if self.slots_name_next else 0
 
     @property
     def accumulators(self) -> int:

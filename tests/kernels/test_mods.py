@@ -704,14 +704,17 @@ def test_tiles_in_16_bits_are_left_out_too(algorithm):
         assert np.array_equal(a, b)
 
 
-@pytest.mark.parametrize("algorithm, tiles", [("fa1", Tiles(128, 64)), ("fa2", Tiles(64, 64))])
+HOPPERS_TILES = [("fa1", Tiles(128, 64)), ("fa2", Tiles(64, 64, stages=2))]
+
+
+@pytest.mark.parametrize("algorithm, tiles", HOPPERS_TILES)
 def test_blocks_on_hoppers_unit_are_what_the_function_says(algorithm, tiles):
     """Of each the state is read while its scores are on their way."""
     q, k, v = (x.astype(np.float16) for x in random_inputs(1, 2, 1, 150, 260, 16))
     mask = fa_numba.create_block_mask(lambda b, h, i, j: i + 120 >= j, 1, 1, 150, 260, tiles=tiles)
-    assert {0, 1, 2} == set(mask.blocks.flat)
     how = {"algorithm": algorithm, "unit": "wgmma"}
     found = fa_numba.attention(q, k, v, block_mask=mask, **how)
+    assert {0, 1, 2} == set(mask.blocks.flat)
     whole = fa_numba.attention(q, k, v, mask_mod=mask.mask_mod, tiles=tiles, **how)
     assert abs(found.astype(float) - whole).max() < 1e-3
 
@@ -724,6 +727,22 @@ def test_a_full_block_is_not_asked():
     for algorithm in ("fa1", "fa2"):
         found = fa_numba.attention(q, k, v, algorithm=algorithm, block_mask=mask)
         assert np.array_equal(found, fa_numba.attention(q, k, v, algorithm=algorithm, tiles=SMALL))
+
+
+@pytest.mark.parametrize("algorithm, tiles", HOPPERS_TILES)
+def test_each_block_on_hoppers_unit_has_its_own_state(algorithm, tiles):
+    """Full, mixed, full, empty, mixed, made by a function; another hides what is mixed."""
+    q, k, v = (x.astype(np.float16) for x in random_inputs(1, 2, 1, 150, 300, 16))
+    how = {"algorithm": algorithm, "unit": "wgmma", "tiles": tiles}
+    made = fa_numba.create_block_mask(
+        lambda b, h, i, j: j < 64 or j % 2 > 0 and j < 192 or 127 < j < 192 or j > 290,
+        *(1, 1, 150, 300),
+        tiles=tiles,
+    )
+    hides = replace(made, mask_mod=lambda b, h, i, j: i > 150)
+    found = fa_numba.attention(q, k, v, **how, block_mask=hides)
+    assert made.blocks[0, 0, 0].tolist() == [2, 1, 2, 0, 1]
+    assert np.array_equal(found, fa_numba.attention(q, k, v, **how, block_mask=made.blocks == 2))
 
 
 def test_what_goes_with_blocks():

@@ -20,7 +20,7 @@ def make_backward(spec):
     row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
-    Br, Bc, halves, floats = spec.Br, spec.Bc, half_type(4), array_type(4)
+    Bc, halves, floats = spec.Bc, half_type(4), array_type(4)
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, (RF, RK) = spec.cap_registers, spec.longest_arrays
     EARLY, keys = spec.row_warps > 1, floats if spec.splits_queries else halves
@@ -82,11 +82,12 @@ def make_backward(spec):
                     stage = uint32(stage ^ uint32(1))
                     tile = Tile(i0, j0, head, thread)
                     scores.read_bias(rB, tile)
+                    ahead = visits.row_ahead(i0, i_end, j0, head)
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
                     if EARLY:  # a warp with all rows of S would spill registers
-                        i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                        i_next = visits.row_after(ahead, i0)
                         if i_next < i_end:
                             row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
@@ -111,7 +112,7 @@ def make_backward(spec):
                     products.store_ds(sdS, rdP, tile)
                     # ... or in flight during lines 16, 22 and 21
                     if not EARLY:
-                        i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                        i_next = visits.row_after(ahead, i0)
                         if i_next < i_end:
                             row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
@@ -123,7 +124,7 @@ def make_backward(spec):
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
                     gradients.read_dq(rdQ, Ah, j0, i0, i_stop, 0)
                     products.dq(rdQ, sdS, sK, 0)
-                    more = visits.sees_more(i0, j0, head)
+                    more = visits.row_sees_more(ahead, i0, j0, head)
                     gradients.write_dq(rdQ, (sdS, sK), (Ah, dQh), scale, more, tile, i_stop)
                     i0 = i_next
                 g = uint32(g + 1)

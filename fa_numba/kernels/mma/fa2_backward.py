@@ -23,7 +23,7 @@ def make_backward(spec, atomic=True):
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, (RF, RK) = spec.cap_registers, spec.longest_arrays
-    Br, Bc, halves, rows = spec.Br, spec.Bc, half_type(4), array_type(3)
+    Bc, halves, rows = spec.Bc, half_type(4), array_type(3)
     arrays = [*[halves] * 4, rows, rows, array_type(4), *[result_type(spec.planes, 4)] * 2]
 
     @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
@@ -73,10 +73,11 @@ def make_backward(spec, atomic=True):
                 stage = uint32(stage ^ uint32(1))
                 tile = Tile(i0, j0, head, thread)
                 scores.read_bias(rB, tile)
+                ahead = visits.row_ahead(i0, i_end, j0, head)
                 wait_async()
                 cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                 # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
-                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                i_next = visits.row_after(ahead, i0)
                 if i_next < i_end:
                     row_tiles.load(stage, Qh, dOh, Lh, Dh, i_next, head.Nq)
                 commit_async()

@@ -49,7 +49,9 @@ def make_backward(spec):
             while fa1_gradients.is_visit(h, h_end, i0, i_end):
                 # Alg. 4 line 10: load Qi, dOi, Oi
                 slot = Slot(stage, phase)
+                word = fa1_gradients.pass_word(h, i0, first, j0, h_end, i_first, i_end)
                 q_pipeline.acquire(shared.bars, slot)
+                fa1_gradients.write_pass_word(shared, slot, word)
                 fa1_gradients.load_rows(shared, Q, dO, O, i0, grid.member(first, h), slot)
                 stage, phase = q_pipeline.next(slot)
                 h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
@@ -76,12 +78,12 @@ def make_backward(spec):
     @device_function
     def produce_dots(shared, columns, rows):
         first, heads, i_begin, i_stop = rows
-        n, j0 = uint32(0), uint32(0)
+        h_end, n, j0 = uint32(first.h + heads), uint32(0), uint32(0)
         while j0 < first.Nk:
             i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
-            more = fa1_gradients.visits_of_pass(first, j0, heads, i_first, i_end)
-            n_end = uint32(n + more)
-            while n < n_end:
+            h, i0 = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+            n_end = uint32(n + fa1_gradients.visits_of_pass(heads, i_first, i_end))
+            while fa1_gradients.is_nth_visit(n, n_end, h, h_end, i0, i_end):
                 # Alg. 4 line 19: Di = rowsum(dOi o Oi), in every pass
                 slot = Slot(uint32(n % 2), uint32(n // 2 % 2))
                 do_pipeline.wait(shared.bars, slot)
@@ -90,6 +92,7 @@ def make_backward(spec):
                     q_pipeline.wait(shared.bars, slot)
                 fa1_gradients.row_dots(shared, slot.stage, columns)
                 n = uint32(n + 1)
+                h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
             j0 = uint32(j0 + Bc)
 
     @device_function
@@ -97,8 +100,8 @@ def make_backward(spec):
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RV, float32)
-        sK, sV, sQ, sdO, sdS, _, sL, bars = shared
+        rdV, rB = cuda.local.array(RV, float32), cuda.local.array(1, float32)
+        sK, sV, sQ, sdO, sdS, _, sL, _, bars = shared
         thread = grid.transposed_thread()
         first, heads, i_begin, i_stop = rows
         h_end, sums = uint32(first.h + heads), (A, results.dQ)
@@ -126,11 +129,12 @@ def make_backward(spec):
                 slot, at = Slot(stage, phase), gradients.places(stage)
                 member = grid.member(first, h)
                 tile = Tile(i0, column0, member, thread)
+                fa1_gradients.read_pass_state(rB, shared, slot)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT
                 do_pipeline.wait(bars, slot)
                 of_values.multiply(rdP, sV, own, sdO, at.out)
                 # FA-1 line 12: mask
-                scores.scale_and_mask(rS, scale_log2, tile)
+                scores.scale_bias_and_mask(rS, rB, scale_log2, tile)
                 # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                 gradients.p_of_columns(rS, rP, scale_log2, sL, at.values, tile)
                 # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
@@ -151,7 +155,8 @@ def make_backward(spec):
                 fa1_gradients.read_dq(rdQ, A, j0, i0, i_stop, member, thread)
                 gradients.begin_dq(rdQ, sdS, at.scores, sK, thread.w)
                 gradients.wait_columns(rdK, rdV, True)
-                h_next, i_next = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+                visit = fa1_gradients.next_by_word(rB, shared, slot, h, i0, i_first, i_end)
+                h_next, i_next, by_word = visit
                 after = q_pipeline.next(slot)
                 next_stage, next_phase = after
                 more = fa1_gradients.is_visit(h_next, h_end, i_next, i_end)
@@ -163,7 +168,7 @@ def make_backward(spec):
                 # FA-1 line 11, FA-2 line 10 of the next i: Sij = scale Qi KjT
                 transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
                 gradients.wait_dq(rdQ)
-                sees_more = visits.sees_more(i0, j0, member)
+                sees_more = fa1_gradients.pass_sees_more(by_word, i0, j0, member)
                 fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, member, thread)
                 transposed.wait_scores(rS, False)
                 stage, phase, h, i0 = next_stage, next_phase, h_next, i_next

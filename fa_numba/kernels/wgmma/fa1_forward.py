@@ -42,6 +42,7 @@ def make_forward(spec):
             while i0 < i_end:
                 # Alg. 1 line 8: load Qi, Oi
                 slot, passed = Slot(stage, phase), Slot(w, written_phase)
+                fa1_state.name_own_next(shared, i0, i_end, j0, head, slot, w)
                 fa1_state.load_own_rows(shared, Q, A, i0, j0, head, slot, passed)
                 stage, phase = q_pipeline.next(slot)
                 i0 = visits.next_row(uint32(i0 + Br), i_end, j0, head)
@@ -90,8 +91,7 @@ def make_forward(spec):
             while i0 < i_end:
                 row0, q = uint32(i0 + ROWS * w), Slot(q_stage, q_phase)
                 own = q_pipeline.own(q, w)
-                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
-                more = visits.sees_more(i0, j0, head)
+                ahead = fa1_state.own_ahead(i0, i_end, j0, head)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 kv = Slot(stage, phase)
                 k_pipeline.wait(bars, kv)
@@ -101,6 +101,7 @@ def make_forward(spec):
                 # Alg. 1 line 8: load li, mi
                 fa1_state.read_statistics(rl, rm, state, tile)
                 scores.read_bias(rB, tile)
+                i_next, more = fa1_state.read_named(rB, shared, q, w, ahead)
                 products.wait_scores(rS, False)
                 if more:
                     q_pipeline.release(bars, own)

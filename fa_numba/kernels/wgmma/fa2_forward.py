@@ -61,6 +61,7 @@ def make_forward(spec):
                 waits = scheduler.tell_late(bars, waits, j0, j_end, work.i0, head)
                 # FA-1 line 6, FA-2 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
+                scheduler.name_next(schedule, bars, kv, j0, j_end, work.i0, head)
                 load.columns(shared, K, V, j0, head, kv)
                 stage, phase = k_pipeline.next(kv)
                 j0 = scheduler.next_column(uint32(j0 + Bc), j_end, work.i0, head)
@@ -97,7 +98,7 @@ def make_forward(spec):
                     head, row0 = Head(b, h, hk, Nq, Nk, schedule.options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
-                    j_next = scheduler.look_ahead(j0, j_end, i0, head)
+                    j_next = scheduler.look_ahead(rB, schedule, stage, j0)
                     products.wait_scores(rS, False)
                     k_pipeline.release(bars, Slot(stage, phase))
                     scores.scale_bias_and_mask(rS, rB, factor, tile)
@@ -114,7 +115,7 @@ def make_forward(spec):
                         pingpong.begin_products(rS, rT, rP, shared, q_stage, kv, after, w)
                         tile = Tile(row0, j0, head, thread)
                         scores.read_bias(rB, tile)
-                        j_next = scheduler.look_ahead(j0, j_end, i0, head)
+                        j_next = scheduler.look_ahead(rB, schedule, after.stage, j0)
                         products.wait_scores(rS, OVERLAPS)
                         k_pipeline.release(bars, after)
                         scores.scale_bias_and_mask(rS, rB, factor, tile)
@@ -191,6 +192,7 @@ one tile of P V are apart from O, and O leaves in float32, straight from registe
 Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stages Bc d, and the
     barriers; in bytes at the default tiles, beside these:  114688 (d=64, 192 x 128), 196608
     (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q); in P planes P times as many.
+    With a block mask a word for each slot of K: who loads Kj names the column tile after it there.
     Of a V with a head dimension of its own: half of the 2 stages by it, Q by the larger, since O
     leaves by way of Q's place; 213104 (192 and 128, 128 x 128, one stage of Q, all in all)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the

@@ -9,7 +9,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
-from fa_numba.intrinsics.shared import half_tile, load8, shared_tile
+from fa_numba.intrinsics.shared import half_tile, index_tile, load8, shared_tile
 from fa_numba.parts.grid import make_heads_of_group
 from fa_numba.parts.mma.pairs import (
     make_add_two,
@@ -18,10 +18,11 @@ from fa_numba.parts.mma.pairs import (
     write_rounded_of,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Fa1BackwardShared, GroupThread
-from fa_numba.parts.visits import make_first_of_heads
+from fa_numba.parts.records import Fa1BackwardShared, GroupThread, Head, Tile
+from fa_numba.parts.visits import make_column_ahead, make_first_of_heads, make_sees_more
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.gradients import load_column_tiles, make_places, value_place
+from fa_numba.parts.wgmma.listed import make_read_row_word, make_row_word
 from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -38,14 +39,15 @@ def make_fa1_backward_shared_memory(spec):
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.places
     NQS, NOS, NSS, NL, AT_O = 2 * NQ, 2 * NO, 2 * NS, 4 * spec.Br, spec.place_of_o
-    BARRIERS = spec.barriers
+    (AT_WORDS, WORDS), BARRIERS = spec.key_tile_words, spec.barriers
 
     def fa1_backward_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NV)
         sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NOS), half_tile(AT_DS, NSS)
         sO = half_tile(AT_O, NOS)
-        sL, bars = shared_tile(AT_L, NL), mbarrier_tile(AT_BARRIERS, BARRIERS)
-        return Fa1BackwardShared(sK, sV, sQ, sdO, sdS, sO, sL, bars)
+        sL, words = shared_tile(AT_L, NL), index_tile(AT_WORDS, WORDS)
+        bars = mbarrier_tile(AT_BARRIERS, BARRIERS)
+        return Fa1BackwardShared(sK, sV, sQ, sdO, sdS, sO, sL, words, bars)
 
     return fa1_backward_shared_memory
 
@@ -91,6 +93,85 @@ def make_next_of_pass(spec):
 
 
 @part
+def make_pass_word(spec):
+    """``pass_word(h, i0, first, j0, h_end, i_first, i_end)``: what a slot of Q says to consumers,
+    that read no list of a block mask: ``next_of_pass``'s head, and a word (``listed.row_word``).
+    """
+    sparse, word, next_of_pass = spec.features.sparse, make_row_word(spec), make_next_of_pass(spec)
+    column_ahead = make_column_ahead(spec)
+
+    def pass_word(h, i0, first, j0, h_end, i_first, i_end):
+        if sparse:
+            head = Head(first.b, h, first.hk, first.Nq, first.Nk, first.options)
+            h_next, i_next = next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+            ahead = i_next, column_ahead(i0, j0, head)
+            return h_next, word(ahead, Tile(i0, j0, head, uint32(0)))
+        return h, i0
+
+    return pass_word
+
+
+@part
+def make_write_pass_word(spec):
+    """``write_pass_word(shared, slot, word)``: that, beside Qi."""
+    sparse, grouped = spec.features.sparse, spec.grouped
+
+    def write_pass_word(shared, slot, word):
+        if sparse:
+            shared.words[uint32(2 * slot.stage)] = word[1]
+            if grouped:
+                shared.words[uint32(2 * slot.stage + 1)] = word[0]
+
+    return write_pass_word
+
+
+@part
+def make_read_pass_state(spec):
+    """``read_pass_state(rB, shared, slot)``: the state of a tile's block, to rB."""
+    sparse, read = spec.features.sparse, make_read_row_word(spec)
+
+    def read_pass_state(rB, shared, slot):
+        if sparse:
+            read(rB, shared.words, uint32(2 * slot.stage))
+
+    return read_pass_state
+
+
+@part
+def make_next_by_word(spec):
+    """``next_by_word(rB, shared, slot, h, i0, i_first, i_end)``: ``next_of_pass`` of a consumer,
+    and by a word whether the row tile sees another column tile.
+    """
+    Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
+    read = make_read_row_word(spec)
+
+    def next_by_word(rB, shared, slot, h, i0, i_first, i_end):
+        h_next, i_next, more = h, uint32(i0 + Br), True
+        if sparse:
+            if grouped:
+                h_next = shared.words[uint32(2 * slot.stage + 1)]
+            i_next, more = read(rB, shared.words, uint32(2 * slot.stage))
+        elif grouped and i_next >= i_end:
+            h_next, i_next = uint32(h + 1), i_first
+        return h_next, i_next, more
+
+    return next_by_word
+
+
+@part
+def make_pass_sees_more(spec):
+    """``pass_sees_more(by_word, i0, j0, head)``: ``visits.sees_more``, or what a word said."""
+    sparse, sees_more = spec.features.sparse, make_sees_more(spec)
+
+    def pass_sees_more(by_word, i0, j0, head):
+        if sparse:
+            return by_word
+        return sees_more(i0, j0, head)
+
+    return pass_sees_more
+
+
+@part
 def make_first_of_pass(spec):
     """``first_of_pass(first, j0, h_end, i_first, i_end)``: the head and row tile of the first."""
     first_of_heads = make_first_of_heads(spec, not spec.grouped)
@@ -103,25 +184,31 @@ def make_first_of_pass(spec):
 
 @part
 def make_visits_of_pass(spec):
-    """``visits_of_pass(first, j0, heads, i_first, i_end)``: how many there are."""
-    Br, sparse = spec.Br, spec.features.sparse
-    first_of_pass, next_of_pass = make_first_of_pass(spec), make_next_of_pass(spec)
-    is_visit = make_is_visit(spec)
+    """``visits_of_pass(heads, i_first, i_end)``: how many there are, if no block mask hides any."""
+    Br = spec.Br
 
-    def visits_of_pass(first, j0, heads, i_first, i_end):
+    def visits_of_pass(heads, i_first, i_end):
         count = uint32(0)
-        if sparse:
-            h_end = uint32(first.h + heads)
-            h, i0 = first_of_pass(first, j0, h_end, i_first, i_end)
-            while is_visit(h, h_end, i0, i_end):
-                h, i0 = next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
-                count = uint32(count + 1)
-            return count
         if i_first < i_end:
             count = uint32((i_end - i_first + (Br - 1)) // Br)
         return uint32(count * heads)
 
     return visits_of_pass
+
+
+@part
+def make_is_nth_visit(spec):
+    """``is_nth_visit(n, n_end, h, h_end, i0, i_end)``: ``is_visit`` of who counts them, as far as
+    they can be counted.
+    """
+    sparse, is_visit = spec.features.sparse, make_is_visit(spec)
+
+    def is_nth_visit(n, n_end, h, h_end, i0, i_end):
+        if sparse:
+            return is_visit(h, h_end, i0, i_end)
+        return n < n_end
+
+    return is_nth_visit
 
 
 @part

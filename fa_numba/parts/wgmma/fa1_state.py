@@ -25,8 +25,9 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BlockRows, BlockState, Tile
 from fa_numba.parts.softmax import FULL_WARP, make_normalise_rows, make_start, make_take_sinks
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
-from fa_numba.parts.visits import make_own_rows
+from fa_numba.parts.visits import make_own_rows, make_row_ahead, make_sees_more
 from fa_numba.parts.wgmma.epilogue import make_write_tile
+from fa_numba.parts.wgmma.listed import make_read_row_word, make_row_word
 from fa_numba.parts.wgmma.load import whole_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.pipeline import (
@@ -86,6 +87,55 @@ def make_load_own_rows(spec):
             commit_o(bars, own)
 
     return load_own_rows
+
+
+@part
+def make_name_own_next(spec):
+    """``name_own_next(shared, i0, i_end, j0, head, slot, w)``: with a block mask, beside the rows
+    of Qi of consumer w, in their slot, what comes after them and the state of the tile's block.
+    """
+    named, word, GROUPS = spec.slots_name_next, make_row_word(spec), spec.consumers
+    row_ahead, q = make_row_ahead(spec), spec.pipelines.q
+    own_of, acquire = make_own(q), make_acquire(q)
+
+    def name_own_next(shared, i0, i_end, j0, head, slot, w):
+        if named:
+            ahead = row_ahead(i0, i_end, j0, head)
+            following = word(ahead, Tile(i0, j0, head, w))
+            acquire(shared.bars, own_of(slot, w))
+            shared.words[uint32(slot.stage * GROUPS + w)] = following
+
+    return name_own_next
+
+
+@part
+def make_own_ahead(spec):
+    """``own_ahead(i0, i_end, j0, head)``: the row tile after the one at i0, and whether that sees
+    a column tile after the one at j0; not yet, where a slot names them.
+    """
+    Br, named, sees_more = spec.Br, spec.slots_name_next, make_sees_more(spec)
+
+    def own_ahead(i0, i_end, j0, head):
+        if named:
+            return i_end, True
+        return uint32(i0 + Br), sees_more(i0, j0, head)
+
+    return own_ahead
+
+
+@part
+def make_read_named(spec):
+    """``read_named(rB, shared, slot, w, ahead)``: what ``own_ahead`` gave, or the slot names; in rB
+    the state of the tile's block.
+    """
+    named, read, GROUPS = spec.slots_name_next, make_read_row_word(spec), spec.consumers
+
+    def read_named(rB, shared, slot, w, ahead):
+        if named:
+            return read(rB, shared.words, uint32(slot.stage * GROUPS + w))
+        return ahead
+
+    return read_named
 
 
 @part

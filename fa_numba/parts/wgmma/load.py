@@ -7,7 +7,7 @@ Where sequences end within an array, or heads share a tile, the array's map has 
 from fa_numba.device import WRAPS, cuda, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes, mbarrier_tile
-from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.intrinsics.shared import half_tile, index_tile, shared_tile
 from fa_numba.parts.grid import make_key_end, make_query_end
 from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import common_rows, pages_of_tile
@@ -28,6 +28,7 @@ def make_shared_memory(spec):
     NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
     AT_V, AT_O, NOS = NQS + NKS, spec.halves // 2, spec.q_stages * spec.tile_floats
     AT_BARRIERS, BARRIERS = spec.first_barrier, spec.barriers
+    AT_WORDS, WORDS = 2 * (AT_BARRIERS + BARRIERS), spec.index_words
 
     def shared_memory():
         sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
@@ -35,7 +36,8 @@ def make_shared_memory(spec):
 
     def shared_memory_with_o():
         sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NVS)
-        return SharedWithO(sQ, sK, sV, shared_tile(AT_O, NOS), mbarrier_tile(AT_BARRIERS, BARRIERS))
+        bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
+        return SharedWithO(sQ, sK, sV, shared_tile(AT_O, NOS), bars, words)
 
     return shared_memory_with_o if spec.tile_floats else shared_memory
 

@@ -6,9 +6,11 @@ from fa_numba.device import cuda, device_function, uint32
 from fa_numba.intrinsics.shared import index_tile
 from fa_numba.parts.grid import make_lengths
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Head, Schedule, Slot, WorkTile
+from fa_numba.parts.records import Head, Schedule, Slot, Tile, WorkTile
 from fa_numba.parts.visits import make_column_range, make_share_of_columns
 from fa_numba.parts.visits import make_next_column as make_next_column
+from fa_numba.parts.wgmma.listed import make_read_word, make_word
+from fa_numba.parts.wgmma.load import make_produces_k
 from fa_numba.parts.wgmma.pipeline import make_acquire, make_commit, make_release_alone, make_wait
 from fa_numba.tiling.wgmma import WORK_WORDS
 
@@ -26,7 +28,7 @@ def make_schedule(spec):
     """``schedule(Q, K, taken, group, options)``: where a block's work tiles are written, how many
     there are, and the counter of those taken beside each block's first.
     """
-    first, words, row_tiles = spec.first_index, WORK_WORDS * spec.q_stages, _make_row_tiles(spec)
+    first, words, row_tiles = spec.first_index, spec.index_words, _make_row_tiles(spec)
 
     def schedule(Q, K, taken, group, options):
         tiles = row_tiles(Q.shape, options)
@@ -227,15 +229,35 @@ def make_begins_next(spec):
 
 
 @part
-def make_look_ahead(spec):
-    """``look_ahead(j0, j_end, i0, head)``: what ``step`` makes the next column tile of: that tile
-    where it is read from memory, before anybody waits for it; else this one.
+def make_name_next(spec):
+    """``name_next(schedule, bars, slot, j0, j_end, i0, head)``: with a block mask, beside Kj, in
+    its slot, the column tile after it and the state of its block, for who multiplies.
     """
-    Bc, sparse, next_column = spec.Bc, spec.features.sparse, make_next_column(spec)
+    Bc, named, first = spec.Bc, spec.slots_name_next, WORK_WORDS * spec.q_stages
+    next_column, word = make_next_column(spec), make_word(spec)
+    acquire = make_acquire(spec.pipelines.k)
+    produces_k = make_produces_k(spec)
 
-    def look_ahead(j0, j_end, i0, head):
-        if sparse:
-            return next_column(uint32(j0 + Bc), j_end, i0, head)
+    def name_next(schedule, bars, slot, j0, j_end, i0, head):
+        if named and produces_k():
+            j_next = next_column(uint32(j0 + Bc), j_end, i0, head)
+            following = word(j_next, Tile(i0, j0, head, uint32(0)))
+            acquire(bars, slot)
+            schedule.words[uint32(first + slot.stage)] = following
+
+    return name_next
+
+
+@part
+def make_look_ahead(spec):
+    """``look_ahead(rB, schedule, stage, j0)``: what ``step`` makes the next column tile of: that
+    tile where K's slot names it, and in rB the state of this one; else this one.
+    """
+    named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
+
+    def look_ahead(rB, schedule, stage, j0):
+        if named:
+            return read(rB, schedule.words, uint32(first + stage))
         return j0
 
     return look_ahead
@@ -244,10 +266,10 @@ def make_look_ahead(spec):
 @part
 def make_step(spec):
     """``step(ahead)``: the column tile after the one that ``look_ahead`` was asked for."""
-    Bc, sparse = spec.Bc, spec.features.sparse
+    Bc, named = spec.Bc, spec.slots_name_next
 
     def step(ahead):
-        if sparse:
+        if named:
             return ahead
         return uint32(ahead + Bc)
 
