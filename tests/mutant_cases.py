@@ -824,6 +824,8 @@ def runs():
         backward_on_hopper.test_a_second_sweep_and_a_cap,
         backward_on_hopper.test_slopes_of_a_function_on_the_scores,
         test_mods.test_options_beside_a_function_on_hoppers_unit,
+        test_mods.test_blocks_on_hoppers_unit_are_what_the_function_says,
+        test_mods.test_each_block_on_hoppers_unit_has_its_own_state,
         backward_on_hopper.test_blocks_left_out,
         backward_on_hopper.test_full_blocks_are_not_asked,
         backward_on_hopper.test_lengths,
