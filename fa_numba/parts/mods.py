@@ -119,16 +119,20 @@ def _nothing(rG, rS, scale, tile):
 
 
 @part
-def _make_inside(alone):
+def _make_inside(features, alone):
     """``inside(row, col, head)``: the place; with ``alone`` in the last row or column for those at
-    the matrix's end and beyond.
+    the matrix's end and beyond; in the first where a sequence has no columns.
     """
+    may_be_empty = features.kv_lens or features.packed
 
     def inside(row, col, head):
         i, j = row, col
         if alone:
             i = int32(min(uint32(row), uint32(head.Nq - uint32(1))))
-            j = int32(min(uint32(col), uint32(head.Nk - uint32(1))))
+            last = uint32(head.Nk - uint32(1))
+            if may_be_empty:
+                last = uint32(head.Nk - uint32(min(head.Nk, uint32(1))))
+            j = int32(min(uint32(col), last))
         return i, j
 
     return inside
@@ -137,7 +141,7 @@ def _make_inside(alone):
 @part
 def _make_changed(spec, unit):
     mod, keeps = spec.features.score_mod, spec.sums_rows
-    score_mod, inside = _called(mod), _make_inside(mod is not None and mod.inside)
+    score_mod, inside = _called(mod), _make_inside(spec.features, mod is not None and mod.inside)
 
     def changed(rG, rS, e, scale, place, head):
         row, col, origin = place
@@ -154,7 +158,7 @@ def _make_changed(spec, unit):
 def _make_slope(spec):
     features = spec.features
     softcap, slope_of = features.softcap, _called(features.slope_of, slope=True)
-    inside = _make_inside(features.slope_of is not None and features.slope_of.inside)
+    inside = _make_inside(features, features.slope_of is not None and features.slope_of.inside)
     modified, keeps = features.slope_of is not None, features.keeps_scores
     slopes, AT = features.slopes, spec.TM * spec.TN if features.slopes else 0
 
@@ -350,7 +354,7 @@ def make_p_and_slope(spec):
     softcap, slope = features.softcap, features.slope_of is not None
     alibi, bias, dropout = features.alibi, features.bias, features.dropout
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
-    inside = _make_inside(any(mod.inside for mod in mods))
+    inside = _make_inside(spec.features, any(mod.inside for mod in mods))
     score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
 
     def p_and_slope(score, shift, kept, place, head):
@@ -382,7 +386,7 @@ def make_p_and_slope(spec):
 @part
 def _make_hidden(spec):
     mod = spec.features.mask_mod
-    mask_mod, inside = _called(mod), _make_inside(mod is not None and mod.inside)
+    mask_mod, inside = _called(mod), _make_inside(spec.features, mod is not None and mod.inside)
 
     def hidden(rG, rS, e, scale, place, head):
         row, col, origin = place

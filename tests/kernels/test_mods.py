@@ -20,7 +20,7 @@ from test_compile import plan_of
 from test_mma_backward import check_gradients as half_gradients
 
 import fa_numba
-from fa_numba import Tiles, mods
+from fa_numba import Tiles, mods, reference
 from fa_numba import device as devices
 from fa_numba.emulator import EmulatorError
 from fa_numba.host.arrays import HOST
@@ -770,3 +770,24 @@ def test_a_block_mask_has_what_its_function_captured():
     reach = 1
     assert np.array_equal(before, fa_numba.attention(q, k, v, block_mask=mask))
     check("emulator", "fa2", q, k, v, block_mask=mask)
+
+
+@pytest.mark.parametrize("unit", ["simt", "mma"])
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_a_sequence_without_columns_is_not_looked_up_behind_an_array(unit, passes):
+    """FlashAttention-1 has a column tile of it, whose first place is asked for."""
+    dout, q, k, v = (
+        x.astype("f4" if unit == "simt" else "f2") for x in random_gradients(2, 2, 1, 20, 30, 16)
+    )
+    of_column = np.linspace(-1, 1, 30, dtype=np.float32)
+    options = {"kv_lens": [30, 0], "score_mod": lambda s, b, h, i, j: s + of_column[j]}
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    given, how = {**options, "unit": unit, "algorithm": "fa1"}, {"rtol": 1e-2, "atol": 1e-2}
+    if passes == "fwd":
+        np.testing.assert_allclose(fa_numba.attention(q, k, v, **given), out, **how)
+        return
+    saved = out.astype(q.dtype), lse.astype(np.float32)
+    found = fa_numba.attention_backward(dout, q, k, v, *saved, **given)
+    want = reference.attention_backward(dout, q, k, v, **options)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, **how)
