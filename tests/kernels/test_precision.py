@@ -89,6 +89,8 @@ HOPPERS = {
         {"cu_seqlens_q": [0, 133, 140], "cu_seqlens_k": [0, 9, 50]},
     ),
     "kv_splits": ((1, 2, 1, 70, 70, 24), Tiles(64, 16), {"kv_splits": 3}),
+    # Of tiles that see nothing a slot of Q is left at once.
+    "no rows": ((1, 2, 2, 70, 66, 128), None, {"q_lens": [0]}),
     "window": ((1, 1, 1, 65, 90, 16), Tiles(64, 32), {"window": (20, 9), "ablate": ("overlap",)}),
 }  # fmt: skip
 

@@ -63,10 +63,11 @@ def make_write_queries(spec):
     """
     NQ, floats = spec.tile_halves[0], spec.planes > 1
     write = make_write_tile(spec, make_query_box(spec, spec.features.packed))
-    write_floats = make_write_floats(spec)
+    write_floats, sync_group = make_write_floats(spec), make_sync_group(spec)
 
     def write_queries(rO, sQ, slot, O, row0, head, thread):
         if floats:
+            sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
             write_floats(rO, O, row0, head, thread)
         else:
             write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)
