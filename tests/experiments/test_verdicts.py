@@ -602,10 +602,11 @@ def test_what_the_page_says_of_trials_on_an_h100():
     whole = {"N": "4096", "causal": "false"}
     for trial, pass_, unit, *said in (
         ("precision", "fwd", "", "3.0 and 2.1", "1.9 and 1.4"),
-        ("precision", "bwd", "", "2.6 and 2.2", "1.8 and 1.6"),
+        ("planes backward", "bwd", "wgmma-", "4.1 and 4.2"),
+        ("planes backward", "bwd", "mma-", "2.6 and 2.3", "1.8 and 1.6"),
         ("precision on wgmma", "fwd", "wgmma-", "5.4 and 4.3", "3.2 and 2.1"),
     ):
-        for name, words in zip(("fp16x3", "bf16x6"), said, strict=True):
+        for name, words in zip(("fp16x3", "bf16x6"), said, strict=False):
             of = {"pass": pass_, **whole}
             over = ratio(trial, f"fa2-{unit}{name}", "torch-efficient", **of)
             assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == words
@@ -647,17 +648,19 @@ def test_what_the_page_says_of_trials_on_an_h100():
     spilling = over(["softcap"], both[:1], ["bwd"])
     assert f"took {span(over(['alibi'], both))} of the time of `alibi_slopes`" in readme
     assert f"a cap {span(capped)} of `softcap`'s, but {span(spilling)} backward" in readme
-    causal, window = (
+    causal, window, *first = (
         [
             ms / blocks[*at[:5], "by its option, tiles"]
             for at, ms in blocks.items()
-            if at[0] == mask and at[5] == "mask_mod with blocks"
-            if (*at[:5], "by its option, tiles") in blocks
+            if at[0] == mask and at[3].startswith(order) and at[5] == "mask_mod with blocks"
         ]
+        for order in ("fa2", "fa1")
         for mask in ("causal", "window")
     )
-    assert len(causal) == len(window) == 8
-    assert f"took {span(causal)} of the time of `causal` and a window {span(window)} of" in readme
+    assert [len(x) for x in (causal, window, *first)] == [8] * 4
+    assert f"FlashAttention-2 {span(causal)} of the time of `causal` and a window" in readme
+    assert f"{span(window)} of `window`'s, on both units" in readme
+    assert "FlashAttention-1 " + " and ".join(map(span, first)) in readme
     flex = [
         ms / functions[*at[:3], "fa2-wgmma", "function"]
         for at, ms in functions.items()
