@@ -51,6 +51,11 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_flash = pytest.mark.parametrize("algorithm", FLASH)
 no_bfloat16 = pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
 BFLOAT16 = pytest.param("bfloat16", marks=no_bfloat16)
+# Each dtype in one of the layouts.
+DTYPES_AND_LAYOUTS = [
+    pytest.param("bfloat16", "padded", marks=no_bfloat16),
+    ("float16", "transposed"),
+]
 every_dtype = pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
 # bfloat16 differs in three instructions alone: where the shapes are what is tested it is slow.
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=[no_bfloat16, pytest.mark.slow])

@@ -823,6 +823,8 @@ def runs():
         backward_on_hopper.test_gradients_of_sinks,
         backward_on_hopper.test_a_second_sweep_and_a_cap,
         backward_on_hopper.test_slopes_of_a_function_on_the_scores,
+        test_precision.test_results_and_counts_on_hoppers_unit,
+        test_precision.test_gradients_and_counts_on_hoppers_unit,
         test_mods.test_options_beside_a_function_on_hoppers_unit,
         test_mods.test_blocks_on_hoppers_unit_are_what_the_function_says,
         test_mods.test_each_block_on_hoppers_unit_has_its_own_state,

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 from backward_helpers import with_dlse
-from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
+from mma_helpers import DTYPES_AND_LAYOUTS, every_dtype, no_bfloat16
 from options_helpers import cumulative
 from test_mma_backward import check_gradients, differentiate, half_gradients, saved_halves
 from test_plans import on_h200
@@ -326,7 +326,7 @@ def test_one_order_of_sums_whatever_the_schedule():
     assert np.allclose(one.astype("f4"), other.astype("f4"), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
+@pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
 def test_dtypes_and_strides(dtype, layout):
     inputs = half_gradients(dtype, 1, 2, 2, 70, 90, 64)
     check_gradients("emulator", "fa2", *inputs, causal=True, layout=layout, **UNIT)

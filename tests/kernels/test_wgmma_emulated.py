@@ -6,7 +6,7 @@ from unittest import mock
 import mma_helpers
 import numpy as np
 import pytest
-from mma_helpers import BFLOAT16, attend, check, half_inputs
+from mma_helpers import DTYPES_AND_LAYOUTS, attend, check, half_inputs
 from options_helpers import cumulative
 
 import fa_numba
@@ -87,7 +87,7 @@ def test_a_bias_is_read_ahead_where_it_lies_in_pairs():
     assert places[0].isdisjoint(places[1])
 
 
-@pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
+@pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
 def test_dtypes_and_strides(dtype, layout):
     q, k, v = half_inputs(dtype, 1, 2, 2, 70, 90, 64)
     tiles = Tiles(128, 32, stages=2)

@@ -4,7 +4,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from mma_helpers import BFLOAT16, check, half_inputs
+from mma_helpers import DTYPES_AND_LAYOUTS, check, half_inputs
 
 import fa_numba
 from fa_numba import Tiles, emulator
@@ -37,7 +37,7 @@ def test_results_and_counts(B, Hq, Hk, Nq, Nk, d, tiles, options):
     check("emulator", "fa1", q, k, v, tiles=tiles, **UNIT, **options)
 
 
-@pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
+@pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
 def test_dtypes_and_strides(dtype, layout):
     q, k, v = half_inputs(dtype, 1, 2, 2, 70, 90, 64)
     tiles = Tiles(64, 32)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from backward_helpers import with_dlse
-from mma_helpers import BFLOAT16
+from mma_helpers import DTYPES_AND_LAYOUTS
 from test_mma_backward import check_gradients, half_gradients, saved_halves
 
 import fa_numba
@@ -49,7 +49,7 @@ def test_blocks_that_share_a_head(options):
     check_gradients("emulator", "fa1-split", *inputs, **UNIT, **options)
 
 
-@pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
+@pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
 def test_dtypes_and_strides(dtype, layout):
     inputs = half_gradients(dtype, 1, 2, 2, 70, 150, 64)
     check_gradients("emulator", "fa1", *inputs, causal=True, layout=layout, scale=-0.3, **UNIT)
