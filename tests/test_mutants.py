@@ -23,7 +23,7 @@ import pytest
 import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
-UNITS = {"simt": 8, "mma": 6, "wgmma": 3}  # and of how many sites by default
+UNITS = {"simt": 8, "mma": 5, "wgmma": 3}  # and of how many sites by default
 HOST = {"host": 4, "ring": 4, "torch": 2}
 PARTS = 48  # of all
 SHARES = 5  # of a unit's runs: a sample looks first at one, of which what it executes is found out
@@ -294,7 +294,14 @@ def all_diagnosed(chosen, shares=1):
 # --- the tests -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("run", mutant_cases.own_runs(), ids=lambda run: f"{run.unit}-{run.title}")
+def some_slow(runs, step):
+    """Each of them, all but every so many marked as slow."""
+    for n, run in enumerate(runs):
+        marks = [pytest.mark.slow] if n % step else []
+        yield pytest.param(run, id=f"{run.unit}-{run.title}", marks=marks)
+
+
+@pytest.mark.parametrize("run", some_slow(mutant_cases.own_runs(), 3))
 def test_the_source_as_it_is_passes(run):
     run()
 
