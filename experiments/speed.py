@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .lab.measure import peers, speeds
-from .lab.measure.series import LABELS, PLANES, SPLITS, precision
+from .lab.measure.series import HOPPER_PLANES, LABELS, PLANES, SPLITS, by_planes, precision
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures, tables
@@ -25,7 +25,7 @@ STUDY = speeds.Study(
     NAME,
     dtype="float32",
     passes=("fwd",),
-    ours=("standard-simt", "fa1-simt", SPLITS, "fa2-simt", *PLANES),
+    ours=("standard-simt", "fa1-simt", SPLITS, "fa2-simt", *PLANES, *HOPPER_PLANES),
     theirs=peers.FLOAT32,
 )
 
@@ -71,16 +71,20 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-2's float32 speed in each precision over torch's memory-efficient kernel's, over all N."""
+    """FA-2's float32 speed in each precision over torch's memory-efficient kernel's, over all N.
+
+    Hopper's own instruction has columns where it was measured.
+    """
     speed = {
         (r.pass_, r.head_dim, r.causal, r.series, r.seqlen_q): r.number
         for r in rows
         if r.metric == "speed" and not r.failed
     }
-    shown = ("fa2-simt", *PLANES)
+    hopper = [series for series in HOPPER_PLANES if any(at[3] == series for at in speed)]
+    shown = ("fa2-simt", *PLANES, *hopper)
     lines = []
     for at in sorted(
-        {at[:3] for at in speed if at[3] in PLANES}, key=lambda at: (at[0] != "fwd", at)
+        {at[:3] for at in speed if by_planes(at[3])}, key=lambda at: (at[0] != "fwd", at)
     ):
         mine = {at_[3:]: value for at_, value in speed.items() if at_[:3] == at}
         cells = []
@@ -95,7 +99,7 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
             reached = f"{mine[series, longest]:.0f}" if longest else tables.MISSING
             cells += [reached, spread]
         lines.append([speeds.PASSES[at[0]], str(at[1]), tables.yes_no(at[2]), *cells])
-    names = ("ieee", *(precision(series) for series in PLANES))
+    names = [*map(precision, shown[: 1 + len(PLANES)]), *(f"{precision(s)}, wgmma" for s in hopper)]
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (name, f"{name} / torch efficient")]
     caption = (

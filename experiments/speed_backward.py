@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .lab.measure import peers, speeds
-from .lab.measure.series import DETERMINISTIC, PLANES
+from .lab.measure.series import DETERMINISTIC, HOPPER_PLANES, PLANES
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import speed_figures
@@ -22,7 +22,7 @@ STUDY = speeds.Study(
     NAME,
     dtype="float32",
     passes=("bwd", "fwd+bwd"),
-    ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC, *PLANES),
+    ours=("standard-simt", "fa1-simt", "fa2-simt", DETERMINISTIC, *PLANES, *HOPPER_PLANES),
     theirs=peers.FLOAT32,
     # FA-1 has one thread block a head: beyond this few blocks are left, and a call takes seconds.
     fa1_longest=8192,

@@ -40,6 +40,7 @@ from experiments import (
 from experiments.beside import paper_bars
 from experiments.lab.measure import calls, check, counters, counts, peers, speeds, timing
 from experiments.lab.measure.series import (
+    HOPPER_PLANES,
     LABELS,
     MMA_SPLITS,
     PLANES,
@@ -1429,7 +1430,7 @@ def test_backward_rows(monkeypatch):
         ("fa2-simt", "bwd"),
         ("fa2-simt", "fwd+bwd"),
         ("fa2-simt-deterministic", "bwd"),
-        *((series, "bwd") for series in PLANES),
+        *((series, "bwd") for series in (*PLANES, *HOPPER_PLANES)),
     }
     assert {(r.series, r.pass_) for r in rows if r.seqlen_q == 8} == passes | {
         ("fa1-simt", "bwd"),
@@ -1453,7 +1454,10 @@ def test_wrong_gradients_are_not_timed_at_any_length(monkeypatch):
         return dq, dk * np.float32(1 + deterministic), dv
 
     monkeypatch.setattr(fa_numba, "attention_backward", wrong)
-    rows, timed, _ = on_the_emulator(monkeypatch)
+    few = ("fa1-simt", "fa2-simt", "fa2-simt-deterministic")
+    rows, timed, _ = on_the_emulator(
+        monkeypatch, replace(speed_backward.STUDY, ours=few, fa1_longest=16)
+    )
     failed = {(r.series, r.seqlen_q) for r in rows if r.failed}
     assert failed == {("fa2-simt-deterministic", 8), ("fa2-simt-deterministic", 24)}
     assert all("dk: error" in r.note for r in rows if r.failed)
@@ -1476,6 +1480,10 @@ def test_precisions_are_held_against_torchs_float32():
         *("80", "2.00 (2.0)", "-", "-"),
     ]
     assert speed.precisions([r for r in rows if r.series != "fa2-mma-bf16x6"]) is None
+    hopper = [replace(r, series="fa2-wgmma-fp16x3") for r in rows if r.series == "fa2-simt"]
+    header, (line,) = (found := cells(speed.precisions(rows + hopper).body))[0], found[1:]
+    assert header[-2:] == ["fp16x3, wgmma", "fp16x3, wgmma / torch efficient"]
+    assert line[-4:] == ["-", "-", "60", "1.50 (1.5)"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

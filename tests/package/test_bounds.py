@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import fa_numba
-from experiments.lab.measure.series import PLANES
+from experiments.lab.measure.series import by_planes
 from fa_numba import Tiles, bounds
 from fa_numba import device as devices
 from fa_numba.bounds import cache, occupancy
@@ -36,7 +36,7 @@ def recorded(source, metric):
             rows = list(csv.DictReader(file))
         for row in rows:
             wanted = (row["source"], row["metric"]) == (source, metric) and row["value"]
-            ours = row["series"][:2] in ("fa", "st") and row["series"] not in PLANES
+            ours = row["series"][:2] in ("fa", "st") and not by_planes(row["series"])
             if wanted and row["pass"] != "fwd+bwd" and ours:
                 yield row, planned(row, gpu), gpu
 

@@ -77,7 +77,7 @@ class Checks:
         small = problem if pass_ == "fwd" else self._shorter(problem)
         gate = self.gate(pass_, small)
         check: Check = gate.peer if theirs(series) else gate
-        if series in ours.PLANES:
+        if ours.by_planes(series):
             check = gate.by(ours.precision(series))
         if small == problem:
             return check

@@ -27,6 +27,7 @@ HALF = ("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPL
 DETERMINISTIC = "fa2-simt-deterministic"
 # float32 by planes of 16 bits, with the sums that each precision keeps.
 PLANES = tuple(f"fa2-mma-{name}" for name in PRECISIONS if name != "ieee")
+HOPPER_PLANES = ("fa2-wgmma-fp16x3", "fa2-wgmma-bf16x3")
 # Of the time of a tile of S: what a column tile costs a block of FA-1 beside its tiles, and the
 # atomic adds to its dK and dV where several blocks share a head's queries, as measured on an H200.
 LOADING_KV, ADDING_DKV = 0.5, 2.6
@@ -61,6 +62,7 @@ for _names in (LABELS, BACKWARD_LABELS):
     _names["fa2-mma-splits"] = "FA-2, columns split"
     _names["fa2-wgmma-splits"] = "FA-2 on wgmma, columns split"
     _names |= {name: f"FA-2, {name.split('-')[2]}" for name in PLANES}
+    _names |= {name: f"FA-2 on wgmma, {name.split('-')[2]}" for name in HOPPER_PLANES}
 
 
 def algorithm(series: str) -> str:
@@ -77,6 +79,11 @@ def precision(series: str) -> str:
     """How a series computes products of float32: its variant where that names a precision."""
     variant = series.split("-")[-1]
     return variant if variant in PRECISIONS else "ieee"
+
+
+def by_planes(series: str) -> bool:
+    """Whether a series computes float32 by planes of 16 bits."""
+    return precision(series) != "ieee"
 
 
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
@@ -105,7 +112,7 @@ def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def _common(series: str, problem: Problem) -> dict[str, Any]:
     common = {"algorithm": algorithm(series), "unit": unit(series), "causal": problem.causal}
-    return common | ({"precision": precision(series)} if series in PLANES else {})
+    return common | ({"precision": precision(series)} if by_planes(series) else {})
 
 
 def backward_options(series: str) -> dict[str, Any]:

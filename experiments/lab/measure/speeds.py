@@ -15,9 +15,9 @@ from .series import (
     HOPPER_FA1,
     HOPPER_SPLITS,
     MMA_SPLITS,
-    PLANES,
     SPLITS,
     backward_options,
+    by_planes,
     columns,
     plan,
     query_splits,
@@ -58,13 +58,13 @@ class Study:
     @property
     def drawn(self) -> tuple[str, ...]:
         """The series of the figure: those of float32 by planes are in a table."""
-        return tuple(series for series in self.series if series not in PLANES)
+        return tuple(series for series in self.series if not by_planes(series))
 
     def passes_of(self, series: str) -> tuple[str, ...]:
         """The passes in which the series is measured; those by planes in each alone."""
         only = _ONLY_IN.get(series)
         passes = (p for p in self.passes if only in (None, p))
-        return tuple(p for p in passes if series not in PLANES or p != "fwd+bwd")
+        return tuple(p for p in passes if not by_planes(series) or p != "fwd+bwd")
 
     def at(self, problem: Problem, pass_: str) -> list[str]:
         """The series that are measured for the problem."""
