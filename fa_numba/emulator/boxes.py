@@ -211,7 +211,6 @@ class Boxes(Mbarriers):
                 values[rows, columns] = src.array._memory[found]
             self._depart(dst, first, places.reshape(-1), values.reshape(-1), tid, barrier)
             barrier.bytes -= places.size * dst.itemsize
-            self._stale = 0
             self.advance(barrier)
 
     def _depart(
@@ -324,7 +323,7 @@ class Boxes(Mbarriers):
         values = box.values
         if box.adds:
             values = (box.array._memory[box.at].astype(np.float64) + values).astype(np.float32)
-        box.array._write(box.at, values)
+        box.array._memory[box.at] = values
 
     def _exit(self) -> None:
         if not self._stores:

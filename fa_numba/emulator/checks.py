@@ -272,7 +272,7 @@ def _raced(kind, start, stop, me, t, w, stamps, seen, base):
 @compiled
 def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
-    atomics, stamps, locks, starts, seen, base, stats,
+    atomics, stamps, starts, seen, base, stats,
 ):  # fmt: skip
     """Count the sectors of an access to global memory and note which block it is of.
 
@@ -311,7 +311,7 @@ def global_access(
             block, stop = first + (tids[k] >> SHIFT), e[k] + valid[k]
             if mask[k] and not owned(kind, e[k], stop, block, several, writers, readers, atomics):
                 return k
-    if stamps.size and not locks:
+    if stamps.size:
         for k in range(count):
             if mask[k]:
                 s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL

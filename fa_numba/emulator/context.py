@@ -41,7 +41,7 @@ class Context(Active):
 
     __slots__ = (
         "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "clock", "base",
-        "starts", "seen", "warps", "journal", "additions", "trace", "locks", "sites",
+        "starts", "seen", "warps", "journal", "additions", "trace", "sites",
         "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles", "_clocks", "_accesses_left",
         "_rows", "_row_of", "_numbered", "_instructions", "_warps_active",
     )  # fmt: skip
@@ -67,7 +67,6 @@ class Context(Active):
         self.journal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self.trace: Trace | None = None
-        self.locks = False  # what orders threads beyond barriers is not known
         self.sites: list[Site] = []
         self._cuda = Namespace(self)
         self._codes: dict[int, CodeType] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -127,13 +126,11 @@ class GlobalArray:
         places = self._access(STORE, self._vector(index, n, n), n, n, index)
         self._put(places, values)
 
-    def atomic(self, index: Any, operation: Callable[..., Any], *values: Any, n: int = 1) -> Any:
-        """Replace an element by `operation` of it and each lane's values, lane after lane.
-
-        Returns the old value. One load, one store. With n > 1 as many neighbours in one access,
-        `values` one for each, and nothing is returned.
+    def atomic_add(self, index: Any, *values: Any) -> Any:
+        """Add `values` to as many neighbours in one access, lane after lane: one load and one store
+        each. Returns what one element was.
         """
-        ctx = self.ctx
+        ctx, n = self.ctx, len(values)
         if ctx.several:
             raise OneByOne
         index = index if index.__class__ is tuple else (index,)
@@ -141,35 +138,29 @@ class GlobalArray:
         places = self._access(ATOMIC, e, n, n, index)
         lanes = ctx.active_lanes()
         old = np.zeros(ctx.group.count, self._values(places[:0], places).dtype)
-        for k in range(n):
-            each = [
-                np.broadcast_to(v, ctx.group.count)[lanes].tolist()
-                for v in (values if n == 1 else values[k : k + 1])
-            ]
+        for k, value in enumerate(values):
+            each = np.broadcast_to(value, ctx.group.count)[lanes]
             at = places[lanes] + k
             self._keep(at)
-            if self._convert is None and np.unique(at).size == at.size and len(each) == 1:
+            if self._convert is None and np.unique(at).size == at.size:
                 # No two lanes meet: all at once, as one after the other.
-                was = self._memory[at].astype(np.float64)
-                old[lanes] = was
-                self._write(at, operation(was, np.array(each[0])))
+                old[lanes] = was = self._memory[at].astype(np.float64)
+                self._memory[at] = was + each
                 continue
-            for lane, p, *arguments in zip(lanes.tolist(), at.tolist(), *each, strict=True):
-                was = self._memory[p].item()
-                old[lane] = was
-                new = operation(was, *arguments)
-                self._write(p, new if self._convert is None else self._convert(new))
+            for lane, p, more in zip(lanes.tolist(), at.tolist(), each.tolist(), strict=True):
+                old[lane] = was = self._memory[p].item()
+                self._memory[p] = was + more if self._convert is None else self._convert(was + more)
         ctx.instruction("atomic")
         return old
 
     def add(self, index: tuple[Any, ...], *values: Any) -> None:
-        """Add `values` to as many neighbours atomically, in one access, where nobody asks what was.
+        """`atomic_add` where nobody asks what was.
 
         Those of blocks that run at once are made when these have ended, one block after the other.
         """
         ctx, n = self.ctx, len(values)
         if not ctx.several:
-            self.atomic(index, operator.add, *values, n=n)
+            self.atomic_add(index, *values)
             return
         if self.dtype != np.float32 or not self._memory.flags.writeable:
             raise OneByOne
@@ -233,10 +224,7 @@ class GlobalArray:
             if mask is not None and value.__class__ is np.ndarray:
                 value = value[mask]
             self._keep(at + k)
-            self._write(at + k, value)
-
-    def _write(self, at: Any, values: Any) -> None:
-        self._memory[at] = values
+            self._memory[at + k] = value
 
     def _keep(self, at: np.ndarray) -> None:
         """Remember what will be overwritten, in case that the block has to begin again."""
@@ -290,8 +278,8 @@ class GlobalArray:
         owners = self.owners
         lane = checks.global_access(
             kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
-            ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.locks, ctx.starts,
-            ctx.seen, ctx.base, ctx.statistics(self.name, "global", named),
+            ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
+            ctx.base, ctx.statistics(self.name, "global", named),
         )  # fmt: skip
         if lane != -1:
             if ctx.several:

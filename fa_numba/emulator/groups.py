@@ -31,9 +31,8 @@ class OneByOne(BaseException):
 class Parting(BaseException):
     """Some lanes of a group wait for others of it: the block has to begin again without them."""
 
-    def __init__(self, lanes: np.ndarray, apart: bool = False) -> None:
+    def __init__(self, lanes: np.ndarray) -> None:
         self.lanes = lanes  # bool a lane of the group
-        self.apart = apart  # each of them alone
 
 
 def alike(values: np.ndarray) -> Any:

@@ -205,7 +205,6 @@ class Mbarriers(Knowledge):
             past[tids] = np.maximum(past[tids], self.starts[tids // WARP])
             barrier.pending -= tids.size
             barrier.bytes += int(sizes[lanes].sum())
-            self._stale = 0
             self.advance(barrier)
 
     def advance(self, barrier: Mbarrier) -> None:
@@ -223,7 +222,6 @@ class Mbarriers(Knowledge):
         barrier.ended, barrier.past = barrier.past, np.zeros_like(barrier.past)
         barrier.phase += 1
         barrier.pending = barrier.count
-        self._stale = 0
         for group in barrier.waiting:
             group.state = READY
             self._ready.append(group)

@@ -16,7 +16,7 @@ from numba import cuda
 from . import lanes
 from .flow import Jump, Split
 from .local_memory import LocalArray
-from .namespace import CASTS, LIBDEVICE, MATH
+from .namespace import CASTS, MATH
 from .rewrite import rewritten
 from .syntax import PREFIX
 
@@ -51,7 +51,7 @@ class Rebinder:
         self._modules: set[str] = set()
         self._functions: dict[int, FunctionType] = {}
         self._known: dict[int, Any] = {}
-        for original, emulated in ((cuda, namespace), (cuda.libdevice, LIBDEVICE), (math, MATH)):
+        for original, emulated in ((cuda, namespace), (math, MATH)):
             self._known[id(original)] = emulated
             for name in dir(emulated):  # for `from numba.cuda import shared` and the like
                 if name in original.__dict__ and not name.startswith("_") and name != "laneid":

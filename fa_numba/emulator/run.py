@@ -130,11 +130,9 @@ class Launch(Products):
             kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
-        """Split a group of the partition: these lanes from the others, or each for itself."""
+        """Split a group of the partition: these lanes from the others."""
         lanes = parting.lanes if parting.lanes.size else group.everyone
-        tids = group.tids[lanes]
-        new = self.partition.max() + 1
-        self.partition[tids] = new + (np.arange(tids.size) if parting.apart else 0)
+        self.partition[group.tids[lanes]] = self.partition.max() + 1
 
     def _grouped(self, blocks: int) -> list[Group]:
         """The lanes of a block by group, or those of several in one."""
@@ -157,7 +155,6 @@ class Launch(Products):
         self.group, self.mask, self._outer = groups[0], None, []
         self.begin_blocks(first, count)
         self._meetings, self._named_barriers, self._opened = {}, {}, {}
-        self._stale = 0
         self._warps_active = (self, 0)
         self._open_barrier()
         if len(groups) == 1:
@@ -215,7 +212,6 @@ class Launch(Products):
             self.mask = None if not group.some_exited else group.alive()
             self._exit()
         group.state = DONE
-        self._stale = 0
 
     def leave(self) -> None:
         """The lanes that take part return from the kernel."""

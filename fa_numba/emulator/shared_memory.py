@@ -15,7 +15,7 @@ at a time. Of blocks that run at once each has a row of a buffer's arrays, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,6 @@ from .groups import Copy, OneByOne
 if TYPE_CHECKING:
     from .context import Context
 
-NO_ATOMICS: tuple[int, int, dict[int, int]] = (-1, 0, {})
-
 
 def bits_of(values: np.ndarray) -> np.ndarray:
     """Values as integers: the compiled loops, which only move them, know few types."""
@@ -45,7 +43,7 @@ class SharedBuffer:
     it share.
     """
 
-    __slots__ = ("data", "bits", "written", "reads", "touched", "atomics", "copiers", "sites")
+    __slots__ = ("data", "bits", "written", "reads", "touched", "copiers", "sites")
 
     def __init__(self, blocks: int, length: int, warps: int, dtype: np.dtype) -> None:
         shape = (blocks, length)
@@ -54,8 +52,6 @@ class SharedBuffer:
         self.written = np.full(shape, UNWRITTEN)
         self.reads = np.zeros((blocks, warps, length), np.int64)
         self.touched = np.zeros(shape, np.int64)  # at or above `ctx.base`: read since
-        # element -> stamps of its last atomics, of the write before them, and of those by warp
-        self.atomics: dict[int, tuple[int, int, dict[int, int]]] = {}
         # who copies to an element in flight, and where
         self.copiers = np.zeros(shape, np.int64)
         self.sites = np.zeros(shape, np.int64)
@@ -63,7 +59,6 @@ class SharedBuffer:
     def clear(self, blocks: int) -> None:
         """Nothing is written, for new blocks; stamps of others are older than any of their own."""
         self.written[:blocks] = UNWRITTEN
-        self.atomics.clear()
 
 
 class SharedArray:
@@ -134,13 +129,11 @@ class SharedArray:
         mask = group.everyone if ctx.mask is None else ctx.mask
         out = np.empty((n, group.count), buffer.data.dtype)
         stats = ctx.statistics(self.name, "shared", "load")
-        lane = 0
-        if not buffer.atomics:
-            lane = checks.shared_load(
-                buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
-                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(out),
-                pairs, stats,
-            )  # fmt: skip
+        lane = checks.shared_load(
+            buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+            self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(out),
+            pairs, stats,
+        )  # fmt: skip
         if lane >= 0:
             for k in self._lanes_from(lane, mask):
                 first = self._vector(k, int(e[k]), n)
@@ -162,13 +155,12 @@ class SharedArray:
         e = self.ctx.group.lanes(e)
         values = self.convert(values)
         stats = ctx.statistics(self.name, "shared", "store")
-        lane, n = 0, len(values)
-        if not buffer.atomics:
-            lane = checks.shared_store(
-                buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
-                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base,
-                bits_of(values), stats,
-            )  # fmt: skip
+        n = len(values)
+        lane = checks.shared_store(
+            buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+            self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(values),
+            stats,
+        )  # fmt: skip
         if lane >= 0:
             for k in self._lanes_from(lane, mask):
                 first = self._vector(k, int(e[k]), n)
@@ -200,63 +192,22 @@ class SharedArray:
         several = ctx.starts[warp] + SEVERAL + warp
         if buffer.reads[0, warp, p] in (several, me):
             return
-        if buffer.written[0, p] >= ctx.base[0]:
-            self._check(p, lane, "reads", "wrote", self._writers(p))
+        self._check(p, lane, "reads", "wrote", [int(buffer.written[0, p])])
         joined = ctx.joined(int(buffer.reads[0, warp, p]), lane)
         buffer.reads[0, warp, p] = buffer.touched[0, p] = joined
 
     def _writes(self, p: int, lane: int) -> None:
         base, buffer = self.ctx.base[0], self.buffer
-        if buffer.written[0, p] >= base and buffer.written[0, p] != UNWRITTEN:
-            self._check(p, lane, "overwrites", "wrote", self._writers(p))
+        if buffer.written[0, p] != UNWRITTEN:
+            self._check(p, lane, "overwrites", "wrote", [int(buffer.written[0, p])])
         if buffer.touched[0, p] >= base:
             self._check(p, lane, "overwrites", "reads", buffer.reads[0, :, p].tolist())
-        buffer.atomics.pop(p, None)
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
         base = self.ctx.base[0]
         for stamp in stamps:
             if stamp >= base and not self.ctx.ordered(stamp, lane):
                 raise self._hazard(p, lane, stamp, does, did)
-
-    def _writers(self, p: int) -> Iterable[int]:
-        w = int(self.buffer.written[0, p])
-        last, _, updates = self.buffer.atomics.get(p, NO_ATOMICS)
-        return updates.values() if w == last else (w,)
-
-    def atomic(self, index: Any, operation: Callable[..., Any], *values: Any) -> Any:
-        """Replace an element by `operation` of it and each lane's values, lane after lane.
-
-        Returns the old value.
-        """
-        ctx, buffer = self.ctx, self.buffer
-        if ctx.several:
-            raise OneByOne
-        group = ctx.group
-        e = self.ctx.group.lanes(self._flat(index))
-        old = np.zeros(group.count, buffer.data.dtype)
-        each = [np.broadcast_to(value, group.count) for value in values]
-        for lane in ctx.active_lanes():
-            p = self._vector(lane, int(e[lane]), 1)
-            w = int(buffer.written[0, p])
-            if w == UNWRITTEN:
-                raise self._hazard(p, lane, w, "reads", "wrote")
-            # Atomics do not conflict with each other, so the write before them is kept beside.
-            last, plain, updates = buffer.atomics.get(p, NO_ATOMICS)
-            if w != last:
-                plain, updates = w, {}
-            self._check(p, lane, "atomically updates", "wrote", (plain,))
-            reads = buffer.reads[0, :, p].tolist()
-            self._check(p, lane, "atomically updates", "reads", reads)
-            warp = int(group.warp_of[lane])
-            updates[warp] = ctx.joined(updates.get(warp, 0), lane)
-            buffer.written[0, p] = updates[warp]
-            buffer.atomics[p] = (updates[warp], plain, updates)
-            old[lane] = was = buffer.data[0, p].item()
-            new = operation(was, *(value[lane].item() for value in each))
-            buffer.data[0, p] = self.convert(new)
-        ctx.instruction("atomic")
-        return old
 
     # ---- copies in flight: between issue and landing the elements belong to nobody
 
@@ -268,13 +219,10 @@ class SharedArray:
         e = self.ctx.group.lanes(e)
         site = ctx.numbered_site()
         stats = ctx.statistics(self.name, "shared", "copy")
-        lane = 0
-        if not buffer.atomics:
-            lane = checks.depart(
-                buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites,
-                self.first, self.length, self.itemsize, e, n, mask, group.tids, ctx.seen, ctx.base,
-                site, stats,
-            )  # fmt: skip
+        lane = checks.depart(
+            buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites, self.first,
+            self.length, self.itemsize, e, n, mask, group.tids, ctx.seen, ctx.base, site, stats,
+        )  # fmt: skip
         if lane >= 0:
             for k in self._lanes_from(lane, mask):
                 first = self._vector(k, int(e[k]), n)

@@ -30,12 +30,8 @@ from .groups import (
     OneByOne,
     Parting,
     Site,
-    alike,
 )
 from .progress import Progress
-
-MAX_YIELDS = 1000  # rounds in which every group only yields before that counts as a deadlock
-SPINS = 64  # rounds in which some lanes only yield before they part from the others
 
 BITS = 1 << np.arange(WARP, dtype=np.int64)
 Resolve = Callable[[list[np.ndarray], np.ndarray, int], tuple[np.ndarray, ...]]
@@ -45,8 +41,8 @@ class Waiting(Context):
     """A context whose groups wait for each other."""
 
     __slots__ = (
-        "_hub", "_groups", "_ready", "_stale", "_meetings", "_named_barriers", "_opened",
-        "_as_warps", "progress",
+        "_hub", "_groups", "_ready", "_meetings", "_named_barriers", "_opened", "_as_warps",
+        "progress",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
@@ -55,7 +51,6 @@ class Waiting(Context):
         self._hub: greenlet
         self._groups: list[Group] = []
         self._ready: deque[Group] = deque()
-        self._stale = 0
         self._meetings: dict[Any, Meeting] = {}
         self._named_barriers: dict[int, NamedBarrier] = {}  # by number, until they open
         self._opened: dict[int, np.ndarray] = {}  # by number, what the last one had seen
@@ -94,26 +89,12 @@ class Waiting(Context):
             return False
         self._release()
         self._open_barrier()
-        self._stale = 0
         return True
 
     def _release(self) -> None:
-        """Let the groups of the block go on, each with what the barrier gives it."""
-        operation = self._groups[0].operation
-        result: Any = None
-        if operation != "syncthreads":
-            true = (np.count_nonzero(np.broadcast_to(g.value, g.count)) for g in self._groups)
-            result = self._outcome(operation, sum(true))
+        """Let the groups of the block go on."""
         for g in self._groups:
-            g.state, g.value = READY, result
-
-    def _outcome(self, operation: str, count: Any) -> Any:
-        """What a barrier gives the threads of a block, of so many of which the predicate is true;
-        or those of several blocks, by arrays.
-        """
-        if operation == "syncthreads_count":
-            return count
-        return 1 * (count == self.threads if operation == "syncthreads_and" else count > 0)
+            g.state = READY
 
     def _tick(self, warps: Any) -> None:
         self.clock += 1
@@ -128,26 +109,18 @@ class Waiting(Context):
 
     # ---- waiting
 
-    def barrier(self, operation: str, value: Any = None) -> Any:
-        """Wait for the whole block; returns what the barrier hands to its threads."""
+    def barrier(self) -> None:
+        """`syncthreads`: wait for the whole block."""
         if len(self._groups) == 1:  # of several, `_release` counts
             self.instruction("barrier")
         self.progress.step()
-        if self.several:
-            return self._barrier_of_blocks(operation, value)
+        if self.several:  # each that takes part comes with all its threads: it waits for no other
+            here = self.by_block(self.whole_blocks(self.active()))
+            self._open_barrier(here[: self.base.size] > 0)
+            return
         if not self._all_here():
             raise Parting(self.active())
-        self._wait(AT_BARRIER, self.site(), operation, value)
-        return self.group.value
-
-    def _barrier_of_blocks(self, operation: str, value: Any) -> Any:
-        """Each block that takes part comes with all its threads: it waits for no other."""
-        here = self.by_block(self.whole_blocks(self.active()))
-        self._open_barrier(here[: self.base.size] > 0)
-        if operation == "syncthreads":
-            return None
-        count = self.by_block(self.active() & (np.asarray(value) != 0))
-        return alike(self._outcome(operation, count)[self.group.blocks])
+        self._wait(AT_BARRIER, self.site(), "syncthreads")
 
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
@@ -162,7 +135,6 @@ class Waiting(Context):
         if mask == FULL and self.whole_warps():
             present = (group.present if self.mask is None else self.mask).reshape(-1, WARP)
             results = resolve([group.in_warps(v) for v in values], present, mask)
-            self._stale = 0
             return self._to_lanes(results)
         active = self.active()
         bits = mask >> group.tids % WARP & 1 != 0
@@ -181,7 +153,6 @@ class Waiting(Context):
         arrays = [group.in_warps(v) for v in values]
         if complete.all():
             results = resolve(arrays, here, mask)
-            self._stale = 0
             return self._to_lanes(results)
         if self.several:
             raise OneByOne
@@ -216,7 +187,6 @@ class Waiting(Context):
                 self._as_warps = np.array([warp])
                 values = [v[None] for v in meeting.values]
                 meeting.results = resolve(values, meeting.lanes[None], mask)
-                self._stale = 0
                 for other in meeting.groups:
                     if other is not group and other.state == AT_WARP:
                         other.state = READY
@@ -354,20 +324,6 @@ class Waiting(Context):
             f"barrier {barrier} is of {named.threads} threads, of which {count} have arrived, "
             f"the first at {first}"
         )
-
-    def give_way(self) -> None:
-        """Let the other groups run first: a spinning thread must, none is preempted."""
-        if self.several:
-            raise OneByOne
-        self._stale += 1
-        group = self.group
-        if not self._all_here() and self._stale > SPINS:
-            raise Parting(self.active(), apart=True)
-        if self._stale > MAX_YIELDS * len(self._groups):
-            raise self.fault(Deadlock, f"spins without end: {self._waiters()}")
-        if group.run is not None:
-            self._ready.append(group)
-            self._switch()
 
     # ---- who waits for whom
 

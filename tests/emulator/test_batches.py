@@ -5,7 +5,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from numba import cuda, float32, int32
+from numba import cuda, float32
 
 import fa_numba
 from fa_numba import device as devices
@@ -140,10 +140,7 @@ def rounds(x, out):
         mine[1] = float32(1.5)
         mine[0] += mine[1] * s[5]
         total += mine[0]
-        many = cuda.syncthreads_count(s[t] > b)
-        some = cuda.syncthreads_or(s[t] > 9)
-        if cuda.syncthreads_and(s[t] > -9) and some:
-            total += many
+        cuda.syncthreads()
         if b == 2:
             total -= cuda.shfl_xor_sync(0xFFFFFFFF, total, 1)
     out[b, t] = total + x[b, 3]
@@ -241,14 +238,6 @@ def tickets(count, out):
         out[b] = ticket * 10 + b
 
 
-def locks(lock, out):
-    if cuda.threadIdx.x == 0:
-        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
-            pass
-        out[0] += cuda.blockIdx.x
-        cuda.atomic.exch(lock, 0, 0)
-
-
 def parted(x, out):
     t = cuda.threadIdx.x
     if t < 32:
@@ -266,7 +255,6 @@ def read_back(x, out):
 
 ALONE = {
     "tickets": (tickets, 32, (np.zeros(1, np.int32), np.zeros(5)), None),
-    "locks": (locks, 32, (np.zeros(1, np.int32), np.zeros(1)), GlobalHazard),
     "parted": (parted, 64, (matrix(5, 1, 32), np.zeros((5, 64))), None),
     "read back": (read_back, 32, (matrix(5, 1, 32), np.zeros((5, 32), np.float32)), None),
 }
@@ -376,21 +364,6 @@ def test_a_fault_is_said_as_of_one_block(name):
     found, _ = alike(kernel, 5, 32, args, together=None)
     assert found[0] is kind and "block (" in found[1] + "".join(found[2] or ())
     assert issubclass(kind, EmulatorError) or "in block (3, 0, 0), thread (4" in found[2][0]
-
-
-def shared_atomics(x, out):
-    s = cuda.shared.array(1, int32)
-    if cuda.threadIdx.x == 0:
-        s[0] = 0
-    cuda.syncthreads()
-    cuda.atomic.add(s, 0, cuda.blockIdx.x)
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        out[cuda.blockIdx.x] = s[0]
-
-
-def test_atomics_of_shared_memory():
-    alike(shared_atomics, 5, 32, (np.zeros(1), np.zeros(5)), together=False)
 
 
 def test_an_addition_to_a_read_only_array_is_that_error():
