@@ -119,11 +119,7 @@ def inverse_power(typingctx, x):
     return types.float32(types.float32), codegen
 
 
-def _anew(x):
-    return x
-
-
-@emulated_by(_anew)
+@emulated_by(lambda x: x)
 @intrinsic
 def anew(typingctx, x):
     """``x``, a uint32: what is computed of it is computed here each time, and not once before a

@@ -71,15 +71,17 @@ def _copy(width, element_bytes=4):
     return build
 
 
-def _copy4_async(dst, index, src, row, col, count):
-    emulator.current().async_copy(dst, index, src, (row, col), 4, count)
+def _copied(n):
+    """The emulation of a copy of n elements."""
+
+    def emulation(dst, index, src, *place_and_count):
+        *place, count = place_and_count
+        emulator.current().async_copy(dst, index, src, tuple(place), n, count)
+
+    return emulation
 
 
-def _copy1_async(dst, index, src, row, col, count):
-    emulator.current().async_copy(dst, index, src, (row, col), 1, count)
-
-
-@emulated_by(_copy4_async)
+@emulated_by(_copied(4))
 @intrinsic
 def copy4_async(typingctx, dst, index, src, row, col, count):
     """Start copying src[row, col : col + count] to dst[index], zeros up to index + 4.
@@ -90,7 +92,7 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
     return _copy(4)(typingctx, dst, index, src, row, col, count=count)
 
 
-@emulated_by(_copy1_async)
+@emulated_by(_copied(1))
 @intrinsic
 def copy1_async(typingctx, dst, index, src, row, col, count):
     """Start copying src[row, col] to dst[index], or a zero where ``count`` (int32) is 0 and not 1.
@@ -100,11 +102,7 @@ def copy1_async(typingctx, dst, index, src, row, col, count):
     return _copy(1)(typingctx, dst, index, src, row, col, count=count)
 
 
-def _copy8_async(dst, index, src, row, col, count):
-    emulator.current().async_copy(dst, index, src, (row, col), 8, count)
-
-
-@emulated_by(_copy8_async)
+@emulated_by(_copied(8))
 @intrinsic
 def copy8_async(typingctx, dst, index, src, row, col, count):
     """Start copying src[row, col : col + count] to dst[index], zeros up to index + 8: 16-bit floats
@@ -113,44 +111,28 @@ def copy8_async(typingctx, dst, index, src, row, col, count):
     return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
 
 
-def _copy8_of_head_async(dst, index, src, row, head, col, count):
-    emulator.current().async_copy(dst, index, src, (row, head, col), 8, count)
-
-
-@emulated_by(_copy8_of_head_async)
+@emulated_by(_copied(8))
 @intrinsic
 def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
     """``copy8_async`` from src[row, head, col : col + count] of a 3-D global array."""
     return _copy(8, 2)(typingctx, dst, index, src, row, head, col, count=count)
 
 
-def _copy_value_async(dst, index, src, row, count):
-    emulator.current().async_copy(dst, index, src, (row,), 1, count)
-
-
-@emulated_by(_copy_value_async)
+@emulated_by(_copied(1))
 @intrinsic
 def copy_value_async(typingctx, dst, index, src, row, count):
     """``copy1_async`` from src[row] of a 1-D global array."""
     return _copy(1)(typingctx, dst, index, src, row, count=count)
 
 
-def _commit_async():
-    emulator.current().async_commit()
-
-
-@emulated_by(_commit_async)
+@emulated_by(lambda: emulator.current().async_commit())
 @intrinsic
 def commit_async(typingctx):
     """Close this thread's current group of copies: ``cp.async.commit_group``."""
     return types.void(), statement("cp.async.commit_group;", _SINCE)
 
 
-def _wait_async():
-    emulator.current().async_wait(0)
-
-
-@emulated_by(_wait_async)
+@emulated_by(lambda: emulator.current().async_wait(0))
 @intrinsic
 def wait_async(typingctx):
     """Wait for all of this thread's groups: ``cp.async.wait_group 0``."""

@@ -1,5 +1,7 @@
 """Boxes of arrays between global and shared memory by the bulk copy engine (TMA)."""
 
+import functools
+
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
@@ -55,9 +57,14 @@ def _inwards(context, builder, values, places):
     return [to_i32(context, builder, value, ty) for value, ty in pairs]
 
 
-def _load_box(dst, index, src, batch, head, row, col, barriers, barrier):
-    place = (batch, head, row, col)
-    emulator.current().load_box(dst, index, src, place, barriers, barrier)
+def _load_box(dst, index, src, *places):
+    *place, barriers, barrier = places
+    emulator.current().load_box(dst, index, src, tuple(place), barriers, barrier)
+
+
+def _store_box(dst, *places, adds=False):
+    *place, src, index = places
+    emulator.current().store_box(dst, tuple(place), src, index, adds)
 
 
 @emulated_by(_load_box)
@@ -67,19 +74,11 @@ def load_box(typingctx, dst, index, src, batch, head, row, col, barriers, barrie
     return types.void(dst, index, src, batch, head, row, col, barriers, barrier), _load(4)
 
 
-def _load_box_5d(dst, index, src, a, b, c, d, e, barriers, barrier):
-    emulator.current().load_box(dst, index, src, (a, b, c, d, e), barriers, barrier)
-
-
-@emulated_by(_load_box_5d)
+@emulated_by(_load_box)
 @intrinsic
 def load_box_5d(typingctx, dst, index, src, a, b, c, d, e, barriers, barrier):
     """``load_box`` of the box at (a, b, c, d, e) of a map with five axes (``TiledArray``)."""
     return types.void(dst, index, src, a, b, c, d, e, barriers, barrier), _load(5)
-
-
-def _store_box(dst, batch, head, row, col, src, index):
-    emulator.current().store_box(dst, (batch, head, row, col), src, index)
 
 
 @emulated_by(_store_box)
@@ -89,11 +88,7 @@ def store_box(typingctx, dst, batch, head, row, col, src, index):
     return types.void(dst, batch, head, row, col, src, index), _store(4)
 
 
-def _add_box(dst, batch, head, row, col, src, index):
-    emulator.current().store_box(dst, (batch, head, row, col), src, index, adds=True)
-
-
-@emulated_by(_add_box)
+@emulated_by(functools.partial(_store_box, adds=True))
 @intrinsic
 def add_box(typingctx, dst, batch, head, row, col, src, index):
     """Start adding a box from src[index] to ``dst`` at (batch, head, row, col), atomically.
@@ -104,33 +99,21 @@ def add_box(typingctx, dst, batch, head, row, col, src, index):
     return types.void(dst, batch, head, row, col, src, index), code
 
 
-def _store_box_5d(dst, a, b, c, d, e, src, index):
-    emulator.current().store_box(dst, (a, b, c, d, e), src, index)
-
-
-@emulated_by(_store_box_5d)
+@emulated_by(_store_box)
 @intrinsic
 def store_box_5d(typingctx, dst, a, b, c, d, e, src, index):
     """``store_box`` to the box at (a, b, c, d, e) of a map with five axes (``TiledArray``)."""
     return types.void(dst, a, b, c, d, e, src, index), _store(5)
 
 
-def _commit_boxes():
-    emulator.current().commit_boxes()
-
-
-@emulated_by(_commit_boxes)
+@emulated_by(lambda: emulator.current().commit_boxes())
 @intrinsic
 def commit_boxes(typingctx):
     """Close this thread's current group of ``store_box``: ``cp.async.bulk.commit_group``."""
     return types.void(), statement("cp.async.bulk.commit_group;")
 
 
-def _wait_boxes_read():
-    emulator.current().wait_boxes(written=False)
-
-
-@emulated_by(_wait_boxes_read)
+@emulated_by(lambda: emulator.current().wait_boxes(written=False))
 @intrinsic
 def wait_boxes_read(typingctx):
     """Wait until the sources of this thread's groups have been read, and may be overwritten."""

@@ -39,34 +39,21 @@ def _is_condition(ty):
     return isinstance(ty, types.Boolean)
 
 
-def _read4(array, row, col):
-    return array.load((row, col), 4)
-
-
-@emulated_by(_read4)
+@emulated_by(lambda array, row, col: array.load((row, col), 4))
 @intrinsic
 def read4(typingctx, array, row, col):
     """Elements (row, col .. col + 3), 16-byte aligned, as a tuple: ``ld.global.v4.f32``."""
     return vector_load(array, row, col, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
 
 
-def _write4(array, row, col, x0, x1, x2, x3):
-    array.store((row, col), (x0, x1, x2, x3))
-
-
-@emulated_by(_write4)
+@emulated_by(lambda array, row, col, x0, x1, x2, x3: array.store((row, col), (x0, x1, x2, x3)))
 @intrinsic
 def write4(typingctx, array, row, col, x0, x1, x2, x3):
     """Store four floats at (row, col .. col + 3), 16-byte aligned: ``st.global.v4.f32``."""
     return vector_store(array, row, col, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
 
 
-def _read2(array, row, col):
-    low, high = array.load((row, col), 2)
-    return low | high << 16
-
-
-@emulated_by(_read2)
+@emulated_by(lambda array, row, col: words_of(array.load((row, col), 2))[0])
 @intrinsic
 def read2(typingctx, array, row, col):
     """Two 16-bit elements (row, col), (row, col + 1), 4-byte aligned, packed in a uint32:
@@ -75,11 +62,7 @@ def read2(typingctx, array, row, col):
     return vector_load(array, row, col, **_HALVES, vector=I32, gives=types.uint32)
 
 
-def _write2(array, row, col, pair):
-    array.store((row, col), (pair & 0xFFFF, pair >> 16))
-
-
-@emulated_by(_write2)
+@emulated_by(lambda array, row, col, pair: array.store((row, col), (pair & 0xFFFF, pair >> 16)))
 @intrinsic
 def write2(typingctx, array, row, col, pair):
     """Store two 16-bit elements, packed in a uint32, at (row, col), (row, col + 1); 4-byte aligned:
@@ -166,11 +149,7 @@ def write_pair(typingctx, array, row, col, x0, x1, writes):
     return types.void(array, row, col, x0, x1, writes), codegen
 
 
-def _read8(array, row, col):
-    return words_of(array.load((row, col), 8))
-
-
-@emulated_by(_read8)
+@emulated_by(lambda array, row, col: words_of(array.load((row, col), 8)))
 @intrinsic
 def read8(typingctx, array, row, col):
     """Eight 16-bit elements from (row, col) on, 16-byte aligned, as four uint32, pairs with the

@@ -14,11 +14,7 @@ from fa_numba.intrinsics._build import emulated_by, ptx, shared_address, stateme
 from fa_numba.intrinsics.shared import _tile
 
 
-def _mbarrier_tile(offset, length):
-    return emulator.current().mbarrier_tile(offset, length)
-
-
-@emulated_by(_mbarrier_tile)
+@emulated_by(lambda offset, length: emulator.current().mbarrier_tile(offset, length))
 @intrinsic
 def mbarrier_tile(typingctx, offset, length):
     """``length`` barriers from the 8 bytes ``offset`` of dynamic shared memory on."""
@@ -41,32 +37,20 @@ def _statement(instruction):
     return build
 
 
-def _init_mbarrier(barriers, index, count):
-    emulator.current().init_mbarrier(barriers, index, count)
-
-
-@emulated_by(_init_mbarrier)
+@emulated_by(lambda *args: emulator.current().init_mbarrier(*args))
 @intrinsic
 def init_mbarrier(typingctx, barriers, index, count):
     """A barrier for ``count`` arrivals a phase: ``mbarrier.init``."""
     return _statement("mbarrier.init.shared::cta.b64 [$0], $1;")(typingctx, barriers, index, count)
 
 
-def _arrive_mbarrier(barriers, index):
-    emulator.current().arrive_mbarrier(barriers, index)
-
-
-@emulated_by(_arrive_mbarrier)
+@emulated_by(lambda barriers, index: emulator.current().arrive_mbarrier(barriers, index))
 @intrinsic
 def arrive_mbarrier(typingctx, barriers, index):
     return _statement("mbarrier.arrive.shared::cta.b64 _, [$0];")(typingctx, barriers, index)
 
 
-def _expect_bytes(barriers, index, size):
-    emulator.current().arrive_mbarrier(barriers, index, size)
-
-
-@emulated_by(_expect_bytes)
+@emulated_by(lambda *args: emulator.current().arrive_mbarrier(*args))
 @intrinsic
 def expect_bytes(typingctx, barriers, index, size):
     """Arrive, and announce ``size`` bytes: ``mbarrier.arrive.expect_tx``."""
@@ -74,11 +58,7 @@ def expect_bytes(typingctx, barriers, index, size):
     return _statement(text)(typingctx, barriers, index, size)
 
 
-def _wait_mbarrier(barriers, index, parity):
-    emulator.current().wait_mbarrier(barriers, index, parity)
-
-
-@emulated_by(_wait_mbarrier)
+@emulated_by(lambda *args: emulator.current().wait_mbarrier(*args))
 @intrinsic
 def wait_mbarrier(typingctx, barriers, index, parity):
     """Wait for the end of the phase of this parity: ``mbarrier.try_wait.parity``."""
@@ -88,11 +68,7 @@ def wait_mbarrier(typingctx, barriers, index, parity):
     return _statement(text)(typingctx, barriers, index, parity)
 
 
-def _fence_mbarrier_init():
-    emulator.current().fence_mbarriers()
-
-
-@emulated_by(_fence_mbarrier_init)
+@emulated_by(lambda: emulator.current().fence_mbarriers())
 @intrinsic
 def fence_mbarrier_init(typingctx):
     return types.void(), statement("fence.mbarrier_init.release.cluster;")

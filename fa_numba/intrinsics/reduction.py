@@ -14,11 +14,7 @@ from fa_numba.intrinsics._build import (
 )
 
 
-def _add_global(array, row, col, value):
-    array.add((row, col), value)
-
-
-@emulated_by(_add_global)
+@emulated_by(lambda array, row, col, value: array.add((row, col), value))
 @intrinsic
 def add_global(typingctx, array, row, col, value):
     """array[row, col] += value, atomically: ``red.global.add.f32``.
@@ -37,8 +33,8 @@ def add_global(typingctx, array, row, col, value):
 
 def _add_pair(array, row, col, x0, x1, adds):
     under = emulator.current().under
-    under(adds, _add_global, array, row, col, x0)
-    under(adds, _add_global, array, row, col + 1, x1)
+    under(adds, array.add, (row, col), x0)
+    under(adds, array.add, (row, col + 1), x1)
 
 
 def _add_two(instruction):
@@ -69,11 +65,7 @@ def add_pair(typingctx, array, row, col, x0, x1, adds):
 
 
 def _add_pair_vector(array, row, col, x0, x1, adds):
-    emulator.current().under(adds, _add_two_at_once, array, (row, col), x0, x1)
-
-
-def _add_two_at_once(array, index, x0, x1):
-    array.add(index, x0, x1)
+    emulator.current().under(adds, array.add, (row, col), x0, x1)
 
 
 @emulated_by(_add_pair_vector)
@@ -86,11 +78,7 @@ def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
     return _add_two(one)(typingctx, array, row, col, x0, x1, adds)
 
 
-def _add_four_vector(array, row, col, x0, x1, x2, x3):
-    array.add((row, col), x0, x1, x2, x3)
-
-
-@emulated_by(_add_four_vector)
+@emulated_by(lambda array, row, col, x0, x1, x2, x3: array.add((row, col), x0, x1, x2, x3))
 @intrinsic
 def add_four_vector(typingctx, array, row, col, x0, x1, x2, x3):
     """x0 to x3 added, atomically each, to the 16-byte aligned array[row, col] and the next three,

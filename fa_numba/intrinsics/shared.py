@@ -69,11 +69,7 @@ def _tile(element, ir_type, offset, length):
     return array_ty(offset, length), codegen
 
 
-def _shared_tile(offset, length):
-    return emulator.current().shared_tile(offset, length, "float32")
-
-
-@emulated_by(_shared_tile)
+@emulated_by(lambda offset, length: emulator.current().shared_tile(offset, length, "float32"))
 @intrinsic
 def shared_tile(typingctx, offset, length):
     """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
@@ -83,11 +79,7 @@ def shared_tile(typingctx, offset, length):
     return _tile(types.float32, F32, offset, length)
 
 
-def _half_tile(offset, length):
-    return emulator.current().shared_tile(offset, length, "uint16")
-
-
-@emulated_by(_half_tile)
+@emulated_by(lambda offset, length: emulator.current().shared_tile(offset, length, "uint16"))
 @intrinsic
 def half_tile(typingctx, offset, length):
     """A 1-D array of ``length`` 16-bit floats, as their bits in uint16, at element ``offset``, a
@@ -96,11 +88,7 @@ def half_tile(typingctx, offset, length):
     return _tile(types.uint16, ir.IntType(16), offset, length)
 
 
-def _index_tile(offset, length):
-    return emulator.current().shared_tile(offset, length, "uint32")
-
-
-@emulated_by(_index_tile)
+@emulated_by(lambda offset, length: emulator.current().shared_tile(offset, length, "uint32"))
 @intrinsic
 def index_tile(typingctx, offset, length):
     """A 1-D uint32 array of ``length`` elements at element ``offset`` of dynamic shared memory."""
@@ -121,11 +109,7 @@ def load4(typingctx, array, index):
     return vector_load(array, index, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
 
 
-def _load_pair(array, index):
-    return array.load(index, 2)
-
-
-@emulated_by(_load_pair)
+@emulated_by(lambda array, index: array.load(index, 2))
 @intrinsic
 def load_pair(typingctx, array, index):
     """Elements index, index + 1 of a 1-D shared float32 array as a tuple: ``ld.shared.v2.f32``.
@@ -135,22 +119,14 @@ def load_pair(typingctx, array, index):
     return vector_load(array, index, **_FLOATS, vector=FLOAT2, gives=FLOAT2_TUPLE)
 
 
-def _store_pair(array, index, x0, x1):
-    array.store(index, (x0, x1))
-
-
-@emulated_by(_store_pair)
+@emulated_by(lambda array, index, x0, x1: array.store(index, (x0, x1)))
 @intrinsic
 def store_pair(typingctx, array, index, x0, x1):
     """Store two floats at index, index + 1 of a 1-D shared array: ``st.shared.v2.f32``."""
     return vector_store(array, index, **_FLOATS, vector=FLOAT2, values=(x0, x1))
 
 
-def _load4_at_byte(array, offset):
-    return array.load(offset >> 2, 4)
-
-
-@emulated_by(_load4_at_byte)
+@emulated_by(lambda array, offset: array.load(offset >> 2, 4))
 @intrinsic
 def load4_at_byte(typingctx, array, offset):
     """``load4`` of the 16 bytes from byte ``offset`` on, a 64-bit integer and a multiple of 16.
@@ -171,11 +147,7 @@ def load4_at_byte(typingctx, array, offset):
     return FLOAT4_TUPLE(array, offset), codegen
 
 
-def _load8(array, index):
-    return words_of(array.load(index, 8))
-
-
-@emulated_by(_load8)
+@emulated_by(lambda array, index: words_of(array.load(index, 8)))
 @intrinsic
 def load8(typingctx, array, index):
     """Elements index .. index + 7 of a 1-D shared 16-bit array as four uint32, pairs with the lower
@@ -184,23 +156,14 @@ def load8(typingctx, array, index):
     return vector_load(array, index, **_HALVES, vector=INT4, gives=WORDS)
 
 
-def _store4(array, index, x0, x1, x2, x3):
-    array.store(index, (x0, x1, x2, x3))
-
-
-@emulated_by(_store4)
+@emulated_by(lambda array, index, x0, x1, x2, x3: array.store(index, (x0, x1, x2, x3)))
 @intrinsic
 def store4(typingctx, array, index, x0, x1, x2, x3):
     """Store four floats at index .. index + 3 of a 1-D shared array: ``st.shared.v4.f32``."""
     return vector_store(array, index, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
 
 
-def _load2(array, index):
-    low, high = array.load(index, 2)
-    return low | high << 16
-
-
-@emulated_by(_load2)
+@emulated_by(lambda array, index: words_of(array.load(index, 2))[0])
 @intrinsic
 def load2(typingctx, array, index):
     """Two 16-bit elements at index, index + 1, packed in a uint32: ``ld.shared.u32``.
@@ -210,11 +173,7 @@ def load2(typingctx, array, index):
     return vector_load(array, index, **_HALVES, vector=I32, gives=types.uint32)
 
 
-def _store2(array, index, pair):
-    array.store(index, (pair & 0xFFFF, pair >> 16))
-
-
-@emulated_by(_store2)
+@emulated_by(lambda array, index, pair: array.store(index, (pair & 0xFFFF, pair >> 16)))
 @intrinsic
 def store2(typingctx, array, index, pair):
     """Store two 16-bit elements, packed in a uint32, at index, index + 1: ``st.shared.u32``.

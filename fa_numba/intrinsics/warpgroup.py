@@ -198,11 +198,7 @@ def multiply_registers_bf16(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, st
     return _of_registers("bf16")(typingctx, rC, n, rA, a, sB, b, rows_b, across_b, steps, adds)
 
 
-def _wait_products(rC, count, pending):
-    emulator.current().wait_products(rC, count, pending)
-
-
-@emulated_by(_wait_products)
+@emulated_by(lambda rC, count, pending: emulator.current().wait_products(rC, count, pending))
 @intrinsic
 def wait_products(typingctx, rC, count, pending):
     """Wait until at most the last ``pending`` products are on their way: ``wgmma.wait_group``.
@@ -237,11 +233,7 @@ def _registers(verb):
     return build
 
 
-def _take_registers(count):
-    emulator.current().set_registers(count, "take_registers")
-
-
-@emulated_by(_take_registers)
+@emulated_by(lambda count: emulator.current().set_registers(count, "take_registers"))
 @intrinsic
 def take_registers(typingctx, count):
     """Give every thread of this warpgroup ``count`` registers: ``setmaxnreg.inc``. It waits for
@@ -250,11 +242,7 @@ def take_registers(typingctx, count):
     return _registers("inc")(typingctx, count)
 
 
-def _give_registers(count):
-    emulator.current().set_registers(count, "give_registers")
-
-
-@emulated_by(_give_registers)
+@emulated_by(lambda count: emulator.current().set_registers(count, "give_registers"))
 @intrinsic
 def give_registers(typingctx, count):
     """Keep ``count`` registers a thread of this warpgroup, give up others: ``setmaxnreg.dec``."""
