@@ -31,9 +31,7 @@ def kind_of(value: Any) -> str:
 
 
 def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
-    """`value` as an array of `dtype`; a TypeError that calls it `name` for what is no real number,
-    of which NumPy would drop a part.
-    """
+    """`value` as an array of `dtype`; a TypeError that calls it `name` unless numbers are real."""
     array = np.asarray(value)
     if array.dtype.kind in "cmMSU":
         raise TypeError(f"{name} has dtype {array.dtype}: allowed are real numbers")
@@ -63,9 +61,7 @@ _MOST_SPLITS = {"kv_splits": MAX_KV_SPLITS}
 
 
 def as_splits(name: str, value: Any) -> int | str:
-    """`value` as an int >= 1, at most MAX_KV_SPLITS of "kv_splits", or "auto"; else a TypeError or
-    ValueError that calls it `name`.
-    """
+    """`value` as an int from 1 to its most, or "auto"; else an error that calls it `name`."""
     if isinstance(value, str) and value == "auto":
         return value
     most = _MOST_SPLITS.get(name)

@@ -18,10 +18,7 @@ _philox = make_philox(np.uint32, np.uint64)
 def kept(
     entry: int, head: int, rows: range, columns: int, *, dropout_p: float, seed: int, offset: int
 ) -> np.ndarray:
-    """What stays of these rows and the first `columns` columns: bool (len(rows), columns).
-
-    The arguments are not checked; see `dropout_mask`.
-    """
+    """What stays of these rows and the first `columns` columns: bool (len(rows), columns)."""
     groups = ceil_div(columns, APART * DRAW_COLUMNS)
     counters = np.arange(groups * APART, dtype=np.uint32)[None, :]
     each = np.arange(rows.start, rows.stop, rows.step, dtype=np.uint32)[:, None]

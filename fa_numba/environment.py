@@ -33,9 +33,7 @@ def version() -> str:
 
 
 def show_config() -> None:
-    """Print versions, driver, GPU, the unit that "auto" takes for each dtype, where compiled
-    kernels are kept, and the settings of the environment, for a report of a fault.
-    """
+    """Print versions, driver, GPU, units, the kernels' folder and settings, to report a fault."""
     print("\n".join(f"{name:9} {text}" for name, text in _lines()))
 
 

@@ -28,10 +28,7 @@ def distance(row, col, diagonal):
 
 
 def numeric_mask(mask):
-    """A mask as numbers that are added to the scores, float32: 0 where True, -inf where False.
-
-    Numbers stay what they are.
-    """
+    """A mask as float32 to add to scores: 0 where True, -inf where False; numbers as they are."""
     if mask.dtype == bool:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
     return np.asarray(mask, np.float32)

@@ -487,9 +487,7 @@ class Features:
 
     @classmethod
     def of(cls, problem: Problem, **of_call: Any) -> Features:
-        """The features that ``problem`` needs, and the call's: ``dbias``, ``dcaptured``, ``dlse``,
-        ``splits``, ``scaled_dout``.
-        """
+        """The features of ``problem``, and those of the call, by name."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         return cls(**on | of_call)
 

@@ -299,9 +299,7 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The fields that differ from those of plain attention, by name; sizes, dtype and scale
-        apart.
-        """
+        """The fields unlike plain attention's, by name; sizes, dtype and scale apart."""
         named = (*_SIZES, "dtype", "scale")
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in named}
         defaults = {f.name: f.default for f in fields(self)}

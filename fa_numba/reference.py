@@ -80,10 +80,7 @@ def _exact_softmax(S: Array, L: Array | None = None) -> Array:
 
 @_with_sinks
 def _rounded_softmax(S: Array, L: Array | None = None) -> Array:
-    """P = e^(S - m) / l, m the rows' maxima and l their sums, in the dtype of S.
-
-    L, if given, is filled with m + log l.
-    """
+    """P = e^(S - m) / l, m the rows' maxima, l their sums, in S's dtype; L is filled if given."""
     m = S.max(axis=1)
     P = exp_minus(S, m)
     l = P.sum(axis=1)

@@ -69,9 +69,7 @@ class Call:
     captured: dict[str, Array] = field(default_factory=dict)
 
     def heads(self) -> Iterator[Head]:
-        """The query heads of every batch entry, without those that have no row, or no column and no
-        sink.
-        """
+        """Query heads of every batch entry, but those without a row, or a column and a sink."""
         problem = self.problem
         row = column = 0
         for b in range(problem.batch):

@@ -66,9 +66,7 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     loaded, stored = (_LOADED, _STORED) if several else ({}, {})
 
     def reaches(name: str, count: int, first: int) -> int:
-        """Of an array's elements accessed those that reach device memory, the least of them
-        ``first`` times all that it has.
-        """
+        """Elements of an array that reach device memory: at least ``first`` times all it has."""
         whole = _elements(plan, name)
         if name in again and not served:
             if plan.algorithm != "fa2":

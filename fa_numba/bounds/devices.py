@@ -113,9 +113,7 @@ def _key(name: str) -> str:
 
 
 def here() -> Device | None:
-    """The GPU that is here: limits by the driver, bandwidths and peaks by its data sheet; None
-    without one.
-    """
+    """The GPU here, limits by the driver, speeds by its data sheet; None without one."""
     if not device.on_gpu():
         return None
     found, limits = device.describe(), device.limits()

@@ -84,9 +84,7 @@ def _spilled() -> tuple[tuple[int, str, str], ...]:
 
 
 class Spill(NamedTuple):
-    """Bytes that a kernel with ``option`` spills ``beside`` another, or without one, from one head
-    dimension to another.
-    """
+    """Bytes that a kernel with ``option`` spills ``beside`` another, d ``first`` to ``last``."""
 
     option: str
     beside: str

@@ -107,9 +107,7 @@ def _checked(*given: Any, **named: Any) -> Choices:
 
 
 def choices_of(*given: Any, **named: Any) -> Choices:
-    """The ``Choices`` of these arguments, one object for equal ones: they are checked once. Raises
-    as it does.
-    """
+    """The ``Choices`` of these arguments, checked once and one object for equal ones."""
     try:
         return _checked(*given, **named)
     except TypeError:  # wrong, or without a hash
@@ -168,17 +166,13 @@ class Request:
 
     @property
     def lengths(self) -> Features:
-        """The options of a kernel that only copies and multiplies: which rows and columns there
-        are.
-        """
+        """Options of a kernel that copies and multiplies: which rows and columns there are."""
         own = self.features
         return replace(PLAIN, q_lens=own.q_lens, kv_lens=own.kv_lens, packed=own.packed)
 
     @property
     def lengths_of_rows(self) -> Features:
-        """The options of the kernel that makes D, each row by itself: its lengths, but packed
-        sequences are one long one, and the gradient of L.
-        """
+        """Options of the kernel that makes D row by row, packed sequences as one long one."""
         return replace(self.lengths, packed=False, dlse=self.choices.dlse)
 
     @property

@@ -329,9 +329,7 @@ BEHIND = ("slope_of", "dcaptured")
 
 
 def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
-    """Options that are on, and beside what the backward kernels on Hopper's tensor cores spill
-    with them.
-    """
+    """Options that are on, and beside what Hopper's backward kernels spill with them."""
     return [
         (x.option, x.beside)
         for x in spills("wgmma", "fa2", "bwd")

@@ -40,9 +40,7 @@ LOW = 16
 
 
 class Shape(NamedTuple):
-    """How a block is shaped: its tiles, with their threads, the specialisation of the main kernel,
-    and why these tiles.
-    """
+    """Tiles with their threads, the main kernel's specialisation, and why these tiles."""
 
     tiles: Tiles
     spec: Any
@@ -101,9 +99,7 @@ class Unit(ABC):
         """FlashAttention's backward kernel."""
 
     def adds_dq(self, request: Request) -> bool:
-        """Whether the blocks of FlashAttention-2's backward pass add to one dQ, in no fixed order;
-        else a second sweep makes it.
-        """
+        """Whether blocks of FA-2's backward pass add to one dQ; else a second sweep makes it."""
         return not request.choices.deterministic
 
     @abstractmethod
@@ -129,10 +125,7 @@ class Unit(ABC):
     def chosen_tiles(
         self, request: Request, select: Callable, rule: Callable[[], Chosen], plain: bool = True
     ) -> Chosen:
-        """The caller's tiles, those that measured fastest, or those of the ``rule``.
-
-        Measurements are of ``plain`` calls without options: others need more registers.
-        """
+        """The caller's tiles, the fastest measured of ``plain`` calls, or those of the ``rule``."""
         if request.choices.tiles is not None:
             return Chosen(request.choices.tiles, "chosen by the caller")
         others = replace(request.features, causal=False, splits=False)
@@ -174,9 +167,7 @@ def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
 
 
 class Simt(Unit):
-    """CUDA cores, in float32; every GPU has them. Before compute capability 8.0 tiles are copied
-    through registers.
-    """
+    """CUDA cores, float32, every GPU; before 8.0 tiles are copied through registers."""
 
     name, title = "simt", "CUDA cores"
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
@@ -294,10 +285,7 @@ _MASKS, _SCORES = ("causal", "window", "mask_mod"), ("score_mod", "score_mod_gra
 
 
 class Wgmma(Unit):
-    """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
-
-    It has both algorithms.
-    """
+    """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: capability 9.0 alone."""
 
     name, title = "wgmma", "Hopper's tensor cores"
     dtypes = Mma.dtypes

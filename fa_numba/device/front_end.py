@@ -137,9 +137,7 @@ def _inlined_in_one_walk(inline: Callable) -> Callable:
 
 
 def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
-    """A statement or expression, or a list of them, with its own parts and with ``variables`` in
-    the place of those of their names; constants are shared.
-    """
+    """A copy of statements or expressions with ``variables`` for those of their names."""
     kind = type(value)
     if kind is ir.Var:
         return variables.get(value.name, value)
@@ -158,9 +156,7 @@ def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
 
 
 def _lifetimes_when_asked_for(run: Callable) -> Callable:
-    """Only the ends of variables, before code is made, and generators need to know what is alive;
-    Numba computes it behind each pass.
-    """
+    """Numba computes what is alive behind each pass; ends of variables alone need it."""
 
     def without_lifetimes(
         self: Any, emit_dels: bool = False, extend_lifetimes: bool = False
@@ -222,9 +218,7 @@ def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[A
 
 
 def _renamed_where_named(run: Callable) -> Callable:
-    """A variable that is assigned several times is renamed in the blocks that name it; Numba visits
-    all statements twice for each.
-    """
+    """A variable assigned several times is renamed where it is named, not in all statements."""
 
     def run_ssa(blocks: dict) -> dict:
         naming = defaultdict(set)

@@ -15,10 +15,7 @@ from fa_numba.device.launch_record import checked
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel and what its launch needs.
-
-    ``argument_types`` are Numba types; ``threads`` per block and ``shared_bytes`` per block.
-    """
+    """A kernel and what its launch needs: Numba types, threads and shared bytes a block."""
 
     function: Callable
     argument_types: tuple
@@ -36,10 +33,7 @@ class Kernel:
         return types.void(*self.argument_types)
 
     def compiled(self):
-        """The ``cuda.core`` kernel for the current device, with its shared memory allowed.
-
-        It is compiled where ``kernel_cache`` does not have it.
-        """
+        """The ``cuda.core`` kernel for the current device, its shared memory allowed."""
         from cuda.core import ObjectCode
 
         device = cuda.get_current_device().id

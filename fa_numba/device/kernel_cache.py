@@ -133,10 +133,7 @@ def _compilers() -> tuple[tuple[str, str], ...]:
 
 
 def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
-    """A hash of a function's code and of the values that it closes over.
-
-    ``seen`` has those of the functions that were asked for before.
-    """
+    """A hash of a function's code and what it closes over; ``seen`` has those known before."""
     if function.__module__.split(".")[0] != PACKAGE.name:
         raise _Unknown(function)  # its globals are not in the package's sources
     if function not in seen:

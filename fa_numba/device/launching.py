@@ -149,9 +149,7 @@ def transposed(array: Any, order: tuple[int, ...]) -> Any:
 
 
 def grouped(array: Any, heads: int) -> Any:
-    """A launch argument (batch, H, rows, ...) as (batch, H / heads, rows, heads, ...): behind each
-    row those of the other heads of its group.
-    """
+    """(batch, H, rows, ...) as (batch, H / heads, rows, heads, ...): a group's heads by rows."""
     (batch, all_heads, rows, *last), (b, h, r, *steps) = array.shape, array.strides
     shape = (batch, all_heads // heads, rows, heads, *last)
     return _seen_as(array, shape, (b, h * heads, r, h, *steps))

@@ -27,10 +27,7 @@ def is_newer(capability: tuple[int, int]) -> bool:
 
 
 def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes, str]:
-    """PTX of a kernel, its machine code, and the assembler's log; it takes seconds.
-
-    Raises ImportError where NVIDIA's compiler is not installed.
-    """
+    """PTX, machine code and the assembler's log; ImportError without NVIDIA's compiler."""
     from cuda.core import ObjectCode
 
     newer = is_newer(capability)

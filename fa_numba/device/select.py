@@ -63,9 +63,7 @@ def using(device: str) -> Iterator[None]:
 
 
 class Limits(NamedTuple):
-    """What a GPU is to plans: its compute capability, bytes of shared memory that a block can have,
-    and how many multiprocessors.
-    """
+    """A GPU to plans: compute capability, bytes of shared memory a block, multiprocessors."""
 
     capability: tuple[int, int]
     shared_bytes: int
@@ -158,9 +156,7 @@ def on_device(ordinal: int):
 
 
 def limits() -> dict[str, int]:
-    """What a multiprocessor of the current GPU holds at a time: bytes of shared memory, registers,
-    threads and blocks.
-    """
+    """What a multiprocessor holds: bytes of shared memory, registers, threads and blocks."""
     gpu = cuda.get_current_device()
     return {
         "shared_bytes": int(gpu.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),

@@ -151,9 +151,7 @@ _DTYPES = {
 
 
 def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
-    """The map of ``tiled`` that begins at ``address``. Raises RuntimeError where the driver refuses
-    it.
-    """
+    """The map of ``tiled`` from ``address`` on; RuntimeError where the driver refuses it."""
     layout = tiled.layout
     shape = [driver.cuuint64_t(n) for n in reversed(layout.shape)]
     # The driver judges strides of axes with one place, too.

@@ -77,9 +77,7 @@ class BoxedArray:
     def inside(
         self, ctx: Boxes, place: tuple[int, ...], lane: int
     ) -> tuple[np.ndarray, slice, np.ndarray]:
-        """The rows and columns of the box at a place that are the map's, and where these rows
-        begin in the array's memory.
-        """
+        """The rows and columns of a box that are the map's, and where these rows begin."""
         layout = self.layout
         if len(place) != len(layout.shape):
             text = f"a box at {place} of a map with {len(layout.shape)} axes"
@@ -111,9 +109,7 @@ class BoxedArray:
     def access(
         self, ctx: Boxes, kind: int, place: tuple[int, ...], lane: int
     ) -> tuple[np.ndarray, slice, np.ndarray]:
-        """Count the elements of a box; returns which rows and columns of it are inside, and where
-        these lie, (rows, columns).
-        """
+        """Count a box; gives its rows and columns inside, and their places, (rows, columns)."""
         rows, columns, starts = self.inside(ctx, place, lane)
         array = self.array
         height, width = rows.size, columns.stop - columns.start
@@ -142,9 +138,7 @@ class BoxedArray:
     def _require_fence(
         self, ctx: Boxes, kind: int, starts: np.ndarray, width: int, lane: int
     ) -> None:
-        """Raise where a thread has stored since the block began: no instruction here makes that
-        known to the copy engine, which the end of a launch does.
-        """
+        """Raise for what a thread stored since the block began: only a launch's end fences it."""
         array, places = self.array, (starts[:, None] + np.arange(width)).reshape(-1)
         stamps = array.owners.stamps[STORE, places]
         stored = np.flatnonzero(stamps >= ctx.begun)

@@ -36,9 +36,7 @@ HALF_WAY = 1 << 31
 
 
 def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
-    """Where the byte at an address lies: chunk c of row r, 128 bytes, at c ^ r % n, of a span of n
-    chunks; with n = 1 nothing moves.
-    """
+    """Where the byte at an address lies: chunk c of row r at c ^ r % n, n chunks in a span."""
     return byte ^ (byte >> 7 & span // CHUNK - 1) << 4
 
 
@@ -231,9 +229,7 @@ class Boxes(Mbarriers):
         self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any,
         adds: bool = False,
     ) -> None:  # fmt: skip
-        """Each lane that takes part starts a copy of a box from src[index] to `place`, or adds it
-        atomically to what is there.
-        """
+        """Each lane that takes part starts to copy src[index] to `place`, or to add it there."""
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():

@@ -127,9 +127,7 @@ class GlobalArray:
         self._put(places, values)
 
     def atomic_add(self, index: Any, *values: Any) -> Any:
-        """Add `values` to as many neighbours in one access, lane after lane: one load and one store
-        each. Returns what one element was.
-        """
+        """Add to as many neighbours, lane after lane, in one access; returns what was there."""
         ctx, n = self.ctx, len(values)
         if ctx.several:
             raise OneByOne

@@ -88,10 +88,7 @@ class Knowledge(Waiting):
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
     def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """What happened before the present of all these threads: see async_checks.py.
-
-        Unless `exactly`, that may be less than they know.
-        """
+        """What surely happened before the present of these threads; `exactly`: all that did."""
         if exactly and self._heard is not None:
             rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
             known = np.maximum(rows, self._heard[tids]).min(axis=0)

@@ -39,9 +39,7 @@ def bits_of(values: np.ndarray) -> np.ndarray:
 
 
 class SharedBuffer:
-    """A piece of shared memory of each block that runs: values and stamps that the arrays laid over
-    it share.
-    """
+    """Shared memory of each block that runs: values and stamps, of the arrays laid over it."""
 
     __slots__ = ("data", "bits", "written", "reads", "touched", "copiers", "sites")
 

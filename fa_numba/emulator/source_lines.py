@@ -23,9 +23,7 @@ def source_line(code: CodeType, instruction: int) -> str:
 
 @cache
 def assigned_name(code: CodeType, instruction: int) -> str | None:
-    """The variable that the result of the call at `instruction` is stored to, alone or as one of a
-    tuple; None without one.
-    """
+    """The variable that takes the result of a call, alone or in a tuple; None without one."""
     above = 0  # values on the stack above the result
     for following in dis.get_instructions(code):
         operation, n = following.opname, following.arg or 0

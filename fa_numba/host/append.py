@@ -52,9 +52,7 @@ def append(
 
 
 def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
-    """The plan for new rows of these sizes, (B, Hk, N, d of K, of V); ``aligned`` and ``ragged`` as
-    the kernel has them.
-    """
+    """The plan for new rows of sizes (B, Hk, N, d of K, of V); the rest as the kernel has it."""
     batch, heads, N, *columns = sizes
     kernel = make_append(*columns, dtype, page_size, aligned, ragged)
     bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))

@@ -425,9 +425,7 @@ def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
 def operand_of_out(
     out: Any, shape: tuple[int, ...], first: Operand, inputs: Sequence[Operand]
 ) -> Operand | None:
-    """``out``, or None as it is, if it can take a result like ``first`` of this shape: else raises
-    TypeError or ValueError. Its memory is its own, beside ``inputs``.
-    """
+    """``out`` if it can take a result of this shape like ``first``, beside ``inputs``, or None."""
     if out is None:
         return None
     target = operand("out", out, (first.dtype,))

@@ -165,9 +165,7 @@ class Binding:
         return dict(zip(_SEEDS, seed_words(self.seed, self.offset), strict=True))
 
     def values(self, problem: Problem, given: Mapping[str, Any], unit: float) -> dict[str, Any]:
-        """What kernels are passed for the options that are on, by name; ``options.Bound`` has the
-        words. Small arrays are sent to the device.
-        """
+        """What kernels are passed for options that are on, by name (``options.Bound``)."""
         given = {**given, **self.numbers}
         call = Bound(problem, given, unit, self.block_mask, self.block_table)  # type: ignore[arg-type]
         values: dict[str, Any] = {}

@@ -25,9 +25,7 @@ STEPS_PER_ELEMENT = 40  # of a multiply-add of a tile, in time on the emulator
 
 
 class Lists:
-    """What kernels read of blocks, by their names: arrays where they were made, and copies on other
-    devices, made once.
-    """
+    """What kernels read of blocks, by name: where they were made, and copies, made once."""
 
     def __init__(self, made: Mapping[str, Any]) -> None:
         found = {name: _operand(name, x) for name, x in made.items()}

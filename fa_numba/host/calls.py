@@ -50,9 +50,7 @@ def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any 
 
 
 def _by_names(results: list, score_mod: Any) -> list:
-    """The results, those for arrays that the function captures as one by its names for them, in
-    which others than float32 have None.
-    """
+    """The results, those of captured arrays as one dictionary, with None for other dtypes."""
     mod, values = mods.captured("score_mod", score_mod)
     names = {name: own for name, (own, _) in zip(mod.fields, values, strict=True)}
     arrays = (name for name, kind in zip(mod.fields, mod.captures, strict=True) if "[" in kind)

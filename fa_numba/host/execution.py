@@ -119,9 +119,7 @@ def heads_first(array: Any) -> Any:
 
 
 def by_heads(problem: Problem, array: Any) -> Any:
-    """An array of a call as the kernels take it: (batch, heads, seqlen, ...) in any layout, (1,
-    heads, total, ...) when packed.
-    """
+    """An array as kernels take it: (batch, heads, seqlen, ...), packed (1, heads, total, ...)."""
     if len(array.shape) == 4 and problem.layout == "bnhd":
         return heads_first(array)
     if not problem.packed or len(array.shape) == 4:  # pages of K and V

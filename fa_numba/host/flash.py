@@ -170,9 +170,7 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
 
 
 def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
-    """Blocks that are handed out the row tiles of FA-2's forward pass, or splits of their columns
-    (parts/wgmma/schedule).
-    """
+    """Blocks that are handed FA-2's forward row tiles, or splits (parts/wgmma/schedule)."""
     p = request.problem
     tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
     if p.packed:
@@ -188,9 +186,7 @@ def backward(request: Request) -> Plan:
 
 
 def _fa1_backward(request: Request, decided: Decision) -> Plan:
-    """One kernel; where blocks share dK and dV and these are in 16 bits, they are summed beside and
-    rounded at the end.
-    """
+    """One kernel; sums of dK and dV that blocks share, in 16 bits, are rounded at the end."""
     unit, p, splits = decided.unit, request.problem, request.choices.query_splits
     tiles, spec = decided.tiles, decided.spec
     split_rows = ceil_div(ceil_div(p.seqlen_q, tiles.Br), splits) * tiles.Br
@@ -288,16 +284,12 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """The tiles of a head of packed sequences with so many rows in all, some of them empty
-    (parts/wgmma/schedule).
-    """
+    """Tiles of a head of packed sequences with so many rows, some empty (parts/wgmma/schedule)."""
     return rows // rows_of_tile + problem.batch
 
 
 def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> dict[str, Argument]:
-    """What a backward kernel takes by boxes: nothing; or all matrices, but FA-1's dQ; dK and dV if
-    ``columns``, not their parts or sums.
-    """
+    """What a backward kernel takes by boxes; dK and dV if ``columns``, not their parts or sums."""
     if not UNITS[request.unit].copies_boxes:
         return {}
     found = {name: Boxes(name, tiles.Br, ends=spec.query_ends) for name in ("Q", "dO")}
@@ -335,9 +327,7 @@ def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
 def _rounding(
     request: Request, A: str, out: str, scale: Argument, keys: bool = False, splits: int = 1
 ) -> Launch:
-    """``out`` = ``scale`` A, rounded; of the rows of K with ``keys``, else of Q. A is a sum of so
-    many ``splits``.
-    """
+    """``out`` = ``scale`` A, the sum of ``splits``, rounded; rows of K with ``keys``, else Q."""
     unit, p = UNITS[request.unit], request.problem
     d = p.d_v if out == "dV" else p.head_dim
     kernels, facts = unit.kernels.rows, (d, *unit.row_facts(request))

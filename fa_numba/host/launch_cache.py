@@ -179,9 +179,7 @@ def _add_captured(found: mods.Captured, key: list[Any], arrays: list[Any]) -> No
 
 
 def _content(name: str, value: Any) -> tuple | None:
-    """All that a call depends on of lengths, or of an array of blocks; None for those that only the
-    checks can judge.
-    """
+    """What a call depends on of lengths or blocks; None where only the checks can judge."""
     kind, torch = type(value), sys.modules.get("torch")
     blocks = name == "block_mask"
     if kind is list and not blocks:

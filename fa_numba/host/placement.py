@@ -34,10 +34,7 @@ class Placed(Protocol):
 
 
 def placed(q: Operand):
-    """A context in which the GPU that q lies on is the current one.
-
-    Raises ValueError for q on a GPU where calls go to the emulator.
-    """
+    """A context in which q's GPU is the current one; ValueError where the emulator runs."""
     if q.place == HOST:
         return contextlib.nullcontext()
     if not device.on_gpu():

@@ -105,9 +105,7 @@ def _check_precision(request: Request) -> None:
 
 
 def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
-    """The measures to leave out, each once, in the unit's order. Raises ValueError for choices that
-    the unit does not have forward.
-    """
+    """The measures to leave out, in the unit's order; ValueError for what it does not have."""
     choices, algorithm = request.choices, request.choices.algorithm
     with_it = f"with algorithm {algorithm!r} on unit {unit.name!r}"
     if choices.kv_splits not in ("auto", 1) and request.kernel not in unit.splits_columns:

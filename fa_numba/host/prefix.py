@@ -79,9 +79,7 @@ class PrefixPlan(Plan):
 
 
 def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> PrefixPlan:
-    """The plan of a call whose arrays are contiguous; ``prefix`` is the shape of its keys. Raises
-    as the call does.
-    """
+    """The plan of a call of contiguous arrays; ``prefix`` is the shape of its keys."""
     if (choices.algorithm, choices.passes) != ("fa2", "fwd"):
         raise ValueError(
             f"prefix_k is given with algorithm {choices.algorithm!r}, pass {choices.passes!r}: "
@@ -164,9 +162,7 @@ def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], strea
 
 
 def _lies_as_one(q: Operand | None, problem: Problem) -> bool:
-    """Whether all queries are rows of one batch entry: each of one distance to the next. None
-    stands for a contiguous q.
-    """
+    """Whether all queries are rows of one batch entry, evenly apart; q is contiguous if None."""
     if problem.packed:
         return True
     if problem.q_lens is not None:  # padding is not to be read

@@ -12,9 +12,7 @@ from fa_numba.kernels.sink_gradients import make_sink_gradients
 
 
 def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
-    """D = rowsum(dO o O), less dL; what dQ is summed in, maybe in ``fragments``, becomes 0 if it
-    ``clears`` that.
-    """
+    """D = rowsum(dO o O), less dL; clears what dQ is summed in, in ``fragments`` or not."""
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
     facts = (p.head_dim, p.d_v, *UNITS[request.unit].row_facts(request))
     own = {"fragments": True} if fragments else {}
@@ -26,9 +24,7 @@ def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
 
 
 def gradients(request: Request, has_d: bool) -> tuple[list[Launch], list[Buffer]]:
-    """The launches for it and their workspace: D comes first unless the pass ``has_d``. Nothing
-    where it is not asked for.
-    """
+    """What makes dsinks, and its workspace: D too unless the pass ``has_d``; or nothing."""
     if not request.choices.return_dsinks:
         return [], []
     features = replace(request.lengths, packed=False, sinks=True)

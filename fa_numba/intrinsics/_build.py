@@ -107,9 +107,7 @@ def ptx(
 
 
 def statement(instruction, since=(0, 0)):
-    """The code of an instruction without operands that orders memory; none for GPUs before compute
-    capability ``since``.
-    """
+    """The code of an instruction without operands; none for GPUs before ``since``."""
 
     def codegen(context, builder, signature, args):
         if compiles_for(since):
@@ -130,9 +128,7 @@ def guarded(instructions, condition):
 
 
 def _pointer(context, builder, array_ty, space, args, places):
-    """Pointer to the element of a shared or global array at ``places``, which ``args`` begin with
-    after the array.
-    """
+    """Pointer to the element at ``places`` of a shared or global array, the first of ``args``."""
     if space == SHARED:
         return shared_pointer(context, builder, array_ty, args[0], args[1], places[0])
     pairs = [x for pair in zip(args[1:], places, strict=False) for x in pair]

@@ -91,10 +91,7 @@ def store_box(typingctx, dst, batch, head, row, col, src, index):
 @emulated_by(functools.partial(_store_box, adds=True))
 @intrinsic
 def add_box(typingctx, dst, batch, head, row, col, src, index):
-    """Start adding a box from src[index] to ``dst`` at (batch, head, row, col), atomically.
-
-    Each element counts as one load and one store.
-    """
+    """Start adding a box from src[index] to ``dst``, atomically: a load and a store each."""
     code = _store(4, "cp.reduce.async.bulk.tensor", "add.tile")
     return types.void(dst, batch, head, row, col, src, index), code
 

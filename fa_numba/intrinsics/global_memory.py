@@ -56,18 +56,14 @@ def write4(typingctx, array, row, col, x0, x1, x2, x3):
 @emulated_by(lambda array, row, col: words_of(array.load((row, col), 2))[0])
 @intrinsic
 def read2(typingctx, array, row, col):
-    """Two 16-bit elements (row, col), (row, col + 1), 4-byte aligned, packed in a uint32:
-    ``ld.global.u32``.
-    """
+    """Two 16-bit elements from (row, col) on, 4-byte aligned, as a uint32: ``ld.global.u32``."""
     return vector_load(array, row, col, **_HALVES, vector=I32, gives=types.uint32)
 
 
 @emulated_by(lambda array, row, col, pair: array.store((row, col), (pair & 0xFFFF, pair >> 16)))
 @intrinsic
 def write2(typingctx, array, row, col, pair):
-    """Store two 16-bit elements, packed in a uint32, at (row, col), (row, col + 1); 4-byte aligned:
-    ``st.global.u32``.
-    """
+    """Store two 16-bit elements, a word, from (row, col) on, 4-byte aligned: ``st.global.u32``."""
     if pair != types.uint32:
         return None
     return vector_store(array, row, col, **_HALVES, vector=I32, values=(pair,))

@@ -24,9 +24,7 @@ def _larger_halves(words, than, less):
 @emulated_by(_larger_halves)
 @intrinsic
 def larger_halves(typingctx, words, than, less):
-    """1 in each half of ``words`` that is larger than that of ``than``, else 0. ``less`` has the
-    halves of ``than`` with the other sign.
-    """
+    """1 in each half of ``words`` above ``than``'s, else 0; ``less`` is that negated."""
     if not all(x == types.uint32 for x in (words, than, less)):
         return None
 

@@ -17,10 +17,7 @@ from fa_numba.intrinsics._build import (
 @emulated_by(lambda array, row, col, value: array.add((row, col), value))
 @intrinsic
 def add_global(typingctx, array, row, col, value):
-    """array[row, col] += value, atomically: ``red.global.add.f32``.
-
-    Counts as one load and one store.
-    """
+    """array[row, col] += value, atomically, a load and a store: ``red.global.add.f32``."""
     if not is_float32_array(array, 2):
         return None
 

@@ -102,20 +102,14 @@ def _load4(array, index):
 @emulated_by(_load4)
 @intrinsic
 def load4(typingctx, array, index):
-    """Elements index .. index + 3 of a 1-D shared float32 array as a tuple: ``ld.shared.v4.f32``.
-
-    ``index`` must be a multiple of 4 (PTX ISA, "ld": natural alignment).
-    """
+    """Elements index, a multiple of 4, .. index + 3 of floats: ``ld.shared.v4.f32``."""
     return vector_load(array, index, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
 
 
 @emulated_by(lambda array, index: array.load(index, 2))
 @intrinsic
 def load_pair(typingctx, array, index):
-    """Elements index, index + 1 of a 1-D shared float32 array as a tuple: ``ld.shared.v2.f32``.
-
-    ``index`` must be a multiple of 2.
-    """
+    """Elements index, even, and index + 1 of a shared float32 array: ``ld.shared.v2.f32``."""
     return vector_load(array, index, **_FLOATS, vector=FLOAT2, gives=FLOAT2_TUPLE)
 
 
@@ -166,20 +160,14 @@ def store4(typingctx, array, index, x0, x1, x2, x3):
 @emulated_by(lambda array, index: words_of(array.load(index, 2))[0])
 @intrinsic
 def load2(typingctx, array, index):
-    """Two 16-bit elements at index, index + 1, packed in a uint32: ``ld.shared.u32``.
-
-    ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
-    """
+    """Two 16-bit elements from index, even, on, as a uint32: ``ld.shared.u32``."""
     return vector_load(array, index, **_HALVES, vector=I32, gives=types.uint32)
 
 
 @emulated_by(lambda array, index, pair: array.store(index, (pair & 0xFFFF, pair >> 16)))
 @intrinsic
 def store2(typingctx, array, index, pair):
-    """Store two 16-bit elements, packed in a uint32, at index, index + 1: ``st.shared.u32``.
-
-    ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
-    """
+    """Store two 16-bit elements, a uint32, from index, even, on: ``st.shared.u32``."""
     if pair != types.uint32:
         return None
     return vector_store(array, index, **_HALVES, vector=I32, values=(pair,))

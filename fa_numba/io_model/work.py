@@ -35,9 +35,7 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
 
 
 def multiply_adds(problem: Problem, passes: str) -> int:
-    """Of a row and a column that it sees: d for each product that makes S, dQ or dK, V's head
-    dimension for each that makes O, dP or dV.
-    """
+    """Of a row and a column: d for each of S, dQ and dK, V's d for each of O, dP and dV."""
     d, d_v = problem.head_dim, problem.d_v
     of_pass = {"fwd": d + d_v, "bwd": 3 * d + 2 * d_v}
     return sum(of_pass[name] for name in passes.split("+"))

@@ -74,9 +74,7 @@ def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
 
 
 class Captured(NamedTuple):
-    """A ``Mod`` and what its function captures now: numbers, and arrays of any library, by the
-    names that the function has for them.
-    """
+    """A ``Mod``, and the numbers and arrays that its function captures now, by its names."""
 
     mod: Mod
     values: tuple[tuple[str, Any], ...]
@@ -131,9 +129,7 @@ def _written(option: str, source: Source, kinds: tuple[tuple[str, str], ...]) ->
 
 @functools.cache
 def function_of(text: str, **beside: Any) -> Callable[..., Any]:
-    """The function of a ``Mod``'s text, whose source the emulator finds; ``beside`` is what it
-    calls.
-    """
+    """The function of a ``Mod``'s text, for the emulator too; ``beside`` is what it calls."""
     name = f"<fa_numba.mods {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     known: dict[str, Any] = {"__name__": __name__, "math": math}

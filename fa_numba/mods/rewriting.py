@@ -144,9 +144,7 @@ def written(option: str, source: Source, kinds: dict[str, str], slope: bool = Fa
 
 
 def gradient_of(option: str, source: Source, kinds: dict[str, str]) -> Gradient | None:
-    """The gradients of the float32 arrays that the function, which can be ``written``, reads; None
-    where its result does not depend on any.
-    """
+    """The gradients of the float32 arrays that the result depends on; None without any."""
     return _Writer(option, source, kinds).gradient()
 
 
@@ -710,9 +708,7 @@ def _needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[s
 
 
 def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
-    """Of ``statements`` those that do more than assign names that nothing behind them reads; what
-    they read goes to ``read``.
-    """
+    """``statements`` but assignments that nothing behind reads; their reads go to ``read``."""
     kept: list[ast.stmt] = []
     for node in reversed(statements):
         found: list[ast.AST] = [node]

@@ -55,9 +55,7 @@ class Source:
         return [name for name in taken if name not in own]
 
     def outside(self, function: FunctionType) -> dict[str, Any]:
-        """What the names stand for that it takes from outside, without those that stand for
-        nothing.
-        """
+        """What the names stand for that it takes from outside, but those without a value."""
         cells = dict(zip(self.code.co_freevars, function.__closure__ or (), strict=True))
         found = {}
         for name in self.names:
@@ -73,9 +71,7 @@ class Source:
 
 
 def source_of(option: str, function: Any, parameters: int) -> Source:
-    """The source of a function with so many parameters, given as ``option``; raises as
-    ``mods.captured`` does.
-    """
+    """The source of a function given as ``option``; raises as ``mods.captured`` does."""
     wanted = "(score, b, h, i, j)" if parameters == 5 else "(b, h, i, j)"
     if not isinstance(function, FunctionType):
         raise TypeError(

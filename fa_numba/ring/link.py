@@ -55,10 +55,7 @@ class Exchange:
     received: tuple[Any, ...] = ()
 
     def wait(self) -> tuple[Any, ...]:
-        """What came in. On a GPU the current stream waits, on a CPU the caller.
-
-        Raises RuntimeError where it did not come within the group's timeout.
-        """
+        """What came in; a GPU's stream waits, a CPU's caller. RuntimeError after the timeout."""
         try:
             for each in self.works:
                 each.wait()
@@ -122,9 +119,7 @@ class Link:
         return Exchange(self, hop, works, *given)
 
     def met(self, like: Any) -> None:
-        """Bring all ranks of a group of NCCL together once: its first messages must have all of
-        them, and here some may have none.
-        """
+        """Bring NCCL's ranks together once: its first messages need all, and some send none."""
         torch = sys.modules["torch"]
         dist = torch.distributed
         key = self.group if self.group is not None else dist.group.WORLD

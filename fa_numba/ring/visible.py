@@ -33,9 +33,7 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Columns before and after the diagonal one that a row of the whole sequence sees, None for
-    all, and its lengths.
-    """
+    """Columns that a row sees before and after the diagonal one, None for all; lengths."""
 
     left: int | None
     right: int | None
@@ -62,9 +60,7 @@ def mask_of(
     rows: int,
     columns: int,
 ) -> Mask | None:
-    """The mask of sequences of so many rows and columns; None where these options hide nothing
-    more than ``causal`` does.
-    """
+    """The mask of so many rows and columns; None where it hides no more than ``causal``."""
     left, right = (None if side < 0 else side for side in window or (-1, -1))
     every = zip(q_lens or batch * [rows], kv_lens or batch * [columns], strict=True)
     found: list[Entries] = []

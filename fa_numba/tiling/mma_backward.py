@@ -91,9 +91,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def scores(self) -> TransposedSpec:
-        """For the forward pass's parts, to make ST = K QT and dPT = V dOT of one warp: they find K,
-        or V, where they look for Q.
-        """
+        """To make ST = K QT and dPT = V dOT by the forward's parts: K, or V, is their Q."""
         rows = self.Br // self.row_warps
         kept = 4 * self.planes * self.TN * self.DN
         keeps = self.row_warps == 1 and self.accumulators + kept <= 176
@@ -120,18 +118,14 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dK and dV, and of S and dP; of planes one of these has
-        two sums.
-        """
+        """Registers of a thread's parts of dK, dV, S and dP; of planes one has two sums."""
         columns = 4 * (self.DN + self.of_values.DN) // self.row_warps
         found = self.TN * (columns + 2 * self.TM)
         return found + (self.TN * self.TM if self.planes > 1 else 0)
 
     @property
     def warp_parts(self) -> tuple[int, int, int, int]:
-        """Warps that share the same columns of S; a warp's rows of S, columns of S, and columns of
-        dK and dV.
-        """
+        """Warps that share columns of S; a warp's rows and columns of S, columns of dK, dV."""
         U = self.row_warps
         return U, self.Br // U, 8 * self.TN, self.columns // U
 
@@ -159,9 +153,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def query_turns(self) -> int:
-        """Turns in which a warp makes its part of dQ: two where it is so large that beside dK and
-        dV it would not stay in registers.
-        """
+        """Turns of a warp's part of dQ: two where it is too large for registers at once."""
         chunks = ceil_div(self.DN, self.chunk_warps)
         return 2 if 8 * self.query_fragments * chunks > 80 else 1
 
@@ -177,9 +169,7 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
     @property
     def rows_ds(self) -> TileRows:
-        """How rows of dST, which are columns of S, lie in shared memory: no copy fills it, so they
-        are padded.
-        """
+        """Rows of dST in shared memory: no copy fills it, so they are padded."""
         return TileRows(self.Br, swizzled=False, padded=True)
 
     @property
@@ -253,9 +243,7 @@ class TransposedSpec(MmaSpec):
 
 
 def row_warps_of(head_dim: int) -> int:
-    """``MmaBackwardSpec.row_warps``: beyond d = 64 one warp's registers would hold too few columns
-    of S with all their rows.
-    """
+    """``MmaBackwardSpec.row_warps``: beyond d = 64 registers hold too few columns for one."""
     return 1 if head_dim <= 64 else 2
 
 

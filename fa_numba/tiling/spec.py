@@ -147,9 +147,7 @@ class Spec(ABC):
 
     @property
     def reads_bias(self) -> bool:
-        """Whether a bias can be in registers before its scores are: a thread's columns come in
-        pairs.
-        """
+        """Whether registers can have a bias before its scores: a thread's columns come in pairs."""
         return self.features.bias and self.column_width % 2 == 0
 
     @property

@@ -58,9 +58,7 @@ class Tiles:
 
 
 def is_valid(tiles: Tiles, select: Callable[[Tiles], Any]) -> bool:
-    """Whether ``select`` has a kernel specialisation for the tiles; without one it raises a
-    ValueError.
-    """
+    """Whether ``select`` has a kernel specialisation for the tiles."""
     try:
         select(tiles)
     except ValueError:

@@ -60,9 +60,7 @@ Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class ForwardPipelines(NamedTuple):
-    """Of FlashAttention-2's forward kernel: Q, K and V, the work tile that Q is of, and when to
-    take the next one.
-    """
+    """Of FA-2's forward kernel: Q, K, V, Q's work tile, and when to take the next one."""
 
     q: Pipeline
     k: Pipeline
@@ -129,9 +127,7 @@ class WgmmaSpec(Spec):
 
     @property
     def takes_late(self) -> bool:
-        """Whether a block takes its next row tile when few column tiles of this one are left; else
-        as soon as there is a place for its Q.
-        """
+        """Whether a block takes its next row tile late, or as soon as there is a place for Q."""
         return "late" not in self.ablated
 
     @property

@@ -180,9 +180,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def query_columns(self) -> int:
-        """Columns of a consumer's part of dQ, which has 64 rows: half a panel where V's registers
-        leave room for no more rows.
-        """
+        """Columns of a consumer's 64 rows of dQ: half a panel if V leaves no more registers."""
         return PANEL // CONSUMERS if self.most_panels > self.panels == 1 else PANEL
 
     @property
@@ -223,9 +221,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def tile_registers(self) -> tuple[int, int, int, int, int]:
-        """Registers of a thread's parts of S, or dP; in words of two 16 bits, of P, or dS; of dQ,
-        of dK and of dV.
-        """
+        """Registers of a thread's S or dP; of P or dS, in words; of dQ, of dK and of dV."""
         columns = self.column_registers, self.of_values.column_registers
         return self.TM * self.TN, self.p_registers, self.query_registers, *columns
 
@@ -363,9 +359,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def drawn_places(self) -> tuple[int, int]:
-        """Behind those, in words: where the bits of what dropout drops begin, and how many words
-        there are.
-        """
+        """In words: where the bits of what dropout drops begin, and how many words there are."""
         return sum(self.key_tile_words), STAGES * self.drawing_threads * self.drawn_words
 
     @property
@@ -414,9 +408,7 @@ class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def ds_pipeline(self) -> Pipeline:
-        """Slots of dS are full when each consumer warp has stored its part; before a consumer
-        stores to one anew, both have read it.
-        """
+        """Full when each consumer warp has stored; stored to anew when both have read."""
         return Pipeline(1 + 3 * STAGES, 0, STAGES)
 
     @property
@@ -521,9 +513,7 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def largest_words(self) -> tuple[int, int]:
-        """Behind all else, in words: where each consumer warp's largest |dS| lies, and how many
-        there are.
-        """
+        """In words: where each consumer warp's largest |dS| lies, and how many there are."""
         return round_up(sum(self.drawn_places), 4), 4 * CONSUMERS
 
     @property

@@ -79,9 +79,7 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """All warps of a consumer empty its part of a slot of Q, its first thread that of one of O;
-        every consumer warp one of K or V.
-        """
+        """A consumer's warps empty its Q, its first thread its O; every warp K or V."""
         q, k, v, o, written = self.pipelines
         warps = 4 * self.consumers
         return (
