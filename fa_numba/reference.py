@@ -185,7 +185,8 @@ def _backward(
                 slopes = call.captured_slopes(head, Q[rows], K, rows.start, places)
                 for name, element, place, slope in slopes:
                     dcaptured[name][element] += dS[place] * slope
-            dS = rounded(dS * derivative)
+            # A slope may be no number where P is 0
+            dS = rounded(np.where(dS == 0, dS, dS * derivative))
             dV[head.k] += rounded(P * dropped).T @ dOi
             dQ[head.q][rows] = scale * (dS @ K)
             dK[head.k] += scale * (dS.T @ Q[rows])

@@ -9,7 +9,8 @@ checks q, k, v and the options, as a caller gives them, and makes a `Call` of th
     call.dropout()  what dropout multiplies these rows of P by
 
 An option that changes S or P is written here, and nowhere else in the reference. No kernel is
-imported, and a function of the caller's is called as it is.
+imported, and of a function of the caller's every element is computed by itself
+(`mods/evaluating.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import dropout
 from .checks import as_real
 from .masks import distance, numeric_mask, visible_causal, visible_window
-from .mods import PARAMETERS, captured, holding, is_array
+from .mods import PARAMETERS, captured, evaluated, holding, is_array
 from .mods.blocks import BlockMask
 from .options import as_word, check_names
 from .problem import UNBOUNDED, BlockSizes, Problem, check_block_mask, check_blocks
@@ -155,10 +156,11 @@ class Call:
     def _slope(self, S: Array, head: Head, rows: Array, columns: Array) -> Array:
         """The derivative of score_mod: the caller's, or a central difference in float64."""
         exact = S.astype(np.float64)
+        step = np.maximum(_STEP, 1e-10 * abs(exact))  # of huge ones what float64 can tell apart
         if "score_mod_grad" in self.mods:
             own = self._of_each("score_mod_grad", np.float64, head, exact, rows, columns)
             return own.astype(self.dtype)
-        ends = exact - _STEP, exact + _STEP
+        ends = exact - step, exact + step
         below, above = (
             self._of_each("score_mod", np.float64, head, end, rows, columns) for end in ends
         )
@@ -252,12 +254,13 @@ def checked_call(
 
 
 def _doubled(option: str, function: Any) -> FunctionType:
-    """A function of the caller's that finds arrays of float64 where it captures float32 ones, and
-    Python's numbers where NumPy's, by which scores would become float32 or float16.
+    """A function of the caller's that finds Python's numbers, also in arrays, in the place of
+    NumPy's, by which scores would become float32 or float16.
     """
     values = captured(option, function).values
     numbers = {name: x.item() for name, x in values if isinstance(x, np.generic)}
-    return holding(function, {**numbers, **dict(_arrays(option, function))})
+    arrays = {name: x.astype(object) for name, x in _arrays(option, function)}
+    return evaluated(option, function, {**numbers, **arrays})
 
 
 def _captured_floats(score_mod: Any) -> dict[str, Array]:

@@ -7,13 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from .lanes import FLOATS
+
 
 def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
-    """The cast to an integer type: truncates, and wraps around modulo 2**bits."""
+    """The cast to an integer type: an integer wraps around modulo 2**bits; of a float it is the
+    nearest one towards 0 that the type has, of NaN 0, where it has 32 bits or fewer.
+    """
     mask, half = (1 << bits) - 1, 1 << (bits - 1)
     low, high = (-half, half - 1) if signed else (0, mask)
 
     def of_lanes(values: np.ndarray) -> np.ndarray:
+        if values.dtype.kind == "f" and bits <= 32:
+            values = np.nan_to_num(values.astype(np.float64), nan=0.0)
+            return np.clip(values, low, high).astype(np.int64)
         if values.dtype != np.int64:
             if values.dtype == np.uint64 and bits == 64 and not signed:
                 return values
@@ -29,6 +36,8 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
             return value
         if value.__class__ is np.ndarray:
             return of_lanes(value)
+        if isinstance(value, FLOATS) and bits <= 32:
+            return int(min(max(value, low), high)) if value == value else 0
         value = int(value) & mask
         return value - (1 << bits) if signed and value >= half else value
 

@@ -158,14 +158,16 @@ def each_pair(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Python's min or max of numbers: the first of those that no other is beyond."""
+    """Python's min or max of numbers: the first of those that no other is beyond; a NaN is none of
+    them, as on a GPU, unless all are.
+    """
 
     def of_lanes(*values: Any) -> Any:
         if len(values) == 1:
             values = tuple(values[0])
         best = values[0]
         for value in values[1:]:
-            further = beyond(value, best)
+            further = beyond(value, best) | (best != best)
             if further.__class__ is array:
                 best = np.where(further, value, best)
             elif further:
@@ -218,7 +220,11 @@ def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., An
     return of_lanes
 
 
-divide = divides(operator.truediv, "division by zero")
+def divide(a: Any, b: Any) -> Any:
+    """a / b, as a GPU divides: inf or NaN where Python raises."""
+    return a / b if b.__class__ is array or b else np.divide(a, b)
+
+
 floor_divide = divides(operator.floordiv, "integer division or modulo by zero")
 modulo = divides(operator.mod, "integer modulo by zero")
 

@@ -57,70 +57,44 @@ class Atomics:
         return target.atomic_add(index, value)
 
 
-def _never(function: Callable[..., float]) -> Callable[[float], float]:
-    """inf where Python raises OverflowError."""
+def _settled(name: str, of_numpy: Callable[..., Any]) -> Callable[..., float]:
+    """math's function; where that raises NumPy's, which has the inf or NaN of a GPU."""
+    exact = getattr(math, name)
 
-    def of_one(x: float) -> float:
+    def of_numbers(*numbers: float) -> float:
         try:
-            return function(x)
-        except OverflowError:
-            return math.inf
+            return exact(*numbers)
+        except (OverflowError, ValueError):
+            return float(of_numpy(*numbers))
 
-    return of_one
-
-
-def _logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
-    def log(x: float) -> float:
-        if x > 0.0:
-            return function(x)
-        return -math.inf if x == 0.0 else math.nan
-
-    return log
+    of_numbers.__name__ = name
+    return of_numbers
 
 
-def _sqrt(x: float) -> float:
-    return math.sqrt(x) if x >= 0.0 else math.nan
+def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step of NumPy's, which gives a float, as on a GPU and not in Python."""
+    return lambda x: typed(function(to_float(x)), x)
 
 
-def _power(x: float, y: float) -> float:
-    try:
-        return math.pow(x, y)
-    except OverflowError:
-        return math.inf
-    except ValueError:
-        return math.inf if x == 0.0 else math.nan
-
-
-exp, exp2, expm1 = (each(_never(f)) for f in (math.exp, lambda x: 2.0**x, math.expm1))
-log, log2, log10 = (each(_logarithm(f)) for f in (math.log, math.log2, math.log10))
-sqrt, power = each(_sqrt), each_pair(_power)
+def _either(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of math's for lanes too, of one number or two."""
+    one, two = each(function), each_pair(function)
+    return lambda *args: (one if len(args) == 1 else two)(*args)
 
 
 def absolute(x: Any) -> Any:
     return typed(to_float(abs(x)), x)
 
 
-def _either(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of math's for lanes too, of one number."""
-
-    def of_lanes(*args: Any) -> Any:
-        if len(args) == 1 and args[0].__class__ is np.ndarray:
-            return typed(np.array([function(x) for x in args[0].tolist()]), args[0])
-        return typed(function(*args), *args)
-
-    return of_lanes
-
+_RAISING = ["exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan"]
+_RAISING += ["sinh", "cosh"]
+_EVERY = {n: _either(f) if callable(f) else f for n, f in vars(math).items() if n[0] != "_"}
+_EVERY |= {name: each(_settled(name, getattr(np, name))) for name in _RAISING}
+_EVERY |= {name: _whole(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
+_EVERY |= {"pow": each_pair(_settled("pow", np.power)), "fabs": absolute}
 
 # `math`, with inf and nan where Python raises and the GPU does not.
-MATH = SimpleNamespace(
-    **{
-        name: _either(value) if callable(value) else value
-        for name, value in vars(math).items()
-        if not name.startswith("_")
-    }
-    | {"exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log2": log2, "log10": log10}
-    | {"sqrt": sqrt, "pow": power, "fabs": absolute}
-)
+MATH = SimpleNamespace(**_EVERY)
 
 
 class Namespace:

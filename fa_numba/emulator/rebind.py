@@ -63,7 +63,7 @@ class Rebinder:
             "both": lanes.both, "any": lanes.any_, "negation": lanes.negation,
             "contained": lanes.contained, "equal": lanes.equal, "number": lanes.number,
             "LocalArray": LocalArray,
-            "divide": partial(lanes.divide, context),
+            "divide": lanes.divide,
             "floor_divide": partial(lanes.floor_divide, context),
             "modulo": partial(lanes.modulo, context), "power": lanes.power,
             "multiply_add": _multiply_add, "double": np.float64,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, uint32
 
+from .evaluating import evaluating
 from .rewriting import ONE, Gradient, gradient_of, written
 from .rewriting import PARAMETERS as PARAMETERS
 from .source import Source, kind_of_capture, source_of
@@ -108,6 +109,12 @@ def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
     cells = zip(free, function.__closure__ or (), strict=True)
     closure = tuple(CellType(values[name]) if name in values else cell for name, cell in cells)
     return FunctionType(function.__code__, {**function.__globals__, **values}, closure=closure)
+
+
+def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> FunctionType:
+    """``holding`` for Python, where it computes in float64 what a kernel does in float32."""
+    source = source_of(option, function, len(PARAMETERS[option]))
+    return evaluating(source, {**source.outside(function), **values})
 
 
 class _Text(NamedTuple):

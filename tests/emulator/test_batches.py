@@ -354,7 +354,7 @@ def in_flight(x, out):
 @fault(ZeroDivisionError)
 def zero(x, out):
     b, t = cuda.blockIdx.x, cuda.threadIdx.x
-    out[b, t] = x[b, t] / (b * 32 + t - 100)
+    out[b, t] = x[b, t] // (b * 32 + t - 100)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -15,15 +15,18 @@ from conftest import examples
 from helpers import check, random_inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import cuda
 from offline import compiled
+from scipy import special
 from test_compile import plan_of
 from test_mma_backward import check_gradients as half_gradients
 
 import fa_numba
 from fa_numba import Tiles, mods, reference
 from fa_numba import device as devices
-from fa_numba.emulator import EmulatorError
+from fa_numba.emulator import EmulatorError, launch
 from fa_numba.host.arrays import HOST
+from fa_numba.mods import rewriting
 from fa_numba.options import FEATURES, Bound, Features
 from fa_numba.problem import Problem
 
@@ -189,6 +192,75 @@ def test_comparing_row_and_column_is_of_what_lies_between():
 )
 def test_which_functions_are_called_inside_of_the_matrix_alone(function, alone):
     assert mods.captured("score_mod", function).mod.inside is alone
+
+
+# --- where Python raises -------------------------------------------------------------------------
+
+CORNERS = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e3, 3e9, -3e9, 3e38, math.inf, -math.inf, math.nan]
+OF_CORNERS = [f"math.{name}(s)" for name in (*rewriting._SLOPES, *rewriting._STEPS)]
+OF_CORNERS += [f"{a} {op} {b}" for op in ("/", "//", "%") for a, b in ("si", "is", "1s", "ss")]
+OF_CORNERS += ["s ** -1", "s ** -1.5", "s ** 0.3", "s ** s", "(-2.0) ** s", "0.0 ** s", "s ** i"]
+OF_CORNERS += ["min(s, 2.0)", "max(2.0, s)", "int(s)", "i / (j - 1)", "(i > 0) / (j > 0)"]
+OF_CORNERS += ["(i + 65536) * (j + 65538) / 7", "s + (i + 60000) ** 3", "s + (i << 30) + (i << 31)"]
+
+
+class Single:
+    """math for NumPy's float32, which has an inf or NaN where Python raises."""
+
+    inf, nan = math.inf, math.nan
+
+    def __getattr__(self, name):
+        of_numpy = {"atan": np.arctan, "pow": np.power, "erf": special.erf}
+        function = of_numpy.get(name) or getattr(np, name)
+        return lambda *x: function(*map(np.float32, x))
+
+
+def int32(x):
+    """Of a float the nearest one, of NaN 0, as a GPU has it."""
+    if isinstance(x, np.floating):
+        return int(np.clip(np.nan_to_num(np.float64(x), nan=0), -(2**31), 2**31 - 1))
+    return (int(x) + 2**31) % 2**32 - 2**31
+
+
+def of_single(text):
+    """A kernel's function in NumPy's float32."""
+    known = {"int32": int32, "float32": np.float32, "math": Single()}
+    exec(text, known := {**known, "min": np.fmin, "max": np.fmax})
+    return lambda s, i, j: np.float32(known["mod"](np.float32(s), 0, 0, i, j, 0, None))
+
+
+def emulated(text, places):
+    """A kernel's function of these places (score, i, j), a thread each."""
+    mod, s = devices.device_function(mods.function_of(text)), np.float32([x[0] for x in places])
+    i, j = np.int32([x[1:] for x in places]).T
+    out = np.zeros(len(s), np.float32)
+
+    def kernel(out, s, i, j):
+        t = cuda.threadIdx.x
+        out[t] = mod(s[t], 0, 0, i[t], j[t], 0, ())
+
+    launch(kernel, 1, len(s), (out, s, i, j))
+    return out
+
+
+@pytest.mark.parametrize("text", OF_CORNERS)
+def test_where_python_raises_a_kernel_and_the_reference_do_not(text):
+    function = _from_text(f"lambda s, b, h, i, j: {text}")
+    mod, exactly = (
+        mods.captured("score_mod", function).mod,
+        mods.evaluated("score_mod", function, {}),
+    )
+    corners = [(s, n % 4 - 1, n % 3) for n, s in enumerate(CORNERS)]
+    with np.errstate(all="ignore"):
+        for each in (mod.value, mod.slope):
+            want = [of_single(each)(*place) for place in corners]
+            np.testing.assert_allclose(emulated(each, corners), want, rtol=1e-6)
+            for n in (0, 3, 11, 12):  # as lanes that agree
+                np.testing.assert_allclose(emulated(each, corners[n : n + 1]), want[n], rtol=1e-6)
+        for s, i, j in corners:
+            if not 1e9 < abs(s) < math.inf:  # of which float32 knows no sine
+                found, value = exactly(s, 0, 0, i, j), of_single(mod.value)(s, i, j)
+                np.testing.assert_allclose(np.float32(found), value, rtol=1e-6)
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -1,0 +1,114 @@
+"""A caller's function evaluated by Python, in float64, where a kernel evaluates it in float32.
+
+What Python raises for is inf or NaN, integers have 32 bits, and a NaN is neither the least nor the
+largest of numbers, as on a GPU. But for that it is the function itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+import operator
+from collections.abc import Callable, Mapping
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from .source import Source
+
+_HALF = 2**31
+
+
+def _int32(value: Any) -> int:
+    """The nearest integer towards 0; of NaN 0."""
+    return int(min(max(value, -_HALF), _HALF - 1)) if value == value else 0
+
+
+def _wrapped(operation: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def of_two(a: Any, b: Any) -> Any:
+        made = operation(a, b)
+        if made.__class__ is int and not -_HALF <= made < _HALF:
+            return (made + _HALF) % 2**32 - _HALF
+        return made
+
+    return of_two
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return a / b if b else float(np.divide(a, b))
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    whole = isinstance(a, int) and isinstance(b, int)
+    return a // b if whole else float(np.floor(_divide(a, b)))
+
+
+def _modulo(a: Any, b: Any) -> Any:
+    return a % b if b and math.isfinite(a) and math.isfinite(b) else a - _floor_divide(a, b) * b
+
+
+def _settled(function: Callable[..., Any], of_numpy: Callable[..., Any]) -> Callable[..., Any]:
+    def of_numbers(*x: Any) -> Any:
+        try:
+            return function(*x)
+        except (OverflowError, ValueError):
+            return float(of_numpy(*map(float, x)))
+
+    return of_numbers
+
+
+def _power(a: Any, b: Any) -> Any:
+    return a**b if isinstance(a, int) and isinstance(b, int) else _MATH["pow"](a, b)
+
+
+def _step(of_numpy: Callable[[Any], Any]) -> Callable[[Any], int]:
+    return lambda x: _int32(of_numpy(float(x)))
+
+
+def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
+    def of_some(*values: Any) -> Any:
+        return function((x for x in values if x == x), default=math.nan)
+
+    return of_some
+
+
+_NUMPYS = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "sinh")
+_MATH = {n: _settled(getattr(math, n), getattr(np, n)) for n in (*_NUMPYS, "cosh")}
+_MATH |= {name: _step(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
+_MATH |= {"pow": _settled(math.pow, np.power)}
+_INSTEAD: dict[int, Any] = {id(getattr(math, name)): value for name, value in _MATH.items()}
+_INSTEAD |= {id(min): _extreme(min), id(max): _extreme(max), id(int): _int32}
+_INSTEAD[id(math)] = SimpleNamespace(**vars(math) | _MATH)
+_OPERATIONS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
+    ast.FloorDiv: _floor_divide, ast.Mod: _modulo, ast.Pow: _power, ast.LShift: operator.lshift,
+}  # fmt: skip
+_NAMES = {kind: f"_fa_{kind.__name__}" for kind in _OPERATIONS}
+_KNOWN = {_NAMES[kind]: _wrapped(operation) for kind, operation in _OPERATIONS.items()}
+
+
+class _Operations(ast.NodeTransformer):
+    """Calls in the place of operators."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        name = _NAMES.get(type(node.op))
+        return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], []) if name else node
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        assert isinstance(node.target, ast.Name)
+        whole = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+        return ast.Assign([node.target], self.visit(whole))
+
+
+def evaluating(source: Source, outside: Mapping[str, Any]) -> FunctionType:
+    """The function of this source, whose names from outside stand for these values."""
+    module = ast.parse(f"def mod({', '.join(source.parameters)}): pass")
+    module.body[0].body = copy.deepcopy(source.body)  # type: ignore[attr-defined]
+    whole = ast.fix_missing_locations(_Operations().visit(module))
+    known: dict[str, Any] = {name: _INSTEAD.get(id(x), x) for name, x in outside.items()}
+    known |= _KNOWN
+    exec(compile(whole, source.shown, "exec"), known)
+    return known["mod"]
