@@ -365,6 +365,7 @@ class Scores:
         self.S0 = self.Sc = problem.scale * (Q @ K.T)
         S, self.G = call.scores(head, Q, K, 0)
         seen = S > -np.inf
+        self.G = np.where(seen, self.G, 0.0)
         self.S = np.where(seen, S, 0.0)
         sink = call.sink(head) if shift is None else None
         if shift is None:
