@@ -463,11 +463,9 @@ class _Writer:
         if isinstance(node.op, ast.Not):
             return Term("bool", self.put(f"not {self.truth(term)}"))
         if isinstance(node.op, ast.Invert):
-            if term.kind == "float":
+            if term.kind != "int":
                 raise _Refused(f"~ of {ast.unparse(node.operand)}, no integer", node)
-            truth = term.kind == "bool"
-            text = f"not {term.text}" if truth else f"int32(~{term.text})"
-            return Term(term.kind, self.put(text))
+            return Term("int", self.put(f"int32(~{term.text})"))
         kind = "float" if term.kind == "float" else "int"
         text = self.of_kind(kind, term)
         if isinstance(node.op, ast.UAdd):

@@ -317,6 +317,7 @@ REFUSED = {
     "a long integer": (lambda s, b, h, i, j: s + (s > 4294967296), "constant 4294967296"),
     "an index too few": (lambda s, b, h, i, j: s + table[i], "of table, which has 2 axes"),
     "a float as an index": (lambda s, b, h, i, j: s + steps[s], "the index s, no integer"),
+    "~ of a truth value": (lambda s, b, h, i, j: s if ~(i > j) else 0, "~ of i > j, no integer"),
     "no index": (lambda s, b, h, i, j: s + steps, "steps without an index"),
     "a slice": (lambda s, b, h, i, j: s + table[1:, i], "a slice"),
     "a truth value": (lambda s, b, h, i, j: i == j, "a truth value as its result, not a score"),
