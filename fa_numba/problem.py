@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, overload
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -397,12 +397,9 @@ class Problem:
         Nk = self.seqlen_k if self.kv_lens is None else self.kv_lens[entry]
         return Nq, Nk
 
-    @overload
-    def columns_begin(self, row: int, entry: int = 0) -> int: ...
-    @overload
-    def columns_begin(self, row: np.ndarray, entry: int = 0) -> np.ndarray: ...
-    def columns_begin(self, row: int | np.ndarray, entry: int = 0) -> int | np.ndarray:
-        """The first column that `row` sees; those are columns_begin(row) .. columns_end(row) - 1.
+    def columns_begin(self, row: Any, entry: int = 0) -> Any:
+        """The first column that `row`, an integer or an array of them, sees; columns_begin(row) ..
+        columns_end(row) - 1 are all.
 
         The block mask and the bias are not asked. A row at or past the valid ones sees none.
         """
@@ -413,11 +410,7 @@ class Problem:
         begin = np.where(np.asarray(row) >= Nq, 0, begin)
         return begin if isinstance(row, np.ndarray) else int(begin)
 
-    @overload
-    def columns_end(self, row: int, entry: int = 0) -> int: ...
-    @overload
-    def columns_end(self, row: np.ndarray, entry: int = 0) -> np.ndarray: ...
-    def columns_end(self, row: int | np.ndarray, entry: int = 0) -> int | np.ndarray:
+    def columns_end(self, row: Any, entry: int = 0) -> Any:
         """One past the last column that `row` sees: at most the entry's valid columns."""
         Nq, Nk = self.lengths(entry)
         end = np.full_like(row, Nk)

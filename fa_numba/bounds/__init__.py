@@ -9,18 +9,3 @@ from fa_numba.bounds.cache import Dram, dram
 from fa_numba.bounds.devices import DEVICES, Device, as_gpu, here, named
 from fa_numba.bounds.multiprocessor import Occupancy, occupancy
 from fa_numba.bounds.roofline import Expected, computed_flops, expected
-
-__all__ = [
-    "DEVICES",
-    "Device",
-    "Dram",
-    "Expected",
-    "Occupancy",
-    "as_gpu",
-    "computed_flops",
-    "dram",
-    "expected",
-    "here",
-    "named",
-    "occupancy",
-]

@@ -77,12 +77,6 @@ def measured(what: str, setting: object = "") -> float:
     return _measured()[what, str(setting)]
 
 
-@functools.cache
-def _spilled() -> tuple[tuple[int, str, str], ...]:
-    found = (x for x in _rows("spills.csv") if int(x["bytes"]))
-    return tuple((int(x["head_dim"]), x["option"], x["beside"]) for x in found)
-
-
 class Spill(NamedTuple):
     """Bytes that a kernel with ``option`` spills ``beside`` another, d ``first`` to ``last``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +30,5 @@ class DeviceFunction:
         return self._dispatcher._numba_type_
 
 
-def device_function(function: Callable[..., Any]) -> Any:
-    """A function that kernels call; inlined, so that register tiles stay in registers."""
-    return DeviceFunction(function)
+# What decorates a function that kernels call; inlined, so that register tiles stay in registers.
+device_function: Any = DeviceFunction

@@ -42,7 +42,7 @@ class TiledType(types.Type):
     its map has ``ends``, those of ``TiledArray``.
     """
 
-    def __init__(self, ndim: int, ends: bool) -> None:
+    def __init__(self, ndim: int, ends: bool = False) -> None:
         self.ndim, self.ends = ndim, ends
         super().__init__(name=f"Tiled({ndim}{', ends' if ends else ''})")
 
@@ -80,11 +80,7 @@ class TiledModel(StructModel):
 
 make_attribute_wrapper(TiledType, "shape", "shape")
 make_attribute_wrapper(TiledType, "steps", "steps")
-
-
-def tiled_type(ndim: int, ends: bool = False) -> TiledType:
-    """Numba's type of an array with ``ndim`` axes that a kernel takes by boxes."""
-    return TiledType(ndim, ends)
+tiled_type = TiledType
 
 
 @dataclass(frozen=True)

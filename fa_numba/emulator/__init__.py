@@ -38,7 +38,6 @@ from .errors import (
 )
 from .global_memory import GlobalArray
 from .local_memory import LocalArray
-from .rebind import rebind
 from .run import launch, schedule
 from .shared_memory import SharedArray
 from .trace import TileAccess, trace

@@ -126,13 +126,13 @@ class BoxedArray:
             *owners.blocks, ctx.statistics(array.name, "global", named),
         )  # fmt: skip
         if bad >= 0:
-            where = tuple(int(i[bad]) for i in self._index(starts))
+            where = tuple(int(i[bad]) for i in self.index(starts))
             raise array._conflict(kind, lane, int(starts[bad]), width, where)
         if owners.stamps.size:
             self._require_fence(ctx, kind, starts, width, lane)
         if ctx.trace is not None:
             whole = np.full(height, width), np.ones(height, bool)
-            ctx.trace.note(array, kind, self._index(starts), *whole)
+            ctx.trace.note(array, kind, self.index(starts), *whole)
         return rows, columns, starts[:, None] + np.arange(width)
 
     def _require_fence(
@@ -144,12 +144,12 @@ class BoxedArray:
         stored = np.flatnonzero(stamps >= ctx.begun)
         if stored.size:
             first = int(stored[0])
-            (index,) = zip(*self._index(places[first : first + 1]), strict=True)
+            (index,) = zip(*self.index(places[first : first + 1]), strict=True)
             text = f"the engine {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
             text = f"{text}{ctx.who(int(stamps[first]))} wrote without a fence for global memory"
             raise ctx.fault(MissingFence, text, array.name, lane)
 
-    def _index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+    def index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
         """The (batch, head, row, column) of elements of the array."""
         array = self.array
         rest, found = starts - array._offset, {}

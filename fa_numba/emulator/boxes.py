@@ -260,8 +260,8 @@ class Boxes(Mbarriers):
         for stamp in np.unique(stamps).tolist():
             if stamp < self.base[0] or self.ordered(stamp, lane):
                 continue
-            first = int(places[stamps == stamp][0])
-            element = ", ".join(map(str, _index_of(array, first)))
+            first = boxed.index(places[stamps == stamp][:1])
+            element = ", ".join(str(int(i[0])) for i in first)
             text = f"this thread {does} {array.name}[{element}]"
             if stamp == IN_FLIGHT:
                 text = f"{text}, where a box is being stored that nobody has waited for"
@@ -344,15 +344,6 @@ class Boxes(Mbarriers):
                 tid, site = copy.buffer.copiers[0, p], self.sites[copy.buffer.sites[0, p]]
                 text = f"the block ends with a box on its way that {barrier.name} counts"
                 raise self.fault_at(SharedHazard, text, int(tid), site)
-
-
-def _index_of(array: GlobalArray, place: int) -> list[int]:
-    """The index of the element at a place of the memory of an array without negative strides."""
-    index, left = [0] * array.ndim, place - int(array._offset)
-    for axis in sorted(range(array.ndim), key=lambda axis: -array._steps[axis]):
-        if array.shape[axis] > 1:
-            index[axis], left = divmod(left, array._steps[axis])
-    return index
 
 
 def _signed(value: int) -> int:

@@ -86,9 +86,6 @@ class GlobalArray:
         self._root = self
         self.owners = Owners(0)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     @property
     def first_byte(self) -> Any:
         """Where the first element is in the memory that the array is a part of."""

@@ -52,16 +52,9 @@ class LocalArray:
     def name(self) -> str:
         return self.ctx.target(self.site, "local array")
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     @property
     def size(self) -> int:
         return len(self.data)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     def __getitem__(self, index: Any) -> Any:
         if self.waiting[0]:

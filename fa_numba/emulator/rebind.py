@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -43,7 +42,13 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 
 
 class Rebinder:
-    """Rebinds a kernel and the functions it calls; `codes` holds their code objects by id."""
+    """Rebinds a kernel and the functions it calls; `codes` holds their code objects by id.
+
+    They are rewritten (rewrite.py), and their globals and closure variables replaced: numba.cuda
+    and its parts by the context's; device functions (`.py_func`), functions of this package and of
+    the kernel's module by rebound copies; intrinsics by their `.emulation`; numba types by casts;
+    `math` by one that follows the GPU in giving inf and nan where Python raises.
+    """
 
     def __init__(self, context: Any) -> None:
         namespace = context._cuda
@@ -141,15 +146,3 @@ class _Module:
         value = self._rebinder.value(getattr(self._module, name))
         setattr(self, name, value)
         return value
-
-
-def rebind(py_func: Callable[..., Any], context: Any) -> Callable[..., Any]:
-    """A copy of `py_func` for the lanes of `context`, whose names lead to its emulation.
-
-    It is rewritten (rewrite.py), and globals and closure variables are replaced, in it and in the
-    functions it calls: numba.cuda and its parts by the context's; device functions (`.py_func`),
-    functions of this package and of the kernel's module by rebound copies; intrinsics
-    (`.emulation`) by their emulation; numba types by casts; `math` by one that follows the GPU in
-    giving inf and nan where Python raises.
-    """
-    return Rebinder(context).function(getattr(py_func, "py_func", py_func))

@@ -80,17 +80,6 @@ class SharedArray:
         self.buffer = buffer
         self.convert = converter(dtype)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> int:
-        return self.length
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def __getitem__(self, index: Any) -> Any:
         e = self._flat(index)
         if e.__class__ is not np.ndarray:

@@ -111,10 +111,7 @@ def _first_attend(
         arguments.check_mask(problem, choices.tiles, plan.tiles)
         placement.check_size(plan)
         named = dict(zip(names.values(), inputs, strict=True)) | arguments.arrays
-
-        def run(arrays: dict[str, Any], stream: Any) -> None:
-            execution.attend(plan, arguments, arrays, stream)
-
+        run = functools.partial(execution.attend, plan, arguments)
         return launched(plan, named, stream, call, run, target, arguments.seeds)
 
 

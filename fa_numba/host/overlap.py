@@ -2,53 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fa_numba.dtypes import STORED
 
+if TYPE_CHECKING:
+    from fa_numba.host.arrays import Operand
+
 # Candidate solutions tried before two interleaved layouts are taken to overlap.
 _OVERLAP_WORK: Any = 100_000
 
 
-class Memory(Protocol):
-    """What an ``Operand`` tells of its memory; strides are in bytes."""
-
-    @property
-    def pointer(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def strides(self) -> tuple[int, ...]: ...
-
-
-class _Addresses:
-    def __init__(self, memory: Memory) -> None:
-        self.__array_interface__ = {
-            "data": (memory.pointer, True),
-            "shape": memory.shape,
-            "strides": memory.strides,
-            "typestr": f"|V{STORED[memory.dtype].bytes}",
-            "version": 3,
-        }
-
-
-def _addresses(memory: Memory) -> np.ndarray:
+def _addresses(memory: Operand) -> np.ndarray:
     """An array over the same addresses, of the host or of a GPU; its elements are never read."""
-    return np.asarray(_Addresses(memory))
+    interface: dict[str, Any] = {"data": (memory.pointer, True), "version": 3}
+    interface |= {"shape": memory.shape, "strides": memory.strides}
+    interface["typestr"] = f"|V{STORED[memory.dtype].bytes}"
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-def extent(a: Memory) -> tuple[int, int]:
+def extent(a: Operand) -> tuple[int, int]:
     """Bytes from the address of ``a`` to the lowest one it covers, and past the highest."""
     reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
     return first, last + STORED[a.dtype].bytes
 
 
-def overlaps_itself(a: Memory) -> bool:
+def overlaps_itself(a: Operand) -> bool:
     """Whether two elements may lie at one address."""
     axes = sorted((abs(stride), n) for n, stride in zip(a.shape, a.strides, strict=True) if n > 1)
     end = 0  # bytes from the first to the last element of the axes so far
@@ -59,7 +42,7 @@ def overlaps_itself(a: Memory) -> bool:
     return False
 
 
-def overlap(a: Memory, b: Memory) -> bool:
+def overlap(a: Operand, b: Operand) -> bool:
     """Whether two arrays share a byte; True where that takes too long to find out."""
     try:
         return bool(np.shares_memory(_addresses(a), _addresses(b), max_work=_OVERLAP_WORK))

@@ -8,7 +8,7 @@ import operator
 import sys
 import types
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from fa_numba import device, io_model
 from fa_numba.dtypes import PRECISIONS
@@ -22,15 +22,6 @@ from fa_numba.integers import round_up
 EMULATOR_SECONDS = 30
 STEPS_PER_SECOND = {"simt": 4e7, "mma": 1e8, "wgmma": 1e8}
 STEPS_PER_THREAD = 100
-
-
-class Placed(Protocol):
-    """What tells where an array is: its library's name, and its GPU's ordinal or HOST."""
-
-    @property
-    def library(self) -> str: ...
-    @property
-    def place(self) -> int: ...
 
 
 def placed(q: Operand):
@@ -107,8 +98,9 @@ def made_on(stream: Any, array: Any):
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, array.device))
 
 
-def stream_handle(stream: Any, q: Placed) -> int:
-    """The address of ``stream``, and for None that of the current stream of q's library.
+def stream_handle(stream: Any, q: Any) -> int:
+    """The address of ``stream``, and for None that of the current stream of q's library; of q are
+    asked ``library`` and ``place``.
 
     0 is the default stream, and stands for none on the emulator. Raises TypeError for what is no
     stream, ValueError for any stream on the emulator.

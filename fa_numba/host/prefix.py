@@ -33,17 +33,8 @@ from fa_numba.problem import Problem
 # Fields of a Problem whose meaning is the same beside a prefix. Others number columns from the
 # first own one, or hide some of them: what that would say of the prefix is not obvious.
 _BESIDE = {
-    "causal",
-    "softcap",
-    "sinks",
-    "q_lens",
-    "kv_lens",
-    "packed",
-    "pages",
-    "page_size",
-    "layout",
-    "precision",
-    "head_dim_v",
+    *("causal", "softcap", "sinks", "q_lens", "kv_lens", "packed", "pages", "page_size"),
+    *("layout", "precision", "head_dim_v"),
 }
 
 
@@ -131,10 +122,7 @@ def _first_attend(
             if copying is not None:
                 placement.check_grid(copying, "q")
         named = dict(zip((*"QKV", "prefix K", "prefix V"), inputs, strict=True)) | arguments.arrays
-
-        def run(arrays: dict[str, Any], stream: Any) -> None:
-            _execute(plan, arguments, arrays, stream)
-
+        run = functools.partial(_execute, plan, arguments)
         return launched(plan, named, stream, call, run, target, arguments.seeds)
 
 
@@ -198,17 +186,8 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
                 "sinks, q_lens, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout and "
                 "precision"
             )
-    names = (
-        "heads_q",
-        "heads_k",
-        "head_dim",
-        "head_dim_v",
-        "dtype",
-        "scale",
-        "softcap",
-        "precision",
-    )
-    kept = {name: getattr(problem, name) for name in names}
+    names = ("heads_q", "heads_k", "head_dim", "head_dim_v", "dtype")
+    kept = {name: getattr(problem, name) for name in (*names, "scale", "softcap", "precision")}
     rows = sum(problem.q_lens or ()) if problem.packed else problem.batch * problem.seqlen_q
     return Problem(batch=1, seqlen_q=rows, seqlen_k=k[axes.index("seqlen")], **kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fa_numba import io_model
@@ -33,8 +34,5 @@ def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
     with placement.placed(given):
         steps = STEPS_PER_ACCESS * io_model.softmax(batch, elements, algorithm).total
         placement.check_steps(plan, f"x has shape {given.shape}", steps)
-
-        def run(arrays: dict[str, Any], stream: Any) -> None:
-            execute(plan, arrays, stream)
-
+        run = functools.partial(execute, plan)
         return launched(plan, {"x": given}, stream, None, run, target)[0]

@@ -71,35 +71,3 @@ from fa_numba.io_model.published import (
 from fa_numba.io_model.ring import LinkTraffic, ring, ring_break_even, ring_messages
 from fa_numba.io_model.visits import starts_in_first_pass, tiles_visited
 from fa_numba.io_model.work import ALGORITHMS, PASSES, flops, multiply_adds, workspace
-
-__all__ = [
-    "ALGORITHMS",
-    "ELEMENT_BYTES",
-    "PASSES",
-    "Accesses",
-    "LinkTraffic",
-    "check_softmax",
-    "fa1",
-    "fa1_backward",
-    "fa1_paper",
-    "fa1_paper_gb",
-    "fa2",
-    "fa2_backward",
-    "flops",
-    "li_liang",
-    "multiply_adds",
-    "ring",
-    "ring_break_even",
-    "ring_messages",
-    "saha_ye",
-    "softmax",
-    "standard",
-    "standard_backward",
-    "standard_paper",
-    "starts_in_first_pass",
-    "theta_flash",
-    "theta_standard",
-    "tiles_visited",
-    "with_prefix",
-    "workspace",
-]

@@ -741,17 +741,17 @@ def pipeline(x, out):
     lane = t % 32
     out[cuda.blockIdx.x, 64 + t] += 1
     if t < 32:
-        for n in range(len(x)):
+        for n in range(x.shape[0]):
             if n > 1:
                 sync_named(3 + n % 2, 64)
             s[n % 2, lane] = x[n, lane]
             arrive_named(1 + n % 2, 64)
     else:
         total = 0.0
-        for n in range(len(x)):
+        for n in range(x.shape[0]):
             sync_named(1 + n % 2, 64)
             total = total * 2 + s[n % 2, 31 - lane]
-            if n + 2 < len(x):
+            if n + 2 < x.shape[0]:
                 arrive_named(3 + n % 2, 64)
         out[cuda.blockIdx.x, lane] = total
 
