@@ -43,7 +43,7 @@ def counting(tmp_path, monkeypatch):
             yield from rows(N, "model", MODEL, N)
         yield from bench.counted(work, "counting", count)
 
-    module = SimpleNamespace(TITLE="", NEEDS_GPU=False, measure=measure, draw=lambda rows: None)
+    module = SimpleNamespace(measure=measure, draw=lambda rows: None)
     monkeypatch.setattr(runner, "load", lambda name: module)
 
     def run(**options):
@@ -207,7 +207,9 @@ LOOKS["a"] = 3
 
 def measure(options, bench):
     # words
-    return helper(SIZES) + three.third * three.factor
+    def own(other, three=three.fourth):
+        return [tables for tables in (other, three)]
+    return helper(SIZES) + three.third * three.factor + sum(three for three in three.more)
 
 def draw(rows):
     return tables.shown(rows) + other
@@ -231,7 +233,7 @@ def inner(x):
 
 other = 1
 """,
-    "lab.three": "factor = 2\nthird = 3\nunused = 4\n",
+    "lab.three": "factor = 2\nthird = 3\nunused = 4\nfourth = 5\nmore = [6]\n",
     "lab.late": "last = 1\n",
     "lab.tables": "def shown(rows):\n    return rows\n",
 }
@@ -280,10 +282,13 @@ def taken(tmp_path, monkeypatch):
         ("lab.two", "return last", "return last + 1", True),
         ("lab.three", "factor = 2", "factor = 3", True),
         ("lab.three", "third = 3", "third = 4", True),
+        ("lab.three", "fourth = 5", "fourth = 6", True),
+        ("lab.three", "more = [6]", "more = [7]", True),
         ("lab.late", "last = 1", "last = 2", True),
     ],
 )  # fmt: skip
 def test_only_what_measuring_reaches_changes_the_digest(taken, module, old, new, changes):
+    """Local variables that are named as what is imported are nothing of it."""
     assert (taken() != taken(module, old, new)) == changes
 
 

@@ -16,7 +16,7 @@ WHOLE = "*"
 
 def plain(text: str) -> str:
     """Python's text without docstrings, comments and the lines that are empty then; where a
-    docstring is all there is, three dots stand for it.
+    docstring is all there is, three dots stand for it. Docstrings have lines of their own.
 
     Nothing of it is written anew: it does not depend on the version of Python.
     """
@@ -24,43 +24,24 @@ def plain(text: str) -> str:
 
 
 def _plain_lines(text: str) -> dict[int, str]:
-    """The same by the lines' numbers."""
     lines = io.StringIO(text).readlines()
-    gone: list[tuple[tuple[int, int], tuple[int, int], str]] = []
-    blank: set[int] = set()
+    gone: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        n, column = token.start
         if token.type == tokenize.COMMENT:
-            gone.append((token.start, token.end, ""))
-        if token.type == tokenize.NL:
-            blank.add(token.start[0])
+            lines[n - 1] = lines[n - 1][:column].rstrip(" ") + "\n"
+        if token.type == tokenize.NL and not lines[n - 1].strip():
+            gone.add(n)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and _is_text(first.value):
-                alone = len(node.body) == 1 and not isinstance(node, ast.Module)
-                gone.append((*_span(first, lines), "..." if alone else ""))
-                blank.update(range(first.lineno, (first.end_lineno or 0) + 1))
-    for (top, left), (bottom, right), instead in sorted(gone, reverse=True):
-        for n in range(top, bottom + 1):
-            line = lines[n - 1]
-            end = right if n == bottom else len(line.rstrip("\n"))
-            before = line[:left] + instead if n == top else ""
-            lines[n - 1] = before.rstrip(" ") + line[end:]
-    return {n: x for n, x in enumerate(lines, 1) if x.strip() or n not in blank}
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def _span(node: ast.Expr, lines: list[str]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Where it begins and ends, in characters: the tree counts bytes."""
-
-    def column(line: int, offset: int) -> int:
-        return len(lines[line - 1].encode()[:offset].decode())
-
-    first, last = node.lineno, node.end_lineno or node.lineno
-    return (first, column(first, node.col_offset)), (last, column(last, node.end_col_offset or 0))
+            if ast.get_docstring(node, clean=False) is None:
+                continue
+            first = node.body[0]
+            gone.update(range(first.lineno, (first.end_lineno or 0) + 1))
+            if len(node.body) == 1 and not isinstance(node, ast.Module):
+                gone.discard(first.lineno)
+                lines[first.lineno - 1] = " " * first.col_offset + "...\n"
+    return {n: line for n, line in enumerate(lines, 1) if n not in gone}
 
 
 @dataclass(frozen=True)
@@ -103,7 +84,7 @@ def read(name: str, path: Path, written: int) -> Module:
                     for n in range(first, (node.end_lineno or first) + 1)
                     if n not in gone  # a name that is imported is bound, see `Slice.texts`
                 ),
-                frozenset(_used(node)),
+                frozenset(_used(ast.Module([node], []))),
                 within,
             )
         )
@@ -132,15 +113,47 @@ def _defined(node: ast.stmt) -> Iterator[str]:
             yield from (name.id for name in flat if isinstance(name, ast.Name))
 
 
-def _used(node: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Names, with the attribute that is asked of them, or alone."""
+# What has names of its own.
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *_COMPREHENSIONS)
+
+
+def _local(scope: ast.AST) -> set[str]:
+    """The names of a scope's own, without those of scopes within and of its imports."""
+    found, todo = set(), list(ast.iter_child_nodes(scope))
+    while todo:
+        each = todo.pop()
+        if isinstance(each, ast.arg):
+            found.add(each.arg)
+        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            found.add(each.id)
+        elif isinstance(each, ast.FunctionDef | ast.ExceptHandler):
+            found.add(each.name or "")
+        todo += [] if isinstance(each, (*_SCOPES, ast.ClassDef)) else ast.iter_child_nodes(each)
+    return found
+
+
+def _used(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | None]]:
+    """A module's names, with the attribute that is asked of them, or alone."""
     for each in ast.iter_child_nodes(node):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            yield each.value.id, each.attr
+            found: tuple[str, str | None] = each.value.id, each.attr
         elif isinstance(each, ast.Name):
-            yield each.id, None
+            found = each.id, None
+        elif isinstance(each, _SCOPES):
+            if isinstance(each, _COMPREHENSIONS):
+                outside = [each.generators[0].iter]
+            else:  # a function's decorators and defaults
+                outside = [*getattr(each, "decorator_list", ()), *each.args.defaults]
+                outside += filter(None, each.args.kw_defaults)
+            yield from _used(ast.Tuple(outside), local)
+            yield from _used(each, local | _local(each))
+            continue
         else:
-            yield from _used(each)
+            yield from _used(each, local)
+            continue
+        if found[0] not in local:
+            yield found
 
 
 def short(module: str) -> str:
