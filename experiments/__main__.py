@@ -23,13 +23,12 @@ except ModuleNotFoundError as error:
 from fa_numba import Tiles, device
 
 from .beside import compare_command, spills
-from .lab.measure import precompile, tune
-from .lab.record import origins, review, schedule
+from .lab.measure import tune
+from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, schedule
 from .lab.record.drawing import Drawing, side_by_side
-from .lab.record.options import CHOICES, FIGURES, FILTERED, QUICK, REPOSITORY, Options
-from .lab.record.registry import load, names, needs_torch, takes
+from .lab.record.options import CHOICES, QUICK
+from .lab.record.registry import load, names, needs, takes, words
 from .lab.record.runner import Runner
-from .lab.record.store import Store
 from .lab.show import report
 
 MAX_SEQLEN = 1 << 20
@@ -38,8 +37,6 @@ CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
 def _sizes(what: str, largest: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of comma-separated integers from 1 to `largest`; repeated ones are kept once."""
-
     def parse(text: str) -> tuple[int, ...]:
         values = []
         for part in text.split(","):
@@ -149,9 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--replace",
         action="store_true",
-        help="replace a recording though torch's kernels are more than a factor of "
-        f"{review.FACTOR:g} from it, or torch or ncu are missing; takes rows that were refused "
-        "before as they are",
+        help="replace a recording though torch or ncu, which it has numbers of, are missing here",
     )
 
     parser = argparse.ArgumentParser(
@@ -197,13 +192,6 @@ def _parser() -> argparse.ArgumentParser:
         tuning.add_argument(
             option, nargs="+", choices=known, default=known, help="what to sweep (default: all)"
         )
-    tuning.add_argument(
-        "--jobs",
-        type=_count(64),
-        metavar="N",
-        help="processes that compile side by side (default: the cores, "
-        f"{precompile.MOST_JOBS} at most)",
-    )
     tuning.add_argument(
         "--seconds",
         type=_count(86400),
@@ -292,7 +280,6 @@ def _run_what_changed(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit status."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set above
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -311,9 +298,10 @@ def _command(arguments: Sequence[str] | None) -> int:
         table = Table(box=None, show_header=False)
         for name in names():
             module = load(name)
-            torch = " and torch" if needs_torch(module) else ""
-            needs = f" Needs a CUDA GPU{torch} to measure." if module.NEEDS_GPU else ""
-            table.add_row(f"[bold]{name}[/]", f"{module.DESCRIPTION}{needs}")
+            about = ". ".join(words(module))
+            if what := " and ".join(needs(module)).replace("GPU", "a CUDA GPU"):
+                about += f" Needs {what} to measure."
+            table.add_row(f"[bold]{name}[/]", about)
         console.print(table)
         return 0
     if args.command == "report":
@@ -338,7 +326,7 @@ def _command(arguments: Sequence[str] | None) -> int:
         return 0
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)
-        return Runner(Options(), arguments, console).tune(wanted, args.jobs, args.seconds)
+        return Runner(Options(), arguments, console).tune(wanted, args.seconds)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
     unknown = [name for name in chosen if name not in names()]

@@ -1,4 +1,8 @@
-"""Accesses and runtime over the block size: FlashAttention-1 paper, Fig. 2 middle."""
+"""Accesses and runtime over the block size: FlashAttention-1 paper, Fig. 2 middle.
+
+At the paper's sizes, and d=32 to 256 with as many elements: over B_c and B_r, both orders, fp32 and
+fp16: accesses, L2 and DRAM bytes, runtime, occupancy, registers and spills.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,21 +18,10 @@ from .lab.measure import counts, variants
 from .lab.measure.series import call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, PUBLISHED, Row
+from .lab.record import EMULATOR, MODEL, PUBLISHED, Bench, Options, Row, published
 from .lab.show import tables
 
 NAME = "block_size"
-TITLE = "accesses and runtime over the block size (FA-1 Fig. 2 middle)"
-DESCRIPTION = (
-    "FA-1 paper, Fig. 2 middle (N=1024, d=64, 16 heads, batch 64, forward), and d=32 to 256 with "
-    "as many elements: over B_c and B_r, both orders, fp32 and fp16, accesses, L2 and DRAM bytes, "
-    "runtime, occupancy, registers and spills; the published points beside ours; the model "
-    "counted on the emulator at the paper's length and head dimension, one head of them, and at a "
-    "small size."
-)
-NEEDS_GPU = False
 
 HEADS, SEQLEN, HEAD_DIM = 16, 1024, 64
 # Batch times head dimension, so that every head dimension has as many elements as the paper's 64
@@ -41,8 +34,6 @@ SIZES = (16, 32, 64, 128, 256, 512)
 FEWER_SIZES = (32, 64, 128, 256)
 # Counted too: a size where the blocks do not divide the length, nor each other.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZES, SMALL_FIXED = 96, 16, (16, 32, 48, 64), 32
-# Columns that this experiment varies: a row of other block sizes is no older reading.
-SWEPT = ("Br", "Bc")
 FA1, FA2 = "fa1-simt", "fa2-simt"
 PROFILED = {"occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active"}
 # There are many block sizes: about so much time of each, or five calls.
@@ -79,7 +70,6 @@ def wanted_tiles(problem: Problem, quick: bool = False) -> list[tuple[str, int, 
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Accesses from the model and counted; the rest where there is a GPU."""
     masks = options.causal or (False,)
     head_dims = (HEAD_DIM,) if options.quick else HEAD_DIMS
     makes = [partial(setting, dtype=dtype) for dtype in UNITS]
@@ -97,14 +87,19 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
     if bench.machine is None:
         return
-    work = [(problem, [_variant(*each) for each in tiles[problem]]) for problem in problems]
+    work = [
+        (
+            problem,
+            [
+                variants.Variant(series, {"tiles": fa_numba.Tiles(Br=Br, Bc=Bc)})
+                for series, Br, Bc in tiles[problem]
+            ],
+        )
+        for problem in problems
+    ]
     yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS)
     for problem, series, Br, Bc in every:
         yield from _resources(problem, series, Br, Bc, bench.machine)
-
-
-def _variant(series: str, Br: int, Bc: int) -> variants.Variant:
-    return variants.Variant(series, {"tiles": fa_numba.Tiles(Br=Br, Bc=Bc)})
 
 
 def _counted(
@@ -180,13 +175,11 @@ def published_rows() -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Accesses, runtime, bytes and registers over the block size; a block of panels a length."""
     large = [row for row in rows if row.heads_q == HEADS]
     return block_figures.draw(large, published_rows(), HEAD_DIM, rows)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Accesses and runtime over the block size, the paper's beside ours."""
     paper = {(r.Bc, r.metric): r.value for r in published_rows()}
     here = [r for r in rows if r.heads_q == HEADS and tables.sizes(r) == (SEQLEN, HEAD_DIM, False)]
     single = [r for r in here if r.dtype == "float32"]

@@ -1,4 +1,8 @@
-"""Time over the share of non-zero blocks: FlashAttention-1 paper, Fig. 2 right."""
+"""Time over the share of non-zero blocks: FlashAttention-1 paper, Fig. 2 right.
+
+At N=4096, both loop orders, forward and with the backward pass, the published points beside ours;
+accesses from the model, counted at a small size.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,21 +24,10 @@ from .lab.measure.series import LABELS, call, columns, gradients
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, PUBLISHED, Row
+from .lab.record import EMULATOR, MODEL, PUBLISHED, Bench, Options, Row, published
 from .lab.show import tables
 
 NAME = "block_sparse"
-TITLE = "time over the share of non-zero blocks (FA-1 Fig. 2 right)"
-DESCRIPTION = (
-    "FA-1 paper, Fig. 2 right (N=4096, forward + backward): time of block-sparse FlashAttention "
-    "over the share of blocks that its mask keeps, in both loop orders, the published points "
-    "beside ours; the accesses from the model, counted on the emulator at a small size."
-)
-NEEDS_GPU = False
-# A row's share of blocks stands in its note.
-SWEPT = ("note",)
 PROTOCOL = (
     "the whole last head of O, or of dq, dk and dv, checked in the same way at N=1024 at most, "
     "with the same share of blocks; gradients and repeats as above"
@@ -59,7 +52,6 @@ SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZE, SMALL_SHARES = 96, 16, 16, (20, 60)
 
 
 def setting(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
-    """The problem at a length; batch times length is the same for all lengths."""
     batch = max(1, TOKENS // seqlen)
     return Problem(batch, HEADS, HEADS, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
 
@@ -102,7 +94,6 @@ def _shares(bench: Bench, problem: Problem, size: int, shares: Sequence[int]) ->
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Accesses from the model and counted; times where there is a GPU."""
     lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
     shares = QUICK_SHARES if options.quick else SHARES
     makes = [partial(setting, dtype=dtype) for dtype in UNITS]
@@ -252,14 +243,12 @@ def published_rows() -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Time, and how far it is from its share of the time without a mask, over the share."""
     large = [row for row in rows if row.heads_q == HEADS]
     paper = published_rows()
     return sparse_figures.draw(large, paper, PASSES, rows)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Time over the share of blocks, and over the time without a mask."""
     problem = setting(SEQLEN, HEAD_DIM)
     wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
     here = [r for r in rows if (r.batch, *tables.sizes(r)) == wanted]
@@ -299,6 +288,5 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _furthest(over: Mapping[int | None, float]) -> str:
-    """The largest deviation of a relative curve from the share, with its sign."""
     apart = deviations(over)
     return f"{max(apart.values(), key=abs):+.2f}" if apart else tables.MISSING

@@ -1,4 +1,8 @@
-"""Why DRAM moves less than kernels access: an LRU model of the L2 cache beside measured bytes."""
+"""Why DRAM moves less than kernels access: an LRU model of the L2 cache beside measured bytes.
+
+A least-recently-used cache is fed with the tile accesses of thread blocks in launch order: over N
+for an H200's L2, over the cache's size, for an A100, an H100 and a GPU without L2.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,21 +16,12 @@ from fa_numba.problem import Problem
 from .beside import lru
 from .lab.measure.series import LABELS, algorithm, columns, plan, query_splits, unit
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
-from .lab.record.options import FIGURES as RECORDED
-from .lab.record.options import Bench, Options, Refused
-from .lab.record.store import MODEL, Row, Store
+from .lab.record import FIGURES as RECORDED
+from .lab.record import MODEL, Bench, Options, Refused, Row, Store
 from .lab.show import report, style, tables
 from .lab.show.tables import Across
 
 NAME = "cache"
-TITLE = "an LRU model of L2: DRAM bytes over N and over the cache's size"
-DESCRIPTION = (
-    "DRAM bytes of both orders that a least-recently-used cache gives, fed with the tile accesses "
-    "of their thread blocks in launch order, over N for an H200's L2, over the cache's size, for "
-    "an A100, an H100 and a GPU without L2; beside them what Nsight Compute measured on an H200."
-)
-NEEDS_GPU = False
-SWEPT = ("note",)
 
 MIB = 2**20
 H200 = lru.Device("H200", 60 * MIB, 132)
@@ -155,13 +150,11 @@ Key = tuple[Any, ...]
 
 
 def key(row: Row) -> Key:
-    """A call by its series, problem and tiles."""
     names = ("series", "dtype", "batch", "seqlen_q", "head_dim", "causal", "Br", "Bc")
     return tuple(getattr(row, name) for name in names)
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
-    """Call -> GPU or size -> bytes."""
     found: dict[Key, dict[str, float]] = {}
     for row in rows:
         if row.experiment == NAME and row.metric == "dram" and row.value is not None:
@@ -185,7 +178,6 @@ def recorded() -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """DRAM bytes over N and over the cache's size, a row of panels for each dtype."""
     found, known = predicted(rows), measured(recorded())
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
     if not dtypes:
@@ -295,7 +287,6 @@ def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | No
 
 
 def _table(rows: Sequence[Row]) -> tables.Table | None:
-    """The model beside the measured bytes, where both are, and what other GPUs would move."""
     found, known = predicted(rows), measured(rows)
     lines = []
     for dtype, d, N in SHOWN:
@@ -334,7 +325,6 @@ def _gb(value: float | None) -> str:
 
 
 def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
-    """How near the model comes to all that was measured, and at what size it would be right."""
     errors = _errors(found, known)
     if not errors:
         return "No call of these tiles was measured."

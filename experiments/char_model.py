@@ -1,4 +1,8 @@
-"""Training a small language model with our attention and with torch's: the loss over the steps."""
+"""Training a small language model with our attention and with torch's: the loss over the steps.
+
+Two layers, generated text, character by character, 200 steps in fp32, from the same weights on the
+same batches as torch's attention; beside it the loss's spread over seeds.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,7 @@ from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, row_fields
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show.tables import MISSING, Table, markdown, sizes
 
 try:
@@ -30,18 +33,9 @@ except ImportError:  # pragma: no cover
     torch = None
 
 NAME = "char_model"
-TITLE = "training a small language model with our attention and torch's"
-DESCRIPTION = (
-    "A two-layer transformer learns generated text, character by character, 200 steps in fp32 with "
-    "fa_numba.torch.attention and with torch's scaled_dot_product_attention, from the same weights "
-    "on the same batches: the loss, and how far it is from torch's, beside its spread over seeds."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU", "torch")
 MEASURES = ("host/", "torch.py")
-NEEDS_TORCH = True
 PROTOCOL = "nothing is timed: losses of training in fp32 without TF32"
-# A row's seed and step stand in its note.
-SWEPT = ("note",)
 
 CONTEXT, BATCH, HEAD_DIM, D_MODEL, LAYERS = 256, 32, 64, 256, 2
 STEPS, QUICK_STEPS, EVERY = 200, 20, 5
@@ -179,7 +173,6 @@ def logits(w: dict[str, Any], characters: Any, problem: Problem, attend: Callabl
 
 
 def _loss(w: dict[str, Any], window: Any, problem: Problem, attend: Callable) -> Any:
-    """Mean cross entropy, in nats a character, of windows (batch, context + 1)."""
     found = logits(w, window[:, :-1], problem, attend)
     return F.cross_entropy(found.flatten(0, 1), window[:, 1:].flatten())
 
@@ -215,7 +208,6 @@ def train(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Losses of every series and seed, and their differences to REFERENCE with the same seed."""
     assert bench.machine is not None
     if options.causal is not None and True not in options.causal:
         bench.say("  not trained without a mask: a language model's attention is causal")
@@ -309,7 +301,6 @@ def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The loss over the steps, and the difference to torch's; each problem has a row of panels."""
     from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
@@ -387,7 +378,6 @@ def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table | None:
-    """Held-out loss after training: each series' mean, spread over seeds, distance to torch's."""
     found = summaries([row for row in rows if sizes(row) == (CONTEXT, HEAD_DIM, True)])
     if not found:
         return None

@@ -1,4 +1,8 @@
-"""What documents claim of FlashAttention, in the settings that no other experiment has."""
+"""What documents claim of FlashAttention, in the settings that no other experiment has.
+
+Accesses by array, counted on the emulator; bytes of 32 heads at N=8192, d=128, fp16; one query on a
+long cache, whole and in pages; one head at N=131072; multiplications and additions.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,20 +18,10 @@ from .lab.measure import calls, check, peers, variants
 from .lab.measure.series import LABELS, algorithm, call, columns, plan, query_splits, unit
 from .lab.measure.timing import SECONDS, attempt, number, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_setting, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "claims"
-TITLE = "claims about FlashAttention in the settings that they name"
-DESCRIPTION = (
-    "Accesses by array of standard attention, FA-1 and FA-2, counted on the emulator; bytes of "
-    "32 heads at N=8192, d=128, fp16; one query on a long cache, whole and in pages; one head at "
-    "N=131072; multiplications and additions executed."
-)
-NEEDS_GPU = False
-# A row's array, or what else it is of, stands in its note.
-SWEPT = ("note",)
 TAKES = ()
 PROTOCOL = (
     "decoding: bytes of K and V once over the median time, of 512 heads K and V are those of 32; "
@@ -57,7 +51,6 @@ OPERATIONS = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Counts by array and merged pages on the emulator, then what needs a GPU."""
     problems = [one_head(COUNTED_SEQLEN, COUNTED_DIM, mask) for mask in (False, True)]
     cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
@@ -92,7 +85,6 @@ def _model(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
 
 
 def _count(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
-    """Loads and stores of one call by array."""
     q, k, v = Inputs()(problem)
     with fa_numba.count_accesses() as counts:
         call(series, problem, q, k, v, **_options(dropout))()
@@ -111,7 +103,6 @@ def _by_array(
 
 
 def _paged(series: str, head_dim: int) -> Iterator[Row]:
-    """Errors against float64 of a call over whole K and V, and of its pages merged."""
     dtype = "float32" if unit(series) == "simt" else "float16"
     problem = Problem(1, 2, 2, PAGE, PAGE * PAGES, head_dim, dtype=dtype)
     q, k, v = (x.astype(dtype) for x in Inputs()(problem))
@@ -142,7 +133,6 @@ def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
 
 
 def _layers(options: Options, bench: Bench) -> Iterator[Row]:
-    """Bytes and times of the layer that the claims name, and what FA-2's setting executes."""
     assert bench.describe is not None
     layer = QUICK_LAYER if options.quick else LAYER
     few = fa2_setting(512 if options.quick else 1024, 64)
@@ -197,7 +187,6 @@ def _cached(problem: Problem) -> tuple[Any, ...]:
 
 
 def _copy(bench: Bench) -> Row:
-    """The bandwidth of torch's copy, read and written bytes."""
     import torch
 
     source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device="cuda")
@@ -210,7 +199,6 @@ def _copy(bench: Bench) -> Row:
 
 
 def _long(options: Options, bench: Bench) -> Iterator[Row]:
-    """Memory of one head of a long context."""
     problem = one_head(QUICK_LONG if options.quick else LONG, 128, dtype="float16")
     arrays = peers.on_device(Inputs()(problem), problem.dtype)
     for series in ("standard-mma", "fa1-mma", "fa2-mma"):
@@ -229,7 +217,6 @@ def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bytes of the layer, a group of bars a kernel: accessed, L2, DRAM, and what is claimed."""
     found = _layer_rows(rows)
     shown = [name for name in MMA if (name, "model") in found]
     if not shown:
@@ -267,7 +254,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def layer(rows: Sequence[Row]) -> tables.Table | None:
-    """Bytes of the layer that the claims name."""
     found = _layer_rows(rows)
     lines = []
     for name in MMA:

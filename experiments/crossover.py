@@ -1,4 +1,8 @@
-"""From which length FlashAttention wins over standard attention (claim C9)."""
+"""From which length FlashAttention wins over standard attention (claim C9).
+
+Time of standard attention over that of both loop orders, and of torch's unfused attention over its
+fused kernel, N=64 to 4096 in fine steps, fp16 and fp32, few and many heads; bytes by the model.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,18 +15,10 @@ from .lab.measure.series import columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import Inputs
-from .lab.record.options import Bench, Options
-from .lab.record.store import MODEL, Row
+from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "crossover"
-TITLE = "from which length FlashAttention wins over standard attention"
-DESCRIPTION = (
-    "Time of standard attention over that of both loop orders, and of torch's unfused attention "
-    "over torch's fused kernel, from N=64 to 4096 in fine steps: fp16 on tensor cores and fp32 on "
-    "CUDA cores, forward and with the backward pass, few and many heads; bytes by the model."
-)
-NEEDS_GPU = False
 REPEATS, SECONDS, CHECKED = 10, 0.05, 512
 PROTOCOL = (
     f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; gradients checked at "
@@ -71,7 +67,6 @@ def cases(options: Options) -> list[tuple[str, int, int, int, bool]]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Bytes from the model; times, checked first, where there is a GPU."""
     lengths = sorted(options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS))
     problems = [
         Problem(batch, heads, heads, N, N, d, dtype=dtype, causal=mask)
@@ -100,7 +95,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _model(problem: Problem) -> Iterator[Row]:
-    """Bytes that our kernels load and store, of one pass or both."""
     for series in series_of(problem.dtype):
         if calls.theirs(series):
             continue
@@ -177,7 +171,6 @@ def in_words(gain: Mapping[int, float] | None) -> str:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Standard over flash over N: a row of panels for each dtype, a column for each pass."""
     timed, moved = gains(rows), gains(rows, "model")
     every = {**moved, **timed}
     if not every:
@@ -236,7 +229,6 @@ _NAMES = {
 
 
 def _look(heads: int) -> dict[str, Any]:
-    """Full lines for many heads, dashed and hollow for few."""
     if heads < FEW:
         return {"ls": "--", "lw": 1.2, "marker": "o", "ms": 5, "mfc": "white"}
     return {"ls": "-", "lw": 1.8, "marker": "o", "ms": 5}
@@ -255,7 +247,6 @@ def _panel(ax: Any, case: Case, timed: Curves, moved: Curves) -> set[int]:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """From which length flash wins, a line for each unit, size and pass."""
     timed, moved = gains(rows), gains(rows, "model")
     lines = []
     for case in sorted({**moved, **timed}, key=lambda c: (c[0], c[1], -c[2], c[3], c[4])):

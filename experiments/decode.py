@@ -1,4 +1,9 @@
-"""Few rows of Q on a long cache: Flash-Decoding's micro-benchmark, columns in parallel (C21)."""
+"""Few rows of Q on a long cache: Flash-Decoding's micro-benchmark, columns in parallel (C21).
+
+Time of a forward call, fp16, of 1 to 16 rows of Q on 1k to 128k keys, batch 1 to 64, one to eight
+query heads for each K/V head: one block a row tile, columns split over blocks, torch's kernels; K
+and V once over the time, beside what a kernel that only reads reaches.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,19 +18,11 @@ from .lab.measure import bandwidth, calls, check, peers, precompile
 from .lab.measure.series import HOPPER, LABELS, call, columns, plan, unit
 from .lab.measure.timing import FEWEST, Timing, attempt, number, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "decode"
-TITLE = "decoding: few rows of Q on a long cache"
-DESCRIPTION = (
-    "Time of one forward call, fp16, of 1 to 16 rows of Q on caches of 1k to 128k keys, batch 1 to "
-    "64, one to eight query heads for each K/V head, d=64 and 128, and Flash-Decoding's 16 heads "
-    "on 2: one block a row tile, columns split over blocks, and torch's kernels; K and V once over "
-    "the time, beside what a kernel that only reads reaches."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 REPEATS, SECONDS = 20, 0.1
 PROTOCOL = (
     f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; bandwidth: bytes of K and V once "
@@ -81,7 +78,6 @@ def _own(series: str) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times of all series at each problem, results checked first."""
     assert bench.machine is not None
     peers.say_missing(bench.say)
     every = problems(options)
@@ -103,8 +99,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _read(options: Options, machine: str) -> Row:
-    """What a kernel reaches that only reads."""
-
     def work() -> Timing:
         nbytes = READ_BYTES // (8 if options.quick else 1)
         return bandwidth.measure_global(bandwidth.ones(nbytes), nbytes, REPEATS // 2)
@@ -163,13 +157,11 @@ def place(row: Row) -> Place:
 
 
 def read_bandwidth(rows: Sequence[Row]) -> float | None:
-    """TB/s of the kernel that only reads, where it was measured."""
     found = [row.value for row in rows if row.series == READ and row.value]
     return found[-1] if found else None
 
 
 def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
-    """Place -> series -> its row of the metric."""
     found: dict[Place, dict[str, Row]] = {}
     for row in rows:
         if row.metric == metric and row.source == "measured" and row.series != READ:
@@ -178,7 +170,6 @@ def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """TB/s of K and V over a sequence's keys, by query heads that share them; alone below."""
     found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
     lines = (
         (f"batch x keys = {TOKENS // 1024}k", lambda p: p[0] * p[4] == TOKENS),
@@ -211,7 +202,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(found: dict[tuple, dict[str, Row]]) -> str:
-    """How much faster the longest sequence alone is read where blocks share its columns."""
     alone = {p: x for p, x in found.items() if p[0] == 1}
     longest = max((p[4] for p in alone), default=0)
     gains = [

@@ -1,4 +1,8 @@
-"""A page to play with: both orders tile by tile, the softmax, tiles and traffic, by this code."""
+"""A page to play with: both orders tile by tile, the softmax, tiles and traffic, by this code.
+
+The page explore.html, with the recorded curves and plans on four GPUs too; python -m experiments
+explore serves it for sizes of your own.
+"""
 
 import itertools
 import re
@@ -16,20 +20,11 @@ from .lab.measure.moves import Move, Trace
 from .lab.measure.series import LABELS, columns, plan, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import tables
 
 NAME = "explore"
-TITLE = "both orders tile by tile, as a page to play with"
-DESCRIPTION = (
-    "The page explore.html: both orders step by step as the emulator traces them, the online "
-    "softmax, a tile estimator, traffic and plans on four GPUs, and the recorded curves; "
-    "python -m experiments explore serves it for sizes of your own."
-)
-NEEDS_GPU = False
 TAKES = ("seqlens", "head_dims", "causal", "tiles")
-SWEPT = ("Br", "Bc", "note")
 
 _WORD = re.compile(r"(?P<kind>[<>])(?P<array>[QKVOlmL])(?P<tile>\d+)(:(?P<bytes>\d+))?")
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
@@ -71,7 +66,6 @@ def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Of each trace of the page a row, with the closed form's bytes beside it."""
     quick = options.quick
     work = [
         (f"{algorithm}-{on}", problem_of(N, d, causal, window, on), fa_numba.Tiles(Br, Bc))
@@ -211,7 +205,6 @@ def setting(row: Row) -> tuple[Any, ...]:
 
 
 def _counted(rows: Iterable[Row], source: str = "counted") -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Rows by setting and algorithm."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         if row.source == source and not row.failed:
@@ -231,7 +224,6 @@ def page(rows: Sequence[Row], note: str) -> str | None:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """A picture of what the page shows: both orders at a moment, and their bytes."""
     from .beside import explore_picture
 
     found = _counted(rows)
@@ -243,7 +235,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Of each trace the bytes, beside the closed form's."""
     model = _counted(rows, "model")
     lines = []
     for key, both in sorted(_counted(rows).items()):

@@ -1,4 +1,8 @@
-"""Text by a small language model through a cache of keys and values in pages, and without one."""
+"""Text by a small language model through a cache of keys and values in pages, and without one.
+
+The likeliest character each time: the same text both ways; what attention accesses for a character,
+counted and in closed form, and the time of one where there is a GPU.
+"""
 
 import io
 import time
@@ -25,23 +29,11 @@ from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
-from .lab.record import kept
-from .lab.record.options import FIGURES as RECORDED
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row, Store, write_if_changed
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, kept, write_if_changed
+from .lab.record import FIGURES as RECORDED
 from .lab.show import style, tables
 
 NAME = "generate"
-TITLE = "text through a cache of keys and values, and without one"
-DESCRIPTION = (
-    "A small language model, trained in NumPy, continues lines character by character, always by "
-    "the likeliest: with keys and values in pages, which each step adds a row to and reads, and "
-    "with the whole text computed anew for each character. The same text; what attention accesses "
-    "for a character, counted and in closed form, and the time of one where there is a GPU."
-)
-NEEDS_GPU = False
-# With a cache or without one, and the text, stand in a row's note.
-SWEPT = ("note",)
 TAKES, TAKES_ON_GPU = (), ("seqlens",)
 
 SIZES = small_model.Sizes(len(ALPHABET), heads=2, head_dim=32, layers=2)
@@ -70,12 +62,10 @@ _SOURCES = "sources"
 
 @cache
 def learned() -> np.ndarray:
-    """The text that is learned, as numbers."""
     return np.array([ALPHABET.index(character) for character in lines_of(CHARACTERS)], np.int64)
 
 
 def train() -> dict[str, np.ndarray]:
-    """The weights after STEPS steps."""
     for _, trained in small_model.train(SIZES, learned(), STEPS, BATCH, CONTEXT, SEED):  # noqa: B007
         pass
     return trained
@@ -102,7 +92,6 @@ def keep(folder: Path) -> None:
 
 
 def words(characters: Any) -> str:
-    """Numbers as text in one line."""
     return "".join(ALPHABET[int(n)] for n in characters).replace("\n", " ")
 
 
@@ -115,7 +104,6 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Texts and accesses on the emulator and by the model; times where there is a GPU."""
     if options.complete:
         keep(options.out)
     yield from bench.counted([(series,) for series in COUNTED], "generating", _counted)
@@ -136,7 +124,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 def _row(
     series: str, dtype: str, place: str, sequences: int, keys: int, note: str = "", **values: Any
 ) -> Row:
-    """A number of the character behind `keys` others."""
     rows = 1 if place == CACHE else keys
     H, d = SIZES.heads, SIZES.head_dim
     problem = Problem(sequences, H, H, rows, keys, d, dtype=dtype, causal=True)
@@ -206,7 +193,6 @@ def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
 
 
 def _calls(lengths: Sequence[int]) -> Iterator[precompile.Call]:
-    """The calls of attention that are timed, at the lengths where their tiles may be others."""
     H, d = SIZES.heads, SIZES.head_dim
     table = (TIMED_SEQUENCES, -(-max(lengths) // PAGE_SIZE))
     pages = (table[0] * table[1], H, PAGE_SIZE, d)
@@ -301,7 +287,6 @@ _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bytes that attention accesses for a character, and its time, over the characters before."""
     modelled = by_length(rows, "traffic", "model")
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
     if not modelled and not counted and not timed:
@@ -344,7 +329,6 @@ def _message(
     modelled: Mapping[tuple[str, str], Mapping[int, float]],
     timed: Mapping[tuple[str, str], Mapping[int, float]],
 ) -> str:
-    """How many times the bytes and the time a character takes without a cache, behind the most."""
     parts = []
     for numbers, what in ((modelled, "the bytes"), (timed, "the time")):
         last = {key: max(by) for key, by in numbers.items() if by}
@@ -362,7 +346,6 @@ def _message(
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each length: bytes a character of each series, and times where there are any."""
     modelled = by_length(rows, "traffic", "model")
     timed = by_length(rows, "time", "measured")
     lengths = [n for n in LENGTHS if any(n in by for by in (*modelled.values(), *timed.values()))]

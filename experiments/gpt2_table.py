@@ -1,4 +1,9 @@
-"""Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left."""
+"""Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left.
+
+N=1024, d=64, 16 heads, batch 64, forward and backward, fp16 and fp32: FLOPs as published and as
+corrected, accesses, L2 and DRAM bytes; the steps of standard attention one by one (Fig. 1 right),
+of torch and of our kernels, beside the fused kernels.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -15,22 +20,10 @@ from .lab.measure.series import algorithm, columns, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "gpt2_table"
-TITLE = "FLOPs, accesses and time of GPT-2's attention, step by step (FA-1 Figs. 1 and 2)"
-DESCRIPTION = (
-    "FA-1 paper, Fig. 2 left and Fig. 1 right (N=1024, d=64, 16 heads, batch 64): standard "
-    "attention and both orders, forward and backward, fp16 and fp32: FLOPs as published and as "
-    "corrected, accesses from the model, L2 and DRAM bytes, time; and the steps of standard "
-    "attention one by one, of torch and of our kernels, beside the fused kernels."
-)
-NEEDS_GPU = False
-# Which step a row is of stands in its note.
-SWEPT = ("note",)
 PROTOCOL = (
     f"gradients checked at N={calls.LONGEST} at most; the steps with a causal mask and dropout of "
     f"{unfused_steps.DROPOUT:g}: torch's each timed alone, those of our kernels by Nsight "
@@ -50,7 +43,6 @@ SECONDS = 0.2  # of calls, where 20 take longer
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Accesses from the model and counted; times, the steps and counters where there is a GPU."""
     problems = list(_problems(options))
     for problem in problems:
         with device.using("emulator"):  # its tiles: the same on every machine
@@ -105,7 +97,6 @@ def _plans(problem: Problem, series: str) -> dict[str, fa_numba.Plan]:
 
 
 def _model(problem: Problem, machine: str) -> Iterator[Row]:
-    """Bytes that our kernels load and store, by the closed form at the plan's tiles."""
     for series in SERIES[problem.dtype]:
         planned, _ = attempt(_plans, problem, series)
         for pass_, each in (planned or {}).items():
@@ -162,7 +153,6 @@ def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str)
 
 
 def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
-    """L2 and DRAM bytes of a forward and of a backward pass, by the hardware's counters."""
     work = [
         (problem, series, pass_)
         for problem in problems
@@ -230,7 +220,6 @@ def whole(rows: Iterable[Row], problem: Problem) -> Found:
 
 
 def _drawn(rows: Sequence[Row]) -> Problem | None:
-    """The paper's problem in fp16, or the largest that there are rows of; None without any."""
     sizes = {
         (r.batch, r.seqlen_q, r.head_dim, r.causal)
         for r in rows
@@ -249,7 +238,6 @@ _BARS = (("model", "model", 1.0, None), ("l2", "L2", 0.6, None), ("dram", "DRAM"
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The steps as stacked bars beside the fused kernels; bytes and time of a training step."""
     problem = _drawn(rows)
     if problem is None:
         return None
@@ -333,7 +321,6 @@ _COLUMNS = ("standard-mma", peers.UNFUSED, "fa1-mma", "fa2-mma", peers.FLASH)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-1's Fig. 2 left with our kernels and torch's beside it."""
     half, single = whole(rows, SETTING), whole(rows, replace(SETTING, dtype="float32"))
     if not half:
         return None

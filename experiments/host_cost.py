@@ -1,4 +1,8 @@
-"""What a call costs the host before the GPU has anything to do."""
+"""What a call costs the host before the GPU has anything to do.
+
+One head of N=128, d=64 on arrays that lie on the GPU, many calls without waiting for it: both loop
+orders, forward and backward, fp32 and fp16, and torch's attention.
+"""
 
 import itertools
 import time
@@ -13,18 +17,11 @@ from .lab.measure.series import BACKWARD_LABELS, LABELS, columns
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import Timing, attempt
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "host_cost"
-TITLE = "microseconds of the host for each call"
-DESCRIPTION = (
-    "Host time of one call on arrays that lie on the GPU, one head of N=128, d=64, many calls "
-    "without waiting for the GPU: both loop orders, forward and backward, fp32 and fp16, and "
-    "torch's scaled_dot_product_attention where torch is installed."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 MEASURES = ("host/", "ops.py", "torch.py")
 PROTOCOL = (
     "host clock around each of 1000 calls, outputs allocated in it, the GPU waited for every 100 "
@@ -42,7 +39,6 @@ SERIES = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """The host's time of each call, its result checked first."""
     assert bench.machine is not None
     if not peers.available():
         bench.say("  no torch with CUDA here: its calls are not measured")
@@ -97,7 +93,6 @@ def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def label(row: Row) -> str:
-    """What figures and tables call a row."""
     names = LABELS if row.pass_ == "fwd" else BACKWARD_LABELS
     return f"{names[row.series]}, {DTYPES[row.dtype]}"
 
@@ -118,7 +113,6 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bars of microseconds; each problem and pass has a panel."""
     panels: dict[tuple, list[Row]] = {}
     for row in shown(rows):
         panels.setdefault((row.seqlen_q, row.head_dim, row.causal, row.pass_), []).append(row)
@@ -155,7 +149,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """The host's microseconds of each call."""
     lines = [
         [
             label(row),

@@ -1,4 +1,8 @@
-"""Accesses over the head dimension, exponents of N and d: FlashAttention's Theorems 2 and 5."""
+"""Accesses over the head dimension, exponents of N and d: FlashAttention's Theorems 2 and 5.
+
+Tiles by line 1 of FlashAttention's Algorithm 1 for a fixed M, and the planner's: closed form,
+counted on the emulator, and on a GPU the L2 and DRAM bytes; exponents fitted to each.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -10,20 +14,11 @@ from fa_numba.problem import Problem
 from .lab.measure import counts, scaling
 from .lab.measure.scaling import FLOAT, PLANNED, RULED, Setting
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
 from .lab.show.tables import Across
 
 NAME = "io_vs_head_dim"
-TITLE = "accesses over the head dimension, exponents of N and d (FA-1 Theorem 2)"
-DESCRIPTION = (
-    "Accesses over the head dimension with tiles by line 1 of FlashAttention's Algorithm 1 for a "
-    "fixed M and with the planner's: closed form, counted on the emulator, and on a GPU the L2 and "
-    "DRAM bytes in FA-2's setting; exponents fitted to each."
-)
-NEEDS_GPU = False
-SWEPT = ("Br", "Bc", "note")
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # On-chip floats of line 1: M = d^2 lies between d = 64 and 128.
@@ -43,7 +38,6 @@ def settings(problem: Problem) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Closed forms, counts, and L2 and DRAM bytes where there is a GPU with Nsight Compute."""
     head_dims = options.head_dims or HEAD_DIMS[: 3 if options.quick else None]
     masks = options.causal or (False,)
     lengths = options.seqlens or (SEQLEN,)
@@ -72,7 +66,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 def _counted(
     options: Options, bench: Bench, masks: Sequence[bool]
 ) -> Iterator[Row | Sequence[Row]]:
-    """Closed forms and counts of a size that the emulator takes seconds for."""
     head_dims = options.head_dims or COUNTED_HEAD_DIMS[: 2 if options.quick else None]
     lengths = options.seqlens or (COUNTED_SEQLEN // (3 if options.quick else 1),)
     wanted = [one_head(N, d, mask) for mask in masks for N in lengths for d in head_dims]
@@ -98,7 +91,6 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Elements moved for each score over d: closed form and counts, then L2 and DRAM."""
     rows = [row for row in rows if not row.failed]
     masks = sorted({row.causal for row in rows})
     if not masks:
@@ -168,7 +160,6 @@ def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | Non
 
 
 def _table(rows: Sequence[Row]) -> tables.Table | None:
-    """Exponents of N and d, from every source."""
     own = [row for row in rows if row.experiment == NAME]
     # Closed forms of our own: the other experiment's are at the same lengths.
     of_n = [r for r in rows if r.experiment != NAME and r.source in ("l2", "dram")]

@@ -1,4 +1,8 @@
-"""Global-memory accesses over the sequence length, for standard attention and both loop orders."""
+"""Global-memory accesses over the sequence length, for standard attention and both loop orders.
+
+Closed form to 64k, counted on the emulator to N=1024, the published bounds, and on a GPU with
+Nsight Compute the L2 and DRAM bytes in FA-2's setting.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,18 +17,10 @@ from .lab.measure.scaling import KINDS
 from .lab.measure.series import LABELS, SERIES, call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "io_vs_seqlen"
-TITLE = "accesses over the sequence length: model, counts, bounds, L2 and DRAM"
-DESCRIPTION = (
-    "Global-memory accesses over N for standard attention, FA-1 and FA-2: closed form to 64k, "
-    "counted on the emulator to N=1024, the published bounds, and on a GPU with Nsight Compute "
-    "the L2 and DRAM bytes in FA-2's setting."
-)
-NEEDS_GPU = False
 
 MODEL_SEQLENS = tuple(1 << n for n in range(5, 17))
 COUNTED_SEQLENS = (32, 64, 128, 256, 512, 1024)  # minutes on the emulator beyond
@@ -44,7 +40,6 @@ BOUND_STYLES = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Rows per head for models and counts, of whole calls for hardware counters."""
     lengths = MODEL_SEQLENS[: 6 if options.quick else None]
     cases = options.grid(one_head, lengths, HEAD_DIMS)
     for problem in bench.track(cases, "closed forms"):
@@ -61,7 +56,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _countable(options: Options, bench: Bench) -> list[Problem]:
-    """What the emulator counts; says which lengths that were asked for it does not."""
     longest = max(COUNTED_SEQLENS)
     beyond = [N for N in options.seqlens or () if N > longest]
     if beyond:
@@ -98,7 +92,6 @@ def _count(series: str, problem: Problem, inputs: Inputs) -> Iterator[Row]:
 
 
 def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
-    """L2 and DRAM bytes of whole calls, and the model's bytes with the same tiles beside them."""
     work = [(series, problem) for problem in cases for series in SERIES]
     wanted = [counters.Case.of(SERIES[series], problem) for series, problem in work]
     if counters.available():
@@ -124,7 +117,6 @@ _BOUND = {"ls": ":", "lw": 1.4}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Accesses of one head, bytes of a call on a GPU: a row of panels for each d and mask."""
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})
     if not panels:
@@ -160,7 +152,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(rows: Sequence[Row]) -> str:
-    """How many times DRAM's bytes grow from the shortest to the longest length, without a mask."""
     grown: dict[str, list[float]] = {}
     for series in SERIES:
         for d in {row.head_dim for row in rows}:
@@ -244,7 +235,6 @@ SHOWN_SEQLENS = (512, 1024, 4096, 16384)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Model, L2 and DRAM bytes of a call, a line for each length and head dimension."""
     found = {
         (r.head_dim, r.seqlen_q, r.series, r.source): r
         for r in rows

@@ -1,5 +1,9 @@
 """Accesses over the on-chip memory M, and the change of regime at M = d^2: FlashAttention's Theorem
-2; Saha and Ye, arXiv 2402.07443; backward Li et al., arXiv 2410.09397."""
+2; Saha and Ye, arXiv 2402.07443; backward Li et al., arXiv 2410.09397.
+
+Tiles by line 1 of FlashAttention's Algorithm 1 for M floats, and the planner's: closed form,
+counted, L2 and DRAM bytes; the published bounds; where square blocks need fewer.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,21 +18,10 @@ from .lab.measure.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
 from .lab.measure.series import BACKWARD_LABELS, columns
 from .lab.measure.series import LABELS as SERIES_LABELS
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import MODEL, Row
+from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "io_vs_sram"
-TITLE = (
-    "accesses over the on-chip memory, the regimes of M (FA-1 Theorem 2; Saha and Ye; Li et al.)"
-)
-DESCRIPTION = (
-    "Accesses over M, the floats on chip, with tiles by line 1 of FlashAttention's Algorithm 1 and "
-    "with the planner's: closed form, counted on the emulator, and on a GPU the L2 and DRAM bytes; "
-    "the published bounds; where standard attention by square blocks needs fewer."
-)
-NEEDS_GPU = False
-SWEPT = ("Br", "Bc", "note")
 
 SEQLEN, HEAD_DIM = 4096, 64
 MODEL_EXPONENTS = range(4, 21)
@@ -83,7 +76,6 @@ BLOCKS = {"fwd": blocked_standard, "bwd": blocked_standard_backward}
 
 
 def memory(row: Row) -> int:
-    """The M of a row, from its note."""
     return int(row.place.removeprefix("M="))
 
 
@@ -109,7 +101,6 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Closed forms and bounds, counts, and L2 and DRAM bytes where there is Nsight Compute."""
     for problem in options.grid(one_head, (SEQLEN,), (HEAD_DIM,)):
         for M in [1 << n for n in MODEL_EXPONENTS]:
             yield from _closed_forms(problem, M)
@@ -139,7 +130,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _runnable(problem: Problem, options: Options, pass_: str = "fwd") -> list[Setting]:
-    """What is run; of the planner's calls those that line 1 does not make at the same M."""
     found: list[Setting] = []
     for M in MEMORIES[2:] if options.quick else MEMORIES:
         both = [s for s in at(problem, M, pass_) if scaling.runs(s)]
@@ -173,7 +163,6 @@ def _large(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Elements moved for each score over M: all M in closed form, and what was run."""
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.pass_ == "bwd", row.causal, row.head_dim) for row in rows})
     if not panels:
@@ -210,7 +199,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(rows: Sequence[Row]) -> str:
-    """The power of M that the accesses of FA-1 with line 1's tiles go with, above d^2."""
     rows = [row for row in rows if not row.causal and row.pass_ == "fwd"]
     forms = _large(rows) if _lengths(rows, "model") else []
     d, N = (max((getattr(r, name) for r in forms), default=0) for name in ("head_dim", "seqlen_q"))
@@ -222,7 +210,6 @@ def _message(rows: Sequence[Row]) -> str:
 
 
 def _counted(rows: Sequence[Row]) -> list[Row]:
-    """The counts, and the closed forms of the same calls."""
     counted = [row for row in rows if row.source == "counted"]
     places = {(row.seqlen_q, row.place) for row in counted}
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
@@ -270,7 +257,6 @@ def crossing(rows: Sequence[Row]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Exponents of M from every source, below and above M = d^2."""
     rows = [r for r in rows if not r.failed and not r.causal and r.head_dim == HEAD_DIM]
     if not _lengths(rows, "model"):
         return None

@@ -1,4 +1,9 @@
-"""What each measure of the tensor-core kernels gains, one after the other."""
+"""What each measure of the tensor-core kernels gains, one after the other.
+
+FA-2 forward, fp16, N=4096, from a plain kernel in steps, FA-1 with a tile's rows or its keys split
+over the warps, and on Hopper wgmma and the copy engine in steps, with a causal mask too: time,
+instructions, bank conflicts, sectors from L2, shares of the fastest products and exponentials.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,23 +19,11 @@ from .lab.measure import bandwidth, check, counters, peers, variants
 from .lab.measure.series import columns, plan
 from .lab.measure.timing import REPEATS, attempt, number, time_call, timing_rows
 from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "ladder"
-TITLE = "what each measure of the tensor-core kernels gains"
-DESCRIPTION = (
-    "FA-2 forward on tensor cores from a plain kernel in steps (padding, a swizzle in its place, "
-    "prefetching, Q in registers, the scale in the exponent, wide stores, 32 rows a warp, two "
-    "stages of K and V, measured tiles), and FA-1 with a tile's rows or its keys split over the "
-    "warps; on Hopper wgmma and the copy engine in steps (tiles ahead, two consumers, turns, "
-    "overlap, persistent blocks, a counter, the next row tile's first product ahead, that row tile "
-    "taken late), with a causal mask too. FA-2's setting at N=4096, fp16: time, instructions, bank "
-    "conflicts, sectors from L2, shares of the fastest products and exponentials, and torch's FA-2 "
-    "beside."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 
 SEQLEN, QUICK_SEQLEN = 4096, 512
 BASE = "fa2-mma"
@@ -86,12 +79,7 @@ _MEASURES = tuple(WGMMA_MEASURES)
 
 
 def _hopper(name: str, label: str, predicted: float | None, kept: int, rows: int = 128) -> Step:
-    """A step of so many measures, in their order."""
     return Step(f"{HOPPER}-{name}", label, predicted, _MEASURES[:kept], None, 2, (rows, 128))
-
-
-def _causal(step: Step, predicted: float) -> Step:
-    return replace(step, causal=predicted)
 
 
 # The same on Hopper's own instructions: a producer's thread starts the copies, so that whatever
@@ -105,7 +93,7 @@ HOPPER_LADDER = (
     _hopper("persistent", "+ persistent blocks", 1.05, 3),
     _hopper("counter", "+ row tiles from a counter", 1.0, 4),
     _hopper("ahead", "+ next row tile's first product ahead", 1.03, 5),
-    _causal(_hopper("late", "+ row tiles taken late", 1.0, 6), 1.05),
+    replace(_hopper("late", "+ row tiles taken late", 1.0, 6), causal=1.05),
     Step(HOPPER, "+ tiles of the plan", 1.02),
 )
 # FA-3's ablation (arXiv 2407.08608, Table 2): its problem, and all measures but one.
@@ -146,7 +134,6 @@ OCCUPIED = {
 
 
 def configurations(problem: Problem) -> list[variants.Variant]:
-    """The steps, and FA-1 with both partitions, in the order of LABELS."""
     found = []
     own = plan(BASE, problem).tiles
     for step in STEPS:
@@ -167,7 +154,6 @@ def configurations(problem: Problem) -> list[variants.Variant]:
 
 
 def hopper_configurations(problem: Problem) -> list[variants.Variant]:
-    """The steps on Hopper's instructions, in the order of HOPPER_LABELS."""
     found = []
     own = plan(HOPPER, problem).tiles
     before = HOPPER_LADDER[-2]
@@ -184,7 +170,6 @@ def hopper_configurations(problem: Problem) -> list[variants.Variant]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times, checked first, torch's, counters; of causal problems Hopper's steps alone."""
     assert bench.machine is not None
     hopper = fa_numba.device.compute_capability() == (9, 0)
     problems = options.grid(
@@ -251,7 +236,6 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    """How many times faster a step is than the one before; two stages than one, rows than keys."""
     timed = [r for r in rows if r.metric == "time"]
     times = {r.series: r.value for r in timed if r.value is not None}
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
@@ -283,7 +267,6 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bars of TFLOP/s with the gain over the step before; each problem has a panel."""
     found = [part for part in (_split(rows, False), _split(rows, True)) if part[0]]
     if not found:
         return None
@@ -301,7 +284,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -> str:
-    """The largest gain of each unit's steps, of the first problem."""
     problem, rows = next(iter(problems.items()))
     found, largest = gains(rows), []
     for ladder in (LADDER, HOPPER_LADDER):
@@ -314,7 +296,6 @@ def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -
 
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
-    """One problem's panel."""
     speeds = {r.series: r.value for r in rows if r.metric == "speed" and r.value is not None}
     found = gains(rows)
     for at, series in enumerate(labels):
@@ -350,12 +331,10 @@ _HEADER = (
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """The speed of every step, its gain, what was predicted of it, and what was counted."""
     return _table(rows, False, "")
 
 
 def masked(rows: Sequence[Row]) -> tables.Table | None:
-    """The same of Hopper's steps with a causal mask."""
     return _table(rows, True, " with a causal mask")
 
 
@@ -394,7 +373,6 @@ def _table(rows: Sequence[Row], causal: bool, setting: str) -> tables.Table | No
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-3's ablation of products during the softmax, at its size."""
     speeds = {
         r.series: r.value
         for r in rows

@@ -1,4 +1,10 @@
-"""From FA-1 to FA-2 in single steps, and what each gains (FlashAttention-2 paper, section 3)."""
+"""From FA-1 to FA-2 in single steps, and what each gains (FlashAttention-2 paper, section 3).
+
+FA-2's setting at N=4096, forward and backward, fp32 and fp16, on Hopper by wgmma too: warps over Q,
+O unnormalised, one logsumexp, Q outer with one block a head, the grid over the sequence, FA-2's
+tiles, causal skipping; and FA-1 with query splits. Time, accesses, operations beside matrix
+products, instructions, L2 and DRAM bytes.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,22 +30,12 @@ from .lab.measure.series import columns, plan, query_splits, unit
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import Sizes, fa2_setting
-from .lab.record.options import Bench, Options
-from .lab.record.store import MODEL, Row
+from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 from .lab.show.tables import Table
 
 NAME = "loop_cost"
-TITLE = "from FA-1 to FA-2 in single steps (FA-2 paper, section 3)"
-DESCRIPTION = (
-    "What lies between FA-1 and FA-2, a step at a time, FA-2's setting at N=4096, forward and "
-    "backward, fp32 and fp16, on Hopper by wgmma too: warps over Q, O unnormalised, one "
-    "logsumexp, Q outer with one block a head, the grid over the sequence, FA-2's tiles, causal "
-    "skipping; and FA-1 with query splits, for the orders at an equal grid. Time, accesses, "
-    "operations beside matrix products, and with Nsight Compute instructions, how often one is "
-    "issued, and L2 and DRAM bytes."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 PROTOCOL = (
     "one block a head of FA-2 is a launch for each row tile, one after the other; its counters are "
     "those of the first launch times the number of launches"
@@ -100,7 +96,6 @@ def configurations(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times, checked first, then the hardware counters of every step, then the closed forms."""
     assert bench.machine is not None and bench.describe is not None
     problems = Sizes.of(options, (SEQLEN,), (QUICK_SEQLEN,)).problems(UNITS.values())
     multiprocessors = bench.describe["multiprocessors"]
@@ -192,7 +187,6 @@ FACTORS = {
 
 
 def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
-    """A problem's time from FA-1 to FA-2 as a waterfall; below each step's gain in all of them."""
     found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:
         return None
@@ -225,7 +219,6 @@ def _named(dtype: str, units: Sequence[str]) -> str:
 
 
 def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
-    """A bar for the first and the last step, between them what each change takes or adds."""
     found, failed = by_step(rows), {step_of(r.series) for r in rows if r.failed}
     tiles = {step_of(r.series): f"{r.Br} x {r.Bc}" for r in rows if r.Br is not None}
     colours = {step_of(r.series): style.COLOURS.get(r.series) for r in rows}
@@ -264,7 +257,6 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def _gains(ax: Any, found: Problems, units: Sequence[str]) -> None:
-    """A mark for each step, how many times faster it is, a line for each problem."""
     for key, (name, step, marker) in FACTORS.items():
         points = [
             (gain, at)
@@ -306,7 +298,6 @@ _GAINS = {
 
 
 def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | None:
-    """The factor of every step from FA-1 to FA-2, and what was measured of each at one problem."""
     every = problems_of(rows, units)
     if not every:
         return None
@@ -340,7 +331,6 @@ def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | N
 
 
 def runs(rows: Iterable[Row]) -> str:
-    """How many runs the times are medians of: "medians of 5 to 20 runs"."""
     return tables.runs(r for r in rows if r.metric == "time")
 
 

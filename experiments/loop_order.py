@@ -1,4 +1,9 @@
-"""Both loop orders at equal unit, dtype, tiles and work: time and accesses, FA-1 over FA-2."""
+"""Both loop orders at equal unit, dtype, tiles and work: time and accesses, FA-1 over FA-2.
+
+FA-1's order, on the paper's grid and with query splits, over FA-2's at the same tiles, on every
+unit: time, accesses, L2 and DRAM bytes and occupancy over N in FA-2's setting, and over batch x
+heads.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,19 +17,11 @@ from .lab.measure.series import plan, query_splits
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import SEQLENS, Sizes, fa2_setting
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "loop_order"
-TITLE = "both loop orders at equal unit, dtype, tiles and work"
-DESCRIPTION = (
-    "FA-1's loop order, with the paper's grid and with query splits, over FA-2's at the same "
-    "tiles: time, accesses, L2 and DRAM bytes and occupancy, forward, fp32 on CUDA cores and fp16 "
-    "on tensor cores, by mma.sync and, where there is such a GPU, by wgmma, over N in FA-2's "
-    "setting, and over batch x heads at one N."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
 UNIT_NAMES = {
@@ -52,7 +49,6 @@ def series_of(unit: str) -> tuple[str, str, str]:
 
 
 def configurations(problem: Problem, multiprocessors: int, unit: str) -> list[variants.Variant]:
-    """The three calls to compare, at equal tiles and threads; none where the GPU lacks the unit."""
     k_outer, _, q_outer = series_of(unit)
     own: dict[str, Any] = {}
     if unit == "wgmma":
@@ -78,7 +74,6 @@ def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times, checked first, then the hardware counters."""
     assert bench.machine is not None and bench.describe is not None
     sizes = Sizes.of(options, SEQLENS, SEQLENS[:2])
     dtypes = dict.fromkeys(UNITS.values())
@@ -135,7 +130,6 @@ Place = tuple[str, Problem]
 
 
 def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
-    """The ratios of all problems and units that have some."""
     of = {
         (unit, problem): ratios(mine, unit)
         for problem, mine in variants.problems_of(rows).items()
@@ -182,7 +176,6 @@ _LOOKS = {64: ("o", "-"), 128: ("s", "--")}
 
 
 def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str) -> None:
-    """A ratio over N, a curve for each unit and head dimension."""
     places = sorted({(list(UNITS).index(unit), p.head_dim, unit) for unit, p in found})
     for _, d, unit in places:
         points = sorted(
@@ -209,7 +202,6 @@ _LINES = {
 
 
 def detail(rows: Sequence[Row]) -> Any:
-    """Ratios over N and over batch x heads: a row of panels for each unit, a column for each d."""
     found = _every(rows)
     if not found:
         return None
@@ -260,7 +252,6 @@ def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool) ->
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-1 over FA-2 of times and bytes where DRAM is measured, at the shortest and longest N."""
     names = {
         "grid": "time, paper's grid",
         "splits": "time, equal grid",

@@ -1,5 +1,9 @@
 """Bandwidth of DRAM, L2 and shared memory, and the roofline with every kernel on it: FlashAttention
-paper, Fig. 1 left."""
+paper, Fig. 1 left.
+
+Kernels that only read, over the bytes that they go over; matrix products by torch; and every
+attention kernel between these ceilings by its FLOPs, its measured bytes and its time.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,20 +15,11 @@ from .lab.measure import bandwidth, peers, variants
 from .lab.measure.series import LABELS, columns, query_splits
 from .lab.measure.timing import SECONDS, Timing, attempt, number
 from .lab.measure.workloads import Sizes
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "memory_hierarchy"
-TITLE = "bandwidth of every memory, and the roofline (FA-1 Fig. 1 left)"
-DESCRIPTION = (
-    "What DRAM, L2 and shared memory give, measured by kernels that only read, over the bytes that "
-    "they go over; matrix products by torch; and every attention kernel, forward and backward, "
-    "between these ceilings by its FLOPs, its measured bytes and its time."
-)
-NEEDS_GPU = True
-SWEPT = ("note",)
+NEEDS = ("GPU",)
 PROTOCOL = (
     f"bandwidths: reads of {bandwidth.CHUNK} bytes, {bandwidth.BYTES // 2**30} GiB a run, of which "
     "the footprint is what is read again and again; L2 is not flushed; matrix products: torch, "
@@ -43,7 +38,6 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Bandwidths, matrix products, then times and hardware counters of the attention kernels."""
     assert bench.machine is not None and bench.describe is not None
     problems = Sizes(
         options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,),
@@ -110,17 +104,14 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
 
 
 def memory_bytes() -> int:
-    """The GPU's device memory."""
     return int(device.cuda.current_context().get_memory_info()[1])
 
 
 def footprint(row: Row) -> int:
-    """Bytes that a row's bandwidth was read over."""
     return int(row.place.removesuffix(" MiB")) * MIB
 
 
 def curve(rows: Sequence[Row]) -> dict[int, Row]:
-    """Footprint -> the row of its bandwidth."""
     found = [r for r in rows if (r.series, r.metric) == (GLOBAL, "bandwidth") and not r.failed]
     return {footprint(row): row for row in sorted(found, key=footprint)}
 
@@ -147,7 +138,6 @@ def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def products(rows: Sequence[Row]) -> dict[str, float]:
-    """dtype -> TFLOP/s of torch's matrix product."""
     mine = [r for r in rows if (r.series, r.metric) == (MATMUL, "speed") and not r.failed]
     return {row.dtype: row.number for row in mine}
 
@@ -181,7 +171,6 @@ def paper() -> dict[tuple[str, str], float]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bandwidth over the footprint, and a roofline for each dtype."""
     found, over = points(rows), curve(rows)
     if not found and not over:
         return None
@@ -195,7 +184,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(found: Mapping[Problem, Mapping[Place, Mapping[str, float]]]) -> str:
-    """FA-2's FLOP a byte of DRAM over FA-1's, forward."""
     ratios = [
         calls["fa2" + series[3:], pass_, dtype]["DRAM"] / of["DRAM"]
         for calls in found.values()
@@ -298,7 +286,6 @@ def _roof(ax: Any, low: float, high: float, tb_s: float, peak: float | None, **l
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Each memory's bandwidth and size, the A100's beside them, and where the roofs meet."""
     speeds, room, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
     if not speeds:
         return None
@@ -350,7 +337,6 @@ def _size(size: float | None) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> tables.Table | None:
-    """Every forward kernel: which roof is lowest above it, and how near it comes."""
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
     lines = []
     for problem, calls in found.items():

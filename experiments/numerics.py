@@ -1,4 +1,9 @@
-"""Error of every kernel against float64, bits of online and ordinary softmax (C1, C2; FA-3)."""
+"""Error of every kernel against float64, bits of online and ordinary softmax (C1, C2; FA-3).
+
+N=128 to 16384, fp32 (by planes of 16 bits too), fp16 and bf16, normal inputs and FlashAttention-3's
+with outliers: RMSE, the largest error, the share of elements that are bit for bit those of standard
+attention; on the emulator at small sizes.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,22 +22,10 @@ from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "numerics"
-TITLE = "error against float64 and bitwise agreement, with and without outliers"
-DESCRIPTION = (
-    "Error of every kernel against float64 over N=128..16384, fp32, fp16 and bf16, for normal "
-    "inputs and for FlashAttention-3's with outliers: RMSE, the largest error, and the share of "
-    "elements that are bit for bit those of standard attention, and of an ordinary softmax; of "
-    "float32 by planes of 16 bits too; on the emulator at small sizes."
-)
-NEEDS_GPU = False
-# The kind of a row's inputs stands in its note.
-SWEPT = ("note",)
 HEADS, HEAD_DIM, VECTORS = 4, 64, 64
 SEQLENS = tuple(128 << n for n in range(8))
 QUICK_SEQLENS, EMULATED_SEQLENS, EMULATED_LONGEST = (128, 1024), (64, 128), 512
@@ -110,7 +103,6 @@ class Exact:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Errors on the emulator at small sizes, and on a GPU at all."""
     lengths = options.seqlens or EMULATED_SEQLENS
     small = [N for N in lengths if N <= EMULATED_LONGEST]
     if len(small) < len(lengths):
@@ -161,7 +153,6 @@ def _problems(
 
 
 def _vectors(lengths: Sequence[int], batch: int) -> Iterator[Item]:
-    """Softmaxes of so many vectors, their length as that of a sequence, as problems of d=1."""
     for kind in (NORMAL, OUTLIERS):
         for V in lengths:
             yield Problem(batch, 1, 1, V, V, 1), kind
@@ -194,7 +185,6 @@ Made = tuple[str, Callable[[], np.ndarray], Callable[[np.ndarray], dict[str, flo
 
 
 def _attention(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
-    """(series, a function that gives its O, its errors, whose bits they are held against)."""
     host = inputs(kind, problem)
     exact = Exact(problem, *host)
     ours = series_of(problem, kind)
@@ -216,7 +206,6 @@ def _output(series: str, problem: Problem, arrays: Sequence[Any], machine: str) 
 
 
 def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
-    """The same for the safe and the online softmax of vectors."""
     rng = np.random.default_rng([SEED, problem.seqlen_q])
     x = _drawn(rng, kind, (problem.batch, problem.seqlen_q))
     wide = x.astype(np.float64)
@@ -282,7 +271,6 @@ _DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The relative error over N by kind of input and dtype; hollow marks are the emulator's."""
     on_gpu, emulated = curves(rows, False), curves(rows, True)
     keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]
     keys = [key for key in keys if key[2] in (*OURS[key[0]], _DRAWN[key[0]])]
@@ -342,7 +330,6 @@ def _latest(found: Found, *key: str) -> tuple[int, float] | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """RMSE and the largest error at the longest length, a line for each dtype and kind of input."""
     lines = []
     for dtype in OURS:
         for kind in (NORMAL, OUTLIERS):
@@ -399,7 +386,6 @@ PAIRS = (
 
 
 def identical(rows: Sequence[Row]) -> tables.Table | None:
-    """How many elements are bit for bit those of the ordinary computation in the same dtype."""
     lines = []
     for dtype, series, name, ordinary, other in PAIRS:
         for kind in (NORMAL, OUTLIERS):

@@ -1,4 +1,9 @@
-"""Naive, safe and online softmax over the vector's length, and attention in two passes and one."""
+"""Naive, safe and online softmax over the vector's length, and attention in two passes and one.
+
+4000 and 10 vectors (arXiv 1805.02867): accesses an element in closed form and counted, time on a
+GPU beside torch's, alone and inside unfused attention; and the accesses of standard attention
+beside those of both flash orders.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,20 +22,10 @@ from .lab.measure.series import LABELS as ATTENTION_LABELS
 from .lab.measure.series import call, columns, plan
 from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "online_softmax"
-TITLE = "naive, safe and online softmax; attention in two passes and in one (arXiv 1805.02867)"
-DESCRIPTION = (
-    "Softmax of 4000 and of 10 vectors over their length V: accesses an element in closed form and "
-    "counted, time on a GPU, torch's softmax beside ours, alone and between torch's two products "
-    "of unfused attention; and the accesses of standard attention, "
-    "which passes over a row of scores twice, beside those of both flash orders."
-)
-NEEDS_GPU = False
 PROTOCOL = (
     "vectors repeat 2**20 standard normal numbers; the first and the last are checked against "
     "float64; in the rows of a softmax seqlen is V and batch the number of vectors"
@@ -73,7 +68,6 @@ def algorithm(series: str) -> str:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Closed forms, counts on the emulator and, on a GPU, times."""
     lengths = options.seqlens or (QUICK_LENGTHS if options.quick else LENGTHS)
     counted = options.seqlens or (QUICK_LENGTHS if options.quick else COUNTED_LENGTHS)
     seqlens = COUNTED_SEQLENS[: 1 if options.quick else None]
@@ -143,14 +137,11 @@ def _attention(
 
 
 def values(size: int) -> np.ndarray:
-    """So many standard normal numbers, which repeat beyond 2**20."""
     drawn = np.random.default_rng(SEED).standard_normal(min(size, 1 << 20), dtype=np.float32)
     return np.resize(drawn, size)
 
 
 def vector_gate(x: Any) -> Gate:
-    """Checks the first and the last vector of a softmax of x, (vectors, V)."""
-
     def ends(y: Any) -> list[np.ndarray]:
         return [np.stack([to_host(y[row]) for row in (0, x.shape[0] - 1)])]
 
@@ -181,7 +172,6 @@ def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
 
 
 def _unfused_times(bench: Bench, seqlens: Sequence[int]) -> Iterator[Row]:
-    """Times of unfused attention in fp32 with each softmax, checked before."""
     inputs = Inputs()
     for N in bench.each(seqlens, "timing unfused attention"):
         problem = Problem(1, UNFUSED_HEADS, UNFUSED_HEADS, N, N, 64)
@@ -195,7 +185,6 @@ def _unfused_times(bench: Bench, seqlens: Sequence[int]) -> Iterator[Row]:
 
 
 def _rows(series: str, S: Any) -> Any:
-    """Softmax of the rows of S, which has any dimensions."""
     return _call(series, S.reshape(-1, S.shape[-1]))().reshape(S.shape)
 
 
@@ -250,7 +239,6 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Accesses an element, and elements per second over V at both batch sizes."""
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
     if not counted and not found:
@@ -328,7 +316,6 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Accesses an element or score, the paper's beside them, and the speed over the safe one."""
     model, counted = an_element(rows, "model"), an_element(rows, "counted")
     if not model and not counted:
         return None
@@ -346,7 +333,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             [
                 f"{name} softmax" if name else f"attention, {ATTENTION_LABELS[series]}",
                 *(f"{either[what]:.3g}" for what in ("loads", "stores")),
-                *(_sum(of) for of in (run, form)),
+                *(f"{sum(of.values()):.3g}" if of else tables.MISSING for of in (run, form)),
                 tables.number(known, series, "g"),
                 tables.cell(nan.get(series), str),
                 *(_best(speed) for speed in speeds),
@@ -361,10 +348,6 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"it{_long(rows)}; the flash orders keep it on chip. NaN: of {QUICK_LENGTHS[0]} elements."
     )
     return tables.of(caption, header, lines)
-
-
-def _sum(of: dict[str, float] | None) -> str:
-    return tables.MISSING if of is None else f"{sum(of.values()):.3g}"
 
 
 def _best(speed: dict[int, float]) -> str:
@@ -384,7 +367,6 @@ def _long(rows: Sequence[Row]) -> str:
 
 
 def inside(rows: Sequence[Row]) -> tables.Table | None:
-    """Time of unfused attention with each softmax, over N."""
     found = times(rows)
     lengths = sorted({N for series, _, N in found if series in UNFUSED})
     lines = []

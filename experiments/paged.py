@@ -1,4 +1,9 @@
-"""K and V in the pages of a cache beside K and V in one piece (claim C22)."""
+"""K and V in the pages of a cache beside K and V in one piece (claim C22).
+
+FlashAttention-2 over pages of 16 to 256 rows, in no order: how many bits differ at the same tiles,
+and what the block table adds to the accesses, counted; the time of a decoding step, 1k to 64k keys,
+fp16.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +20,10 @@ from .lab.measure import calls, check, peers, precompile
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, Row
+from .lab.record import EMULATOR, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "paged"
-TITLE = "a cache in pages beside keys and values in one piece"
-DESCRIPTION = (
-    "FlashAttention-2 over pages of 16 to 256 rows, in no order: how many bits differ from K and V "
-    "in one piece at the same tiles, and what the block table adds to the accesses, counted; the "
-    "time of a decoding step over that of one piece, from 1k to 64k keys, fp16, where there is a "
-    "GPU."
-)
-NEEDS_GPU = False
-# A row's page size stands in its note.
-SWEPT = ("note",)
 TAKES, TAKES_ON_GPU = (), ("seqlens", "head_dims")
 
 PAGE_SIZES = (16, 64, 128, 256)
@@ -77,7 +71,6 @@ def in_pages(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """What differs and what the table costs, counted; times where there is a GPU."""
     work = [(series, page_size) for series in COUNTED for page_size in PAGE_SIZES]
     yield from bench.counted(work, "counting", _counted)
     if bench.machine is None:
@@ -97,12 +90,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _step(N: int, d: int) -> Problem:
-    """A decoding step over N keys."""
     return Problem(BATCH, HEADS, KEY_HEADS, 1, N, d, dtype="float16")
 
 
 def _paged_step(problem: Problem, page_size: int) -> tuple[Problem, tuple[int, int]]:
-    """The same over pages, and the table's shape."""
     table = problem.batch, -(-problem.seqlen_k // page_size)
     pages = (table[0] * table[1], problem.heads_k, page_size, problem.head_dim)
     paged = Problem.from_shapes(
@@ -197,7 +188,6 @@ _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Time over that of one piece over the context, and the table's share of the bytes."""
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not timed and not shares:
         return None
@@ -239,7 +229,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each page size: what differs, the table's share, times over one piece's."""
     differing, shares = counted(rows, "difference"), counted(rows, "table_share")
     timed = ratios(rows)
     sizes = sorted(

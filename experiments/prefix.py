@@ -1,4 +1,8 @@
-"""Sequences that begin alike: their prefix read once for all of them, or by each."""
+"""Sequences that begin alike: their prefix read once for all of them, or by each.
+
+A decoding step of 1 to 256 sequences behind 1k to 16k keys: bytes by the model and counted on the
+emulator, and time on a GPU, fp16, d=128.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,20 +19,10 @@ from .lab.measure import calls, check, counts, peers, precompile
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "prefix"
-TITLE = "a prefix that sequences share, read once or by each"
-DESCRIPTION = (
-    "A decoding step of sequences that begin alike: the bytes that it accesses where the prefix is "
-    "read once for all of them and where each reads it, by the model and counted on the emulator; "
-    "the time of both, fp16, d=128, 1 to 256 sequences behind 1k to 16k keys, where there is a GPU."
-)
-NEEDS_GPU = False
-# Whether the prefix is read once stands in a row's note.
-SWEPT = ("note",)
 TAKES: tuple[str, ...] = ()
 
 ONCE, BY_EACH = "read once", "read by each"
@@ -54,7 +48,6 @@ def step(sequences: int, prefix: int, sizes: Sequence[int], dtype: str = "float1
 
 
 def prefix_of(row: Row | Problem, sizes: Sequence[int]) -> int:
-    """The keys of a row's prefix."""
     return row.seqlen_k - sizes[2]
 
 
@@ -129,7 +122,6 @@ def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, di
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Bytes counted and by the model; times where there is a GPU."""
     steps = COUNTED_STEPS[:: 3 if options.quick else 1]
     yield from bench.counted([(s, *at) for s in COUNTED for at in steps], "counting", _counted)
     for series, at in itertools.product(COUNTED, steps):
@@ -153,7 +145,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[Row]:
-    """Bytes of both ways, by the accesses of the plans on the emulator."""
     for way in WAYS:
         paged, told = _told(way, problem, sizes)
         how: dict[str, Any] = {"dtype": problem.dtype, "unit": unit(series), "kv_splits": 1}
@@ -210,7 +201,6 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
 
 
 def _placed(way: str, problem: Problem, host: Sequence[np.ndarray]) -> tuple[Any, dict[str, Any]]:
-    """The arrays of a call and its options on the GPU."""
     on_host, options = given(way, problem, host, LARGE)
     integers = {"block_table", "kv_lens"}
     found = {
@@ -236,7 +226,6 @@ def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[st
 
 
 def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:
-    """Keys of the prefix -> sequences -> how many times as much it is read by each."""
     by: dict[int, dict[int, float]] = {}
     for (prefix, sequences), ways in found.items():
         by.setdefault(prefix, {})[sequences] = ways[BY_EACH] / ways[ONCE]
@@ -247,7 +236,6 @@ _LOOKS = dict(zip(PREFIXES, (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bytes and times of the prefix read by each over those of once, over the sequences."""
     moved = gains(by_way(rows, TIMED[0], "traffic"))
     timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
     if not moved and not any(timed.values()):
@@ -281,13 +269,11 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _range(by: dict[int, dict[int, float]]) -> str:
-    """The gains of the most sequences, in words."""
     found = [points[SEQUENCES[-1]] for points in by.values() if SEQUENCES[-1] in points]
     return tables.between(found) if found else ""
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each prefix and number of sequences: bytes and microseconds of both ways."""
     moved = by_way(rows, TIMED[0], "traffic")
     timed = {series: by_way(rows, series, "time") for series in TIMED}
     timed = {series: by for series, by in timed.items() if by}

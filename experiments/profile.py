@@ -1,4 +1,9 @@
-"""What a GPU's profiler says of each kernel, and what the emulator says without the GPU."""
+"""What a GPU's profiler says of each kernel, and what the emulator says without the GPU.
+
+One head, forward and backward: requests and sectors of global memory, wavefronts and bank conflicts
+of shared memory, instructions by class, counted on the emulator and, with Nsight Compute, by the
+hardware at the same tiles.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,18 +19,10 @@ from .beside import profiler
 from .lab.measure import counters, precompile, series, variants
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, Inputs, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, Row
+from .lab.record import EMULATOR, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "profile"
-TITLE = "sectors, wavefronts, conflicts and instructions: the profiler's and the emulator's"
-DESCRIPTION = (
-    "One head, each kernel, forward and backward: requests and sectors of global memory, "
-    "wavefronts and bank conflicts of shared memory, executed instructions by class, counted on "
-    "the emulator and, with Nsight Compute, by the hardware at the same tiles."
-)
-NEEDS_GPU = False
 PROTOCOL = (
     "one batch entry and head at the tiles of the emulated device, of the sizes that are counted, "
     "unless others are asked for; instructions are the "
@@ -96,7 +93,6 @@ def _with_tiles(run: Run) -> Run:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """The profiler's numbers where there is one, then the emulator's."""
     lengths = options.seqlens or (SEQLENS[:1] if options.quick else SEQLENS)
     head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
     masks = options.causal or ((False,) if options.quick else (False, True))
@@ -233,7 +229,6 @@ SHOWN = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Measured over counted for every kernel of the smallest problem; or what is counted alone."""
     found = pairs(rows)
     if not found:
         return None

@@ -1,4 +1,9 @@
-"""A sequence over several GPUs: which operand travels is the loop order of a cluster."""
+"""A sequence over several GPUs: which operand travels is the loop order of a cluster.
+
+8k to 1M rows over all GPUs of this host, fp16, 16 heads, d=128: K and V round the ring (FA-2's
+order), Q with its results (FA-1's), beside one GPU, torch's context parallelism and Ulysses'
+all-to-all; bytes between GPUs in closed form, and a model of the time over as many as 1,024.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,21 +43,11 @@ from .beside.ring_rows import (
 from .lab.measure import peers, precompile, speeds
 from .lab.measure.series import HOPPER, columns
 from .lab.measure.timing import Timing, number
-from .lab.record.options import Bench, Options
-from .lab.record.store import MODEL, Row
+from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "ring"
-TITLE = "a sequence over several GPUs: K and V travel, or Q"
-DESCRIPTION = (
-    "Attention of sequences of 8k to 1M rows over all GPUs of this host, fp16, 16 heads, d=128: "
-    "K and V round the ring (FA-2's order), Q with its results round it (FA-1's), beside one GPU, "
-    "torch's context parallelism and Ulysses' all-to-all over the same kernels; bytes between the "
-    "GPUs in closed form, and a model of the time over as many as 1,024."
-)
-NEEDS_GPU = False
 MEASURES = ("host/", "ring/", "torch.py")
-SWEPT = ("note",)
 TAKES, TAKES_ON_GPU = ("head_dims", "causal"), ("seqlens",)
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
@@ -89,7 +84,6 @@ MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"
 
 
 def tasks(options: Options) -> list[Task]:
-    """What is timed, the link first."""
     if options.quick:
         lengths: Sequence[int] = SEQLENS[:1]
     else:
@@ -113,14 +107,12 @@ def tasks(options: Options) -> list[Task]:
 
 
 def repeats(N: int) -> int:
-    """Calls that are timed: fewer where they take long."""
     if N >= 2**20:
         return 1
     return max(2, min(20, 2**18 // N))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Bytes of every number of ranks in closed form; times over the GPUs of this host."""
     yield list(_modelled(options))
     if bench.machine is None:
         return
@@ -181,7 +173,6 @@ def _modelled(options: Options) -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Speed over one GPU's by length; below bytes on the link, the model's efficiency by ranks."""
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
@@ -216,7 +207,6 @@ def _look(series: str) -> dict[str, Any]:
 
 
 def _message(gained: Mapping[Key, float], ranks: int) -> str:
-    """What both orders of ours gain from the length on that fills the GPUs."""
     long = {k: x for k, x in gained.items() if k[0] in OURS and k[3] >= FILLS}
     if not long:
         return "Which operand travels is the loop order of the GPUs together"
@@ -228,7 +218,6 @@ def _message(gained: Mapping[Key, float], ranks: int) -> str:
 
 
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
-    """Bytes that a rank sends, by ranks, of the modelled length."""
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
@@ -251,7 +240,6 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
-    """The model's efficiency over the GPUs, by either link, at the shorter modelled length."""
     ax.set_title(f"model, N={SHORTER >> 20}M, causal, {pass_}")
     if machine is None:
         style.empty(ax, "no link measured")
@@ -278,7 +266,6 @@ SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each call of all ranks at some lengths: times, gains, the model, bytes."""
     times, gained = by_key(rows, "time"), gains(rows)
     model, sent, memory = predicted(rows), by_key(rows, "sent"), by_key(rows, "memory")
     series = [s for s in SERIES if any(k[0] == s for k in times)]
@@ -364,7 +351,6 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def model_table(rows: Sequence[Row]) -> tables.Table | None:
-    """The model's efficiency at both modelled lengths, causal."""
     lines = _model_lines(rows)
     names = [
         f"{link}, {LABELS[series]}, {pass_}"

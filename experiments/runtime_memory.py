@@ -1,4 +1,9 @@
-"""Time and peak memory over the sequence length: FlashAttention-1 paper, Fig. 3, Tables 9 to 21."""
+"""Time and peak memory over the sequence length: FlashAttention-1 paper, Fig. 3, Tables 9 to 21.
+
+Batch 16, 8 heads, d=64, fp16, N=128 to 65536 with and without dropout and padding mask: standard
+attention while it fits, both orders, all of torch's kernels to N=32768, its FA-2 beyond, a step of
+one sequence of N=1048576, and the published curves.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,23 +18,11 @@ from .lab.measure import calls, check, peers, precompile
 from .lab.measure.series import LABELS, algorithm, columns
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
 from .lab.measure.workloads import Inputs, padded_lengths
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import MODEL, Row
+from .lab.record import MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "runtime_memory"
-TITLE = "time and memory over the sequence length (FA-1 Fig. 3)"
-DESCRIPTION = (
-    "FA-1 paper, Fig. 3 and Tables 9 to 21 (batch 16, 8 heads, d=64, fp16): time and peak memory "
-    "over N=128..65536 with and without dropout and padding mask, forward, backward and both: "
-    "standard attention while it fits, both orders, all of torch's kernels to N=32768, its FA-2 "
-    "beyond, a step of one sequence of N=1048576, and the published curves."
-)
-NEEDS_GPU = False
 MEASURES = ("host/",)
-# A row's setting stands in its note.
-SWEPT = ("note",)
 BATCH, HEADS, HEAD_DIM, DTYPE = 16, 8, 64, "float16"
 SEQLENS = tuple(128 << n for n in range(10))
 QUICK_SEQLENS = (128, 512)
@@ -65,7 +58,6 @@ PROTOCOL = (
 
 
 def setting(seqlen: int, head_dim: int = HEAD_DIM, causal: bool = False) -> Problem:
-    """The paper's problem at a length."""
     return Problem(BATCH, HEADS, HEADS, seqlen, seqlen, head_dim, dtype=DTYPE, causal=causal)
 
 
@@ -81,7 +73,6 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Memory from the model; times and memory where there is a GPU."""
     lengths = options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS)
     problems = [
         setting(N, d, mask)
@@ -247,7 +238,6 @@ class _Session:
         check: calls.Check | None,
         repeated: bool,
     ) -> tuple[Timing, int | None]:
-        """Its time, and what it takes; of a backward pass alone that is not looked at."""
         run = calls.make(series, pass_, problem, arrays, **options)
         results = _results_bytes(problem, pass_)
         if repeated:
@@ -289,7 +279,6 @@ UNITS = {"time": "runtime", "memory": "memory"}
 
 
 def paper(metric: str, pass_: str, name: str, method: str) -> dict[int, float]:
-    """N -> milliseconds or MiB of the paper's table of a setting."""
     wanted = {"metric": UNITS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
     found = published.lookup(paper="fa1", **wanted)
     return {int(line["seqlen"]): float(line["value"]) for line in found}
@@ -319,7 +308,6 @@ _LIKE = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Time and memory over N: published ones hollow and dotted, closed forms as lines alone."""
     rows = [r for r in rows if r.series != LONGEST_SERIES]
     rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or rows
     if not rows:
@@ -367,7 +355,6 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Time and memory of both passes without dropout and mask over N, beside the paper's."""
     rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal]
 
     def of(metric: str) -> dict[str, dict[int, float]]:
@@ -405,7 +392,6 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | None:
-    """What dropout and mask make of the gain at one length, the paper's beside ours."""
     lines = []
     for name in SETTINGS:
         for pass_ in ("fwd", "fwd+bwd"):
@@ -422,7 +408,6 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
 
 
 def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Speed of our FA-2 over torch's, with dropout, and with lengths too."""
     lines = []
     for name, peer in ((DROPPED, peers.FLASH), (BOTH, peers.UNFUSED)):
         for pass_ in PASSES:

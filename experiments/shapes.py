@@ -1,4 +1,9 @@
-"""Shapes beyond the papers' grid, each beside torch's kernels."""
+"""Shapes beyond the papers' grid, each beside torch's kernels.
+
+Forward and backward, fp16, as a user makes calls: K/V heads that are shared, head dimensions of 32
+to 256, lengths that divide nothing, windows, caps, slopes, a bias and packed sequences, few heads,
+short N, dropout.
+"""
 
 import functools
 import itertools
@@ -19,22 +24,12 @@ from .lab.measure.series import LABELS, columns, plan
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "shapes"
-TITLE = "shapes beyond the papers' grid, beside torch's kernels"
-DESCRIPTION = (
-    "Time of forward and backward calls, fp16, as a user makes them: K/V heads that are shared, "
-    "head dimensions of 32 to 256, lengths that divide nothing, windows, caps, slopes, a bias and "
-    "packed sequences, few heads, N=64 to 512, and dropout; over torch's FlashAttention-2, its "
-    "cuDNN kernel, flex_attention where torch's others lack the option, or its unfused steps "
-    "where a padding mask and dropout meet."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 DROPOUT, PADDING = 0.1, 20
-SWEPT = ("note",)
 REPEATS, SECONDS = 12, 0.06
 PROTOCOL = (
     f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; auto is the call without a unit, "
@@ -90,7 +85,6 @@ class Point:
 
     @property
     def place(self) -> str:
-        """How a row's note begins."""
         return f"{self.kind}: {self.what}"
 
 
@@ -218,7 +212,6 @@ def at(point: Point, pass_: str) -> list[str]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times of all series at each point, results checked first."""
     assert bench.machine is not None
     peers.say_missing(bench.say)
     every = points(options)
@@ -332,7 +325,6 @@ class Ratios:
 
 
 def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Ratios]:
-    """(class, pass) -> ratios, in the order of KINDS."""
     times: dict[tuple[str, str], dict[Place, dict[str, Row]]] = {}
     for row in rows:
         if row.metric != "time" or row.source != "measured":
@@ -356,7 +348,6 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Ratios]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Torch's time over ours: a line a class and pass, a dot a point, the median a bar."""
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
     every = [x for own in found.values() for s in shown for x in own.over.get(s, {}).values()]
@@ -391,7 +382,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(found: Mapping[tuple[str, str], Any]) -> str:
-    """torch's FA-2 over ours: the medians of the classes without dropout, and those with it."""
     medians: dict[bool, list[float]] = {}
     for (name, _), own in found.items():
         if values := own.over.get(peers.FLASH):
@@ -404,7 +394,6 @@ def _message(found: Mapping[tuple[str, str], Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each class and pass: points, median and worst ratio to its peer and to cuDNN."""
     found = ratios(rows)
     lines = []
     for (name, pass_), own in found.items():
@@ -436,7 +425,6 @@ def _pair(over: Mapping[Place, float]) -> str:
 
 
 def _where(place: Place) -> str:
-    """A point in words: its name in the class, sizes, mask."""
     text, _, _, _, Nq, Nk, d, causal = place
     what = text.partition(": ")[2]
     sizes = f"N={Nq}" if Nq == Nk else f"{Nq} x {Nk}"

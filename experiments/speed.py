@@ -1,4 +1,8 @@
-"""Forward speed over the sequence length in FA-2's setting, beside torch's kernels."""
+"""Forward speed over the sequence length in FA-2's setting, beside torch's kernels.
+
+16k tokens, hidden dimension 2048, fp32: both loop orders, FA-1 with query splits, standard
+attention, FA-2 by planes of 16 bits on tensor cores; peak memory beside inputs and outputs.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,20 +11,12 @@ import numpy as np
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import HOPPER_PLANES, LABELS, PLANES, SPLITS, by_planes, precision
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
 NAME = "speed"
-TITLE = "TFLOP/s over the sequence length, both loop orders and torch"
-DESCRIPTION = (
-    "Forward TFLOP/s over N in the FA-2 paper's setting (16k tokens, hidden dimension 2048), fp32: "
-    "both loop orders, FA-1 with query splits, standard attention, FA-2 by planes of 16 bits on "
-    "tensor cores, and torch's kernels where torch is installed; peak memory beside inputs and "
-    "outputs."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 STUDY = speeds.Study(
     NAME,
     dtype="float32",
@@ -31,23 +27,19 @@ STUDY = speeds.Study(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Time, speed, error and peak memory of every series, checked before they are timed."""
     yield from speeds.measure(STUDY, options, bench)
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels for each head dimension, a column for each mask."""
     return speed_figures.draw(STUDY, rows)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """TFLOP/s of every series, and FA-2 over torch's memory-efficient kernel."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
     return speed_figures.table(STUDY, rows, "TFLOP/s, forward, fp32.", shown)
 
 
 def memory(rows: Sequence[Row]) -> tables.Table | None:
-    """Peak memory of a forward call beside inputs and outputs, in MiB, fp32 and fp16."""
     found = {
         (r.dtype, r.seqlen_q, r.series): r
         for r in rows
@@ -71,10 +63,6 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-2's float32 speed in each precision over torch's memory-efficient kernel's, over all N.
-
-    Hopper's own instruction has columns where it was measured.
-    """
     speed = {
         (r.pass_, r.head_dim, r.causal, r.series, r.seqlen_q): r.number
         for r in rows

@@ -1,4 +1,7 @@
-"""bf16 speed on tensor cores, all units, orders and passes, and how far it is from fp16's."""
+"""bf16 speed on tensor cores, all units, orders and passes, and how far it is from fp16's.
+
+FA-2's setting; FA-1 with query splits too, standard attention and torch's kernels beside.
+"""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -6,23 +9,14 @@ from typing import Any
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import HALF, LABELS
-from .lab.record.options import FIGURES as RECORDED
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row, Store
+from .lab.record import FIGURES as RECORDED
+from .lab.record import Bench, Options, Row, Store
 from .lab.show import speed_figures, style, tables
 from .lab.show.report import gpu
 from .lab.show.tables import Across
 
 NAME = "speed_bf16"
-TITLE = "bf16 TFLOP/s over the sequence length, all passes, both loop orders and torch"
-DESCRIPTION = (
-    "Forward, backward and forward + backward TFLOP/s over N in the FA-2 paper's setting (16k "
-    "tokens, hidden dimension 2048), bf16, on tensor cores: both loop orders, FA-1 with query "
-    "splits, both on wgmma, standard attention, torch's kernels; and speed over that in fp16."
-)
-NEEDS_GPU = True
-# NumPy has no bfloat16 arrays to put on a GPU.
-NEEDS_TORCH = True
+NEEDS = ("GPU", "torch")  # NumPy has no bfloat16 arrays to put on a GPU
 STUDY = speeds.Study(
     NAME,
     dtype="bfloat16",
@@ -35,12 +29,10 @@ STUDY = speeds.Study(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Time, speed and error of every series and pass, checked before they are timed."""
     yield from speeds.measure(STUDY, options, bench)
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
-    """Speed in bf16 over fp16's, the page's unless given: a dot a problem, a panel a pass."""
     store = Store(RECORDED)
     half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])
@@ -68,7 +60,6 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """TFLOP/s of every pass and series, and FA-2 over torch's."""
     return speed_figures.table(STUDY, rows, "TFLOP/s, bf16.")
 
 
@@ -92,7 +83,6 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
 
 
 def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
-    """Speed in bf16 over that in fp16: smallest, median and largest ratio."""
     over = ratios(rows)
     if not over:
         return None
@@ -114,7 +104,6 @@ def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _judged(over: Sequence[float]) -> tuple[str, str]:
-    """How many ratios are within NEAR of one, and how many below."""
     near = sum(abs(ratio - 1) <= NEAR for ratio in over)
     return f"{near} of {len(over)}", str(sum(ratio < 1 - NEAR for ratio in over))
 

@@ -1,4 +1,8 @@
-"""fp16 speed on tensor cores over the sequence length: the FA-2 paper's Figs. 4 to 7."""
+"""fp16 speed on tensor cores over the sequence length: the FA-2 paper's Figs. 4 to 7.
+
+All passes, both loop orders, FA-1 with query splits, both on wgmma, standard attention, torch's
+kernels where torch is installed, and the published curves.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -9,21 +13,12 @@ from .lab.measure import peers, speeds
 from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.measure.workloads import HEAD_DIMS
-from .lab.record import published
-from .lab.record.options import Bench, Options
-from .lab.record.store import Row
+from .lab.record import Bench, Options, Row, published
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
 NAME = "speed_fp16"
-TITLE = "fp16 TFLOP/s over the sequence length, all passes, both loop orders and torch"
-DESCRIPTION = (
-    "FA-2 paper, Figs. 4 to 7 (16k tokens, hidden dimension 2048, fp16): forward, backward and "
-    "forward + backward TFLOP/s over N on tensor cores, both loop orders, FA-1 with query splits, "
-    "both on wgmma, standard attention, torch's kernels where torch is installed, and the "
-    "published curves."
-)
-NEEDS_GPU = True
+NEEDS = ("GPU",)
 STUDY = speeds.Study(
     NAME,
     dtype="float16",
@@ -36,7 +31,6 @@ STUDY = speeds.Study(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Time, speed and error of every series and pass, checked before they are timed."""
     yield from speeds.measure(STUDY, options, bench)
 
 
@@ -45,7 +39,6 @@ DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """TFLOP/s of the forward pass over N; the other passes and masks are in tables."""
     speed = {
         (r.series, r.seqlen_q, r.head_dim): r.number
         for r in rows
@@ -69,7 +62,6 @@ FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items(
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """TFLOP/s of every pass and series, and FA-2 over torch's."""
     return speed_figures.table(STUDY, rows, "TFLOP/s, fp16.")
 
 
@@ -79,7 +71,6 @@ _METHODS = ("FlashAttention-2", "FlashAttention", "PyTorch")
 
 
 def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
-    """What the FA-2 paper's Figs. 4 to 7 say of the three algorithms, beside ours at each size."""
     speed = {
         (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
         for r in rows
@@ -125,17 +116,14 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
-    """The curves from the fastest at N to the slowest."""
     return sorted(range(len(curves)), key=lambda n: -curves[n][N])
 
 
 def _range(ratios: Sequence[float]) -> str:
-    """The smallest and the largest."""
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else tables.MISSING
 
 
 def hopper(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-2 on wgmma beside cuDNN, torch's FA-2, ours on mma.sync and the published FA-3."""
     speed = {
         (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
         for r in rows
@@ -185,7 +173,6 @@ def _spread(own: Mapping[int, float], other: Mapping[int, float | None]) -> str:
 
 
 def errors(rows: Sequence[Row]) -> tables.Table | None:
-    """The largest error of each series in 16 bits, and how far it is beyond torch's FA-2."""
     lines = []
     for dtype in ("float16", "bfloat16"):
         worst: dict[str, list[tuple[float, float | None]]] = {}

@@ -1,4 +1,8 @@
-"""What both orders move between global memory and the chip, tile by tile, as time goes down."""
+"""What both orders move between global memory and the chip, tile by tile, as time goes down.
+
+One head, forward, fp32: which tile of Q, K, V, O, l and m is on the chip, where O is read and
+written again; traced on the emulator, for any length, head dimension and --tiles.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,20 +17,11 @@ from .lab.measure.moves import IN_REGISTERS, Move, Trace, notes, size, traces
 from .lab.measure.series import LABELS, call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "timeline"
-TITLE = "which tile is where: both orders, access by access"
-DESCRIPTION = (
-    "FA-1 and FA-2 side by side, one head, forward, fp32, time going down: which tile of Q, K, V, "
-    "O, l and m is on the chip, which moves between global memory and the block, where O is read "
-    "and written again; traced on the emulator, for any length, head dimension and --tiles."
-)
-NEEDS_GPU = False
 TAKES = ("seqlens", "head_dims", "causal", "tiles")
-SWEPT = ("Br", "Bc", "note")
 
 SERIES = ("fa1-simt", "fa2-simt")
 SEQLEN, HEAD_DIM, TILES = 256, 64, (64, 64)
@@ -36,7 +31,6 @@ MOST_TILES = 1024
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """A row for each access of both orders, and the closed form of each array beside them."""
     quick = options.quick
     lengths = options.seqlens or (QUICK_SEQLEN if quick else SEQLEN,)
     head_dims = options.head_dims or (QUICK_HEAD_DIM if quick else HEAD_DIM,)
@@ -70,7 +64,6 @@ def _model(closed: io_model.Accesses, common: dict[str, Any]) -> list[Row]:
 def _traced(
     series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs, bench: Bench
 ) -> Iterator[list[Row]]:
-    """One call as rows, or one that says why there is none."""
     common = columns(NAME, series, problem, EMULATOR, tiles)
     common |= {"metric": "traffic", "unit": "bytes"}
     moves, failure = attempt(_trace, series, problem, tiles, inputs)
@@ -135,7 +128,6 @@ def colour(move: Move) -> str:
 
 
 def _pairs(rows: Sequence[Row]) -> list[dict[str, Trace]]:
-    """Of each problem the traces of both orders, as far as they are there."""
     problems: dict[tuple, dict[str, Trace]] = {}
     for trace in traces(rows):
         problems.setdefault(trace.problem, {})[trace.series] = trace
@@ -143,7 +135,6 @@ def _pairs(rows: Sequence[Row]) -> list[dict[str, Trace]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Both orders side by side, the clock going down; a row of panels for each problem."""
     pairs = _pairs(rows)
     if not pairs:
         return None
@@ -228,7 +219,6 @@ def _add(ax: Any, boxes: Sequence[tuple[Any, str]], order: int) -> None:
 
 
 def _outer_loop(ax: Any, trace: Trace, width: float) -> None:
-    """The index of the outer loop, and a line where it goes on."""
     array, index = ("K", "j") if trace.algorithm == "fa1" else ("Q", "i")
     turns = [(m.start / KB, trace.tile(m)) for m in trace.select((array,), "load")]
     ends = [*(start for start, _ in turns[1:]), trace.bytes / KB]
@@ -242,7 +232,6 @@ def _outer_loop(ax: Any, trace: Trace, width: float) -> None:
 
 
 def _fate_of_o(trace: Trace) -> str:
-    """In words what the colours say, and what a block is."""
     read, written = (trace.select(("O",), kind) for kind in ("load", "store"))
     times = Counter(move.first for move in written).values()
     each = " to ".join(
@@ -254,7 +243,6 @@ def _fate_of_o(trace: Trace) -> str:
 
 
 def animate(rows: Sequence[Row], note: str) -> bytes | None:
-    """The same as an animated GIF: S in the middle, the tiles of the matrices around it."""
     from .beside import film
 
     pairs = _pairs(rows)
@@ -266,7 +254,6 @@ def animate(rows: Sequence[Row], note: str) -> bytes | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Of each array how many tiles moved, and the bytes beside the closed form's."""
     closed: dict[tuple, int] = {}
     for row in rows:
         if row.source == "model" and not row.failed:

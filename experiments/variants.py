@@ -1,5 +1,9 @@
 """Fifteen variants of attention, a function or two each, in both loop orders.
 
+The accesses of both loop orders, counted beside the model's, the share of tiles that a mask leaves,
+errors against float64, and a picture of each; on a GPU times and compiling beside torch's
+flex_attention.
+
 Each of the first fifteen functions below is a variant: at a length N, for H heads, it gives the
 `score_mod` or the `mask_mod` that a call takes. What follows them counts what they cost.
 """
@@ -19,8 +23,7 @@ from .beside.variant_times import over_flex
 from .lab.measure import counts
 from .lab.measure.series import algorithm, columns, unit
 from .lab.measure.workloads import SEED, Inputs
-from .lab.record.options import Bench, Options
-from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 Variant = Callable[[int, int], dict[str, Any]]
@@ -125,16 +128,6 @@ VARIANTS: dict[str, Variant] = {
 }
 
 NAME = "variants"
-TITLE = "fifteen variants of attention, written in Python, in both orders"
-DESCRIPTION = (
-    "Masks and scores as functions of a few lines: the accesses of both loop orders, counted on "
-    "the emulator beside the model's, the share of tiles that a mask leaves, errors against "
-    "float64, and a picture of each; on a GPU the time of both orders on tensor cores, forward and "
-    "backward, and of compiling, beside torch's flex_attention."
-)
-NEEDS_GPU = False
-# A row's variant stands in its note.
-SWEPT = ("note",)
 TAKES: tuple[str, ...] = ()
 PROTOCOL = variant_times.PROTOCOL
 
@@ -143,7 +136,6 @@ SEQLEN, HEADS, HEAD_DIM, TILES = 64, 2, 16, fa_numba.Tiles(8, 8)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Accesses, tiles visited, errors of every variant in both orders; times with a GPU."""
     names = list(VARIANTS)[: 3 if options.quick else None]
     work = [(name, series) for name in names for series in SERIES]
     yield from bench.counted(work, "counting", _counted)
@@ -152,7 +144,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def given(name: str) -> dict[str, Any]:
-    """What a call takes for a variant: its tiles, and of a mask the blocks that it leaves."""
     found = VARIANTS[name](SEQLEN, HEADS)
     if "mask_mod" in found:
         sizes = (1, HEADS, SEQLEN, SEQLEN)
@@ -179,7 +170,6 @@ def _counted(name: str, series: str) -> Iterator[Row]:
 
 
 def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
-    """Variant -> series -> loads and stores together, or the number of a metric; counted."""
     wanted = (metric,) if metric else ("loads", "stores")
     found: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -202,7 +192,6 @@ def weights(name: str) -> np.ndarray:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Each variant's weights, with the share of tiles visited and what the order costs."""
     moved, visited = elements(rows), elements(rows, "visited")
     if not moved:
         return None
@@ -235,7 +224,6 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each variant: tiles visited, elements of both orders, errors."""
     moved, visited, errors = elements(rows), elements(rows, "visited"), elements(rows, "error")
     lines = []
     for name, by in moved.items():

@@ -27,7 +27,7 @@ def recorded(folder, experiment, rows):
     """A store in `folder` with a complete recording of the experiment: `rows`."""
     store = Store(folder)
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(store, experiment.NAME, lambda machine: about, experiment.SWEPT)
-    recorder.add_all(rows)
+    recorder = Recorder(store, experiment.NAME, lambda machine: about)
+    recorder.add(*rows)
     recorder.finish(complete=True)
     return store

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..lab.measure import counts
-from ..lab.record.store import PUBLISHED, Row
+from ..lab.record import PUBLISHED, Row
 from ..lab.show import style, tables
 
 # The block size that stays while the other one varies.
@@ -94,7 +94,6 @@ def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequ
 
 
 def _panels(rows: Sequence[Row], paper: Sequence[Row], d: int, what: str) -> list[Panel]:
-    """The two panels of one length and mask."""
     of_d = [r for r in rows if r.head_dim == d]
     found: list[Panel] = [
         (f"accesses (model), {what}", _accesses, rows, paper),
@@ -104,7 +103,6 @@ def _panels(rows: Sequence[Row], paper: Sequence[Row], d: int, what: str) -> lis
 
 
 def _line(ax: Any, found: Points, like: tuple, dtype: str, **more: Any) -> None:
-    """A curve over the block size; full marks are fp32, hollow ones fp16."""
     algorithm, _, ls, name = like
     series = f"{algorithm}-simt"
     look = {"color": style.COLOURS[series], "marker": style.MARKERS[series], "ls": ls}

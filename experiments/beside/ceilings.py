@@ -86,14 +86,12 @@ def make_exponentials() -> Kernel:
 
 
 def measure_products(multiprocessors: int, repeats: int) -> Timing:
-    """FLOP a second of products whose operands stay in shared memory."""
     kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
     work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS
     return kernel(float(SUMMED * PRODUCTS), work)
 
 
 def measure_exponentials(multiprocessors: int, repeats: int) -> Timing:
-    """Exponentials a second, of all multiprocessors."""
     blocks = EXP_BLOCKS * multiprocessors
     kernel = partial(_measured, make_exponentials(), blocks, EXPONENTIALS, repeats)
     return kernel(CHAINS * FIXED_POINT, CHAINS * EXP_THREADS * blocks * EXPONENTIALS)

@@ -18,8 +18,7 @@ from ..lab.measure.series import backward as backward_call
 from ..lab.measure.series import call as forward_call
 from ..lab.measure.timing import SECONDS, attempt, time_call, timing_rows
 from ..lab.measure.workloads import Inputs
-from ..lab.record import provenance
-from ..lab.record.store import EMULATOR, MODEL, Row
+from ..lab.record import EMULATOR, MODEL, Row, provenance
 
 NAME = "compare"
 # Arrays of one kind are drawn and added up as one.
@@ -56,7 +55,6 @@ class Side:
 
 
 def labels(pass_: str) -> dict[str, str]:
-    """What a series is called in this pass."""
     return BACKWARD_LABELS if pass_ == "bwd" else LABELS
 
 
@@ -108,7 +106,6 @@ def measure(
 
 
 def _columns(setting: Setting, side: Side, machine: str) -> dict[str, Any]:
-    """What all rows of one side have."""
     own = {"tiles": side.planned.tiles, "pass_": setting.pass_}
     return columns(NAME, side.series, setting.problem, machine, **own)
 
@@ -197,7 +194,6 @@ def _run_once(side: Side, problem: Problem, options: dict[str, Any], pass_: str)
 
 
 def equal_counts(rows: Sequence[Row]) -> tuple[int, int]:
-    """(counted numbers that are the model's, counted numbers)."""
     return counts.equal([row for row in rows if row.metric in ("loads", "stores")])
 
 

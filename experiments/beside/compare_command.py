@@ -12,9 +12,7 @@ from fa_numba.commands.arguments import MAX_SEQLEN, as_json, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM, Problem
 
 from ..lab.measure.speeds import DTYPES
-from ..lab.record import provenance
-from ..lab.record.options import FILTERED, REPOSITORY
-from ..lab.record.store import MODEL, Row, StoreError, write_if_changed
+from ..lab.record import FILTERED, MODEL, REPOSITORY, Row, StoreError, provenance, write_if_changed
 from ..lab.show import style
 from . import compare, compare_view
 
@@ -23,7 +21,6 @@ MAX_HEADS = 4096
 
 
 def add(commands: Any, folder: Callable[[str], Any]) -> None:
-    """Add the command; `folder` is the parser of a folder's name."""
     quiet = FILTERED.relative_to(REPOSITORY)
     sub = commands.add_parser(
         compare.NAME,
@@ -67,7 +64,6 @@ def setting_of(args: argparse.Namespace) -> compare.Setting:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-    """Measure, print, draw; gives the exit status."""
     try:
         import matplotlib  # noqa: F401  measured and not drawn would be for nothing
     except ModuleNotFoundError as error:
@@ -113,7 +109,6 @@ def _draw(
     machine: str | None,
     about: dict[str, Any],
 ) -> str:
-    """Write the figure; gives the endings of its files."""
     figure = compare_view.draw(setting, rows, gpu)
     where = f"measured on {gpu.driver_name}" if machine else "nothing measured, no GPU"
     note = provenance.when_and_where([about], f"hollow: by the {gpu.name}'s data sheet; {where}")

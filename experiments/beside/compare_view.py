@@ -11,7 +11,7 @@ from fa_numba import bounds, device
 from fa_numba.commands import text as text_of
 
 from ..lab.measure.speeds import PASSES
-from ..lab.record.store import Row
+from ..lab.record import Row
 from ..lab.show import style
 from .compare import GROUPS, Setting, Side, equal_counts, labels, why_not_counted
 
@@ -36,7 +36,6 @@ class Numbers:
         return sum(values) if values and len(values) == len(found) else None
 
     def of(self, source: str, metric: str, note: str = "") -> Value:
-        """The same as a function of the series alone."""
         return partial(self, source=source, metric=metric, note=note)
 
 
@@ -48,7 +47,6 @@ def text(
     gpu: bounds.Device,
     machine: str | None,
 ) -> list[str]:
-    """The table, and what is to be known of it."""
     p, name = setting.problem, labels(setting.pass_)
     mask = "causal" if p.causal else "not causal"
     return [
@@ -82,7 +80,6 @@ def _of_counts(setting: Setting, rows: Sequence[Row]) -> list[str]:
 def _table(
     setting: Setting, found: Sequence[Side], rows: Sequence[Row], gpu: bounds.Device
 ) -> list[tuple[str, ...]]:
-    """Its lines: what it is, a cell for each side, and where the numbers are from."""
     get, series = Numbers(rows), [side.series for side in found]
     heads = labels(setting.pass_)
     if setting.pass_ == "bwd":  # the grids have a line of their own
@@ -131,7 +128,6 @@ def _blocks(side: Side) -> int:
 
 
 def mebibytes(x: float) -> str:
-    """MiB as text."""
     return text_of.mebibytes(x * 2**20)
 
 
@@ -142,7 +138,6 @@ def milliseconds(x: float) -> str:
 def dictionary(
     setting: Setting, refused: dict[str, str], rows: Sequence[Row], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """All rows, and where they are from."""
     return {
         "problem": asdict(setting.problem),
         "pass": setting.pass_,
@@ -206,7 +201,6 @@ def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
 def _bars(
     ax: Any, value: Value, places: dict[str, Any], shown: Callable[[float], str], hollow: bool
 ) -> None:
-    """A bar for each series that has a value, and the value behind it."""
     for s, place in places.items():
         found, colour = value(s), style.COLOURS[s]
         if found is None:

@@ -9,9 +9,7 @@ from typing import Any
 
 from ..lab.measure.moves import Trace
 from ..lab.measure.series import BACKWARD_LABELS, LABELS
-from ..lab.record import provenance
-from ..lab.record.options import FIGURES
-from ..lab.record.store import MODEL, Row, Store
+from ..lab.record import FIGURES, MODEL, Row, Store, provenance
 from ..lab.show import report
 from ..lab.show.style import COLOURS
 from . import explore_panels
@@ -92,7 +90,6 @@ class Recorded:
 
 
 def measured() -> Panel:
-    """The recorded curves."""
     return Panel(
         name="measured",
         title="Measured",
@@ -124,7 +121,6 @@ def _baked(name: str) -> dict[str, Any]:
 
 
 def panels(orders: Panel) -> list[Panel]:
-    """In their order on the page."""
     return [orders, *FIXED.values(), explore_panels.PLAN, measured()]
 
 
@@ -140,7 +136,6 @@ def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:
 
 
 def static(found: Mapping[tuple[Any, ...], Mapping[str, Trace]], note: str) -> str:
-    """The page with all its answers."""
     return html(panels(stored(found)), note)
 
 

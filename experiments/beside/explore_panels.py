@@ -87,8 +87,6 @@ def steps(trace: Trace) -> Answer:
 
 
 def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answer:
-    """One order's trace, and its grid on a GPU."""
-
     def moved(arrays: str, kind: str) -> int:
         return sum(move.bytes for move in trace.select(tuple(arrays), kind))
 
@@ -290,7 +288,6 @@ COUNTS: dict[str, Callable[..., io_model.Accesses]] = {
 
 
 def tiles(n: int, d: int, Br: int, Bc: int, causal: str, window: int) -> Answer:
-    """Of one head in float16, by the closed forms."""
     sides = (window, window) if window else (-1, -1)
     problem = Problem(1, 1, 1, n, n, d, dtype="float16", causal=causal == "yes", window=sides)
     sizes = SimpleNamespace(Br=Br, Bc=Bc)
@@ -350,7 +347,6 @@ def plans(
     gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, query_splits: int,
     causal: str, tiles: str,
 ) -> Answer:  # fmt: skip
-    """What each algorithm runs, its bytes and what bounds it."""
     sizes = re.fullmatch(r"(\d{1,4}) ?x ?(\d{1,4})", tiles)
     if sizes is None and tiles != "auto":
         raise ValueError(f"tiles is {tiles!r}: allowed is auto, or Br x Bc such as 64x128")
@@ -369,7 +365,6 @@ def _planned(
     gpu: str, shape: tuple[int, ...], algorithm: str, dtype: str, passes: str, query_splits: int,
     causal: bool, tiles: fa_numba.Tiles | None,
 ) -> Answer:  # fmt: skip
-    """An algorithm's plan, or why it has none."""
     sheet = bounds.DEVICES[gpu]
     try:
         with sheet.planning():

@@ -32,7 +32,6 @@ ABOVE = {"K": 1.24, "V": 1.07}
 
 
 def draw(traces: Sequence[Trace]) -> Any:
-    """FA-1 and FA-2 after the same bytes."""
     figure, (axes,) = style.new(1, len(traces), 5.2)
     clock = MOMENT * min(trace.bytes for trace in traces)
     for trace, ax in zip(traces, axes, strict=True):

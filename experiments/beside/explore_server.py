@@ -17,7 +17,7 @@ from experiments import explore
 
 from ..lab.measure.moves import Trace
 from ..lab.measure.workloads import Inputs
-from ..lab.record.options import FIGURES
+from ..lab.record import FIGURES
 from . import explore_page, explore_panels, typed_mask
 from .panels import Axis, Panel, Value
 
@@ -63,7 +63,6 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """The part of all bytes that has moved."""
         moved = sum(access.bytes for accesses in list(self._found) for access in list(accesses))
         return min(1.0, moved / self._bytes) if self._bytes else 0.0
 
@@ -139,7 +138,6 @@ class Handler(BaseHTTPRequestHandler):
             self._send(JSON_LINES, _line(answer))
 
     def _emulate(self, state: dict[str, Value]) -> None:
-        """Lines of how far it is, then the answer."""
         run = Run()
         found: list[dict[str, Any]] = []
         work = threading.Thread(

@@ -120,7 +120,6 @@ class _Sheet:
         return _Sheet(self.inks, self.im.copy())
 
     def box(self, corners: Corners, shade: str) -> None:
-        """Fill from the first pixels to the last."""
         self._draw.rectangle(corners, self.inks(shade))
 
     def text(
@@ -157,7 +156,6 @@ def _letters(
 
 
 def _background(inks: _Inks, trace: Trace, palette: Palette, note: str) -> _Sheet:
-    """What stands on every frame of a problem."""
     sheet = _Sheet(inks, Image.new("P", (WIDTH, HEIGHT), inks(WHITE)))
     masked = ", causal" if trace.causal else ""
     sizes = f"N={trace.seqlen}, d={trace.head_dim}, Br={trace.Br}, Bc={trace.Bc}{masked}"
@@ -221,7 +219,6 @@ class _Side:
         return self.x + left, self.y + top, self.x + right, self.y + bottom
 
     def rest(self, sheet: _Sheet) -> None:
-        """Names, and every tile in global memory alone."""
         trace, middle = self.trace, self.x + SQUARE / 2
         sheet.text((middle, 66), LABELS[trace.series], 24, self.colour, bold=True, anchor="ms")
         sheet.text((middle, 92), LOOPS[trace.algorithm], 15, QUIET, anchor="ms")
@@ -246,7 +243,7 @@ class _Side:
         moving = moving or [e for e in self.events if e.start <= clock < e.stop]
         for visit in trace.visits:
             if visit.start <= clock:
-                shade = self.colour if clock < visit.stop else _tint(self.colour)
+                shade = self.colour if clock < visit.stop else _mix(self.colour, WHITE, 0.72)
                 sheet.box(self._score(visit.i, visit.j), shade)
         shades: dict[tuple[str, int], str] = {}
         for held in trace.held:
@@ -278,7 +275,6 @@ class _Side:
                 sheet.text(place, f"{times}×", 15, shade, ground=ground, anchor="mm", bold=True)
 
     def _say(self, sheet: _Sheet, event: Event | None) -> None:
-        """The line of the algorithm, under the matrices."""
         y = self.y + SQUARE + SPACE + THICK + 30
         if event is None:
             sheet.text((self.left, y), "done", 17, QUIET)
@@ -315,10 +311,6 @@ def _mix(one: str, other: str, share: float) -> str:
     """A colour between two: `share` of the other."""
     parts = (round(a + share * (b - a)) for a, b in zip(_rgb(one), _rgb(other), strict=True))
     return "#" + bytes(parts).hex()
-
-
-def _tint(shade: str) -> str:
-    return _mix(shade, WHITE, 0.72)
 
 
 @cache

@@ -7,7 +7,7 @@ from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from ..lab.measure import variants
-from ..lab.record.store import Row
+from ..lab.record import Row
 
 # The steps in their order, by what follows a series' "fa1-simt" or "fa2-mma".
 STEPS = {

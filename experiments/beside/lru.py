@@ -57,7 +57,6 @@ def _unlink(tile, before, after, box):
 
 @register_jitable
 def _touch(tile, kind, sizes, state, before, after, box, capacity):
-    """Load, store or update a whole tile."""
     size = sizes[tile]
     if state[tile] != ABSENT:
         _unlink(tile, before, after, box)

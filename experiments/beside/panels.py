@@ -86,13 +86,11 @@ class Panel:
             return {"refused": str(error)}
 
     def on_page(self, **state: Value) -> Answer:
-        """What the page without a server has."""
         if self.left_out is not None and self.left_out(**state):
             return {"refused": NOT_HERE}
         return self.at(**state)
 
     def described(self) -> dict[str, Any]:
-        """What the page draws the panel from, without its answers."""
         axes = {
             name: {
                 "label": axis.label,

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..lab.measure import peers
 from ..lab.measure.speeds import DTYPES, PASSES
-from ..lab.record import published
-from ..lab.record.store import Row
+from ..lab.record import Row, published
 from ..lab.show import style
 
 Curve = dict[int, float]
@@ -102,7 +101,6 @@ def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -
 
 
 def _groups(ax: Any, curves: Mapping[Bar, Curve]) -> None:
-    """A group of bars for each length, the numbers on them."""
     lengths = sorted({N for bar, curve in curves.items() if bar.series for N in curve})
     width = 0.86 / len(curves)
     for n, (bar, curve) in enumerate(curves.items()):

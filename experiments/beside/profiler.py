@@ -59,20 +59,13 @@ def _shared_wavefronts(counts: Counts) -> int:
     return sum(both) + counts.instructions["shuffle"]
 
 
-def _shared_conflicts(counts: Counts) -> int:
-    return sum(counts.total(space="shared", kind=kind).conflicts for kind in ("load", "store"))
-
-
-def _read(field: str) -> Callable[[Counts], int]:
-    """Loads and copies, which the profiler's global loads are together."""
-    by_kind = [_traffic("global", kind, field) for kind in ("load", "copy")]
+def _sum(space: str, field: str, *kinds: str) -> Callable[[Counts], int]:
+    by_kind = [_traffic(space, kind, field) for kind in kinds]
     return lambda counts: sum(number(counts) for number in by_kind)
 
 
-def _written(field: str) -> Callable[[Counts], int]:
-    """Stores and atomics, whose operands go to L2 as stores do."""
-    by_kind = [_traffic("global", kind, field) for kind in ("store", "atomic")]
-    return lambda counts: sum(number(counts) for number in by_kind)
+# The profiler's global loads; operands of atomics go to L2 as stores do.
+READ, WRITTEN = ("load", "copy"), ("store", "atomic")
 
 
 # A request is a warp's instruction; ldmatrix is a load. Wavefronts are the hardware's steps of
@@ -80,23 +73,25 @@ def _written(field: str) -> Callable[[Counts], int]:
 # of copies too. Sectors from L2 are counted as if L1 kept nothing.
 COUNTERS = {
     "shared wavefronts": Counter(_shared_wavefronts, (f"{_WAVEFRONTS}.sum",)),
-    "shared conflicts": Counter(_shared_conflicts, (f"{_CONFLICTS}.sum",)),
+    "shared conflicts": Counter(
+        _sum("shared", "conflicts", "load", "store"), (f"{_CONFLICTS}.sum",)
+    ),
     "shared load wavefronts": _memory("shared", "load", "wavefronts", f"{_WAVEFRONTS}_op_ld"),
     "shared load conflicts": _memory("shared", "load", "conflicts", f"{_CONFLICTS}_op_ld"),
     "shared store wavefronts": _memory("shared", "store", "wavefronts", f"{_WAVEFRONTS}_op_st"),
     "shared store conflicts": _memory("shared", "store", "conflicts", f"{_CONFLICTS}_op_st"),
     "copy wavefronts": _memory("shared", "copy", "wavefronts", *_of_copies(f"{_WAVEFRONTS}_op")),
     "copy conflicts": _memory("shared", "copy", "conflicts", *_of_copies(f"{_CONFLICTS}_op")),
-    "global load requests": Counter(_read("requests"), (f"{_REQUESTS}_ld.sum",)),
-    "global load sectors": Counter(_read("sectors"), (f"{_SECTORS}_ld.sum",)),
+    "global load requests": Counter(_sum("global", "requests", *READ), (f"{_REQUESTS}_ld.sum",)),
+    "global load sectors": Counter(_sum("global", "sectors", *READ), (f"{_SECTORS}_ld.sum",)),
     "global store requests": _memory("global", "store", "requests", f"{_REQUESTS}_st"),
     "global store sectors": _memory("global", "store", "sectors", f"{_SECTORS}_st"),
     "copy requests": _memory("global", "copy", "requests", *_of_copies(_REQUESTS)),
     "copy sectors": _memory("global", "copy", "sectors", *_of_copies(_SECTORS)),
     "atomic requests": _memory("global", "atomic", "requests", f"{_REQUESTS}_red"),
     "atomic sectors": _memory("global", "atomic", "sectors", f"{_SECTORS}_red"),
-    "sectors from L2": Counter(_read("sectors"), (counters.L2_READ,)),
-    "sectors to L2": Counter(_written("sectors"), (counters.L2_WRITE,)),
+    "sectors from L2": Counter(_sum("global", "sectors", *READ), (counters.L2_READ,)),
+    "sectors to L2": Counter(_sum("global", "sectors", *WRITTEN), (counters.L2_WRITE,)),
     "load instructions": _instructions("load", r"LDS|LDSM|LDG|LD"),
     "store instructions": _instructions("store", r"STS|STG|ST"),
     "copy instructions": _instructions("copy", r"LDGSTS"),
@@ -123,7 +118,6 @@ CERTAIN = (*counters.TRAFFIC, f"{_WAVEFRONTS}.sum", f"{_CONFLICTS}.sum")
 
 
 def counted(counts: Counts) -> dict[str, int]:
-    """The emulator's number of every counter."""
     return {name: counter.counted(counts) for name, counter in COUNTERS.items()}
 
 
@@ -188,14 +182,12 @@ def _named(metric: str, text: str) -> bool:
 def executed(opcodes: Mapping[str, float]) -> dict[str, float]:
     """Executed warp instructions by our names, of a launch's opcodes with their modifiers."""
     return {
-        name: sum(n for opcode, n in opcodes.items() if _is(opcode, counter.opcodes))
+        name: sum(
+            n for op, n in opcodes.items() if re.fullmatch(rf"({counter.opcodes})(\..*)?", op)
+        )
         for name, counter in COUNTERS.items()
         if counter.opcodes
     }
-
-
-def _is(opcode: str, pattern: str) -> bool:
-    return re.fullmatch(rf"({pattern})(\..*)?", opcode) is not None
 
 
 Numbers = list[dict[str, float] | str]

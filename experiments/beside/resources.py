@@ -10,7 +10,6 @@ UNITS = {"registers": "1", "local_memory": "bytes", "resident_warps": "1"}
 
 
 def of(planned: fa_numba.Plan) -> dict[str, float]:
-    """The resources of a plan's last kernel, as compiled for the current GPU."""
     kernel = planned.launched[-1]
     compiled: Any = kernel.compiled()
     blocks = compiled.occupancy.max_active_blocks_per_multiprocessor(

@@ -110,8 +110,6 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
 
 
 class _Bench:
-    """A rank's side of the timing."""
-
     def __init__(self, rank: int, ranks: int, device: Any) -> None:
         import torch
 
@@ -182,7 +180,6 @@ class _Bench:
     def _attention(
         self, series: str, causal: bool, pass_: str, arrays: Sequence[Any]
     ) -> Callable[[], Any]:
-        """A function that gives O, or dq, dk and dv."""
         torch = self.torch
         forward = self._forward(series, causal)
 
@@ -317,7 +314,6 @@ def _relative(found: Any, right: Any) -> float:
 
 
 def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tuple[Any, ...]:
-    """O, or dq, dk and dv, in float64."""
     q, k, v = (x.double().requires_grad_() for x in whole[:3])
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:

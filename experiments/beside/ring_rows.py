@@ -6,7 +6,7 @@ from dataclasses import replace
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from ..lab.record.store import Row
+from ..lab.record import Row
 from . import ring_ranks
 from .ring_model import Measured, milliseconds
 from .ring_ranks import LINK, MERGE, ONE, OURS, SERIES
@@ -15,7 +15,6 @@ HEAD_DIM = 128
 
 
 def whole(N: int, causal: bool, d: int = HEAD_DIM) -> Problem:
-    """The problem of all ranks together."""
     H = ring_ranks.HEADS
     return Problem(1, H, H, N, N, d, dtype="float16", causal=causal)
 
@@ -44,7 +43,6 @@ Key = tuple[str, str, bool, int]  # series, pass, causal, length
 
 
 def by_key(rows: Sequence[Row], metric: str) -> dict[Key, float]:
-    """Measured numbers by series, pass, mask and length."""
     return {
         (row.series, row.pass_, row.causal, row.seqlen_q): float(row.value)
         for row in rows
@@ -53,7 +51,6 @@ def by_key(rows: Sequence[Row], metric: str) -> dict[Key, float]:
 
 
 def gains(rows: Sequence[Row]) -> dict[Key, float]:
-    """One GPU's time over that of a series, at the same problem."""
     times = by_key(rows, "time")
     return {
         key: times[ONE, *key[1:]] / time

@@ -167,7 +167,6 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _by_weight(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    """The gradient by w of y = x w."""
     return x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from ..lab.measure import counts
 from ..lab.measure.series import LABELS
 from ..lab.measure.speeds import DTYPES
-from ..lab.record.store import PUBLISHED, Row
+from ..lab.record import PUBLISHED, Row
 from ..lab.show import style
 
 NO_MASK = "no mask"

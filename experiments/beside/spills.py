@@ -20,7 +20,7 @@ import fa_numba
 from fa_numba import bounds, device
 from fa_numba.choices.facts import SPILLS, spills_allowed
 
-from ..lab.record.store import write_if_changed
+from ..lab.record import write_if_changed
 
 N, HEADS = 512, 16  # more heads than are few: a call whose column tiles go in one chunk
 DIMENSIONS = (48, 64, 192)  # from one to the next registers are shared out otherwise
@@ -70,7 +70,6 @@ def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def spilled(d: int, options: tuple[str, ...]) -> int:
-    """The most bytes that a kernel of the backward pass spills with these options."""
     given: dict[str, Any] = {}
     for name in options:
         given |= GIVEN[name]

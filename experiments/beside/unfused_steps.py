@@ -10,9 +10,7 @@ from ..lab.measure import calls, check, counters, peers
 from ..lab.measure.series import LABELS, algorithm, columns, plan
 from ..lab.measure.timing import REPEATS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
-from ..lab.record import published
-from ..lab.record.options import Bench
-from ..lab.record.store import Row
+from ..lab.record import Bench, Row, published
 from ..lab.show import style, tables
 
 DROPOUT, SEED = 0.1, 7
@@ -110,7 +108,6 @@ def run_all(steps: dict[str, Callable[[], Any]]) -> Any:
 
 
 def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator[Row]:
-    """Times of our kernels one by one, where there is Nsight Compute."""
     if not counters.available():
         bench.say("  no Nsight Compute (ncu) here: our kernels' steps are not timed one by one")
         return
@@ -149,14 +146,12 @@ def published_steps() -> dict[str, float]:
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """(series, step or FUSED) -> milliseconds, of the longest problem that there is."""
     steps = [row for row in rows if row.metric == "time" and row.place and row.value is not None]
     longest = max(((r.seqlen_q, r.batch) for r in steps), default=None)
     return {(r.series, r.place): r.number for r in steps if (r.seqlen_q, r.batch) == longest}
 
 
 def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
-    """One bar of parts, each with its milliseconds, and their sum behind it."""
     left = 0.0
     for step, value in steps.items():
         first, hatch = _HATCHED.get(step, (step, ""))
@@ -172,7 +167,6 @@ def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
 
 
 def draw(ax: Any, rows: Sequence[Row]) -> None:
-    """Bars side by side: the steps of each way stacked, and the fused kernels."""
     found, paper = times(rows), published_steps()
     ways: dict[str, dict[str, float]] = {
         "paper: PyTorch, A100": {step: paper[step] for step in STEPS},
@@ -207,7 +201,6 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """FA-1's Fig. 1 right with torch's steps and our kernels beside it."""
     found, paper = times(rows), published_steps()
     if not found:
         return None

@@ -25,8 +25,7 @@ from ..lab.measure import calls, check, flex, peers
 from ..lab.measure.series import HOPPER, HOPPER_FA1, LABELS, algorithm, columns, unit
 from ..lab.measure.timing import attempt, time_call
 from ..lab.measure.workloads import Inputs
-from ..lab.record.options import Bench
-from ..lab.record.store import Row
+from ..lab.record import Bench, Row
 from ..lab.show import tables
 from . import flex_variants
 from .flex_variants import Variant
@@ -64,7 +63,6 @@ def _how(series: str) -> dict[str, Any]:
 
 
 def planned(series: str, pass_: str, problem: Problem, **options: Any) -> fa_numba.Plan:
-    """The plan of a pass of a series with these options."""
     how = {"dtype": problem.dtype, "passes": pass_, **_how(series)}
     return fa_numba.plan(problem.q_shape, problem.k_shape, **how, **options)
 
@@ -83,7 +81,6 @@ def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict
 def call(
     series: str, pass_: str, arrays: Sequence[Any], saved: Sequence[Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """A function that runs the pass once, given q, k, v, dout and O, L; it takes `out`."""
     q, k, v, dout = arrays
     own = _how(series) | options
     if pass_ == "fwd":
@@ -109,7 +106,6 @@ def compile_ours(make: Variant, series: str, pass_: str) -> float:
 
 
 def compile_flex(make: Variant, pass_: str) -> float:
-    """Seconds until flex_attention's first result."""
     shapes = (TIMED.q_shape, TIMED.k_shape, TIMED.k_shape, TIMED.q_shape)
     arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], TIMED.dtype)
     device.synchronize()
@@ -120,7 +116,6 @@ def compile_flex(make: Variant, pass_: str) -> float:
 
 
 def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs flex_attention once on q, k, v and dout."""
     given = flex_variants.given(make, TIMED.seqlen_q, TIMED.heads_q)
     if pass_ == "fwd":
         return flex.call(TIMED, *arrays[:3], **given)
@@ -210,7 +205,6 @@ def _real(x: Any) -> Any:
 
 
 def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Times of every variant, compiled and checked first. What fails is a row that says so."""
     assert bench.machine is not None
     timed = [s for s in SERIES if unit(s) != "wgmma" or device.compute_capability() == (9, 0)]
     if not peers.available():
@@ -278,7 +272,6 @@ def _times(
 
 
 def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:
-    """(variant, series, pass) -> milliseconds, or what the metric has; of what did not fail."""
     return {
         (row.place, row.series, row.pass_): float(row.value)
         for row in rows
@@ -305,7 +298,6 @@ def said(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """A line for each variant: each series' ms, flex_attention's over FA-2's, compiling."""
     found, compiled = times(rows), times(rows, "compile")
     measured = [row for row in rows if row.source == "measured" and row.metric == "time"]
     names = list(dict.fromkeys(row.place for row in measured))

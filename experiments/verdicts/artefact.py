@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import loop_order
-from experiments.lab.record.store import Row
+from experiments.lab.record import Row
 from experiments.lab.show.tables import MISSING, Across, Table, markdown
 
 from .evidence import Evidence, MissingRows, Numbers, Quantity, rows

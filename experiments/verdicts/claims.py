@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments import claims as measured
 from experiments import decode
-from experiments.lab.record.store import Row
+from experiments.lab.record import Row
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
@@ -43,7 +43,6 @@ def tiles(series: str, array: str, causal: bool = False) -> Pair:
 
 
 def layer(series: str) -> Quantity:
-    """GB of DRAM of the layer that claims name."""
     return rows(measured.NAME, series=series, source="dram", metric="traffic", dtype="float16",
                 seqlen_q=measured.LAYER.seqlen_q, value=lambda row: row.number / 1e9)  # fmt: skip
 
@@ -121,7 +120,6 @@ def reading() -> Quantity:
 
 
 def merged(series: str, dtype: str) -> Pair:
-    """Error of pages merged by L over the error of the whole."""
     error = partial(rows, measured.NAME, series=series, metric="error", dtype=dtype,
                     seqlen_q=measured.PAGE)  # fmt: skip
     return error(note=f"{measured.PAGES} pages") / error(note="whole"), Bounds(0, 1.1)

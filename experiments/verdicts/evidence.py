@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from experiments.lab.record import published
-from experiments.lab.record.store import Row
+from experiments.lab.record import Row, published
 
 from .rule import Place
 
@@ -110,7 +109,6 @@ class Quantity:
         return self._along("power")
 
     def most(self) -> Quantity:
-        """The largest number of each series."""
         return self._along("most")
 
     def _along(self, how: str, by: Any = None) -> Quantity:

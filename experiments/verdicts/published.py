@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments import io_vs_head_dim, io_vs_sram, numerics, runtime_memory
 from experiments.beside import unfused_steps
-from experiments.lab.record.store import Row
+from experiments.lab.record import Row
 
 from .evidence import Quantity, paper, rows
 from .questions import Pair, Pairs, declared, table
@@ -36,7 +36,6 @@ def layer(series: str, **fields: Any) -> Quantity:
 
 
 def step(series: str, *names: str) -> Quantity:
-    """Time of steps of attention, one after the other, or of the fused kernel."""
     return rows("gpt2_table", metric="time", dtype="float16", causal=True, series=series,
                 place=names)  # fmt: skip
 
@@ -52,7 +51,6 @@ def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
 
 
 def slower(name: str) -> Pairs:
-    """Tables 9 to 20: standard over FlashAttention."""
     how = name, "time", "pass_"
     theirs = [of_tables(name, method, "time", "pass_") for method in runtime_memory.METHODS]
     ours = training("torch-unfused", *how) / training("fa1-mma", *how)

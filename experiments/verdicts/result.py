@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import loop_order
-from experiments.lab.record.store import Row
+from experiments.lab.record import Row
 from experiments.lab.show.tables import Across, Table
 
 from .evidence import Evidence, MissingRows, Quantity, rows
@@ -34,8 +34,6 @@ def own_tiles(series: str) -> Quantity:
 
 
 def sentences(found: Evidence) -> str:
-    """What the K/V-outer order costs over the Q-outer order."""
-
     def each(ratio: Callable[..., Quantity], form: str = ".2f") -> str:
         """Of the units that are there; Hopper's is not everywhere."""
         words = []
@@ -87,8 +85,6 @@ def sentences(found: Evidence) -> str:
 
 
 def traffic(found: Evidence) -> str:
-    """What DRAM moves of the accesses of both orders, over the sequence length."""
-
     def of(series: str, source: str, **fields: Any) -> Quantity:
         return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, source=source,
                     metric="traffic", unit="bytes", **fields)  # fmt: skip

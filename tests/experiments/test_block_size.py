@@ -137,8 +137,8 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
     }
     assert set(times) == wanted and timed < wanted
     # Counters and resources belong to their tiles.
-    number = {(f"{c.algorithm}-{'mma' if c.dtype == 'float16' else 'simt'}", c.Br, c.Bc,
-               c.head_dim): n for n, c in enumerate(cases)}  # fmt: skip
+    number = {(f"{c.algorithm}-{'mma' if c.dtype == 'float16' else 'simt'}", *c.tiles[:2],
+               c.sizes[3]): n for n, c in enumerate(cases)}  # fmt: skip
     for row in rows:
         place = (row.series, row.Br, row.Bc, row.head_dim)
         if row.metric == "occupancy" and place in timed:

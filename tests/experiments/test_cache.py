@@ -138,8 +138,8 @@ def test_the_size_that_fits_lies_between_two():
 def test_the_table(tmp_path):
     rows = flat(cache.measure(Options(seqlens=(512,), head_dims=(64,)), Bench()))
     store = Store(tmp_path)
-    recorder = Recorder(store, cache.NAME, lambda machine: {}, cache.SWEPT)
-    recorder.add_all(rows)
+    recorder = Recorder(store, cache.NAME, lambda machine: {})
+    recorder.add(*rows)
     recorder.finish(complete=True)
     assert "No call of these tiles was measured." in report.text(cache.NAME, store)
     other = Recorder(store, "io_vs_seqlen", lambda machine: {})

@@ -142,7 +142,7 @@ def test_the_table(tmp_path):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     store = Store(tmp_path)
     recorder = Recorder(store, "crossover", lambda machine: about)
-    recorder.add_all(synthetic(report.MACHINE))
+    recorder.add(*synthetic(report.MACHINE))
     recorder.finish(complete=True)
     header, *lines = cells(report.text("crossover", store))
     assert len(lines) == 10 and len(header) == len(lines[0])

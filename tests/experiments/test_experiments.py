@@ -145,9 +145,8 @@ def store_synthetic(name, folder, machine="some-gpu"):
     from experiments.lab.record.store import Recorder
 
     about = {"id": "r1", "commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    swept = getattr(registry.load(name), "SWEPT", ())
-    recorder = Recorder(Store(folder), name, lambda machine: about, swept)
-    recorder.add_all(synthetic(name, machine))
+    recorder = Recorder(Store(folder), name, lambda machine: about)
+    recorder.add(*synthetic(name, machine))
     recorder.finish(complete=True)
 
 
@@ -339,7 +338,7 @@ def test_an_experiment_runs_and_repeats_without_a_change(tmp_path):
 def run_in_process(monkeypatch, tmp_path, measure):
     """A runner over a stand-in experiment that measures as told."""
     module = SimpleNamespace(
-        TITLE="a stand-in", NEEDS_GPU=False, measure=measure, draw=lambda rows: None
+        __doc__="A stand-in.", NEEDS=(), measure=measure, draw=lambda rows: None
     )
     monkeypatch.setattr(runner, "load", lambda name: module)
     return runner.Runner(Options(out=tmp_path), [], Console(quiet=True))
@@ -428,7 +427,7 @@ def test_an_interrupted_command_shows_no_traceback(monkeypatch, capsys):
 def test_no_gpu_is_said_and_nothing_is_measured(monkeypatch, tmp_path):
     running = run_in_process(monkeypatch, tmp_path, lambda *_: pytest.fail("measured"))
     running.machine = None
-    runner.load("any").NEEDS_GPU = True
+    runner.load("any").NEEDS = ("GPU",)
     running.measure("standing_in")
     assert running.reports["standing_in"].not_measured == "needs a CUDA GPU"
 
@@ -454,13 +453,10 @@ def test_all_does_without_a_gpu(monkeypatch, tmp_path):
 
 # --- an experiment more ----------------------------------------------------------------------
 
-ANOTHER = """
+ANOTHER = """'Squares.\\n\\nThe square of N.'
 from .lab.show import tables
 from .lab.record.store import MODEL, Row
 
-TITLE = "squares"
-DESCRIPTION = "The square of N."
-NEEDS_GPU = False
 PROTOCOL = "multiplied"
 SIZES = {"batch": 1, "heads_q": 1, "heads_k": 1, "head_dim": 16, "causal": False}
 
@@ -588,15 +584,12 @@ def test_figures_come_out_byte_for_byte_the_same(names, tmp_path, monkeypatch):
     done = run("draw", *names, "--out", str(tmp_path / "one"))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {other for name in names for other in (name, *registry.figures(registry.load(name)))}
-    beside = {path.stem for path in (tmp_path / "one").glob("*_beside.png")}
-    assert beside <= {f"{name}_beside" for name in names} and len(beside) > 0
-    assert done.stdout.count(": drawn") == len(figures | beside)
+    assert done.stdout.count(": drawn") == len(figures)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert command.main(["draw", *names[::-1], "--out", str(tmp_path / "two")]) == 0
     drawn = [digests(tmp_path / folder) for folder in ("one", "two")]
     animated = {f"{name}.gif" for name in names if hasattr(registry.load(name), "animate")}
     still = {f"{name}.{kind}" for name in figures for kind in ("svg", "png")}
-    still |= {f"{name}.png" for name in beside}
     assert set(drawn[0]) == still | animated
     assert drawn[0] == drawn[1]
 
@@ -609,28 +602,23 @@ def test_figures_say_where_their_numbers_come_from(name, tmp_path, monkeypatch):
     store_synthetic(name, tmp_path)
     notes = []
     monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
-    monkeypatch.setattr(runner.Runner, "_draw_beside", lambda *_: None)
     command.main(["draw", name, "--out", str(tmp_path)])
     on_gpu = "some-gpu" in Store(tmp_path).machines(name)
     where = "recorded on Some GPU" if on_gpu else "closed forms"
     assert f"{where}, 2026-01-01, commit aaaaaaa" in notes[0]
 
 
-@pytest.mark.parametrize(
-    ("own", "name"),
-    [({}, counters.EARLIER_L2_NAME), ({"l2_counter": "a + b"}, "a + b")],
-)
-def test_figures_and_tables_name_the_counter_of_their_l2_bytes(own, name, tmp_path, monkeypatch):
+def test_figures_and_tables_name_the_counter_of_their_l2_bytes(tmp_path, monkeypatch):
     """That of the recording, whatever is measured today."""
     store_synthetic("io_vs_seqlen", tmp_path, report.MACHINE)
     path = Store(tmp_path).path("io_vs_seqlen", report.MACHINE, ".json")
     about = json.loads(path.read_text())
-    path.write_text(json.dumps(about | {"runs": [about["runs"][0] | own]}))
+    path.write_text(json.dumps(about | {"runs": [about["runs"][0] | {"l2_counter": "a + b"}]}))
     notes = []
     monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
     command.main(["draw", "io_vs_seqlen", "--out", str(tmp_path)])
-    assert f"\nL2 is {name}\n" in notes[0]
-    assert f"; L2 is {name}; " in report.text("io_vs_seqlen", Store(tmp_path))
+    assert "\nL2 is a + b\n" in notes[0]
+    assert "; L2 is a + b; " in report.text("io_vs_seqlen", Store(tmp_path))
     store_synthetic("speed", tmp_path, report.MACHINE)
     assert "L2 is" not in report.text("speed", Store(tmp_path))
 
@@ -923,7 +911,7 @@ def test_a_missing_kernel_is_noticed():
 
 def test_counters_without_the_tool_say_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    case = counters.Case("fa2", (1, 1, 64, 64))
     with pytest.raises(counters.CountersError, match="not on the PATH"):
         counters.count([case], counters.TRAFFIC)
     said = []
@@ -937,7 +925,7 @@ def test_a_failure_of_ncu_is_every_calls(monkeypatch):
 
     monkeypatch.setattr(counters, "available", lambda: True)
     monkeypatch.setattr(counters, "count", broken)
-    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    case = counters.Case("fa2", (1, 1, 64, 64))
     results = counters.count_or_say([case] * 2, counters.TRAFFIC, lambda line: None)
     assert results == ["failed: no permission"] * 2
 
@@ -947,15 +935,15 @@ import json, subprocess, sys
 arguments = sys.argv[1:]
 at = arguments.index("--log-file")
 (metrics,) = [a.removeprefix("--metrics=") for a in arguments if a.startswith("--metrics=")]
-cases = arguments[arguments.index("--cases") + 1]
+cases, kernels = arguments[-2:]
 # One launch for each call, but for the first, which "failed".
 done = ["failed: out of memory"] + [1] * (len(json.load(open(cases))) - 1)
-json.dump(done, open(arguments[arguments.index("--kernels") + 1], "w"))
+json.dump(done, open(kernels, "w"))
 with open(arguments[at + 1], "w") as log:
     print('"ID","Metric Name","Metric Unit","Metric Value"', file=log)
     for i, case in enumerate(json.load(open(cases))[1:]):
         for name in metrics.split(","):
-            print(f'"{{i}}","{{name}}","byte","{{case["Br"]}}"', file=log)
+            print(f'"{{i}}","{{name}}","byte","{{case["tiles"][0]}}"', file=log)
 """
 
 
@@ -978,8 +966,6 @@ def test_cases_reach_the_tool_and_its_numbers_their_calls(monkeypatch, tmp_path)
 
 
 def test_cases_that_cannot_be_run_are_refused():
-    with pytest.raises(ValueError, match="Br is 64 and Bc is None"):
-        counters.Case("fa2", 1, 1, 64, 64, False, Br=64)
     with pytest.raises(ValueError, match="heads and lengths"):
         counters.Case.of("fa2", Problem(1, 4, 2, 64, 64, 64))
 
@@ -1122,7 +1108,7 @@ def test_provenance_has_what_a_reader_needs():
     about = provenance.Provenance(["run", "speed"], {"name": "Some GPU"}).for_machine("some-gpu")
     assert about["command"] == "python -m experiments run speed"
     assert {"commit", "dirty", "date", "seed", "protocol", "device", "torch"} <= set(about)
-    assert about["l2_counter"] == counters.L2_NAME != counters.EARLIER_L2_NAME
+    assert about["l2_counter"] == counters.L2_NAME
     assert {"numba", "numba-cuda", "numpy"} <= set(about)
     assert about["numpy"] == np.__version__
 
@@ -1768,7 +1754,7 @@ def test_the_build_of_torch_is_installed_by_its_own_goal_alone(tmp_path):
 @pytest.mark.skipif(not fa_numba.device.gpu_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_measures_on_a_gpu(name, tmp_path):
-    if getattr(registry.load(name), "NEEDS_TORCH", False) and not peers.available():
+    if "torch" in registry.needs(registry.load(name)) and not peers.available():
         pytest.skip("no torch with CUDA")
     done = run("run", name, "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1779,7 +1765,7 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         if machine not in (MODEL, EMULATOR)
         for row in store.read(name, machine)
     ]
-    timed = registry.load(name).NEEDS_GPU or name in ("block_size", "block_sparse")
+    timed = registry.needs(registry.load(name)) or name in ("block_size", "block_sparse")
     if timed or rows or (name == "io_vs_seqlen" and counters.available()):
         assert any(not row.failed for row in rows)
     if name.startswith("speed"):

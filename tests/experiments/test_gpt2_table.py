@@ -182,7 +182,9 @@ def test_every_series_pass_and_step_is_measured(monkeypatch):
     moved = {(r.series, r.pass_, r.source) for r in rows if r.metric == "traffic"}
     assert len(moved) == 2 * 3 * 2 * 3
     # One call of standard attention with what the steps have; forward and backward of the others.
-    assert [(c.dropout_p, c.causal) for c in cases] == [(0.1, True)] + [(0.0, False)] * 12
+    assert [(c.options.get("dropout_p", 0.0), c.causal) for c in cases] == [(0.1, True)] + [
+        (0.0, False)
+    ] * 12
     assert [c.passes for c in cases[1:]] == ["fwd", "bwd"] * 6
     by_kernel = [r.value for r in rows if r.series == "standard-mma" and r.place]
     assert by_kernel == [1.0, 2.0, 3.0]
@@ -305,8 +307,8 @@ def test_kernels_of_a_case_are_told_apart(monkeypatch):
 
 def recorded(tmp_path):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(Store(tmp_path), "gpt2_table", lambda machine: about, gpt2_table.SWEPT)
-    recorder.add_all(synthetic(report.MACHINE))
+    recorder = Recorder(Store(tmp_path), "gpt2_table", lambda machine: about)
+    recorder.add(*synthetic(report.MACHINE))
     recorder.finish(complete=True)
     return Store(tmp_path)
 

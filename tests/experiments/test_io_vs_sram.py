@@ -24,7 +24,7 @@ def measured(module, monkeypatch, machine="some-gpu", options=None):
     def count(cases, metrics, say):
         found = []
         for case in cases:
-            setting = scaling.Setting(f"{case.algorithm}-simt", problem_of(case), case.Br, case.Bc)
+            setting = scaling.Setting(f"{case.algorithm}-simt", problem_of(case), *case.tiles[:2])
             bytes_ = scaling.made(setting).accesses.bytes
             found.append(
                 {
@@ -43,8 +43,8 @@ def measured(module, monkeypatch, machine="some-gpu", options=None):
 
 
 def problem_of(case):
-    heads, N = case.heads, case.seqlen
-    return Problem(case.batch, heads, heads, N, N, case.head_dim, dtype=case.dtype)
+    batch, heads, N, d = case.sizes
+    return Problem(batch, heads, heads, N, N, d, dtype=case.dtype)
 
 
 def flat(found):
@@ -212,8 +212,8 @@ def test_the_regimes_meet_near_d_squared():
 
 def store_of(module, rows, folder):
     store = Store(folder)
-    recorder = Recorder(store, module.NAME, lambda machine: {}, module.SWEPT)
-    recorder.add_all(rows)
+    recorder = Recorder(store, module.NAME, lambda machine: {})
+    recorder.add(*rows)
     recorder.finish(complete=True)
     return store
 

@@ -167,14 +167,15 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     # The counted calls are those timed, each with its measures and its partition.
     assert len(cases) == len(calls)
     for case, call in zip(cases, calls, strict=True):
-        assert tuple(case.ablate) == call.get("ablate", ())
-        assert case.warp_partition == call.get("warp_partition", "rows")
-        tiles = call.get("tiles", fa_numba.Tiles(16, 16))
-        assert (case.threads, case.stages) == (tiles.threads, tiles.stages)
+        for name in ("ablate", "warp_partition"):
+            assert case.options.get(name) == call.get(name)
+        tiles = call.get("tiles")
+        assert case.tiles == (tiles and (tiles.Br, tiles.Bc, tiles.threads, tiles.stages))
         assert case.unit == call["unit"]
-    assert len({c.ablate for c in cases if c.unit == "mma"}) == 1 + len(MEASURES)
+    ablated = {(case.unit, case.options.get("ablate", ())) for case in cases}
+    assert sum(unit == "mma" for unit, _ in ablated) == 1 + len(MEASURES)
     # Blocks stay for several row tiles before a counter hands these out, not after.
-    assert len({c.ablate for c in cases if c.unit == "wgmma"}) == 1 + len(WGMMA_MEASURES)
+    assert sum(unit == "wgmma" for unit, _ in ablated) == 1 + len(WGMMA_MEASURES)
 
 
 def test_gains_are_over_the_step_before():
@@ -193,8 +194,8 @@ def test_the_ladders_table(tmp_path):
     store = Store(tmp_path)
     assert report.text("ladder", store) == "no recording yet\n"
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(store, "ladder", lambda machine: about, ())
-    recorder.add_all(synthetic(report.MACHINE))
+    recorder = Recorder(store, "ladder", lambda machine: about)
+    recorder.add(*synthetic(report.MACHINE))
     recorder.finish(complete=True)
     lines = [line for line in report.text("ladder", store).splitlines() if "| 4096 |" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

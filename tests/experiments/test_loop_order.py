@@ -87,11 +87,11 @@ def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
     assert splits[0] == 1 and max(splits) > 1
     # The counted calls are those timed.
     assert len(cases) == len(calls)
-    assert {(c.algorithm, c.unit, c.seqlen, c.query_splits) for c in cases} == {
+    assert {(c.algorithm, c.unit, c.sizes[2], c.options.get("query_splits", 1)) for c in cases} == {
         (c["algorithm"], c["unit"], c["shape"][2], c.get("query_splits", 1)) for c in calls
     }
     assert all(
-        case.threads == planned.tiles.threads
+        case.tiles[2] == planned.tiles.threads
         for case in cases
         if (case.algorithm, case.unit) == ("fa2", "mma")
     )
@@ -115,7 +115,7 @@ def test_the_orders_are_compared_over_heads_too(monkeypatch):
     rows, _, cases = measured_orders(monkeypatch, quick=True)
     assert {r.heads_q for r in rows if r.seqlen_q == 256} == set(loop_order.HEADS[:2])
     # Counters are read in FA-2's setting alone; there is a model for all.
-    assert {case.seqlen for case in cases} == {512, 1024}
+    assert {case.sizes[2] for case in cases} == {512, 1024}
     model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
     assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 27
     figure = loop_order.detail(rows)

@@ -194,8 +194,8 @@ def test_l2_is_what_fits_it_and_dram_what_does_not():
 
 def test_the_tables(tmp_path, monkeypatch):
     store = Store(tmp_path)
-    recorder = Recorder(store, NAME, lambda machine: {}, experiment.SWEPT)
-    recorder.add_all(measured(monkeypatch, report.MACHINE))
+    recorder = Recorder(store, NAME, lambda machine: {})
+    recorder.add(*measured(monkeypatch, report.MACHINE))
     recorder.finish(complete=True)
     text = report.text(NAME, store)
     assert "shared memory is 7.5 times as fast as DRAM and 4595 times smaller" in text

@@ -240,8 +240,8 @@ def test_the_papers_ratio():
 def test_the_tables(tmp_path):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     store = Store(tmp_path)
-    recorder = Recorder(store, "numerics", lambda machine: about, numerics.SWEPT)
-    recorder.add_all(synthetic(report.MACHINE))
+    recorder = Recorder(store, "numerics", lambda machine: about)
+    recorder.add(*synthetic(report.MACHINE))
     recorder.finish(complete=True)
     header, *lines = cells(report.text("numerics", store))
     assert len(lines) == 6 and len(lines[0]) == len(header)

@@ -1,4 +1,4 @@
-"""A recording on a GPU: whole or not at all, gone on with, refused; what is measured first."""
+"""A recording on a GPU: whole or not at all, gone on with, compared; what is measured first."""
 
 import io
 import json
@@ -30,8 +30,6 @@ from experiments.lab.record import (
 )
 from experiments.lab.record.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store, StoreError
-from experiments.lab.show import beside, style
-from experiments.lab.show.beside import png
 
 NAME, GPU = "standing_in", "some-gpu"
 
@@ -49,6 +47,8 @@ def bench(tmp_path, monkeypatch):
     source.write_text("n = 1\n")
     monkeypatch.setattr(kept, "sources", lambda module, counts: {"source": source.read_text()})
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+    for module in (counters, peers):
+        monkeypatch.setattr(module, "available", lambda: True)
 
     def measure(options, given):
         yield timed(1, 1.0, machine=MODEL, source="model")
@@ -61,7 +61,7 @@ def bench(tmp_path, monkeypatch):
         run.measured.append("counters")
         yield from run.beside
 
-    module = SimpleNamespace(TITLE="", NEEDS_GPU=True, measure=measure, draw=lambda rows: None)
+    module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=lambda rows: None)
     monkeypatch.setattr(runner, "load", lambda name: module)
 
     def run(**options):
@@ -252,45 +252,34 @@ def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
     assert provenance.footnote({GPU: named}, [traffic, rows[1]]).endswith("\nL2 is a + b")
 
 
-# --- refused ---------------------------------------------------------------------------------
+# --- compared --------------------------------------------------------------------------------
 
 
-def test_peers_far_from_their_last_recording_refuse_the_run(bench):
+def test_of_peers_far_from_their_last_recording_it_is_said(bench):
     bench()
-    before = bench.rows
     bench.peer, bench.value = 2.0 * 1.3, 1.1
     bench()
-    assert bench.store.read(NAME, GPU) == before
-    error = bench.report.error
-    assert "torch-fa2 (fwd, float32, N=" in error and "takes 1.30 times" in error
-    assert "2 others are off too" in error and "--replace" in error
-    assert error in " ".join(bench.text.split())
-    # Nothing is lost: they are taken as they are, without measuring.
-    assert bench(replace=True) == []
+    said = " ".join(bench.text.split())
+    assert "torch-fa2 (fwd, float32, N=" in said and "takes 1.30 times" in said
+    assert "2 others are off too" in said and "git has what was there" in said
     assert {row.value / row.seqlen_q for row in bench.rows} == {2.6, 1.1}
     assert not bench.report.error
 
 
-def test_with_replace_from_the_start_nothing_is_refused(bench):
-    """What the command's --replace gives the run, on a machine whose peers are slower today."""
+@pytest.mark.parametrize("tool", [peers, counters])
+def test_nothing_is_measured_without_what_the_recording_has_numbers_of(bench, monkeypatch, tool):
+    bench.beside = [timed(64, 1.0, source="l2", metric="traffic", unit="bytes")]
     bench()
-    bench.peer, bench.value = 2.0 * 1.35, 1.3
+    before = bench.rows
+    monkeypatch.setattr(tool, "available", lambda: False)
+    assert bench() == [] and bench.rows == before
+    assert "there is no " in bench.report.error and "--replace" in bench.report.error
+    bench.value = 1.3
     given = command._options(command._parser().parse_args(["run", "host_cost", "--replace"]))
-    assert bench(replace=given.replace) == [32, 64, 128, "counters"]
-    assert not bench.report.error and "stays as it was" not in bench.text
-    assert {row.value / row.seqlen_q for row in bench.rows} == {2.7, 1.3}
-    assert len(bench.store.runs(NAME, GPU)) == 1 and not list(bench.partial.iterdir())
-
-
-def test_refused_rows_are_measured_again_otherwise(bench):
-    bench()
-    bench.peer = 0.5
-    bench()
-    assert "takes 0.25 times" in bench.report.error
-    bench.peer, bench.value = 2.1, 1.5
-    assert bench() == [32, 64, 128, "counters"]
-    assert not bench.report.error
-    assert {row.value / row.seqlen_q for row in bench.rows} == {2.1, 1.5}
+    assert bench(replace=given.replace) == [32, 64, 128, "counters"] and not bench.report.error
+    assert {row.value / row.seqlen_q for row in bench.rows if row.metric == "time"} == {2.0, 1.3}
+    monkeypatch.setattr(tool, "available", lambda: False)
+    assert bench(seqlens=(32,)) != []  # a part goes elsewhere
 
 
 def test_whole_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatch):
@@ -305,65 +294,57 @@ def test_whole_rows_that_could_not_be_written_are_not_measured_again(bench, monk
 
 
 @pytest.mark.parametrize("off", [1.2, 0.85])
-def test_peers_near_their_last_recording_do_not(bench, off):
+def test_of_peers_near_their_last_recording_nothing_is_said(bench, off):
     bench()
     bench.peer = 2.0 * off
     bench()
-    assert not bench.report.error
+    assert not bench.report.error and " times what it took" not in bench.text
     assert {row.value / row.seqlen_q for row in bench.rows} == {1.0, 2.0 * off}
 
 
-def test_what_torch_and_ncu_gave_does_not_go_because_they_are_missing(monkeypatch):
+def test_what_a_recording_has_of_torch_and_ncu(monkeypatch):
     traffic = timed(32, 1.0, source="l2", metric="traffic", unit="bytes")
-    peer = timed(32, 1.0, "torch-fa2")
-    monkeypatch.setattr(counters, "available", lambda: False)
-    monkeypatch.setattr(peers, "available", lambda: False)
-    ours = [timed(32, 1.0)]
-    assert review.objections(ours, ours) == []
-    found = review.objections([*ours, traffic, peer], ours)
-    assert ["no Nsight Compute" in found[0], "no torch" in found[1]] == [True, True]
-    assert review.objections([traffic, peer], [traffic, peer]) == []
-    monkeypatch.setattr(counters, "available", lambda: True)
-    monkeypatch.setattr(peers, "available", lambda: True)
-    assert review.objections([traffic, peer], ours) == []
+    peer, ours = timed(32, 1.0, "torch-fa2"), timed(32, 1.0)
+    for module in (counters, peers):
+        monkeypatch.setattr(module, "available", lambda: False)
+    assert review.lacking([ours]) == review.lacking([]) == ""
+    ncu, torch = review.lacking([ours, traffic, peer]).split("; ")
+    assert "no Nsight Compute" in ncu and "no torch" in torch
+    for module in (counters, peers):
+        monkeypatch.setattr(module, "available", lambda: True)
+    assert review.lacking([traffic, peer]) == ""
 
 
-def test_a_setting_is_compared_with_itself(monkeypatch):
-    monkeypatch.setattr(counters, "available", lambda: True)
-    monkeypatch.setattr(peers, "available", lambda: True)
+def test_a_setting_is_compared_with_itself():
     plain, dropped = (
         replace(timed(32, value), series=peers.FLASH, note=note)
         for value, note in ((1.0, "plain"), (4.0, "dropout"))
     )
-    assert review.objections([dropped, plain], [plain, dropped]) == []
-    (found,) = review.objections([plain, dropped], [plain, replace(dropped, value=8.0)])
+    assert review.far([dropped, plain], [plain, dropped]) == ""
+    found = review.far([plain, dropped], [plain, replace(dropped, value=8.0)])
     assert "takes 2.00 times" in found and "others" not in found
-    assert review.objections([plain], [dropped]) == []
+    assert review.far([plain], [dropped]) == ""
 
 
-def test_few_short_calls_may_be_off(monkeypatch):
+def test_few_short_calls_may_be_off():
     """They wait for the host; a longer one, or many of them, tell that something else ran."""
-    monkeypatch.setattr(counters, "available", lambda: True)
-    monkeypatch.setattr(peers, "available", lambda: True)
     short = [replace(timed(N, 0.1), series=peers.FLASH) for N in (32, 64, 128, 256, 512)]
     long = replace(timed(1024, 2.0), series=peers.FLASH)
     slower = [replace(row, value=5 * row.value) for row in short]
-    assert review.objections([*short, long], [slower[0], *short[1:], long]) == []
-    (found,) = review.objections([*short, long], [*slower[:2], *short[2:], long])
+    assert review.far([*short, long], [slower[0], *short[1:], long]) == ""
+    found = review.far([*short, long], [*slower[:2], *short[2:], long])
     assert "takes 5.00 times" in found and "1 others" in found
-    (found,) = review.objections([*short, long], [*short, replace(long, value=3.0)])
+    found = review.far([*short, long], [*short, replace(long, value=3.0)])
     assert "takes 1.50 times" in found
 
 
-def test_no_recording_objects_to_itself(monkeypatch):
-    monkeypatch.setattr(counters, "available", lambda: True)
-    monkeypatch.setattr(peers, "available", lambda: True)
+def test_no_recording_is_far_from_itself():
     store, recorded = Store(FIGURES), []
     for name in registry.names():
         for machine in set(store.machines(name)) - {EMULATOR, MODEL}:
             rows = store.read(name, machine)
             recorded += [row for row in rows if row.series.startswith("torch")]
-            assert review.objections(rows, rows) == [], name
+            assert review.far(rows, rows) == "", name
     assert recorded
 
 
@@ -445,7 +426,7 @@ def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
     tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nsleep 1\nkill -ALRM $PPID\nwait\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    case = counters.Case("fa2", (1, 1, 64, 64))
     with pytest.raises(schedule.OutOfTime), schedule.within(60.0):
         counters.count([case], counters.TRAFFIC)
     child, end = int(pid.read_text()), time.monotonic() + 20
@@ -483,9 +464,10 @@ def test_time_ends_compiling_ahead(monkeypatch):
 
     monkeypatch.setattr(precompile, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(precompile, "missing_kernels", list)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(precompile.device, "gpu_available", lambda: True)
     with pytest.raises(schedule.OutOfTime), schedule.within(0.05):
-        precompile.compile_ahead([(n, 0) for n in range(5)], Bench(), jobs=2)
+        precompile.compile_ahead([(n, 0) for n in range(5)], Bench())
     assert ended == [{"wait": False, "cancel_futures": True}]
 
 
@@ -568,12 +550,12 @@ CARDS = [
 
 
 @pytest.mark.parametrize("card, capability, lacks", CARDS, ids=["T4", "RTX 4090", "B200"])
-def test_a_new_card_is_recorded_and_drawn_beside_the_pages(
-    card, capability, lacks, monkeypatch, tmp_path
-):
-    """Cut off and gone on with, under its name; each half of the figure is of its own rows."""
-    name, page = "loop_order", "nvidia-h200"
-    known = [x for x in Store(FIGURES).read(name, page) if x.series.split("-")[1] not in lacks]
+def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, tmp_path):
+    """Cut off and gone on with, under its name; the figure is of its own rows."""
+    name = "loop_order"
+    known = [
+        x for x in Store(FIGURES).read(name, "nvidia-h200") if x.series.split("-")[1] not in lacks
+    ]
     machine = provenance.slug(card)
     mine = [replace(x, machine=machine, run="", value=3 * x.value) for x in known if x.value]
     stops = [True]
@@ -589,7 +571,7 @@ def test_a_new_card_is_recorded_and_drawn_beside_the_pages(
     monkeypatch.setattr(runner.device, "describe", lambda: about)
     monkeypatch.setattr(kept, "sources", lambda module, counts: {})
     drawn = registry.load(name)
-    module = SimpleNamespace(TITLE="", NEEDS_GPU=True, measure=measure, draw=drawn.draw)
+    module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=drawn.draw)
     monkeypatch.setattr(runner, "load", lambda name: module)
 
     def run():
@@ -598,51 +580,15 @@ def test_a_new_card_is_recorded_and_drawn_beside_the_pages(
         running.measure(name)
         return running
 
-    made = []
-    monkeypatch.setattr(beside, "png", lambda figures: made.append(figures) or png(figures))
     with pytest.raises(KeyboardInterrupt):
         run()
     stops.append(False)
     running = run()
     assert running.draw(name)
     said = running.console.file.getvalue()
-    assert "timing: 1 of 2 done before" in said and f"{name}_beside.png: drawn" in said
+    assert "timing: 1 of 2 done before" in said and f"{name}.svg and .png: drawn" in said
     assert len(Store(tmp_path).read(name, machine)) == len(mine)
-    (figures,) = made
-    assert list(figures) == [card, "NVIDIA H200"]
-    lines = [sum(len(ax.lines) for ax in figure.axes) for figure in figures.values()]
-    assert lines[0] < lines[1]
-    assert (tmp_path / f"{name}_beside.png").read_bytes()[1:4] == b"PNG"
-    running.machine = page  # whose own figure stands alone
-    assert running.draw(name) and len(made) == 1
-
-
-def test_a_page_of_an_h100_has_its_own_rows_beside_those_of_an_h200(monkeypatch, tmp_path):
-    name, made = "loop_order", []
-    for folder, card in (("pages", "NVIDIA H100"), ("mine", "NVIDIA H200")):
-        for suffix in (".csv", ".json"):
-            text = Store(FIGURES).path(name, "nvidia-h200", suffix).read_text("utf-8")
-            path = Store(tmp_path / folder).path(name, provenance.slug(card), suffix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text.replace("NVIDIA H200", card), "utf-8")
-    monkeypatch.setattr(runner, "FIGURES", tmp_path / "pages")
-    monkeypatch.setattr(beside, "png", lambda figures: made.append(list(figures)) or b"")
-    options = Options(out=tmp_path / "mine")
-    assert runner.Runner(options, ["draw"], Console(file=io.StringIO())).draw(name)
-    assert made == [["NVIDIA H200", "NVIDIA H100"]]
-
-
-def test_logarithmic_axes_beside_each_other_show_the_same_range():
-    """Others keep their own, so that a slow card's speeds are no flat line."""
-    figures = {}
-    for name, most in (("slow", 10), ("fast", 1000)):
-        figures[name], ((log, linear),) = style.new(1, 2, 2.0)
-        log.loglog([1, most], [1, most])
-        linear.plot([1, most], [1, most])
-    png(figures)
-    (log, linear), (other_log, other_linear) = (figure.axes for figure in figures.values())
-    assert log.get_xlim() == other_log.get_xlim() and log.get_ylim() == other_log.get_ylim()
-    assert log.get_ylim()[1] > 1000 > linear.get_ylim()[1] and other_linear.get_ylim()[1] > 1000
+    assert running.reports[name].drawn_from == [machine]
 
 
 # --- clocks ----------------------------------------------------------------------------------

@@ -309,8 +309,8 @@ def test_memory_of_a_call_is_workspace_and_results(monkeypatch):
 def test_the_tables(tmp_path):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     store = Store(tmp_path)
-    recorder = Recorder(store, "runtime_memory", lambda machine: about, runtime_memory.SWEPT)
-    recorder.add_all(synthetic(report.MACHINE))
+    recorder = Recorder(store, "runtime_memory", lambda machine: about)
+    recorder.add(*synthetic(report.MACHINE))
     recorder.finish(complete=True)
     found = {line[0]: line[1:] for line in cells(report.text("runtime_memory", store))}
     assert set(found) == {"N", "128", "1024", "4096", "16384"}

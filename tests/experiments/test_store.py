@@ -191,18 +191,6 @@ def test_a_table_of_several_commits_says_so(tmp_path):
     assert "2026-01-01, commit 3333333; " in caption(store)
 
 
-def test_rows_kept_of_earlier_runs_are_named_in_recordings_from_before_too(tmp_path):
-    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
-    record(store, [row(**speed)])
-    earlier = [{"commit": "0" * 40, "date": "2025-12-31", "dirty": True}]
-    path = store.path("speed", report.MACHINE)
-    path.write_text(dump(store.read("speed", report.MACHINE), runs=False))
-    about = {"commit": "1" * 40, "date": "2026-01-01", "dirty": False}
-    about |= {"earlier_runs": earlier, "rows_of_earlier_runs": 1}
-    path.with_suffix(".json").write_text(json.dumps(about))
-    assert "2025-12-31 to 2026-01-01, 2 commits: 1111111, 0000000+; " in caption(store)
-
-
 def readings(store, experiment="speed"):
     rows = store.read(experiment, report.MACHINE)
     return [(r.series, r.seqlen_q, r.Br, r.metric, r.value) for r in rows]
@@ -242,13 +230,16 @@ def test_numbers_that_a_partial_run_no_longer_gives_go_at_its_end(tmp_path):
     ]
 
 
-def test_tiles_that_are_swept_do_not_replace_each_other(tmp_path):
+def test_what_a_run_sweeps_does_not_replace_each_other(tmp_path):
+    """Tiles, and what notes name; but an older run's of the same problem goes."""
     store = Store(tmp_path)
-    for Br, value in ((64, 1.0), (128, 2.0), (128, None)):
-        recorder = Recorder(store, "speed", provenance, ("Br", "Bc"))
-        recorder.add(row(Br=Br, value=value))
-        recorder.finish(complete=False)
-    assert [line[2:] for line in readings(store)] == [(64, "time", 1), (128, "time", None)]
+    for swept in ((64, 128), (256,)):
+        rows = [row(Br=Br, note=note) for Br in swept for note in ("plain", "dropout")]
+        record(store, rows, complete=False)
+        stored = store.read("speed", report.MACHINE)
+        assert [(r.Br, r.note) for r in stored] == [
+            (Br, note) for Br in swept for note in ("dropout", "plain")
+        ]
 
 
 def test_each_row_is_stored_as_it_comes(tmp_path):

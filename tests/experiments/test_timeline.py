@@ -323,8 +323,8 @@ def test_a_trace_replaces_the_older_one(tmp_path):
     store = Store(tmp_path)
 
     def record(rows):
-        recorder = Recorder(store, "timeline", lambda machine: {}, timeline.SWEPT)
-        recorder.add_all(rows)
+        recorder = Recorder(store, "timeline", lambda machine: {})
+        recorder.add(*rows)
         recorder.finish(complete=False)
 
     rows = [row for row in recorded() if row.series == "fa1-simt"]

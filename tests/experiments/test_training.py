@@ -223,8 +223,8 @@ def about(machine):
 
 
 def record(folder, rows):
-    recorder = Recorder(Store(folder), char_model.NAME, about, char_model.SWEPT)
-    recorder.add_all(rows)
+    recorder = Recorder(Store(folder), char_model.NAME, about)
+    recorder.add(*rows)
     recorder.finish(complete=True)
     return Store(folder)
 

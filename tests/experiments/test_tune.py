@@ -220,7 +220,7 @@ def swept(wrong=(), more=()):
         for cached in (tune._large, tune._small, tune._gate):
             cached.cache_clear()
         wanted = tune.candidates((10,))
-        rows = list(tune.measure(wanted, Bench(machine="some-gpu"), jobs=1))
+        rows = list(tune.measure(wanted, Bench(machine="some-gpu")))
         tune._large.cache_clear()
     return wanted, rows
 
@@ -310,12 +310,12 @@ def test_a_sweep_that_is_cut_short_leaves_what_it_did_not_end(monkeypatch):
     monkeypatch.setitem(tune.SEQLENS, "mma", (32,))
     bench = Bench(machine="some-gpu", say=said.append)
     # A look at the clock for each candidate, and for each head dimension and the beginning one.
-    rows = list(tune.measure(first, bench, 1, len(first) // 2 + 4))
+    rows = list(tune.measure(first, bench, len(first) // 2 + 4))
     assert len(rows) == len(first) // 2 + 1
     assert len(said) == 1 and "the time is over" in said[0]
     assert {key[-1] for key in tune.complete(rows, first)} == {16}
     clock = iter(range(1000))
-    assert len(list(tune.measure(first, bench, 1))) == len(first) and len(said) == 1
+    assert len(list(tune.measure(first, bench))) == len(first) and len(said) == 1
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -351,12 +351,12 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
         return of(*map(tuple, (head_dims, series, passes)))
 
     monkeypatch.setattr(tune, "candidates", candidates)
-    part = ["--head-dims", "64", "--series", "fa2-mma", "--passes", "bwd", "--jobs", "2"]
+    part = ["--head-dims", "64", "--series", "fa2-mma", "--passes", "bwd"]
     part += ["--seconds", "90"]
     assert command.main(["tune"]) == command.main(["tune", *part]) == 0
     (everything, *_), (some, *_) = calls
     assert everything == tune.candidates()
-    assert [how for _, *how in calls] == [[None, None], [2, 90]]
+    assert [how for _, *how in calls] == [[None], [90]]
     kinds = [(c.series, c.pass_, c.head_dim) for c in everything]
     swept = set(itertools.product(tune.SERIES, tune.PASSES, tune.HEAD_DIMS))
     # Hopper's backward kernels have one size of tiles.
@@ -366,7 +366,6 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     wanted = zip(kinds, everything, strict=True)
     assert some == [c for kind, c in wanted if kind == ("fa2-mma", "bwd", 64)]
     for bad in (
-        ["--jobs", "0"],
         ["--seconds", "0"],
         ["--head-dims", "300"],
         ["--series", "x"],
@@ -382,5 +381,5 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
 def test_the_sweep_in_processes():
     bench = Bench(machine="some-gpu")
     wanted = [c for c in tune.candidates((64,)) if c.tiles == Tiles(64, 64, 128)]
-    rows = list(tune.measure(wanted, bench, jobs=2))
+    rows = list(tune.measure(wanted, bench))
     assert wanted and not [row.note for row in rows if row.failed]

@@ -17,7 +17,7 @@ from fa_numba.intrinsics.global_memory import read4
 from fa_numba.intrinsics.shared import load4, shared_tile
 from fa_numba.problem import Problem
 
-from ..record.store import Row
+from ..record import Row
 from . import peers
 from .check import WrongResult
 from .series import columns
@@ -133,7 +133,6 @@ def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
 
 
 def measure_shared(multiprocessors: int, repeats: int) -> Timing:
-    """The same of shared memory, two blocks on every multiprocessor."""
     blocks, steps = 2 * multiprocessors, SHARED_STEPS
     Y = device.empty((blocks * SHARED_THREADS,))
     argument = device.argument(Y)

@@ -9,7 +9,7 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from ..record.store import Row
+from ..record import Row
 from . import peers
 from . import series as ours
 from .check import Check, DropoutGate, Gate, WrongResult, gate, to_host
@@ -22,7 +22,6 @@ _TAKEN = ("dropout_p", "kv_lens")
 
 
 def theirs(series: str) -> bool:
-    """Whether the series is one of torch's kernels."""
     return series.startswith("torch")
 
 
@@ -97,7 +96,6 @@ class Checks:
         return lambda result: float("nan")
 
     def gate(self, pass_: str, problem: Problem, **options: Any) -> Gate:
-        """The gate of a pass, made once."""
         key = (pass_ == "fwd", problem, *map(str, options.items()))
         if key not in self._gates:
             options = self._given(problem) | options

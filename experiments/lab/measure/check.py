@@ -33,7 +33,6 @@ class WrongResult(Exception):
 
 
 def to_host(array: Any) -> np.ndarray:
-    """A NumPy copy of a NumPy, numba or torch array."""
     if hasattr(array, "copy_to_host"):
         return array.copy_to_host()
     if hasattr(array, "cpu"):

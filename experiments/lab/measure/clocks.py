@@ -63,7 +63,6 @@ class Sampling:
         self._file.close()
 
     def summary(self) -> dict[str, Any]:
-        """As `summarize` has it of what was sampled so far."""
         at = os.fstat(self._file.fileno()).st_size
         return summarize(os.pread(self._file.fileno(), at, 0).decode())
 

@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fa_numba.problem import Problem
 
-from ..record.options import REPOSITORY
-from ..record.store import Row
+from ..record import REPOSITORY, Row
 
 # Reads and writes of device memory.
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -29,8 +28,6 @@ DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 # (lts__t_sectors_srcunit_tex) are up to 15 percent fewer, and differ from run to run.
 L2_READ, L2_WRITE = "l1tex__m_xbar2l1tex_read_sectors.sum", "l1tex__m_l1tex2xbar_write_sectors.sum"
 L2 = (L2_READ, L2_WRITE)
-# The counter of recordings whose JSON names none: all before L2_NAME was written into it.
-EARLIER_L2_NAME = "lts__t_sectors_srcunit_tex"
 L2_NAME = " + ".join(name.removesuffix(".sum") for name in L2)
 SECTOR_BYTES = 32
 TRAFFIC = DRAM + L2
@@ -60,64 +57,32 @@ class CountersError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted. Br and Bc are None for the plan's own, else both are given.
+    """One call to be counted: batch, heads, rows of q, k and v, and head dimension are its `sizes`.
 
-    `passes` is "fwd", or "bwd" for the backward pass alone. With `rows` the call has the first so
-    many rows of q alone. `unit` is simt or mma, by dtype, where it is None.
+    `tiles` are Br, Bc, threads and stages, None for the plan's own, `options` what else the call
+    takes. `passes` is "fwd", or "bwd" for the backward pass alone. With `rows` the call has the
+    first so many rows of q alone. `unit` is simt or mma, by dtype, where it is None.
     """
 
     algorithm: str
-    batch: int
-    heads: int
-    seqlen: int
-    head_dim: int
-    causal: bool
-    Br: int | None = None
-    Bc: int | None = None
-    query_splits: int = 1
+    sizes: Sequence[int]
     dtype: str = "float32"
-    threads: int | None = None
-    stages: int = 1
-    warp_partition: str = "rows"
-    ablate: Sequence[str] = ()
+    causal: bool = False
+    tiles: Sequence[int | None] | None = None
     passes: str = "fwd"
     rows: int | None = None
-    dropout_p: float = 0.0
     unit: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.passes not in ("fwd", "bwd"):
-            raise ValueError(f"passes is {self.passes!r}: allowed are 'fwd' and 'bwd'")
-        if (self.Br is None) != (self.Bc is None):
-            raise ValueError(f"Br is {self.Br} and Bc is {self.Bc}: give both or neither")
-        if self.Br is None and (self.threads is not None or self.stages != 1):
-            raise ValueError(
-                f"threads is {self.threads} and stages is {self.stages} without Br and Bc: allowed "
-                "are None and 1"
-            )
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
-        """A call for the problem; as many heads and rows of K and V as of Q.
-
-        ``options`` are query_splits, warp_partition, ablate, passes, rows, dropout_p and unit.
-        """
-        if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
-            raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
-        return cls(
-            algorithm,
-            problem.batch,
-            problem.heads_q,
-            problem.seqlen_q,
-            problem.head_dim,
-            problem.causal,
-            Br=None if tiles is None else tiles.Br,
-            Bc=None if tiles is None else tiles.Bc,
-            dtype=problem.dtype,
-            threads=None if tiles is None else tiles.threads,
-            stages=1 if tiles is None else tiles.stages,
-            **options,
-        )
+    def of(cls, algorithm: str, p: Problem, tiles: Any = None, passes: str = "fwd",
+           rows: int | None = None, unit: str | None = None, **options: Any) -> Case:  # fmt: skip
+        """A call for the problem; as many heads and rows of K and V as of Q."""
+        if (p.heads_q, p.seqlen_q) != (p.heads_k, p.seqlen_k):
+            raise ValueError(f"problem is {p}: heads and lengths of q and k must be equal")
+        sizes = p.batch, p.heads_q, p.seqlen_q, p.head_dim
+        own = None if tiles is None else (tiles.Br, tiles.Bc, tiles.threads, tiles.stages)
+        return cls(algorithm, sizes, p.dtype, p.causal, own, passes, rows, unit, options)
 
 
 def available() -> bool:
@@ -328,8 +293,7 @@ def _run(
         log = Path(folder) / "ncu.csv"
         command = (*COMMAND, *options, f"--metrics={','.join(metrics)}", "--log-file", str(log))
         target = (sys.executable, "-m", "experiments.lab.measure.counter_target")
-        files = ("--cases", str(wanted), "--kernels", str(done))
-        status, said = _with_children((*command, *target, *files))
+        status, said = _with_children((*command, *target, str(wanted), str(done)))
         table = log.read_text("utf-8") if log.exists() else ""
         if status or not done.exists():
             raise CountersError(f"ncu ended with {status}: {_tail(table + said)}")

@@ -5,8 +5,7 @@ from typing import Any
 
 from fa_numba.problem import Problem
 
-from ..record.options import Bench
-from ..record.store import Row
+from ..record import Bench, Row
 
 # Half a minute on the emulator for a problem's tiles; minutes beyond.
 LONGEST, FLOPS = 1024, 2**29

@@ -42,12 +42,10 @@ def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
 
 
 def _as_given(problem: Problem, x: Any) -> Any:
-    """Back again, without a copy."""
     return x[0].transpose(0, 1) if problem.packed else x
 
 
 def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[[], Any]:
-    """A function that gives O of arrays that are laid out."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Else a new mask would be one of many of one compiled function, of which torch keeps a few.
@@ -73,17 +71,8 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
     functorch.donated_buffer = False  # a backward pass runs more than once here
     *inputs, dout = _laid_out(problem, *(x.detach() for x in arrays))
     leaves = tuple(x.requires_grad_() for x in inputs)
-    forward = _compiled(problem, *leaves, **given)
-    kept = forward() if pass_ == "bwd" else None
-
-    def run(out: Any = None) -> Any:
-        if kept is not None:
-            found = torch.autograd.grad(kept, leaves, dout, retain_graph=True)
-        else:
-            found = torch.autograd.grad(forward(), leaves, dout)
-        return tuple(_as_given(problem, x) for x in found)
-
-    return run
+    run = peers.differentiated(_compiled(problem, *leaves, **given), pass_, leaves, dout)
+    return lambda out=None: tuple(_as_given(problem, x) for x in run())
 
 
 def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..record.store import Row
+from ..record import Row
 
 # What a row of a trace says in its note. Up to the first semicolon it is the row's place.
 _NOTE = re.compile(
@@ -57,7 +57,6 @@ class Move:
 
     @property
     def stop(self) -> int:
-        """The clock after it."""
         return self.start + self.bytes
 
 
@@ -132,15 +131,12 @@ class Trace:
         return -(-self.seqlen // self.Bc)
 
     def tiles(self, array: str) -> int:
-        """How many tiles the array has."""
         return self.row_tiles if array in ROW_TILES else self.column_tiles
 
     def tile(self, move: Move) -> int:
-        """Which tile of its array a move brings."""
         return move.first // (self.Br if move.array in ROW_TILES else self.Bc)
 
     def select(self, arrays: Sequence[str], kind: str) -> list[Move]:
-        """The loads or the stores of some arrays."""
         return [m for m in self.moves if m.array in arrays and m.kind == kind]
 
     def lines(self, moves: Iterable[Move]) -> str:
@@ -151,7 +147,6 @@ class Trace:
 
     @cached_property
     def blocks(self) -> dict[int, list[Move]]:
-        """The moves of each thread block."""
         found: dict[int, list[Move]] = {}
         for move in self.moves:
             found.setdefault(move.block, []).append(move)

@@ -39,7 +39,6 @@ def available() -> bool:
 
 
 def say_missing(say: Callable[[str], None]) -> None:
-    """Say of an experiment that measures without torch what it leaves out."""
     if not available():
         say("  no torch with CUDA here: its kernels are not measured")
 
@@ -122,9 +121,15 @@ def gradients(
     series: str, problem: Problem, pass_: str, *arrays: Any, **options: Any
 ) -> Callable[..., Any]:
     """A function that gives dq, dk and dv once by autograd; passes as `series.gradients`."""
-    tq, tk, tv, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
-    leaves = tuple(x.requires_grad_() for x in (tq, tk, tv))
-    forward = call(series, problem, *leaves, **options)
+    *inputs, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
+    leaves = tuple(x.requires_grad_() for x in inputs)
+    return differentiated(call(series, problem, *leaves, **options), pass_, leaves, dout)
+
+
+def differentiated(
+    forward: Callable[[], Any], pass_: str, leaves: Sequence[Any], dout: Any
+) -> Callable[..., Any]:
+    """A function that gives the leaves' gradients by dout; "bwd" alone keeps what forward gave."""
     kept = forward() if pass_ == "bwd" else None
 
     def run(out: Any = None) -> Any:
@@ -146,7 +151,6 @@ def softmax(x: Any) -> Callable[..., Any]:
 
 
 def matmul(size: int, dtype: str) -> Callable[[], Any]:
-    """A function that multiplies two square matrices by torch, in float32 without TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator("cuda").manual_seed(0)
     shape, kind = (size, size), getattr(torch, dtype)
@@ -199,6 +203,5 @@ def _allocated(run: Callable[..., Any]) -> tuple[int, Any]:
 
 
 def release() -> None:
-    """Give cached memory back to the device."""
     if available():
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from fa_numba import device
 from fa_numba.device import kernel_cache
 from fa_numba.problem import Problem
 
-from ..record.options import Bench
+from ..record import Bench
 from .series import backward_options, plan
 from .timing import attempt
 
@@ -38,10 +38,9 @@ def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Cal
         yield Call(series, problem, own | {"passes": "bwd", **backward_options(series)})
 
 
-def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) -> None:
-    """Compile the calls' kernels in `jobs` processes; what cannot be is left to fail later."""
-    if jobs is None:
-        jobs = min(MOST_JOBS, os.cpu_count() or 1)
+def compile_ahead(calls: Iterable[Call], bench: Bench) -> None:
+    """Compile the calls' kernels in many processes; what cannot be is left to fail later."""
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
     if jobs == 1 or kernel_cache.directory() is None or not device.gpu_available():
         return
     missing = missing_kernels(calls)

@@ -11,8 +11,7 @@ from fa_numba import device, io_model
 from fa_numba.choices.tiles import paper_rule, simt_tiles
 from fa_numba.problem import Problem
 
-from ..record.options import Bench
-from ..record.store import EMULATOR, MODEL, Row
+from ..record import EMULATOR, MODEL, Bench, Row
 from ..show import style, tables
 from . import counters, counts, precompile
 from .series import LABELS as SERIES_LABELS
@@ -94,7 +93,6 @@ def made(setting: Setting) -> fa_numba.Plan | None:
 
 
 def runs(setting: Setting) -> bool:
-    """Whether there is a kernel with these block sizes."""
     return made(setting) is not None
 
 
@@ -118,7 +116,6 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
-    """L2 and DRAM bytes by Nsight Compute, and the closed form's bytes beside them."""
     calls = [precompile.Call(s.series, s.problem, {"tiles": s.tiles}) for s in settings]
     if counters.available():
         precompile.compile_ahead(calls, bench)
@@ -205,7 +202,6 @@ FITTED = {source: label for source, label in KINDS.items() if source != "counted
 
 
 def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) -> None:
-    """Lines and marks of these sources; what has line 1's tiles is drawn broader and lighter."""
     for (series, source), points in found.items():
         if source not in sources:
             continue
@@ -217,7 +213,6 @@ def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) 
 
 
 def handles(found: Iterable[tuple[str, str]]) -> list[Any]:
-    """A legend: the series, then the sources."""
     there = list(found)
     lines = []
     for series, label in LABELS.items():

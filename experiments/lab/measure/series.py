@@ -12,7 +12,7 @@ from fa_numba.choices import makespan as schedule
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.problem import Problem
 
-from ..record.store import EMULATOR, MODEL
+from ..record import EMULATOR, MODEL
 from . import peers
 
 # A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", tensor cores,
@@ -87,7 +87,6 @@ def by_planes(series: str) -> bool:
 
 
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
-    """The plan of one series for the problem."""
     options = _whole_columns(series, options) | _common(series, problem)
     return fa_numba.plan(problem.q_shape, problem.k_shape, dtype=problem.dtype, **options)
 

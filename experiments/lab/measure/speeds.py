@@ -7,8 +7,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from ..record.options import Bench, Options
-from ..record.store import Row
+from ..record import Bench, Options, Row
 from . import bandwidth, calls, peers, precompile
 from .series import (
     DETERMINISTIC,
@@ -67,7 +66,6 @@ class Study:
         return tuple(p for p in passes if not by_planes(series) or p != "fwd+bwd")
 
     def at(self, problem: Problem, pass_: str) -> list[str]:
-        """The series that are measured for the problem."""
         if pass_ != "fwd" and problem.head_dim in self.forward_dims:
             return []
         shown = self.series if peers.available() else self.ours
@@ -127,7 +125,6 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 def _planned(
     study: Study, cases: Sequence[Problem], multiprocessors: int
 ) -> Iterator[precompile.Call]:
-    """Every call of our kernels that `measure` makes."""
     for problem in cases:
         for pass_ in study.passes:
             for series in (s for s in study.at(problem, pass_) if s in study.ours):

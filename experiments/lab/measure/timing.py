@@ -14,7 +14,7 @@ import numpy as np
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from ..record.store import Row
+from ..record import Row
 from .check import PEER_BOUND, WrongResult
 
 REPEATS = 20
@@ -60,13 +60,11 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], error: float = math.nan) -> Timing:
-        """Of runs that took so long."""
         p20, median, p80 = np.percentile(samples, [20, 50, 80])
         return cls(float(median), float(p20), float(p80), len(samples), error)
 
     @property
     def spread(self) -> dict[str, Any]:
-        """The columns of a row that say how the times are spread."""
         return {"p20": self.p20, "p80": self.p80, "n": self.n}
 
 

@@ -26,8 +26,7 @@ from fa_numba.choices.tuned import COLUMNS, KEY, TABLE
 from fa_numba.problem import Problem
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS
 
-from ..record.options import Bench
-from ..record.store import Row, write_if_changed
+from ..record import Bench, Row, write_if_changed
 from . import check, peers
 from .precompile import Call, compile_ahead
 from .series import HOPPER, algorithm, columns, plan, unit
@@ -35,8 +34,6 @@ from .timing import Timing, attempt, time_call, timing_rows
 from .workloads import Inputs, fa2_setting, one_head
 
 NAME = "tune"
-# A row's threads and stages stand in its note.
-SWEPT = ("Br", "Bc", "note")
 DTYPE, CHECKED_SEQLEN = "float16", 512
 # Few blocks of a short sequence, and many of a long one; of short ones Hopper's have a rule.
 SEQLENS = {"mma": (512, 4096), "wgmma": (2048, 8192)}
@@ -78,7 +75,6 @@ class Candidate:
 
     @property
     def swept(self) -> Key:
-        """What its tiles are chosen for."""
         return self.series, self.pass_, self.head_dim
 
     @property
@@ -153,7 +149,6 @@ def _on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
 
 
 def _call(candidate: Candidate, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs the candidate once; it takes `out=`."""
     q, k, v, dout, O, lse = arrays
     options: dict[str, Any] = {
         "algorithm": algorithm(candidate.series),
@@ -206,9 +201,9 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def measure(
-    wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None, seconds: float | None = None
+    wanted: Sequence[Candidate], bench: Bench, seconds: float | None = None
 ) -> Iterator[Row]:
-    """Rows of every candidate, all compiled by `jobs` first, or of those begun in `seconds`."""
+    """Rows of every candidate, all compiled first, or of those begun in `seconds`."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     parts = [wanted]
     if seconds is not None:
@@ -216,7 +211,7 @@ def measure(
         parts = [[c for c in wanted if c.head_dim == d] for d in dims]
     for part in parts:
         if time.monotonic() < end:
-            compile_ahead((call for candidate in part for call in candidate.calls), bench, jobs)
+            compile_ahead((call for candidate in part for call in candidate.calls), bench)
         for candidate in bench.track(part, "timing"):
             if time.monotonic() < end:
                 yield from _rows(candidate, *_time(candidate), bench.machine)

@@ -9,8 +9,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from ..record.options import Bench
-from ..record.store import Row
+from ..record import Bench, Row
 from . import calls, counters, peers, precompile
 from .series import algorithm, backward, call, columns, plan, row_tiles, unit
 from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
@@ -36,7 +35,6 @@ class Variant:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """The options of its plan."""
         return self.options | ({} if self.passes == "fwd" else {"passes": self.passes})
 
 
@@ -146,7 +144,6 @@ def _profiled(
     profiled: Mapping[str, str],
     counted: Callable[[Problem], bool],
 ) -> Iterator[Row]:
-    """Each variant's counters, and the model's bytes beside them."""
     # By place: a comparison may have several variants of one series.
     runs = [
         (at, n, problem, variant)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fa_numba.problem import Problem
 
-from ..record.options import Options
+from ..record import Options
 
 # FA-2, section 4.1: 16k tokens in all, hidden dimension 2048.
 TOKENS = 16384
@@ -71,7 +71,6 @@ def padded_lengths(problem: Problem, most: int) -> list[int]:
 
 
 def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
-    """A problem of one batch entry and one head."""
     return Problem(1, 1, 1, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
 
 

@@ -11,3 +11,6 @@ schedule    what to measure anew and in which order
 origins     recordings whose commit is not known
 published   the papers' own numbers
 """
+
+from .options import FIGURES, FILTERED, MASKS, REPOSITORY, Bench, Options, Refused
+from .store import EMULATOR, MODEL, PUBLISHED, Row, Store, StoreError, write_if_changed

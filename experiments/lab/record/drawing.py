@@ -23,56 +23,38 @@ class Drawing:
     """Draws each named figure once its data is stored; `missing` names those that were not drawn.
 
     Without a pool of processes `draw` draws at once. With one it returns, and what a process says
-    of a figure is printed when a later call finds it, or by `wait`.
+    of a figure is printed by `wait`.
     """
 
     def __init__(self, runner: Any, pool: ProcessPoolExecutor | None) -> None:
         self._runner, self._pool = runner, pool
         self._running: dict[str, Future] = {}
-        self._failed: set[str] = set()
-        self._asked: list[str] = []
+        self.missing: list[str] = []
 
     def draw(self, name: str) -> None:
-        self._asked.append(name)
-        if self._pool is None:
-            self._here(name)
-            return
-        runner = self._runner
-        look = {"width": runner.console.width, "force_terminal": runner.console.is_terminal}
-        try:
-            future = self._pool.submit(_draw, runner.options, name, look)
-        except BrokenProcessPool:
-            self._here(name)
-            return
-        self._running[name] = future
-        for done in [name for name, future in self._running.items() if future.done()]:
-            self._take(done)
+        if self._pool is not None:
+            console = self._runner.console
+            look = {"width": console.width, "force_terminal": console.is_terminal}
+            with suppress(BrokenProcessPool):
+                self._running[name] = self._pool.submit(_draw, self._runner.options, name, look)
+                return
+        self._take(name, self._runner.draw(name))
 
     def wait(self) -> None:
-        """Until every figure is drawn."""
-        for name in list(self._running):
-            self._take(name)
+        for name, future in self._running.items():
+            try:
+                drawn, report, said = future.result()
+            except BrokenProcessPool:  # killed, for want of memory for one
+                self._take(name, self._runner.draw(name))
+                continue
+            self._runner.console.out(said, end="", highlight=False)
+            mine = self._runner.reports.setdefault(name, Report())
+            mine.drawn_from, mine.recorded = report.drawn_from, report.recorded
+            mine.error = report.error or mine.error
+            self._take(name, drawn)
 
-    @property
-    def missing(self) -> list[str]:
-        return [name for name in self._asked if name in self._failed]
-
-    def _here(self, name: str) -> None:
-        if not self._runner.draw(name):
-            self._failed.add(name)
-
-    def _take(self, name: str) -> None:
-        try:
-            drawn, report, said = self._running.pop(name).result()
-        except BrokenProcessPool:  # killed, for want of memory for one
-            self._here(name)
-            return
-        self._runner.console.out(said, end="", highlight=False)
-        mine = self._runner.reports.setdefault(name, Report())
-        mine.drawn_from, mine.recorded = report.drawn_from, report.recorded
-        mine.error = report.error or mine.error
-        if not drawn:
-            self._failed.add(name)
+    def _take(self, name: str, drawn: bool) -> None:
+        self.missing += [] if drawn else [name]
 
 
 @contextmanager

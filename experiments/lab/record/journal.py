@@ -2,8 +2,8 @@
 
 `<root>/partial/<experiment>.jsonl`, one JSON object a line, written as it comes. The next run of
 the same commit, sources and versions takes over what is whole: the rows of the items that were done
-(`options.Bench.each`), and all rows of a run that came to its end and was refused. The recording
-under `<root>/data` is as it was all the while.
+(`options.Bench.each`), and all rows of a run that came to its end and could not be written. The
+recording under `<root>/data` is as it was all the while.
 """
 
 import json
@@ -27,11 +27,11 @@ class Journal:
 
     `of` describes what is run; a file that is of something else is begun anew. `rows` are those
     taken over, `runs` has machine -> id -> description of a run, `seconds` how long it took so far.
-    `whole` says that nothing is left to measure, `refused` that the rows may not be recorded.
+    `whole` says that nothing is left to measure.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]) -> None:
-        self.path, self.whole, self.refused = path, False, False
+        self.path, self.whole = path, False
         self.runs: dict[str, dict[str, dict[str, Any]]] = {}
         self.rows: list[Row] = []
         self._of = _comparable(of)
@@ -75,14 +75,8 @@ class Journal:
         self._append(rows=[asdict(row) for row in rows], item=self._item)
 
     def end(self) -> None:
-        """Nothing is left to measure."""
         self.whole = True
         self._append(whole=True, seconds=self.seconds)
-
-    def refuse(self) -> None:
-        """The rows may not replace a recording."""
-        self.refused = True
-        self._append(refused=True)
 
     def remove(self) -> None:
         with naming(self.path):
@@ -96,9 +90,7 @@ class Journal:
         entries = _of(self.path, self._of)
         if entries is None:
             return False
-        self.whole, self.refused = (
-            any(what in entry for entry in entries) for what in ("whole", "refused")
-        )
+        self.whole = any("whole" in entry for entry in entries)
         self._done = {entry["done"] for entry in entries if "done" in entry}
         taken = [e for e in entries if "rows" not in e or self.whole or e["item"] in self._done]
         for entry in taken:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """Why something is not measured, or its rows may not replace a recording: said in a line."""
+    """Why something is not measured, said in a line."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Options:
     `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
     masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
     seconds, `recount` counts on the emulator what was counted before from the same sources too.
-    `replace` takes rows that `review` refuses. Figures go to the folder `out`, their data to
-    `out`/data.
+    `replace` records without what `review` finds lacking. Figures go to the folder `out`, their
+    data to `out`/data.
     """
 
     quick: bool = False

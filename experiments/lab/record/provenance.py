@@ -144,7 +144,6 @@ class Provenance:
 
 
 def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapping[str, Any]]:
-    """The runs that measured these rows."""
     named = {row.run for row in rows}
     return [run for run in runs if run.get("id", "") in named]
 
@@ -152,12 +151,10 @@ def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapp
 def when(runs: Sequence[Mapping[str, Any]]) -> str:
     """Date and commit of the runs that rows are of; a + stands for changes beyond a commit.
 
-    Runs of several commits are all named. Before rows had a run, a recording that kept rows of
-    earlier runs listed these beside its last.
+    Runs of several commits are all named.
     """
-    every = [run for last in runs for run in (last, *last.get("earlier_runs", ()))]
-    commits = list(dict.fromkeys(map(_commit, every))) or [_commit({})]
-    dates = sorted({run.get("date") or "undated" for run in every}) or ["undated"]
+    commits = list(dict.fromkeys(map(_commit, runs))) or [_commit({})]
+    dates = sorted({run.get("date") or "undated" for run in runs}) or ["undated"]
     if len(commits) == 1:
         return f"{dates[-1]}, {'commit ' if commits[0] != NO_COMMIT else ''}{commits[0]}"
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
@@ -173,7 +170,6 @@ def _commit(run: Mapping[str, Any]) -> str:
 
 
 def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
-    """The GPU's name that the runs have."""
     return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
 
 
@@ -200,10 +196,8 @@ def clocks(run: Mapping[str, Any]) -> str:
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
     """What counted the rows' bytes between L1 and L2; empty where no row has them."""
-    names = {
-        run.get("l2_counter", counters.EARLIER_L2_NAME)
-        for run in of_rows(runs, (row for row in rows if row.source == "l2"))
-    }
+    counted = of_rows(runs, (row for row in rows if row.source == "l2"))
+    names = {run["l2_counter"] for run in counted if "l2_counter" in run}
     return f"L2 is {' and '.join(sorted(names))}" if names else ""
 
 

@@ -18,25 +18,20 @@ Draw = Callable[[Sequence[Row]], Any]
 class Experiment(Protocol):
     """What a module of `experiments` must have; it is found by its file alone.
 
-    TITLE is shown while it is measured, DESCRIPTION by the command `list`. With NEEDS_GPU nothing
-    is measured on a machine without a CUDA GPU. A module may have more:
+    The first paragraph of its docstring is its title, the second what the command `list` says of
+    it. A module may have more:
 
     `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
     `animate(rows, note)`   its figure as an animated GIF, bytes; the note says where rows are from
     `page(rows, note)`   its figure as a page, HTML; the note as above
     FIGURES         further figures: name of the file -> function of the rows, as `draw`
     TABLES          further tables: name -> function of the rows
-    NEEDS_TORCH     True where torch with CUDA is needed to measure
+    NEEDS           ("GPU",) or ("GPU", "torch"), without which nothing is measured
     TAKES           which of `options.CHOICES` it takes; all but tiles without it
     TAKES_ON_GPU    which more it takes for what a GPU measures
-    SWEPT           columns of a row that the experiment varies, see `store.Recorder`
     MEASURES        what it measures of fa_numba besides kernels, such as "host/"; `kept.sources`
     PROTOCOL        a sentence on how it measures, kept with its rows
     """
-
-    TITLE: str
-    DESCRIPTION: str
-    NEEDS_GPU: bool
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         """The rows as they are measured, each stored at once; rows of one whole as one sequence."""
@@ -46,7 +41,6 @@ class Experiment(Protocol):
 
 
 def names() -> list[str]:
-    """Every experiment, by its module's name."""
     found = pkgutil.iter_modules(experiments.__path__)
     return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
 
@@ -65,8 +59,13 @@ def load(name: str) -> Experiment:
     return cast(Experiment, importlib.import_module(f"experiments.{name}"))
 
 
-def needs_torch(experiment: Experiment) -> bool:
-    return bool(getattr(experiment, "NEEDS_TORCH", False))
+def words(experiment: Experiment) -> tuple[str, str]:
+    title, about, *_ = [*(experiment.__doc__ or "").split("\n\n"), ""]
+    return " ".join(title.split()).rstrip("."), " ".join(about.split())
+
+
+def needs(experiment: Experiment) -> Sequence[str]:
+    return tuple(getattr(experiment, "NEEDS", ()))
 
 
 def figures(experiment: Experiment) -> Mapping[str, Draw]:
@@ -81,12 +80,7 @@ def takes(experiment: Experiment, gpu: bool) -> set[str]:
     return taken | set(getattr(experiment, "TAKES_ON_GPU", ()) if gpu else ())
 
 
-def swept(experiment: Experiment) -> Sequence[str]:
-    return tuple(getattr(experiment, "SWEPT", ()))
-
-
 def protocol(name: str, experiment: Experiment) -> dict[str, str]:
-    """What the experiment says of how it measures, under its name."""
     own = getattr(experiment, "PROTOCOL", "")
     return {name: own} if own else {}
 

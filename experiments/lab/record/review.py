@@ -1,6 +1,6 @@
-"""Whether new rows of a GPU may replace its last recording."""
+"""Whether new rows of a GPU may replace its last recording, and how far they are from it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from ..measure import counters, peers
 from .store import Row
@@ -13,52 +13,41 @@ FACTOR = 1.25
 HOST_BOUND, HOST_SHARE = 1.0, 0.2
 
 
-def objections(before: Sequence[Row], now: Sequence[Row]) -> list[str]:
-    """Why `now` may not replace `before`, both of one machine: empty where it may.
-
-    The times of torch's kernels must be within FACTOR of those before, for every problem that both
-    have in the same setting; those below HOST_BOUND all but a share of HOST_SHARE. And what was
-    measured with torch or Nsight Compute does not go because they are missing.
-    """
-    found = list(_far(before, now))
-    if not counters.available() and _new(before, now, lambda row: row.source in counters.BYTES):
-        found.append("it has hardware counters, and there is no Nsight Compute (ncu) here")
-    if not peers.available() and _new(before, now, _theirs):
-        found.append("it has torch's kernels, and there is no torch with CUDA here")
-    return found
+def lacking(before: Sequence[Row]) -> str:
+    """What the recording has and this machine has nothing to measure with; empty for nothing."""
+    found = []
+    if not counters.available() and any(row.source in counters.BYTES for row in before):
+        found.append("hardware counters, and there is no Nsight Compute (ncu) here")
+    if not peers.available() and any(_theirs(row) for row in before):
+        found.append("torch's kernels, and there is no torch with CUDA here")
+    return "; ".join(found)
 
 
 def _theirs(row: Row) -> bool:
     return row.series.startswith("torch")
 
 
-def _new(before: Sequence[Row], now: Sequence[Row], which: Callable[[Row], bool]) -> bool:
-    """Whether only `before` has such rows."""
-    return any(map(which, before)) and not any(map(which, now))
-
-
-def _far(before: Sequence[Row], now: Sequence[Row]) -> Iterator[str]:
-    """The peer that is farthest off, and how many others are too far."""
+def far(before: Sequence[Row], now: Sequence[Row]) -> str:
+    """The kernel of torch's that is farthest from FACTOR of its time before, and how many others
+    are beyond; empty for none. Of those below HOST_BOUND a share of HOST_SHARE may be.
+    """
     # An experiment's settings, such as dropout, may stand in the note.
     known = {
         (row.key, row.place): row.value for row in before if _theirs(row) and row.metric == "time"
     }
     pairs = [(row, known.get((row.key, row.place)), row.value) for row in now]
     ratios = [(new / old, row, max(new, old)) for row, old, new in pairs if old and new]
-    far = sorted(
-        ((max(ratio, 1 / ratio), ratio, row, time) for ratio, row, time in ratios),
-        key=lambda each: -each[0],
-    )
-    far = [each for each in far if each[0] > FACTOR]
+    off = [each for each in ratios if max(each[0], 1 / each[0]) > FACTOR]
     short = sum(time < HOST_BOUND for *_, time in ratios)
-    if sum(time < HOST_BOUND for *_, time in far) <= HOST_SHARE * short:
-        far = [each for each in far if each[-1] >= HOST_BOUND]
-    if far:
-        _, ratio, row, _ = far[0]
-        mask = ", causal" if row.causal else ""
-        where = f"{row.pass_}, {row.dtype}, N={row.seqlen_q}, d={row.head_dim}{mask}"
-        others = f", and {len(far) - 1} others are off too" if len(far) > 1 else ""
-        yield (
-            f"{row.series} ({where}) takes {ratio:.2f} times what it took in the last recording, "
-            f"more than a factor of {FACTOR:g}{others}: something else may have run here"
-        )
+    if sum(time < HOST_BOUND for *_, time in off) <= HOST_SHARE * short:
+        off = [each for each in off if each[-1] >= HOST_BOUND]
+    if not off:
+        return ""
+    ratio, row, _ = max(off, key=lambda each: max(each[0], 1 / each[0]))
+    mask = ", causal" if row.causal else ""
+    where = f"{row.pass_}, {row.dtype}, N={row.seqlen_q}, d={row.head_dim}{mask}"
+    others = f", and {len(off) - 1} others are off too" if len(off) > 1 else ""
+    return (
+        f"{row.series} ({where}) takes {ratio:.2f} times what it took in the last recording, "
+        f"more than a factor of {FACTOR:g}{others}: something else may have run here"
+    )

@@ -35,7 +35,7 @@ class Report:
 
     `recorded` has the runs of each machine that the figure is drawn from. `kept` is how many of the
     rows were counted before, from the same sources. `held` says that the rows do not stand in the
-    recording: the run was cut off, or refused.
+    recording: the run was cut off.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -59,7 +59,6 @@ class Runner:
         self.reports: dict[str, Report] = {}
 
     def measure(self, name: str) -> None:
-        """Measure what this machine can; rows are stored as they come."""
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
             module = load(name)
@@ -67,8 +66,10 @@ class Runner:
             if report.not_measured:
                 self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
                 return
+            if (why := review.lacking(self._recorded(name))) and not self.options.replace:
+                raise Refused(f"the recording has {why}: --replace replaces it without")
             self.store.make(name)  # minutes of measuring would be for nothing
-            self.console.print(f"[bold]{name}[/]: {module.TITLE}")
+            self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
             if self.machine is None and self._on_gpus(name):
                 self.console.print("  no CUDA GPU here: what one measures is left out")
             with self.store.alone(name):
@@ -78,7 +79,6 @@ class Runner:
                 report.kept = len(before or ())
                 self._record(
                     name,
-                    registry.swept(module),
                     lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
                     about=self.about(name, module),
                     of=self.described(name, module) if self.options.complete else None,
@@ -86,7 +86,6 @@ class Runner:
                 self._keep(name, report, texts)
 
     def _on_gpus(self, name: str) -> bool:
-        """Whether there is a recording of some GPU."""
         machines = {m for store in (Store(FIGURES), self.store) for m in store.machines(name)}
         return bool(machines - {*_NOT_GPUS})
 
@@ -103,7 +102,6 @@ class Runner:
         return self.about(name, module)(self.machine or EMULATOR) | {"sources of counts": counted}
 
     def partial(self, name: str) -> Path:
-        """Where a complete run keeps its rows until all are there."""
         return self.options.out / "partial" / f"{name}.jsonl"
 
     def recording(self, name: str, machine: str) -> Store:
@@ -120,7 +118,6 @@ class Runner:
             kept.keep(self.store, name, texts, self._provenance.for_machine(EMULATOR))
 
     def lacking(self, name: str) -> bool:
-        """Whether this machine cannot measure the experiment."""
         try:
             return bool(self._lacking(load(name)))
         except Exception:  # said when it is measured
@@ -128,9 +125,10 @@ class Runner:
 
     def _lacking(self, module: Experiment) -> str:
         """What the experiment needs to measure and this machine has not; empty for nothing."""
-        if module.NEEDS_GPU and self.machine is None:
+        needs = registry.needs(module)
+        if "GPU" in needs and self.machine is None:
             return "needs a CUDA GPU"
-        if registry.needs_torch(module) and not peers.available():
+        if "torch" in needs and not peers.available():
             return "needs torch with CUDA"
         return ""
 
@@ -160,8 +158,8 @@ class Runner:
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
         """What goes wrong is printed and put into the report, and the next experiment can go on.
 
-        A file or folder that is in the way is named in a line, and so is why rows are refused, or
-        that this GPU has no unit for them, which is no fault.
+        A file or folder that is in the way is named in a line, and so is why nothing is measured,
+        or that this GPU has no unit for it, which is no fault.
         Anything else is a fault of the program and is printed with its traceback.
         """
         try:
@@ -180,14 +178,13 @@ class Runner:
     def _record(
         self,
         name: str,
-        swept: Sequence[str],
         measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
         about: About,
         of: Mapping[str, Any] | None = None,
     ) -> None:
-        """Store rows as they come, a complete run's, `of` this, at its end. Raises Refused."""
+        """Store rows as they come, a complete run's, `of` this, at its end."""
         report = self.reports.setdefault(name, Report())
-        journal = None if of is None else self._journal(name, of)
+        journal = None if of is None else Journal(self.partial(name), of)
         with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
             start = time.monotonic()
 
@@ -197,14 +194,14 @@ class Runner:
                     run["clocks"] = sampling.summary()
                 return run
 
-            recorder = Recorder(self.store, name, now, swept, journal)
+            recorder = Recorder(self.store, name, now, journal)
             report.outcomes = recorder.outcomes
             try:
                 if journal is None or not journal.whole:
                     self._measure(measure, recorder, journal)
                 if journal is not None:
                     journal.end()
-                    self._refuse(name, recorder.measured, journal)
+                    self._compare(name, recorder.measured)
             except StoreError:
                 raise  # nothing more can be stored
             except BaseException:
@@ -212,14 +209,6 @@ class Runner:
                 recorder.finish(complete=False)
                 raise
             recorder.finish(complete=journal is not None)
-
-    def _journal(self, name: str, of: Mapping[str, Any]) -> Journal:
-        """The one to go on with; refused rows are measured again, or with --replace taken."""
-        journal = Journal(self.partial(name), of)
-        if journal.refused and not self.options.replace:
-            journal.remove()
-            journal = Journal(self.partial(name), of)
-        return journal
 
     def _measure(
         self,
@@ -237,27 +226,19 @@ class Runner:
                 journal=journal,
             )
             for found in measure(bench):
-                if isinstance(found, Row):
-                    recorder.add(found)
-                else:
-                    recorder.add_all(found)
+                recorder.add(*([found] if isinstance(found, Row) else found))
 
-    def _refuse(self, name: str, rows: Sequence[Row], journal: Journal) -> None:
-        """Raise Refused where the rows of this GPU may not replace its last recording."""
-        if self.machine is None or self.options.replace:
-            return
-        before = self.recording(name, self.machine).read(name, self.machine)
-        why = review.objections(before, [row for row in rows if row.machine == self.machine])
-        if why:
-            journal.refuse()
-            raise Refused(
-                f"the recording stays as it was: {'; '.join(why)}. The new rows are in "
-                f"{journal.path}: measure again, or take them with --replace"
-            )
+    def _recorded(self, name: str) -> list[Row]:
+        if self.machine is None or not self.options.complete:
+            return []
+        return self.recording(name, self.machine).read(name, self.machine)
 
-    def tune(
-        self, wanted: Sequence[sweep.Candidate], jobs: int | None, seconds: float | None = None
-    ) -> int:
+    def _compare(self, name: str, rows: Sequence[Row]) -> None:
+        mine = [row for row in rows if row.machine == self.machine]
+        if far := review.far(self._recorded(name), mine):
+            self.console.print(f"[yellow]{name}: {far}; git has what was there[/]", soft_wrap=True)
+
+    def tune(self, wanted: Sequence[sweep.Candidate], seconds: float | None = None) -> int:
         """Time the tiles on this GPU, for about so many seconds; store the fastest; exit status."""
         report = self.reports.setdefault(sweep.NAME, Report())
         if self.machine is None or self.gpu is None:
@@ -267,8 +248,7 @@ class Runner:
         with self._reporting(sweep.NAME, report), self.store.alone(sweep.NAME):
             self._record(
                 sweep.NAME,
-                sweep.SWEPT,
-                lambda bench: sweep.measure(wanted, bench, jobs, seconds),
+                lambda bench: sweep.measure(wanted, bench, seconds),
                 about=self._provenance.for_machine,
             )
         # What was measured before a failure counts too.
@@ -330,32 +310,7 @@ class Runner:
             if further is not None:
                 stem = self.options.out / other
                 self._say_drawn(stem, ".svg and .png", bool(style.save(further, stem, note)))
-        self._draw_beside(name, module, rows)
         return True
-
-    def _draw_beside(self, name: str, module: Experiment, rows: Sequence[Row]) -> None:
-        """The figure of another GPU than the pages' and that of the pages' side by side."""
-        from ..show import beside, report
-
-        pages = report.gpu(Store(FIGURES), name)
-        gpus = {row.machine for row in rows} - {*_NOT_GPUS}
-        if not gpus or pages in gpus:
-            return
-        others, runs = self._stored(name, pages)
-        others = [row for row in others if self.options.admits(row)]
-        if not any(row.machine == pages for row in others):
-            return
-        runs |= self.reports[name].recorded
-        figures = {}
-        for machine, of in ((gpus.pop(), rows), (pages, others)):
-            figure = module.draw(of)
-            if figure is None:
-                return
-            figures[provenance.device_name(runs[machine], machine)] = figure
-        stem = self.options.out / f"{name}_beside"
-        self._say_drawn(
-            stem, ".png", write_if_changed(stem.with_suffix(".png"), beside.png(figures))
-        )
 
     def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
         state = "drawn" if changed else "drawn, same as before"
@@ -373,9 +328,7 @@ class Runner:
         there = f" (stored: {found.chosen})" if stored else ""
         return f" of {self.options.chosen}{there}"
 
-    def _stored(
-        self, name: str, gpu: str | None = None
-    ) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
+    def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
         """What there is to draw: closed forms, counts, and one GPU's rows; with their runs.
 
         A machine missing from --out is taken from the recordings that come with the project.
@@ -392,7 +345,7 @@ class Runner:
             date = max((str(run.get("date")) for run in runs[machine]), default="")
             return machine == self.machine, places[machine] is self.store, date, machine
 
-        gpus = [gpu] if gpu in gpus else sorted(gpus, key=preferred)
+        gpus.sort(key=preferred)
         chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
         rows = [row for machine in chosen for row in found[machine][0]]
         return rows, {machine: runs[machine] for machine in chosen}

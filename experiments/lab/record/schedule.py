@@ -78,7 +78,6 @@ def in_order(every: Sequence[Due]) -> list[Due]:
 
 
 def said(every: Sequence[Due], same: Sequence[str], limit: float | None) -> Iterator[str]:
-    """What will be done, in lines."""
     if same:
         yield f"as recorded, from the same sources: {', '.join(same)}"
     if not every:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,7 @@ class Row:
 _FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
 _KEY = _FIELDS[: _FIELDS.index("metric") + 1]
 COLUMNS = tuple(name.rstrip("_") for name in _FIELDS)
+_SETTING = tuple(name for name in _KEY if name not in ("metric", "Br", "Bc"))
 _INTS = {"batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "Br", "Bc", "n"}
 _NEEDED = _INTS - {"Br", "Bc", "n"}
 _NUMBERS = {"value", "p20", "p80"}
@@ -153,6 +154,11 @@ def _impossible(row: Row) -> str:
         if n is not None and not (math.isfinite(n) and n >= least):
             return f"{row.metric} is {n}: allowed is {allowed}"
     return ""
+
+
+def _setting(row: Row) -> tuple[Any, ...]:
+    """What a run measures anew as a whole: series, source and problem."""
+    return tuple(getattr(row, name) for name in _SETTING)
 
 
 def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
@@ -337,17 +343,14 @@ class Outcome:
 class Recorder:
     """Takes one run's rows as they come and keeps each at once: an interrupted run loses none.
 
-    A row replaces the stored row of the same key, and with it goes what older runs stored of the
-    same series, source and problem: at once where a row of other tiles or a failure contradicts
-    it, else when `finish` ends the run. Other rows stay, unless `finish(complete=True)` says that
-    the run measured all there is: then no older row is left. What no measurement gives, such as
-    NaN, is kept as a failure.
+    With a row goes what older runs stored of the same series, source and problem: at once what a
+    row of the same metric, of other tiles or a failure contradicts, the rest when `finish` ends the
+    run. Other rows stay, unless `finish(complete=True)` says that the run measured all there is.
+    What no measurement gives, such as NaN, is kept as a failure.
 
     With a `journal` rows are kept there, and the recording is as it was until a complete end.
 
     `provenance(machine)` describes the run, which has an "id"; it is asked again at every writing.
-    `swept` names the columns that an experiment varies, such as Br and Bc; rows that differ in
-    them do not contradict each other. "note" among them: rows differ by their `place`.
     """
 
     def __init__(
@@ -355,16 +358,13 @@ class Recorder:
         store: Store,
         experiment: str,
         provenance: Callable[[str], dict[str, Any]],
-        swept: Sequence[str] = (),
         journal: Journal | None = None,
     ) -> None:
         self.store, self.experiment = store, experiment
         self._provenance, self._journal = provenance, journal
-        chosen = {"metric", "Br", "Bc"} - set(swept)
-        self._setting = tuple(name for name in _KEY if name not in chosen)
-        self._placed = "note" in swept
-        self._rows: dict[str, dict[tuple[Any, ...], Row]] = {}
-        self._fresh: dict[str, set[tuple[Any, ...]]] = {}
+        # By machine: older rows by `_setting`, those of this run by key and place.
+        self._old: dict[str, dict[tuple[Any, ...], list[Row]]] = {}
+        self._new: dict[str, dict[tuple[Any, ...], Row]] = {}
         self._run: dict[str, str] = {}
         self._earlier: dict[str, list[dict[str, Any]]] = {}
         self._stored: dict[str, str] = {}
@@ -372,56 +372,43 @@ class Recorder:
         for row in journal.rows if journal else ():
             self._take(row)
 
-    def add(self, row: Row) -> None:
-        """Keep a row as soon as it is measured."""
-        self._keep([self._take(row)])
-
-    def add_all(self, rows: Sequence[Row]) -> None:
-        """Keep rows that make one whole: older rows of the same series, source and problem go."""
+    def add(self, *rows: Row) -> None:
         taken = [self._take(row) for row in rows]
-        for machine in dict.fromkeys(row.machine for row in rows):
-            self._drop_redone(machine, self._whole_of)
-        self._keep(taken)
-
-    @property
-    def measured(self) -> list[Row]:
-        """The rows of this run, of all machines."""
-        return [self._rows[machine][key] for machine, keys in self._fresh.items() for key in keys]
-
-    def _keep(self, rows: Sequence[Row]) -> None:
         if self._journal is not None:
-            self._journal.add(rows)
+            self._journal.add(taken)
             return
         for machine in dict.fromkeys(row.machine for row in rows):
             self._write(machine)
 
+    @property
+    def measured(self) -> list[Row]:
+        return [row for rows in self._new.values() for row in rows.values()]
+
     def _take(self, row: Row) -> Row:
         machine = row.machine
-        if machine not in self._rows:
+        if machine not in self._new:
             self._begin(machine)
         row = row if row.run else replace(row, run=self._run[machine])
         if why := _impossible(row):
             note = "; ".join(part for part in (row.place, f"failed: {why}") if part)
             row = replace(row, value=None, p20=None, p80=None, note=note)
-        self._rows[machine][self._key_of(row)] = row
-        self._fresh[machine].add(self._key_of(row))
-        setting = self._setting_of(row)
-        self._drop(
-            machine,
-            lambda old: (
-                self._setting_of(old) == setting
-                and (row.failed or (old.Br, old.Bc) != (row.Br, row.Bc))
-            ),
-        )
-        outcome = self.outcomes[machine]
-        outcome.measured += 1
-        outcome.failed += row.failed
+        self._new[machine][row.key, row.place] = row
+        older = self._old[machine].get(_setting(row), [])
+        tiles = (row.Br, row.Bc)
+        older[:] = [
+            old
+            for old in older
+            if not row.failed and old.metric != row.metric and (old.Br, old.Bc) == tiles
+        ]
+        self.outcomes[machine].measured += 1
+        self.outcomes[machine].failed += row.failed
         return row
 
     def _begin(self, machine: str) -> None:
         stored = self.store.read(self.experiment, machine)
-        self._rows[machine] = {self._key_of(old): old for old in stored}
-        self._fresh[machine] = set()
+        self._new[machine], self._old[machine] = {}, {}
+        for old in stored:
+            self._old[machine].setdefault(_setting(old), []).append(old)
         described = self.store.path(self.experiment, machine, ".json").exists()
         self._stored[machine] = dump(stored, runs=False) if described else ""
         self._earlier[machine] = self.store.runs(self.experiment, machine)
@@ -437,45 +424,21 @@ class Recorder:
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
         """End the run: drop older rows as the class says. Gives each machine's outcome."""
-        if self._journal is not None and not complete:
-            for machine in self._rows:
+        for machine, rows in self._new.items():
+            if self._journal is not None and not complete:
                 self._describe(machine)
-            return self.outcomes
-        for machine in self._rows:
-            if complete:
-                self._drop(machine, lambda old: True)
-            else:
-                self._drop_redone(machine, self._setting_of)
+                continue
+            for setting in list(self._old[machine]) if complete else map(_setting, rows.values()):
+                self._old[machine].pop(setting, None)
             self._write(machine)
-        if self._journal is not None:
+        if self._journal is not None and complete:
             self._journal.remove()
         return self.outcomes
 
-    def _drop_redone(self, machine: str, same: Callable[[Row], tuple[Any, ...]]) -> None:
-        rows = self._rows[machine]
-        redone = {same(rows[key]) for key in self._fresh[machine]}
-        self._drop(machine, lambda old: same(old) in redone)
-
-    def _key_of(self, row: Row) -> tuple[Any, ...]:
-        return (*row.key, row.place) if self._placed else row.key
-
-    def _setting_of(self, row: Row) -> tuple[Any, ...]:
-        setting = self._whole_of(row)
-        return (*setting, row.place) if self._placed else setting
-
-    def _whole_of(self, row: Row) -> tuple[Any, ...]:
-        return tuple(getattr(row, name) for name in self._setting)
-
-    def _drop(self, machine: str, stale: Callable[[Row], bool]) -> None:
-        rows, fresh = self._rows[machine], self._fresh[machine]
-        if len(rows) == len(fresh):
-            return
-        for key in [key for key, old in rows.items() if key not in fresh and stale(old)]:
-            del rows[key]
-
     def _write(self, machine: str) -> None:
         """Write both files, unless the recording has these numbers from these sources."""
-        rows, outcome = list(self._rows[machine].values()), self.outcomes[machine]
+        older = (row for rows in self._old[machine].values() for row in rows)
+        rows, outcome = [*older, *self._new[machine].values()], self.outcomes[machine]
         sources = self._provenance(machine).get("sources")
         same = all(run.get("sources") == sources for run in self._earlier[machine])
         if same and not outcome.changed and dump(rows, runs=False) == self._stored[machine]:

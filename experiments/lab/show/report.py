@@ -12,10 +12,9 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ..record import registry
-from ..record.options import FIGURES, REPOSITORY
+from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
 from ..record.provenance import clocks, device_name, l2_counter, of_rows, when_and_where
-from ..record.store import EMULATOR, MODEL, Row, Store, replace_files
+from ..record.store import replace_files
 from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
@@ -80,7 +79,6 @@ def text(name: str, store: Store) -> str:
 
 
 def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
-    """How long the recording of each took, where its runs say so."""
     found = {}
     for name in experiments:
         runs = store.recorded(name, gpu(store, name))[1]
@@ -162,7 +160,7 @@ def begun(placed: Collection[str]) -> dict[Path, str]:
     for experiment in registry.names():
         new = [name for name in registry.tables(experiment) if name not in placed]
         if new:
-            path, title = TABLES / f"{experiment}.md", registry.load(experiment).TITLE
+            path, title = TABLES / f"{experiment}.md", registry.words(registry.load(experiment))[0]
             page = (
                 path.read_text("utf-8")
                 if path.exists()

@@ -7,8 +7,7 @@ from ..measure import peers
 from ..measure.series import LABELS
 from ..measure.speeds import DTYPES, PASSES, UNSPLIT, Study
 from ..measure.workloads import HEAD_DIMS
-from ..record import published
-from ..record.store import Row
+from ..record import Row, published
 from . import style, tables
 
 
@@ -113,7 +112,6 @@ def _over_fa1(rows: Sequence[Row]) -> list[float]:
 
 
 def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
-    """A legend of the series that have rows, and of what is published."""
     handles = style.handles(axes)
     used = {r.series for r in rows}
     left_out = {LABELS[series] for series in study.drawn if series not in used}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..record.store import write_if_changed
+from ..record import write_if_changed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -161,7 +161,6 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3) -> None:
-    """The figure's legend, below its message."""
     look: dict[str, Any] = {"title_fontsize": 12, "columnspacing": 1.4, "ncols": ncols}
     found = figure.legend(handles=handles, loc="outside upper center", title=title, **look)
     found.get_title().set_multialignment("center")
@@ -173,12 +172,10 @@ def short(value: float) -> str:
 
 
 def plain_ticks(axis: Any) -> None:
-    """Ticks of a log axis as plain numbers: 0.5, 1, 2."""
     _written(axis, lambda value, _position: f"{value:g}")
 
 
 def log(axis: Any, base: int = 10) -> None:
-    """A log axis with plain numbers."""
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
     plain_ticks(axis)
 

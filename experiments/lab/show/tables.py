@@ -7,7 +7,7 @@ from typing import Any
 
 from fa_numba.problem import Problem
 
-from ..record.store import Row
+from ..record import Row
 
 MISSING = "-"
 
@@ -48,7 +48,6 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def of(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table | None:
-    """The table of the lines; None where there are none."""
     return Table(caption, markdown(header, lines)) if lines else None
 
 
@@ -74,7 +73,6 @@ def problem_cells(problem: Problem) -> list[str]:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """The smallest, the median and the largest; a dash where there are none."""
     if not ratios:
         return MISSING
     return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..record.store import EMULATOR, Row
+from ..record import EMULATOR, Row
 from . import style
 
 TOKENS = 16384
