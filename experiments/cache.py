@@ -17,7 +17,7 @@ from .beside import lru
 from .lab.measure.series import LABELS, algorithm, columns, plan, query_splits, unit
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 from .lab.record import FIGURES as RECORDED
-from .lab.record import MODEL, Bench, Options, Refused, Row, Store
+from .lab.record import MODEL, Bench, Options, Refused, Row, Store, select
 from .lab.show import report, style, tables
 from .lab.show.tables import Across
 
@@ -156,19 +156,14 @@ def key(row: Row) -> Key:
 
 def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
     found: dict[Key, dict[str, float]] = {}
-    for row in rows:
-        if row.experiment == NAME and row.metric == "dram" and row.value is not None:
-            found.setdefault(key(row), {})[row.place] = row.value
+    for row in select(rows, experiment=NAME, metric="dram"):
+        found.setdefault(key(row), {})[row.place] = row.number
     return found
 
 
 def measured(rows: Sequence[Row]) -> dict[Key, float]:
     """Call -> DRAM bytes that a GPU moved, of other experiments' rows."""
-    return {
-        key(row): row.value
-        for row in rows
-        if row.experiment in RECORDINGS and row.source == "dram" and row.value is not None
-    }
+    return {key(row): row.number for row in select(rows, experiment=RECORDINGS, source="dram")}
 
 
 def recorded() -> list[Row]:

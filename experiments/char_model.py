@@ -20,7 +20,7 @@ from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, row_fields
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
-from .lab.record import Bench, Options, Row
+from .lab.record import Bench, Options, Row, select
 from .lab.show.tables import MISSING, Table, markdown, sizes
 
 try:
@@ -268,10 +268,9 @@ def seed_and_step(row: Row) -> tuple[int, int]:
 def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[int, list[float]]:
     """Step -> the values of all seeds at it, for one series, metric and pass."""
     found: dict[int, list[float]] = {}
-    wanted = [r for r in rows if (r.series, r.metric, r.pass_) == (series, metric, pass_)]
+    wanted = select(rows, series=series, metric=metric, pass_=pass_)
     for row in sorted(wanted, key=seed_and_step):
-        if row.value is not None:
-            found.setdefault(seed_and_step(row)[1], []).append(float(row.value))
+        found.setdefault(seed_and_step(row)[1], []).append(row.number)
     return found
 
 

@@ -29,7 +29,7 @@ from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, kept, write_if_changed
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, kept, select, write_if_changed
 from .lab.record import FIGURES as RECORDED
 from .lab.show import style, tables
 
@@ -277,9 +277,8 @@ def by_length(
 ) -> dict[tuple[str, str], dict[int, float]]:
     """(series, with a cache or without) -> characters before -> the number."""
     found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows:
-        if (row.metric, row.source) == (metric, source) and row.value is not None:
-            found.setdefault((row.series, row.place), {})[row.seqlen_k] = float(row.value)
+    for row in select(rows, metric=metric, source=source):
+        found.setdefault((row.series, row.place), {})[row.seqlen_k] = row.number
     return {key: dict(sorted(by.items())) for key, by in found.items()}
 
 

@@ -17,7 +17,7 @@ from .lab.measure.scaling import KINDS
 from .lab.measure.series import LABELS, SERIES, call, columns, plan
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, select
 from .lab.show import style, tables
 
 NAME = "io_vs_seqlen"
@@ -205,12 +205,9 @@ def _bytes(ax: Any, rows: Sequence[Row]) -> None:
 def _bytes_over_n(
     rows: Sequence[Row], series: str, source: str, d: int | None = None
 ) -> list[tuple[int, float]]:
-    return sorted(
-        (row.seqlen_q, row.number)
-        for row in rows
-        if (row.series, row.source, row.metric) == (series, source, "traffic")
-        and (d is None or (row.head_dim, row.causal) == (d, False))
-    )
+    of = {} if d is None else {"head_dim": d, "causal": False}
+    found = select(rows, series=series, source=source, metric="traffic", **of)
+    return sorted((row.seqlen_q, row.number) for row in found)
 
 
 def _look(series: str, source: str) -> dict[str, Any]:

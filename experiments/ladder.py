@@ -19,7 +19,7 @@ from .lab.measure import bandwidth, check, counters, peers, variants
 from .lab.measure.series import columns, plan
 from .lab.measure.timing import REPEATS, attempt, number, time_call, timing_rows
 from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
-from .lab.record import Bench, Options, Row
+from .lab.record import Bench, Options, Row, values
 from .lab.show import style, tables
 
 NAME = "ladder"
@@ -228,7 +228,7 @@ def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
 
 def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]:
     """LIMITS measured -> the share that so many TFLOP/s are; a score takes an exp, 4 d FLOPs."""
-    limits = {r.series: r.value for r in rows if r.series in LIMITS and r.value is not None}
+    limits = values(rows, "series", series=tuple(LIMITS))
     found = {name: speed / limit for name, limit in limits.items()}
     if "exponentials" in found:
         found["exponentials"] /= 4 * head_dim
@@ -236,8 +236,7 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    timed = [r for r in rows if r.metric == "time"]
-    times = {r.series: r.value for r in timed if r.value is not None}
+    timed, times = [r for r in rows if r.metric == "time"], values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     for ladder in (LADDER, HOPPER_LADDER):
         # Older recordings have fewer steps.
@@ -296,8 +295,7 @@ def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -
 
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
-    speeds = {r.series: r.value for r in rows if r.metric == "speed" and r.value is not None}
-    found = gains(rows)
+    speeds, found = values(rows, "series", metric="speed"), gains(rows)
     for at, series in enumerate(labels):
         if series not in speeds:
             ax.text(0, at, " no time", va="center", fontsize=9.5)
@@ -373,11 +371,7 @@ def _table(rows: Sequence[Row], causal: bool, setting: str) -> tables.Table | No
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
-    speeds = {
-        r.series: r.value
-        for r in rows
-        if r.seqlen_q == ABLATED.seqlen_q and r.metric == "speed" and r.value is not None
-    }
+    speeds = values(rows, "series", seqlen_q=ABLATED.seqlen_q, metric="speed")
     if set(speeds) != set(ABLATIONS):
         return None
     gain = {HOPPER: f"{speeds[HOPPER] / speeds[NO_OVERLAP]:.2f}"}

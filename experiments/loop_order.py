@@ -17,7 +17,7 @@ from .lab.measure.series import plan, query_splits
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import SEQLENS, Sizes, fa2_setting
-from .lab.record import Bench, Options, Row
+from .lab.record import Bench, Options, Row, values
 from .lab.show import style, tables
 
 NAME = "loop_order"
@@ -112,7 +112,7 @@ def in_setting(problem: Problem) -> bool:
 
 def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
     """FA-1 over FA-2 at one problem: times on both grids, bytes with query splits."""
-    found = variants.values(rows)
+    found = values(rows, "series", "source", "metric")
     paper, split, q_outer = series_of(unit)
     wanted = {
         "grid": (paper, "measured", "time"),

@@ -15,7 +15,7 @@ from .lab.measure import bandwidth, peers, variants
 from .lab.measure.series import LABELS, columns, query_splits
 from .lab.measure.timing import SECONDS, Timing, attempt, number
 from .lab.measure.workloads import Sizes
-from .lab.record import Bench, Options, Row, published
+from .lab.record import Bench, Options, Row, published, select, values
 from .lab.show import style, tables
 
 NAME = "memory_hierarchy"
@@ -112,21 +112,21 @@ def footprint(row: Row) -> int:
 
 
 def curve(rows: Sequence[Row]) -> dict[int, Row]:
-    found = [r for r in rows if (r.series, r.metric) == (GLOBAL, "bandwidth") and not r.failed]
+    found = select(rows, series=GLOBAL, metric="bandwidth")
     return {footprint(row): row for row in sorted(found, key=footprint)}
 
 
 def capacities(rows: Sequence[Row]) -> dict[str, float]:
     """ "shared", "L2" and "DRAM" -> bytes."""
     names = {SHARED: "shared", "l2": "L2", GLOBAL: "DRAM"}
-    return {names[r.series]: r.number for r in rows if r.metric == "capacity" and not r.failed}
+    return {names[s]: size for s, size in values(rows, "series", metric="capacity").items()}
 
 
 def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
     """ "shared", "L2" and "DRAM" -> TB/s: of L2 the best at up to half its size, of DRAM the one
     over the largest footprint, if that is twice L2 at least.
     """
-    found = {r.series: r.number for r in rows if r.metric == "bandwidth" and not r.failed}
+    found = values(rows, "series", metric="bandwidth")
     result = {"shared": found[SHARED]} if SHARED in found else {}
     over, l2 = curve(rows), capacities(rows).get("L2")
     if l2:
@@ -138,8 +138,7 @@ def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def products(rows: Sequence[Row]) -> dict[str, float]:
-    mine = [r for r in rows if (r.series, r.metric) == (MATMUL, "speed") and not r.failed]
-    return {row.dtype: row.number for row in mine}
+    return values(rows, "dtype", series=MATMUL, metric="speed")
 
 
 Place = tuple[str, str, str]  # series, pass, dtype

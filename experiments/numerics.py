@@ -22,7 +22,7 @@ from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published, select
 from .lab.show import style, tables
 
 NAME = "numerics"
@@ -409,8 +409,8 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
     """The relative error of FA-2's float32 in each precision, at the longest N and PLANES_AT."""
     found: dict[tuple[bool, str, int, int], dict[str, float]] = {}
-    for r in rows:
-        if r.metric == "error" and r.dtype == "float32" and r.value is not None and r.head_dim > 1:
+    for r in select(rows, metric="error", dtype="float32"):
+        if r.head_dim > 1:
             at = (r.machine == EMULATOR, r.place, r.head_dim, r.seqlen_q)
             found.setdefault(at, {})[r.series] = r.number
     found = {at: line for at, line in found.items() if not line.keys().isdisjoint(PLANES)}

@@ -20,7 +20,7 @@ from .lab.measure import calls, check, peers, precompile
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
-from .lab.record import EMULATOR, Bench, Options, Row
+from .lab.record import EMULATOR, Bench, Options, Row, select
 from .lab.show import style, tables
 
 NAME = "paged"
@@ -160,10 +160,9 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
 def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
     """Series -> page size -> context -> the time over pages over that of one piece."""
     times: dict[str, dict[int, dict[int, float]]] = {}
-    for row in rows:
-        if row.metric == "time" and row.value is not None:
-            of_size = times.setdefault(row.series, {}).setdefault(page_size_of(row), {})
-            of_size[row.seqlen_k] = float(row.value)
+    for row in select(rows, metric="time"):
+        of_size = times.setdefault(row.series, {}).setdefault(page_size_of(row), {})
+        of_size[row.seqlen_k] = row.number
     found: dict[str, dict[int, dict[int, float]]] = {}
     for series in (s for s in TIMED if s in times):
         whole = times[series].pop(0, {})
@@ -177,9 +176,8 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
 def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
     """Series -> page size -> the counted number."""
     found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if (row.source, row.metric) == ("counted", metric) and row.value is not None:
-            found.setdefault(row.series, {})[page_size_of(row)] = float(row.value)
+    for row in select(rows, source="counted", metric=metric):
+        found.setdefault(row.series, {})[page_size_of(row)] = row.number
     return found
 
 

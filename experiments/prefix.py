@@ -19,7 +19,7 @@ from .lab.measure import calls, check, counts, peers, precompile
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, select
 from .lab.show import style, tables
 
 NAME = "prefix"
@@ -217,11 +217,8 @@ def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[st
     """Place -> way -> the number, of a large step; of places that have both ways."""
     found: dict[Place, dict[str, float]] = {}
     source = "model" if metric == "traffic" else "measured"
-    for row in rows:
-        wanted = (row.series, row.metric, row.source) == (series, metric, source)
-        if wanted and row.head_dim == LARGE[3] and row.value is not None:
-            at = prefix_of(row, LARGE), row.batch
-            found.setdefault(at, {})[row.place] = float(row.value)
+    for row in select(rows, series=series, metric=metric, source=source, head_dim=LARGE[3]):
+        found.setdefault((prefix_of(row, LARGE), row.batch), {})[row.place] = row.number
     return {at: by for at, by in sorted(found.items()) if len(by) == len(WAYS)}
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import HOPPER_PLANES, LABELS, PLANES, SPLITS, by_planes, precision
-from .lab.record import Bench, Options, Row
+from .lab.record import Bench, Options, Row, values
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -63,11 +63,7 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    speed = {
-        (r.pass_, r.head_dim, r.causal, r.series, r.seqlen_q): r.number
-        for r in rows
-        if r.metric == "speed" and not r.failed
-    }
+    speed = values(rows, "pass_", "head_dim", "causal", "series", "seqlen_q", metric="speed")
     hopper = [series for series in HOPPER_PLANES if any(at[3] == series for at in speed)]
     shown = ("fa2-simt", *PLANES, *hopper)
     lines = []

@@ -10,7 +10,7 @@ from typing import Any
 from .lab.measure import peers, speeds
 from .lab.measure.series import HALF, LABELS
 from .lab.record import FIGURES as RECORDED
-from .lab.record import Bench, Options, Row, Store
+from .lab.record import Bench, Options, Row, Store, values
 from .lab.show import speed_figures, style, tables
 from .lab.show.report import gpu
 from .lab.show.tables import Across
@@ -69,16 +69,15 @@ NEAR = 0.03
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
     """Series -> pass -> speed in bf16 over that in fp16 at the same points."""
-    speed: dict[str, dict[tuple, float]] = {"bfloat16": {}, "float16": {}}
-    for r in rows:
-        if r.metric == "speed" and r.value is not None and r.dtype in speed:
-            speed[r.dtype][r.series, r.pass_, tables.sizes(r), r.batch] = r.value
+    at = ("series", "pass_", "seqlen_q", "head_dim", "causal", "batch")
+    brain, half = (
+        values(rows, *at, metric="speed", dtype=dtype, series=STUDY.series)
+        for dtype in ("bfloat16", "float16")
+    )
     found: dict[str, dict[str, list[float]]] = {}
-    for at, value in speed["bfloat16"].items():
-        series, pass_ = at[:2]
-        if series in STUDY.series and at in speed["float16"]:
-            of_series = found.setdefault(series, {})
-            of_series.setdefault(pass_, []).append(value / speed["float16"][at])
+    for place in (place for place in brain if place in half):
+        over = found.setdefault(place[0], {}).setdefault(place[1], [])
+        over.append(brain[place] / half[place])
     return found
 
 

@@ -13,7 +13,7 @@ from .lab.measure import peers, speeds
 from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.measure.workloads import HEAD_DIMS
-from .lab.record import Bench, Options, Row, published
+from .lab.record import Bench, Options, Row, published, values
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -39,11 +39,8 @@ DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    speed = {
-        (r.series, r.seqlen_q, r.head_dim): r.number
-        for r in rows
-        if r.metric == "speed" and not (r.failed or r.causal) and r.pass_ == "fwd"
-    }
+    plain = {"metric": "speed", "causal": False, "pass_": "fwd"}
+    speed = values(rows, "series", "seqlen_q", "head_dim", **plain)
     over = [
         value / speed[MMA_SPLITS, N, d]
         for (series, N, d), value in speed.items()
@@ -71,11 +68,7 @@ _METHODS = ("FlashAttention-2", "FlashAttention", "PyTorch")
 
 
 def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
-    speed = {
-        (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
-        for r in rows
-        if r.metric == "speed" and r.value is not None
-    }
+    speed = values(rows, "pass_", "head_dim", "causal", "seqlen_q", "series", metric="speed")
     if not speed:
         return None
     lines = []
@@ -124,12 +117,8 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def hopper(rows: Sequence[Row]) -> tables.Table | None:
-    speed = {
-        (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
-        for r in rows
-        if r.metric == "speed" and r.value is not None
-    }
-    peak = next((r.value for r in rows if r.series == peers.MATMUL and r.value is not None), None)
+    speed = values(rows, "pass_", "head_dim", "causal", "seqlen_q", "series", metric="speed")
+    peak = values(rows, "series", metric="speed").get(peers.MATMUL)
     lines = []
     for pass_, d, causal in sorted({key[:3] for key in speed if key[-1] == HOPPER}):
         own = {
@@ -205,10 +194,10 @@ def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, floa
             found.setdefault((row.pass_, row.series), {})[place] = row.value
             roundings[place] = ROUNDING[row.dtype]
     worst: dict[tuple[str, str], tuple[float, float | None]] = {}
-    for (pass_, series), values in found.items():
+    for (pass_, series), mine in found.items():
         theirs = found.get((pass_, peers.FLASH), {})
-        excess = [(values[at] - theirs[at]) / roundings[at] for at in values if at in theirs]
-        worst[pass_, series] = max(values.values()), max(excess) if excess else None
+        excess = [(mine[at] - theirs[at]) / roundings[at] for at in mine if at in theirs]
+        worst[pass_, series] = max(mine.values()), max(excess) if excess else None
     return worst
 
 

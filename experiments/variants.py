@@ -23,7 +23,7 @@ from .beside.variant_times import over_flex
 from .lab.measure import counts
 from .lab.measure.series import algorithm, columns, unit
 from .lab.measure.workloads import SEED, Inputs
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, select
 from .lab.show import style, tables
 
 Variant = Callable[[int, int], dict[str, Any]]
@@ -172,10 +172,9 @@ def _counted(name: str, series: str) -> Iterator[Row]:
 def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
     wanted = (metric,) if metric else ("loads", "stores")
     found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row.source == "counted" and row.metric in wanted and row.place in VARIANTS:
-            of = found.setdefault(row.place, {})
-            of[row.series] = of.get(row.series, 0.0) + float(row.number)
+    for row in select(rows, source="counted", metric=wanted, place=tuple(VARIANTS)):
+        of = found.setdefault(row.place, {})
+        of[row.series] = of.get(row.series, 0.0) + row.number
     return {name: found[name] for name in VARIANTS if len(found.get(name, ())) == len(SERIES)}
 
 

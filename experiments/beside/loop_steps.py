@@ -6,8 +6,7 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from ..lab.measure import variants
-from ..lab.record import Row
+from ..lab.record import Row, values
 
 # The steps in their order, by what follows a series' "fa1-simt" or "fa2-mma".
 STEPS = {
@@ -64,7 +63,8 @@ Steps = Mapping[tuple[str, str, str], float]
 
 def by_step(rows: Iterable[Row]) -> Steps:
     """(step, source, metric) -> value of the rows of one problem and pass."""
-    return {(step_of(at[0]), *at[1:]): value for at, value in variants.values(rows).items()}
+    found = values(rows, "series", "source", "metric")
+    return {(step_of(series), *at): value for (series, *at), value in found.items()}
 
 
 def factors(found: Steps) -> dict[str, float | None]:

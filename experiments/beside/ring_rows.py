@@ -6,7 +6,7 @@ from dataclasses import replace
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from ..lab.record import Row
+from ..lab.record import Row, values
 from . import ring_ranks
 from .ring_model import Measured, milliseconds
 from .ring_ranks import LINK, MERGE, ONE, OURS, SERIES
@@ -43,11 +43,8 @@ Key = tuple[str, str, bool, int]  # series, pass, causal, length
 
 
 def by_key(rows: Sequence[Row], metric: str) -> dict[Key, float]:
-    return {
-        (row.series, row.pass_, row.causal, row.seqlen_q): float(row.value)
-        for row in rows
-        if row.metric == metric and row.source == "measured" and row.value is not None
-    }
+    at = ("series", "pass_", "causal", "seqlen_q")
+    return values(rows, *at, metric=metric, source="measured")
 
 
 def gains(rows: Sequence[Row]) -> dict[Key, float]:

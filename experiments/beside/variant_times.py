@@ -25,7 +25,7 @@ from ..lab.measure import calls, check, flex, peers
 from ..lab.measure.series import HOPPER, HOPPER_FA1, LABELS, algorithm, columns, unit
 from ..lab.measure.timing import attempt, time_call
 from ..lab.measure.workloads import Inputs
-from ..lab.record import Bench, Row
+from ..lab.record import Bench, Row, values
 from ..lab.show import tables
 from . import flex_variants
 from .flex_variants import Variant
@@ -272,11 +272,7 @@ def _times(
 
 
 def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:
-    return {
-        (row.place, row.series, row.pass_): float(row.value)
-        for row in rows
-        if row.source == "measured" and row.metric == metric and row.value is not None
-    }
+    return values(rows, "place", "series", "pass_", source="measured", metric=metric)
 
 
 def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:

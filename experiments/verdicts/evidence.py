@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from experiments.lab.record import Row, published
+from experiments.lab.record import Row, published, select
 
 from .rule import Place
 
@@ -27,13 +27,7 @@ class Evidence:
 
     def rows(self, experiment: str, **fields: Any) -> list[Row]:
         """The rows with these fields, tuples allowing several. Raises MissingRows for none."""
-        found = [
-            row
-            for row in self._rows.get(experiment, ())
-            if not row.failed
-            and all(_fits(getattr(row, name), want) for name, want in fields.items())
-        ]
-        if not found:
+        if not (found := select(self._rows.get(experiment, ()), **fields)):
             raise MissingRows(f"{experiment}: no rows with {fields}")
         return found
 

@@ -210,14 +210,6 @@ def _counted(
         yield Row(metric=metric, unit="1", value=value, note=why or variant.note, **common)
 
 
-Values = dict[tuple[str, str, str], float]
-
-
-def values(rows: Iterable[Row]) -> Values:
-    """(series, source, metric) -> value, for the rows of one problem that did not fail."""
-    return {(r.series, r.source, r.metric): r.value for r in rows if r.value is not None}
-
-
 def problems_of(rows: Iterable[Row]) -> dict[Problem, list[Row]]:
     """The rows by problem: float32 first and without a mask, then by length and head dimension."""
     found: dict[Problem, list[Row]] = {}

@@ -12,5 +12,5 @@ origins     recordings whose commit is not known
 published   the papers' own numbers
 """
 
-from .options import FIGURES, FILTERED, MASKS, REPOSITORY, Bench, Options, Refused
-from .store import EMULATOR, MODEL, PUBLISHED, Row, Store, StoreError, write_if_changed
+from .options import FIGURES, FILTERED, MASKS, PUBLISHED, REPOSITORY, Bench, Options, Refused
+from .store import EMULATOR, MODEL, Row, Store, StoreError, select, values, write_if_changed

@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,18 @@ def _impossible(row: Row) -> str:
         if n is not None and not (math.isfinite(n) and n >= least):
             return f"{row.metric} is {n}: allowed is {allowed}"
     return ""
+
+
+def select(rows: Iterable[Row], **fields: Any) -> list[Row]:
+    """The rows that did not fail with these fields, of which a tuple allows several values."""
+    wanted = [(n, want if isinstance(want, tuple) else (want,)) for n, want in fields.items()]
+    return [r for r in rows if not r.failed and all(getattr(r, n) in want for n, want in wanted)]
+
+
+def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
+    """The numbers of the rows with these fields by these columns, of several by a tuple."""
+    key = attrgetter(*names)
+    return {key(row): row.number for row in select(rows, **fields)}
 
 
 def _setting(row: Row) -> tuple[Any, ...]:
