@@ -56,6 +56,12 @@ def as_size(name: str, value: Any, axis: bool = True) -> int:
     return size
 
 
+def check_grid_size(name: str, size: int) -> None:
+    """Raise ValueError for more than a grid has places for along its second or third axis."""
+    if size > 65535:
+        raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")
+
+
 MAX_KV_SPLITS = 256  # warps of eight read l and m of all splits of a row at once
 _MOST_SPLITS = {"kv_splits": MAX_KV_SPLITS}
 

@@ -164,7 +164,8 @@ class Call:
         below, above = (
             self._of_each("score_mod", np.float64, head, end, rows, columns) for end in ends
         )
-        return ((above - below) / (ends[1] - ends[0])).astype(self.dtype)
+        with np.errstate(invalid="ignore"):  # of -inf
+            return ((above - below) / (ends[1] - ends[0])).astype(self.dtype)
 
     def _masks(self, head: Head, rows: Array, columns: Array, diagonal: int) -> Iterator[Array]:
         """Which columns each row sees, (rows, columns), by each mask that the call has."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device, mods
+from fa_numba.checks import check_grid_size
 from fa_numba.dtypes import INDEX, STATE
 from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, check_together, on_host, operand
@@ -60,7 +61,11 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
     problem = Problem(B, H, H, Nq, Nk, 1, mask_mod=binding.facts.get("mask_mod"))
     if problem.mask_mod is None:
         raise TypeError("mask_mod is None: allowed is a function of (b, h, i, j)")
+    check_grid_size("batch", B)
+    check_grid_size("heads", H)
     Tr, Tc = ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)
+    if Tr * Tc >= 2**31:
+        raise ValueError(f"{Nq} x {Nk} are {Tr * Tc} blocks of {tiles}: allowed is below 2^31")
     kernel = make_blocks(Features(mask_mod=problem.mask_mod), tiles.Br, tiles.Bc)
     shape = B, H, Tr, Tc
     plan = LaunchPlan(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fa_numba import device, io_model
+from fa_numba.checks import check_grid_size
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import LaunchPlan, Plan
@@ -81,8 +82,7 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
             "or rows that start at 16-byte addresses, whose pieces are larger"
         )
     for name, size in ((f"heads of {of}", kernel.grid[1]), ("batch", kernel.grid[2])):
-        if size > 65535:
-            raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")
+        check_grid_size(name, size)
     check_steps(plan, f"{of} takes {kernel.grid} blocks of {kernel.threads} threads")
 
 

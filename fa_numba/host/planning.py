@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fa_numba.checks import check_grid_size
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.choices.splits import check_group_splits
 from fa_numba.choices.units import UNITS, Unit, having, unit_of
@@ -15,8 +16,6 @@ from fa_numba.host import flash, standard
 from fa_numba.host.plans import Plan
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
-
-_MAX_GRID_YZ = 65535
 
 
 def plan_of(problem: Problem, choices: Choices, aligned: bool = True) -> Plan:
@@ -65,8 +64,7 @@ def _check_problem(request: Request) -> None:
     """Raise ValueError for what no unit can compute."""
     problem, choices = request.problem, request.choices
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
-        if size > _MAX_GRID_YZ:
-            raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
+        check_grid_size(name, size)
     if problem.precision != "ieee":
         _check_precision(request)
     if problem.pages is None:

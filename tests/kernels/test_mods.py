@@ -843,6 +843,14 @@ def test_what_goes_with_blocks():
         fa_numba.create_block_mask(
             lambda b, h, i, j: i > j, 8, 8, 2**14, 2**14, tiles=Tiles(64, 64)
         )
+    for sizes, message in (
+        ((10**400, 1, 77, 77), "batch is 1.*: allowed is at most 65535"),
+        ((1, 65536, 77, 77), "heads is 65536: allowed is at most 65535"),
+        ((1, 1, 10**49, 77), "q has seqlen 1.*: allowed is at most"),
+        ((1, 1, 2**30, 2**30), "blocks of Tiles.*: allowed is below 2.31"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fa_numba.create_block_mask(near_in_a_document, *sizes, tiles=Tiles(64, 64))
 
 
 def test_a_block_mask_has_what_its_function_captured():
