@@ -286,7 +286,7 @@ def check_appended(
     table: np.ndarray, kv_lens: Sequence[int], new_lens: Sequence[int], pages: int, page_size: int
 ) -> None:
     """Raise ValueError unless ``new_lens`` rows after the first ``kv_lens`` have pages, and no page
-    takes rows of two sequences.
+    takes rows of two sequences, or of two places of one.
     """
     begin, end = np.array(kv_lens), np.add(kv_lens, new_lens)
     most = table.shape[1] * page_size
@@ -303,12 +303,13 @@ def check_appended(
             if not 0 <= page < pages:
                 where = "k_pages, where rows are appended"
                 raise ValueError(_no_page(table, b, n, pages, where))
-            if owners.setdefault(page, b) != b:
+            if page in owners or page in table[b, :n]:
                 raise ValueError(
                     f"block_table holds {page} at [{b}, {n}], a page that batch entry "
-                    f"{owners[page]} is appended to: allowed are pages of its own for the new rows "
-                    "of each"
+                    f"{owners.get(page, b)} has rows in: allowed are pages of its own for the new "
+                    "rows of each"
                 )
+            owners[page] = b
 
 
 def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:

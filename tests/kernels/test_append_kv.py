@@ -115,6 +115,14 @@ REFUSED = {
         {"table": {(1, 0): 1}},
         r"block_table holds 1 at \[1, 0\], a page that",
     ),
+    "a page twice": (
+        {"table": {(1, 1): 0}, "kv_lens": [0, 14]},
+        r"block_table holds 0 at \[1, 1\], a page that batch entry 1 has",
+    ),
+    "a page with older rows": (
+        {"table": {(1, 2): 0}, "kv_lens": [0, 32]},
+        r"block_table holds 0 at \[1, 2\], a page that batch entry 1 has",
+    ),
     "too many new rows": (
         {"new_lens": [4, 1]},
         r"new_lens holds 4: allowed is 0 to 3, the rows of k_new",
