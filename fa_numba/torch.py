@@ -154,9 +154,10 @@ def attention(
                     "call under torch.no_grad()"
                 )
     captured: dict[str, torch.Tensor] = {}  # what gradients are wanted of, by score_mod's names
+    others: list[torch.Tensor] = []
     for name in mods.PARAMETERS:
         if name in given:
-            given[name] = _held(name, given[name], wanted, captured)
+            given[name] = _held(name, given[name], wanted, captured, others)
     for name in _ON_HOST:
         if isinstance(given.get(name), BlockMask):
             continue
@@ -177,14 +178,20 @@ def attention(
     if not differentiable:
         given |= added | ahead
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
-    taken = (*added.values(), given, ahead, backward, tuple(captured), *captured.values())
+    taken = (*added.values(), given, ahead, backward, tuple(captured), others, *captured.values())
     out, lse = _Attention.apply(q, k, v, *taken)
     return (out, lse) if return_lse else out
 
 
-def _held(option: str, function: Any, wanted: bool, learnt: dict[str, torch.Tensor]) -> Any:
-    """A caller's function as it is now, for the backward pass too; those of the tensors that a
-    score_mod captures which require a gradient go to ``learnt``.
+def _held(
+    option: str,
+    function: Any,
+    wanted: bool,
+    learnt: dict[str, torch.Tensor],
+    others: list[torch.Tensor],
+) -> Any:
+    """A caller's function as it is now, for the backward pass too; of the tensors that it captures
+    those of a score_mod which require a gradient go to ``learnt``, and the rest to ``others``.
     """
     mod, values = mods.captured(option, function)
     for name, value in values:
@@ -192,6 +199,7 @@ def _held(option: str, function: Any, wanted: bool, learnt: dict[str, torch.Tens
             continue
         check_tangent(f"{name} of {option}", value)
         if not (wanted and value.requires_grad):
+            others.append(value)
             continue
         if option != "score_mod":
             raise ValueError(
@@ -289,14 +297,15 @@ class _Once(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     """(O, L) of q, k, v, bias, slopes and sinks; ``common`` is for both passes, ``ahead`` for
-    forward, ``own`` for backward. ``captured`` are what score_mod captures by these ``names``.
+    forward, ``own`` for backward. ``captured`` are what score_mod captures by these ``names``;
+    ``others`` are saved too, so that torch notices when one has changed before the backward pass.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, sinks, common, ahead, own, names, *captured):
+    def forward(ctx, q, k, v, bias, slopes, sinks, common, ahead, own, names, others, *captured):
         added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
         out, lse = fa_numba.attention(q, k, v, return_lse=True, **added, **common, **ahead)
-        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse, *captured)
+        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse, *captured, *others)
         ctx.set_materialize_grads(False)
         ctx.options, ctx.names = common | own, names
         return out, lse
@@ -305,7 +314,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         names = ctx.names
         if dout is None and dlse is None:
-            return (None,) * (10 + len(names))
+            return (None,) * (11 + len(names))
         *_, wants_bias, _, wants_sinks = ctx.needs_input_grad[:6]
 
         def computed(dout, dlse, q, k, v, bias, slopes, sinks, out, lse, *captured):
@@ -320,12 +329,13 @@ class _Attention(torch.autograd.Function):
             *found, by_name = fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
             return *found, *(by_name[name] for name in names)
 
-        found = _Once.apply(computed, dout, dlse, *ctx.saved_tensors)
+        saved = ctx.saved_tensors[: 8 + len(names)]
+        found = _Once.apply(computed, dout, dlse, *saved)
         found, of_captured = found[: len(found) - len(names)], found[len(found) - len(names) :]
         needed = zip(found[:3], ctx.needs_input_grad, strict=False)
         dq, dk, dv = (gradient if need else None for gradient, need in needed)
         dbias, dsinks = found[3] if wants_bias else None, found[-1] if wants_sinks else None
-        return dq, dk, dv, dbias, None, dsinks, None, None, None, None, *of_captured
+        return dq, dk, dv, dbias, None, dsinks, *(None,) * 5, *of_captured
 
 
 @_untraced

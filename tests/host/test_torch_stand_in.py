@@ -468,6 +468,8 @@ def test_tensors_that_a_function_captures_have_gradients(torch, attention, algor
 
         given = {"score_mod": relative, "algorithm": algorithm, "return_lse": True}
         out, lse = attention(*(tensors[n] for n in "qkv"), **given)
+        # Of all that are saved torch knows whether they change before the backward pass.
+        assert {id(table), id(fixed)} <= {*map(id, out.node[1].saved_tensors)}
         learnt, (table, fixed) = table, TABLES  # what it takes from outside is another thing now
         want = truth(q, k, v, score_mod=relative)
         assert_within("O", out.values, want.O, want.O_bound)
