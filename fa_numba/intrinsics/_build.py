@@ -106,6 +106,41 @@ def ptx(
     return [builder.extract_value(made, n) for n in range(len(gives))] if several else made
 
 
+def of_registers(text, ty, *given, gives=None, stays=False):
+    """The signature and code of PTX of registers alone, all ``given`` of one Numba type."""
+    if any(x != ty for x in given):
+        return None
+    gives = ty if gives is None else gives
+    made = [F32, F32] if gives == FLOAT2_TUPLE else F32 if gives == types.float32 else I32
+
+    def codegen(context, builder, signature, args):
+        found = ptx(builder, text, args, made, memory=False, stays=stays)
+        return context.make_tuple(builder, gives, found) if isinstance(found, list) else found
+
+    return gives(*given), codegen
+
+
+def at_global(text, element, array, row, col, *values, contiguous=True):
+    """The signature and code of PTX with the address of array[row, col] as $0 and ``values`` as $1,
+    ...; of instructions marked ``@p`` the last one is the condition.
+    """
+    if not _is_array(array, 2, element):
+        return None
+    conditional = text.startswith("@p")
+    if conditional:
+        if not isinstance(values[-1], types.Boolean):
+            return None
+        text = guarded(text, f"${len(values)}")
+
+    def codegen(context, builder, signature, args):
+        place = (args[1], row, args[2], col)
+        pointer = global_pointer(context, builder, array, args[0], *place, contiguous=contiguous)
+        given = [*args[3:-1], builder.zext(args[-1], I32)] if conditional else args[3:]
+        ptx(builder, text, [pointer, *given])
+
+    return types.void(array, row, col, *values), codegen
+
+
 def statement(instruction, since=(0, 0)):
     """The code of an instruction without operands; none for GPUs before ``since``."""
 

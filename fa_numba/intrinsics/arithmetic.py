@@ -9,25 +9,12 @@ from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
 from fa_numba.emulator.compiling import compiled
-from fa_numba.intrinsics._build import F32, I32, emulated_by, ptx
+from fa_numba.intrinsics._build import emulated_by, of_registers
 
 NEG_INF = types.float32(-math.inf)
 ONE = types.float32(1.0)
 LN2 = types.float32(math.log(2.0))
 LOG2E = types.float32(math.log2(math.e))
-
-
-def _unary(instruction):
-    def build(typingctx, x):
-        if x != types.float32:
-            return None
-
-        def codegen(context, builder, signature, args):
-            return ptx(builder, f"{instruction} $0, $1;", args, F32, memory=False, stays=False)
-
-        return types.float32(types.float32), codegen
-
-    return build
 
 
 @compiled()
@@ -59,7 +46,7 @@ def _exp2(x):
 @intrinsic
 def exp2(typingctx, x):
     """2**x: ``ex2.approx.ftz.f32``, relative error 2**-22.5 (PTX ISA, "ex2")."""
-    return _unary("ex2.approx.ftz.f32")(typingctx, x)
+    return of_registers("ex2.approx.ftz.f32 $0, $1;", types.float32, x)
 
 
 def _log2(x):
@@ -74,7 +61,7 @@ def _log2(x):
 @intrinsic
 def log2(typingctx, x):
     """Base-2 logarithm: ``lg2.approx.f32``; 0 gives -inf (PTX ISA, "lg2")."""
-    return _unary("lg2.approx.f32")(typingctx, x)
+    return of_registers("lg2.approx.f32 $0, $1;", types.float32, x)
 
 
 def _maximum(x, y):
@@ -89,13 +76,7 @@ def _maximum(x, y):
 @intrinsic
 def maximum(typingctx, x, y):
     """The larger of two floats, the other one if one is NaN: ``max.f32``."""
-    if x != types.float32 or y != types.float32:
-        return None
-
-    def codegen(context, builder, signature, args):
-        return ptx(builder, "max.f32 $0, $1, $2;", args, F32, memory=False, stays=False)
-
-    return types.float32(types.float32, types.float32), codegen
+    return of_registers("max.f32 $0, $1, $2;", types.float32, x, y)
 
 
 def _inverse_power(x):
@@ -108,15 +89,8 @@ def _inverse_power(x):
 @intrinsic
 def inverse_power(typingctx, x):
     """1 / p, p the largest power of two up to x, exactly; 2^-126 <= x < 2^127."""
-    if x != types.float32:
-        return None
-
-    def codegen(context, builder, signature, args):
-        bits = "mov.b32 t, $1; and.b32 t, t, 0x7f800000; sub.s32 t, 0x7f000000, t;"
-        text = f"{{.reg .b32 t; {bits} mov.b32 $0, t;}}"
-        return ptx(builder, text, args, F32, memory=False, stays=False)
-
-    return types.float32(types.float32), codegen
+    bits = "mov.b32 t, $1; and.b32 t, t, 0x7f800000; sub.s32 t, 0x7f000000, t;"
+    return of_registers(f"{{.reg .b32 t; {bits} mov.b32 $0, t;}}", types.float32, x)
 
 
 @emulated_by(lambda x: x)
@@ -125,10 +99,4 @@ def anew(typingctx, x):
     """``x``, a uint32: what is computed of it is computed here each time, and not once before a
     loop, where it would take registers all through it.
     """
-    if x != types.uint32:
-        return None
-
-    def codegen(context, builder, signature, args):
-        return ptx(builder, "mov.b32 $0, $1;", args, I32, memory=False)
-
-    return types.uint32(types.uint32), codegen
+    return of_registers("mov.b32 $0, $1;", types.uint32, x, stays=True)

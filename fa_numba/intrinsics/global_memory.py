@@ -14,12 +14,12 @@ from fa_numba.intrinsics._build import (
     I32,
     INT4,
     WORDS,
+    at_global,
     emulated_by,
     global_pointer,
     guarded,
     halves_of,
     is_float32_array,
-    is_half_array,
     ptx,
     vector_load,
     vector_store,
@@ -28,15 +28,6 @@ from fa_numba.intrinsics._build import (
 
 _FLOATS = {"space": GLOBAL, "element": types.float32}
 _HALVES = {"space": GLOBAL, "element": types.uint16}  # bits of 16-bit floats
-
-
-def _pointer(context, builder, array, args, row, col):
-    place = (args[1], row, args[2], col)
-    return global_pointer(context, builder, array, args[0], *place, contiguous=True)
-
-
-def _is_condition(ty):
-    return isinstance(ty, types.Boolean)
 
 
 @emulated_by(lambda array, row, col: array.load((row, col), 4))
@@ -84,11 +75,12 @@ def read_pair(typingctx, array, row, col, reads):
     """Elements (row, col .. col + 1) of a float32 array, 8-byte aligned, if ``reads``, else zeros:
     ``ld.global.v2.f32``, conditional as ``write8``.
     """
-    if not is_float32_array(array, 2) or not _is_condition(reads):
+    if not is_float32_array(array, 2) or not isinstance(reads, types.Boolean):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
+        place = (args[1], row, args[2], col)
+        pointer = global_pointer(context, builder, array, args[0], *place, contiguous=True)
         zeros = "mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
         text = guarded(f"{zeros} @p ld.global.v2.f32 {{$0, $1}}, [$2];", "$3")
         given = pointer, builder.zext(args[3], I32)
@@ -134,15 +126,8 @@ def write_pair(typingctx, array, row, col, x0, x1, writes):
     """Store two floats at (row, col), (row, col + 1), 8-byte aligned, if ``writes``:
     ``st.global.v2.f32``, conditional as ``write8``.
     """
-    if not is_float32_array(array, 2) or not _is_condition(writes):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        text = guarded("@p st.global.v2.f32 [$0], {$1, $2};", "$3")
-        ptx(builder, text, [pointer, args[3], args[4], builder.zext(args[5], I32)])
-
-    return types.void(array, row, col, x0, x1, writes), codegen
+    text = "@p st.global.v2.f32 [$0], {$1, $2};"
+    return at_global(text, types.float32, array, row, col, x0, x1, writes)
 
 
 @emulated_by(lambda array, row, col: words_of(array.load((row, col), 8)))
@@ -166,13 +151,7 @@ def write8(typingctx, array, row, col, w0, w1, w2, w3, writes):
     The condition is the instruction's own, so that a loop of stores has no branches.
     """
     words = (w0, w1, w2, w3)
-    wanted = all(word == types.uint32 for word in words) and _is_condition(writes)
-    if not is_half_array(array, 2) or not wanted:
+    if any(word != types.uint32 for word in words):
         return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        text = guarded("@p st.global.v4.b32 [$0], {$1, $2, $3, $4};", "$5")
-        ptx(builder, text, [pointer, *args[3:7], builder.zext(args[7], I32)])
-
-    return types.void(array, row, col, *words, writes), codegen
+    text = "@p st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+    return at_global(text, types.uint16, array, row, col, *words, writes)

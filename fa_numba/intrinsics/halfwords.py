@@ -4,7 +4,7 @@ import numpy as np
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
-from fa_numba.intrinsics._build import I32, emulated_by, ptx
+from fa_numba.intrinsics._build import emulated_by, of_registers
 
 _TEXT = (
     "{.reg .b32 t, one; mov.b32 one, 0x10001; max.u16x2 t, $1, $2; add.u16x2 t, t, $3; "
@@ -25,10 +25,4 @@ def _larger_halves(words, than, less):
 @intrinsic
 def larger_halves(typingctx, words, than, less):
     """1 in each half of ``words`` above ``than``'s, else 0; ``less`` is that negated."""
-    if not all(x == types.uint32 for x in (words, than, less)):
-        return None
-
-    def codegen(context, builder, signature, args):
-        return ptx(builder, _TEXT, args, I32, memory=False, stays=False)
-
-    return types.uint32(*[types.uint32] * 3), codegen
+    return of_registers(_TEXT, types.uint32, words, than, less)

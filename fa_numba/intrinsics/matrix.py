@@ -24,6 +24,7 @@ from fa_numba.intrinsics._build import (
     WORDS,
     emulated_by,
     is_half_array,
+    of_registers,
     ptx,
     shared_address,
 )
@@ -190,18 +191,9 @@ def mma_bf16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
     return _mma("bf16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
 
-def _pack(kind, relu=""):
-    def build(typingctx, low, high):
-        if low != types.float32 or high != types.float32:
-            return None
-
-        def codegen(context, builder, signature, args):
-            text = f"cvt.rn{relu}.{kind}x2.f32 $0, $2, $1;"
-            return ptx(builder, text, args, I32, memory=False, stays=False)
-
-        return types.uint32(low, high), codegen
-
-    return build
+def _pack(kind, low, high):
+    text = f"cvt.rn{kind}x2.f32 $0, $2, $1;"
+    return of_registers(text, types.float32, low, high, gives=types.uint32)
 
 
 def _packed(to_bits):
@@ -229,14 +221,14 @@ def _bits_bf16(x):
 @intrinsic
 def pack_f16(typingctx, low, high):
     """Two float32 to nearest float16, packed in a uint32: ``cvt.rn.f16x2.f32`` (PTX ISA, "cvt")."""
-    return _pack("f16")(typingctx, low, high)
+    return _pack(".f16", low, high)
 
 
 @emulated_by(_packed(_bits_bf16))
 @intrinsic
 def pack_bf16(typingctx, low, high):
     """Two float32 to nearest bfloat16, packed in a uint32: ``cvt.rn.bf16x2.f32``."""
-    return _pack("bf16")(typingctx, low, high)
+    return _pack(".bf16", low, high)
 
 
 def _positive(to_bits):
@@ -253,28 +245,14 @@ def _positive(to_bits):
 @intrinsic
 def pack_positive_f16(typingctx, low, high):
     """``pack_f16`` with 0 for what is below 0: ``cvt.rn.relu.f16x2.f32``."""
-    return _pack("f16", ".relu")(typingctx, low, high)
+    return _pack(".relu.f16", low, high)
 
 
 @emulated_by(_positive(_packed(_bits_bf16)))
 @intrinsic
 def pack_positive_bf16(typingctx, low, high):
     """``pack_bf16`` with 0 for what is below 0: ``cvt.rn.relu.bf16x2.f32``."""
-    return _pack("bf16", ".relu")(typingctx, low, high)
-
-
-def _unpack(kind):
-    def build(typingctx, word):
-        if word != types.uint32:
-            return None
-
-        def codegen(context, builder, signature, args):
-            pair = ptx(builder, _UNPACK[kind], args, [F32, F32], memory=False, stays=False)
-            return context.make_tuple(builder, FLOAT2_TUPLE, pair)
-
-        return FLOAT2_TUPLE(word), codegen
-
-    return build
+    return _pack(".relu.bf16", low, high)
 
 
 # bfloat16 is the upper half of a float32; cvt takes it from sm_90 on only.
@@ -299,14 +277,14 @@ def _unpacked(to_float):
 @intrinsic
 def unpack_f16(typingctx, word):
     """The two float16 of a uint32, lower half first, as float32: ``cvt.f32.f16``."""
-    return _unpack("f16")(typingctx, word)
+    return of_registers(_UNPACK["f16"], types.uint32, word, gives=FLOAT2_TUPLE)
 
 
 @emulated_by(_unpacked(_bfloat16))
 @intrinsic
 def unpack_bf16(typingctx, word):
     """The two bfloat16 of a uint32, lower half first, as float32: exact, by a shift and a mask."""
-    return _unpack("bf16")(typingctx, word)
+    return of_registers(_UNPACK["bf16"], types.uint32, word, gives=FLOAT2_TUPLE)
 
 
 # By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).

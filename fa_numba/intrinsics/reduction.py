@@ -4,51 +4,21 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import (
-    I32,
-    emulated_by,
-    global_pointer,
-    guarded,
-    is_float32_array,
-    ptx,
-)
+from fa_numba.intrinsics._build import at_global, emulated_by
 
 
 @emulated_by(lambda array, row, col, value: array.add((row, col), value))
 @intrinsic
 def add_global(typingctx, array, row, col, value):
     """array[row, col] += value, atomically, a load and a store: ``red.global.add.f32``."""
-    if not is_float32_array(array, 2):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
-        ptx(builder, "red.global.add.f32 [$0], $1;", [pointer, args[3]])
-
-    return types.void(array, row, col, value), codegen
+    text = "red.global.add.f32 [$0], $1;"
+    return at_global(text, types.float32, array, row, col, value, contiguous=False)
 
 
 def _add_pair(array, row, col, x0, x1, adds):
     under = emulator.current().under
     under(adds, array.add, (row, col), x0)
     under(adds, array.add, (row, col + 1), x1)
-
-
-def _add_two(instruction):
-    code = guarded(instruction, "$3")
-
-    def build(typingctx, array, row, col, x0, x1, adds):
-        if not is_float32_array(array, 2) or adds != types.boolean:
-            return None
-
-        def codegen(context, builder, signature, args):
-            place = (args[1], row, args[2], col)
-            pointer = global_pointer(context, builder, array, args[0], *place, contiguous=True)
-            ptx(builder, code, [pointer, args[3], args[4], builder.zext(args[5], I32)])
-
-        return types.void(array, row, col, x0, x1, adds), codegen
-
-    return build
 
 
 @emulated_by(_add_pair)
@@ -58,7 +28,7 @@ def add_pair(typingctx, array, row, col, x0, x1, adds):
     ``red.global.add.f32``. The last axis has no gaps.
     """
     two = "@p red.global.add.f32 [$0], $1; @p red.global.add.f32 [$0+4], $2;"
-    return _add_two(two)(typingctx, array, row, col, x0, x1, adds)
+    return at_global(two, types.float32, array, row, col, x0, x1, adds)
 
 
 def _add_pair_vector(array, row, col, x0, x1, adds):
@@ -72,7 +42,7 @@ def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
     ``adds``, by one ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and later).
     """
     one = "@p red.global.add.v2.f32 [$0], {$1, $2};"
-    return _add_two(one)(typingctx, array, row, col, x0, x1, adds)
+    return at_global(one, types.float32, array, row, col, x0, x1, adds)
 
 
 @emulated_by(lambda array, row, col, x0, x1, x2, x3: array.add((row, col), x0, x1, x2, x3))
@@ -81,12 +51,5 @@ def add_four_vector(typingctx, array, row, col, x0, x1, x2, x3):
     """x0 to x3 added, atomically each, to the 16-byte aligned array[row, col] and the next three,
     by one ``red.global.add.v4.f32`` (PTX ISA 8.1, sm_90 and later).
     """
-    if not is_float32_array(array, 2):
-        return None
-
-    def codegen(context, builder, signature, args):
-        place = (args[1], row, args[2], col)
-        pointer = global_pointer(context, builder, array, args[0], *place, contiguous=True)
-        ptx(builder, "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};", [pointer, *args[3:]])
-
-    return types.void(array, row, col, x0, x1, x2, x3), codegen
+    text = "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    return at_global(text, types.float32, array, row, col, x0, x1, x2, x3)
