@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.mma_rows import CHUNK, TileRows
-from fa_numba.tiling.spec import MAX_THREADS, Spec, check_shared
+from fa_numba.tiling.spec import MAX_THREADS, Spec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 
 # Measures that the forward kernels on tensor cores can do without, and whose they are.
@@ -109,9 +109,8 @@ class MmaSpec(Spec):
     @property
     def value_rows(self) -> TileRows:
         """The same of sV."""
-        return (
-            replace(self.rows, columns=self.planes * self.columns) if self.head_dim_v else self.rows
-        )
+        columns = self.planes * self.columns
+        return replace(self.rows, columns=columns) if self.head_dim_v else self.rows
 
     @property
     def plane_columns(self) -> tuple[int, int]:
@@ -299,12 +298,4 @@ def chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
             "registers; take smaller blocks"
         )
     check_shared(found[0], shared_limit, staged)
-    if tiles.threads is not None:
-        allowed = sorted({spec.threads for spec in found})
-        found = [spec for spec in found if spec.threads == tiles.threads]
-        if not found:
-            raise ValueError(
-                f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc} on "
-                f"tensor cores; allowed: {allowed}"
-            )
-    return found[0]
+    return with_threads(found, tiles, " on tensor cores")

@@ -103,18 +103,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
         return self._transposed(16 * self.DN // self.row_warps, self.Br, False)
 
     def _transposed(self, head_dim: int, rows: int, keeps: bool) -> TransposedSpec:
-        return TransposedSpec(
-            head_dim,
-            self.Bc,
-            rows,
-            4,
-            8 * self.warps,
-            self.features,
-            self.aligned,
-            dtype=self.dtype,
-            keeps_q=keeps,
-            whole=self,
-        )
+        sizes = (head_dim, self.Bc, rows, 4, 8 * self.warps, self.features, self.aligned)
+        return TransposedSpec(*sizes, dtype=self.dtype, keeps_q=keeps, whole=self)
 
     @property
     def accumulators(self) -> int:
@@ -261,17 +251,7 @@ def select_mma_backward_spec(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores at head_dim={head_dim}, "
             f"backward: allowed are multiples of {16 * row_warps} and 16"
         )
-    found = [
-        MmaBackwardSpec(
-            head_dim,
-            tiles.Br,
-            tiles.Bc,
-            4,
-            8 * row_warps * (tiles.Bc // columns),
-            row_warps=row_warps,
-            **facts,
-        )
-        for columns in (32, 16)
-        if tiles.Bc % columns == 0
-    ]
+    counts = [row_warps * (tiles.Bc // n) for n in (32, 16) if tiles.Bc % n == 0]
+    sizes, facts = (head_dim, tiles.Br, tiles.Bc, 4), {"row_warps": row_warps, **facts}
+    found = [MmaBackwardSpec(*sizes, 8 * warps, **facts) for warps in counts]
     return chosen(found, tiles, head_dim, shared_limit)

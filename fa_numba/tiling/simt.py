@@ -7,10 +7,9 @@ from math import gcd
 from typing import Any
 
 from fa_numba.integers import round_up
-from fa_numba.tiling.spec import MAX_THREADS, GradientSpec, Spec
+from fa_numba.tiling.spec import MAX_THREADS, GradientSpec, Spec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 
-MAX_ACCUMULATORS = 128
 # 32-bit registers of a multiprocessor, and what a thread needs beside its accumulators.
 REGISTERS = 65536
 OTHER_REGISTERS = 96
@@ -131,12 +130,8 @@ class SimtSpec(Spec):
     @property
     def tile_floats(self) -> tuple[int, ...]:
         """Floats of sQ, sK, sV and sP in shared memory."""
-        return (
-            self.Br * self.rows_q.pitch,
-            self.Bc * self.rows_k.pitch,
-            self.Bc * self.rows_v.pitch,
-            self.Br * self.rows_p.pitch,
-        )
+        columns = self.Bc * self.rows_k.pitch, self.Bc * self.rows_v.pitch
+        return self.Br * self.rows_q.pitch, *columns, self.Br * self.rows_p.pitch
 
     @property
     def shared_bytes(self) -> int:
@@ -155,17 +150,12 @@ class SimtSpec(Spec):
         reads = (self.TM + self.TN) * self.d4 / 4 + (self.TM / 4 + self.DN) * self.Bc
         return reads / (self.TM * self.TN * self.d4 + self.TM * 4 * self.DN * self.Bc)
 
-    @property
-    def max_accumulators(self) -> int:
-        """Most accumulators that a thread takes."""
-        return MAX_ACCUMULATORS
+    max_accumulators = 128  # of a thread
 
     @property
     def fits_registers(self) -> bool:
-        share = REGISTERS // self.threads - OTHER_REGISTERS
-        return self.threads <= MAX_THREADS and self.accumulators <= min(
-            self.max_accumulators, share
-        )
+        most = min(self.max_accumulators, REGISTERS // self.threads - OTHER_REGISTERS)
+        return self.threads <= MAX_THREADS and self.accumulators <= most
 
     @property
     def min_blocks(self) -> int:
@@ -193,10 +183,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
         columns = self.column_registers + self.of_values.column_registers
         return columns + 2 * self.TM * self.TN
 
-    @property
-    def max_accumulators(self) -> int:
-        """At 256 columns dK and dV alone take 128."""
-        return 144
+    max_accumulators = 144  # at 256 columns dK and dV alone take 128
 
     @property
     def reads_per_fma(self) -> float:
@@ -275,12 +262,7 @@ def select_spec(
     """
     even = splits(tiles.Br, tiles.Bc, head_dim, kind, any_registers=True, **facts)
     if even:
-        smallest = min(spec.shared_bytes for spec in even)
-        if smallest > shared_limit:
-            raise ValueError(
-                f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs {smallest} "
-                f"bytes of shared memory, the device has {shared_limit} a block"
-            )
+        check_shared(min(even, key=lambda spec: spec.shared_bytes), shared_limit)
     found = splits(tiles.Br, tiles.Bc, head_dim, kind, **facts)
     found = [spec for spec in found if spec.shared_bytes <= shared_limit]
     if not found:
@@ -289,12 +271,4 @@ def select_spec(
             f"to {MAX_THREADS} threads whose parts of the tiles fit their registers; take "
             "smaller blocks"
         )
-    if tiles.threads is not None:
-        allowed = sorted({spec.threads for spec in found})
-        found = [spec for spec in found if spec.threads == tiles.threads]
-        if not found:
-            raise ValueError(
-                f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc}, "
-                f"head_dim={head_dim}; allowed: {allowed}"
-            )
-    return found[0]
+    return with_threads(found, tiles, f", head_dim={head_dim}")

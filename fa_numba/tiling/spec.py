@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
+from fa_numba.tiling.tiles import Tiles
 
 MAX_THREADS = 512
 # Of sums in fragments (kernels/mma/rows.py): rows, and floats, eight columns of these.
@@ -250,3 +252,16 @@ def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
             f"tiles: Br={spec.Br}, Bc={spec.Bc}{staged} at head_dim={spec.head_dim} needs "
             f"{spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
         )
+
+
+def with_threads(found: Sequence[Any], tiles: Tiles, of: str) -> Any:
+    """The first of these specialisations, or that with the threads asked for; else ValueError."""
+    if tiles.threads is None:
+        return found[0]
+    for spec in found:
+        if spec.threads == tiles.threads:
+            return spec
+    raise ValueError(
+        f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc}{of}; allowed: "
+        f"{sorted({spec.threads for spec in found})}"
+    )

@@ -18,7 +18,6 @@ from fa_numba.tiling import (
     select_spec,
     splits,
 )
-from fa_numba.tiling.simt import MAX_ACCUMULATORS
 
 KB = 1024
 
@@ -125,7 +124,7 @@ def test_every_split_covers_the_block_exactly_once(d):
             assert sorted(o) == list(range(s.columns)) and s.columns >= d
             assert s.columns - 4 * s.tx_count < d  # no whole group to spare
             assert len(places) == s.threads and s.threads % 32 == 0
-            assert s.threads <= MAX_THREADS and s.accumulators <= MAX_ACCUMULATORS
+            assert s.threads <= MAX_THREADS and s.accumulators <= SimtSpec.max_accumulators
             assert 32 % s.tx_count == 0  # the threads of a row lie in one warp
             assert s.features.causal
     assert found > 50
