@@ -35,15 +35,9 @@ def kept(
 
 
 def dropout_mask(
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    dropout_p: float,
-    seed: int = 0,
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, dropout_p: float, seed: int = 0,
     offset: int = 0,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """The elements of P that attention with this dropout keeps: bool (B, Hq, Nq, Nk), True = kept.
 
     An element is kept when its 16 bits of Philox4x32-7 are at least dropout_p 2^16, with dropout_p

@@ -7,18 +7,9 @@ from fa_numba.host.append import append
 
 
 def append_kv(
-    k_pages,
-    v_pages,
-    k_new,
-    v_new,
-    block_table,
-    kv_lens,
-    *,
-    new_lens=None,
-    layout=None,
-    check_table=False,
-    stream=None,
-):
+    k_pages, v_pages, k_new, v_new, block_table, kv_lens, *, new_lens=None, layout=None,
+    check_table=False, stream=None,
+):  # fmt: skip
     """Write new keys and values to the pages of a cache that ``flash_attention_2`` reads.
 
     Row i of ``k_new`` becomes row ``kv_lens[b] + i`` of sequence b, in the page that

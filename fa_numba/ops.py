@@ -25,29 +25,15 @@ from fa_numba.tiling import Tiles
 
 @documents_options
 def plan(
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int] | None = None,
-    *,
-    algorithm: str = "fa2",
-    dtype: str = "float32",
-    tiles: Tiles | None = None,
-    return_lse: bool = False,
-    query_splits: int = 1,
-    warp_partition: str = "rows",
-    ablate: tuple[str, ...] = (),
-    passes: str = "fwd",
-    deterministic: bool = False,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dcaptured: bool = False,
-    dlse: bool = False,
-    unit: str = "auto",
-    kv_splits: int | str = "auto",
-    group_splits: int | str = "auto",
-    prefix_k: Sequence[int] | None = None,
+    q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None = None, *,
+    algorithm: str = "fa2", dtype: str = "float32", tiles: Tiles | None = None,
+    return_lse: bool = False, query_splits: int = 1, warp_partition: str = "rows",
+    ablate: tuple[str, ...] = (), passes: str = "fwd", deterministic: bool = False,
+    return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
+    dlse: bool = False, unit: str = "auto", kv_splits: int | str = "auto",
+    group_splits: int | str = "auto", prefix_k: Sequence[int] | None = None,
     **options: Unpack[AttentionOptions],
-) -> Plan:
+) -> Plan:  # fmt: skip
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``v_shape`` is k's unless given. ``passes`` is
@@ -80,17 +66,9 @@ def plan(
 
 @documents_options
 def standard_attention(
-    q,
-    k,
-    v,
-    *,
-    tiles=None,
-    return_lse=False,
-    out=None,
-    stream=None,
-    unit="auto",
+    q, k, v, *, tiles=None, return_lse=False, out=None, stream=None, unit="auto",
     **options: Unpack[AttentionOptions],
-):
+):  # fmt: skip
     """softmax(scale q kT) v with the N x N matrices in global memory (the papers' Algorithm 0).
 
     Arguments, result and errors as ``attention``; the workspace is Nq x Nk elements of q's
@@ -107,20 +85,9 @@ def standard_attention(
 
 @documents_options
 def flash_attention_1(
-    q,
-    k,
-    v,
-    *,
-    tiles=None,
-    return_lse=False,
-    out=None,
-    stream=None,
-    query_splits=1,
-    warp_partition="rows",
-    ablate=(),
-    unit="auto",
-    **options: Unpack[AttentionOptions],
-):
+    q, k, v, *, tiles=None, return_lse=False, out=None, stream=None, query_splits=1,
+    warp_partition="rows", ablate=(), unit="auto", **options: Unpack[AttentionOptions],
+):  # fmt: skip
     """Attention in FlashAttention-1's loop order, K/V outer (arXiv 2205.14135, Algorithm 1).
 
     Arguments, result and errors as ``attention``. ``query_splits`` thread blocks share a head, each
@@ -143,21 +110,9 @@ def flash_attention_1(
 
 @documents_options
 def flash_attention_2(
-    q,
-    k,
-    v,
-    *,
-    tiles=None,
-    return_lse=False,
-    out=None,
-    stream=None,
-    ablate=(),
-    unit="auto",
-    kv_splits="auto",
-    prefix_k=None,
-    prefix_v=None,
-    **options: Unpack[AttentionOptions],
-):
+    q, k, v, *, tiles=None, return_lse=False, out=None, stream=None, ablate=(), unit="auto",
+    kv_splits="auto", prefix_k=None, prefix_v=None, **options: Unpack[AttentionOptions],
+):  # fmt: skip
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
     The arrays q, k and v, ``tiles``, ``unit``, ``out`` and ``stream`` are as for ``attention``;
@@ -253,22 +208,9 @@ def attention(q, k, v, *, algorithm="fa2", **options):
 
 @documents_options
 def standard_attention_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    tiles=None,
-    stream=None,
-    dlse=None,
-    return_dbias=False,
-    return_dsinks=False,
-    return_dcaptured=False,
-    unit="auto",
-    **options: Unpack[AttentionOptions],
-):
+    dout, q, k, v, out, lse, *, tiles=None, stream=None, dlse=None, return_dbias=False,
+    return_dsinks=False, return_dcaptured=False, unit="auto", **options: Unpack[AttentionOptions],
+):  # fmt: skip
     """Gradients of ``standard_attention`` with N x N matrices in global memory (arXiv 2205.14135,
     Algorithm 3).
 
@@ -285,23 +227,10 @@ def standard_attention_backward(
 
 @documents_options
 def flash_attention_1_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    tiles=None,
-    stream=None,
-    dlse=None,
-    return_dbias=False,
-    return_dsinks=False,
-    return_dcaptured=False,
-    unit="auto",
-    query_splits=1,
+    dout, q, k, v, out, lse, *, tiles=None, stream=None, dlse=None, return_dbias=False,
+    return_dsinks=False, return_dcaptured=False, unit="auto", query_splits=1,
     **options: Unpack[AttentionOptions],
-):
+):  # fmt: skip
     """Gradients of attention, K/V outer (arXiv 2205.14135, Algorithm 4).
 
     Arguments, result and errors as ``flash_attention_2_backward``. dQ passes through global memory
@@ -318,24 +247,10 @@ def flash_attention_1_backward(
 
 @documents_options
 def flash_attention_2_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    tiles=None,
-    stream=None,
-    dlse=None,
-    return_dbias=False,
-    return_dsinks=False,
-    return_dcaptured=False,
-    deterministic=False,
-    unit="auto",
-    group_splits="auto",
-    **options: Unpack[AttentionOptions],
-):
+    dout, q, k, v, out, lse, *, tiles=None, stream=None, dlse=None, return_dbias=False,
+    return_dsinks=False, return_dcaptured=False, deterministic=False, unit="auto",
+    group_splits="auto", **options: Unpack[AttentionOptions],
+):  # fmt: skip
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
 
     ``dout`` and ``out`` are as q, ``lse`` as the forward pass returned it with ``return_lse``; the
@@ -374,18 +289,9 @@ def flash_attention_2_backward(
     >>> dv.sum().round(3).item()
     32.0
     """
-    choices = choices_of(
-        "fa2",
-        "bwd",
-        tiles,
-        unit,
-        deterministic=deterministic,
-        return_dbias=return_dbias,
-        return_dsinks=return_dsinks,
-        return_dcaptured=return_dcaptured,
-        dlse=dlse is not None,
-        group_splits=group_splits,
-    )
+    how = {"return_dbias": return_dbias, "dlse": dlse is not None, "return_dsinks": return_dsinks}
+    how |= {"return_dcaptured": return_dcaptured, "deterministic": deterministic}
+    choices = choices_of("fa2", "bwd", tiles, unit, group_splits=group_splits, **how)
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 

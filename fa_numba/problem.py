@@ -176,17 +176,10 @@ class Problem:
 
     @classmethod
     def from_shapes(
-        cls,
-        q_shape: Sequence[int],
-        k_shape: Sequence[int],
-        v_shape: Sequence[int] | None = None,
-        *,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_k: Any = None,
-        attn_mask: Any = None,
-        block_table: Any = None,
-        **options: Any,
-    ) -> Problem:
+        cls, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None = None,
+        *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, attn_mask: Any = None,
+        block_table: Any = None, **options: Any,
+    ) -> Problem:  # fmt: skip
         """The problem of q, k and v with these shapes; v's is k's unless given.
 
         With ``cu_seqlens_q`` and ``cu_seqlens_k`` (batch + 1 cumulative lengths each) the shapes
@@ -270,14 +263,9 @@ class Problem:
 
     @classmethod
     def _of_packed_on_pages(
-        cls,
-        q_shape: Sequence[int],
-        k_shape: Sequence[int],
-        v_shape: Sequence[int] | None,
-        block_table: Any,
-        lens: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> Problem:
+        cls, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None,
+        block_table: Any, lens: Mapping[str, Any], options: Mapping[str, Any],
+    ) -> Problem:  # fmt: skip
         """Queries packed, K and V in pages: as of sequences that are padded to the longest one."""
         if lens["cu_seqlens_k"] is not None:
             raise ValueError(

@@ -121,18 +121,10 @@ def _forward(
 
 
 def _backward(
-    softmax: Softmax,
-    dout: ArrayLike,
-    call: Call,
-    q: Array,
-    k: Array,
-    v: Array,
-    dbias_shape: tuple[int, ...] | None,
-    dlse: ArrayLike | None = None,
-    return_dsinks: bool = False,
-    return_dcaptured: bool = False,
-    rounded: Callable[..., Array] = np.asarray,
-) -> Gradients:
+    softmax: Softmax, dout: ArrayLike, call: Call, q: Array, k: Array, v: Array,
+    dbias_shape: tuple[int, ...] | None, dlse: ArrayLike | None = None, return_dsinks: bool = False,
+    return_dcaptured: bool = False, rounded: Callable[..., Array] = np.asarray,
+) -> Gradients:  # fmt: skip
     """dQ, dK, dV, for a `dbias_shape` dbias, then dsinks and dcaptured, a block of rows at a time.
 
     The matrices that are multiplied, and the first three gradients, are `rounded`.
@@ -197,14 +189,9 @@ def _backward(
 
 
 def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    tiles: BlockSizes | None = None,
-    return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
-) -> Result:
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
+    return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> Result:  # fmt: skip
     """O, or (O, L) with `return_lse`, in float64, by SciPy's softmax and logsumexp.
 
     >>> import numpy as np
@@ -217,17 +204,10 @@ def attention(
 
 
 def unfused(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    dtype: DTypeLike = np.float32,
-    matrix_dtype: str | None = None,
-    stored_scores: bool = False,
-    tiles: BlockSizes | None = None,
-    return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
-) -> Result:
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None, stored_scores: bool = False, tiles: BlockSizes | None = None,
+    return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> Result:  # fmt: skip
     """O, or (O, L) with `return_lse`, from whole rows of S and P, every step rounded to `dtype`.
 
     S = scale Q K^T with softcap, ALiBi and bias in this order, P = e^(S - m) / l with the rows'
@@ -263,18 +243,10 @@ def _rounding(dtype: DTypeLike, matrix_dtype: str | None) -> Callable[..., Array
 
 
 def attention_backward(
-    dout: ArrayLike,
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    tiles: BlockSizes | None = None,
-    dlse: ArrayLike | None = None,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dcaptured: bool = False,
-    **options: Unpack[AttentionOptions],
-) -> Gradients:
+    dout: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
+    dlse: ArrayLike | None = None, return_dbias: bool = False, return_dsinks: bool = False,
+    return_dcaptured: bool = False, **options: Unpack[AttentionOptions],
+) -> Gradients:  # fmt: skip
     """(dq, dk, dv) in float64: the gradients of sum(dout o attention(q, k, v)), by their formulas.
 
     dout has the shape of O. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias), with
@@ -293,20 +265,11 @@ def attention_backward(
 
 
 def unfused_backward(
-    dout: ArrayLike,
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    dtype: DTypeLike = np.float32,
-    matrix_dtype: str | None = None,
-    tiles: BlockSizes | None = None,
-    dlse: ArrayLike | None = None,
-    return_dbias: bool = False,
-    return_dsinks: bool = False,
-    return_dcaptured: bool = False,
+    dout: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None, tiles: BlockSizes | None = None, dlse: ArrayLike | None = None,
+    return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
     **options: Unpack[AttentionOptions],
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """What `attention_backward` gives, from whole rows of P and dP, every step rounded to `dtype`.
 
     It is for the backward kernels what `unfused` is for the forward ones. With a `matrix_dtype` q,

@@ -57,19 +57,11 @@ def _untraced(function: _Function) -> _Function:
 @_untraced
 @documents_options
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    algorithm: str = "fa2",
-    return_lse: bool = False,
-    deterministic: bool | None = False,
-    tiles: Tiles | None = None,
-    backward_tiles: Tiles | None = None,
-    kv_splits: int | str = "auto",
-    group_splits: int | str = "auto",
-    **options: Unpack[AttentionOptions],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, algorithm: str = "fa2",
+    return_lse: bool = False, deterministic: bool | None = False, tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None, kv_splits: int | str = "auto",
+    group_splits: int | str = "auto", **options: Unpack[AttentionOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """``fa_numba.attention`` of torch tensors, differentiable in q, k, v, ``bias``, ``sinks`` and
     the float32 tensors that ``score_mod`` takes from outside.
 
@@ -224,16 +216,9 @@ def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def _check_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    added: dict[str, Any],
-    given: dict,
-    dcaptured: bool,
-    deterministic: Any,
-    group_splits: int | str,
-    tiles: Tiles | None,
-) -> dict[str, Any]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: dict[str, Any], given: dict,
+    dcaptured: bool, deterministic: Any, group_splits: int | str, tiles: Tiles | None,
+) -> dict[str, Any]:  # fmt: skip
     """What the backward pass takes beside the forward's options; raises as that pass would."""
     algorithm, strict = given["algorithm"], deterministic is None
     bias, *_, sinks = added.values()
@@ -395,26 +380,13 @@ class _Merge(torch.autograd.Function):
 
 @_untraced
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    group: Any = None,
-    travels: str = "kv",
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    q_lens: Any = None,
-    kv_lens: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    layout: str | None = None,
-    algorithm: str = "fa2",
-    return_lse: bool = False,
-    deterministic: bool | None = False,
-    tiles: Tiles | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, travels: str = "kv",
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, q_lens: Any = None,
+    kv_lens: Any = None, scale: float | None = None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None, layout: str | None = None, algorithm: str = "fa2",
+    return_lse: bool = False, deterministic: bool | None = False, tiles: Tiles | None = None,
     backward_tiles: Tiles | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over a sequence that the ranks of ``group`` share, differentiable in q, k, v and
     ``sinks``.
 

@@ -73,15 +73,9 @@ def simt_tiles(
 
 
 def mma_tiles(
-    algorithm: str,
-    of: str,
-    seqlen_q: int,
-    seqlen_k: int,
-    head_dim: int,
-    shared_limit: int,
-    features: Features = PLAIN,
-    keys: bool = False,
-) -> Chosen:
+    algorithm: str, of: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int,
+    features: Features = PLAIN, keys: bool = False,
+) -> Chosen:  # fmt: skip
     """The ``Tiles`` of an algorithm's kernels on tensor cores, ``of`` "fwd", "bwd" or "sweep": a
     row of the table, halved until memory and registers hold it. With ``keys`` the warps of a block
     share columns.

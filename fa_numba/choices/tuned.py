@@ -26,15 +26,9 @@ def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
 
 
 def tuned_tiles(
-    capability: tuple[int, int],
-    unit: str,
-    algorithm: str,
-    passes: str,
-    seqlen_q: int,
-    seqlen_k: int,
-    head_dim: int,
-    select: Callable[[Tiles], Any],
-) -> Tiles | None:
+    capability: tuple[int, int], unit: str, algorithm: str, passes: str, seqlen_q: int,
+    seqlen_k: int, head_dim: int, select: Callable[[Tiles], Any],
+) -> Tiles | None:  # fmt: skip
     """The tiles that were fastest on GPUs of this compute capability, for the kernels of ``unit``.
 
     None where nothing was measured, a block is larger than the sequence, or ``select`` refuses them

@@ -85,14 +85,9 @@ def _inlined_in_one_walk(inline: Callable) -> Callable:
     """
 
     def inline_ir(
-        self: Any,
-        caller_ir: Any,
-        block: ir.Block,
-        i: int,
-        callee_ir: Any,
-        callee_freevars: Any,
+        self: Any, caller_ir: Any, block: ir.Block, i: int, callee_ir: Any, callee_freevars: Any,
         arg_typs: Any = None,
-    ) -> tuple:
+    ) -> tuple:  # fmt: skip
         if self._permit_update_type_and_call_maps:
             return inline(self, caller_ir, block, i, callee_ir, callee_freevars, arg_typs)
         scope, call = block.scope, block.body[i]

@@ -16,14 +16,9 @@ class EmulatorError(RuntimeError):
     """
 
     def __init__(
-        self,
-        text: str,
-        *,
-        block: Index3 | None = None,
-        thread: Index3 | None = None,
-        array: str | None = None,
-        line: str | None = None,
-    ) -> None:
+        self, text: str, *, block: Index3 | None = None, thread: Index3 | None = None,
+        array: str | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
         self.block, self.thread, self.array, self.line = block, thread, array, line
         where = [f"block {block}", f"thread {thread}"]
         if array is not None:

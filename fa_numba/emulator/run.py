@@ -260,14 +260,9 @@ def _extent(name: str, value: Any) -> Index3:
 
 
 def launch(
-    py_func: Callable[..., None],
-    grid: int | tuple[int, ...],
-    block: int | tuple[int, ...],
-    args: Sequence[Any],
-    *,
-    shared_bytes: int = 0,
-    uncounted: Collection[str] = (),
-) -> Counts:
+    py_func: Callable[..., None], grid: int | tuple[int, ...], block: int | tuple[int, ...],
+    args: Sequence[Any], *, shared_bytes: int = 0, uncounted: Collection[str] = (),
+) -> Counts:  # fmt: skip
     """Run a kernel on the CPU and count its global accesses.
 
     Parameters

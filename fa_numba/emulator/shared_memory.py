@@ -67,14 +67,9 @@ class SharedArray:
     )  # fmt: skip
 
     def __init__(
-        self,
-        ctx: Context,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        buffer: SharedBuffer,
-        first: int = 0,
-    ) -> None:
+        self, ctx: Context, name: str, shape: tuple[int, ...], dtype: np.dtype,
+        buffer: SharedBuffer, first: int = 0,
+    ) -> None:  # fmt: skip
         self.ctx, self.name, self.shape, self.dtype = ctx, name, shape, dtype
         self.itemsize, self.length, self.first = dtype.itemsize, prod(shape), first
         self.buffer = buffer

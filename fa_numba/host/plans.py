@@ -223,14 +223,9 @@ class Plan(LaunchPlan):
 
     @classmethod
     def of(
-        cls,
-        request: Request,
-        decided: Decision,
-        launches: Sequence[Launch],
-        workspace: Sequence[Buffer],
-        count: Callable[..., io_model.Accesses],
-        split_rows: int = 0,
-    ) -> Plan:
+        cls, request: Request, decided: Decision, launches: Sequence[Launch],
+        workspace: Sequence[Buffer], count: Callable[..., io_model.Accesses], split_rows: int = 0,
+    ) -> Plan:  # fmt: skip
         """Of the algorithm's own parts, with the outputs of the pass in the caller's shapes."""
         p, choices = request.problem, request.choices
         forward = choices.passes == "fwd"

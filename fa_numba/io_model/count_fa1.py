@@ -14,14 +14,9 @@ from fa_numba.problem import BlockSizes, Problem, as_size
 
 
 def fa1(
-    problem: Problem,
-    tiles: BlockSizes,
-    *,
-    query_splits: int = 1,
-    return_lse: bool = False,
-    whole_tiles: bool = False,
-    block_mask: Any = None,
-) -> Accesses:
+    problem: Problem, tiles: BlockSizes, *, query_splits: int = 1, return_lse: bool = False,
+    whole_tiles: bool = False, block_mask: Any = None,
+) -> Accesses:  # fmt: skip
     """Accesses of FA-1's Algorithm 1: K/V outer, Q inner; O, l and m through global memory.
 
     The pass over column tile 0 starts O, l and m (line 2) and so visits every row tile. Per head:
@@ -79,15 +74,9 @@ def fa1(
 
 
 def fa1_backward(
-    problem: Problem,
-    tiles: BlockSizes,
-    *,
-    query_splits: int = 1,
-    block_mask: Any = None,
-    dbias: bool = False,
-    dlse: bool = False,
-    dsinks: bool = False,
-) -> Accesses:
+    problem: Problem, tiles: BlockSizes, *, query_splits: int = 1, block_mask: Any = None,
+    dbias: bool = False, dlse: bool = False, dsinks: bool = False,
+) -> Accesses:  # fmt: skip
     """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
 
     The pass over column tile 0 starts dQ (line 5) and so visits every row tile. Per head:

@@ -19,16 +19,9 @@ class _Block(NamedTuple):
 
 
 def fa2(
-    problem: Problem,
-    tiles: BlockSizes,
-    *,
-    block_mask: Any = None,
-    tile_heads: int = 1,
-    kv_splits: int = 1,
-    threads: int = 0,
-    key_pieces: tuple[int, ...] = (),
-    panels: bool = False,
-) -> Accesses:
+    problem: Problem, tiles: BlockSizes, *, block_mask: Any = None, tile_heads: int = 1,
+    kv_splits: int = 1, threads: int = 0, key_pieces: tuple[int, ...] = (), panels: bool = False,
+) -> Accesses:  # fmt: skip
     """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
 
     Per head:
@@ -101,19 +94,11 @@ def with_prefix(
 
 
 def fa2_backward(
-    problem: Problem,
-    tiles: BlockSizes,
-    *,
-    deterministic: bool = False,
-    sweep_tiles: BlockSizes | None = None,
-    block_mask: Any = None,
-    dbias: bool = False,
-    dlse: bool = False,
-    dsinks: bool = False,
-    group_splits: int = 1,
-    panels: bool = False,
+    problem: Problem, tiles: BlockSizes, *, deterministic: bool = False,
+    sweep_tiles: BlockSizes | None = None, block_mask: Any = None, dbias: bool = False,
+    dlse: bool = False, dsinks: bool = False, group_splits: int = 1, panels: bool = False,
     adders: int = 1,
-) -> Accesses:
+) -> Accesses:  # fmt: skip
     """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
 
     Per head:

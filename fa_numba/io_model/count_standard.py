@@ -47,16 +47,10 @@ def standard(
 
 
 def standard_backward(
-    problem: Problem,
-    tiles: BlockSizes,
-    *,
-    row_resident: bool = True,
-    forward_resident: bool = True,
-    block_mask: Any = None,
-    dbias: bool = False,
-    dlse: bool = False,
+    problem: Problem, tiles: BlockSizes, *, row_resident: bool = True,
+    forward_resident: bool = True, block_mask: Any = None, dbias: bool = False, dlse: bool = False,
     dsinks: bool = False,
-) -> Accesses:
+) -> Accesses:  # fmt: skip
     """Accesses of standard attention's gradients (FA-1 Algorithm 3) in seven tiled kernels.
 
     The forward's scores and softmax make P again, and its product kernels are used for the other

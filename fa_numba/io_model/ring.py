@@ -24,16 +24,9 @@ class LinkTraffic:
 
 
 def ring(
-    problem: Problem,
-    ranks: int,
-    rank: int = 0,
-    *,
-    travels: str = "kv",
-    passes: str = "fwd",
-    q_lens: Sequence[int] | None = None,
-    kv_lens: Sequence[int] | None = None,
-    dlse: bool = False,
-) -> LinkTraffic:
+    problem: Problem, ranks: int, rank: int = 0, *, travels: str = "kv", passes: str = "fwd",
+    q_lens: Sequence[int] | None = None, kv_lens: Sequence[int] | None = None, dlse: bool = False,
+) -> LinkTraffic:  # fmt: skip
     """Bytes on the link of one rank in a call of ``fa_numba.torch.ring_attention``.
 
     ``problem`` is one rank's part: seqlen_q rows and seqlen_k columns; ``causal`` stands for the

@@ -81,14 +81,9 @@ def starts_in_first_pass(problem: Problem) -> bool:
 
 
 def visit_sums(
-    problem: Problem,
-    tiles: BlockSizes,
-    block_mask: Any,
-    *,
-    takes_all: bool = False,
-    run: int = 1,
+    problem: Problem, tiles: BlockSizes, block_mask: Any, *, takes_all: bool = False, run: int = 1,
     whole: bool = False,
-) -> Visits:
+) -> Visits:  # fmt: skip
     """The sums over the tiles that a kernel visits, in either loop order.
 
     With `takes_all` column tile 0 is visited by every row tile, whatever it sees, and exists even

@@ -63,16 +63,9 @@ def _pairs(problem: Problem, entry: int) -> int:
 
 
 def workspace(
-    algorithm: str,
-    problem: Problem,
-    *,
-    return_lse: bool = False,
-    passes: str = "fwd",
-    deterministic: bool = False,
-    query_splits: int = 1,
-    kv_splits: int = 1,
-    group_splits: int = 1,
-) -> int:
+    algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd",
+    deterministic: bool = False, query_splits: int = 1, kv_splits: int = 1, group_splits: int = 1,
+) -> int:  # fmt: skip
     """Bytes of global memory beside inputs and outputs, `passes` "fwd" or "bwd".
 
     R is the number of rows of Q over all heads: B H N_q', for packed sequences H times their

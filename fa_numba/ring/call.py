@@ -24,15 +24,9 @@ LENGTHS = ("q_lens", "kv_lens")
 
 
 def prepared(
-    q: Any,
-    k: Any,
-    v: Any,
-    sinks: Any,
-    group: Any,
-    differentiable: bool,
-    return_lse: Any,
+    q: Any, k: Any, v: Any, sinks: Any, group: Any, differentiable: bool, return_lse: Any,
     **options: Any,
-) -> tuple[Ring, Agreement]:
+) -> tuple[Ring, Agreement]:  # fmt: skip
     """The ring of a call, and what the other ranks have to say of it: nothing is to be sent before
     it is waited for. ``options`` are all other arguments of ``ring_attention``.
 

@@ -137,16 +137,9 @@ def forward(
 
 
 def backward(
-    ring: Ring,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any = None,
+    ring: Ring, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None,
     sinks: Any = None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """(dQ, dK, dV) of this rank's rows and columns, and with ``sinks`` what its rows are of their
     gradient.
 
@@ -178,14 +171,9 @@ def backward(
 
 
 def _around(
-    ring: Ring,
-    of_q: Sequence[Any],
-    of_kv: Sequence[Any],
-    call: Call,
-    kinds: tuple[Kind, Kind],
-    agreement: Agreement | None = None,
-    first: Part | None = None,
-) -> tuple[Part, Part]:
+    ring: Ring, of_q: Sequence[Any], of_kv: Sequence[Any], call: Call, kinds: tuple[Kind, Kind],
+    agreement: Agreement | None = None, first: Part | None = None,
+) -> tuple[Part, Part]:  # fmt: skip
     """What all stops find of this rank's rows and of its columns, which ``kinds`` describe; of the
     rows beside a ``first`` part, in float32.
 

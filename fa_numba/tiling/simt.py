@@ -227,14 +227,9 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
 
 def splits(
-    Br: int,
-    Bc: int,
-    head_dim: int,
-    kind: type[SimtSpec] = SimtSpec,
-    *,
-    any_registers: bool = False,
-    **facts: Any,
-) -> list[SimtSpec]:
+    Br: int, Bc: int, head_dim: int, kind: type[SimtSpec] = SimtSpec, *,
+    any_registers: bool = False, **facts: Any,
+) -> list[SimtSpec]:  # fmt: skip
     """Every way to share a tile among the threads of a block, best first.
 
     ``kind`` is the specialisation wanted, ``facts`` its fields beside the sizes. ``any_registers``
