@@ -1,13 +1,13 @@
 """The command line, python -m experiments: `--help` names its commands."""
 
 import argparse
-import difflib
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # until all is imported, an interrupt ends it without a traceback
@@ -20,7 +20,9 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
-from fa_numba import Tiles, device
+from fa_numba import device
+from fa_numba.commands.arguments import MAX_SEQLEN, tiles, whole
+from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare_command, spills
 from .lab.measure import tune
@@ -31,53 +33,18 @@ from .lab.record.registry import load, names, needs, takes, words
 from .lab.record.runner import Runner
 from .lab.show import report
 
-MAX_SEQLEN = 1 << 20
-MAX_HEAD_DIM = 256
+T = TypeVar("T")
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
-def _sizes(what: str, largest: int) -> Callable[[str], tuple[int, ...]]:
-    def parse(text: str) -> tuple[int, ...]:
-        values = []
-        for part in text.split(","):
-            try:
-                value = int(part)
-            except ValueError:
-                raise argparse.ArgumentTypeError(
-                    f"{part!r} is no integer; give {what} separated by commas, such as 64,128"
-                ) from None
-            if not 1 <= value <= largest:
-                raise argparse.ArgumentTypeError(f"{value} is outside 1 to {largest}")
-            values.append(value)
-        return tuple(dict.fromkeys(values))
-
-    return parse
+def _several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """A parser of values separated by commas, each once."""
+    return lambda text: tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
-def _tiles(text: str) -> tuple[tuple[int, int], ...]:
-    """Block sizes such as 64x64,32x128: rows of Q times rows of K and V."""
-    found = []
-    for part in text.split(","):
-        try:
-            Br, Bc = map(int, part.split("x"))
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is no Br x Bc; give tiles separated by commas, such as 64x64,32x128"
-            ) from None
-        try:
-            Tiles(Br, Bc)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        found.append((Br, Bc))
-    return tuple(dict.fromkeys(found))
-
-
-def _count(most: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        (value,) = _sizes("one number", most)(text)
-        return value
-
-    return count
+def _tiles(text: str) -> tuple[int, int]:
+    found = tiles(text)
+    return found.Br, found.Bc
 
 
 def _folder(text: str) -> Path:
@@ -95,60 +62,36 @@ def _folder(text: str) -> Path:
 def _parser() -> argparse.ArgumentParser:
     choices = argparse.ArgumentParser(add_help=False)
     quick, filtered = (folder.relative_to(REPOSITORY) for folder in (QUICK, FILTERED))
-    group = choices.add_argument_group("options")
     chosen = (
         "--seqlens, --head-dims, --causal and --tiles leave a part of an experiment. Its figure "
         f"and data go to {filtered} unless --out is given: what is in figures/ comes from complete "
         "runs alone."
     )
-    group.add_argument(
-        "--quick",
-        action="store_true",
-        help=f"a few small sizes, in seconds; written to {quick} unless --out is given",
-    )
-    group.add_argument(
-        "--seqlens",
-        type=_sizes("lengths", MAX_SEQLEN),
-        metavar="N,...",
-        help="sequence lengths to measure or draw, instead of the experiment's own",
-    )
-    group.add_argument(
-        "--head-dims",
-        type=_sizes("head dimensions", MAX_HEAD_DIM),
-        metavar="D,...",
-        help="head dimensions to measure or draw, instead of the experiment's own",
-    )
-    group.add_argument(
-        "--causal",
-        choices=CAUSAL,
-        help="without the causal mask, with it, or both, instead of the experiment's own",
-    )
-    group.add_argument(
-        "--tiles",
-        type=_tiles,
-        metavar="BRxBC,...",
-        help="block sizes, such as 64x64,32x128, of an experiment that takes them (see list)",
-    )
-    group.add_argument(
-        "--recount",
-        action="store_true",
-        help="count on the emulator in any case; a complete run takes the stored counts while "
-        "their sources are unchanged",
-    )
-    group.add_argument(
-        "--out",
-        type=_folder,
-        metavar="FOLDER",
-        help="where figures go, and their data under FOLDER/data (default: figures for complete "
-        "runs); what has no data there is drawn from the project's recordings in figures/data",
-    )
-
-    group.add_argument(
-        "--replace",
-        action="store_true",
-        help="replace a recording though torch or ncu, which it has numbers of, are missing here",
-    )
-
+    flag: dict[str, Any] = {"action": "store_true"}
+    head_dims: dict[str, Any] = {"type": _several(whole(1, MAX_HEAD_DIM)), "metavar": "D,..."}
+    options: dict[str, tuple[str, dict[str, Any]]] = {
+        "--quick": (
+            f"a few small sizes, in seconds; written to {quick} unless --out is given", flag),
+        "--seqlens": ("sequence lengths to measure or draw, instead of the experiment's own",
+                      {"type": _several(whole(1, MAX_SEQLEN)), "metavar": "N,..."}),
+        "--head-dims": (
+            "head dimensions to measure or draw, instead of the experiment's own", head_dims),
+        "--causal": ("without the causal mask, with it, or both, instead of the experiment's own",
+                     {"choices": CAUSAL}),
+        "--tiles": (
+            "block sizes, such as 64x64,32x128, of an experiment that takes them (see list)",
+            {"type": _several(_tiles), "metavar": "BRxBC,..."}),
+        "--recount": ("count on the emulator in any case; a complete run takes the stored counts "
+                      "while their sources are unchanged", flag),
+        "--out": ("where figures go, and their data under FOLDER/data (default: figures for "
+                  "complete runs); what has no data there is drawn from the project's recordings "
+                  "in figures/data", {"type": _folder, "metavar": "FOLDER"}),
+        "--replace": ("replace a recording though torch or ncu, which it has numbers of, are "
+                      "missing here", flag),
+    }  # fmt: skip
+    group = choices.add_argument_group("options")
+    for option, (text, how) in options.items():
+        group.add_argument(option, help=text, **how)
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description="Measure both loop orders of FlashAttention and draw the figures.",
@@ -162,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(
             command, help=text, description=text, epilog=chosen, parents=[choices]
         )
-        sub.add_argument("names", nargs="+", metavar="NAME", help=f"any of: {', '.join(names())}")
+        about = f"any of: {', '.join(names())}"
+        sub.add_argument("names", nargs="+", choices=names(), metavar="NAME", help=about)
     text = "run every experiment that this machine can run, draw every figure, say what is new"
     every = commands.add_parser(
         "all",
@@ -173,28 +117,22 @@ def _parser() -> argparse.ArgumentParser:
         parents=[choices],
     )
     every.add_argument("--full", action="store_true", help="measure on a GPU until all is done")
-    compare_command.add(commands, _folder)
+    compare_command.add(commands)
     text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
     serving = commands.add_parser("explore", help=text, description=text)
-    serving.add_argument(
-        "--port", type=_count(65535), metavar="P", default=0, help="default: a free one"
-    )
+    port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
+    serving.add_argument("--port", help="default: a free one", **port)
     text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
     tuning = commands.add_parser("tune", help=text, description=text)
-    tuning.add_argument(
-        "--head-dims",
-        type=_sizes("head dimensions", MAX_HEAD_DIM),
-        metavar="D,...",
-        default=tune.HEAD_DIMS,
-        help=f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})",
-    )
+    text = f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})"
+    tuning.add_argument("--head-dims", help=text, default=tune.HEAD_DIMS, **head_dims)
     for option, known in (("--series", tune.SERIES), ("--passes", tune.PASSES)):
         tuning.add_argument(
             option, nargs="+", choices=known, default=known, help="what to sweep (default: all)"
         )
     tuning.add_argument(
         "--seconds",
-        type=_count(86400),
+        type=whole(1, 86400),
         metavar="S",
         help="begin no candidate after so many seconds (default: until all are timed)",
     )
@@ -227,11 +165,6 @@ def _options(args: argparse.Namespace) -> Options:
             f"without --out it is {usual.relative_to(REPOSITORY)}"
         )
     return replace(options, out=args.out or usual)
-
-
-def _suggestion(unknown: str) -> str:
-    near = difflib.get_close_matches(unknown, names(), n=1)
-    return f"{unknown} (did you mean {near[0]}?)" if near else unknown
 
 
 def _report(console: Console) -> int:
@@ -329,12 +262,6 @@ def _command(arguments: Sequence[str] | None) -> int:
         return Runner(Options(), arguments, console).tune(wanted, args.seconds)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
-    unknown = [name for name in chosen if name not in names()]
-    if unknown:
-        parser.error(
-            f"no experiment named {', '.join(map(_suggestion, unknown))}; known are: "
-            f"{', '.join(names())}"
-        )
     gpu = args.command == "draw" or device.gpu_available()  # drawn is what any machine measured
     for choice in CHOICES:
         if getattr(args, choice) is None:
@@ -353,12 +280,9 @@ def _command(arguments: Sequence[str] | None) -> int:
         options = _options(args)
     except ValueError as error:
         parser.error(str(error))
-    if args.out is None and options.chosen and not options.quick:
-        console.print(
-            f"{options.chosen} only: figures and data go to {FILTERED.relative_to(REPOSITORY)}",
-            soft_wrap=True,
-            highlight=False,
-        )
+    if options.out == FILTERED:
+        where = FILTERED.relative_to(REPOSITORY)
+        console.print(f"a part of it: figures and data go to {where}", highlight=False)
     runner = Runner(options, arguments, console)
     left: list[str] = []
     try:

@@ -29,7 +29,7 @@ from .lab.measure import variants
 from .lab.measure.series import columns, plan, query_splits, unit
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import SECONDS, attempt
-from .lab.measure.workloads import Sizes, fa2_setting
+from .lab.measure.workloads import fa2_problems, fa2_setting
 from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 from .lab.show.tables import Table
@@ -97,7 +97,7 @@ def configurations(
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     assert bench.machine is not None and bench.describe is not None
-    problems = Sizes.of(options, (SEQLEN,), (QUICK_SEQLEN,)).problems(UNITS.values())
+    problems = fa2_problems(options, UNITS.values(), (SEQLEN,), (QUICK_SEQLEN,))
     multiprocessors = bench.describe["multiprocessors"]
     hopper = fa_numba.device.compute_capability() == (9, 0)
     for passes in ("fwd", "bwd"):

@@ -16,7 +16,7 @@ from .lab.measure import variants
 from .lab.measure.series import plan, query_splits
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import SECONDS, attempt
-from .lab.measure.workloads import SEQLENS, Sizes, fa2_setting
+from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_problems, fa2_setting
 from .lab.record import Bench, Options, Row, values
 from .lab.show import style, tables
 
@@ -75,15 +75,14 @@ def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     assert bench.machine is not None and bench.describe is not None
-    sizes = Sizes.of(options, SEQLENS, SEQLENS[:2])
     dtypes = dict.fromkeys(UNITS.values())
-    problems = sizes.problems(dtypes)
-    if options.seqlens is None and False in sizes.masks:
+    problems = fa2_problems(options, dtypes, SEQLENS, SEQLENS[:2])
+    if options.seqlens is None and options.causal != (True,):
         seqlen = QUICK_SEQLEN if options.quick else HEADS_SEQLEN
         problems += [
             many_heads(heads, d, dtype, seqlen)
             for dtype in dtypes
-            for d in sizes.head_dims
+            for d in options.head_dims or HEAD_DIMS[: 1 if options.quick else None]
             for heads in (HEADS[:2] if options.quick else HEADS)
         ]
     multiprocessors = bench.describe["multiprocessors"]
@@ -93,8 +92,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     ]
 
     def counted(problem: Problem) -> bool:
-        seqlens = sizes.seqlens if options.seqlens or options.quick else COUNTED_SEQLENS
-        return in_setting(problem) and not problem.causal and problem.seqlen_q in seqlens
+        wanted = options.seqlens or options.quick or problem.seqlen_q in COUNTED_SEQLENS
+        return bool(wanted) and in_setting(problem) and not problem.causal
 
     yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)
 

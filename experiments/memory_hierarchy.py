@@ -6,6 +6,7 @@ attention kernel between these ceilings by its FLOPs, its measured bytes and its
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fa_numba import device, io_model
@@ -14,7 +15,7 @@ from fa_numba.problem import Problem
 from .lab.measure import bandwidth, peers, variants
 from .lab.measure.series import LABELS, columns, query_splits
 from .lab.measure.timing import SECONDS, Timing, attempt, number
-from .lab.measure.workloads import Sizes
+from .lab.measure.workloads import fa2_setting
 from .lab.record import Bench, Options, Row, published, select, values
 from .lab.show import style, tables
 
@@ -39,11 +40,9 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     assert bench.machine is not None and bench.describe is not None
-    problems = Sizes(
-        options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,),
-        options.head_dims or (HEAD_DIM,),
-        options.causal or (False,),
-    ).problems(UNITS.values())
+    lengths = (QUICK_SEQLEN if options.quick else SEQLEN,)
+    makes = [partial(fa2_setting, dtype=dtype) for dtype in UNITS.values()]
+    problems = [p for make in makes for p in options.grid(make, lengths, (HEAD_DIM,))]
     yield from _ceilings(problems[0], options, bench)
     multiprocessors = bench.describe["multiprocessors"]
     for passes in ("fwd", "bwd"):

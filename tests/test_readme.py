@@ -15,9 +15,8 @@ import time_compile
 
 import fa_numba
 from experiments import __main__ as experiments
-from experiments.beside import compare, compare_command
+from experiments.beside import compare
 from experiments.lab.record import registry
-from experiments.lab.record.options import FILTERED
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import __main__ as command
@@ -213,11 +212,8 @@ SHOWN = re.compile(
 SHOWING = (ROOT / "fa_numba" / "README.md", ROOT / "experiments" / "README.md")
 
 
-def shown_again(page, folder):
-    """A page with what its commands print, where no GPU is, in place of what it says they print.
-
-    What they write goes to the folder.
-    """
+def shown_again(page):
+    """A page with what its commands print, where no GPU is, in place of what it says they print."""
     stand_in = DEVICES[compare.STAND_IN], None
 
     def printed(block):
@@ -227,25 +223,20 @@ def shown_again(page, folder):
         return block[0].removesuffix(f"{block['output']}```\n") + f"{said.getvalue()}```\n"
 
     with (
-        mock.patch.object(compare_command, "FILTERED", folder),
         mock.patch.object(compare, "gpu_here", lambda: stand_in),
         mock.patch.object(devices, "why_no_gpu", lambda: "no CUDA GPU or driver was found"),
     ):
         return SHOWN.sub(printed, page.read_text())
 
 
-def test_pages_show_what_the_commands_print(tmp_path, monkeypatch):
+def test_pages_show_what_the_commands_print():
     """`python tests/test_readme.py` writes what they print now."""
-    monkeypatch.setattr(compare_command, "REPOSITORY", tmp_path)
     blocks = [block for page in SHOWING for block in SHOWN.finditer(page.read_text())]
     shown = {(block["package"], block["arguments"].split()[0]) for block in blocks}
     wanted = {("fa_numba", module.NAME) for module in command.COMMANDS}
     assert shown == wanted | {("experiments", compare.NAME)}
     for page in SHOWING:
-        assert shown_again(page, tmp_path) == page.read_text()
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"compare.{kind}" for kind in ("png", "svg", "json")
-    }
+        assert shown_again(page) == page.read_text()
 
 
 def test_the_table_for_other_libraries_names_what_there_is():
@@ -262,4 +253,4 @@ def test_the_table_for_other_libraries_names_what_there_is():
 
 if __name__ == "__main__":
     for each in SHOWING:
-        each.write_text(shown_again(each, FILTERED))
+        each.write_text(shown_again(each))

@@ -14,8 +14,6 @@ from fa_numba.problem import Problem
 
 from ..lab.measure import calls, counts, peers
 from ..lab.measure.series import BACKWARD_LABELS, LABELS, columns, plan, query_splits
-from ..lab.measure.series import backward as backward_call
-from ..lab.measure.series import call as forward_call
 from ..lab.measure.timing import SECONDS, attempt, time_call, timing_rows
 from ..lab.measure.workloads import Inputs
 from ..lab.record import EMULATOR, MODEL, Row, provenance
@@ -207,8 +205,8 @@ def _timed(
             raise ValueError(f"q or k has more than {LARGEST} elements")
         arrays = peers.on_device(inputs(problem), problem.dtype)
         check = checks(side.series, pass_, problem)
-        make = forward_call if pass_ == "fwd" else backward_call
-        run = make(side.series, problem, *arrays, **side.options)
+        own = side.options if pass_ == "fwd" else {"before": {}, **side.options}
+        run = calls.make(side.series, pass_, problem, arrays, **own)
         return time_call(run, check, seconds=SECONDS)
 
     timing, failure = attempt(work)

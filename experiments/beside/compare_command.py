@@ -2,26 +2,23 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from fa_numba.commands.arguments import MAX_SEQLEN, as_json, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM, Problem
 
 from ..lab.measure.speeds import DTYPES
-from ..lab.record import FILTERED, MODEL, REPOSITORY, Row, StoreError, provenance, write_if_changed
-from ..lab.show import style
+from ..lab.record import MODEL, provenance
 from . import compare, compare_view
 
-HELP = "set both loop orders side by side on a size of your own, as a table and a figure"
+HELP = "set both loop orders side by side on a size of your own"
 MAX_HEADS = 4096
 
 
-def add(commands: Any, folder: Callable[[str], Any]) -> None:
-    quiet = FILTERED.relative_to(REPOSITORY)
+def add(commands: Any) -> None:
     sub = commands.add_parser(
         compare.NAME,
         help=HELP,
@@ -44,10 +41,6 @@ def add(commands: Any, folder: Callable[[str], Any]) -> None:
             "the same block sizes for both orders (default: what each takes)",
             {"type": tiles, "metavar": "BRxBC"},
         ),
-        "--out": (
-            f"where compare.png, compare.svg and compare.json go (default: {quiet})",
-            {"type": folder, "metavar": "FOLDER", "default": FILTERED},
-        ),
         "--json": ("print the JSON in place of the table", {"action": "store_true"}),
     }
     for option, (text, how) in sizes.items():
@@ -64,10 +57,6 @@ def setting_of(args: argparse.Namespace) -> compare.Setting:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-    try:
-        import matplotlib  # noqa: F401  measured and not drawn would be for nothing
-    except ModuleNotFoundError as error:
-        parser.error(f"compare needs {error.name}: pip install -e '.[experiments]'")
     gpu, machine = compare.gpu_here()
     try:
         setting = setting_of(args)
@@ -86,31 +75,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Se
     described = dict(compare.device.describe()) if machine else None
     about = provenance.Provenance(list(arguments), described).for_machine(machine or MODEL)
     values = compare_view.dictionary(setting, refused, rows, about)
-    content = as_json(values) + "\n"
-    try:
-        write_if_changed(args.out / f"{compare.NAME}.json", content)
-        drawn = _draw(args, setting, rows, gpu, machine, about)
-    except StoreError as error:
-        aside.print(f"[red]{compare.NAME}: {escape(str(error))}[/]", soft_wrap=True)
-        return 1
     if args.json:
-        print(content, end="")
+        print(as_json(values))
     else:
         print("\n".join(compare_view.text(setting, found, refused, rows, gpu, machine)))
-    aside.print(f"{args.out / compare.NAME}{drawn} and .json: written", soft_wrap=True)
     return 1 if any(row.value is None for row in rows) else 0
-
-
-def _draw(
-    args: argparse.Namespace,
-    setting: compare.Setting,
-    rows: Sequence[Row],
-    gpu: Any,
-    machine: str | None,
-    about: dict[str, Any],
-) -> str:
-    figure = compare_view.draw(setting, rows, gpu)
-    where = f"measured on {gpu.driver_name}" if machine else "nothing measured, no GPU"
-    note = provenance.when_and_where([about], f"hollow: by the {gpu.name}'s data sheet; {where}")
-    style.save(figure, args.out / compare.NAME, note)
-    return ".png, .svg"

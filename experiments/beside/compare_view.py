@@ -1,4 +1,4 @@
-"""The table, the figure and the JSON of `compare`."""
+"""The table and the JSON of `compare`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -12,7 +12,6 @@ from fa_numba.commands import text as text_of
 
 from ..lab.measure.speeds import PASSES
 from ..lab.record import Row
-from ..lab.show import style
 from .compare import GROUPS, Setting, Side, equal_counts, labels, why_not_counted
 
 Value = Callable[[str], float | None]
@@ -146,66 +145,3 @@ def dictionary(
         "about": about,
         "rows": [asdict(replace(row, run=about["id"])) for row in rows],
     }
-
-
-# From dark to light.
-_SHADES = dict(zip(GROUPS, (1.0, 0.72, 0.5, 0.28), strict=True))
-
-
-def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
-    """Bytes by kind of array and of DRAM, time, workspace: hollow bars are the data sheet's."""
-    p, get = setting.problem, Numbers(rows)
-    series = list(dict.fromkeys(row.series for row in rows))
-    figure, (axes,) = style.new(1, 4, 3.9, sharey=True, width_ratios=(1.7, 1, 1, 1))
-    places = dict(zip(series, np.arange(len(series))[::-1], strict=True))
-    counted = "model" if why_not_counted(setting) else "counted"
-    for s, place in places.items():
-        start = 0.0
-        for group, shade in _SHADES.items():
-            value = get(s, "model", "traffic", group) or 0.0
-            axes[0].barh(place, value, left=start, height=0.7, color=style.COLOURS[s], alpha=shade)
-            start += value
-        axes[0].annotate(f" {text_of.in_bytes(start)}", (start, place), va="center")
-    for group, shade in _SHADES.items():
-        axes[0].barh(0, 0, color="#555555", alpha=shade, label=group)
-    axes[0].set_title(f"bytes accessed, {counted}")
-    measured = any(get(s, "measured", "time") is not None for s in series)
-    panels = (
-        (("model", "dram"), text_of.in_bytes, True, "bytes of DRAM, about"),
-        (("measured", "time"), milliseconds, False, "time, measured")
-        if measured
-        else (("model", "time"), milliseconds, True, "time, at least"),
-        (("model", "memory"), mebibytes, False, "workspace"),
-    )
-    for ax, (number, shown, hollow, title) in zip(axes[1:], panels, strict=True):
-        _bars(ax, get.of(*number), places, shown, hollow)
-        ax.set_title(title)
-    axes[0].set_yticks(list(places.values()), [labels(setting.pass_)[s] for s in series])
-    for ax in axes:
-        ax.grid(False)
-        ax.set_xticks([])
-        ax.spines["bottom"].set_visible(False)
-        ax.set_xlim(0, max(ax.get_xlim()[1] * (1.25 if ax is axes[0] else 1.5), 1e-9))
-    heads = p.batch * p.heads_q
-    size = f"N={p.seqlen_q}" if p.seqlen_q == p.seqlen_k else f"N={p.seqlen_q}, {p.seqlen_k}"
-    figure.legend(
-        *axes[0].get_legend_handles_labels(),
-        loc="outside upper center",
-        ncols=4,
-        title=f"{PASSES[setting.pass_]}, {p.dtype}, {size}, d={p.head_dim}, "
-        f"{heads} head{'s' if heads > 1 else ''}{', causal' if p.causal else ''}",
-    )
-    return figure
-
-
-def _bars(
-    ax: Any, value: Value, places: dict[str, Any], shown: Callable[[float], str], hollow: bool
-) -> None:
-    for s, place in places.items():
-        found, colour = value(s), style.COLOURS[s]
-        if found is None:
-            ax.annotate(" none", (0, place), va="center")
-            continue
-        look = {"fill": False, "edgecolor": colour} if hollow else {"color": colour}
-        ax.barh(place, found, height=0.7, **look)
-        ax.annotate(f" {shown(found)}", (found, place), va="center")

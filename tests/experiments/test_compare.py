@@ -2,22 +2,18 @@
 
 import contextlib
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
 import fa_numba
 from experiments import __main__ as command
-from experiments.beside import compare, compare_command, compare_view
+from experiments.beside import compare, compare_view
 from experiments.lab.measure.timing import Timing
 from experiments.lab.record.store import EMULATOR
-from experiments.lab.show import style
 from fa_numba import Tiles, bounds, io_model
 from fa_numba.bounds import DEVICES
-from fa_numba.commands.text import in_bytes
 from fa_numba.problem import Problem
 
 H200 = DEVICES["H200"]
@@ -56,7 +52,7 @@ def with_a_gpu(monkeypatch):
         def __call__(self, series, pass_, problem):
             return lambda result: 1e-3
 
-    def call(series, problem, *arrays, **options):
+    def make(series, pass_, problem, arrays, **options):
         def run(out=None):
             ran.append((series, options))
             return times[series]
@@ -70,8 +66,7 @@ def with_a_gpu(monkeypatch):
         return Timing(ms, 0.9 * ms, 1.1 * ms, 7, check(None))
 
     monkeypatch.setattr(compare.calls, "Checks", Checks)
-    monkeypatch.setattr(compare, "forward_call", call)
-    monkeypatch.setattr(compare, "backward_call", call)
+    monkeypatch.setattr(compare.calls, "make", make)
     monkeypatch.setattr(compare, "time_call", time_call)
     monkeypatch.setattr(compare.device, "release_memory", lambda: None)
     monkeypatch.setattr(compare.peers, "on_device", lambda host, dtype: host)
@@ -208,26 +203,6 @@ def test_times_are_measured_where_a_gpu_is(with_a_gpu):
     assert not any("not measured" in line for line in lines)
 
 
-@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-def test_bars_are_filled_where_they_are_measured(pass_, with_a_gpu):
-    asked, gpu = setting(pass_, N=2048, dtype="float16"), replace(H200, multiprocessors=1)
-    for machine in (None, "some-gpu"):
-        found, _, rows = rows_of(asked, machine, gpu)
-        bytes_, dram, time, _ = compare_view.draw(asked, rows, gpu).axes
-        assert time.get_title() == ("time, measured" if machine else "time, at least")
-        bars = [bar for bar in time.patches if bar.get_width()]
-        # Standard attention has no memory on the made-up GPU.
-        assert len(bars) == (2 if machine else 3)
-        assert all(bar.get_fill() == bool(machine) for bar in bars)
-        drawn = (bar.get_facecolor() if machine else bar.get_edgecolor() for bar in bars[:2])
-        assert list(map(to_hex, drawn)) == [
-            style.COLOURS[side.series].lower() for side in found[:2]
-        ]
-        assert all(not bar.get_fill() for bar in dram.patches)
-        totals = [t.get_text().strip() for t in bytes_.texts]
-        assert totals == [in_bytes(s.planned.accesses.bytes) for s in found]
-
-
 def test_inputs_too_large_for_the_host_are_not_made(with_a_gpu, monkeypatch):
     monkeypatch.setattr(compare, "LARGEST", 100)
     _, _, rows = rows_of(setting(N=2048, dtype="float16"), "some-gpu")
@@ -239,17 +214,14 @@ def test_inputs_too_large_for_the_host_are_not_made(with_a_gpu, monkeypatch):
 # --- the command -----------------------------------------------------------------------------
 
 
-def test_the_command_prints_and_writes(tmp_path, capsys):
-    arguments = ["compare", "--seqlen", "48", "--head-dim", "16", "--out", str(tmp_path / "new")]
+def test_the_command_prints(capsys):
+    arguments = ["compare", "--seqlen", "48", "--head-dim", "16"]
     assert command.main(arguments) == 0
-    printed = capsys.readouterr()
-    assert max(map(len, printed.out.splitlines())) <= WIDTH
-    assert "FA-1 (K/V outer)" in printed.out and "written" in printed.err
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {"compare.png", "compare.svg", "compare.json"}
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= WIDTH
+    assert "FA-1 (K/V outer)" in printed
     assert command.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((tmp_path / "new" / "compare.json").read_text())
     assert found["problem"]["seqlen_q"] == 48 and found["pass"] == "fwd"
     assert {row["source"] for row in found["rows"]} == {"model", "counted"}
     assert found["about"]["command"].startswith("python -m experiments compare --seqlen 48")
@@ -263,9 +235,9 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
         ("--seqlen=65536", "--head-dim=128", "--backward", "--dtype=bfloat16", "--heads=16"),
     ],
 )
-def test_the_table_fits_a_terminal(arguments, tmp_path, capsys, monkeypatch):
+def test_the_table_fits_a_terminal(arguments, capsys, monkeypatch):
     monkeypatch.setattr(compare, "gpu_here", lambda: (H200, None))
-    assert command.main(["compare", *arguments, "--out", str(tmp_path)]) == 0
+    assert command.main(["compare", *arguments]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
 
 
@@ -282,40 +254,18 @@ def test_the_table_fits_a_terminal(arguments, tmp_path, capsys, monkeypatch):
         (["--dtype=float64"], "invalid choice: 'float64'"),
     ],
 )
-def test_bad_arguments_are_refused_and_nothing_is_written(
-    arguments, message, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(compare_command, "FILTERED", compare_command.REPOSITORY / "not-made")
+def test_bad_arguments_are_refused(arguments, message, capsys):
     size = ["--seqlen=64", "--head-dim=64"] if arguments else []
     with pytest.raises(SystemExit) as stopped:
         command.main(["compare", *size, *arguments])
     printed = capsys.readouterr()
     assert stopped.value.code == 2 and printed.out == ""
     assert message in " ".join(printed.err.split())
-    assert not (compare_command.REPOSITORY / "not-made").exists()
 
 
-def test_without_matplotlib_nothing_is_measured(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(compare, "measure", lambda *_: pytest.fail("measured"))
-    arguments = ["compare", "--seqlen", "16", "--head-dim", "16", "--out", str(tmp_path / "new")]
-    with pytest.raises(SystemExit):
-        command.main(arguments)
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith("compare needs matplotlib: pip install -e '.[experiments]'")
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
-    (tmp_path / "compare.json").mkdir()
-    arguments = ["compare", "--seqlen", "16", "--head-dim", "16", "--out", str(tmp_path)]
-    assert command.main(arguments) == 1
-    assert "compare.json" in capsys.readouterr().err
-
-
-def test_a_failed_call_is_an_error(with_a_gpu, tmp_path, monkeypatch, capsys):
+def test_a_failed_call_is_an_error(with_a_gpu, monkeypatch, capsys):
     monkeypatch.setattr(compare, "gpu_here", lambda: (H200, "some-gpu"))
-    arguments = ["compare", "--seqlen", "2048", "--head-dim", "64", "--out", str(tmp_path)]
+    arguments = ["compare", "--seqlen", "2048", "--head-dim", "64"]
     assert command.main(arguments) == 1
     assert "standard: failed: out of memory" in capsys.readouterr().out
 
@@ -324,8 +274,8 @@ def test_a_failed_call_is_an_error(with_a_gpu, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments", [("--causal", "--seqlen-k=700"), ("--backward",), ("--dtype=float32",)]
 )
-def test_a_gpu_measures(arguments, tmp_path, capsys):
-    size = ("--seqlen=500", "--head-dim=64", "--heads=4", "--out", str(tmp_path), "--json")
+def test_a_gpu_measures(arguments, capsys):
+    size = ("--seqlen=500", "--head-dim=64", "--heads=4", "--json")
     assert command.main(["compare", *size, *arguments]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     times = {r["series"]: r for r in rows if (r["source"], r["metric"]) == ("measured", "time")}

@@ -171,19 +171,19 @@ def test_the_table_has_the_shortest_and_the_longest(tmp_path):
     assert "medians of 5 to 20 runs" in text and "All 4 problems" in text
 
 
-def test_sizes_are_the_options_or_the_experiments():
+def test_problems_are_the_options_or_the_experiments():
     def of(**options):
-        sizes = workloads.Sizes.of(Options(**options), (1024, 4096), (512,))
-        return sizes.seqlens, sizes.head_dims, sizes.masks
+        dtypes = ("float32", "float16")
+        return workloads.fa2_problems(Options(**options), dtypes, (1024, 4096), (512,))
 
-    assert of() == ((1024, 4096), workloads.HEAD_DIMS, (False, True))
-    assert of(quick=True) == ((512,), workloads.HEAD_DIMS[:1], (False,))
+    every = of()
+    assert len(set(every)) == 16 and every[1] == fa2_setting(4096, 64, False, "float32")
+    assert [p.dtype for p in every] == ["float32"] * 8 + ["float16"] * 8
+    assert {(p.head_dim, p.causal) for p in every} == {(d, m) for d in (64, 128) for m in (0, 1)}
+    assert of(quick=True) == [fa2_setting(512, 64, False, t) for t in ("float32", "float16")]
     asked = {"seqlens": (7,), "head_dims": (32,), "causal": (True,)}
-    assert of(**asked) == of(quick=True, **asked) == tuple(asked.values())
-    sizes = workloads.Sizes((8, 16), (32, 64), (False, True))
-    problems = sizes.problems(("float32", "float16"))
-    assert len(set(problems)) == 16 and problems[1] == fa2_setting(16, 32, False, "float32")
-    assert [p.dtype for p in problems] == ["float32"] * 8 + ["float16"] * 8
+    wanted = [fa2_setting(7, 32, True, dtype) for dtype in ("float32", "float16")]
+    assert of(**asked) == of(quick=True, **asked) == wanted
 
 
 def test_hoppers_unit_is_drawn_where_it_was_measured():

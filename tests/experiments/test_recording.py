@@ -282,7 +282,7 @@ def test_nothing_is_measured_without_what_the_recording_has_numbers_of(bench, mo
     assert bench(seqlens=(32,)) != []  # a part goes elsewhere
 
 
-def test_whole_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatch):
+def test_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatch):
     def full(*_):
         raise StoreError("no space left")
 
@@ -290,7 +290,7 @@ def test_whole_rows_that_could_not_be_written_are_not_measured_again(bench, monk
         patched.setattr(store, "replace_files", full)
         bench()
     assert bench.report.error == "no space left" and not bench.rows
-    assert bench() == [] and len(bench.rows) == 6 and not bench.report.error
+    assert bench() == ["counters"] and len(bench.rows) == 6 and not bench.report.error
 
 
 @pytest.mark.parametrize("off", [1.2, 0.85])
@@ -326,15 +326,11 @@ def test_a_setting_is_compared_with_itself():
     assert review.far([plain], [dropped]) == ""
 
 
-def test_few_short_calls_may_be_off():
-    """They wait for the host; a longer one, or many of them, tell that something else ran."""
-    short = [replace(timed(N, 0.1), series=peers.FLASH) for N in (32, 64, 128, 256, 512)]
-    long = replace(timed(1024, 2.0), series=peers.FLASH)
-    slower = [replace(row, value=5 * row.value) for row in short]
-    assert review.far([*short, long], [slower[0], *short[1:], long]) == ""
-    found = review.far([*short, long], [*slower[:2], *short[2:], long])
-    assert "takes 5.00 times" in found and "1 others" in found
-    found = review.far([*short, long], [*short, replace(long, value=3.0)])
+def test_short_calls_may_be_off():
+    """They wait for the host; a longer one tells that something else ran."""
+    short, long = (replace(timed(N, ms), series=peers.FLASH) for N, ms in ((32, 0.1), (1024, 2.0)))
+    assert review.far([short, long], [replace(short, value=0.5), long]) == ""
+    found = review.far([short, long], [short, replace(long, value=3.0)])
     assert "takes 1.50 times" in found
 
 

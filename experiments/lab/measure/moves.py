@@ -19,8 +19,6 @@ _NOTE = re.compile(
     r"(?P<order>\d+) (?P<kind>\w+) (?P<array>\w+) (?P<first>\d+):(?P<end>\d+); "
     r"block (?P<block>\d+); (?P<line>.*)"
 )
-# Arrays whose tiles are rows of Q, the others' are rows of K and V; of these O, l and m sit in
-# registers, the others in shared memory.
 # The lines of the papers' Algorithms 1 that move a tile.
 LINES = {
     "fa1": {

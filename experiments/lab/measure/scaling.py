@@ -15,7 +15,7 @@ from ..record import EMULATOR, MODEL, Bench, Row
 from ..show import style, tables
 from . import counters, counts, precompile
 from .series import LABELS as SERIES_LABELS
-from .series import algorithm, backward, call, columns, plan
+from .series import algorithm, call, columns, gradients, plan
 from .timing import attempt
 from .workloads import Inputs
 
@@ -105,11 +105,11 @@ def model(experiment: str, setting: Setting) -> Iterator[Row]:
 
 def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
     """The same counted on the emulator; backward, `inputs` have a gradient."""
-    q, k, v, *dout = inputs(setting.problem)
+    of, arrays, own = (setting.series, setting.problem), inputs(setting.problem), setting.tiles
     if setting.pass_ == "fwd":
-        once = call(setting.series, setting.problem, q, k, v, tiles=setting.tiles)
+        once = call(*of, *arrays[:3], tiles=own)
     else:
-        once = backward(setting.series, setting.problem, q, k, v, *dout, tiles=setting.tiles)
+        once = gradients(*of, "bwd", *arrays, before={}, tiles=own)
     with fa_numba.count_accesses() as counted:
         once()
     yield from counts.totals(counted, **setting.fields(experiment, EMULATOR))

@@ -119,15 +119,18 @@ def backward_options(series: str) -> dict[str, Any]:
     return {"deterministic": True} if series == DETERMINISTIC else {}
 
 
-def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Callable:
+def gradients(
+    series: str, problem: Problem, pass_: str, *arrays: Any, before: Any = None, **given: Any
+) -> Callable:
     """A function that gives dq, dk and dv once by the series; `arrays` are q, k, v and dout.
 
     For "bwd" it runs the backward pass alone, for "fwd+bwd" a forward pass before it, both with
-    what is `given`. It takes `out`, which it leaves alone: the gradients are made in the call.
+    what is `given`, or that with `before` instead. It takes `out`, which it leaves alone: the
+    gradients are made in the call.
     """
     q, k, v, dout = arrays
-    common = _common(series, problem) | given
-    options = common | backward_options(series)
+    options = _common(series, problem) | given | backward_options(series)
+    common = _common(series, problem) | (given if before is None else before)
 
     def forward() -> Any:
         return fa_numba.attention(q, k, v, return_lse=True, **common)
@@ -161,22 +164,6 @@ def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: 
             keys, values = k[:, :, columns], v[:, :, columns]
             fa_numba.attention(q[:, :, rows], keys, values, out=out[:, :, rows], **options)
         return out
-
-    return run
-
-
-def backward(series: str, problem: Problem, *arrays: Any, **options: Any) -> Callable:
-    """A function that gives dq, dk and dv once by the series; `arrays` are q, k, v and dout.
-
-    The forward pass before it, which is not part of a run, is the plan's: `options` are those of
-    the backward pass. It takes `out`, which it leaves alone.
-    """
-    q, k, v, dout = arrays
-    common = _common(series, problem)
-    o, lse = fa_numba.attention(q, k, v, return_lse=True, **common)
-
-    def run(out: Any = None) -> Any:
-        return fa_numba.attention_backward(dout, q, k, v, o, lse, **common, **options)
 
     return run
 

@@ -11,7 +11,7 @@ from fa_numba.problem import Problem
 
 from ..record import Bench, Row
 from . import calls, counters, peers, precompile
-from .series import algorithm, backward, call, columns, plan, row_tiles, unit
+from .series import algorithm, call, columns, gradients, plan, row_tiles, unit
 from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
 from .workloads import Inputs
 
@@ -90,7 +90,8 @@ def measure(
 
 def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
     if variant.passes == "bwd":
-        return backward(variant.series, problem, *arrays, **variant.options)
+        own = {"before": {}, **variant.options}  # the forward pass is the plan's
+        return gradients(variant.series, problem, "bwd", *arrays, **own)
     run = row_tiles if variant.by_row_tile else call
     return run(variant.series, problem, *arrays[:3], **variant.options)
 

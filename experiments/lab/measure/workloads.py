@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -34,34 +34,19 @@ def fa2_setting(
     return Problem(*sizes, dtype=dtype, causal=causal)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Lengths, head dimensions and masks of an experiment in the FA-2 paper's setting."""
-
-    seqlens: Sequence[int]
-    head_dims: Sequence[int]
-    masks: Sequence[bool]
-
-    @classmethod
-    def of(cls, options: Options, seqlens: Sequence[int], quick: Sequence[int]) -> Sizes:
-        """What the options ask for; else all lengths, the paper's head dimensions and both masks,
-        or, of a quick run, `quick` lengths, one head dimension and no mask.
-        """
-        return cls(
-            options.seqlens or (quick if options.quick else seqlens),
-            options.head_dims or HEAD_DIMS[: 1 if options.quick else None],
-            options.causal or ((False,) if options.quick else (False, True)),
-        )
-
-    def problems(self, dtypes: Iterable[str]) -> list[Problem]:
-        """The problems by dtype, head dimension, mask and length, each in this order."""
-        return [
-            fa2_setting(N, d, mask, dtype)
-            for dtype in dtypes
-            for d in self.head_dims
-            for mask in self.masks
-            for N in self.seqlens
-        ]
+def fa2_problems(
+    options: Options, dtypes: Iterable[str], seqlens: Sequence[int], quick: Sequence[int]
+) -> list[Problem]:
+    """By dtype, head dimension, mask and length: what the options ask for; else all lengths, the
+    paper's head dimensions and both masks, or, quick, `quick` lengths, d=64 and no mask.
+    """
+    few = options.quick
+    of = (quick if few else seqlens, HEAD_DIMS[: 1 if few else None], (False, True)[: 2 - few])
+    return [
+        problem
+        for dtype in dtypes
+        for problem in options.grid(partial(fa2_setting, dtype=dtype), *of)
+    ]
 
 
 def padded_lengths(problem: Problem, most: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 `<root>/partial/<experiment>.jsonl`, one JSON object a line, written as it comes. The next run of
 the same commit, sources and versions takes over what is whole: the rows of the items that were done
-(`options.Bench.each`), and all rows of a run that came to its end and could not be written. The
-recording under `<root>/data` is as it was all the while.
+(`options.Bench.each`). The recording under `<root>/data` is as it was all the while.
 """
 
 import json
@@ -27,11 +26,10 @@ class Journal:
 
     `of` describes what is run; a file that is of something else is begun anew. `rows` are those
     taken over, `runs` has machine -> id -> description of a run, `seconds` how long it took so far.
-    `whole` says that nothing is left to measure.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]) -> None:
-        self.path, self.whole = path, False
+        self.path = path
         self.runs: dict[str, dict[str, dict[str, Any]]] = {}
         self.rows: list[Row] = []
         self._of = _comparable(of)
@@ -74,10 +72,6 @@ class Journal:
     def add(self, rows: Sequence[Row]) -> None:
         self._append(rows=[asdict(row) for row in rows], item=self._item)
 
-    def end(self) -> None:
-        self.whole = True
-        self._append(whole=True, seconds=self.seconds)
-
     def remove(self) -> None:
         with naming(self.path):
             self.path.unlink(missing_ok=True)
@@ -90,9 +84,8 @@ class Journal:
         entries = _of(self.path, self._of)
         if entries is None:
             return False
-        self.whole = any("whole" in entry for entry in entries)
         self._done = {entry["done"] for entry in entries if "done" in entry}
-        taken = [e for e in entries if "rows" not in e or self.whole or e["item"] in self._done]
+        taken = [e for e in entries if "rows" not in e or e["item"] in self._done]
         for entry in taken:
             if "run" in entry:
                 run = entry["run"]

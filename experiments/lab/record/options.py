@@ -54,19 +54,6 @@ class Options:
         """Whether a run with these options measures everything that an experiment has."""
         return not self.quick and not any(getattr(self, name) for name in CHOICES)
 
-    @property
-    def chosen(self) -> str:
-        """The filters in words, such as "N=512; d=64, 128; causal"; empty without one."""
-        sizes = [
-            f"{name}={', '.join(map(str, values))}"
-            for name, values in (("N", self.seqlens), ("d", self.head_dims))
-            if values
-        ]
-        masks = [MASKS[mask] for mask in self.causal or ()]
-        tiles = [f"{Br}x{Bc}" for Br, Bc in self.tiles or ()]
-        sizes += [f"tiles {', '.join(tiles)}"] if tiles else []
-        return "; ".join([*sizes, *([" and ".join(masks)] if masks else [])])
-
     def grid(
         self,
         make: Callable[[int, int, bool], T],
@@ -82,9 +69,9 @@ class Options:
             for N in self.seqlens or seqlens
         ]
 
-    def admits(self, row: Row) -> bool:
-        """Whether the row is among what was asked for: its rows of Q or of K for a length."""
-        return row.source == PUBLISHED or (
+    def admits(self, row: Any) -> bool:
+        """Whether a row, or a problem, is among what was asked for: of a length by Q or by K."""
+        return getattr(row, "source", "") == PUBLISHED or (
             (self.seqlens is None or not {row.seqlen_q, row.seqlen_k}.isdisjoint(self.seqlens))
             and (self.head_dims is None or row.head_dim in self.head_dims)
             and (self.causal is None or row.causal in self.causal)

@@ -9,8 +9,8 @@ from .store import Row
 # within 1.15); one that was made beside another program was 2.5 times off.
 FACTOR = 1.25
 # Calls of fewer milliseconds wait for the host, which wavers: of 138 such calls 11 were off between
-# two recordings whose longer ones agreed. Only if more than this share is off, something else ran.
-HOST_BOUND, HOST_SHARE = 1.0, 0.2
+# two recordings whose longer ones agreed.
+HOST_BOUND = 1.0
 
 
 def lacking(before: Sequence[Row]) -> str:
@@ -29,21 +29,19 @@ def _theirs(row: Row) -> bool:
 
 def far(before: Sequence[Row], now: Sequence[Row]) -> str:
     """The kernel of torch's that is farthest from FACTOR of its time before, and how many others
-    are beyond; empty for none. Of those below HOST_BOUND a share of HOST_SHARE may be.
+    are beyond; empty for none. Those below HOST_BOUND may be.
     """
     # An experiment's settings, such as dropout, may stand in the note.
     known = {
         (row.key, row.place): row.value for row in before if _theirs(row) and row.metric == "time"
     }
     pairs = [(row, known.get((row.key, row.place)), row.value) for row in now]
-    ratios = [(new / old, row, max(new, old)) for row, old, new in pairs if old and new]
+    times = [(row, old, new) for row, old, new in pairs if old and new]
+    ratios = [(new / old, row) for row, old, new in times if max(old, new) >= HOST_BOUND]
     off = [each for each in ratios if max(each[0], 1 / each[0]) > FACTOR]
-    short = sum(time < HOST_BOUND for *_, time in ratios)
-    if sum(time < HOST_BOUND for *_, time in off) <= HOST_SHARE * short:
-        off = [each for each in off if each[-1] >= HOST_BOUND]
     if not off:
         return ""
-    ratio, row, _ = max(off, key=lambda each: max(each[0], 1 / each[0]))
+    ratio, row = max(off, key=lambda each: max(each[0], 1 / each[0]))
     mask = ", causal" if row.causal else ""
     where = f"{row.pass_}, {row.dtype}, N={row.seqlen_q}, d={row.head_dim}{mask}"
     others = f", and {len(off) - 1} others are off too" if len(off) > 1 else ""

@@ -197,10 +197,8 @@ class Runner:
             recorder = Recorder(self.store, name, now, journal)
             report.outcomes = recorder.outcomes
             try:
-                if journal is None or not journal.whole:
-                    self._measure(measure, recorder, journal)
+                self._measure(measure, recorder, journal)
                 if journal is not None:
-                    journal.end()
                     self._compare(name, recorder.measured)
             except StoreError:
                 raise  # nothing more can be stored
@@ -291,7 +289,8 @@ class Runner:
         report.drawn_from = sorted({row.machine for row in rows})
         figure = module.draw(rows) if rows else None
         if figure is None:
-            self.console.print(f"[yellow]{name}: no data{self._instead(stored)}, no figure[/]")
+            what = " of what was asked for" if stored and not rows else ""
+            self.console.print(f"[yellow]{name}: no data{what}, no figure[/]")
             return False
         stem = self.options.out / name
         note = provenance.footnote(report.recorded, rows)
@@ -315,18 +314,6 @@ class Runner:
     def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
         state = "drawn" if changed else "drawn, same as before"
         self.console.print(f"  {escape(str(stem))}{kinds}: {state}", soft_wrap=True)
-
-    def _instead(self, stored: Sequence[Row]) -> str:
-        """What the filters asked for in vain, and what is stored."""
-        if not self.options.chosen:
-            return ""
-        found = Options(
-            seqlens=tuple(sorted({N for row in stored for N in (row.seqlen_q, row.seqlen_k)})),
-            head_dims=tuple(sorted({row.head_dim for row in stored})),
-            causal=tuple(sorted({row.causal for row in stored})),
-        )
-        there = f" (stored: {found.chosen})" if stored else ""
-        return f" of {self.options.chosen}{there}"
 
     def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
         """What there is to draw: closed forms, counts, and one GPU's rows; with their runs.
