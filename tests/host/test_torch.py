@@ -467,7 +467,7 @@ def test_inputs_changed_before_the_backward_pass_are_noticed(place):
     k2.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-    of_row = tensor(np.ones(q.shape[2], np.float32), place)
+    of_row = tensor(np.ones(q.shape[2], np.float32), place, gradient=False)
     out = attention(q, k, v, score_mod=lambda s, b, h, i, j: s * of_row[i])
     of_row.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
