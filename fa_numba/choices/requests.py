@@ -118,7 +118,8 @@ def choices_of(*given: Any, **named: Any) -> Choices:
 class Request:
     """A pass of an algorithm over a problem, as a caller chose it, on a device.
 
-    ``aligned``: every row of the inputs and outputs starts at a 16-byte address and is contiguous.
+    ``aligned``: every row of the inputs and outputs starts at a 16-byte address and is contiguous,
+    and no axis goes backwards.
     ``shared_limit`` (bytes of shared memory a block) and ``capability`` are the device's,
     ``multiprocessors`` is how many there are to keep busy, 0 on the emulator. ``unit`` is the name
     of what computes, empty as long as it is not decided; measures to do without are in its order

@@ -362,7 +362,7 @@ class Wgmma(Unit):
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
         if not (request.aligned or request.features.precision):
-            return "arrays whose rows do not start at 16-byte addresses"
+            return "arrays whose rows do not start at 16-byte addresses, or go backwards"
         if passes == "fwd":
             return ""
         if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):

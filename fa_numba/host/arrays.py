@@ -49,12 +49,14 @@ class Operand:
 
     @property
     def aligned(self) -> bool:
-        """Whether every row starts at a 16-byte address and is contiguous."""
+        """Whether every row starts at a 16-byte address and is contiguous, and no axis goes
+        backwards, as tensor maps cannot.
+        """
         rows = zip(self.shape[:-1], self.strides[:-1], strict=True)
         return (
             (self.shape[-1] == 1 or self.strides[-1] == DTYPES[self.dtype].bytes)
             and self.pointer % 16 == 0
-            and all(n == 1 or stride % 16 == 0 for n, stride in rows)
+            and all(n == 1 or stride >= 0 == stride % 16 for n, stride in rows)
         )
 
     @property

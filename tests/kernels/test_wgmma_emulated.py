@@ -12,6 +12,7 @@ from options_helpers import cumulative
 import fa_numba
 from fa_numba import Tiles, emulator
 from fa_numba.host import planning
+from fa_numba.host.arrays import operand
 
 UNIT = {"unit": "wgmma"}
 SLOPES = np.float32([[0.5, 0.1, 0.02, 1.0], [0.0, 0.3, 0.25, 0.7]])
@@ -378,3 +379,14 @@ def test_the_products_are_those_of_the_tiles():
     assert counts.instructions["wgmma"] == tiles * 2 * (64 // 16 + 32 // 16)
     boxes = 3 * 2 + 2 * tiles + 3 * 2  # Q, K and V, O
     assert counts.instructions["tma"] == boxes
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_arrays_that_go_backwards_are_another_units(axis):
+    """Of which there are no tensor maps, so that "auto" would end at the driver."""
+    q, k, v = half_inputs("float16", 2, 2, 2, 20, 30, 64)
+    whole, back = fa_numba.attention(q, k, v), np.flip(np.flip(k, axis).copy(), axis)
+    assert back.strides[axis] < 0 and operand("k", k).aligned and not operand("k", back).aligned
+    with pytest.raises(ValueError, match="its kernels lack arrays .* or go backwards"):
+        fa_numba.attention(q, back, v, **UNIT)
+    assert np.array_equal(fa_numba.attention(q, back, v), whole)
