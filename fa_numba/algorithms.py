@@ -51,9 +51,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .checks import as_real
+from .checks import as_real, as_size
 from .masks import visible_causal
-from .problem import Problem, as_size
+from .problem import Problem
 
 Array = NDArray[np.float64]
 

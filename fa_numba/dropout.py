@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from .checks import as_size
 from .integers import ceil_div
 from .masks import APART, DRAW_COLUMNS, DRAW_ROWS, make_philox
 from .options import as_word, drop_threshold
-from .problem import Problem, as_size
+from .problem import Problem
 
 MAX_HEADS = 2**16  # batch entries, and query heads: both are in one word of the counter
 

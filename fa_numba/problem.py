@@ -8,28 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fa_numba.checks import (
-    LAYOUTS,
-    PACKED_AXES,
-    UNBOUNDED,
-    added_shape,
-    as_dropout,
-    as_flag,
-    as_layout,
-    as_lengths,
-    as_page_size,
-    as_precision,
-    as_scale,
-    as_size,
-    as_sizes,
-    as_softcap,
-    as_table_shape,
-    as_window,
-    check_same,
-    other_layout,
-    packed_lengths,
-    table_lengths,
-)
+from fa_numba import checks
+from fa_numba.checks import LAYOUTS, PACKED_AXES, UNBOUNDED
 from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.integers import ceil_div
 from fa_numba.mods import PARAMETERS as MODS
@@ -54,8 +34,8 @@ def check_blocks(tiles: BlockSizes) -> None:
     """Raise TypeError or ValueError unless both block sizes are integers >= 1."""
     if not (hasattr(tiles, "Br") and hasattr(tiles, "Bc")):
         raise TypeError(f"tiles is {tiles!r}: allowed is what has Br and Bc, such as a Tiles")
-    as_size("tiles.Br", tiles.Br, axis=False)
-    as_size("tiles.Bc", tiles.Bc, axis=False)
+    checks.as_size("tiles.Br", tiles.Br, axis=False)
+    checks.as_size("tiles.Bc", tiles.Bc, axis=False)
 
 
 @dataclass(frozen=True)
@@ -114,11 +94,15 @@ class Problem:
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            object.__setattr__(self, name, as_size(name, getattr(self, name)))
+        own = vars(self)  # what a frozen class sets its fields by
+        own.update({name: checks.as_size(name, own[name]) for name in _SIZES})
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"head_dim is {self.head_dim}: allowed is 1 to {MAX_HEAD_DIM}")
-        self._check_values()
+        if self.head_dim_v is not None:
+            size = checks.as_size("head_dim_v", self.head_dim_v)
+            if size > MAX_HEAD_DIM:
+                raise ValueError(f"head_dim_v is {size}: allowed is 1 to {MAX_HEAD_DIM}, or None")
+            own["head_dim_v"] = None if size == self.head_dim else size
         if self.heads_q % self.heads_k:
             raise ValueError(
                 f"heads_k is {self.heads_k} with heads_q {self.heads_q}: "
@@ -128,17 +112,15 @@ class Problem:
             raise TypeError(f"dtype is {self.dtype!r}: allowed is a name, {' or '.join(DTYPES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
-        precision = as_precision(self.precision, tuple(PRECISIONS), self.dtype)
-        object.__setattr__(self, "precision", precision)
+        own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
         for name in ("causal", "alibi", "sinks", "packed", "sparse"):
-            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
-        object.__setattr__(self, "layout", as_layout(self.layout))
-        object.__setattr__(self, "scale", as_scale(self.scale, self.head_dim))
-        object.__setattr__(self, "window", as_window(self.window))
-        object.__setattr__(self, "softcap", as_softcap(self.softcap))
-        object.__setattr__(self, "dropout_p", as_dropout(self.dropout_p))
-        for name in MODS:
-            object.__setattr__(self, name, as_mod(name, getattr(self, name)))
+            own[name] = checks.as_flag(name, own[name])
+        own["layout"] = checks.as_layout(self.layout)
+        own["scale"] = checks.as_scale(self.scale, self.head_dim)
+        own["window"] = checks.as_window(self.window)
+        own["softcap"] = checks.as_softcap(self.softcap)
+        own["dropout_p"] = checks.as_dropout(self.dropout_p)
+        own.update({name: as_mod(name, own[name]) for name in MODS})
         if self.score_mod_grad is not None and self.score_mod is None:
             raise ValueError(
                 f"score_mod_grad is {self.score_mod_grad} without a score_mod: allowed is None"
@@ -153,19 +135,10 @@ class Problem:
                 )
         self._check_longest()
         for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
-            if getattr(self, name) is not None:
-                lengths = as_lengths(name, getattr(self, name), self.batch, longest)
-                object.__setattr__(self, name, lengths)
+            if own[name] is not None:
+                own[name] = checks.as_lengths(name, own[name], self.batch, longest)
         if self.bias is not None:
-            object.__setattr__(self, "bias", added_shape("bias", self.bias, self.score_shape))
-
-    def _check_values(self) -> None:
-        if self.head_dim_v is None:
-            return
-        size: int | None = as_size("head_dim_v", self.head_dim_v)
-        if size is not None and size > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim_v is {size}: allowed is 1 to {MAX_HEAD_DIM}, or None")
-        object.__setattr__(self, "head_dim_v", None if size == self.head_dim else size)
+            own["bias"] = checks.added_shape("bias", self.bias, self.score_shape)
 
     def _check_longest(self) -> None:
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
@@ -196,10 +169,11 @@ class Problem:
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
             lens |= {"block_table": block_table}
             found = cls.from_shapes(q_shape, k_shape, v_shape, **lens, **options)
-            return replace(found, bias=added_shape("attn_mask", attn_mask, found.score_shape))
+            bias = checks.added_shape("attn_mask", attn_mask, found.score_shape)
+            return replace(found, bias=bias)
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
         options = {name: value for name, value in options.items() if value is not None}
-        layout = as_layout(options.get("layout"))
+        layout = checks.as_layout(options.get("layout"))
         if packed and layout != "bhnd":
             turned = ", for which pages can be k.transpose(0, 2, 1, 3)" if block_table else ""
             raise ValueError(
@@ -210,22 +184,22 @@ class Problem:
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
             return cls._of_packed_on_pages(q_shape, k_shape, v_shape, block_table, lens, options)
         axes = PACKED_AXES if packed else LAYOUTS[layout]
-        q, k = as_sizes("q", q_shape, axes), as_sizes("k", k_shape, axes)
+        q, k = checks.as_sizes("q", q_shape, axes), checks.as_sizes("k", k_shape, axes)
         heads, seqlen = axes.index("heads"), axes.index("seqlen")
         if not packed and block_table is None:
-            check_same("batch", "k", k, "q", q, axes)
-        check_same("head_dim", "k", k, "q", q, axes)
+            checks.check_same("batch", "k", k, "q", q, axes)
+        checks.check_same("head_dim", "k", k, "q", q, axes)
         if q[-1] > MAX_HEAD_DIM:
             raise ValueError(f"q has head_dim {q[-1]} (shape {q}): allowed is 1 to {MAX_HEAD_DIM}")
         if q[heads] % k[heads]:
             raise ValueError(
                 f"k has heads {k[heads]} (shape {k}): allowed is a divisor of {q[heads]}, "
-                f"the heads of q (shape {q}){other_layout(axes)}"
+                f"the heads of q (shape {q}){checks.other_layout(axes)}"
             )
         if v_shape is not None:
-            v = as_sizes("v", v_shape, axes)
+            v = checks.as_sizes("v", v_shape, axes)
             for axis in axes[:-1]:
-                check_same(axis, "v", v, "k", k, axes)
+                checks.check_same(axis, "v", v, "k", k, axes)
             if v[-1] > MAX_HEAD_DIM:
                 raise ValueError(
                     f"v has head_dim {v[-1]} (shape {v}): allowed is 1 to {MAX_HEAD_DIM}"
@@ -234,10 +208,10 @@ class Problem:
         if v_shape is not None:
             sizes["head_dim_v"] = v[-1]
         if block_table is not None:
-            table = as_table_shape(block_table, q[0])
-            page_size = as_page_size(k[seqlen], k)
+            table = checks.as_table_shape(block_table, q[0])
+            page_size = checks.as_page_size(k[seqlen], k)
             if options.get("kv_lens") is not None:
-                options["kv_lens"] = table_lengths(options["kv_lens"], table, page_size)
+                options["kv_lens"] = checks.table_lengths(options["kv_lens"], table, page_size)
             sizes |= {"pages": k[0], "page_size": page_size, "seqlen_k": table[1] * page_size}
             return cls(batch=q[0], seqlen_q=q[seqlen], **sizes, **options)
         if not packed:
@@ -250,8 +224,8 @@ class Problem:
         for name in ("q_lens", "kv_lens"):
             if options.get(name) is not None:
                 raise ValueError(f"{name} is given with cu_seqlens_q: allowed is one of the two")
-        q_lens = packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", q[seqlen])
-        kv_lens = packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
+        q_lens = checks.packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", q[seqlen])
+        kv_lens = checks.packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
         if len(q_lens) != len(kv_lens):
             raise ValueError(
                 f"cu_seqlens_k holds {len(kv_lens)} sequences: allowed is {len(q_lens)}, as "
@@ -274,8 +248,8 @@ class Problem:
             )
         if options.get("q_lens") is not None:
             raise ValueError("q_lens is given with cu_seqlens_q: allowed is one of the two")
-        total, heads, head_dim = as_sizes("q", q_shape, PACKED_AXES)
-        q_lens = packed_lengths("cu_seqlens_q", lens["cu_seqlens_q"], "q", total)
+        total, heads, head_dim = checks.as_sizes("q", q_shape, PACKED_AXES)
+        q_lens = checks.packed_lengths("cu_seqlens_q", lens["cu_seqlens_q"], "q", total)
         padded = (len(q_lens), heads, max(q_lens), head_dim)
         found = cls.from_shapes(padded, k_shape, v_shape, block_table=block_table, **options)
         return replace(found, q_lens=q_lens, packed=True)

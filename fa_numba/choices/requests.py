@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fa_numba import device
-from fa_numba.checks import as_flag, as_splits
+from fa_numba.checks import as_flag, as_size, as_splits
 from fa_numba.dtypes import DTYPES, PRECISIONS, DType
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
-from fa_numba.problem import Problem, as_size
+from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
 PASSES = ("fwd", "bwd")
@@ -87,8 +87,7 @@ class Choices:
         names = self.ablate if isinstance(self.ablate, (tuple, list)) else (self.ablate,)
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"ablate is {self.ablate!r}: allowed is a tuple of names of measures")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(checked)
         for own in (f for f in fields(self) if f.name in _OF_PASS):
             value, only = getattr(self, own.name), _OF_PASS[own.name]
             if only != self.passes and value != own.default:

@@ -6,18 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import device
-from fa_numba.checks import (
-    LAYOUTS,
-    as_layout,
-    as_lengths,
-    as_page_size,
-    as_sizes,
-    as_table_shape,
-    check_appended,
-    check_same,
-    table_lengths,
-)
+from fa_numba import checks, device
+from fa_numba.checks import LAYOUTS
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
@@ -32,7 +22,6 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.host.binding import PAGING, paging, sent
-from fa_numba.host.calls import launched
 from fa_numba.host.execution import execute, heads_first
 from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.kernels.simt.append import blocks, make_append
@@ -66,17 +55,17 @@ def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, r
 def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any) -> None:
     inputs = [operand(*x) for x in zip(NAMES, given, strict=True)]
     k_pages, v_pages, k_new, v_new = inputs
-    axes = LAYOUTS[as_layout(options["layout"])]
+    axes = LAYOUTS[checks.as_layout(options["layout"])]
     heads, rows = axes.index("heads"), axes.index("seqlen")
-    sizes, new = (as_sizes(x.name, x.shape, axes) for x in (k_pages, k_new))
-    d_v = as_sizes("v_pages", v_pages.shape, axes)[-1]
+    sizes, new = (checks.as_sizes(x.name, x.shape, axes) for x in (k_pages, k_new))
+    d_v = checks.as_sizes("v_pages", v_pages.shape, axes)[-1]
     for axis in ("heads", "head_dim"):
-        check_same(axis, "k_new", new, "k_pages", sizes, axes)
+        checks.check_same(axis, "k_new", new, "k_pages", sizes, axes)
     check_shape(v_pages, (*k_pages.shape[:-1], d_v))
     check_shape(v_new, (*k_new.shape[:-1], d_v))
     check_written(k_pages, [k_new, v_new])
     check_written(v_pages, [k_new, v_new, k_pages])
-    page_size = as_page_size(sizes[rows], sizes)
+    page_size = checks.as_page_size(sizes[rows], sizes)
     batch, N, d = new[0], new[rows], new[-1]
 
     facts: dict[str, Any] = {}
@@ -85,7 +74,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     if "block_table" not in asked:
         raise TypeError("block_table is None: allowed are integers (batch, pages of a sequence)")
     table, checked = paging(asked, facts, arrays, False)
-    shape = as_table_shape(facts["block_table"], batch)
+    shape = checks.as_table_shape(facts["block_table"], batch)
     counts = options["new_lens"]
     host_counts: Any = (N,) * batch
     if counts is not None:
@@ -95,10 +84,10 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         read = not on_gpu or options["check_table"]
         host_counts = on_host("new_lens", counts) if read else None
     if host_counts is not None:
-        host_counts = as_lengths("new_lens", host_counts, batch, N, "the rows of k_new")
+        host_counts = checks.as_lengths("new_lens", host_counts, batch, N, "the rows of k_new")
     lens = None
     if "kv_lens" not in arrays:
-        lens = table_lengths(on_host("kv_lens", options["kv_lens"]), shape, page_size)
+        lens = checks.table_lengths(on_host("kv_lens", options["kv_lens"]), shape, page_size)
     for name in ("kv_lens", "new_lens"):
         if name in arrays and arrays[name].shape != (batch,):
             raise ValueError(
@@ -106,8 +95,8 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
             )
     check_together(inputs, list(arrays.values()))
     if checked is not None and host_counts is not None:
-        begin = table_lengths(checked[1], shape, page_size)
-        check_appended(checked[0], begin, host_counts, sizes[0], page_size)
+        begin = checks.table_lengths(checked[1], shape, page_size)
+        checks.check_appended(checked[0], begin, host_counts, sizes[0], page_size)
 
     with placement.placed(k_pages):
         copied = device.on_gpu() and k_pages.place == HOST
@@ -126,4 +115,4 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
                     found[name] = sent(np.asarray(value, np.int32))
             execute(plan, found, stream)
 
-        launched(plan, {x.name: x for x in inputs} | arrays, stream, call, run)
+        launch_cache.run_and_keep(plan, {x.name: x for x in inputs} | arrays, stream, call, run)

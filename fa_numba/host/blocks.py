@@ -10,10 +10,9 @@ import numpy as np
 from fa_numba import device, mods
 from fa_numba.checks import check_grid_size
 from fa_numba.dtypes import INDEX, STATE
-from fa_numba.host import placement
+from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import HOST, Operand, check_together, on_host, operand
 from fa_numba.host.binding import Binding
-from fa_numba.host.calls import launched
 from fa_numba.host.execution import execute
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan
 from fa_numba.integers import ceil_div
@@ -90,7 +89,7 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
         def run(found: dict[str, Any], stream: Any) -> None:
             execute(plan, found, stream, lambda _: binding.values(problem, found, 1.0))
 
-        made = launched(plan, inputs, None, None, run)
+        made = launch_cache.run_and_keep(plan, inputs, None, None, run)
     held = mods.holding(mask_mod, dict(mods.captured("mask_mod", mask_mod).values))
     names = (output.name for output in plan.outputs)
     lists = Lists(dict(zip(names, made, strict=True)))

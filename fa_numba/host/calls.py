@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from fa_numba.host.arrays import (
 )
 from fa_numba.host.binding import Binding
 from fa_numba.host.launch_cache import Call
-from fa_numba.host.plans import LaunchPlan
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
@@ -112,38 +111,7 @@ def _first_attend(
         placement.check_size(plan)
         named = dict(zip(names.values(), inputs, strict=True)) | arguments.arrays
         run = functools.partial(execution.attend, plan, arguments)
-        return launched(plan, named, stream, call, run, target, arguments.seeds)
-
-
-def launched(
-    plan: LaunchPlan,
-    inputs: Mapping[str, Operand],
-    stream: Any,
-    call: Call | None,
-    run: Callable[[dict[str, Any], Any], None],
-    target: Operand | None = None,
-    words: Mapping[str, int] | None = None,
-) -> list:
-    """The results of a plan of this device by ``inputs``, which have the names that its launches
-    take; its first output goes to ``target`` if that is given.
-
-    ``run(arrays, stream)`` makes the launches, or has them recorded, with all launch arguments by
-    name: the inputs, ``words``, and the outputs.
-    """
-    handle = placement.stream_handle(stream, next(iter(inputs.values())))
-    words = words or {}
-    outputs: list = []
-    for n, output in enumerate(plan.outputs):
-        shape = inputs[output.like].shape if output.like else output.shape
-        outputs.append((shape, output.dtype, None if n else target))
-
-    def make(given: list, made: list, stream: Any) -> None:
-        arrays = dict(zip((*inputs, *words), given, strict=True))
-        run(arrays | dict(zip((x.name for x in plan.outputs), made, strict=True)), stream)
-
-    updated = [n for n, name in enumerate(inputs) if name in plan.updated]
-    operands, values = list(inputs.values()), list(words.values())
-    return launch_cache.run_and_keep(make, operands, values, outputs, handle, call, updated)
+        return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
 
 
 def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:

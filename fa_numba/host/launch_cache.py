@@ -29,6 +29,7 @@ from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, address_and_kind, on_host, operand, pointer_of
 from fa_numba.host.binding import ARRAYS, LENGTHS, PAGING, seed_words
 from fa_numba.host.overlap import extent
+from fa_numba.host.plans import LaunchPlan
 from fa_numba.mods.blocks import BlockMask
 
 KEPT = 1024  # calls; then the oldest goes
@@ -218,81 +219,74 @@ def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
 
 
 def run_and_keep(
-    execute: Callable[[list[Any], list[Any], Any], None],
-    inputs: Sequence[Operand],
-    seeds: Sequence[int],
-    outputs: Sequence[tuple[tuple[int, ...], str, Operand | None]],
-    handle: int,
+    plan: LaunchPlan,
+    inputs: Mapping[str, Operand],
+    stream: Any,
     call: Call | None,
-    updated: Sequence[int] = (),
+    run: Callable[[dict[str, Any], Any], None],
+    target: Operand | None = None,
+    words: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """The results of a call that was checked and planned, whose launches ``execute`` makes.
+    """The results of a plan of this device by ``inputs``, which have the names that its launches
+    take; its first output goes to ``target`` if that is given.
 
-    ``execute([*inputs, *seeds], outputs, stream)`` gets launch arguments. Each of ``outputs`` is a
-    shape, a dtype and the operand that takes the result, or None for a new array of the inputs'
-    library. On a GPU the launches are recorded, made on the stream ``handle``, and kept for calls
-    like ``call`` unless that is None; host arrays are copied to the GPU, and the results and the
-    inputs of the numbers ``updated``, which are written in their own place, back.
+    ``run(arrays, stream)`` makes the launches, or has them recorded, with all launch arguments by
+    name: the inputs, the outputs, which are new arrays of the inputs' library, and ``words``. On a
+    GPU the launches are recorded, made, and kept for calls like ``call`` unless that is None; host
+    arrays are copied to the GPU, and the results and inputs that are ``updated`` back.
     """
-    library = inputs[0]
-    results = [
-        target
-        if target is not None
-        else operand("result", library.empty(shape, dtype), tuple(STORED))
-        for shape, dtype, target in outputs
-    ]
+    operands = list(inputs.values())
+    library = operands[0]
+    handle = placement.stream_handle(stream, library)
+    words = words or {}
+    names = (*inputs, *(output.name for output in plan.outputs), *words)
+    shapes = [inputs[x.like].shape if x.like else x.shape for x in plan.outputs]
+    new = [(shape, x.dtype) for shape, x in zip(shapes, plan.outputs, strict=True)]
+    targets = [] if target is None else [target]
+    new = new[len(targets) :]
+    results = [*targets, *(operand("result", library.empty(*x), tuple(STORED)) for x in new)]
+
+    def execute(arrays: Sequence[Any], stream: Any) -> None:
+        run(dict(zip(names, arrays, strict=True)), stream)
 
     def finished() -> list[Any]:
-        make = library.finish
-        arrays = ((x.owner, target) for x, (*_, target) in zip(results, outputs, strict=True))
-        return [x if make is None or target is not None else make(x) for x, target in arrays]
+        owners = [x.owner for x in results]
+        n = len(targets)
+        return owners if library.finish is None else [*owners[:n], *map(library.finish, owners[n:])]
 
     if not device.on_gpu():
-        execute([*(x.argument() for x in inputs), *seeds], [x.argument() for x in results], handle)
+        execute([*(x.argument() for x in (*operands, *results)), *words.values()], handle)
         return finished()
     host = library.place == HOST
     if host:
-        sent = [device.to_gpu(x.argument(), handle) for x in inputs]
+        sent = [device.to_gpu(x.argument(), handle) for x in operands]
         made = [device.empty(x.shape, x.argument().dtype.name) for x in results]
-        given, taken = ([device.argument(a) for a in arrays] for arrays in (sent, made))
+        given = [device.argument(x) for x in (*sent, *made)]
     else:
-        given, taken = ([x.argument() for x in arrays] for arrays in (inputs, results))
-    recording = _recorded(execute, given, taken, len(seeds))
-    values = [*(x.pointer for x in (*given, *taken)), *seeds]
+        given = [x.argument() for x in (*operands, *results)]
+    recording = LaunchRecord()
+    slots = [DeviceArray(0, x.shape, x.strides, None, x.itemsize, n) for n, x in enumerate(given)]
+    execute([*slots, *(Word(len(slots) + n) for n in range(len(words)))], recording)
+    values = [*(x.pointer for x in given), *words.values()]
     device.replay(recording, values, handle, device.current_ordinal())
+    updated = [n for n, name in enumerate(inputs) if name in plan.updated]
     if host:
-        back = [*zip(made, results, strict=True), *((sent[n], inputs[n]) for n in updated)]
+        back = [*zip(made, results, strict=True), *((sent[n], operands[n]) for n in updated)]
         for array, result in back:
             device.to_host(array, result.argument(), handle)
     elif call is not None:
-        new = [(shape, dtype) for shape, dtype, target in outputs if target is None]
-        targets = [target for *_, target in outputs if target is not None]
         kept = KeptCall(
             recording,
             library.library,
             library.place,
             device.current_context(),
             tuple(functools.partial(library.empty, *x) for x in new),
-            tuple(map(extent, (*inputs, *targets))),
-            (*updated, *range(len(inputs), len(inputs) + len(targets))),
+            tuple(map(extent, (*operands, *targets))),
+            (*updated, *range(len(operands), len(operands) + len(targets))),
             tuple(call.pointers),
         )
         _keep(call.key, kept)
     return finished()
-
-
-def _recorded(
-    execute: Callable, given: Sequence[DeviceArray], taken: Sequence[DeviceArray], words: int
-) -> LaunchRecord:
-    """The launches of a call, with a slot for each of its arrays and words."""
-    recording = LaunchRecord()
-    slots = [
-        DeviceArray(0, x.shape, x.strides, None, x.itemsize, n)
-        for n, x in enumerate((*given, *taken))
-    ]
-    seeds = [Word(len(slots) + n) for n in range(words)]
-    execute([*slots[: len(given)], *seeds], slots[len(given) :], recording)
-    return recording
 
 
 def _keep(key: tuple, call: KeptCall) -> None:

@@ -17,7 +17,6 @@ from fa_numba.host.arrays import (
     check_written,
     operand,
 )
-from fa_numba.host.calls import launched
 from fa_numba.host.execution import execute, heads_first
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan
 from fa_numba.kernels.merge_parts import (
@@ -95,7 +94,7 @@ def _first_whole(
         def run(found: dict[str, Any], stream: Any) -> None:
             execute(plan, {n: _heads_first(x, axes) for n, x in found.items()}, stream)
 
-        return launched(plan, inputs, stream, call, run)
+        return launch_cache.run_and_keep(plan, inputs, stream, call, run)
 
 
 def _axes(x: Operand, layout: Any) -> tuple[str, ...]:
@@ -236,4 +235,4 @@ def _first_run(arrays: dict[str, Any], layout: str, call: Any) -> None:
                 found |= {name: heads_first(found[name]) for name in "xy"}
             execute(plan, found, stream)
 
-        launched(plan, inputs, None, call, run)
+        launch_cache.run_and_keep(plan, inputs, None, call, run)

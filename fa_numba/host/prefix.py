@@ -23,7 +23,7 @@ from fa_numba.choices.requests import Choices, Request
 from fa_numba.host import execution, launch_cache, merging, placement, planning
 from fa_numba.host.arrays import HOST, Operand, check_together, operand, operand_of_out
 from fa_numba.host.binding import Binding, sent
-from fa_numba.host.calls import aligned_rows, launched
+from fa_numba.host.calls import aligned_rows
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan, Plan, Reasons
 from fa_numba.kernels.merge_parts import width_of
 from fa_numba.kernels.simt.append import blocks, make_gather
@@ -123,7 +123,7 @@ def _first_attend(
                 placement.check_grid(copying, "q")
         named = dict(zip((*"QKV", "prefix K", "prefix V"), inputs, strict=True)) | arguments.arrays
         run = functools.partial(_execute, plan, arguments)
-        return launched(plan, named, stream, call, run, target, arguments.seeds)
+        return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
 
 
 def _execute(plan: PrefixPlan, arguments: Binding, arrays: dict[str, Any], stream: Any) -> None:

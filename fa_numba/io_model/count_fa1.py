@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fa_numba.checks import as_size
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
 from fa_numba.io_model.visits import starts_in_first_pass, visit_sums, whole_sums
-from fa_numba.problem import BlockSizes, Problem, as_size
+from fa_numba.problem import BlockSizes, Problem
 
 
 def fa1(

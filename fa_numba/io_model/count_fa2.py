@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fa_numba.checks import as_size
 from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.paging import table_reads
 from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
-from fa_numba.problem import BlockSizes, Problem, as_size
+from fa_numba.problem import BlockSizes, Problem
 
 
 class _Block(NamedTuple):

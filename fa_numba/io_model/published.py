@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 
+from fa_numba.checks import as_size
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import one_head_dim
-from fa_numba.problem import Problem, as_size
+from fa_numba.problem import Problem
 
 PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
 

@@ -33,7 +33,7 @@ FLOORS = (
 # What tests set against the kernels reaches none of these rooms, not through others either.
 APART = ("algorithms", "scores", "reference", "io_model")
 # The model judges the kernels, so that it takes nothing of what they are built from.
-MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
+MODEL_ROOMS = {"checks", "io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {
