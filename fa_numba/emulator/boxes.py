@@ -121,8 +121,8 @@ class Boxes(Mbarriers):
         self.begun = (self.clock + 1) * STAMP  # the block's first stamp
         for buffer in self._pool.values():
             if buffer.reads.shape[1] > self.warps:  # marks that a block has left
-                buffer.touched[:] = 0
-                buffer.reads[:] = 0
+                buffer.touched[0] = 0
+                buffer.reads[0, self.warps :] = 0
 
     @property
     def rows_of_boxes(self) -> int:
@@ -133,9 +133,10 @@ class Boxes(Mbarriers):
         """Give a buffer rows for what products read, and boxes on their way: the last one."""
         missing = self.rows_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:
-            blocks, _, length = buffer.reads.shape
-            more = np.zeros((blocks, missing, length), np.int64)
-            buffer.reads = np.concatenate([buffer.reads, more], axis=1)
+            _, rows, length = buffer.reads.shape
+            before, at = buffer.reads, np.flatnonzero(buffer.touched[0] >= self.base[0])
+            buffer.reads = np.zeros((1, rows + missing, length), np.int64)  # blocks run one by one
+            buffer.reads[0, :rows, at] = before[0, :, at]
 
     def untouchable(
         self, array: SharedArray, p: int, known: np.ndarray, does: str

@@ -27,7 +27,9 @@ ALWAYS = 1 << 58  # above the stamp of any access
 def warps_of(tids: np.ndarray) -> np.ndarray:
     """The warps of threads, which are ascending."""
     warps = tids // WARP
-    return warps[np.diff(warps, prepend=-1) != 0]
+    first = np.ones(warps.size, bool)
+    np.not_equal(warps[1:], warps[:-1], out=first[1:])
+    return warps[first]
 
 
 class Knowledge(Waiting):

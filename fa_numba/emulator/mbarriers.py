@@ -237,11 +237,12 @@ class Mbarriers(Knowledge):
         self.alone()
         self.instruction("barrier")
         self.progress.step()
+        if np.ndarray not in (index.__class__, parity.__class__):
+            self._wait_mbarrier(self.mbarrier(tile, index), parity)
+            return
         outer, active, count = self.mask, self.active(), self.group.count
         pairs = np.stack([np.broadcast_to(x, count) for x in (index, parity)])
-        each = [[index, parity]]
-        if np.ndarray in (index.__class__, parity.__class__):
-            each = np.unique(pairs[:, active], axis=1).T.tolist()
+        each = np.unique(pairs[:, active], axis=1).T.tolist()
         for one, which in each:
             if len(each) > 1:
                 self.mask = active & (pairs == [[one], [which]]).all(axis=0)

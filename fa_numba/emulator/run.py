@@ -130,7 +130,13 @@ class Launch(Products):
             kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
-        """Split a group of the partition: these lanes from the others."""
+        """Split a group of the partition: these lanes from the others.
+
+        First, where there are mbarriers, warpgroups: most of them will wait for each other.
+        """
+        if self._mbarriers and self.threads > WARPGROUP and not self.partition.any():
+            self.partition[:] = np.arange(self.threads) // WARPGROUP
+            return
         lanes = parting.lanes if parting.lanes.size else group.everyone
         self.partition[group.tids[lanes]] = self.partition.max() + 1
 
