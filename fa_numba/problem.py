@@ -133,19 +133,16 @@ class Problem:
                     f"softcap is {self.softcap!r} with scale {self.scale!r}: allowed is a float32 "
                     "for scale / softcap"
                 )
-        self._check_longest()
-        for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
-            if own[name] is not None:
-                own[name] = checks.as_lengths(name, own[name], self.batch, longest)
-        if self.bias is not None:
-            own["bias"] = checks.added_shape("bias", self.bias, self.score_shape)
-
-    def _check_longest(self) -> None:
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
         for name, size in (("q", self.seqlen_q), ("k", self.seqlen_k)):
             if size > longest:
                 given = "" if longest == MAX_SEQLEN else " with a window"
                 raise ValueError(f"{name} has seqlen {size}: allowed is at most {longest}{given}")
+        for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
+            if own[name] is not None:
+                own[name] = checks.as_lengths(name, own[name], self.batch, longest)
+        if self.bias is not None:
+            own["bias"] = checks.added_shape("bias", self.bias, self.score_shape)
 
     @classmethod
     def from_shapes(

@@ -165,7 +165,8 @@ def attention(
         backward = _check_backward(q, k, v, added, given, *own)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
-        given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
+        drawn = {"dtype": torch.int64, "device": "cpu"}
+        given["seed"] = int(torch.randint(2**63 - 1, (), **drawn)) if given.get("dropout_p") else 0
     ahead = {"kv_splits": kv_splits} if algorithm == "fa2" or kv_splits != "auto" else {}
     if not differentiable:
         given |= added | ahead
@@ -256,10 +257,6 @@ def _check_backward(
             "tensors that require none"
         )
     return own
-
-
-def _drawn_seed() -> int:
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
 class _Once(torch.autograd.Function):

@@ -222,7 +222,8 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     else:
         lens = p.q_lens if p.packed and p.q_lens else (rows,)
         longest = sum(n * n for n in lens) // max(1, sum(lens))  # where most rows are
-        least = _causal_rows_of_three(d)
+        what = "causal rows from which three consumers end first"
+        least = next((measured(what, n) for n in (PANEL, 80) if d <= n), math.inf)
         if longest > least:
             tiles, why = three, "three consumers"
         why += f": {longest} causal rows, three end first from {least} on"
@@ -230,11 +231,6 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
 
 
 _TIME_OF_THREE = "time of a tile of three consumers over one of two"
-
-
-def _causal_rows_of_three(head_dim: int) -> float:
-    what = "causal rows from which three consumers end first"
-    return next((measured(what, d) for d in (PANEL, 80) if head_dim <= d), math.inf)
 
 
 def _short(request: Request, rows: int, window: int) -> Size | None:

@@ -281,7 +281,8 @@ _PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
 # What kernels of planes were compiled and tried with.
 _BESIDE_PLANES = ("causal", "window", *_LENGTHS, "splits", "precision", "scaled_dout")
-_MASKS, _SCORES = ("causal", "window", "mask_mod"), ("score_mod", "score_mod_grad")
+_MASKS = ("causal", "window", "mask_mod", "sparse")
+_SCORES = ("score_mod", "score_mod_grad", "dcaptured")
 
 
 class Wgmma(Unit):
@@ -299,29 +300,15 @@ class Wgmma(Unit):
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): (*_MASKS, "sparse", "softcap", "score_mod", "sinks", "q_lens"),
+        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens"),
         ("fa2", "fwd"): (
-            *_MASKS,
-            "sparse",
-            *_ADDED,
-            "score_mod",
-            *_LENGTHS,
-            "page_size",
-            "splits",
-            "dropout",
-            "precision",
+            *(*_MASKS, *_ADDED, "score_mod", *_LENGTHS),
+            *("page_size", "splits", "dropout", "precision"),
         ),
-        ("fa1", "bwd"): (*_MASKS, "sparse", *_SCORES, "dcaptured", "sinks", "dlse"),
+        ("fa1", "bwd"): (*_MASKS, *_SCORES, "sinks", "dlse"),
         ("fa2", "bwd"): (
-            *_MASKS,
-            "sparse",
-            *_SCORES,
-            "dcaptured",
-            *_ADDED,
-            *_LENGTHS,
-            "dropout",
-            "precision",
-            "scaled_dout",
+            *(*_MASKS, *_SCORES, *_ADDED, *_LENGTHS),
+            *("dropout", "precision", "scaled_dout"),
         ),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}

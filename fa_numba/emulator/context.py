@@ -220,7 +220,9 @@ class Context(Active):
         """
         offset = self.uniform_in_block(offset)
         if offset.__class__ is np.ndarray:
-            return self._shared_tiles(offset, length, dtype)
+            taken = np.unique(offset[self.active()]).tolist()
+            parts = [(self.shared_tile(one, length, dtype), offset == one) for one in taken]
+            return SharedArrays(self, parts)
         site = self.site()
         key = (site, offset, length, dtype)
         known = self._dynamics.get(key)
@@ -246,13 +248,6 @@ class Context(Active):
         tile = SharedArray(self, name, (length,), element, buffer, offset)
         self._dynamics[key] = tile
         return tile
-
-    def _shared_tiles(self, offset: np.ndarray, length: int, dtype: Any) -> SharedArrays:
-        """`shared_tile` at another offset in each of the blocks that run at once."""
-        taken = np.unique(offset[self.active()]).tolist()
-        return SharedArrays(
-            self, [(self.shared_tile(one, length, dtype), offset == one) for one in taken]
-        )
 
     def _buffer(self, key: Any, length: int, element: np.dtype) -> SharedBuffer:
         if key not in self._pool:

@@ -37,7 +37,10 @@ def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any 
     """O, or with ``return_lse`` (O, L), of (q, k, v); or the gradients of (q, k, v, out, dout,
     lse, dlse or None); with the other arguments of the public functions.
     """
-    options = _with_numeric_mask(options, stream)
+    mask = options.get("attn_mask")
+    if mask is not None:  # becomes what it adds to the scores
+        with placement.made_on(stream, mask):
+            options = options | {"attn_mask": added_mask(mask)}
     choices = of_blocks(choices, options)
     call = launch_cache.describe_call(choices, arrays, options, out)
     results = launch_cache.replay(call, out, stream)
@@ -72,15 +75,6 @@ def of_blocks(choices: Choices, options: Any) -> Choices:
 def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
     tiles = tiles.for_backward() if choices.passes == "bwd" else tiles
     return replace(choices, tiles=tiles)
-
-
-def _with_numeric_mask(options: Any, stream: Any) -> Any:
-    """The options with what ``attn_mask`` adds to the scores in its place."""
-    mask = options.get("attn_mask")
-    if mask is None:
-        return options
-    with placement.made_on(stream, mask):
-        return options | {"attn_mask": added_mask(mask)}
 
 
 def _first_attend(

@@ -30,7 +30,8 @@ def theta_flash(problem: Problem, M: float) -> float:
     B H N_q N_k d^2 / M. `M` is the on-chip memory in elements; the theorem is for d <= M <= N d,
     and Proposition 3 says that no exact algorithm does better for all of that range. No mask.
     """
-    _check_memory(M)
+    if not 0 < M < math.inf:
+        raise ValueError(f"M is {M!r}: allowed is a finite number of elements > 0")
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * (Nq * Nk * d * d / M)
 
@@ -83,8 +84,3 @@ def fa1_paper(problem: Problem, Bc: int) -> int:
 def fa1_paper_gb(problem: Problem, Bc: int) -> float:
     """`fa1_paper` in the figure's unit: GB of 10^9 bytes, 2 bytes an element, O included."""
     return PAPER_BYTES * fa1_paper(problem, Bc) / 1e9
-
-
-def _check_memory(M: float) -> None:
-    if not 0 < M < math.inf:
-        raise ValueError(f"M is {M!r}: allowed is a finite number of elements > 0")
