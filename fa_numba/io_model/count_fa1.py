@@ -10,7 +10,13 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
-from fa_numba.io_model.visits import starts_in_first_pass, visit_sums, whole_sums
+from fa_numba.io_model.visits import (
+    rows_read,
+    rows_started,
+    starts_in_first_pass,
+    visit_sums,
+    whole_sums,
+)
 from fa_numba.problem import BlockSizes, Problem
 
 
@@ -29,7 +35,8 @@ def fa1(
 
     With a window, `q_lens` or a block mask that pass is like the others (`starts_in_first_pass`).
     Line 2 is then carried out before it, which stores O N_q' d and l and m N_q' each, and the sums
-    over "j > 0" are over all j.
+    over "j > 0" are over all j. With a block mask that is so of rows alone that are in no visited
+    tile, or in one that `q_lens` ends in, and the sums are over all j but each row tile's first.
 
     `query_splits` blocks share a head: each takes a run of ceil(T_r / query_splits) row tiles of
     the longest sequence; one without tiles does nothing. `return_lse` adds L = m + log l: l and m
@@ -38,7 +45,7 @@ def fa1(
     In 16 bits O is kept in a float32 array `A`, and the last visit of a row tile rounds it to O:
         loads   A: what O loads above
         stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
-    and where line 2 stores O it stores A too, N_q' d each.
+    and where line 2 stores O it stores A too, N_q' d each, without a block mask.
 
     Where float32 is split in planes a row of Q, K or V has more elements (`planes`).
 
@@ -53,8 +60,7 @@ def fa1(
     moved = visit_sums(problem, tiles, block_mask, takes_all=starts, whole=whole_tiles)
     by_split = visit_sums(problem, tiles, block_mask, takes_all=starts, run=run)
 
-    read = visits.rows_again if starts else visits.rows
-    started = 0 if starts else head.all_rows
+    read, started = rows_read(problem, visits), rows_started(problem, visits, head)
     written = visits.rows + started
     lse = head.all_rows if return_lse else 0
     kept = "O" if DTYPES[problem.dtype].sums_in_place else "A"
@@ -63,13 +69,13 @@ def fa1(
         "K": by_split.columns * row_loaded(problem),
         "V": by_split.columns * row_of_values(problem),
         "bias": visits.pairs if problem.bias else 0,
-        kept: (moved.rows_again if starts else moved.rows) * d_v,
+        kept: rows_read(problem, moved) * d_v,
         "l": read + lse,
         "m": read + lse,
     }
     stores = {kept: (moved.rows + started) * d_v, "l": written, "m": written, "L": lse}
     if kept == "A":
-        stores["A"] -= moved.rows_once * d_v
+        stores["A"] -= (moved.rows_once + started * problem.sparse) * d_v
         stores["O"] = (moved.rows_once + started) * d_v
     return of_planes(problem, tiles, count(problem, loads, stores))
 
@@ -89,8 +95,8 @@ def fa1_backward(
     FA-2's row sums, which store D, N_q, and loads L and D, N_q each, for dsinks, one a head.
 
     With a window, `q_lens` or a block mask that pass is like the others, as in `fa1`: line 5 then
-    stores dQ N_q' d, and the sum over "j > 0" is over all j. In 16 bits dQ is kept in a float32
-    array `A`, and the last visit of a row tile rounds it to dQ, as O there.
+    stores dQ as line 2 stores O there, and the sum over "j > 0" is as there. In 16 bits dQ is kept
+    in a float32 array `A`, and the last visit of a row tile rounds it to dQ, as O there.
 
     `query_splits` blocks share the row tiles of a head as there. Each loads K and V and adds to
     dK and dV, N_k' d atomic adds each; in 16 bits to float32 sums, which one more kernel rounds:
@@ -105,8 +111,7 @@ def fa1_backward(
     run = ceil_div(problem.seqlen_q, tiles.Br * splits)
     runs = ceil_div(problem.seqlen_q, tiles.Br * run)
 
-    read = visits.rows_again if starts else visits.rows
-    started = 0 if starts else head.all_rows
+    read, started = rows_read(problem, visits), rows_started(problem, visits, head)
     kept = "dQ" if DTYPES[problem.dtype].sums_in_place else "A"
     dbias_adds = {"dbias": visits.pairs if dbias else 0}
     loads = {
@@ -126,7 +131,7 @@ def fa1_backward(
         "dV": runs * shared.all_columns * d_v,
     }
     if kept == "A":
-        stores["A"] -= visits.rows_once * d
+        stores["A"] -= (visits.rows_once + started * problem.sparse) * d
         stores["dQ"] = (visits.rows_once + started) * d
     parts = [count(problem, loads | dbias_adds, stores | dbias_adds)]
     if dsinks:

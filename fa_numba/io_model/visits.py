@@ -64,6 +64,7 @@ class Visits(NamedTuple):
     pairs: int  # of r_i c_j
     rows_again: int  # of r_i, without those of column tile 0
     rows_once: int  # of r_i, each row tile once that is visited at all
+    rows_whole: int  # of these the rows of tiles without rows past `q_lens`
 
 
 def starts_in_first_pass(problem: Problem) -> bool:
@@ -78,6 +79,24 @@ def starts_in_first_pass(problem: Problem) -> bool:
     every_row_has_a_tile = problem.q_lens is None or problem.packed
     takes_every_tile = problem.window == (-1, -1) and not problem.sparse
     return every_row_has_a_tile and takes_every_tile
+
+
+def rows_read(problem: Problem, visits: Visits) -> int:
+    """Rows of FA-1's O, l and m, or dQ, that its visits read: all but those that a visit starts.
+    A block mask's lists say of a row tile which visit is its first; a window or `q_lens` do not.
+    """
+    if starts_in_first_pass(problem):
+        return visits.rows_again
+    return visits.rows - visits.rows_once * problem.sparse
+
+
+def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
+    """Rows that line 2 (line 5) stores before the first pass: with a window or `q_lens` all; with a
+    block mask those of row tiles that no visit goes to, or that `q_lens` ends in.
+    """
+    if starts_in_first_pass(problem):
+        return 0
+    return whole.all_rows - visits.rows_whole * problem.sparse
 
 
 def visit_sums(
@@ -124,13 +143,15 @@ class RowTiles(NamedTuple):
 
     rows: np.ndarray  # its rows, r_i
     seen: np.ndarray  # how many column tiles it visits
+    whole: np.ndarray  # whether no row of the tile's is past `q_lens`
     columns: np.ndarray  # the columns of these, sum_j c_j
     with_0: np.ndarray  # whether column tile 0 is one of them
 
     def all_with_0(self, columns: int) -> RowTiles:
         """These visits, and column tile 0, which has so many columns, by every row tile too."""
         new = ~self.with_0
-        return RowTiles(self.rows, self.seen + new, self.columns + columns * new, self.with_0 | new)
+        seen, columns = self.seen + new, self.columns + columns * new
+        return self._replace(seen=seen, columns=columns, with_0=self.with_0 | new)
 
     def sums(self) -> Visits:
         """The sums over this head's tiles."""
@@ -141,6 +162,7 @@ class RowTiles(NamedTuple):
             pairs=int(self.rows @ self.columns),
             rows_again=int(self.rows @ (self.seen - self.with_0)),
             rows_once=int(self.rows @ (self.seen > 0)),
+            rows_whole=int(self.rows @ ((self.seen > 0) & self.whole)),
         )
 
 
@@ -161,8 +183,10 @@ def _row_tiles(
         visited = np.logical_or.reduceat(visited, np.arange(0, len(first), run), axis=0)
         seen, with_0 = visited.sum(axis=1), visited[:, :1].any(axis=1)
         columns = visited @ np.minimum(Nk - j * Bc, Bc)
-    rows = np.minimum(Nq - np.arange(0, Nq, height), height)
-    return RowTiles(rows, seen, columns, with_0)
+    begin = np.arange(0, Nq, height)
+    rows = np.minimum(Nq - begin, height)
+    whole = (begin + height <= Nq) | (problem.q_lens is None) | problem.packed
+    return RowTiles(rows, seen, whole, columns, with_0)
 
 
 def _column_tiles(

@@ -4,18 +4,18 @@ FA-1's passes, the next column tile of an FA-2 block.
 
 from fa_numba.device import uint32
 from fa_numba.parts.namespace import part
-from fa_numba.parts.visits import make_next_column, make_next_row
+from fa_numba.parts.visits import make_next_column, make_row_after
 
 
 @part
 def next_row_tile(spec, load_q):
-    """``load_next_q(sQ, Q, i0, i_end, rows_end, j0, head)``: the row tile that comes after the one
-    at i0, by ``load_q``; gives where it starts, at or past i_end if there is none.
+    """``load_next_q(sQ, Q, visit, i0, i_end, rows_end)``: the row tile that comes after the one at
+    i0, by ``load_q``; gives where it starts, at or past i_end if there is none.
     """
-    Br, next_row = spec.Br, make_next_row(spec)
+    row_after = make_row_after(spec)
 
-    def load_next_q(sQ, Q, i0, i_end, rows_end, j0, head):
-        i_next = next_row(uint32(i0 + Br), i_end, j0, head)
+    def load_next_q(sQ, Q, visit, i0, i_end, rows_end):
+        i_next = row_after(visit, i0)
         if i_next < i_end:
             load_q(sQ, Q, i_next, rows_end)
         return i_next

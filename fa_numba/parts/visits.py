@@ -2,9 +2,14 @@
 
 from functools import cache
 
-from fa_numba.device import cuda, int32, uint32
+from fa_numba.device import cuda, device_function, int32, uint32
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head
+
+# Of what a block mask's lists say of a row tile in FlashAttention-1's pass over a column tile, one
+# word: where the row tile after it begins, and in these bits whether it visits more column tiles,
+# and whether this is the first of them, which starts its O, l and m, or dQ.
+MORE, STARTS = 1 << 29, 1 << 28
 
 
 @part
@@ -223,43 +228,79 @@ def make_sees_more(spec):
 
 
 @part
-def make_column_ahead(spec):
-    """``column_ahead(i0, j0, head)``: of a block mask's list the column tile after the one at j0
-    that the row tile at i0 visits, read before anybody waits for it.
+def make_is_unseen(spec):
+    """``is_unseen(i0, head)``: whether O, l and m, or dQ, of some row of the row tile at i0 are
+    started by no visit. Without a block mask any may be, as far as the kernel knows.
     """
-    Bc, sparse, next_column = spec.Bc, spec.features.sparse, make_next_column(spec)
+    Br, sparse, q_lens = spec.Br, spec.features.sparse, spec.features.q_lens
+    column_range, next_column = make_column_range(spec), make_next_column(spec)
 
-    def column_ahead(i0, j0, head):
+    def is_unseen(i0, head):
         if sparse:
-            return next_column(uint32(j0 + Bc), head.Nk, i0, head)
-        return j0
+            j_first, j_end = column_range(i0, uint32(i0 + Br), head)
+            unseen = next_column(j_first, j_end, i0, head) >= j_end
+            return unseen or (q_lens and uint32(i0 + Br) > head.Nq)
+        return True
 
-    return column_ahead
+    return is_unseen
+
+
+@part
+def make_visit_ahead(spec):
+    """``visit_ahead(i_next, i0, j0, head)``: that word of the row tile at i0 and the column tile at
+    j0, read before anybody waits for it.
+    """
+    Br, Bc = spec.Br, spec.Bc
+    column_range, next_column = make_column_range(spec), make_next_column(spec)
+
+    def visit_ahead(i_next, i0, j0, head):
+        j_first, j_end = column_range(i0, uint32(i0 + Br), head)
+        visit = i_next
+        if next_column(uint32(j0 + Bc), j_end, i0, head) < j_end:
+            visit = uint32(visit | uint32(MORE))
+        if next_column(j_first, j_end, i0, head) == j0:
+            visit = uint32(visit | uint32(STARTS))
+        return visit
+
+    return visit_ahead
 
 
 @part
 def make_row_ahead(spec):
-    """``row_ahead(i0, i_end, j0, head)``: the row tile after the one at i0; and column_ahead."""
+    """``row_ahead(i0, i_end, j0, head)``: ``visit_ahead`` of the row tile at i0; without a block
+    mask a number that those below do not look at.
+    """
     Br, sparse = spec.Br, spec.features.sparse
-    next_row, column_ahead = make_next_row(spec), make_column_ahead(spec)
+    next_row, visit_ahead = make_next_row(spec), make_visit_ahead(spec)
 
     def row_ahead(i0, i_end, j0, head):
-        j_next = column_ahead(i0, j0, head)
         if sparse:
-            return next_row(uint32(i0 + Br), i_end, j0, head), j_next
-        return i0, j_next
+            return visit_ahead(next_row(uint32(i0 + Br), i_end, j0, head), i0, j0, head)
+        return i0
 
     return row_ahead
 
 
+@device_function
+def next_by(visit):
+    """The row tile after a visit's, by its word."""
+    return uint32(visit & uint32(STARTS - 1))
+
+
+@device_function
+def more_by(visit):
+    """Whether a visit's row tile visits another column tile, by its word."""
+    return uint32(visit & uint32(MORE)) != uint32(0)
+
+
 @part
 def make_row_after(spec):
-    """``row_after(ahead, i0)``: the row tile that is visited after the one at i0."""
+    """``row_after(visit, i0)``: the row tile that is visited after the one at i0."""
     Br, sparse = spec.Br, spec.features.sparse
 
-    def row_after(ahead, i0):
+    def row_after(visit, i0):
         if sparse:
-            return ahead[0]
+            return next_by(visit)
         return uint32(i0 + Br)
 
     return row_after
@@ -267,17 +308,33 @@ def make_row_after(spec):
 
 @part
 def make_row_sees_more(spec):
-    """``row_sees_more(ahead, i0, j0, head)``: ``sees_more``, of a row tile read ahead."""
-    Br, sparse, sees_more = spec.Br, spec.features.sparse, make_sees_more(spec)
-    column_range = make_column_range(spec)
+    """``row_sees_more(visit, i0, j0, head)``: ``sees_more``, of a row tile read ahead."""
+    sparse, sees_more = spec.features.sparse, make_sees_more(spec)
 
-    def row_sees_more(ahead, i0, j0, head):
+    def row_sees_more(visit, i0, j0, head):
         if sparse:
-            _, j_last = column_range(i0, uint32(i0 + Br), head)
-            return ahead[1] < j_last
+            return more_by(visit)
         return sees_more(i0, j0, head)
 
     return row_sees_more
+
+
+@part
+def make_row_starts(spec):
+    """``row_starts(visit, j0)``: whether the pass over the column tile at j0 is the first that a
+    row tile takes part in, and so starts its O, l and m, or dQ, unread. That is the pass over
+    column 0, unless the kernel has initialised them.
+    """
+    sparse, initialises = spec.features.sparse, spec.features.initialises
+
+    def row_starts(visit, j0):
+        if sparse:
+            return uint32(visit & uint32(STARTS)) != uint32(0)
+        if initialises:
+            return False
+        return j0 == uint32(0)
+
+    return row_starts
 
 
 @part

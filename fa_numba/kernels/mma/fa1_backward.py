@@ -82,12 +82,12 @@ def make_backward(spec):
                     stage = uint32(stage ^ uint32(1))
                     tile = Tile(i0, j0, head, thread)
                     scores.read_bias(rB, tile)
-                    ahead = visits.row_ahead(i0, i_end, j0, head)
+                    visit = visits.row_ahead(i0, i_end, j0, head)
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
                     if EARLY:  # a warp with all rows of S would spill registers
-                        i_next = visits.row_after(ahead, i0)
+                        i_next = visits.row_after(visit, i0)
                         if i_next < i_end:
                             row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
@@ -112,7 +112,7 @@ def make_backward(spec):
                     products.store_ds(sdS, rdP, tile)
                     # ... or in flight during lines 16, 22 and 21
                     if not EARLY:
-                        i_next = visits.row_after(ahead, i0)
+                        i_next = visits.row_after(visit, i0)
                         if i_next < i_end:
                             row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
@@ -122,10 +122,9 @@ def make_backward(spec):
                     # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
                     products.add_dk(rdK, rdP, sdS, sQ, warp.column, warp.chunk, options)
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
-                    gradients.read_dq(rdQ, Ah, j0, i0, i_stop, 0)
+                    gradients.read_dq(rdQ, Ah, visit, tile, i_stop, 0)
                     products.dq(rdQ, sdS, sK, 0)
-                    more = visits.row_sees_more(ahead, i0, j0, head)
-                    gradients.write_dq(rdQ, (sdS, sK), (Ah, dQh), scale, more, tile, i_stop)
+                    gradients.write_dq(rdQ, (sdS, sK), (Ah, dQh), scale, visit, tile, i_stop)
                     i0 = i_next
                 g = uint32(g + 1)
 
@@ -150,8 +149,9 @@ Shared memory, 16-bit elements:  2 (3 Br + Bc) d + U Bc (Br + 8) + 8 Br
     (d=256, 32 x 64)
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window,
-    q_lens or a block mask it is like the others, after 2 Nq d stores of line 5. Each query
-    split loads K and V and adds to dK and dV, Nk d each, and rounding these takes 2 Nk d loads and
-    as many stores.
+    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window
+    or q_lens it is like the others, after 2 Nq d stores of line 5; with a block mask a row tile's
+    first visit does not read dQ, and line 5 is carried out, in dQ alone, of rows without one. Each
+    query split loads K and V and adds to dK and dV, Nk d each, and rounding these takes 2 Nk d
+    loads and as many stores.
 """

@@ -60,13 +60,14 @@ def make_forward(spec):
             commit_async()
             # Alg. 1 line 7: for each row tile i that sees column tile j; the first pass takes all
             while i0 < i_end:
+                visit = visits.row_ahead(i0, i_end, j0, head)
                 wait_async()
                 cuda.syncthreads()  # Qi is there
                 tile = Tile(i0, j0, head, thread)
                 products.load_fragments(rQ, sQ, warp_row)
                 scores.read_bias(rB, tile)
                 # Alg. 1 line 8: load Oi, li, mi
-                fa1_state.read_state(rO, rl, rm, state, tile, i_stop)
+                fa1_state.read_state(rO, rl, rm, state, visit, tile, i_stop)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 products.scores(rS, rQ, sQ, sK, warp_row, products.warp_column())
                 # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
@@ -74,7 +75,7 @@ def make_forward(spec):
                 scores.scale_bias_and_mask(rS, rB, scale, tile)
                 cuda.syncthreads()  # nobody reads sQ any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
-                i_next = load.next_q(sQ, Qh, i0, i_end, i_stop, j0, head)
+                i_next = load.next_q(sQ, Qh, visit, i0, i_end, i_stop)
                 commit_async()
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                 softmax.online(rS, scale, rm, rl, rf)
@@ -85,8 +86,7 @@ def make_forward(spec):
                 softmax.combine(rO, rm, rl, sO, thread)  # ... over warps, where they split the keys
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 softmax.normalise_rows(rO, rl)
-                more = visits.sees_more(i0, j0, head)
-                fa1_state.write_state(rO, rl, rm, state, more, tile, i_stop)
+                fa1_state.write_state(rO, rl, rm, state, visit, tile, i_stop)
                 i0 = i_next
             j0 = uint32(j0 + Bc)
         # FA-2 lines 13, 15: L = m + log l
@@ -110,7 +110,8 @@ Shared memory, 16-bit elements:  (Br + 2 Bc) d
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores (Tc - 1) Nq d + Nq d + 2 Tc Nq; with a causal mask only the row tiles that see column
     tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes
-    all row tiles, with Nq > Nk also those that see nothing. With a window, q_lens or a block mask
-    it is like the others, and line 2 is carried out before it, of A and of O: Nq (2 d + 2) stores.
-    Of float32 matrices A is O itself. With L for the caller 2 Nq loads and Nq stores more.
+    all row tiles, with Nq > Nk also those that see nothing. With a window or q_lens it is like
+    the others, and line 2 is carried out before it, of A and of O: Nq (2 d + 2) stores; with a
+    block mask of rows in no visited tile, without A, and a row tile's first visit reads no A, l and
+    m. Of float32 matrices A is O itself. With L for the caller 2 Nq loads and Nq stores more.
 """

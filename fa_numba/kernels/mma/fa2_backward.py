@@ -73,11 +73,11 @@ def make_backward(spec, atomic=True):
                 stage = uint32(stage ^ uint32(1))
                 tile = Tile(i0, j0, head, thread)
                 scores.read_bias(rB, tile)
-                ahead = visits.row_ahead(i0, i_end, j0, head)
+                visit = visits.row_ahead(i0, i_end, j0, head)
                 wait_async()
                 cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                 # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
-                i_next = visits.row_after(ahead, i0)
+                i_next = visits.row_after(visit, i0)
                 if i_next < i_end:
                     row_tiles.load(stage, Qh, dOh, Lh, Dh, i_next, head.Nq)
                 commit_async()

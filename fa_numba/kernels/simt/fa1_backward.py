@@ -21,7 +21,7 @@ def make_backward(spec):
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
-    Br, Bc = spec.Br, spec.Bc
+    Bc = spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RK, RG, RV = spec.column_registers, spec.cap_registers, spec.of_values.column_registers
 
@@ -70,6 +70,7 @@ def make_backward(spec):
                 commit_async()
                 # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
                 while i0 < i_end:
+                    visit = visits.row_ahead(i0, i_end, j0, head)
                     wait_async()
                     cuda.syncthreads()  # Qi and dOi are there; nobody reads sdS any more
                     tile = Tile(i0, j0, head, thread)
@@ -97,14 +98,14 @@ def make_backward(spec):
                     products.add_transposed(rdK, sdS, sQ, thread)
                     cuda.syncthreads()  # nobody reads sQ and sdO any more
                     # FA-1 line 10, FA-2 line 9 of the next i: load Qi+1, dOi+1, in flight meanwhile
-                    i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                    i_next = visits.row_after(visit, i0)
                     if i_next < i_end:
                         load.rows(sQ, Qh, i_next, head.Nq)
                         load.value_rows(sdO, dOh, i_next, head.Nq)
                     commit_async()
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
                     products.output(rdQ, sdS, sK, thread)
-                    gradients.update_rows(rdQ, dQh, scale, j0 > uint32(0), i0, head.Nq, thread)
+                    gradients.update_rows(rdQ, dQh, scale, visit, tile, head.Nq)
                     i0 = i_next
                 g = uint32(g + 1)
             wait_async()
@@ -125,7 +126,8 @@ which are 0 before, by atomic adds, in no fixed order.
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window,
-    q_lens or a block mask it is like the others, after Nq d stores of line 5. Each query
-    split loads K and V and adds to dK and dV, Nk d each, an add a load and a store.
+    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window
+    or q_lens it is like the others, after Nq d stores of line 5; with a block mask a row tile's
+    first visit does not read dQ, and line 5 is carried out of rows without one. Each query split
+    loads K and V and adds to dK and dV, Nk d each, an add a load and a store.
 """

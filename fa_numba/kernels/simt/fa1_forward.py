@@ -57,11 +57,12 @@ def make_forward(spec):
             commit_async()
             # Alg. 1 line 7: for each row tile i that sees column tile j; the first pass takes all
             while i0 < i_end:
+                visit = visits.row_ahead(i0, i_end, j0, head)
                 wait_async()
                 cuda.syncthreads()  # Qi is there; nobody reads sP any more
                 tile = Tile(i0, j0, head, thread)
                 # Alg. 1 line 8: load Oi, li, mi; line 12: diag(li) Oi, before line 11 replaces li
-                fa1_state.read_state(rO, rl, rm, state, tile, i_stop)
+                fa1_state.read_state(rO, rl, rm, state, visit, tile, i_stop)
                 softmax.scale_rows(rO, rl)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 products.scores(rS, sQ, sK, thread)
@@ -72,7 +73,7 @@ def make_forward(spec):
                 products.store_p(sP, rS, options, thread)
                 cuda.syncthreads()  # Pij is there; nobody reads sQ any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
-                i_next = load.next_q(sQ, Qh, i0, i_end, i_stop, j0, head)
+                i_next = load.next_q(sQ, Qh, visit, i0, i_end, i_stop)
                 commit_async()
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 products.output(rT, sP, sV, thread)
@@ -95,7 +96,8 @@ Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores Tc (Nq d + 2 Nq); with a causal mask only the row tiles that see column tile j. The
     first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes all row
-    tiles, with Nq > Nk also those that see nothing. With a window, q_lens or a block mask it is
-    like the others, and line 2 is carried out before it: Nq (d + 2) stores. With L for the caller
-    2 Nq loads and Nq stores more.
+    tiles, with Nq > Nk also those that see nothing. With a window or q_lens it is like the
+    others, and line 2 is carried out before it: Nq (d + 2) stores; with a block mask of rows in no
+    visited tile, and a row tile's first visit reads no O, l and m. With L for the caller 2 Nq loads
+    and Nq stores more.
 """

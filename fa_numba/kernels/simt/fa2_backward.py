@@ -24,7 +24,7 @@ def make_backward(spec, atomic=True):
     grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
     products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
     values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
-    Br, Bc = spec.Br, spec.Bc
+    Bc = spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RK, RG, RV = spec.column_registers, spec.cap_registers, spec.of_values.column_registers
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, *[array_type(4)] * 3]
@@ -64,6 +64,7 @@ def make_backward(spec, atomic=True):
             commit_async()
             # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
             while i0 < i_end:
+                visit = visits.row_ahead(i0, i_end, j0, head)
                 wait_async()
                 cuda.syncthreads()  # Qi and dOi are there; nobody reads sdS any more
                 tile = Tile(i0, j0, head, thread)
@@ -91,7 +92,7 @@ def make_backward(spec, atomic=True):
                 products.add_transposed(rdK, sdS, sQ, thread)
                 cuda.syncthreads()  # nobody reads sQ and sdO any more
                 # FA-1 line 10, FA-2 line 9 of the next i: load Qi+1, dOi+1, in flight meanwhile
-                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                i_next = visits.row_after(visit, i0)
                 if i_next < i_end:
                     load.rows(sQ, Qh, i_next, head.Nq)
                     load.value_rows(sdO, dOh, i_next, head.Nq)

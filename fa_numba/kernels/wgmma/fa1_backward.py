@@ -129,7 +129,7 @@ def make_backward(spec):
                 slot, at = Slot(stage, phase), gradients.places(stage)
                 member = grid.member(first, h)
                 tile = Tile(i0, column0, member, thread)
-                fa1_gradients.read_pass_state(rB, shared, slot)
+                fa1_gradients.read_pass_word(rB, shared, slot)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT
                 do_pipeline.wait(bars, slot)
                 of_values.multiply(rdP, sV, own, sdO, at.out)
@@ -152,11 +152,12 @@ def make_backward(spec):
                 gradients.store_ds(sdS, at.scores, rdS, thread)
                 pingpong.sync_consumers()  # dSij is there
                 # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
-                fa1_gradients.read_dq(rdQ, A, j0, i0, i_stop, member, thread)
+                visit = fa1_gradients.read_pass_word(rB, shared, slot)
+                fa1_gradients.read_dq(rdQ, A, visit, j0, i0, i_stop, member, thread)
                 gradients.begin_dq(rdQ, sdS, at.scores, sK, thread.w)
                 gradients.wait_columns(rdK, rdV, True)
-                visit = fa1_gradients.next_by_word(rB, shared, slot, h, i0, i_first, i_end)
-                h_next, i_next, by_word = visit
+                follow = fa1_gradients.next_by_word(visit, shared, slot, h, i0, i_first, i_end)
+                h_next, i_next = follow
                 after = q_pipeline.next(slot)
                 next_stage, next_phase = after
                 more = fa1_gradients.is_visit(h_next, h_end, i_next, i_end)
@@ -168,7 +169,7 @@ def make_backward(spec):
                 # FA-1 line 11, FA-2 line 10 of the next i: Sij = scale Qi KjT
                 transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
                 gradients.wait_dq(rdQ)
-                sees_more = fa1_gradients.pass_sees_more(by_word, i0, j0, member)
+                sees_more = visits.row_sees_more(visit, i0, j0, member)
                 fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, member, thread)
                 transposed.wait_scores(rS, False)
                 stage, phase, h, i0 = next_stage, next_phase, h_next, i_next

@@ -42,8 +42,8 @@ def make_forward(spec):
             while i0 < i_end:
                 # Alg. 1 line 8: load Qi, Oi
                 slot, passed = Slot(stage, phase), Slot(w, written_phase)
-                fa1_state.name_own_next(shared, i0, i_end, j0, head, slot, w)
-                fa1_state.load_own_rows(shared, Q, A, i0, j0, head, slot, passed)
+                starts = fa1_state.name_own_next(shared, i0, i_end, j0, head, slot, w)
+                fa1_state.load_own_rows(shared, Q, A, i0, starts, head, slot, passed)
                 stage, phase = q_pipeline.next(slot)
                 i0 = visits.next_row(uint32(i0 + Br), i_end, j0, head)
             if visited:
@@ -98,10 +98,10 @@ def make_forward(spec):
                 q_pipeline.wait(bars, own)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 tile = Tile(row0, j0, head, thread)
-                # Alg. 1 line 8: load li, mi
-                fa1_state.read_statistics(rl, rm, state, tile)
                 scores.read_bias(rB, tile)
-                i_next, more = fa1_state.read_named(rB, shared, q, w, ahead)
+                visit, i_next, more = fa1_state.read_named(rB, shared, q, w, ahead)
+                # Alg. 1 line 8: load li, mi
+                fa1_state.read_statistics(rl, rm, state, visit, tile)
                 products.wait_scores(rS, False)
                 if more:
                     q_pipeline.release(bars, own)
@@ -111,7 +111,7 @@ def make_forward(spec):
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                 fa1_state.softmax_to_p(rP, rS, factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
-                fa1_state.take_output(rO, rf, shared, q, tile)
+                fa1_state.take_output(rO, rf, shared, q, visit, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 v_pipeline.wait(bars, kv)
                 products.begin_output(rO, rP, shared.sV, stage)

@@ -11,15 +11,17 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Tile
 from fa_numba.parts.softmax import make_start, make_take_sinks
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
+from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_starts
 
 
 @part
 def make_initialise(spec):
     """``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``: O = 0, l = 0, m = -inf of
-    these rows, unless the first pass does it, which then takes all of them.
+    these rows, as far as no visit starts them.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
-    in_place = spec.planes > 1
+    is_unseen = make_is_unseen(spec)
+    reads_a = spec.planes == 1 and not spec.features.sparse
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
     write_values = make_write(spec)
 
@@ -27,12 +29,13 @@ def make_initialise(spec):
         if initialises:
             i0 = row0
             while i0 < rows_end:
-                start(rO, rl, rm, Tile(i0, uint32(0), head, thread), uint32(0))
-                write_rows(rO, state.O, i0, rows_end, thread)
-                if not in_place:
-                    write_fragments(rO, state.A, i0, rows_end, thread)
-                write_values(rl, state.l, i0, rows_end, thread)
-                write_values(rm, state.m, i0, rows_end, thread)
+                if is_unseen(i0, head):
+                    start(rO, rl, rm, Tile(i0, uint32(0), head, thread), uint32(0))
+                    write_rows(rO, state.O, i0, rows_end, thread)
+                    if reads_a:
+                        write_fragments(rO, state.A, i0, rows_end, thread)
+                    write_values(rl, state.l, i0, rows_end, thread)
+                    write_values(rm, state.m, i0, rows_end, thread)
                 i0 = uint32(i0 + Br)
 
     return initialise
@@ -40,23 +43,22 @@ def make_initialise(spec):
 
 @part
 def make_read_state(spec):
-    """``read_state(rO, rl, rm, state, tile, rows_end)``: O, l and m of a row tile.
-
-    The pass over column 0 knows them, and reads nothing, unless the kernel has initialised them.
+    """``read_state(rO, rl, rm, state, visit, tile, rows_end)``: O, l and m of a row tile; of a
+    visit that starts them nothing is read.
     """
-    initialises, read_fragments = spec.features.initialises, make_read_fragments(spec)
+    row_starts, read_fragments = make_row_starts(spec), make_read_fragments(spec)
     in_place = spec.planes > 1
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
     take_sinks = make_take_sinks(spec)
 
-    def read_state(rO, rl, rm, state, tile, rows_end):
+    def read_state(rO, rl, rm, state, visit, tile, rows_end):
         seen = rows_end  # rows whose O, l and m some pass has written
-        if not initialises and tile.j0 == uint32(0):
+        if row_starts(visit, tile.j0):
             seen = uint32(0)
         read_fragments(rO, state.O if in_place else state.A, tile.i0, seen, tile.thread)
         read_values(rl, state.l, tile.i0, seen, tile.thread)
         read_maxima(rm, state.m, tile.i0, seen, tile.thread)
-        if not initialises and tile.j0 == uint32(0):
+        if row_starts(visit, tile.j0):
             take_sinks(rl, rm, tile, uint32(0))
 
     return read_state
@@ -64,14 +66,16 @@ def make_read_state(spec):
 
 @part
 def make_write_state(spec):
-    """``write_state(rO, rl, rm, state, more, tile, rows_end)``: O, l and m of a row tile to memory,
-    O to A if there is ``more`` to come.
+    """``write_state(rO, rl, rm, state, visit, tile, rows_end)``: O, l and m of a row tile to
+    memory, O to A if there is more to come.
     """
+    sees_more = make_row_sees_more(spec)
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
     write_values, in_place = make_write(spec), spec.planes > 1
 
-    def write_state(rO, rl, rm, state, more, tile, rows_end):
+    def write_state(rO, rl, rm, state, visit, tile, rows_end):
         i0, thread = tile.i0, tile.thread
+        more = sees_more(visit, i0, tile.j0, tile.head)
         if more and not in_place:
             write_fragments(rO, state.A, i0, rows_end, thread)
         else:

@@ -21,6 +21,7 @@ from fa_numba.parts.mma.products import make_dq
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread, Warp
 from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_starts
 
 
 @part
@@ -94,21 +95,18 @@ def make_add_dq(spec):
 
 @part
 def make_read_dq(spec):
-    """``read_dq(rdQ, A, j0, row0, rows_end, turn)``: this warp's part of dQ so far, zeros past the
-    end.
-
-    The pass over column 0 knows that it is 0, and reads nothing, unless the kernel has written
-    that.
+    """``read_dq(rdQ, A, visit, tile, rows_end, turn)``: this warp's part of dQ so far, zeros past
+    the end; of a visit that starts it nothing is read.
     """
-    initialises = spec.features.initialises
+    row_starts = make_row_starts(spec)
     pairs, place = _query_pairs(spec), make_query_place(spec)
     read_floats = make_read_floats(spec)
 
-    def read_dq(rdQ, A, j0, row0, rows_end, turn):
+    def read_dq(rdQ, A, visit, tile, rows_end, turn):
         seen = uint32(0)
-        if initialises or j0 > uint32(0):
+        if not row_starts(visit, tile.j0):
             seen = rows_end
-        row, col, left = place(row0, seen, turn)
+        row, col, left = place(tile.i0, seen, turn)
         for e in range(len(pairs)):
             down, along = pairs[e]
             pair = read_floats(A, row + down, col + along, left > down)
@@ -120,12 +118,13 @@ def make_read_dq(spec):
 
 @part
 def make_write_dq(spec):
-    """``write_dq(rdQ, operands, results, scale, more, tile, rows_end)``: this warp's part of dQ: to
-    A, if there is more to come, else scale times it to dQ, rounded; ``results`` are both. In two
+    """``write_dq(rdQ, operands, results, scale, visit, tile, rows_end)``: this warp's part of dQ:
+    to A, if there is more to come, else scale times it to dQ, rounded; ``results`` are both. In two
     turns the second one too, of the ``operands`` dS and K.
     """
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
     read_dq, dq, twice = make_read_dq(spec), make_dq(spec), spec.query_turns > 1
+    sees_more = make_row_sees_more(spec)
 
     def write_turn(rdQ, results, scale, more, row0, rows_end, turn):
         if more:
@@ -135,10 +134,11 @@ def make_write_dq(spec):
 
     write_turn = device_function(write_turn)
 
-    def write_dq(rdQ, operands, results, scale, more, tile, rows_end):
+    def write_dq(rdQ, operands, results, scale, visit, tile, rows_end):
+        more = sees_more(visit, tile.i0, tile.j0, tile.head)
         write_turn(rdQ, results, scale, more, tile.i0, rows_end, 0)
         if twice:
-            read_dq(rdQ, results[0], tile.j0, tile.i0, rows_end, 1)
+            read_dq(rdQ, results[0], visit, tile, rows_end, 1)
             dq(rdQ, operands[0], operands[1], 1)
             write_turn(rdQ, results, scale, more, tile.i0, rows_end, 1)
 
@@ -148,8 +148,9 @@ def make_write_dq(spec):
 @part
 def make_initialise_dq(spec):
     """``initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end)``: dQ = 0 of these heads and
-    rows, unless the first pass does it, which then takes all rows.
+    rows, as far as no visit starts it.
     """
+    is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)
     TWICE, query_rows = spec.query_turns > 1, make_query_rows(spec)
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
@@ -163,11 +164,14 @@ def make_initialise_dq(spec):
                 Ah, dQh = query_rows(A, head), query_rows(dQ, head)
                 i0 = row0
                 while i0 < rows_end:
-                    write_sums(rdQ, Ah, i0, rows_end, 0)
-                    write_rounded(rdQ, dQh, scale, i0, rows_end, 0)
-                    if TWICE:
-                        write_sums(rdQ, Ah, i0, rows_end, 1)
-                        write_rounded(rdQ, dQh, scale, i0, rows_end, 1)
+                    if is_unseen(i0, head):
+                        if not sparse:  # whose first visit reads no A
+                            write_sums(rdQ, Ah, i0, rows_end, 0)
+                        write_rounded(rdQ, dQh, scale, i0, rows_end, 0)
+                        if TWICE:
+                            if not sparse:
+                                write_sums(rdQ, Ah, i0, rows_end, 1)
+                            write_rounded(rdQ, dQh, scale, i0, rows_end, 1)
                     i0 = uint32(i0 + Br)
                 g = uint32(g + 1)
 

@@ -7,22 +7,24 @@ from fa_numba.parts.records import Tile
 from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows
 from fa_numba.parts.softmax import make_start
 from fa_numba.parts.values import make_read, make_write
+from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
 
 @part
 def make_initialise(spec):
     """``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``: O = 0, l = 0, m = -inf of
-    these rows, unless the first pass does it, which then takes all of them.
+    these rows, as far as no visit starts them.
     """
     Br, start, write_state = spec.Br, make_start(spec), make_write_state(spec)
-    initialises = spec.features.initialises
+    initialises, is_unseen = spec.features.initialises, make_is_unseen(spec)
 
     def initialise(rO, rl, rm, state, row0, rows_end, head, thread):
         if initialises:
             i0 = row0
             while i0 < rows_end:
-                start(rO, rl, rm, Tile(i0, uint32(0), head, thread), uint32(0))
-                write_state(rO, rl, rm, state, i0, rows_end, thread)
+                if is_unseen(i0, head):
+                    start(rO, rl, rm, Tile(i0, uint32(0), head, thread), uint32(0))
+                    write_state(rO, rl, rm, state, i0, rows_end, thread)
                 i0 = uint32(i0 + Br)
 
     return initialise
@@ -30,15 +32,14 @@ def make_initialise(spec):
 
 @part
 def make_read_state(spec):
-    """``read_state(rO, rl, rm, state, tile, rows_end)``: O, l and m of a row tile.
-
-    The pass over column 0 knows them, and reads nothing, unless the kernel has initialised them.
+    """``read_state(rO, rl, rm, state, visit, tile, rows_end)``: O, l and m of a row tile; of a
+    visit that starts them nothing is read.
     """
-    initialises, start = spec.features.initialises, make_start(spec)
+    row_starts, start = make_row_starts(spec), make_start(spec)
     read_rows, read_values = make_read_rows(spec), make_read(spec)
 
-    def read_state(rO, rl, rm, state, tile, rows_end):
-        if initialises or tile.j0 > uint32(0):
+    def read_state(rO, rl, rm, state, visit, tile, rows_end):
+        if not row_starts(visit, tile.j0):
             read_rows(rO, state.O, tile.i0, rows_end, tile.thread)
             read_values(rl, state.l, tile.i0, rows_end, tile.thread)
             read_values(rm, state.m, tile.i0, rows_end, tile.thread)

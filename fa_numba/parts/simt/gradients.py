@@ -14,14 +14,16 @@ from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows
 from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.values import make_read
+from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
 
 @part
 def make_initialise_dq(spec):
     """``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``: dQ = 0 of these heads and
-    rows, unless the first pass does it, which then takes all rows.
+    rows, as far as no visit starts it.
     """
     Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
+    is_unseen = make_is_unseen(spec)
     query_rows, write_rows = make_query_rows(spec), make_write_rows(spec)
 
     def initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread):
@@ -30,10 +32,12 @@ def make_initialise_dq(spec):
                 rdQ[e] = float32(0.0)
             g = uint32(0)
             while g < heads:
-                dQh = query_rows(dQ, head_after(first, g))
+                head = head_after(first, g)
+                dQh = query_rows(dQ, head)
                 i0 = row0
                 while i0 < rows_end:
-                    write_rows(rdQ, dQh, i0, rows_end, thread)
+                    if is_unseen(i0, head):
+                        write_rows(rdQ, dQh, i0, rows_end, thread)
                     i0 = uint32(i0 + Br)
                 g = uint32(g + 1)
 
@@ -59,24 +63,22 @@ def make_add_rows(spec):
 
 @part
 def make_update_rows(spec):
-    """``update_rows(rT, T, factor, seen, row0, rows_end, thread)``: T = factor rT + T, in memory.
-
-    Where T was not ``seen`` before it counts as 0 and is not read, unless the kernel starts it.
+    """``update_rows(rT, T, factor, visit, tile, rows_end)``: T = factor rT + T, in memory; a visit
+    that starts T does not read it.
     """
-    TM, DN4, initialises = spec.TM, 4 * spec.DN, spec.features.initialises
-    RT = TM * DN4
+    RT, row_starts = spec.TM * 4 * spec.DN, make_row_starts(spec)
     read_rows = make_read_rows(spec)
     write_rows = make_write_rows(spec)
 
-    def update_rows(rT, T, factor, seen, row0, rows_end, thread):
+    def update_rows(rT, T, factor, visit, tile, rows_end):
         old = cuda.local.array(RT, float32)
         read_end = uint32(0)
-        if initialises or seen:
+        if not row_starts(visit, tile.j0):
             read_end = rows_end
-        read_rows(old, T, row0, read_end, thread)
+        read_rows(old, T, tile.i0, read_end, tile.thread)
         for e in range(RT):
             rT[e] = factor * rT[e] + old[e]
-        write_rows(rT, T, row0, rows_end, thread)
+        write_rows(rT, T, tile.i0, rows_end, tile.thread)
 
     return update_rows
 

@@ -19,10 +19,16 @@ from fa_numba.parts.mma.pairs import (
 )
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Fa1BackwardShared, GroupThread, Head, Tile
-from fa_numba.parts.visits import make_column_ahead, make_first_of_heads, make_sees_more
+from fa_numba.parts.visits import (
+    make_first_of_heads,
+    make_is_unseen,
+    make_row_starts,
+    make_visit_ahead,
+    next_by,
+)
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.gradients import load_column_tiles, make_places, value_place
-from fa_numba.parts.wgmma.listed import make_read_row_word, make_row_word
+from fa_numba.parts.wgmma.listed import make_read_word, make_word
 from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -95,17 +101,17 @@ def make_next_of_pass(spec):
 @part
 def make_pass_word(spec):
     """``pass_word(h, i0, first, j0, h_end, i_first, i_end)``: what a slot of Q says to consumers,
-    that read no list of a block mask: ``next_of_pass``'s head, and a word (``listed.row_word``).
+    that read no list of a block mask: ``next_of_pass``'s head, and a word (``listed.word``).
     """
-    sparse, word, next_of_pass = spec.features.sparse, make_row_word(spec), make_next_of_pass(spec)
-    column_ahead = make_column_ahead(spec)
+    sparse, word, next_of_pass = spec.features.sparse, make_word(spec), make_next_of_pass(spec)
+    visit_ahead = make_visit_ahead(spec)
 
     def pass_word(h, i0, first, j0, h_end, i_first, i_end):
         if sparse:
             head = Head(first.b, h, first.hk, first.Nq, first.Nk, first.options)
             h_next, i_next = next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
-            ahead = i_next, column_ahead(i0, j0, head)
-            return h_next, word(ahead, Tile(i0, j0, head, uint32(0)))
+            visit = visit_ahead(i_next, i0, j0, head)
+            return h_next, word(visit, Tile(i0, j0, head, uint32(0)))
         return h, i0
 
     return pass_word
@@ -126,49 +132,39 @@ def make_write_pass_word(spec):
 
 
 @part
-def make_read_pass_state(spec):
-    """``read_pass_state(rB, shared, slot)``: the state of a tile's block, to rB."""
-    sparse, read = spec.features.sparse, make_read_row_word(spec)
+def make_read_pass_word(spec):
+    """``read_pass_word(rB, shared, slot)``: what the slot says of the visit; in rB the state of the
+    tile's block.
+    """
+    sparse, read = spec.features.sparse, make_read_word(spec)
 
-    def read_pass_state(rB, shared, slot):
+    def read_pass_word(rB, shared, slot):
         if sparse:
-            read(rB, shared.words, uint32(2 * slot.stage))
+            return read(rB, shared.words, uint32(2 * slot.stage))
+        return uint32(0)
 
-    return read_pass_state
+    return read_pass_word
 
 
 @part
 def make_next_by_word(spec):
-    """``next_by_word(rB, shared, slot, h, i0, i_first, i_end)``: ``next_of_pass`` of a consumer,
-    and by a word whether the row tile sees another column tile.
+    """``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``: ``next_of_pass`` of a
+    consumer.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
-    read = make_read_row_word(spec)
 
-    def next_by_word(rB, shared, slot, h, i0, i_first, i_end):
-        h_next, i_next, more = h, uint32(i0 + Br), True
+    def next_by_word(visit, shared, slot, h, i0, i_first, i_end):
+        h_next, i_next = h, uint32(i0 + Br)
         if sparse:
             if grouped:
                 h_next = shared.words[uint32(2 * slot.stage + 1)]
-            i_next, more = read(rB, shared.words, uint32(2 * slot.stage))
+                cuda.syncwarp()  # one thread says for its warp that the slot is read
+            i_next = next_by(visit)
         elif grouped and i_next >= i_end:
             h_next, i_next = uint32(h + 1), i_first
-        return h_next, i_next, more
+        return h_next, i_next
 
     return next_by_word
-
-
-@part
-def make_pass_sees_more(spec):
-    """``pass_sees_more(by_word, i0, j0, head)``: ``visits.sees_more``, or what a word said."""
-    sparse, sees_more = spec.features.sparse, make_sees_more(spec)
-
-    def pass_sees_more(by_word, i0, j0, head):
-        if sparse:
-            return by_word
-        return sees_more(i0, j0, head)
-
-    return pass_sees_more
 
 
 @part
@@ -370,18 +366,15 @@ def make_query_place(spec):
 
 @part
 def make_read_dq(spec):
-    """``read_dq(rdQ, A, j0, row0, rows_end, head, thread)``: this thread's part of dQ so far, zeros
-    past the end.
-
-    The pass over column 0 knows that it is 0, and reads nothing, unless the kernel has written
-    that.
+    """``read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread)``: this thread's part of dQ so
+    far, zeros past the end; of a visit that starts it nothing is read.
     """
-    initialises, pairs = spec.features.initialises, pairs_of_dq(spec)
+    pairs, row_starts = pairs_of_dq(spec), make_row_starts(spec)
     place, read_floats = make_query_place(spec), make_read_floats(spec)
 
-    def read_dq(rdQ, A, j0, row0, rows_end, head, thread):
+    def read_dq(rdQ, A, visit, j0, row0, rows_end, head, thread):
         seen = uint32(0)
-        if initialises or j0 > uint32(0):
+        if not row_starts(visit, j0):
             seen = rows_end
         Ah = A[head.b, head.h]
         row, col, left = place(row0, seen, thread)
@@ -414,10 +407,10 @@ def make_write_dq(spec):
 @part
 def make_initialise_dq(spec):
     """``initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread)``: dQ = 0 of the
-    query heads from ``first`` on and these rows, unless the first pass does it, which then takes
-    all rows.
+    query heads from ``first`` on and these rows, as far as no visit starts it.
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
+    is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
 
     def initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread):
@@ -429,8 +422,10 @@ def make_initialise_dq(spec):
             while h < h_end:
                 i0 = row0
                 while i0 < rows_end:
-                    write_sums(rdQ, A[b, h], i0, rows_end, thread)
-                    write_rounded(rdQ, dQ[b, h], scale, i0, rows_end, thread)
+                    if is_unseen(i0, Head(b, h, first.hk, first.Nq, first.Nk, first.options)):
+                        if not sparse:  # whose first visit reads no A
+                            write_sums(rdQ, A[b, h], i0, rows_end, thread)
+                        write_rounded(rdQ, dQ[b, h], scale, i0, rows_end, thread)
                     i0 = uint32(i0 + Br)
                 h = uint32(h + 1)
 

@@ -25,9 +25,17 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BlockRows, BlockState, Tile
 from fa_numba.parts.softmax import FULL_WARP, make_normalise_rows, make_start, make_take_sinks
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
-from fa_numba.parts.visits import make_own_rows, make_row_ahead, make_sees_more
+from fa_numba.parts.visits import (
+    make_is_unseen,
+    make_own_rows,
+    make_row_ahead,
+    make_row_starts,
+    make_sees_more,
+    more_by,
+    next_by,
+)
 from fa_numba.parts.wgmma.epilogue import make_write_tile
-from fa_numba.parts.wgmma.listed import make_read_row_word, make_row_word
+from fa_numba.parts.wgmma.listed import make_read_word, make_word
 from fa_numba.parts.wgmma.load import whole_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.pipeline import (
@@ -64,24 +72,24 @@ def state(O, A, l, m, block):
 
 @part
 def make_load_own_rows(spec):
-    """``load_own_rows(shared, Q, A, i0, j0, head, slot, passed)``: the rows of Qi and Oi that a
+    """``load_own_rows(shared, Q, A, i0, starts, head, slot, passed)``: the rows of Qi and Oi that a
     consumer takes, to its part of a slot of either as it is empty; of Oi as they are ``passed``:
-    written in the last pass.
+    written in the last pass; none where this visit ``starts`` Oi.
     """
-    (q, _, _, o, written), ROWS, has_state = spec.pipelines, GROUP_ROWS, make_has_state(spec)
+    (q, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     load_q = _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], q)
     load_o = _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, o)
     acquire_q, acquire_o, commit_o = make_acquire(q), make_acquire(o), make_commit(o)
     own_of, wait_written = make_own(q), make_wait(written)
 
-    def load_own_rows(shared, Q, A, i0, j0, head, slot, passed):
+    def load_own_rows(shared, Q, A, i0, starts, head, slot, passed):
         bars, w = shared.bars, passed.stage
         row0, own = uint32(i0 + ROWS * w), own_of(slot, w)
         acquire_q(bars, own)
         load_q(shared.sQ, Q, row0, head, bars, slot, w)
         acquire_o(bars, own)
         wait_written(bars, passed)
-        if has_state(j0):
+        if not starts:
             load_o(shared.sO, A, row0, head, bars, slot, w)
         else:
             commit_o(bars, own)
@@ -92,18 +100,20 @@ def make_load_own_rows(spec):
 @part
 def make_name_own_next(spec):
     """``name_own_next(shared, i0, i_end, j0, head, slot, w)``: with a block mask, beside the rows
-    of Qi of consumer w, in their slot, what comes after them and the state of the tile's block.
+    of Qi of consumer w, in their slot, what ``row_ahead`` says and the state of the tile's
+    block. Gives whether the visit starts Oi.
     """
-    named, word, GROUPS = spec.slots_name_next, make_row_word(spec), spec.consumers
-    row_ahead, q = make_row_ahead(spec), spec.pipelines.q
+    named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
+    row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q
     own_of, acquire = make_own(q), make_acquire(q)
 
     def name_own_next(shared, i0, i_end, j0, head, slot, w):
+        visit = row_ahead(i0, i_end, j0, head)
         if named:
-            ahead = row_ahead(i0, i_end, j0, head)
-            following = word(ahead, Tile(i0, j0, head, w))
+            following = word(visit, Tile(i0, j0, head, w))
             acquire(shared.bars, own_of(slot, w))
             shared.words[uint32(slot.stage * GROUPS + w)] = following
+        return row_starts(visit, j0)
 
     return name_own_next
 
@@ -125,15 +135,17 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """``read_named(rB, shared, slot, w, ahead)``: what ``own_ahead`` gave, or the slot names; in rB
-    the state of the tile's block.
+    """``read_named(rB, shared, slot, w, ahead)``: what a slot says of the visit, and of it what
+    ``own_ahead`` gave if no slot does; in rB the state of the tile's block.
     """
-    named, read, GROUPS = spec.slots_name_next, make_read_row_word(spec), spec.consumers
+    named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
     def read_named(rB, shared, slot, w, ahead):
+        i_next, more = ahead
         if named:
-            return read(rB, shared.words, uint32(slot.stage * GROUPS + w))
-        return ahead
+            visit = read(rB, shared.words, uint32(slot.stage * GROUPS + w))
+            return visit, next_by(visit), more_by(visit)
+        return i_next, i_next, more
 
     return read_named
 
@@ -157,31 +169,18 @@ def _make_load(Br, panels, width, tile, facts):
 
 
 @part
-def make_has_state(spec):
-    """``has_state(j0)``: whether O, l and m are in global memory when the pass over column ``j0``
-    begins. The pass over column 0 knows them, unless the kernel has initialised them.
-    """
-    initialises = spec.features.initialises
-
-    def has_state(j0):
-        return initialises or j0 != uint32(0)
-
-    return has_state
-
-
-@part
 def make_read_statistics(spec):
-    """``read_statistics(rl, rm, state, tile)``: l and m of a row tile."""
-    has_state, take_sinks = make_has_state(spec), make_take_sinks(spec)
+    """``read_statistics(rl, rm, state, visit, tile)``: l and m of a row tile."""
+    row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
-    def read_statistics(rl, rm, state, tile):
+    def read_statistics(rl, rm, state, visit, tile):
         seen = uint32(min(state.rows_end, tile.head.Nq))  # rows whose l and m some pass has written
-        if not has_state(tile.j0):
+        if row_starts(visit, tile.j0):
             seen = uint32(0)
         read_values(rl, state.l, tile.i0, seen, tile.thread)
         read_maxima(rm, state.m, tile.i0, seen, tile.thread)
-        if not has_state(tile.j0):
+        if row_starts(visit, tile.j0):
             take_sinks(rl, rm, tile, uint32(0))
 
     return read_statistics
@@ -239,16 +238,17 @@ def make_softmax_to_p(spec):
 
 @part
 def make_take_output(spec):
-    """``take_output(rO, rf, shared, slot, tile)``: diag(f) O of this consumer's rows of a slot of
-    O, once they are there; zeros in the pass that knows O.
+    """``take_output(rO, rf, shared, slot, visit, tile)``: diag(f) O of this consumer's rows of a
+    slot of O, once they are there; zeros where the visit starts O.
     """
     TM, DN4, STEP, NO = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_floats
-    has_state, first_place, further = make_has_state(spec), _make_first_place(spec), _further(spec)
+    row_starts, first_place = make_row_starts(spec), _make_first_place(spec)
+    further = _further(spec)
     own_of, wait = make_own(spec.pipelines.o), make_wait(spec.pipelines.o)
 
-    def take_output(rO, rf, shared, slot, tile):
+    def take_output(rO, rf, shared, slot, visit, tile):
         wait(shared.bars, own_of(slot, tile.thread.w))
-        if has_state(tile.j0):
+        if not row_starts(visit, tile.j0):
             first = first_place(uint32(slot.stage * NO), tile.thread)
             for i in range(TM):
                 for n in range(DN4 // 2):
@@ -317,22 +317,27 @@ def _make_write_sums(spec):
 @part
 def make_initialise(spec):
     """``initialise(rO, rl, rm, shared, state, tile, rows_end)``: O = 0, l = 0, m = -inf of this
-    consumer's rows from those of the tile on, unless the first pass does it, which then takes all.
+    consumer's rows from those of the tile on, as far as no visit starts them.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
-    write_values = make_write(spec)
+    write_values, is_unseen, sparse = make_write(spec), make_is_unseen(spec), spec.features.sparse
+    sync_group, ROWS = make_sync_group(spec), GROUP_ROWS
 
     def initialise(rO, rl, rm, shared, state, tile, rows_end):
         head, thread = tile.head, tile.thread
         if initialises:
             i0 = tile.i0
             while i0 < rows_end:
-                start(rO, rl, rm, Tile(i0, tile.j0, head, thread), uint32(0))
-                write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
-                write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
-                write_values(rl, state.l, i0, rows_end, thread)
-                write_values(rm, state.m, i0, rows_end, thread)
+                if is_unseen(uint32(i0 - ROWS * thread.w), head):
+                    start(rO, rl, rm, Tile(i0, tile.j0, head, thread), uint32(0))
+                    write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
+                    if sparse:  # whose first visit reads no A
+                        sync_group(thread.w)
+                    else:
+                        write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
+                    write_values(rl, state.l, i0, rows_end, thread)
+                    write_values(rm, state.m, i0, rows_end, thread)
                 i0 = uint32(i0 + Br)
 
     return initialise
