@@ -19,6 +19,7 @@ import numpy as np
 from .source import Source
 
 _HALF = 2**31
+_INTEGER = (int, np.integer)  # NumPy's are places in an array, and elements of one
 
 
 def _int32(value: Any) -> int:
@@ -29,8 +30,8 @@ def _int32(value: Any) -> int:
 def _wrapped(operation: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     def of_two(a: Any, b: Any) -> Any:
         made = operation(a, b)
-        if made.__class__ is int and not -_HALF <= made < _HALF:
-            return (made + _HALF) % 2**32 - _HALF
+        if isinstance(made, _INTEGER) and not -_HALF <= made < _HALF:
+            return (int(made) + _HALF) % 2**32 - _HALF
         return made
 
     return of_two
@@ -41,7 +42,7 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 def _floor_divide(a: Any, b: Any) -> Any:
-    whole = isinstance(a, int) and isinstance(b, int)
+    whole = isinstance(a, _INTEGER) and isinstance(b, _INTEGER)
     return a // b if whole else float(np.floor(_divide(a, b)))
 
 
@@ -60,7 +61,7 @@ def _settled(function: Callable[..., Any], of_numpy: Callable[..., Any]) -> Call
 
 
 def _power(a: Any, b: Any) -> Any:
-    return a**b if isinstance(a, int) and isinstance(b, int) else _MATH["pow"](a, b)
+    return a**b if isinstance(a, _INTEGER) and isinstance(b, _INTEGER) else _MATH["pow"](a, b)
 
 
 def _step(of_numpy: Callable[[Any], Any]) -> Callable[[Any], int]:
