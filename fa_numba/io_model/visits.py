@@ -150,8 +150,8 @@ class RowTiles(NamedTuple):
     def all_with_0(self, columns: int) -> RowTiles:
         """These visits, and column tile 0, which has so many columns, by every row tile too."""
         new = ~self.with_0
-        seen, columns = self.seen + new, self.columns + columns * new
-        return self._replace(seen=seen, columns=columns, with_0=self.with_0 | new)
+        seen, all_columns = self.seen + new, self.columns + columns * new
+        return self._replace(seen=seen, columns=all_columns, with_0=self.with_0 | new)
 
     def sums(self) -> Visits:
         """The sums over this head's tiles."""
