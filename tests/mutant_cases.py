@@ -393,7 +393,10 @@ MMA_BACKWARD_CASES = {
 }
 # Sides that hide one element of a tile's corner, or show one; masks of two batch entries; rows of
 # several tiles that are dropped. Drawn last, so that the cases above stay what they are.
-CASES["sparse"] += (Case((2, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(2, 1, 4, 5)}),)
+CASES["sparse"] += (
+    Case((2, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(2, 1, 4, 5)}),
+    Case((2, 1, 1, 13, 8, 4), Tiles(4, 8), {"block_mask": np.ones((4, 1), bool), "q_lens": [6, 8]}),
+)
 BACKWARD_CASES["sparse"] += (
     Case((2, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(2, 1, 4, 4)}),
 )
