@@ -54,10 +54,8 @@ def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
 
 
 def wanted_tiles(problem: Problem, quick: bool = False) -> list[tuple[str, int, int]]:
-    """What is run of a problem, as (series, Br, Bc).
-
-    At the paper's head dimension both orders over both block sizes, at others each order over the
-    one that governs its accesses.
+    """(series, Br, Bc) of a problem: at the paper's head dimension both orders over both block
+    sizes, at others each order over the one that governs its accesses.
     """
     if problem.head_dim != HEAD_DIM:
         fewer = SIZES[1:3] if quick else FEWER_SIZES

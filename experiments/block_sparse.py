@@ -57,12 +57,8 @@ def setting(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "floa
 
 
 def block_mask(seqlen: int, size: int, share: int) -> np.ndarray | None:
-    """A mask that keeps `share` percent of the blocks: the diagonal, and others drawn at random.
-
-    A bool array of shape (T, T) with T blocks of `size` along the length, True for a kept block.
-
-    The blocks of a smaller share are among those of a larger one. None where the diagonal alone has
-    more than the share.
+    """A bool (T, T) mask of blocks of `size` that keeps `share` percent: the diagonal, and others
+    drawn at random, those of a smaller share among them; None for less than the diagonal.
     """
     T = -(-seqlen // size)
     wanted = round(share / 100 * T * T) - T

@@ -6,7 +6,7 @@ for an H200's L2, over the cache's size, for an A100, an H100 and a GPU without 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from .beside import lru
 from .lab.measure.series import LABELS, algorithm, columns, plan, query_splits, unit
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 from .lab.record import FIGURES as RECORDED
-from .lab.record import MODEL, Bench, Options, Refused, Row, Store, select
+from .lab.record import MODEL, Bench, Options, Refused, Row, Store, nested, select
 from .lab.show import report, style, tables
 from .lab.show.tables import Across
 
@@ -105,20 +105,17 @@ def _planned(base: str, series: str, problem: Problem, splits: int) -> Any:
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """The model over N, for other GPUs, over L2's size. Raises Refused beyond MOST_VISITS."""
-    head_dims, masks = options.head_dims or HEAD_DIMS, options.causal or (False,)
-    lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
+    lengths = SEQLENS[: 2 if options.quick else None]
     calls = [
-        (series, fa2_setting(N, d, mask, dtype))
+        (series, problem)
         for dtype, shown in SERIES.items()
-        for d in head_dims
-        for mask in masks
-        for N in lengths
+        for problem in options.grid(partial(fa2_setting, dtype=dtype), lengths, HEAD_DIMS)
         for series in shown
     ]
     over = [
         (series, problem)
         for series, problem in calls
-        if problem.head_dim == head_dims[0]
+        if problem.head_dim == (options.head_dims or HEAD_DIMS)[0]
         and (options.seqlens or options.quick or problem.seqlen_q in OVER_SIZE[problem.dtype])
     ]
     sizes = SIZES[:: 3 if options.quick else 1]
@@ -155,10 +152,7 @@ def key(row: Row) -> Key:
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
-    found: dict[Key, dict[str, float]] = {}
-    for row in select(rows, experiment=NAME, metric="dram"):
-        found.setdefault(key(row), {})[row.place] = row.number
-    return found
+    return nested(rows, key, "place", experiment=NAME, metric="dram")
 
 
 def measured(rows: Sequence[Row]) -> dict[Key, float]:

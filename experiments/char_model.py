@@ -180,9 +180,8 @@ def _loss(w: dict[str, Any], window: Any, problem: Problem, attend: Callable) ->
 def train(
     series: str, problem: Problem, text: Text, seed: int, steps: int, device: str = "cuda"
 ) -> tuple[np.ndarray, float]:
-    """Losses of the training batches, (steps,), and that of held-out text afterwards, in nats.
-
-    Raises WrongResult for a loss that is no finite number.
+    """Losses in nats of the training batches, (steps,), and of held-out text afterwards. Raises
+    WrongResult for one that is not finite.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     attend, w = attention_of(series), weights(problem, seed, device)
@@ -239,9 +238,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
-    """Rows of the losses and of their differences to `expected`, the reference's.
-
-    Kept are the first, every EVERY-th, and the held-out loss.
+    """Losses, and their differences to `expected`, the reference's: the first, every EVERY-th, and
+    the held-out one.
     """
     losses, held_out = found
     steps = len(losses)

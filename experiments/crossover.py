@@ -15,7 +15,7 @@ from .lab.measure.series import columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import Inputs
-from .lab.record import MODEL, Bench, Options, Row
+from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "crossover"
@@ -133,12 +133,12 @@ Curves = dict[str, dict[int, float]]
 def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
     """Case -> flash series -> N -> standard attention's time, or the model's bytes, over its."""
     metric = "traffic" if source == "model" else "time"
-    values: dict[Case, Curves] = {}
-    for row in rows:
-        if (row.source, row.metric) == (source, metric) and row.value is not None:
-            case = (row.dtype, row.head_dim, row.batch * row.heads_q, row.causal, row.pass_)
-            values.setdefault(case, {}).setdefault(row.series, {})[row.seqlen_q] = row.value
+
+    def case_of(row: Row) -> Case:
+        return row.dtype, row.head_dim, row.batch * row.heads_q, row.causal, row.pass_
+
     found: dict[Case, Curves] = {}
+    values = nested(rows, case_of, "series", "seqlen_q", source=source, metric=metric)
     for case, series in values.items():
         curves = {
             flash: {N: series[over][N] / t for N, t in sorted(series[flash].items())

@@ -61,10 +61,7 @@ def problems(options: Options) -> list[Problem]:
     found += [_problem(B, 4, 1, N, 64) for B, N in CACHES]
     heads, shared = DECODING_HEADS
     found += [_problem(B, heads // shared, 1, N, heads=heads) for B, N in DECODING]
-    if options.seqlens:
-        found = [p for p in found if p.seqlen_k in options.seqlens]
-    if options.head_dims:
-        found = [p for p in found if p.head_dim in options.head_dims]
+    found = [p for p in found if options.admits(p)]
     return list(dict.fromkeys(found))
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +30,7 @@ from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, kept, select, write_if_changed
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, kept, nested, write_if_changed
 from .lab.record import FIGURES as RECORDED
 from .lab.show import style, tables
 
@@ -208,10 +209,8 @@ def _calls(lengths: Sequence[int]) -> Iterator[precompile.Call]:
 
 
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
-    """Milliseconds a character of all sequences; the text is held against the whole computed once.
-
-    What greedy steps without a cache would give is the likeliest character behind each part of the
-    text, and a causal model computes all of these at a time.
+    """Milliseconds a character. The text is held against the likeliest characters behind each of
+    its parts, all of which a causal model computes at a time.
     """
     dtype = TIMED[series]
     taken, failure = attempt(_generated, series, dtype, sorted(lengths))
@@ -276,10 +275,8 @@ def by_length(
     rows: Sequence[Row], metric: str, source: str
 ) -> dict[tuple[str, str], dict[int, float]]:
     """(series, with a cache or without) -> characters before -> the number."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in select(rows, metric=metric, source=source):
-        found.setdefault((row.series, row.place), {})[row.seqlen_k] = row.number
-    return {key: dict(sorted(by.items())) for key, by in found.items()}
+    rows = sorted(rows, key=lambda row: row.seqlen_k)
+    return nested(rows, attrgetter("series", "place"), "seqlen_k", metric=metric, source=source)
 
 
 _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}

@@ -7,6 +7,7 @@ orders, forward and backward, fp32 and fp16, and torch's attention.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fa_numba import device
@@ -40,14 +41,11 @@ SERIES = {
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     assert bench.machine is not None
-    if not peers.available():
-        bench.say("  no torch with CUDA here: its calls are not measured")
+    peers.say_missing(bench.say)
     cases = [
-        (one_head(N, d, mask, dtype), pass_, series)
-        for N in options.seqlens or (SEQLEN,)
-        for d in options.head_dims or (HEAD_DIM,)
-        for mask in options.causal or (False,)
+        (problem, pass_, series)
         for dtype in SERIES
+        for problem in options.grid(partial(one_head, dtype=dtype), (SEQLEN,), (HEAD_DIM,))
         for pass_ in ("fwd", "bwd")
         for series in SERIES[dtype]
         if peers.available() or not calls.theirs(series)

@@ -38,37 +38,18 @@ def settings(problem: Problem) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    head_dims = options.head_dims or HEAD_DIMS[: 3 if options.quick else None]
-    masks = options.causal or (False,)
-    lengths = options.seqlens or (SEQLEN,)
-    problems = [one_head(N, d, mask) for mask in masks for N in lengths for d in head_dims]
-    if options.seqlens is None and OF_N in head_dims:
-        problems += [one_head(N, OF_N, mask) for mask in masks for N in SEQLENS]
+    head_dims = HEAD_DIMS[: 3 if options.quick else None]
+    problems = options.grid(one_head, (SEQLEN,), head_dims)
+    if options.seqlens is None and OF_N in (options.head_dims or head_dims):
+        problems += [
+            one_head(N, OF_N, mask) for mask in options.causal or (False,) for N in SEQLENS
+        ]
     for problem in dict.fromkeys(problems):
         for setting in settings(problem):
             yield from scaling.model(NAME, setting)
 
-    yield from _counted(options, bench, masks)
-
-    if bench.machine is not None:
-        lengths = options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,)
-        work = [
-            setting
-            for mask in masks
-            for N in lengths
-            for d in head_dims
-            for setting in settings(fa2_setting(N, d, mask))
-            if scaling.runs(setting)
-        ]
-        yield from scaling.hardware(NAME, work, bench)
-
-
-def _counted(
-    options: Options, bench: Bench, masks: Sequence[bool]
-) -> Iterator[Row | Sequence[Row]]:
-    head_dims = options.head_dims or COUNTED_HEAD_DIMS[: 2 if options.quick else None]
-    lengths = options.seqlens or (COUNTED_SEQLEN // (3 if options.quick else 1),)
-    wanted = [one_head(N, d, mask) for mask in masks for N in lengths for d in head_dims]
+    lengths = (COUNTED_SEQLEN // (3 if options.quick else 1),)
+    wanted = options.grid(one_head, lengths, COUNTED_HEAD_DIMS[: 2 if options.quick else None])
     work = [s for p in counts.countable(wanted, bench) for s in settings(p) if scaling.runs(s)]
     for setting in work:
         yield from scaling.model(NAME, setting)
@@ -77,6 +58,13 @@ def _counted(
         "counting on the emulator",
         partial(scaling.count, NAME, inputs=Inputs()),
     )
+
+    if bench.machine is not None:
+        problems = options.grid(
+            fa2_setting, (QUICK_SEQLEN if options.quick else SEQLEN,), head_dims
+        )
+        work = [s for problem in problems for s in settings(problem) if scaling.runs(s)]
+        yield from scaling.hardware(NAME, work, bench)
 
 
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:

@@ -32,11 +32,9 @@ PEER = "torch-fa2"
 
 @dataclass(frozen=True)
 class Step:
-    """A rung: its series, what the figure calls it, and the gain that was predicted before the
-    first run, over the step before it; `causal` the same with a causal mask, where it is another.
-
-    ``kept`` are the measures that its kernel has, with ``threads`` in a block of ``size``, rows and
-    columns, and ``stages`` of K and V; None for all measures and the plan's tiles.
+    """A rung: its series, what the figure calls it, the gain predicted before the first run,
+    `causal` with a mask, where another; the measures `kept`, None for all and the plan's tiles,
+    `threads` of a block of `size` (rows, columns), `stages` of K and V.
     """
 
     series: str
@@ -133,40 +131,27 @@ OCCUPIED = {
 }
 
 
-def configurations(problem: Problem) -> list[variants.Variant]:
+def configurations(problem: Problem, hopper: bool = False) -> list[variants.Variant]:
+    """The steps on mma.sync and FA-1's partitions, or those by Hopper's own instructions."""
+    steps, before = (HOPPER_LADDER, HOPPER_LADDER[-2]) if hopper else (STEPS, LADDER[-2])
+    own, measures = plan(HOPPER if hopper else BASE, problem).tiles, _MEASURES if hopper else _ORDER
+    own = replace(own, threads=None) if hopper else own
     found = []
-    own = plan(BASE, problem).tiles
-    for step in STEPS:
+    for step in steps:
         options: dict[str, Any] = {}
         if step.kept is not None:
-            options["tiles"] = step.tiles
-            options["ablate"] = tuple(name for name in MEASURES if name not in step.kept)
-        same = step.kept is None and own == LADDER[-2].tiles
-        original = LADDER[-2].series if same else None
-        note = "the plan's tiles are those of the step before" if same else ""
-        found.append(variants.Variant(step.series, options, same_as=original, note=note))
-    keys = plan("fa1-mma-keys", problem, warp_partition="keys").tiles
-    tiles = {"tiles": fa_numba.Tiles(keys.Br, keys.Bc)}
-    found.append(variants.Variant("fa1-mma-keys", {"warp_partition": "keys"}))
-    found.append(variants.Variant("fa1-mma-rows", tiles))
-    found.append(variants.Variant("fa1-mma"))
-    return found
-
-
-def hopper_configurations(problem: Problem) -> list[variants.Variant]:
-    found = []
-    own = plan(HOPPER, problem).tiles
-    before = HOPPER_LADDER[-2]
-    for step in HOPPER_LADDER:
-        options: dict[str, Any] = {}
-        if step.kept is not None:
-            options["tiles"] = step.tiles
-            options["ablate"] = tuple(name for name in _MEASURES if name not in step.kept)
-        same = step.kept is None and replace(own, threads=None) == before.tiles
+            left_out = tuple(name for name in measures if name not in step.kept)
+            options = {"tiles": step.tiles, "ablate": left_out}
+        same = step.kept is None and own == before.tiles
         note = "the plan's tiles are those of the step before" if same else ""
         original = before.series if same else None
         found.append(variants.Variant(step.series, options, same_as=original, note=note))
-    return found
+    if hopper:
+        return found
+    keys = plan("fa1-mma-keys", problem, warp_partition="keys").tiles
+    tiles = {"tiles": fa_numba.Tiles(keys.Br, keys.Bc)}
+    found.append(variants.Variant("fa1-mma-keys", {"warp_partition": "keys"}))
+    return [*found, variants.Variant("fa1-mma-rows", tiles), variants.Variant("fa1-mma")]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -186,7 +171,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     work = []
     for problem in problems:
         mine = [] if hopper and problem.causal else configurations(problem)
-        work.append((problem, mine + (hopper_configurations(problem) if hopper else [])))
+        work.append((problem, mine + (configurations(problem, hopper=True) if hopper else [])))
     if hopper and not (options.quick or options.seqlens or options.head_dims or options.causal):
         left_out = variants.Variant(NO_OVERLAP, {"ablate": ("overlap",)})
         work.append((ABLATED, [left_out, variants.Variant(HOPPER)]))

@@ -59,10 +59,9 @@ PROFILED = {
 def configurations(
     problem: Problem, multiprocessors: int, passes: str = "fwd", on: str | None = None
 ) -> list[variants.Variant]:
-    """The steps of a pass that there are kernels for on a unit; a copy follows its original.
-
-    FA-2 is given FA-1's tiles, threads included, until the last step. On Hopper, where its
-    registers hold fewer columns, FA-1 is given FA-2's after a first step with its own.
+    """The steps of a pass that there are kernels for on a unit, copies behind originals: FA-2 at
+    FA-1's tiles until the last; on Hopper, where registers hold fewer columns, FA-1 at FA-2's after
+    its own.
     """
     on = on or next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))

@@ -138,11 +138,8 @@ def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The result in two panels over N: DRAM bytes and time at an equal grid, FA-1 over FA-2,
-    without a mask.
-
-    Titles say what the data do. With a mask where nothing else is stored; `detail` where no problem
-    is of FA-2's setting.
+    """The result over N, without a mask where that is stored: DRAM bytes and time at an equal grid,
+    FA-1 over FA-2; `detail` where no problem is of FA-2's setting.
     """
     every = {place: values for place, values in _every(rows).items() if in_setting(place[1])}
     found = {place: values for place, values in every.items() if not place[1].causal} or every

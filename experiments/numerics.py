@@ -22,7 +22,7 @@ from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published, select
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, nested, published
 from .lab.show import style, tables
 
 NAME = "numerics"
@@ -256,11 +256,8 @@ def curves(rows: Sequence[Row], emulated: bool) -> Found:
         if (r.machine == EMULATOR) == emulated and r.machine != MODEL and r.value is not None
     ]
     mine = [r for r in mine if r.head_dim in (1, HEAD_DIM) and not r.causal] or mine
-    found: Found = {}
-    for row in sorted(mine, key=lambda row: row.seqlen_q):
-        key = (row.dtype, row.place, row.series, row.metric)
-        found.setdefault(key, {})[row.seqlen_q] = row.number
-    return found
+    mine.sort(key=lambda row: row.seqlen_q)
+    return nested(mine, lambda row: (row.dtype, row.place, row.series, row.metric), "seqlen_q")
 
 
 _KINDS = {NORMAL: "normal inputs", OUTLIERS: "inputs with outliers"}
@@ -408,11 +405,11 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
     """The relative error of FA-2's float32 in each precision, at the longest N and PLANES_AT."""
-    found: dict[tuple[bool, str, int, int], dict[str, float]] = {}
-    for r in select(rows, metric="error", dtype="float32"):
-        if r.head_dim > 1:
-            at = (r.machine == EMULATOR, r.place, r.head_dim, r.seqlen_q)
-            found.setdefault(at, {})[r.series] = r.number
+    found = nested(
+        [r for r in rows if r.head_dim > 1],
+        lambda r: (r.machine == EMULATOR, r.place, r.head_dim, r.seqlen_q),
+        "series", metric="error", dtype="float32",
+    )  # fmt: skip
     found = {at: line for at, line in found.items() if not line.keys().isdisjoint(PLANES)}
     emulated = all(at[0] for at in found)
     found = {at: line for at, line in found.items() if at[0] == emulated}

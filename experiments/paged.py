@@ -20,7 +20,7 @@ from .lab.measure import calls, check, peers, precompile
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
-from .lab.record import EMULATOR, Bench, Options, Row, select
+from .lab.record import EMULATOR, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "paged"
@@ -159,15 +159,12 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
     """Series -> page size -> context -> the time over pages over that of one piece."""
-    times: dict[str, dict[int, dict[int, float]]] = {}
-    for row in select(rows, metric="time"):
-        of_size = times.setdefault(row.series, {}).setdefault(page_size_of(row), {})
-        of_size[row.seqlen_k] = row.number
+    times = nested(rows, "series", page_size_of, "seqlen_k", metric="time")
     found: dict[str, dict[int, dict[int, float]]] = {}
     for series in (s for s in TIMED if s in times):
         whole = times[series].pop(0, {})
-        for size, by in sorted(times[series].items()):
-            over = {N: t / whole[N] for N, t in sorted(by.items()) if N in whole}
+        for size, of in sorted(times[series].items()):
+            over = {N: t / whole[N] for N, t in sorted(of.items()) if N in whole}
             if over:
                 found.setdefault(series, {})[size] = over
     return found
@@ -175,10 +172,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
 
 def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
     """Series -> page size -> the counted number."""
-    found: dict[str, dict[int, float]] = {}
-    for row in select(rows, source="counted", metric=metric):
-        found.setdefault(row.series, {})[page_size_of(row)] = row.number
-    return found
+    return nested(rows, "series", page_size_of, source="counted", metric=metric)
 
 
 UNIT_NAMES = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}

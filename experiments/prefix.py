@@ -19,7 +19,7 @@ from .lab.measure import calls, check, counts, peers, precompile
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, select
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "prefix"
@@ -215,11 +215,10 @@ Place = tuple[int, int]  # keys of the prefix, sequences
 
 def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[str, float]]:
     """Place -> way -> the number, of a large step; of places that have both ways."""
-    found: dict[Place, dict[str, float]] = {}
-    source = "model" if metric == "traffic" else "measured"
-    for row in select(rows, series=series, metric=metric, source=source, head_dim=LARGE[3]):
-        found.setdefault((prefix_of(row, LARGE), row.batch), {})[row.place] = row.number
-    return {at: by for at, by in sorted(found.items()) if len(by) == len(WAYS)}
+    wanted = {"series": series, "metric": metric, "head_dim": LARGE[3]}
+    wanted["source"] = "model" if metric == "traffic" else "measured"
+    found = nested(rows, lambda row: (prefix_of(row, LARGE), row.batch), "place", **wanted)
+    return {at: ways for at, ways in sorted(found.items()) if len(ways) == len(WAYS)}
 
 
 def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:

@@ -8,6 +8,7 @@ all-to-all; bytes between GPUs in closed form, and a model of the time over as m
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from fa_numba import device, io_model
@@ -43,7 +44,7 @@ from .beside.ring_rows import (
 from .lab.measure import peers, precompile, speeds
 from .lab.measure.series import HOPPER, columns
 from .lab.measure.timing import Timing, number
-from .lab.record import MODEL, Bench, Options, Row
+from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "ring"
@@ -219,10 +220,8 @@ def _message(gained: Mapping[Key, float], ranks: int) -> str:
 
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
-    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for row in rows:
-        if (row.metric, row.source, row.causal) == ("sent", "model", False):
-            found.setdefault((row.series, row.pass_), []).append((ranks_of(row), row.number))
+    wanted: dict[str, Any] = {"metric": "sent", "source": "model", "causal": False}
+    found = nested(rows, attrgetter("series", "pass_"), ranks_of, **wanted)
     if not found:
         style.empty(ax, "not modelled")
         return
@@ -230,7 +229,7 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     for (series, pass_), points in sorted(found.items(), reverse=True):
         hollow = {"mfc": "white"} if pass_ == "fwd+bwd" else {}
         ms = 9 if series == Q else 5
-        ax.plot(*zip(*sorted(points), strict=True), ms=ms, **_look(series), **hollow)
+        style.line(ax, sorted(points.items()), ms=ms, **_look(series), **hollow)
     keys = [style.key("forward", marker="o"),
             style.key("forward + backward", marker="o", mfc="white")]  # fmt: skip
     ax.legend(handles=keys, loc="lower right")
@@ -267,7 +266,9 @@ SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     times, gained = by_key(rows, "time"), gains(rows)
-    model, sent, memory = predicted(rows), by_key(rows, "sent"), by_key(rows, "memory")
+    right = {key: time / times[key] for key, time in predicted(rows).items()}
+    sent = {key: moved / 1e6 for key, moved in by_key(rows, "sent").items()}
+    memory = by_key(rows, "memory")
     series = [s for s in SERIES if any(k[0] == s for k in times)]
     places = sorted({k[1:] for k in times if k[0] in OURS and k[3] in SHOWN})
     if not places:
@@ -275,16 +276,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     lines = []
     for at in places:
         pass_, causal, N = at
-        cells = [f"{times[s, *at]:.4g}" if (s, *at) in times else tables.MISSING for s in series]
-        over = [f"{gained[s, *at]:.2f}" if (s, *at) in gained else tables.MISSING for s in OURS]
-        right = [
-            f"{model[s, *at] / times[s, *at]:.3f}" if (s, *at) in model else tables.MISSING
-            for s in OURS
-        ]
-        moved = [f"{sent[s, *at] / 1e6:.0f}" if (s, *at) in sent else tables.MISSING for s in OURS]
-        peak = f"{memory[KV, *at]:.0f}" if (KV, *at) in memory else tables.MISSING
+        cells = [tables.number(times, (s, *at), ".4g") for s in series]
+        for values, form in ((gained, ".2f"), (right, ".3f"), (sent, ".0f")):
+            cells += [tables.number(values, (s, *at), form) for s in OURS]
         name = f"{N >> 20}M" if N >= 2**20 else f"{N >> 10}k"
-        lines.append([pass_, tables.yes_no(causal), name, *cells, *over, *right, *moved, peak])
+        peak = tables.number(memory, (KV, *at), ".0f")
+        lines.append([pass_, tables.yes_no(causal), name, *cells, peak])
     machine = measured(rows)
     ranks = max(ranks_of(row) for row in rows if row.series in OURS and row.source == "measured")
     header = ["pass", "causal", "N", *(f"{LABELS[s]}, ms" for s in series)]

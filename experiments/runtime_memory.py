@@ -73,13 +73,9 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    lengths = options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS)
-    problems = [
-        setting(N, d, mask)
-        for N in sorted(lengths)
-        for d in options.head_dims or (HEAD_DIM,)
-        for mask in options.causal or (False,)
-    ]
+    lengths = QUICK_SEQLENS if options.quick else SEQLENS
+    problems = options.grid(setting, lengths, (HEAD_DIM,))
+    problems.sort(key=lambda problem: problem.seqlen_q)
     for problem in problems:
         for series in OURS:
             for pass_ in ("fwd", "fwd+bwd"):
@@ -316,12 +312,9 @@ def draw(rows: Sequence[Row]) -> Any:
     lengths = sorted({r.seqlen_q for r in rows})
     for (title, metric, pass_, name, item), ax in zip(PANELS, axes.flat, strict=True):
         for method, like in _LIKE.items():
-            points, look = (
-                paper(metric, pass_, name, method),
-                {"mfc": "white", "ls": ":", "lw": 1.1},
-            )
+            points, look = paper(metric, pass_, name, method), {"ls": ":", "lw": 1.1}
             label = f"{'PyTorch' if 'PyTorch' in method else 'FA-1'}, published, A100"
-            style.line(ax, points, like, label=label, **look)
+            style.line(ax, points, like, label=label, mfc="white", **look)
         measured = {r.series for r in rows if r.metric == metric and r.source == "measured"}
         for series in _DRAWN:
             points, known = curve(rows, series, metric, pass_, name), series in measured

@@ -190,13 +190,7 @@ def points(options: Options) -> list[Point]:
     makes = (_shared, _dims, _lengths, _options, _few, _short, _dropout, _padded)
     found = [list(make()) for make in makes]
     every = [point for kind in found for point in (kind[:1] if options.quick else kind)]
-    if options.seqlens:
-        every = [point for point in every if point.problem.seqlen_q in options.seqlens]
-    if options.head_dims:
-        every = [point for point in every if point.problem.head_dim in options.head_dims]
-    if options.causal:
-        every = [point for point in every if point.problem.causal in options.causal]
-    return every
+    return [point for point in every if options.admits(point.problem)]
 
 
 def at(point: Point, pass_: str) -> list[str]:

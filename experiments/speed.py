@@ -4,14 +4,14 @@
 attention, FA-2 by planes of 16 bits on tensor cores; peak memory beside inputs and outputs.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import HOPPER_PLANES, LABELS, PLANES, SPLITS, by_planes, precision
-from .lab.record import Bench, Options, Row, values
+from .lab.record import Row, values
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -26,12 +26,10 @@ STUDY = speeds.Study(
 )
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    yield from speeds.measure(STUDY, options, bench)
+measure = partial(speeds.measure, STUDY)
 
 
-def draw(rows: Sequence[Row]) -> Any:
-    return speed_figures.draw(STUDY, rows)
+draw = partial(speed_figures.draw, STUDY)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -4,14 +4,11 @@
 planes of 16 bits on tensor cores, standard attention, torch's kernels.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import DETERMINISTIC, HOPPER_PLANES, PLANES
-from .lab.record import Bench, Options, Row
 from .lab.show import speed_figures
-from .lab.show.tables import Table
 
 NAME = "speed_backward"
 NEEDS = ("GPU",)
@@ -26,13 +23,10 @@ STUDY = speeds.Study(
 )
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    yield from speeds.measure(STUDY, options, bench)
+measure = partial(speeds.measure, STUDY)
 
 
-def draw(rows: Sequence[Row]) -> Any:
-    return speed_figures.draw(STUDY, rows)
+draw = partial(speed_figures.draw, STUDY)
 
 
-def table(rows: Sequence[Row]) -> Table | None:
-    return speed_figures.table(STUDY, rows, "TFLOP/s, fp32.")
+table = partial(speed_figures.table, STUDY, caption="TFLOP/s, fp32.")

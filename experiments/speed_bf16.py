@@ -4,13 +4,14 @@ FA-2's setting; FA-1 with query splits too, standard attention and torch's kerne
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import HALF, LABELS
 from .lab.record import FIGURES as RECORDED
-from .lab.record import Bench, Options, Row, Store, values
+from .lab.record import Row, Store, values
 from .lab.show import speed_figures, style, tables
 from .lab.show.report import gpu
 from .lab.show.tables import Across
@@ -28,8 +29,7 @@ STUDY = speeds.Study(
 )
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    yield from speeds.measure(STUDY, options, bench)
+measure = partial(speeds.measure, STUDY)
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
@@ -59,8 +59,7 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
     return figure
 
 
-def table(rows: Sequence[Row]) -> tables.Table | None:
-    return speed_figures.table(STUDY, rows, "TFLOP/s, bf16.")
+table = partial(speed_figures.table, STUDY, caption="TFLOP/s, bf16.")
 
 
 # How far from fp16 bf16 may be, as a share of fp16's speed.

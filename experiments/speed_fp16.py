@@ -4,7 +4,7 @@ All passes, both loop orders, FA-1 with query splits, both on wgmma, standard at
 kernels where torch is installed, and the published curves.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from .lab.measure import peers, speeds
 from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.measure.workloads import HEAD_DIMS
-from .lab.record import Bench, Options, Row, published, values
+from .lab.record import Row, published, values
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -30,8 +30,7 @@ STUDY = speeds.Study(
 )
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    yield from speeds.measure(STUDY, options, bench)
+measure = partial(speeds.measure, STUDY)
 
 
 # Standard attention, both orders, FA-1 at the faster of its grids, and torch's kernels.
@@ -58,8 +57,7 @@ PAPERS = {
 FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
 
 
-def table(rows: Sequence[Row]) -> tables.Table | None:
-    return speed_figures.table(STUDY, rows, "TFLOP/s, fp16.")
+table = partial(speed_figures.table, STUDY, caption="TFLOP/s, fp16.")
 
 
 # Series that stand for FA-2, FA-1 and PyTorch's attention in the paper's figures.
@@ -181,10 +179,8 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """(pass, series) -> the largest error, and the largest excess over torch's FA-2.
-
-    The excess is that at one problem, in roundings of the dtype; None where torch's FA-2 was not
-    measured.
+    """(pass, series) -> the largest error, and the largest excess over torch's FA-2 at one problem,
+    in roundings of the dtype, if that was measured.
     """
     found: dict[tuple[str, str], dict[tuple, float]] = {}
     roundings = {}

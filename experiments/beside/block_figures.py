@@ -56,11 +56,8 @@ Panel = tuple[str, Callable[..., None], Sequence[Row], Sequence[Row]]
 
 
 def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequence[Row]) -> Any:
-    """A figure of `rows`, with a block of panels for each length and mask; None without rows.
-
-    All but the accesses is of `head_dim`, or of the first that there is. `paper` are published
-    rows, drawn beside those of their problem; `counted` has the emulator's counts and what they
-    are compared with.
+    """Panels of `rows` for each length and mask, all but the accesses of `head_dim`; None without
+    rows. `paper` are published rows, `counted` the emulator's and the model's.
     """
     problems = sorted({(row.seqlen_q, row.causal) for row in rows})
     if not problems:

@@ -18,24 +18,18 @@ Value = Callable[[str], float | None]
 _GRIDS = "both orders have K/V outside: FA-1 with a thread block a head, FA-2 with a grid over K/V"
 
 
-class Numbers:
-    """Rows looked up by series, source and metric; the values of several arrays are added up."""
+def _of(rows: Sequence[Row], source: str, metric: str, note: str = "") -> Value:
+    """Series -> the sum of its numbers, of several arrays; None where there is none."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __call__(self, series: str, source: str, metric: str, note: str = "") -> float | None:
-        found = [
-            row.value
-            for row in self._rows
-            if (row.series, row.source, row.metric) == (series, source, metric)
-            and note in ("", row.note)
+    def value(series: str) -> float | None:
+        mine = [
+            row for row in rows if (row.series, row.source, row.metric) == (series, source, metric)
         ]
+        found = [row.value for row in mine if note in ("", row.note)]
         values = [value for value in found if value is not None]
         return sum(values) if values and len(values) == len(found) else None
 
-    def of(self, source: str, metric: str, note: str = "") -> Value:
-        return partial(self, source=source, metric=metric, note=note)
+    return value
 
 
 def text(
@@ -79,7 +73,7 @@ def _of_counts(setting: Setting, rows: Sequence[Row]) -> list[str]:
 def _table(
     setting: Setting, found: Sequence[Side], rows: Sequence[Row], gpu: bounds.Device
 ) -> list[tuple[str, ...]]:
-    get, series = Numbers(rows), [side.series for side in found]
+    get, series = partial(_of, rows), [side.series for side in found]
     heads = labels(setting.pass_)
     if setting.pass_ == "bwd":  # the grids have a line of their own
         heads = {s: heads[s].partition(" (")[0] for s in series}
@@ -104,20 +98,20 @@ def _table(
 
     counted = "model" if why_not_counted(setting) else "counted"
     for metric in ("loads", "stores"):
-        line(f"elements, {metric}", get.of(counted, metric), text_of.count, counted)
+        line(f"elements, {metric}", get(counted, metric), text_of.count, counted)
     for group in GROUPS:
-        line(f"bytes, {group}", get.of("model", "traffic", group), text_of.in_bytes, "model")
-    line("bytes, all", get.of("model", "traffic"), text_of.in_bytes, "model")
-    line("bytes over FA-2's", over(get.of("model", "traffic")), "{:.2f}".format, "model")
-    line("bytes of DRAM, about", get.of("model", "dram"), text_of.in_bytes, "data sheet")
+        line(f"bytes, {group}", get("model", "traffic", group), text_of.in_bytes, "model")
+    line("bytes, all", get("model", "traffic"), text_of.in_bytes, "model")
+    line("bytes over FA-2's", over(get("model", "traffic")), "{:.2f}".format, "model")
+    line("bytes of DRAM, about", get("model", "dram"), text_of.in_bytes, "data sheet")
     for note in ("useful", "computed"):
-        line(f"FLOPs, {note}", get.of("model", "work", note), text_of.count, "model")
-    line("workspace", get.of("model", "memory"), mebibytes, "model")
-    line("time, at least", get.of("model", "time"), milliseconds, "data sheet")
-    line("time", get.of("measured", "time"), milliseconds, "measured")
-    line("time over FA-2's", over(get.of("measured", "time")), "{:.2f}".format, "measured")
-    line("TFLOP/s", get.of("measured", "speed"), "{:.3g}".format, "measured")
-    line("error", get.of("measured", "error"), "{:.1e}".format, "measured")
+        line(f"FLOPs, {note}", get("model", "work", note), text_of.count, "model")
+    line("workspace", get("model", "memory"), mebibytes, "model")
+    line("time, at least", get("model", "time"), milliseconds, "data sheet")
+    line("time", get("measured", "time"), milliseconds, "measured")
+    line("time over FA-2's", over(get("measured", "time")), "{:.2f}".format, "measured")
+    line("TFLOP/s", get("measured", "speed"), "{:.3g}".format, "measured")
+    line("error", get("measured", "error"), "{:.1e}".format, "measured")
     return table
 
 

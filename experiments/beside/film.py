@@ -45,10 +45,8 @@ class Palette:
 
 
 def ticks(traces: Sequence[Trace], most: int = MOST_FRAMES) -> list[int]:
-    """The clocks at which a frame starts: at every event of either order.
-
-    Events less than half of the smallest one apart share a frame, and so do more where there would
-    be more than `most` frames.
+    """The clocks at which a frame starts: at every event of either order; those closer than half of
+    the smallest share one, and so do more where there would be more than `most`.
     """
     found = [event for trace in traces for event in events(trace)]
     starts = sorted({event.start for event in found})
@@ -90,24 +88,17 @@ def gif(problems: Sequence[Sequence[Trace]], palette: Palette, note: str) -> byt
             before = clock
         lasting[-1] = END
     for picture in frames:
-        picture.putpalette(inks.palette)
+        picture.putpalette(b"".join(bytes(_rgb(shade)) for shade in inks))
     data = io.BytesIO()
     frames[0].save(data, "GIF", save_all=True, append_images=frames[1:], duration=lasting, loop=0)
     return data.getvalue()
 
 
-class _Inks:
+class _Inks(dict[str, int]):
     """The colours of a GIF, 256 at most, each by its number from its first use on."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
     def __call__(self, shade: str) -> int:
-        return self._numbers.setdefault(shade.lower(), len(self._numbers))
-
-    @property
-    def palette(self) -> bytes:
-        return b"".join(bytes(_rgb(shade)) for shade in self._numbers)
+        return self.setdefault(shade.lower(), len(self))
 
 
 class _Sheet:

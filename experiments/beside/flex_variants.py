@@ -14,9 +14,7 @@ Variant = Callable[[int, int], dict[str, Any]]
 
 
 def given(make: Variant, N: int, H: int, place: str = "cuda") -> dict[str, Any]:
-    """What flex_attention takes for one of our variants: its `score_mod` or `mask_mod`.
-
-    Numbers, and arrays at a `place` of torch's, are those that our function takes from outside.
+    """What flex_attention takes for one of our variants, with what our function takes from outside.
     Raises KeyError for a variant that has no counterpart here.
     """
     ((option, function),) = make(N, H).items()

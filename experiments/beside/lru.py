@@ -185,11 +185,8 @@ def dram_bytes(
     query_splits: int = 1,
     capacity: int | None = None,
 ) -> int:
-    """Bytes that a forward call reads from and writes to DRAM.
-
-    `algorithm` is "fa1" or "fa2", plain or causal; `tiles` have Br and Bc, `threads` is a block's.
-    `capacity` are bytes of cache in place of the device's own; with 0 it is all that the kernel
-    accesses.
+    """Bytes that a forward call of fa1 or fa2 reads from and writes to DRAM; `capacity` are bytes
+    of cache in place of the device's own, with 0 all that the kernel accesses.
     """
     if algorithm not in ("fa1", "fa2"):
         raise ValueError(f"algorithm is {algorithm!r}: allowed is 'fa1' or 'fa2'")

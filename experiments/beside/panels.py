@@ -109,10 +109,8 @@ class Panel:
 
     def baked(self) -> dict[str, Any]:
         """Every answer: key -> the axes that it depends on, slowest first, its different values,
-        and which of them stands where (`packed`), if not one after the other.
-
-        A key that an answer lacks is as in another answer; what is read of an answer that refuses
-        is "refused" alone.
+        and which of them stands where (`packed`), if not one after the other. A key that an answer
+        lacks is as in another.
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))

@@ -47,10 +47,8 @@ NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3"}
 
 
 def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
-    """The figure `item` of a paper, a panel for each of its head dimensions and masks.
-
-    Rows are speeds of the paper's dtype; those of other problems than the figure's are left out.
-    None where no row is of it.
+    """The figure `item` of a paper, a panel for each of its head dimensions and masks; None where
+    no row is of it.
     """
     lines = published.lookup(paper=paper, item=item, metric="speed")
     pass_ = lines[0]["pass"]

@@ -13,11 +13,8 @@ Counts = Any  # emulator.Counts
 
 @dataclass(frozen=True)
 class Counter:
-    """A number that the hardware and the emulator count.
-
-    `names` are Nsight Compute's, alternatives of which the first that a GPU has is taken; or
-    `opcodes` is a pattern of the instructions whose executions are added up. `counted` gives the
-    emulator's number.
+    """A number that hardware and emulator count: by Nsight Compute's `names`, the first that a GPU
+    has, or the executions of `opcodes`, a pattern; `counted` gives the emulator's.
     """
 
     counted: Callable[[Counts], int]
@@ -122,10 +119,8 @@ def counted(counts: Counts) -> dict[str, int]:
 
 
 def chosen(known: set[str] | None) -> dict[str, str]:
-    """Our name -> Nsight Compute's, of those that are `known` without their suffix; None for all.
-
-    Metrics of instrumented code are taken as known where the list has none of them: it may leave
-    them out.
+    """Our name -> Nsight Compute's, of those `known` without their suffix; None for all. Metrics of
+    instrumented code are taken as known where the list has none: it may leave them out.
     """
     if known is not None and not any("__sass_" in name for name in known):
         known = None
@@ -144,10 +139,8 @@ def chosen(known: set[str] | None) -> dict[str, str]:
 
 
 def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
-    """Our name -> Nsight Compute's, of those that it gives here; says which it does not.
-
-    They are tried on `case`; a name that ncu refuses or leaves empty is left out, and the rest is
-    tried again. Raises CountersError where not even CERTAIN ones are given.
+    """Our name -> Nsight Compute's, of those that it gives here: without those that it refuses for
+    `case`, which is said. Raises CountersError where not even CERTAIN ones are given.
     """
     names = chosen(counters.available_metrics())
     wanted = set(BESIDE) | {name for name, counter in COUNTERS.items() if counter.names}

@@ -45,10 +45,8 @@ def deviations(over: Mapping[int | None, float]) -> dict[int, float]:
 def draw(
     rows: Sequence[Row], paper: Sequence[Row], passes: Mapping[str, str], counted: Sequence[Row]
 ) -> Any:
-    """Time, and its deviation from the diagonal: a row of panels for each pass and problem.
-
-    None without rows. `paper` are published rows, drawn with those of their problem; `counted` has
-    the emulator's counts and what they are compared with.
+    """Time, and its deviation from the diagonal, of each pass and problem; None without rows.
+    `paper` are published rows, `counted` the emulator's and the model's.
     """
     panels = sorted(
         {(r.pass_, r.head_dim, r.causal, r.seqlen_q) for r in rows},

@@ -82,11 +82,9 @@ class Judgement:
 def judge(
     kind: str, trend: str, points: Sequence[Point], beside: Sequence[Point] = ()
 ) -> Judgement:
-    """The verdict on points of a `kind`, one of FACTORS.
-
-    `trend`, one of TRENDS, says what is asked where they are not all within the factor: the order
-    of all series of a place, `beside` among them; the shape of each series over the last part of
-    its places; or the words at each point.
+    """The verdict on points of a `kind`, one of FACTORS, and by `trend`, one of TRENDS, where they
+    are not all within the factor: the order of all series of a place, `beside` among them; the
+    shape of each over the last part of its places; or the words at each point.
     """
     within = [point.within(FACTORS[kind]) for point in points]
     if trend == "order":

@@ -79,7 +79,7 @@ def test_each_step_on_hopper_adds_one_measure_or_warpgroup_or_stage():
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_steps_on_hopper_are_planned_as_they_say(d):
     problem = fa2_setting(4096, d, False, "float16")
-    found = {c.series: c for c in ladder.hopper_configurations(problem)}
+    found = {c.series: c for c in ladder.configurations(problem, hopper=True)}
     assert list(found) == list(ladder.HOPPER_LABELS)
     plans = {name: variants.plan(name, problem, **c.options) for name, c in found.items()}
     first, *_, counter, ahead, late, last = ladder.HOPPER_LABELS

@@ -69,10 +69,8 @@ def make_read_global() -> Kernel:
 
 @cache
 def make_read_shared() -> Kernel:
-    """Sums of what each thread reads of shared memory in `steps` accesses, all of it 1.
-
-    From an access to the next it goes `stride` floats, an argument, so that no compiler sees that
-    it comes back to the same ones.
+    """Sums of what each thread reads of shared memory in `steps` accesses, all of it 1; `stride` is
+    an argument so that no compiler sees that the same floats come back.
     """
 
     def read_shared(Y, steps, stride):

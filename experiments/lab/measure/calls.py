@@ -28,10 +28,8 @@ def theirs(series: str) -> bool:
 def make(
     series: str, pass_: str, problem: Problem, arrays: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """A function that runs the series once in a pass; it takes `out`.
-
-    `arrays` are q, k, v and, for a pass with gradients, dout. `options` are those of our calls:
-    dropout_p, seed, q_lens, kv_lens and more; torch's calls are given those that it has.
+    """A function that runs the series once in a pass on q, k, v and, with gradients, dout; it takes
+    `out`. Of `options`, our calls', torch's are given those that they have.
     """
     source: Any = peers if theirs(series) else ours
     if theirs(series):
@@ -53,10 +51,8 @@ def shortened(longest: int) -> Callable[[Problem], Problem]:
 
 
 class Checks:
-    """Checks of calls: of O on the problem itself, of gradients on what `shorter` makes of it.
-
-    Where that is another problem the same call is checked on it once, and no error is given.
-    `given(problem)` are options of the calls that their problem says.
+    """Checks of calls: of O on the problem itself, of gradients on what `shorter` makes of it, once
+    and without an error where that is another; `given` are options by problem.
     """
 
     def __init__(
@@ -106,11 +102,8 @@ class Checks:
 def check_once(
     series: str, problem: Problem, host: Sequence[np.ndarray], options: dict[str, Any]
 ) -> None:
-    """Check O and the gradients of a small problem, all of them, with all the options.
-
-    `host` are q, k, v and dout. What torch drops is not known here: of its calls with dropout the
-    output is held to what `DropoutGate` says, and the gradients have to be finite. Raises
-    WrongResult.
+    """Check all of O and the gradients of a small problem; `host` are q, k, v, dout. Of torch's
+    calls with dropout O is held to `DropoutGate`, gradients to be finite. Raises WrongResult.
     """
     q_lens = options.get("q_lens")
     valid = np.ones((problem.batch, 1, problem.seqlen_q, 1), np.float32)
@@ -149,11 +142,8 @@ def workspace_bytes(run: Callable[..., Any]) -> int:
 
 
 def own_peak_bytes(run: Callable[..., Any], results: int) -> int:
-    """Peak memory of one call of ours, what it returns with the rest.
-
-    Workspace is what the package's own allocator gives; results are what torch's gives where torch
-    is installed, and else `results` bytes. The two peaks need not be at the same time: where they
-    are not, this is a little more than was ever taken at once.
+    """Peak memory of one call of ours, with what it returns: `results` bytes without torch. The
+    peaks of workspace and results are added, which is a little more where their times differ.
     """
     with device.track_memory() as memory:
         if peers.available():

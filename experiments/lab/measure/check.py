@@ -46,12 +46,9 @@ def rounds(problem: Problem) -> dict[str, Any]:
 
 
 class Gate:
-    """Holds parts of a result to float64: `gate(result)` our kernels', `gate.peer(result)` others'.
-
-    Of ours the relative error is at most `bounds`: twice that of the unfused computation in the
-    dtype, and a rounding; of others' at most PEER_BOUND. Both give the largest of the parts and
-    raise WrongResult with the name of one that is beyond its bound. `take` finds the parts; the
-    message says `at`.
+    """Holds parts of a result, which `take` finds, to float64: `gate(result)` of ours to twice the
+    unfused computation's error and a rounding, `gate.peer(result)` to PEER_BOUND. Both give the
+    largest error, or raise WrongResult with the part's name and `at`.
     """
 
     def __init__(
@@ -66,10 +63,8 @@ class Gate:
 
     @classmethod
     def of_rows(cls, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Gate:
-        """Of O: the first, the middle and the last 32 rows of the first and of the last head.
-
-        q, k and v are NumPy's, or lie on the GPU, from where only what is looked at is copied.
-        `options` are those of our call, but for a block mask and dropout.
+        """Of O: the first, the middle and the last 32 rows of the first and the last head, which
+        alone are copied from a GPU. `options` are our call's, but a block mask and dropout.
         """
         problem = _with_lengths(problem, options)
         places, exact, unfused = [], [], []
@@ -206,11 +201,8 @@ def _blocks(
     share: int,
     options: dict[str, Any],
 ) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:
-    """(where its rows are, its q, k and v, its options) of each block of rows.
-
-    A block has at most `rows` rows and, of a sequence's, one of `share`; it begins `halves` half
-    lengths from the first row. It is bottom-right aligned itself once
-    the columns that its last row does not see are cut off.
+    """(where its rows are, its q, k and v, its options) of blocks of at most `rows` rows and one of
+    `share` of a sequence's, `halves` half lengths from the first row, cut to the columns seen.
     """
     for b, h in dict.fromkeys([(0, 0), (problem.batch - 1, problem.heads_q - 1)]):
         Nq, _ = problem.lengths(b)

@@ -68,10 +68,8 @@ class Sampling:
 
 
 def summarize(text: str) -> dict[str, Any]:
-    """[least, median, most] of each number, and in how many samples the clocks were held by what.
-
-    `text` has a line a sample, as `_command` asks for. They are of the samples in which the GPU was
-    busy, or of all where it never was. Empty without a sample.
+    """[least, median, most] of each number, and in how many samples what held the clocks: of the
+    lines in which the GPU was busy, or of all where it never was. Empty without a sample.
     """
     samples = [cells for cells in map(_cells, text.splitlines()) if cells]
     busy = [cells for cells in samples if cells[BUSY] >= LEAST_BUSY]

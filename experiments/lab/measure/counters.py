@@ -57,11 +57,8 @@ class CountersError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted: batch, heads, rows of q, k and v, and head dimension are its `sizes`.
-
-    `tiles` are Br, Bc, threads and stages, None for the plan's own, `options` what else the call
-    takes. `passes` is "fwd", or "bwd" for the backward pass alone. With `rows` the call has the
-    first so many rows of q alone. `unit` is simt or mma, by dtype, where it is None.
+    """One call to be counted: `sizes` are batch, heads, rows and head dimension, `tiles` Br, Bc,
+    threads and stages. `rows` are the first of q alone, `unit` is by dtype where None.
     """
 
     algorithm: str
@@ -132,11 +129,8 @@ def traffic(
 
 
 def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
-    """ncu's CSV as one dict of metric -> value for each kernel launch, in launch order.
-
-    Bytes, sectors, instructions, requests and plain ratios as they are, times in ns, percentages as
-    fractions of 1. Raises CountersError for any other unit, and for a metric that a launch does not
-    have.
+    """ncu's CSV as metric -> value of each launch, in order: counts and ratios as they are, ns,
+    fractions of 1. Raises CountersError for any other unit and a metric that a launch lacks.
     """
     launches: dict[int, dict[str, float]] = {}
     for line in _lines(text):
@@ -206,12 +200,8 @@ def _factor(unit: str) -> float | None:
 def assign(
     launches: Sequence[Mapping[str, float]], kernels: Sequence[int | str]
 ) -> list[dict[str, float] | str]:
-    """Each call's values from the launches in their order, or why the call failed.
-
-    `kernels` has, for each call, how many kernels it launched, or why it failed.
-
-    Totals (metrics that end in .sum) of a call's kernels are added up. Any other metric is a ratio,
-    which cannot be: only a call of a single kernel has it.
+    """Each call's values from the launches in order, or why it failed; `kernels` has how many each
+    call launched. Totals (.sum) are added up; a ratio only a call of one kernel has.
     """
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
@@ -234,9 +224,8 @@ def assign(
 
 
 def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
-    """Run the cases under ncu: for each one metric -> value as `parse` gives it, or why it failed.
-
-    One process runs all of them. Raises CountersError without ncu, and where ncu itself fails.
+    """Run the cases under ncu, in one process: metric -> value of each, or why it failed. Raises
+    CountersError without ncu, and where ncu itself fails.
     """
     table, kernels = _run(cases, metrics)
     return assign(parse(table, metrics), kernels)

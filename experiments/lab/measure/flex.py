@@ -23,12 +23,10 @@ BIAS_STAGES = 2
 
 
 def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[..., Any]:
-    """A function that runs flex_attention once on q, k and v; it takes `out` and leaves it alone.
-
-    It is compiled at the first run, for this problem alone. `given` are the options of our call,
-    arrays on the GPU; a `mask_mod` or `score_mod` among them is torch's. Packed sequences are one
-    long one here, whose mask tells them apart; q, k and v are then copied to the layout that
-    flex_attention has, before any run.
+    """A function that runs flex_attention once, compiled for this problem at its first run; it
+    takes `out` and leaves it alone. `given` are our call's options, arrays on the GPU, but torch's
+    mask_mod and score_mod. Packed sequences are one, copied before any run, whose mask tells them
+    apart.
     """
     run = _compiled(problem, *_laid_out(problem, q, k, v), **given)
     return lambda out=None: _as_given(problem, run())

@@ -152,11 +152,9 @@ class Trace:
 
     @cached_property
     def held(self) -> list[Held]:
-        """When which tile is on the chip.
-
-        A tile of Q, K or V sits in shared memory until another is loaded over it, or the block
-        ends. O, l and m sit in registers from their load to their store. A row tile that was not
-        loaded starts there as soon as its Q is there and the row tile before it is stored.
+        """When which tile is on the chip: of Q, K or V in shared memory until another is loaded
+        over it or the block ends, of O, l and m in registers until their store, from their load or
+        from when their Q is there and the row tile before is stored.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 

@@ -58,12 +58,9 @@ def call(
     kv_lens: Sequence[int] | None = None,
     softmax: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
-    """A function that runs the series once on q, k and v, which are viewed, not copied.
-
-    It takes `out` as ours do, for the sake of one timing loop, and leaves it alone: torch's
-    attention makes its own output, in a cached allocation. `kv_lens`, the valid columns of each
-    batch entry, are a mask of (batch, 1, 1, seqlen_k). The unfused steps take torch's softmax
-    of the last dimension unless another is given.
+    """A function that runs the series once on q, k and v, viewed, not copied; it takes `out` as
+    ours do and leaves it alone. `kv_lens`, valid columns, are a mask of (batch, 1, 1, seqlen_k);
+    `softmax` is that of the unfused steps, torch's unless given.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))

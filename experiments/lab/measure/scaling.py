@@ -63,10 +63,8 @@ class Setting:
 
 
 def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "fwd") -> Setting:
-    """Block sizes by line 1 of FlashAttention's Algorithms 1 and 4 for M floats on chip.
-
-    Bc = ceil(M / 4d) and Br = min(Bc, d). The Q-outer order takes the two exchanged: what it keeps
-    on chip through the inner loop are rows of Q. Backward both orders keep rows of K and V.
+    """Block sizes by line 1 of FlashAttention's Algorithms 1 and 4 for M floats: Bc = ceil(M / 4d),
+    Br = min(Bc, d), exchanged for Q outer, which keeps rows of Q on chip, forward.
     """
     rows, columns = paper_rule(M, problem.head_dim)
     if algorithm(series) == "fa2" and pass_ == "fwd":
@@ -131,10 +129,8 @@ Points = dict[Any, float]
 
 
 def per_score(rows: Iterable[Row], x: Callable[[Row], Any]) -> dict[tuple[str, str], Points]:
-    """(series, source) -> x -> loads and stores for each score, in elements of 4 bytes.
-
-    The rows are of one length; of the closed forms either those in elements or those in bytes,
-    which stand beside what was measured.
+    """(series, source) -> x -> loads and stores a score in elements of 4 bytes, of one length and,
+    of closed forms, of those in elements or those in bytes.
     """
     found: dict[tuple[str, str], Points] = {}
     for row in rows:
@@ -149,9 +145,8 @@ def per_score(rows: Iterable[Row], x: Callable[[Row], Any]) -> dict[tuple[str, s
 
 @dataclass(frozen=True)
 class Fit:
-    """y ~ x**exponent from `low` to `high`, least squares of the logarithms.
-
-    `error` is the exponent's standard error: how far the points are from any power.
+    """y ~ x**exponent from `low` to `high`, least squares of the logarithms, and its standard
+    error.
     """
 
     exponent: float

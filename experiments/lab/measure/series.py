@@ -144,10 +144,8 @@ def gradients(
 
 
 def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
-    """A function that runs the series on one row tile of q after the other, a call each.
-
-    `options` have the tiles. Causal row tiles are given the keys that they see, no more: aligned to
-    the bottom right, their mask is then that of the whole.
+    """A function that runs the series on one row tile of q after the other, a call each. Causal
+    ones are given the keys that they see: aligned to the bottom right their mask is the whole's.
     """
     options = _whole_columns(series, options | _common(series, problem))
     Br, Nq = options["tiles"].Br, problem.seqlen_q
@@ -175,10 +173,8 @@ def query_splits(
     passes: str = "fwd",
     tiles: Any = None,
 ) -> int:
-    """Into how many thread blocks FA-1 should split a head's queries, by `makespan`.
-
-    Tried are the powers of two below the number of row tiles, and that number; where several end
-    at the same time, the fewest win. The tiles are the plan's, unless given.
+    """Into how many thread blocks FA-1 should split a head's queries, by `makespan`: a power of two
+    below the number of row tiles or that number, the fewest of equals.
     """
     tiles = tiles or plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")
@@ -194,11 +190,8 @@ def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds:
 def makespan(
     problem: Problem, Br: int, Bc: int, splits: int, multiprocessors: int, adds: bool = False
 ) -> float:
-    """The time until the last thread block ends, in tiles of S; with `adds` of the backward pass,
-    where blocks of one head add to the same dK and dV.
-
-    A multiprocessor runs one block at a time. The hardware hands out blocks in order, splits first,
-    then heads, to the multiprocessor that is free first.
+    """The time until the last thread block ends, in tiles of S, `adds` as in `block_costs`: blocks
+    go in order, splits first, to the multiprocessor that is free first, one at a time.
     """
     costs = block_costs(problem, Br, Bc, splits, adds and splits > 1)
     blocks = [(1, cost) for cost in costs] * (problem.batch * problem.heads_q)
@@ -206,11 +199,8 @@ def makespan(
 
 
 def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
-    """The work of one head's thread blocks in launch order, in tiles of S.
-
-    A block pays for the tiles that it visits, and for every column tile what loading Kj and Vj
-    costs, with `adds` what adding to dKj and dVj costs too. Row tile i visits the column tiles that
-    its last row sees, the first in any case; the block with the last rows is launched first.
+    """The work of one head's thread blocks in launch order, the last rows first, in tiles of S:
+    those visited, and for every column tile loading Kj and Vj, with `adds` adding to dKj and dVj.
     """
     Nq, Tr = problem.seqlen_q, -(-problem.seqlen_q // Br)
     column_tiles = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fa_numba import device
@@ -33,11 +34,8 @@ UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma", HOPPER_SPLITS: HOPPER_FA1}
 
 @dataclass(frozen=True)
 class Study:
-    """What one experiment measures.
-
-    `ours` and `theirs` are series. Where `fa1_longest` is given, FA-1's backward pass is left out
-    of longer problems. `forward_dims` are head dimensions of which the forward pass alone is
-    measured, `figures` those of the FA-2 paper whose order is judged beside, `seqlens` the lengths.
+    """What one experiment measures: series `ours` and `theirs`, FA-1's backward pass to
+    `fa1_longest`, of `forward_dims` the forward pass alone; `figures` are the FA-2 paper's beside.
     """
 
     name: str
@@ -83,8 +81,6 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     assert bench.machine is not None and bench.describe is not None
     lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
     every = (*HEAD_DIMS, *study.forward_dims)
-    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else every)
-    masks = options.causal or ((False,) if options.quick else (False, True))
     beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]
     if beyond:
         bench.say(
@@ -92,9 +88,8 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
             f"thread block a head, too few of them beyond N={study.fa1_longest}"
         )
     peers.say_missing(bench.say)
-    cases = [
-        fa2_setting(N, d, mask, study.dtype) for d in head_dims for mask in masks for N in lengths
-    ]
+    make, few = partial(fa2_setting, dtype=study.dtype), options.quick
+    cases = options.grid(make, lengths, every[: 1 if few else None], (False, True)[: 2 - few])
     precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     if peers.available():
         yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)

@@ -74,11 +74,8 @@ def time_call(
     repeats: int = REPEATS,
     seconds: float | None = None,
 ) -> Timing:
-    """Check `call()`'s result with a gate, then time `call(out=result)`.
-
-    With `seconds`, fewer than `repeats` runs are timed where all would take longer than that, but
-    at least FEWEST. A call of more than LONG seconds is warm after the check's and the one that
-    tells how long it takes.
+    """Check `call()`'s result with a gate, then time `call(out=result)`: `repeats` runs or, with
+    `seconds`, as many as that takes, FEWEST at least. One of more than LONG seconds is warm then.
     """
     out = call()
     device.synchronize()

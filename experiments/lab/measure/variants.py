@@ -18,12 +18,9 @@ from .workloads import Inputs
 
 @dataclass(frozen=True)
 class Variant:
-    """One call of a comparison: a series and the options it is called with.
-
-    `same_as` names the series of the same comparison whose call is just this one: it is measured
-    once and its rows are copied. `note` goes into the rows. `passes` is "fwd", or "bwd" for the
-    backward pass alone. With `by_row_tile` a forward call is made for each row tile of q, one after
-    the other: so a loop order whose grid is over row tiles has one thread block a head at a time.
+    """One call of a comparison. `same_as` names the series whose call it is, whose rows are copied,
+    `note` goes into the rows. `by_row_tile` makes a forward call for each row tile of q: so an
+    order whose grid is over row tiles has one thread block a head at a time.
     """
 
     series: str
@@ -59,11 +56,9 @@ def measure(
     seconds: float | None = None,
     counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:
-    """Rows of every problem's variants: first all times, then bytes and hardware counters.
-
-    `profiled` maps our metrics to Nsight Compute's names. A variant that is a copy must come after
-    its original. `seconds` limits the timing of a call as in `time_call`. Problems for which
-    `counted` is False get no hardware counters, only the model's bytes.
+    """Rows of every problem's variants, copies after their originals: all times, then bytes and
+    hardware counters, `profiled` by Nsight Compute's names; the model's bytes alone where `counted`
+    is False.
     """
     planned = [
         precompile.Call(s.series, problem, s.planned)

@@ -69,10 +69,8 @@ def held(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Inputs:
-    """Standard normal q, k and v: the first numbers of three streams, drawn once.
-
-    `inputs(problem)` gives float32 arrays of numbers that the problem's dtype holds exactly. With
-    `gradient` it gives dout too, of a fourth stream.
+    """`inputs(problem)` gives q, k and v, with `gradient` dout: the first numbers of standard
+    normal streams, drawn once, float32 that the problem's dtype holds exactly.
     """
 
     def __init__(self, *, gradient: bool = False) -> None:

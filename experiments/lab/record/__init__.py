@@ -13,4 +13,4 @@ published   the papers' own numbers
 """
 
 from .options import FIGURES, FILTERED, MASKS, PUBLISHED, REPOSITORY, Bench, Options, Refused
-from .store import EMULATOR, MODEL, Row, Store, StoreError, select, values, write_if_changed
+from .store import EMULATOR, MODEL, Row, Store, StoreError, nested, select, values, write_if_changed

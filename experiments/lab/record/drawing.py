@@ -20,10 +20,8 @@ START = "fork"
 
 
 class Drawing:
-    """Draws each named figure once its data is stored; `missing` names those that were not drawn.
-
-    Without a pool of processes `draw` draws at once. With one it returns, and what a process says
-    of a figure is printed by `wait`.
+    """Draws each named figure once its data is stored: at once, or in a pool of processes, whose
+    words `wait` prints; `missing` names those that were not drawn.
     """
 
     def __init__(self, runner: Any, pool: ProcessPoolExecutor | None) -> None:

@@ -22,10 +22,8 @@ T = TypeVar("T")
 
 
 class Journal:
-    """The rows of one unfinished run.
-
-    `of` describes what is run; a file that is of something else is begun anew. `rows` are those
-    taken over, `runs` has machine -> id -> description of a run, `seconds` how long it took so far.
+    """The rows of one unfinished run of what `of` describes; a file of something else is begun
+    anew. `rows` are those taken over, `runs` machine -> id -> description.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]) -> None:

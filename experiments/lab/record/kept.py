@@ -47,10 +47,8 @@ _TARGET = "experiments.lab.measure.counter_target"
 
 
 def sources(module: Any, *, counts: bool) -> dict[str, str]:
-    """Name -> text of what the experiment's numbers come from: `counts`, or what a GPU measures.
-
-    These are files of fa_numba with its tables, and of the modules of experiments the statements
-    that `measure` reaches; not those that draw. Texts are without docstrings and comments.
+    """Name -> text, without words, of what the experiment's numbers come from, `counts` or what a
+    GPU measures: fa_numba's files, and the statements of experiments that `measure` reaches.
     """
     more = () if counts else tuple(getattr(module, "MEASURES", ()))
     found = {

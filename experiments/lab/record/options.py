@@ -31,13 +31,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """Choices from the command line; None where nothing was chosen.
-
-    `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
-    masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
-    seconds, `recount` counts on the emulator what was counted before from the same sources too.
-    `replace` records without what `review` finds lacking. Figures go to the folder `out`, their
-    data to `out`/data.
+    """Choices from the command line, None where nothing was chosen; `tiles` are (Br, Bc). `quick`
+    shrinks an experiment to seconds, `recount` counts what was counted from the same sources too,
+    `replace` records without what `review` finds lacking. Data go to `out`/data.
     """
 
     quick: bool = False
@@ -81,12 +77,9 @@ class Options:
 
 @dataclass
 class Bench:
-    """Where an experiment runs: `machine` is this machine's GPU as a file name, None without one,
-    and `describe` what `device.describe` says of it.
-
-    `track(items, label)` goes through the items under a progress bar; `say` prints a line. `kept`
-    are all rows that a complete run counted on the emulator from the sources as they are. With a
-    `journal` what an interrupted run has measured is not measured again.
+    """Where an experiment runs: `machine` is this GPU as a file name, None without one, `describe`
+    what `device.describe` says of it, `kept` the rows counted before from the same sources. What a
+    `journal` has of an interrupted run is not measured again.
     """
 
     machine: str | None = None

@@ -43,10 +43,8 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The commit, and whether the code differed from it: figures and pages do not count as code.
-
-    The environment's COMMIT_VARIABLE comes first, for a copy of the tree that has another history.
-    Whether the code differed is None there, and both are None without git.
+    """The commit, COMMIT_VARIABLE's first, and whether code, not figures or pages, differed from
+    it: None for one by name. Both are None without git.
     """
     named = os.environ.get(COMMIT_VARIABLE)
     head = named or _output("git", "rev-parse", "--verify", "HEAD")
@@ -149,10 +147,7 @@ def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapp
 
 
 def when(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Date and commit of the runs that rows are of; a + stands for changes beyond a commit.
-
-    Runs of several commits are all named.
-    """
+    """Date and commits of the runs that rows are of; a + stands for changes beyond a commit."""
     commits = list(dict.fromkeys(map(_commit, runs))) or [_commit({})]
     dates = sorted({run.get("date") or "undated" for run in runs}) or ["undated"]
     if len(commits) == 1:

@@ -80,11 +80,6 @@ def takes(experiment: Experiment, gpu: bool) -> set[str]:
     return taken | set(getattr(experiment, "TAKES_ON_GPU", ()) if gpu else ())
 
 
-def protocol(name: str, experiment: Experiment) -> dict[str, str]:
-    own = getattr(experiment, "PROTOCOL", "")
-    return {name: own} if own else {}
-
-
 def tables(name: str) -> Mapping[str, Make]:
     """The experiment's tables by the names that the page has for them."""
     module = load(name)

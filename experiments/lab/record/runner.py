@@ -31,11 +31,9 @@ About = Callable[[str], dict[str, Any]]
 
 @dataclass
 class Report:
-    """What became of one experiment: rows measured, whence its figure's are, what failed.
-
-    `recorded` has the runs of each machine that the figure is drawn from. `kept` is how many of the
-    rows were counted before, from the same sources. `held` says that the rows do not stand in the
-    recording: the run was cut off.
+    """What became of one experiment. `recorded` has the runs of each machine that is drawn, `kept`
+    is how many rows were counted before; `held` says that a run was cut off and its rows are none
+    of the recording's.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -93,8 +91,8 @@ class Runner:
         """What describes a run of the experiment by the machine whose rows it is of."""
         texts = kept.sources(module, counts=False) if self.machine else {}
         sources = kept.digest(texts, ())
-        protocol = registry.protocol(name, module)
-        return functools.partial(self._provenance.for_machine, own=protocol, sources=sources)
+        own = {name: module.PROTOCOL} if hasattr(module, "PROTOCOL") else {}
+        return functools.partial(self._provenance.for_machine, own=own, sources=sources)
 
     def described(self, name: str, module: Experiment) -> dict[str, Any]:
         """What two runs have in common of which the second may go on where the first stopped."""
@@ -156,11 +154,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
-        """What goes wrong is printed and put into the report, and the next experiment can go on.
-
-        A file or folder that is in the way is named in a line, and so is why nothing is measured,
-        or that this GPU has no unit for it, which is no fault.
-        Anything else is a fault of the program and is printed with its traceback.
+        """What goes wrong is printed and put into the report, and the next experiment goes on: in a
+        line what is in the way, why nothing is measured, or that this GPU lacks the unit, which is
+        no fault; with its traceback a fault of the program.
         """
         try:
             yield
@@ -316,9 +312,8 @@ class Runner:
         self.console.print(f"  {escape(str(stem))}{kinds}: {state}", soft_wrap=True)
 
     def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
-        """What there is to draw: closed forms, counts, and one GPU's rows; with their runs.
-
-        A machine missing from --out is taken from the recordings that come with the project.
+        """Closed forms, counts and one GPU's rows to draw, with their runs: those in --out, else
+        the project's.
         """
         places: dict[str, Store] = {}
         for store in (Store(FIGURES), self.store):

@@ -21,10 +21,8 @@ class OutOfTime(BaseException):
 
 @dataclass(frozen=True)
 class Due:
-    """An experiment to be measured: why, since when its recording is, and how long it will take.
-
-    `since` is empty without a recording, `seconds` None where no recording says how long it took.
-    `stuck` are those that were begun and got nowhere: what comes behind them has to have its turn.
+    """An experiment to be measured, why, the date of its recording or "", how long that took, if
+    known. `stuck` are those that were begun and got nowhere: others have their turn first.
     """
 
     name: str

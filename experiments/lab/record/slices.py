@@ -15,10 +15,8 @@ WHOLE = "*"
 
 
 def plain(text: str) -> str:
-    """Python's text without docstrings, comments and the lines that are empty then; where a
-    docstring is all there is, three dots stand for it. Docstrings have lines of their own.
-
-    Nothing of it is written anew: it does not depend on the version of Python.
+    """Python's text without docstrings, which have lines of their own, comments and lines that are
+    empty then; three dots stand for a docstring that is all there is.
     """
     return "".join(_plain_lines(text).values())
 

@@ -38,12 +38,9 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number. `machine` names the file it stands in; the other fields are the CSV's columns.
-
-    `value` is None for a configuration that failed; `note` then says why. `p20`, `p80` and `n`
-    belong to timings: percentiles and how many runs. An experiment that varies what no column has
-    says where a row stands at the start of `note`, up to a semicolon: `place`. `run` is the id of
-    the run that measured it; the recorder puts it in.
+    """One number: the CSV's columns, and `machine`, its file. `value` is None for what failed,
+    `note` says why; `p20`, `p80` and `n` belong to timings. What no column has stands at the start
+    of `note`, up to a semicolon: `place`. `run` is the id of the run, put in by the recorder.
     """
 
     machine: str
@@ -169,6 +166,18 @@ def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
     return {key(row): row.number for row in select(rows, **fields)}
 
 
+def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
+    """The same one in the other: by the first column, or function of a row, then by the next."""
+    found: dict[Any, Any] = {}
+    for row in select(rows, **fields):
+        *outer, last = (getattr(row, n) if isinstance(n, str) else n(row) for n in names)
+        at = found
+        for key in outer:
+            at = at.setdefault(key, {})
+        at[last] = row.number
+    return found
+
+
 def _setting(row: Row) -> tuple[Any, ...]:
     """What a run measures anew as a whole: series, source and problem."""
     return tuple(getattr(row, name) for name in _SETTING)
@@ -186,9 +195,7 @@ def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
 
 
 def parse(text: str, machine: str) -> list[Row]:
-    """The rows of CSV text.
-
-    The last column, their runs, may be missing. Raises ValueError, which names the line, when the
+    """The rows of CSV text, their runs or not. Raises ValueError, which names the line, where
     columns or a value are not ours, or two lines are of the same thing.
     """
     lines = csv.reader(io.StringIO(text))
@@ -226,11 +233,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
-    """Replace each file in one step unless it holds just that, text as UTF-8; gives those changed.
-
-    All are on the disk, beside those that they replace, before the first is replaced: where one
-    cannot be written, each is as it was. Folders are made. Raises StoreError where a folder or a
-    file cannot be written.
+    """Replace each file in one step unless it holds just that; gives those changed. All are on the
+    disk before the first is replaced: where one cannot be written, each is as it was. Raises
+    StoreError.
     """
     beside: dict[Path, str] = {}
     try:
@@ -278,9 +283,8 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, experiment: str) -> Iterator[None]:
-        """Keep other runs from the experiment's rows here: they would write over each other's.
-
-        Raises StoreError where one is at it. The lock goes with the process, however that ends.
+        """Keep other runs from the experiment's rows here as long as the process lives. Raises
+        StoreError where one is at it.
         """
         path = self.root / "partial" / f"{experiment}.lock"
         with contextlib.ExitStack() as stack:

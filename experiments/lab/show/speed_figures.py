@@ -138,11 +138,9 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
 def table(
     study: Study, rows: Sequence[Row], caption: str, shown: Sequence[str] | None = None
 ) -> tables.Table | None:
-    """TFLOP/s of the series that are `shown`, and our FA-2 over the first of torch's kernels.
-
-    Of the shortest and the longest length; where there are several passes, of the longest alone,
-    with a causal mask where that is stored. None where no speed is stored. `shown` are all of the
-    study's unless given.
+    """TFLOP/s of the series `shown`, the study's unless given, and our FA-2 over the first of
+    torch's kernels, at the shortest and longest length; of several passes at the longest, with a
+    mask where that is stored.
     """
     shown = shown or study.drawn
     mine = [r for r in rows if r.metric == "speed" and r.series in study.series]

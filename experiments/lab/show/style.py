@@ -221,10 +221,8 @@ def _show_single_points(figure: Figure) -> None:
 
 
 def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
-    """Write stem.svg and stem.png with the footnote; gives the files that changed. A small figure
-    has no place for it: a link to the large one has.
-
-    Raises StoreError where they cannot be written.
+    """Write stem.svg and stem.png with the footnote, for which a small figure has no place; gives
+    the files that changed. Raises StoreError.
     """
     import matplotlib
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -26,10 +26,8 @@ Make = Callable[..., Table | None]
 
 @dataclass(frozen=True)
 class Across:
-    """A table over several experiments: `make` is given the rows of all of `experiments`.
-
-    `cites` is False where the table's own cells say which data they are from; with `timed` it takes
-    how many seconds each experiment's recording took, too.
+    """A table that `make` makes of the rows of all of `experiments`. `cites` is False where its
+    cells say what they are from; `timed`, it takes the seconds of each recording too.
     """
 
     make: Callable[..., Table | None]
