@@ -4,6 +4,7 @@ Time of standard attention over that of both loop orders, and of torch's unfused
 fused kernel, N=64 to 4096 in fine steps, fp16 and fp32, few and many heads; bytes by the model.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from fa_numba.problem import Problem
 from .lab.measure import calls, peers, precompile
 from .lab.measure.series import columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
-from .lab.measure.timing import FEWEST, attempt, time_call
+from .lab.measure.timing import FEWEST
 from .lab.measure.workloads import Inputs
 from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
@@ -79,19 +80,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     if bench.machine is None:
         return
     peers.say_missing(bench.say)
-    planned = (
-        call
-        for problem in problems
-        for series in series_of(problem.dtype)
-        if not calls.theirs(series)
-        for pass_ in PASS_NAMES
-        for call in precompile.calls(series, problem, pass_)
-    )
-    precompile.compile_ahead(planned, bench)
-    inputs = Inputs(gradient=True)
-    checks = calls.Checks(inputs, calls.shortened(CHECKED))
+    of_all = ((s, p, pass_) for p in problems for s in series_of(p.dtype) for pass_ in PASS_NAMES)
+    precompile.compile_ahead(itertools.chain(*(precompile.calls(*of) for of in of_all)), bench)
+    checks = calls.Checks(Inputs(gradient=True), calls.shortened(CHECKED))
     for problem in bench.each(problems, "timing"):
-        yield from _times(problem, inputs, checks, bench.machine)
+        of = (NAME, problem, PASS_NAMES, series_of(problem.dtype), checks, bench.machine)
+        yield from calls.timed(*of, repeats=REPEATS, seconds=SECONDS)
 
 
 def _model(problem: Problem) -> Iterator[Row]:
@@ -104,25 +98,6 @@ def _model(problem: Problem) -> Iterator[Row]:
         for pass_, value in zip(PASS_NAMES, (forward, both), strict=True):
             common = columns(NAME, series, problem, MODEL, pass_=pass_)
             yield Row(metric="traffic", unit="bytes", value=value, **common)
-
-
-def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str) -> Iterator[Row]:
-    arrays = peers.on_device(inputs(problem), problem.dtype)
-    for pass_ in PASS_NAMES:
-        for series in series_of(problem.dtype):
-            if calls.theirs(series) and not peers.available():
-                continue
-
-            def work(series: str = series, pass_: str = pass_) -> Any:
-                check = checks(series, pass_, problem)
-                run = calls.make(series, pass_, problem, arrays)
-                return time_call(run, check, REPEATS, seconds=SECONDS)
-
-            timing, failure = attempt(work)
-            common = columns(NAME, series, problem, machine, pass_=pass_)
-            yield calls.time_row(timing, failure, **common)
-    device.release_memory()
-    peers.release()
 
 
 # (dtype, head dimension, batch x heads, causal, pass)

@@ -18,7 +18,7 @@ from .beside import unfused_steps
 from .lab.measure import calls, counters, counts, peers, precompile
 from .lab.measure.series import algorithm, columns, plan, row_fields
 from .lab.measure.speeds import PASSES
-from .lab.measure.timing import attempt, time_call
+from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
@@ -59,7 +59,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     checks = calls.Checks(inputs)
     for problem in bench.each(problems, "timing"):
         yield from _model(problem, bench.machine)
-        yield from _times(problem, inputs, checks, bench.machine)
+        shown = (*SERIES[problem.dtype], *PEERS[problem.dtype])
+        of = (NAME, problem, PASSES, shown, checks, bench.machine)
+        yield from calls.timed(*of, seconds=SECONDS)
     for problem in problems:
         if problem.dtype == "float16" and options.causal != (False,):
             problem = replace(problem, causal=True)
@@ -131,25 +133,6 @@ def _calls(problems: Iterable[Problem]) -> Iterator[precompile.Call]:
             if problem.dtype == "float16":
                 hidden = replace(problem, causal=True)
                 yield precompile.Call(series, hidden, {"dropout_p": unfused_steps.DROPOUT})
-
-
-def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str) -> Iterator[Row]:
-    arrays = peers.on_device(inputs(problem), problem.dtype)
-    shown: tuple[str, ...] = SERIES[problem.dtype]
-    if peers.available():
-        shown += PEERS[problem.dtype]
-    for pass_ in PASSES:
-        for series in shown:
-
-            def work(series: str = series, pass_: str = pass_) -> Any:
-                check = checks(series, pass_, problem)
-                return time_call(calls.make(series, pass_, problem, arrays), check, seconds=SECONDS)
-
-            timing, failure = attempt(work)
-            common = columns(NAME, series, problem, machine, pass_=pass_)
-            yield calls.time_row(timing, failure, **common)
-            device.release_memory()
-            peers.release()
 
 
 def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:

@@ -50,10 +50,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for series in SERIES[dtype]
         if peers.available() or not calls.theirs(series)
     ]
-    ours = [
-        precompile.calls(s, problem, pass_) for problem, pass_, s in cases if not calls.theirs(s)
-    ]
-    precompile.compile_ahead(itertools.chain(*ours), bench)
+    ahead = (precompile.calls(series, problem, pass_) for problem, pass_, series in cases)
+    precompile.compile_ahead(itertools.chain(*ahead), bench)
     inputs = Inputs(gradient=True)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     for problem, pass_, series in bench.each(cases, "timing"):

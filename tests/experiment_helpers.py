@@ -2,7 +2,29 @@
 
 import fa_numba
 from experiments.lab.measure import peers, timing
-from experiments.lab.record.store import Recorder, Store
+from experiments.lab.measure.series import row_fields
+from experiments.lab.record.store import Recorder, Row, Store
+
+UNITS = {"time": "ms", "speed": "TFLOP/s", "bandwidth": "TB/s", "traffic": "bytes"}
+
+
+def made_up(experiment, problem, series, value, metric="time", machine="some-gpu", **fields):
+    """A row of a GPU that there is not, with a number that nobody measured."""
+    common = {"source": "measured", "metric": metric, "unit": UNITS.get(metric, "1"), "n": None}
+    common |= {"experiment": experiment, "machine": machine, **row_fields(problem), **fields}
+    common |= {"p20": value, "p80": value} if common["n"] else {}
+    return Row(series=series, value=value, **common)
+
+
+def flat(found):
+    """The rows of what `measure` gives, singly or as wholes."""
+    return [row for each in found for row in ([each] if isinstance(each, Row) else each)]
+
+
+def cells(text):
+    """A Markdown table's lines as lists of their cells."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def time_on_the_emulator(monkeypatch, experiment):
@@ -23,11 +45,11 @@ def time_on_the_emulator(monkeypatch, experiment):
     monkeypatch.setattr(experiment.precompile, "compile_ahead", lambda calls, bench: list(calls))
 
 
-def recorded(folder, experiment, rows):
-    """A store in `folder` with a complete recording of the experiment: `rows`."""
+def recorded(folder, name, rows, complete=True):
+    """A store in `folder` with a recording of the experiment of that name: `rows`."""
     store = Store(folder)
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(store, experiment.NAME, lambda machine: about)
+    about = {"id": "r1", "commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    recorder = Recorder(store, name, lambda machine: about)
     recorder.add(*rows)
-    recorder.finish(complete=True)
+    recorder.finish(complete=complete)
     return store

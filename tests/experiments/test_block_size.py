@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from test_experiments import gpu_row, store_synthetic
+from experiment_helpers import made_up
+from test_experiments import store_synthetic
 
 import fa_numba
 from experiments import block_size
@@ -17,19 +18,17 @@ from fa_numba import io_model
 
 def measured(problem, series, Br, Bc):
     """What a GPU gives of one block size; too large a one fails."""
-    common = {"series": series, "Br": Br, "Bc": Bc}
+    of = ("block_size", problem, series)
     if max(Br, Bc) == 512:
-        fields = {"metric": "time", "unit": "ms", "value": None, "note": "failed: too large"}
-        return [gpu_row("block_size", problem, **common, **fields)]
-    found = [("measured", "time", "ms", 3.0 + 100 / Bc), ("measured", "speed", "TFLOP/s", 1.0 * Br)]
-    found += [("l2", "traffic", "bytes", 1e11 / Bc), ("dram", "traffic", "bytes", 5e10 / Bc)]
-    found += [("measured", "registers", "1", 128), ("measured", "resident_warps", "1", 16)]
-    found += [("measured", "local_memory", "bytes", 8 if Bc == 256 else 0)]
+        return [made_up(*of, None, Br=Br, Bc=Bc, note="failed: too large")]
+    found = [("measured", "time", 3.0 + 100 / Bc), ("measured", "speed", 1.0 * Br)]
+    found += [("l2", "traffic", 1e11 / Bc), ("dram", "traffic", 5e10 / Bc)]
+    found += [("measured", "registers", 128), ("measured", "resident_warps", 16)]
+    found += [("measured", "local_memory", 8 if Bc == 256 else 0)]
     return [
-        gpu_row("block_size", problem, source=source, metric=metric, unit=unit, value=value,
-                n=9 if metric == "time" else None, **common)
-        for source, metric, unit, value in found
-    ]  # fmt: skip
+        made_up(*of, x, metric, source=source, n=9 if metric == "time" else None, Br=Br, Bc=Bc)
+        for source, metric, x in found
+    ]
 
 
 def synthetic(head_dims=(64,)):
@@ -85,8 +84,8 @@ def test_accesses_in_nd_are_the_same_in_every_dtype_and_head_dimension():
         assert max(values) < 1.05 * min(values)
     # Bytes in the same units: two or four of them an element.
     bytes_ = {
-        dtype: gpu_row("block_size", block_size.setting(1024, 64, dtype=dtype), series="fa1-simt",
-                       source="l2", metric="traffic", unit="bytes", value=0)
+        dtype: made_up("block_size", block_size.setting(1024, 64, dtype=dtype), "fa1-simt", 0,
+                       "traffic", source="l2")
         for dtype in block_size.UNITS
     }  # fmt: skip
     whole = 64 * 16 * 1024 * 64

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded
 
 import fa_numba
 from experiments import block_sparse
@@ -13,7 +14,7 @@ from experiments.lab.measure import calls, counts, timing
 from experiments.lab.measure.series import plan
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Store, dump
+from experiments.lab.record.store import EMULATOR, MODEL, Store, dump
 from experiments.lab.show import report
 
 
@@ -256,35 +257,23 @@ def test_a_mask_that_is_ignored_is_noticed(monkeypatch):
 # --- the store -------------------------------------------------------------------------------
 
 
-def about(machine):
-    return {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-
-
-def record(folder, rows, complete=True):
-    recorder = Recorder(Store(folder), block_sparse.NAME, about)
-    for row in rows:
-        recorder.add(row)
-    recorder.finish(complete=complete)
-    return Store(folder)
-
-
 def test_every_share_keeps_its_row(tmp_path):
     rows = timed(setting(4096, 64))
-    store = record(tmp_path, rows)
+    store = recorded(tmp_path, "block_sparse", rows)
     back = store.read(block_sparse.NAME, "some-gpu")
-    assert len(back) == len(rows) and dump(back) == dump(rows)
+    assert len(back) == len(rows) and dump(back, runs=False) == dump(rows, runs=False)
     # One share fails later: its row is replaced, whatever its note then says.
     old = next(r for r in rows if r.place == "30 % of blocks")
     lost = {"value": None, "p20": None, "p80": None, "n": None}
     failed = replace(old, **lost, note="30 % of blocks; failed: out of memory")
-    store = record(tmp_path, [failed], complete=False)
+    store = recorded(tmp_path, "block_sparse", [failed], complete=False)
     after = store.read(block_sparse.NAME, "some-gpu")
     assert failed in after and old not in after
     assert sparse_figures.share_of(failed) == 30
 
 
 def test_the_table(tmp_path, monkeypatch):
-    store = record(tmp_path, synthetic(report.MACHINE))
+    store = recorded(tmp_path, "block_sparse", synthetic(report.MACHINE))
     table = report.text("block_sparse", store)
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -5,11 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from experiment_helpers import flat
 
 from experiments import cache
 from experiments.beside import lru
 from experiments.lab.record.options import Bench, Options, Refused
-from experiments.lab.record.store import MODEL, Recorder, Row, Store
+from experiments.lab.record.store import MODEL, Recorder, Store
 from experiments.lab.show import report
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -21,10 +22,6 @@ ENDLESS = 2**40
 
 def synthetic():
     return flat(cache.measure(Options(quick=True), Bench(say=lambda text: None)))
-
-
-def flat(found):
-    return [row for each in found for row in ([each] if isinstance(each, Row) else each)]
 
 
 def model(algorithm, problem, capacity, places=3, **options):

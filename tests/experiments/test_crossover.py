@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from test_gpt2_table import cells, exact, exact_gradients
+from experiment_helpers import cells, made_up
+from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
 from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
 from experiments.lab.measure import calls, peers, timing
-from experiments.lab.measure.series import columns
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Recorder, Store
 from experiments.lab.show import report
@@ -43,9 +43,8 @@ def synthetic(machine="some-gpu"):
             for series in crossover.series_of(dtype):
                 for pass_ in crossover.PASS_NAMES:
                     value = 8.0 + N / 32 if series in OVER[dtype] else N / 16
-                    timed = timing.Timing(value, value, value, 10, float("nan"))
-                    fields = columns("crossover", series, problem, machine, pass_=pass_)
-                    rows.append(calls.time_row(timed, **fields))
+                    own = {"machine": machine, "pass_": pass_, "n": 10}
+                    rows.append(made_up("crossover", problem, series, value, **own))
     return rows
 
 
@@ -97,7 +96,7 @@ def measured(monkeypatch, backward=exact_gradients):
         ran.append(run)
         return timing.Timing(1.0 + len(ran), 1.0, 3.0, repeats, float("nan"))
 
-    monkeypatch.setattr(crossover, "time_call", time_call)
+    monkeypatch.setattr(calls, "time_call", time_call)
     monkeypatch.setattr(crossover, "CHECKED", 16)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)

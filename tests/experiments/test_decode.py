@@ -1,12 +1,10 @@
 """The decoding benchmark: what it measures, draws and tabulates, without and with rows."""
 
 import pytest
+from experiment_helpers import made_up
 
 from experiments import decode
-from experiments.lab.measure import calls, timing
-from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Options
-from experiments.lab.record.store import Row
 from fa_numba import bounds
 
 
@@ -19,19 +17,12 @@ def synthetic(missing=(), read=4.0):
         for series, speed in speeds.items():
             if series in missing:
                 continue
-            ms = decode.cache_bytes(problem) / speed / 1e9
-            timed = timing.Timing(ms, ms, ms, 10, 0.0)
-            common = {"machine": "some-gpu", "experiment": decode.NAME, "series": series}
-            common |= row_fields(problem)
             note = "kv_splits=8" if series in decode.SPLITS.values() else ""
-            rows.append(calls.time_row(timed, "", note, **common))
-            how = {"metric": "bandwidth", "unit": "TB/s", "source": "measured"}
-            rows.append(Row(value=speed, note=note, **how, **common))
+            ms = decode.cache_bytes(problem) / speed / 1e9
+            rows.append(made_up("decode", problem, series, ms, note=note, n=10))
+            rows.append(made_up("decode", problem, series, speed, "bandwidth", note=note))
     if read:
-        common = {"machine": "some-gpu", "experiment": decode.NAME, "series": decode.READ}
-        common |= row_fields(decode._problem(1, 1, 1, 1))
-        how = {"metric": "bandwidth", "unit": "TB/s", "source": "measured"}
-        rows.append(Row(value=read, **how, **common))
+        rows.append(made_up("decode", decode._problem(1, 1, 1, 1), decode.READ, read, "bandwidth"))
     return rows
 
 

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 import test_ring_experiment
 import test_training
+from experiment_helpers import cells, recorded
+from experiment_helpers import made_up as row_of
 from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
 from rich.console import Console
-from test_gpt2_table import cells
 
 import experiments
 import fa_numba
@@ -65,11 +66,6 @@ NAMES = sorted(
 STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
 
 
-def gpu_row(experiment, problem, **fields):
-    defaults = {"machine": "some-gpu", "source": "measured", "Br": 64, "Bc": 64}
-    return Row(experiment=experiment, **row_fields(problem), **{**defaults, **fields})
-
-
 def synthetic(name, machine="some-gpu"):
     """A few rows of each kind that the figure draws, made or counted once: `synthetic` of the
     experiment's own test file, where it has one.
@@ -100,33 +96,23 @@ def made_up(name):
                     rows += counts.totals(form(problem, tiles), **common)
         for N in (512, 1024):
             for source in ("model", "l2", "dram"):
-                rows.append(
-                    gpu_row(
-                        name,
-                        fa2_setting(N, 64),
-                        series="fa2-simt",
-                        source=source,
-                        metric="traffic",
-                        unit="bytes",
-                        value=1000.0 * N,
-                    )
-                )
+                at = (name, fa2_setting(N, 64), "fa2-simt", 1000.0 * N, "traffic")
+                rows.append(row_of(*at, source=source, Br=64, Bc=64))
     elif name == "host_cost":
         for dtype, shown in host_cost.SERIES.items():
             for pass_ in ("fwd", "bwd"):
                 for i, series in enumerate(shown):
-                    fields = {"series": series, "pass_": pass_, "metric": "time", "unit": "ms"}
-                    fields |= {"Br": None, "Bc": None, "value": 0.01 * (i + 1), "p20": 0.009}
-                    rows.append(gpu_row(name, one_head(128, 64, dtype=dtype), p80=0.05, **fields))
+                    at = (name, one_head(128, 64, dtype=dtype), series, 0.01 * (i + 1))
+                    rows.append(row_of(*at, pass_=pass_, p20=0.009, p80=0.05))
     elif not hasattr(registry.load(name), "STUDY"):
         # Of an experiment that nothing is made up for: what is recorded of it.
         store = Store(FIGURES)
         found = {machine: store.read(name, machine) for machine in store.machines(name)}
-        (recorded,) = [m for m in found if m not in (MODEL, EMULATOR)][:1] or [None]
+        (gpu,) = [m for m in found if m not in (MODEL, EMULATOR)][:1] or [None]
         rows = [
-            replace(row, machine="some-gpu" if row.machine == recorded else row.machine, run="")
+            replace(row, machine="some-gpu" if row.machine == gpu else row.machine, run="")
             for machine in found
-            if machine in (MODEL, EMULATOR, recorded)
+            if machine in (MODEL, EMULATOR, gpu)
             for row in found[machine]
         ]
     else:
@@ -135,19 +121,13 @@ def made_up(name):
             problem = fa2_setting(N, 64, dtype=study.dtype)
             for i, series in enumerate(study.series):
                 for pass_ in study.passes_of(series):
-                    common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
-                    common |= {"pass_": pass_, "value": 5.0 + i}
-                    rows.append(gpu_row(name, problem, **common))
+                    at = (name, problem, series, 5.0 + i, "speed")
+                    rows.append(row_of(*at, pass_=pass_, Br=64, Bc=64))
     return rows
 
 
 def store_synthetic(name, folder, machine="some-gpu"):
-    from experiments.lab.record.store import Recorder
-
-    about = {"id": "r1", "commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(Store(folder), name, lambda machine: about)
-    recorder.add(*synthetic(name, machine))
-    recorder.finish(complete=True)
+    recorded(folder, name, synthetic(name, machine))
 
 
 def run(*arguments, **environment):
@@ -1237,8 +1217,7 @@ def test_every_head_dimension_and_mask_has_its_panels():
         f"N={N}{', causal' if mask else ''}, d=32, 64, 128" for N in (64, 128) for mask in masks
     }
     problems = [fa2_setting(N, 64) for N in (512, 1024, 2048, 4096, 8192)]
-    common = {"series": "fa2-simt", "metric": "time", "unit": "ms", "value": 1.0}
-    figure = loop_cost.draw([gpu_row("loop_cost", problem, **common) for problem in problems])
+    figure = loop_cost.draw([row_of("loop_cost", p, "fa2-simt", 1.0) for p in problems])
     names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
     assert all(f"N={p.seqlen_q}, " in t for p, t in zip(problems, names, strict=True))
 

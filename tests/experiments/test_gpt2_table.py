@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from experiment_helpers import cells, recorded
 
 import fa_numba
 from experiments import gpt2_table
@@ -13,7 +14,7 @@ from experiments.lab.measure import calls, check, counters, counts, peers, timin
 from experiments.lab.measure.series import columns
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.show import report
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
@@ -143,7 +144,7 @@ def on_a_gpu(monkeypatch, attention=exact):
         cases.extend(wanted)
         return [dict.fromkeys(metrics, 1e6)] * len(wanted)
 
-    for module in (gpt2_table, unfused_steps):
+    for module in (calls, unfused_steps):
         monkeypatch.setattr(module, "time_call", time_call)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
@@ -305,21 +306,8 @@ def test_kernels_of_a_case_are_told_apart(monkeypatch):
 # --- figure and tables -----------------------------------------------------------------------
 
 
-def recorded(tmp_path):
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(Store(tmp_path), "gpt2_table", lambda machine: about)
-    recorder.add(*synthetic(report.MACHINE))
-    recorder.finish(complete=True)
-    return Store(tmp_path)
-
-
-def cells(text):
-    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
 def test_the_tables(tmp_path):
-    store = recorded(tmp_path)
+    store = recorded(tmp_path, "gpt2_table", synthetic(report.MACHINE))
     found = {line[0]: line[1:] for line in cells(report.text("gpt2_table", store))}
     assert len(found) <= 11
     assert found["GFLOP, as printed"] == ["66.6", "66.6", "-", "75.2", "75.2", "75.2", "-"]

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from experiment_helpers import flat
 
 from experiments import io_vs_head_dim, io_vs_sram
 from experiments.lab.measure import counters, precompile, scaling
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Store
 from experiments.lab.show import report
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -45,10 +46,6 @@ def measured(module, monkeypatch, machine="some-gpu", options=None):
 def problem_of(case):
     batch, heads, N, d = case.sizes
     return Problem(batch, heads, heads, N, N, d, dtype=case.dtype)
-
-
-def flat(found):
-    return [row for each in found for row in ([each] if isinstance(each, Row) else each)]
 
 
 _runs = {}

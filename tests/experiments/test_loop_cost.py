@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from test_experiments import gpu_row, store_synthetic
+from experiment_helpers import made_up
+from test_experiments import store_synthetic
 
 import fa_numba
 from experiments import loop_cost
@@ -24,6 +25,8 @@ TIMES = {
     "fa2": 12.0,
 }
 
+TILES = {"Br": 64, "Bc": 64}
+
 
 def synthetic():
     """Every step of two problems in both dtypes, forward without a mask and with one."""
@@ -36,18 +39,17 @@ def synthetic():
                     continue
                 # 20 / 16 of the time is 1.1 of the instructions, 1.2 of the waiting and a rest.
                 k_outer = step.startswith("fa1")
-                numbers = [("measured", "time", "ms", time / (2 if causal else 1))]
-                numbers.append(("measured", "instructions", "1", 1.1e10 if k_outer else 1e10))
-                numbers.append(("measured", "issuing", "1", 1e9 if k_outer else 1.2e9))
-                numbers.append(("measured", "active", "1", 2e9))
-                numbers += [(kind, "traffic", "bytes", 2e9) for kind in ("l2", "dram")]
-                numbers.append(("model", "traffic", "bytes", 1e9 * time))
+                numbers = [("measured", "time", time / (2 if causal else 1))]
+                numbers.append(("measured", "instructions", 1.1e10 if k_outer else 1e10))
+                numbers.append(("measured", "issuing", 1e9 if k_outer else 1.2e9))
+                numbers.append(("measured", "active", 2e9))
+                numbers += [(kind, "traffic", 2e9) for kind in ("l2", "dram")]
+                numbers.append(("model", "traffic", 1e9 * time))
                 name = loop_cost.series_of(step, unit)
-                for source, metric, kind, value in numbers:
-                    fields = {"source": source, "metric": metric, "unit": kind, "value": value}
-                    n = 7 if step == "fa1" else 20
-                    fields |= {"n": n if metric == "time" else None, "series": name}
-                    rows.append(gpu_row("loop_cost", problem, **fields))
+                for source, metric, value in numbers:
+                    n = (7 if step == "fa1" else 20) if metric == "time" else None
+                    own = {"source": source, "n": n, **TILES}
+                    rows.append(made_up("loop_cost", problem, name, value, metric, **own))
     return rows
 
 
@@ -56,11 +58,8 @@ def synthetic_on_hopper():
     times = {"fa1-own": 36.0, "fa1": 40.0, "fa1-splits": 20.0, "fa2-one-block": 32.0}
     times |= {"fa2-fa1-tiles": 16.0, "fa2": 16.0}
     problem = fa2_setting(4096, 64, False, "float16")
-    common = {"metric": "time", "unit": "ms", "n": 20}
     return [
-        gpu_row(
-            "loop_cost", problem, series=loop_cost.series_of(step, "wgmma"), value=time, **common
-        )
+        made_up("loop_cost", problem, loop_cost.series_of(step, "wgmma"), time, n=20, **TILES)
         for step, time in times.items()
     ]
 
@@ -361,6 +360,5 @@ def test_the_figure_names_each_gain():
     assert marks["loop order, equal grid"] == [1.25] * 2 and marks["warps over Q"] == [1.1]
     causal = loop_cost.draw([r for r in rows if r.causal])
     assert "d=64, causal" in causal.axes[0].get_title()
-    failed = [gpu_row("loop_cost", fa2_setting(4096, 64), series="fa1-simt", metric="time",
-                      unit="ms", value=None, note="failed: why")]  # fmt: skip
+    failed = [made_up("loop_cost", fa2_setting(4096, 64), "fa1-simt", None, note="failed: why")]
     assert said(loop_cost.draw(failed).axes[0]) == ["failed"]

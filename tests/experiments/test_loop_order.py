@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from test_experiments import gpu_row, store_synthetic
+from experiment_helpers import made_up
+from test_experiments import store_synthetic
 
 import fa_numba
 from experiments import loop_order
@@ -21,16 +22,16 @@ def synthetic(lengths=(1024, 4096), units=("simt", "mma")):
         problems = [fa2_setting(N, 64, False, dtype) for N in lengths]
         for problem in (*problems, loop_order.many_heads(4, 64, dtype)):
             for series, time in zip(loop_order.series_of(unit), (6.0, 3.0, 2.0), strict=True):
-                numbers = [("measured", "time", "ms", time), ("model", "traffic", "bytes", time)]
+                numbers = [("measured", "time", time), ("model", "traffic", time)]
                 if problem.batch > 1:
                     more = problem.seqlen_q / 128 if series.startswith("fa1") else 2.0
-                    numbers += [("l2", "traffic", "bytes", 2 * time)]
-                    numbers += [("dram", "traffic", "bytes", more)]
-                    numbers += [("measured", m, "1", 0.1 * time) for m in loop_order.PROFILED]
-                for source, metric, what, value in numbers:
-                    fields = {"source": source, "metric": metric, "unit": what, "value": value}
+                    numbers += [("l2", "traffic", 2 * time)]
+                    numbers += [("dram", "traffic", more)]
+                    numbers += [("measured", m, 0.1 * time) for m in loop_order.PROFILED]
+                for source, metric, value in numbers:
                     n = {4096: 5}.get(problem.seqlen_q, 20) if metric == "time" else None
-                    rows.append(gpu_row("loop_order", problem, series=series, n=n, **fields))
+                    own = {"source": source, "n": n, "Br": 64, "Bc": 64}
+                    rows.append(made_up("loop_order", problem, series, value, metric, **own))
     return rows
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_gpt2_table import cells, exact
+from experiment_helpers import cells
+from test_gpt2_table import exact
 
 import fa_numba
 from experiments import numerics

@@ -5,11 +5,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from experiment_helpers import recorded, time_on_the_emulator
+from experiment_helpers import made_up, recorded, time_on_the_emulator
 
 import fa_numba
 from experiments import paged
-from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, Row
 from experiments.lab.show import report
@@ -28,12 +27,10 @@ def timed(machine="some-gpu", series=paged.TIMED[0]):
     """One piece takes a microsecond for 1024 keys, pages of n rows 1 + 1 / n of that."""
     rows = []
     for N in paged.CONTEXTS:
-        common = {"machine": machine, "experiment": paged.NAME, "series": series}
-        common |= {"source": "measured", "metric": "time", "unit": "ms"}
+        problem = paged._step(N, 128)
         for size in (0, *paged.PAGE_SIZES):
-            value = N / 1024 * (1 + (1 / size if size else 0))
-            fields = row_fields(paged._step(N, 128))
-            rows.append(Row(value=value, note=paged.place(size), **common, **fields))
+            value, note = N / 1024 * (1 + (1 / size if size else 0)), paged.place(size)
+            rows.append(made_up("paged", problem, series, value, machine=machine, note=note))
     return rows
 
 
@@ -99,6 +96,6 @@ def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
 
 
 def test_the_page_shows_a_recording(tmp_path):
-    store = recorded(tmp_path, paged, timed(report.MACHINE))
+    store = recorded(tmp_path, "paged", timed(report.MACHINE))
     lines = [line for line in report.text("paged", store).splitlines() if line.startswith("| 64")]
     assert lines == ["| 64 | - | - | - | - | - | - | 1.016 | 1.016 | - | - |"]

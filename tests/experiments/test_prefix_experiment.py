@@ -5,11 +5,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from experiment_helpers import recorded, time_on_the_emulator
+from experiment_helpers import made_up, recorded, time_on_the_emulator
 
 from experiments import prefix
 from experiments.lab.measure import counts
-from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row
@@ -37,11 +36,9 @@ def timed(machine="some-gpu", series=prefix.TIMED[0]):
     rows = []
     for N in prefix.PREFIXES:
         for n in prefix.SEQUENCES:
-            fields = row_fields(prefix.step(n, N, prefix.LARGE))
+            problem = prefix.step(n, N, prefix.LARGE)
             for way, value in ((prefix.ONCE, N / 1e6), (prefix.BY_EACH, n * N / 1e6)):
-                common = {"machine": machine, "experiment": prefix.NAME, "series": series}
-                common |= {"source": "measured", "metric": "time", "unit": "ms", "note": way}
-                rows.append(Row(value=value, **common, **fields))
+                rows.append(made_up("prefix", problem, series, value, machine=machine, note=way))
     return rows
 
 
@@ -121,6 +118,6 @@ def test_a_step_is_timed_both_ways(monkeypatch):
 
 
 def test_the_page_shows_a_recording(tmp_path):
-    store = recorded(tmp_path, prefix, timed(report.MACHINE))
+    store = recorded(tmp_path, "prefix", timed(report.MACHINE))
     text = report.text("prefix", store).splitlines()
     assert "| 1024 | 4 | - | - | - | 1.0 | 4.1 | 4.00 |" in text

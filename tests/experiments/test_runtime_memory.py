@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_gpt2_table import cells, exact, exact_gradients
+from experiment_helpers import cells
+from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
 from experiments import runtime_memory

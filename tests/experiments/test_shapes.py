@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from experiment_helpers import made_up
 
 from experiments import shapes
 from experiments.beside import breadth
-from experiments.lab.measure import calls, check, peers, timing
-from experiments.lab.measure.series import LABELS, plan, row_fields
+from experiments.lab.measure import check, peers, timing
+from experiments.lab.measure.series import LABELS, plan
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
 from fa_numba import bounds, reference
@@ -31,10 +32,8 @@ def synthetic(missing=(), slow=()):
                 if series in missing:
                     continue
                 ms = RATIOS.get(series, 2.0 if point.place in slow else 1.0)
-                timed = timing.Timing(ms, ms, ms, 10, 0.0)
-                common = {"machine": "some-gpu", "experiment": shapes.NAME, "series": series}
-                common |= {"pass_": pass_, **row_fields(point.problem)}
-                rows.append(calls.time_row(timed, "", f"{point.place}; wgmma", **common))
+                own = {"pass_": pass_, "note": f"{point.place}; wgmma", "n": 10}
+                rows.append(made_up("shapes", point.problem, series, ms, **own))
     return rows
 
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded
 
 from experiments import __main__ as command
 from experiments import char_model
 from experiments.char_model import AFTER, OURS, REFERENCE, SERIES, TRAINING, Text, generate
 from experiments.lab.record import runner
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import Recorder, Store, dump
+from experiments.lab.record.store import Store, dump
 from experiments.lab.show import report, style
 from fa_numba import device
 
@@ -218,30 +219,20 @@ def test_the_summary():
     assert char_model.summaries([]) == {}
 
 
-def about(machine):
-    return {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-
-
-def record(folder, rows):
-    recorder = Recorder(Store(folder), char_model.NAME, about)
-    recorder.add(*rows)
-    recorder.finish(complete=True)
-    return Store(folder)
-
-
 def test_every_seed_and_step_keeps_its_row(tmp_path):
     rows = made_up(char_model.setting(256, 64), seeds=(0, 1), steps=20)
-    store = record(tmp_path, rows)
+    store = recorded(tmp_path, "char_model", rows)
     back = store.read(char_model.NAME, "some-gpu")
-    assert len(back) == len(rows) and dump(back) == dump(rows)
+    assert len(back) == len(rows) and dump(back, runs=False) == dump(rows, runs=False)
     # A complete run of fewer seeds drops the others.
-    store = record(tmp_path, [row for row in rows if row.place.startswith("seed 0")])
+    few = [row for row in rows if row.place.startswith("seed 0")]
+    store = recorded(tmp_path, "char_model", few)
     assert {r.place[:6] for r in store.read(char_model.NAME, "some-gpu")} == {"seed 0"}
 
 
 def test_the_table(tmp_path):
     few = [r for r in synthetic(report.MACHINE) if r.pass_ == AFTER]
-    table = report.text("char_model", record(tmp_path, few))
+    table = report.text("char_model", recorded(tmp_path, "char_model", few))
     lines = [line for line in table.splitlines() if line.startswith("| FA-2")]
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         *("FA-2 (Q outer)", "3", "0.3508", "0.0020", "4.0e-04"),
@@ -297,7 +288,7 @@ def test_without_a_gpu_or_torch_it_says_so(monkeypatch, tmp_path, capsys, gpu, s
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
     monkeypatch.setattr(char_model, "measure", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr(style, "save", lambda *_: [])
-    record(tmp_path, made_up(char_model.setting(256, 64), steps=20))
+    recorded(tmp_path, "char_model", made_up(char_model.setting(256, 64), steps=20))
     arguments = [char_model.NAME, "--out", str(tmp_path)]
     assert command.main(["run", *arguments]) == 1
     assert f"not measured, {says}: char_model" in capsys.readouterr().out

@@ -374,7 +374,7 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
     assert len(calls) == 2
-    assert "0 is outside 1 to" in capsys.readouterr().err
+    assert "0 is outside: allowed is 1 to" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

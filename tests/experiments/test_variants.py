@@ -73,7 +73,7 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
 
 
 def test_the_page_shows_a_recording(tmp_path):
-    store = recorded(tmp_path, variants, [*counted(), *timed(report.MACHINE)])
+    store = recorded(tmp_path, "variants", [*counted(), *timed(report.MACHINE)])
     assert "| causal | 75% | 1.00 |" in report.text("variants_times", store)
 
 

@@ -30,7 +30,9 @@ class Call:
 
 
 def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Call]:
-    """The calls that `series.call` makes, or for a pass with gradients `series.gradients`."""
+    """The calls that `series.call` makes, or with gradients `series.gradients`; none of torch's."""
+    if series.startswith("torch"):
+        return
     if pass_ == "fwd":
         yield Call(series, problem, own)
     else:
