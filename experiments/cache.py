@@ -253,11 +253,13 @@ def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, flo
         ax.axvline(size, color="#999999", lw=0.8, zorder=1)
         place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
         ax.annotate(gpu.name, (size, 0.09), (2, 0), fontsize=8.5, rotation=90, **place)
-    ax.set_xlim(-3, 146)
-    ax.set_xticks([0, 20, 40, 60, 80, 100, 128])
-    ax.set_ylim(0, 1.08)
-    ax.set_xlabel("size of L2, MiB")
-    ax.set_ylabel("DRAM / accessed")
+    ax.set(
+        xlim=(-3, 146),
+        xticks=[0, 20, 40, 60, 80, 100, 128],
+        ylim=(0, 1.08),
+        xlabel="size of L2, MiB",
+        ylabel="DRAM / accessed",
+    )
 
 
 def sizes_of(places: dict[str, float]) -> dict[int, float]:

@@ -347,9 +347,7 @@ def _losses(ax: Any, rows: Sequence[Row], style: Any) -> None:
     if not any(found):
         style.empty(ax, "no losses")
         return
-    ax.set_xlabel("step")
-    ax.set_ylabel("nats a character")
-    ax.set_xlim(left=0)
+    ax.set(xlabel="step", ylabel="nats a character", xlim=(0, None))
 
 
 def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
@@ -368,10 +366,7 @@ def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
         x = sorted(spread)
         y = [spread[step] for step in x]
         ax.plot(x, y, color="#444444", ls=":", label=f"{LABELS[REFERENCE]}: spread over seeds")
-    ax.set_yscale("log")
-    ax.set_xlabel("step")
-    ax.set_ylabel("nats a character")
-    ax.set_xlim(left=0)
+    ax.set(yscale="log", xlabel="step", ylabel="nats a character", xlim=(0, None))
 
 
 def table(rows: Sequence[Row]) -> Table | None:

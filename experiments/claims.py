@@ -245,10 +245,10 @@ def draw(rows: Sequence[Row]) -> Any:
     ax.grid(axis="x", visible=False)
     ax.set_ylim(0, 1.15 * ax.get_ylim()[1])  # bars from 0: their heights are the ratios
     style.byte_axis(ax.yaxis)
-    ax.set_ylabel("bytes of one forward call")
-    ax.set_title(
-        "What is claimed of bytes is what DRAM moves, not what kernels access\n"
-        f"{layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}, fp16; numbers in GB"
+    ax.set(
+        ylabel="bytes of one forward call",
+        title="What is claimed of bytes is what DRAM moves, not what kernels access\n"
+        f"{layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}, fp16; numbers in GB",
     )
     return figure
 

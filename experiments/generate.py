@@ -309,8 +309,7 @@ def draw(rows: Sequence[Row]) -> Any:
         looks = {"color": colour, "marker": marker, "ls": "-" if series == "fa2-simt" else "--"}
         right.plot([*by], [*by.values()], label=f"{place}, {TIMED[series]}", **looks)
     if timed:
-        right.set_yscale("log")
-        right.set_ylabel("ms")
+        right.set(yscale="log", ylabel="ms")
         low, high = right.get_ylim()
         right.set_yticks([x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if low <= x <= high])
         style.plain_ticks(right.yaxis)

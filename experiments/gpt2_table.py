@@ -153,8 +153,6 @@ def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
 PRODUCTS = {"Standard": 6, "FlashAttention": 7}
 # Ours make S again in any backward pass; torch's unfused attention keeps P.
 OUR_PRODUCTS = {"torch-unfused": 6}
-# The paper's GB: so many N x N and N x d arrays of 2 bytes an element.
-ARRAYS = {"Standard": (18, 12), "FlashAttention": (0, 33)}
 
 
 def gflop(problem: Problem, products: int) -> float:
@@ -167,12 +165,6 @@ def printed_gflop(problem: Problem, products: int) -> float:
     """As the paper printed it: the products of one head in place of all, and 14 FLOPs a score."""
     scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
     return gflop(problem, products) / problem.heads_q + 14 * scores / 1e9
-
-
-def paper_gb(problem: Problem, matrices: int, arrays: int) -> float:
-    """10^9 bytes of so many N x N matrices and N x d arrays a head, 2 bytes an element."""
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    return 2 * rows * (matrices * problem.seqlen_k + arrays * problem.head_dim) / 1e9
 
 
 def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:

@@ -139,8 +139,7 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set_title(f"{PASSES[pass_]}, one head, N={N}, d={d}{mask}")
     # The axis is shared, and limits set on a panel would not see the next; room for the numbers.
     longest = max(1e3 * (row.p80 or row.value or 0) for mine in panels.values() for row in mine)
-    axes[-1, 0].set_xlim(0, 1.15 * longest)
-    axes[-1, 0].set_xlabel("microseconds of the host a call")
+    axes[-1, 0].set(xlim=(0, 1.15 * longest), xlabel="microseconds of the host a call")
     return figure
 
 

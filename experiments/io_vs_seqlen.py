@@ -183,9 +183,7 @@ def _accesses(ax: Any, rows: Sequence[Row]) -> None:
         ax.plot(*style.xy(points), color=style.COLOURS[like], **_BOUND)
     lengths = sorted({row.seqlen_q for row in rows})
     style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N")
-    ax.set_xlim(right=max(lengths) * 1.2)
-    ax.set_yscale("log")
-    ax.set_ylabel("loads + stores (elements)")
+    ax.set(xlim=(None, max(lengths) * 1.2), yscale="log", ylabel="loads + stores (elements)")
 
 
 def _bytes(ax: Any, rows: Sequence[Row]) -> None:

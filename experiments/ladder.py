@@ -291,8 +291,7 @@ def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, s
         gain += " over one stage" if gain and series == TWO_STAGES.series else ""
         ax.text(speeds[series], at, f" {speeds[series]:.0f}{gain}", va="center", fontsize=9.5)
     ax.set_yticks(range(len(labels)), list(labels.values()))
-    ax.set_ylim(len(labels) - 0.4, -0.6)
-    ax.set_xlim(0, 1.36 * max(speeds.values(), default=1.0))
+    ax.set(ylim=(len(labels) - 0.4, -0.6), xlim=(0, 1.36 * max(speeds.values(), default=1.0)))
     ax.grid(False, axis="y")
     ax.set_xlabel("TFLOP/s, × gain over the step before")
     masked = ", causal" if problem.causal else ""

@@ -249,9 +249,7 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
             edge = found[steps[at - 1], "measured", "time"]
             ax.plot([edge, edge], [at - 1, at], color="#777777", lw=0.8, zorder=0)
     ax.set_yticks(range(len(lines)), [name for name, *_ in lines])
-    ax.set_ylim(len(lines) - 0.4, -0.6)
-    ax.set_xlim(0, longest * 1.38)
-    ax.set_xlabel("ms")
+    ax.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0, longest * 1.38), xlabel="ms")
     ax.grid(False, axis="y")
 
 
@@ -270,9 +268,11 @@ def _gains(ax: Any, found: Problems, units: Sequence[str]) -> None:
     ax.axvline(1, color="#555555", lw=0.9, zorder=1)
     style.log(ax.xaxis, 2)
     ax.set_yticks(range(len(found)), [_said(*at, units) for at in found])
-    ax.set_ylim(len(found) - 0.5, -0.5)
-    ax.set_xlabel("times as fast as without it")
-    ax.set_title("each step in every problem")
+    ax.set(
+        ylim=(len(found) - 0.5, -0.5),
+        xlabel="times as fast as without it",
+        title="each step in every problem",
+    )
 
 
 # What the tables show: metric -> its column and format; source of bytes, and factor, -> column.

@@ -223,8 +223,7 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_yscale("log")
     style.plain_ticks(ax.xaxis)
     style.plain_ticks(ax.yaxis)
-    ax.set_xlabel("footprint, MiB")
-    ax.set_ylabel("TB/s")
+    ax.set(xlabel="footprint, MiB", ylabel="TB/s")
 
 
 def _roofline(
@@ -260,9 +259,7 @@ def _roofline(
             dashes = (0, (5, 3)) if what == "HBM" else (0, (1, 2))
             _roof(ax, low, high, value, published_peak, color=style.COLOURS["published"], ls=dashes,
                   lw=1, label=f"A100 {what}, published")  # fmt: skip
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlim(low, high)
+    ax.set(xscale="log", yscale="log", xlim=(low, high))
     lowest = min(of["speed"] for _, of in shown)
     ax.set_ylim(
         lowest / 3, max(peak or 0, published_peak or 0, *(o["speed"] for _, o in shown)) * 2

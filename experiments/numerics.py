@@ -282,8 +282,7 @@ def draw(rows: Sequence[Row]) -> Any:
             ax.axhline(ROUNDING[dtype], color="#555555", lw=0.9, ls=":", label="one rounding")
             if dtype == "float32":
                 ax.axhline(1e-5, color="#CC79A7", lw=1.2, ls="--", label="claimed, fp32")
-            ax.set_yscale("log")
-            ax.set_title(f"{DTYPES[dtype]}, {_KINDS[kind]}")
+            ax.set(yscale="log", title=f"{DTYPES[dtype]}, {_KINDS[kind]}")
             style.sizes(ax, sorted(lengths), "N", 2 if len(lengths) > 6 else 1)
         across[0].set_ylabel("error, relative to float64")
     handles = style.handles(axes)

@@ -288,8 +288,7 @@ def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
     ax.set_xticks(range(len(shown)), names, rotation=30)
     ax.set_ylim(0, 5.4)
     ax.grid(False, axis="x")
-    ax.set_ylabel("accesses")
-    ax.set_title("an element: loads, above them stores")
+    ax.set(ylabel="accesses", title="an element: loads, above them stores")
 
 
 def _speeds(ax: Any, found: Times, batch: int) -> None:
@@ -311,8 +310,7 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
         x, ls = [row.seqlen_q for row in mine], "--" if series == PEER else "-"
         ax.errorbar(x, y, yerr=np.maximum(spread, 0), ls=ls, **look)
     style.sizes(ax, lengths, "elements of a vector, V", 2 if len(lengths) > 7 else 1)
-    ax.set_ylim(bottom=0)
-    ax.set_ylabel("10⁹ elements/s")
+    ax.set(ylim=(0, None), ylabel="10⁹ elements/s")
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

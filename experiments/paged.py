@@ -201,8 +201,7 @@ def draw(rows: Sequence[Row]) -> Any:
             left.plot([*by], [*by.values()], color=colour, marker=marker, label=place(size))
         left.axhspan(1 - ALLOWED, 1 + ALLOWED, color="#888888", alpha=0.15, lw=0)
         style.sizes(left, sorted({N for by in by_size.values() for N in by}), "keys")
-        left.set_ylim(0, 1.6)
-        left.set_ylabel("time of a decoding step")
+        left.set(ylim=(0, 1.6), ylabel="time of a decoding step")
         left.legend(loc="lower right")
     right.set_title("the table's over K's and V's bytes")
     for series, by in shares.items():
@@ -212,8 +211,7 @@ def draw(rows: Sequence[Row]) -> Any:
         right.plot(sizes, [100 * x for x in values], label=UNIT_NAMES[unit(series)], **looks)
     if shares:
         style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows a page")
-        right.set_ylabel("percent")
-        right.set_ylim(bottom=0)
+        right.set(ylabel="percent", ylim=(0, None))
         right.legend()
     else:
         style.empty(right, "not counted")

@@ -252,8 +252,7 @@ def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
     keys = [style.key(label, ls=ls) for label, (_, ls) in links.items()]
     ax.legend(handles=keys, loc="lower left")
     style.sizes(ax, MODEL_RANKS, "GPUs")
-    ax.set_ylim(0, 1.05)
-    ax.set_ylabel("share of time computed" if pass_ == "fwd" else "")
+    ax.set(ylim=(0, 1.05), ylabel="share of time computed" if pass_ == "fwd" else "")
 
 
 def _infiniband(machine: Measured) -> Measured:

@@ -100,51 +100,38 @@ def _wide(N: int, d: int, **more: Any) -> Problem:
     return _of(TOKENS // N, max(1, HIDDEN // d), N, d, **more)
 
 
-def _shared() -> Iterator[Point]:
+# Sequences of a packed batch, 16k tokens: one long, many short.
+SKEWED = (8192, 3071, 1500, 1024, 777, 512, 399, 300, 250, 129, 128, 64, 33, 5)
+# Lengths of the classes in which masks and head dimensions take turns.
+IN_TURN = {
+    "short": (64, 128, 256, 512),
+    "dropout": (512, 1024, 4096, 16384),
+    "padded": (128, 256, 512, 1024),
+}
+
+
+def _points() -> Iterator[Point]:
     for d, group, N, causal in (
-        (128, 2, 4096, True),
-        (128, 4, 4096, True),
-        (128, 8, 4096, True),
-        (128, 8, 2048, False),
-        (64, 4, 2048, True),
-        (64, 8, 4096, False),
-    ):
+        (128, 2, 4096, True), (128, 4, 4096, True), (128, 8, 4096, True), (128, 8, 2048, False),
+        (64, 4, 2048, True), (64, 8, 4096, False),
+    ):  # fmt: skip
         what = f"{group} query heads a K/V head"
         yield Point("shared", what, _wide(N, d, group=group, causal=causal))
-
-
-def _dims() -> Iterator[Point]:
     for d in (32, 40, 80, 96, 112, 160, 192, 256):
         yield Point("dims", f"d={d}", _wide(4096, d))
         yield Point("dims", f"d={d}", _wide(2048, d, causal=True), beside_mma=False)
-
-
-def _lengths() -> Iterator[Point]:
     for batch, heads, Nq, Nk, d, causal in (
-        (8, 16, 1000, 1000, 64, True),
-        (4, 16, 3333, 3333, 128, True),
-        (4, 16, 5001, 5001, 64, False),
-        (4, 16, 1000, 4001, 128, False),
-        (4, 16, 4001, 1000, 64, False),
-        (4, 16, 300, 8193, 128, False),
-        (8, 16, 4096, 77, 64, False),
-        (8, 8, 4096, 77, 40, False),
-        (8, 16, 1024, 77, 128, False),
-    ):
+        (8, 16, 1000, 1000, 64, True), (4, 16, 3333, 3333, 128, True),
+        (4, 16, 5001, 5001, 64, False), (4, 16, 1000, 4001, 128, False),
+        (4, 16, 4001, 1000, 64, False), (4, 16, 300, 8193, 128, False),
+        (8, 16, 4096, 77, 64, False), (8, 8, 4096, 77, 40, False), (8, 16, 1024, 77, 128, False),
+    ):  # fmt: skip
         what = f"N={Nq}" if Nq == Nk else f"{Nq} x {Nk}"
         yield Point("lengths", what, _of(batch, heads, Nq, d, Nk=Nk, causal=causal))
-
-
-# Sequences of a packed batch, 16k tokens: one long, many short.
-SKEWED = (8192, 3071, 1500, 1024, 777, 512, 399, 300, 250, 129, 128, 64, 33, 5)
-
-
-def _options() -> Iterator[Point]:
     for d, left in ((128, 128), (128, 1024), (128, 4096), (64, 128), (64, 512)):
         problem = _of(1, HIDDEN // d, 16384, d, window=(left, 0))
         yield Point("options", f"window {left}", problem)
-    capped = _of(2, 16, 4096, 128, causal=True, softcap=20.0)
-    yield Point("options", "softcap", capped)
+    yield Point("options", "softcap", _of(2, 16, 4096, 128, causal=True, softcap=20.0))
     yield Point("options", "ALiBi", _of(2, 32, 4096, 64, causal=True, alibi=True))
     for d in (64, 128):
         added = _of(2, HIDDEN // d, 2048, d, bias=(1, HIDDEN // d, 2048, 2048))
@@ -153,43 +140,25 @@ def _options() -> Iterator[Point]:
         lens: dict[str, Any] = {"q_lens": SKEWED, "kv_lens": SKEWED, "packed": True}
         packed = _of(len(SKEWED), HIDDEN // d, max(SKEWED), d, causal=causal, **lens)
         yield Point("options", "packed, skewed lengths", packed)
-
-
-def _few() -> Iterator[Point]:
-    for batch, heads, Nq, Nk, d, causal in (
-        (1, 1, 8192, 8192, 128, False),
-        (1, 2, 16384, 16384, 64, True),
-        (1, 4, 4096, 4096, 64, False),
-        (1, 8, 16384, 16384, 128, True),
-        (1, 1, 32768, 32768, 64, False),
-    ):
+    for heads, N, d, causal in (
+        (1, 8192, 128, False), (2, 16384, 64, True), (4, 4096, 64, False), (8, 16384, 128, True),
+        (1, 32768, 64, False),
+    ):  # fmt: skip
         what = f"{heads} heads" if heads > 1 else "one head"
-        yield Point("few", what, _of(batch, heads, Nq, d, Nk=Nk, causal=causal))
+        yield Point("few", what, _of(1, heads, N, d, causal=causal))
     for heads, Nq, Nk in ((4, 1024, 32768), (8, 256, 65536)):
-        problem = _of(1, heads, Nq, 128, Nk=Nk)
-        yield Point("few", f"{heads} heads", problem, ("fwd",))
-
-
-def _short() -> Iterator[Point]:
-    for n, (N, d) in enumerate(itertools.product((64, 128, 256, 512), (64, 128))):
-        yield Point("short", f"N={N}", _wide(N, d, causal=n % 4 in (0, 3)))
-
-
-def _dropout() -> Iterator[Point]:
-    for n, (N, d) in enumerate(itertools.product((512, 1024, 4096, 16384), (64, 128))):
-        yield Point("dropout", f"p={DROPOUT}", _wide(N, d, causal=n % 4 in (0, 3)))
-
-
-def _padded() -> Iterator[Point]:
-    for n, (N, d) in enumerate(itertools.product((128, 256, 512, 1024), (64, 128))):
-        yield Point("padded", f"p={DROPOUT}", _wide(N, d, causal=n % 4 in (0, 3)))
+        yield Point("few", f"{heads} heads", _of(1, heads, Nq, 128, Nk=Nk), ("fwd",))
+    for kind, lengths in IN_TURN.items():
+        for n, (N, d) in enumerate(itertools.product(lengths, (64, 128))):
+            what = f"N={N}" if kind == "short" else f"p={DROPOUT}"
+            yield Point(kind, what, _wide(N, d, causal=n % 4 in (0, 3)))
 
 
 def points(options: Options) -> list[Point]:
     """What is measured; of a quick run the first of every class."""
-    makes = (_shared, _dims, _lengths, _options, _few, _short, _dropout, _padded)
-    found = [list(make()) for make in makes]
-    every = [point for kind in found for point in (kind[:1] if options.quick else kind)]
+    every = list(_points())
+    if options.quick:
+        every = list({point.kind: point for point in reversed(every)}.values())[::-1]
     return [point for point in every if options.admits(point.problem)]
 
 
@@ -367,8 +336,10 @@ def draw(rows: Sequence[Row]) -> Any:
     ax.set_yticks(range(len(found)), labels)
     ax.set_ylim(len(found) - 0.5, -0.5)
     low, high = min(0.7, *every), max(1.4, *every)
-    ax.set_xlim(low / 1.05, high * 1.05)
-    ax.set_xticks([x for x in (0.5, 0.7, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6) if low <= x <= high])
+    ax.set(
+        xlim=(low / 1.05, high * 1.05),
+        xticks=[x for x in (0.5, 0.7, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6) if low <= x <= high],
+    )
     style.plain_ticks(ax.xaxis)
     ax.set_xlabel("torch's time over ours by auto: to the right of 1 ours is faster")
     style.legend(figure, list(style.handles(ax).values()), _message(found), ncols=4)

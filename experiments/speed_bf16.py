@@ -47,8 +47,7 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
             colour = style.COLOURS[series]
             ax.plot(mine, [at] * len(mine), "o", color=colour, ms=5, alpha=0.6)
         ax.axvline(1, color="#555555", lw=1, zorder=1)
-        ax.set_title(speeds.PASSES[pass_])
-        ax.set_xlabel("bf16 / fp16")
+        ax.set(title=speeds.PASSES[pass_], xlabel="bf16 / fp16")
     axes[0].set_yticks(range(len(shown)), [LABELS[series] for series in shown])
     every = [x for of in found.values() for of_pass in of.values() for x in of_pass]
     figure.suptitle(

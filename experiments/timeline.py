@@ -156,8 +156,7 @@ def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
     """The lanes of an order's tiles, the clock down to `longest` kB in both panels."""
     ax.grid(False)
     ax.spines[["bottom", "left"]].set_visible(False)
-    ax.set_xticks([])
-    ax.set_yticks([])
+    ax.set(xticks=[], yticks=[])
     end, line = trace.bytes / KB, longest / 32  # the height of a line of text
     boxes: list[tuple[Any, str]] = []
 
@@ -200,8 +199,7 @@ def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
     fate = ax.text(0, end + 2.8 * line, _fate_of_o(trace), size=9.5, color=QUIET, va="top")
     fate.set_in_layout(False)
     ax.text(-1.5 * MARGIN, -0.4 * line, "time ↓", ha="right", size=8.5, color=QUIET)
-    ax.set_xlim(-MARGIN, width + MARGIN)
-    ax.set_ylim(longest + 4.8 * line, -3 * line)
+    ax.set(xlim=(-MARGIN, width + MARGIN), ylim=(longest + 4.8 * line, -3 * line))
     masked = ", causal" if trace.causal else ""
     setting = f"N={trace.seqlen}, d={trace.head_dim}, $B_r$={trace.Br}, $B_c$={trace.Bc}{masked}"
     title = f"{LABELS[trace.series]}: {size(trace.bytes)}"

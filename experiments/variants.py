@@ -198,8 +198,7 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, axes = style.new(3, 5, 9.6 if timed else 8.4)
     shown = dict(zip(VARIANTS, (ax for line in axes for ax in line), strict=True))
     for name, ax in shown.items():
-        ax.set_xticks([])
-        ax.set_yticks([])
+        ax.set(xticks=[], yticks=[])
         ax.grid(False)
         ax.set_title(name, fontsize=11)
         if name not in moved:

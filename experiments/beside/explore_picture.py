@@ -83,6 +83,5 @@ def _side(ax: Any, trace: Trace, clock: float) -> None:
         color=style.COLOURS[trace.series],
         weight="bold",
     )
-    ax.set_xlim(-0.3, 1.52)
-    ax.set_ylim(-0.02, 1.4)
+    ax.set(xlim=(-0.3, 1.52), ylim=(-0.02, 1.4))
     ax.set_axis_off()

@@ -73,8 +73,7 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
         for N in sorted(set().union(*ours.values())):
             _, winner = max((curve.get(N, 0.0), bar.label) for bar, curve in ours.items())
             fastest.append(winner)
-        ax.set_title(f"d={d}, {'causal' if causal else 'not causal'}")
-        ax.set_ylabel("TFLOP/s")
+        ax.set(title=f"d={d}, {'causal' if causal else 'not causal'}", ylabel="TFLOP/s")
     gpu = lines[0]["hardware"].split("-")[0]
     dtype = DTYPES[mine[0].dtype]
     shown = style.handles(axes)
@@ -110,6 +109,8 @@ def _groups(ax: Any, curves: Mapping[Bar, Curve]) -> None:
         for at, value in zip(x, y, strict=True):
             ax.text(at, value, f" {value:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
     ax.set_xticks(range(len(lengths)), [style.short(N) for N in lengths])
-    ax.set_xlim(-0.5, len(lengths) - 0.5)
-    ax.set_ylim(top=1.16 * max(value for curve in curves.values() for value in curve.values()))
+    ax.set(
+        xlim=(-0.5, len(lengths) - 0.5),
+        ylim=(None, 1.16 * max(value for curve in curves.values() for value in curve.values())),
+    )
     ax.grid(False, axis="x")

@@ -139,5 +139,4 @@ def _deviations(ax: Any, times: Sequence[Row], model: Sequence[Row]) -> None:
 
 
 def _axes(ax: Any) -> None:
-    ax.set_xlim(0, 105)
-    ax.set_xlabel("non-zero blocks (%)")
+    ax.set(xlim=(0, 105), xlabel="non-zero blocks (%)")

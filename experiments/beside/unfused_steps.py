@@ -191,8 +191,10 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(False, axis="y")
     ax.margins(x=0.09)
-    ax.set_xlabel("ms, forward, causal mask and dropout of 0.1; hollow: published")
-    ax.set_title("standard attention step by step, and fused")
+    ax.set(
+        xlabel="ms, forward, causal mask and dropout of 0.1; hollow: published",
+        title="standard attention step by step, and fused",
+    )
     ax.legend(
         handles=[style.patch(step, color=colour) for step, colour in _SHADES.items()],
         loc="lower right",

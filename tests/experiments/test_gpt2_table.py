@@ -9,7 +9,7 @@ from experiment_helpers import cells, recorded
 import fa_numba
 from experiments import gpt2_table
 from experiments.beside import unfused_steps
-from experiments.gpt2_table import ARRAYS, PRODUCTS, SETTING, gflop, paper, paper_gb
+from experiments.gpt2_table import PRODUCTS, SETTING, gflop, paper
 from experiments.lab.measure import calls, check, counters, counts, peers, timing
 from experiments.lab.measure.series import columns
 from experiments.lab.measure.workloads import one_head
@@ -20,6 +20,16 @@ from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
 TIMES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+
+
+# The paper's GB: so many N x N and N x d arrays of 2 bytes an element.
+ARRAYS = {"Standard": (18, 12), "FlashAttention": (0, 33)}
+
+
+def paper_gb(problem, matrices, arrays):
+    """10^9 bytes of so many N x N matrices and N x d arrays a head, 2 bytes an element."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    return 2 * rows * (matrices * problem.seqlen_k + arrays * problem.head_dim) / 1e9
 
 
 def synthetic(machine="some-gpu"):

@@ -78,8 +78,7 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
         _curves(ax, here, [series for series in shown if series in {r.series for r in here}])
         style.sizes(ax, sorted({r.seqlen_q for r in here}), "sequence length N")
         ax.set_title(f"d={d}{', causal' if here[0].causal else ''}")
-    axes[0].set_ylabel("TFLOP/s")
-    axes[0].set_ylim(bottom=0)  # of all, once all are drawn
+    axes[0].set(ylabel="TFLOP/s", ylim=(0, None))
     found = style.handles(axes)
     what = f"forward, {DTYPES[mine[0].dtype]}, 16k tokens in all, hidden dimension 2048"
     style.legend(figure, list(found.values()), f"{message}\n{what}")
