@@ -214,13 +214,17 @@ def sites_of(name, rules=RULES):
 
 @functools.cache
 def _names(name):
-    """What a module's functions take by name: (name, tests) by key."""
+    """What a module's functions take under the same tests, by key: (tests, names, attributes)."""
     found = defaultdict(dict)
     for node, _, key, tests in _nodes(name):
         if isinstance(node, (ast.Name, ast.Attribute)):
-            taken = node.id if isinstance(node, ast.Name) else node.attr
-            found[key][taken, tuple((id(test), outcome) for test, outcome in tests)] = tests
-    return {key: [(taken, tests) for (taken, _), tests in of.items()] for key, of in found.items()}
+            under = tuple((id(test), outcome) for test, outcome in tests)
+            _, names, attributes = found[key].setdefault(under, (tests, set(), set()))
+            if isinstance(node, ast.Name):
+                names.add(node.id)
+            else:
+                attributes.add(node.attr)
+    return {key: list(of.values()) for key, of in found.items()}
 
 
 def modules_of(*packages):
@@ -462,17 +466,21 @@ def functions_from(left, calls):
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            names = dict(value.__globals__)
-            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                with contextlib.suppress(ValueError):
-                    names[name] = cell.cell_contents
+            names = value.__globals__
+            if value.__closure__:
+                names = dict(names)
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True):
+                    with contextlib.suppress(ValueError):
+                        names[name] = cell.cell_contents
             yield value, names
             if value.__module__.startswith("fa_numba.emulator"):
                 continue
             of_module = _names(value.__module__).get(key_of(value.__code__), ())
-            asked = {name for name, tests in of_module if _may(tests, names)}
+            may = [(of, attributes) for tests, of, attributes in of_module if _may(tests, names)]
+            asked = {name for of, _ in may for name in of}
             taken = [names[name] for name in asked if name in names]
             left += taken
+            asked = {name for _, attributes in may for name in attributes}
             left += [(x, asked) for x in taken if isinstance(x, types.ModuleType)]
         elif isinstance(value, tuple):
             module, names = (*value, None, None)[:2]
@@ -484,7 +492,7 @@ def functions_from(left, calls):
                     left += [(x, names) for x in inside if isinstance(x, types.ModuleType)]
             else:
                 left += value
-        if not isinstance(value, (types.ModuleType, int)):
+        if not isinstance(value, (types.ModuleType, int, str, float)):
             inner = (getattr(value, name, None) for name in ("emulation", "py_func"))
             left += [x for x in inner if x is not None]
 

@@ -109,7 +109,7 @@ def reaching(site, shares=1):
     else:
         ways = [(unit, True, share, shares) for share in range(shares) for unit in units]
     if units[0] in words:
-        ways.sort(key=lambda way: units.index(way[0]))
+        ways.sort(key=lambda way: way[0] != units[0])
     own = False
     for way in ways:
         if own and way[0] != units[0]:
