@@ -109,7 +109,7 @@ def as_gpu(name: str) -> Iterator[None]:
 
 
 def _key(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+    return "".join(c for c in str(name).lower() if c.isalnum())
 
 
 def here() -> Device | None:

@@ -6,6 +6,8 @@ Neither is an exact count of a kernel. No mask is known here.
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 
 from fa_numba.checks import as_size
 from fa_numba.integers import ceil_div
@@ -30,7 +32,7 @@ def theta_flash(problem: Problem, M: float) -> float:
     B H N_q N_k d^2 / M. `M` is the on-chip memory in elements; the theorem is for d <= M <= N d,
     and Proposition 3 says that no exact algorithm does better for all of that range. No mask.
     """
-    if not 0 < M < math.inf:
+    if not isinstance(M, numbers.Real) or not 0 < M <= sys.float_info.max:
         raise ValueError(f"M is {M!r}: allowed is a finite number of elements > 0")
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * (Nq * Nk * d * d / M)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fa_numba.checks import as_size
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
@@ -75,7 +76,7 @@ def ring(
     True
     """
     _check(problem, ranks, travels, passes)
-    if not 0 <= rank < ranks:
+    if rank not in range(ranks):
         raise ValueError(f"rank is {rank}: allowed is 0 to {ranks - 1}")
     sides = problem.left, None if problem.causal else problem.right
     if sides != (None, None) or q_lens is not None or kv_lens is not None:
@@ -212,7 +213,7 @@ def ring_break_even(
     (1.0, 0.84)
     """
     square = Problem(1, 1, 1, 1, 1, head_dim, dtype=dtype)
-    if ranks < 2:
+    if as_size("ranks", ranks, axis=False) < 2:
         raise ValueError(f"ranks is {ranks}: allowed is 2 or more")
     moved = [ring(square, ranks, travels=each, passes=passes).sent for each in ("q", "kv")]
     return moved[0] / moved[1]

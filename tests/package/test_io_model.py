@@ -992,6 +992,18 @@ def test_a_number_of_parts_is_an_integer_of_at_least_one(name):
                 count(square(4, 4), *tiles, **{name: value})
 
 
+@pytest.mark.parametrize("value", [10**400, "3", None, math.nan])
+def test_what_is_no_number_of_elements_or_rank_is_refused(value):
+    for formula in (io.theta_flash, io.saha_ye, io.li_liang):
+        with pytest.raises(ValueError, match="^M is .*: allowed is a finite number of elements"):
+            formula(square(4, 4), value)
+    with pytest.raises(ValueError, match="^rank is .*: allowed is 0 to 1"):
+        io.ring(square(4, 4), 2, value)
+    if value != 10**400:
+        with pytest.raises(TypeError, match="^ranks is .*: allowed is an integer"):
+            io.ring_break_even(value)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(
     "tiles, says",
