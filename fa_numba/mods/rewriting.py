@@ -430,6 +430,8 @@ class _Writer:
             term = self.visit(index)
             if term.kind != "int":
                 raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
+            if isinstance(index, ast.UnaryOp) and isinstance(index.operand, ast.Constant):
+                raise _Refused(f"the index {ast.unparse(index)}, not from 0 on", node)
             near, apart = near and term.of == "", apart or term.apart
             places.append(f"uint32({term.text})")
         self.inside = self.inside or not near
