@@ -430,7 +430,8 @@ class _Writer:
             term = self.visit(index)
             if term.kind != "int":
                 raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
-            if isinstance(index, ast.UnaryOp) and isinstance(index.operand, ast.Constant):
+            last = index.operand if isinstance(index, ast.UnaryOp) else None
+            if isinstance(last, ast.Constant) and ast.unparse(index)[0] == "-":
                 raise _Refused(f"the index {ast.unparse(index)}, not from 0 on", node)
             near, apart = near and term.of == "", apart or term.apart
             places.append(f"uint32({term.text})")

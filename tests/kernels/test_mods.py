@@ -316,7 +316,7 @@ REFUSED = {
     "a text": (lambda s, b, h, i, j: s + text, "text, a str"),
     "a long integer": (lambda s, b, h, i, j: s + (s > 4294967296), "constant 4294967296"),
     "an index too few": (lambda s, b, h, i, j: s + table[i], "of table, which has 2 axes"),
-    "an index from the end": (lambda s, b, h, i, j: s + table[h, -1], "the index -1, not from 0 on"),
+    "an index of -1": (lambda s, b, h, i, j: s + table[h, -1], "the index -1, not from 0 on"),
     "a float as an index": (lambda s, b, h, i, j: s + steps[s], "the index s, no integer"),
     "~ of a truth value": (lambda s, b, h, i, j: s if ~(i > j) else 0, "~ of i > j, no integer"),
     "no index": (lambda s, b, h, i, j: s + steps, "steps without an index"),
