@@ -441,7 +441,8 @@ def test_blocks_share_a_multiprocessor_where_instructions_have_their_registers(c
     assert sharing(case).min_blocks == blocks
 
 
-@pytest.mark.parametrize("case", slow_but([SHARING[2][0]], [case for case, _ in SHARING]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case, _ in SHARING], ids=named)
 def test_kernels_that_share_a_multiprocessor_compile_within_their_budgets(case):
     hoppers_ptx_within_budgets(sharing(case))
 
@@ -922,7 +923,7 @@ HOPPERS_BACKWARD_PLANES = [(p, d) for p in ("fp16x3", "bf16x3") for d in (64, 12
 HOPPERS_PLANES = [(p, d) for p in ("fp16x3", "bf16x6", "bf16x3") for d in (64, 128)]
 
 
-@pytest.mark.parametrize("case", slow_but({("fp16x3", 128)}, HOPPERS_PLANES))
+@pytest.mark.parametrize("case", slow_but((), HOPPERS_PLANES))
 def test_hoppers_kernels_of_planes_compile_within_their_budgets(case):
     precision, d = case
     plan = plan_of("sm_90a", d, unit="wgmma", dtype="float32", precision=precision)
