@@ -1011,6 +1011,23 @@ def test_a_full_mask_means_the_lanes_that_exist():
     assert error.thread == (32, 0, 0) and "reads lane 8" in str(error)
 
 
+@pytest.mark.parametrize("limit", [16, 40])
+def test_lanes_of_both_sides_of_a_branch_shuffle_in_one_function(limit):
+    def meets(v):
+        return cuda.shfl_xor_sync(FULL, v, 31)
+
+    def kernel(out):
+        t = cuda.threadIdx.x
+        if t < limit:
+            out[t] = meets(t)
+        else:
+            out[t] = meets(100 + t)
+
+    out, lanes = zeros(64), np.arange(64) ^ 31
+    launch(kernel, 1, 64, (out,))
+    assert (out == np.where(lanes < limit, lanes, 100 + lanes)).all()
+
+
 def test_a_butterfly_sums_each_group_of_lanes():
     def kernel(values, out):
         t = cuda.threadIdx.x
