@@ -45,16 +45,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
         return asked
 
     @property
-    def DK(self) -> int:
-        return self.DN
-
-    @property
     def columns_k(self) -> int:
         return self.columns
-
-    @property
-    def value_rows(self) -> TileRows:
-        return self.rows
 
     @property
     def row_tiles(self) -> int:
