@@ -12,7 +12,7 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .beside import block_figures, resources
+from .beside import block_figures
 from .beside.block_figures import FIXED, GOVERNING, in_units, points
 from .lab.measure import counts, variants
 from .lab.measure.series import call, columns, plan
@@ -36,6 +36,9 @@ FEWER_SIZES = (32, 64, 128, 256)
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZES, SMALL_FIXED = 96, 16, (16, 32, 48, 64), 32
 FA1, FA2 = "fa1-simt", "fa2-simt"
 PROFILED = {"occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active"}
+# Metric -> unit: registers of a thread; its local memory, which is what did not fit into them; and
+# how many warps a multiprocessor holds, of blocks with these threads, registers and shared memory.
+RESOURCES = {"registers": "1", "local_memory": "bytes", "resident_warps": "1"}
 # There are many block sizes: about so much time of each, or five calls.
 SECONDS = 0.1
 
@@ -152,10 +155,21 @@ def _count(problem: Problem, series: str, Br: int, Bc: int, inputs: Inputs) -> I
 def _resources(problem: Problem, series: str, Br: int, Bc: int, machine: str) -> Iterator[Row]:
     """What the compiled kernel takes; nothing of tiles that there is no kernel for."""
     tiles = fa_numba.Tiles(Br=Br, Bc=Bc)
-    found, failure = attempt(lambda: resources.of(plan(series, problem, tiles=tiles)))
+    found, failure = attempt(lambda: resources(plan(series, problem, tiles=tiles)))
     common = columns(NAME, series, problem, machine, tiles)
-    for metric, unit_ in () if failure else resources.UNITS.items():
+    for metric, unit_ in () if failure else RESOURCES.items():
         yield Row(metric=metric, unit=unit_, value=found[metric], **common)
+
+
+def resources(planned: fa_numba.Plan) -> dict[str, float]:
+    kernel = planned.launched[-1]
+    compiled: Any = kernel.compiled()
+    blocks = compiled.occupancy.max_active_blocks_per_multiprocessor(
+        kernel.threads, kernel.shared_bytes
+    )
+    warps = blocks * kernel.threads // 32
+    found = compiled.attributes.num_regs, compiled.attributes.local_size_bytes, warps
+    return dict(zip(RESOURCES, found, strict=True))
 
 
 def published_rows() -> list[Row]:

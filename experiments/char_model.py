@@ -207,7 +207,6 @@ def train(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None
     if options.causal is not None and True not in options.causal:
         bench.say("  not trained without a mask: a language model's attention is causal")
         return

@@ -61,7 +61,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     yield from bench.counted(work, "counting on the emulator", lambda run, *case: run(*case))
     if bench.machine is None:
         return
-    assert bench.describe is not None
     yield from _layers(options, bench)
     yield from _decoding(options, bench)
     yield from _long(options, bench)
@@ -133,7 +132,6 @@ def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
 
 
 def _layers(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.describe is not None
     layer = QUICK_LAYER if options.quick else LAYER
     few = fa2_setting(512 if options.quick else 1024, 64)
     splits = query_splits(layer, bench.describe["multiprocessors"], "fa1-mma")

@@ -75,7 +75,6 @@ def _own(series: str) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None
     peers.say_missing(bench.say)
     every = problems(options)
     hopper = device.compute_capability() == (9, 0)

@@ -40,7 +40,6 @@ SERIES = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None
     peers.say_missing(bench.say)
     cases = [
         (problem, pass_, series)

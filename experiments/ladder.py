@@ -155,7 +155,6 @@ def configurations(problem: Problem, hopper: bool = False) -> list[variants.Vari
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None
     hopper = fa_numba.device.compute_capability() == (9, 0)
     problems = options.grid(
         partial(fa2_setting, dtype="float16"),
@@ -198,7 +197,6 @@ def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
 
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
     """What products and exponentials reach by themselves, in columns of sizes the matrices'."""
-    assert bench.machine is not None
     if peers.available():
         yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)
     problem = Problem(1, 1, 1, 1, 1, 1, dtype="float16")

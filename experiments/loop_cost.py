@@ -95,7 +95,6 @@ def configurations(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None and bench.describe is not None
     problems = fa2_problems(options, UNITS.values(), (SEQLEN,), (QUICK_SEQLEN,))
     multiprocessors = bench.describe["multiprocessors"]
     hopper = fa_numba.device.compute_capability() == (9, 0)

@@ -74,7 +74,6 @@ def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None and bench.describe is not None
     dtypes = dict.fromkeys(UNITS.values())
     problems = fa2_problems(options, dtypes, SEQLENS, SEQLENS[:2])
     if options.seqlens is None and options.causal != (True,):

@@ -39,7 +39,6 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None and bench.describe is not None
     lengths = (QUICK_SEQLEN if options.quick else SEQLEN,)
     makes = [partial(fa2_setting, dtype=dtype) for dtype in UNITS.values()]
     problems = [p for make in makes for p in options.grid(make, lengths, (HEAD_DIM,))]

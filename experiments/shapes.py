@@ -175,7 +175,6 @@ def at(point: Point, pass_: str) -> list[str]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    assert bench.machine is not None
     peers.say_missing(bench.say)
     every = points(options)
     ahead = (

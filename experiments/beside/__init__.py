@@ -1,6 +1,6 @@
 """What one experiment alone needs, or one command.
 
-block_size      block_figures, resources: curves over the block size; registers and spills
+block_size      block_figures: curves over the block size
 block_sparse    sparse_figures: curves over the share of blocks
 cache           lru: the model of L2
 explore         explore_page, explore_panels, explore_picture, panels; explore_server is its command
@@ -14,5 +14,5 @@ shapes          breadth: calls with options
 speed_fp16      paper_bars: a paper's speed figure as the paper draws it, ours beside
 timeline        film: its figure as an animated GIF
 variants        variant_times, flex_variants: on a GPU, and beside flex_attention
-commands        compare, compare_command, compare_view; spills
+commands        compare, compare_command; spills
 """

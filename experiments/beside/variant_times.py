@@ -205,7 +205,6 @@ def _real(x: Any) -> Any:
 
 
 def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    assert bench.machine is not None
     timed = [s for s in SERIES if unit(s) != "wgmma" or device.compute_capability() == (9, 0)]
     if not peers.available():
         bench.say("  no torch with CUDA here: flex_attention is not measured")

@@ -8,7 +8,7 @@ from test_experiments import store_synthetic
 
 import fa_numba
 from experiments import block_size
-from experiments.beside import block_figures, resources
+from experiments.beside import block_figures
 from experiments.lab.measure import counters, timing, variants
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Store
@@ -109,14 +109,14 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
         return [dict.fromkeys(metrics, float(n)) for n in range(len(wanted))]
 
     def of(planned):
-        return dict.fromkeys(resources.UNITS, planned.tiles.Bc)
+        return dict.fromkeys(block_size.RESOURCES, planned.tiles.Bc)
 
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(variants.peers, "on_device", lambda arrays, dtype: tuple(arrays))
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
-    monkeypatch.setattr(resources, "of", of)
+    monkeypatch.setattr(block_size, "resources", of)
     monkeypatch.setattr(block_size, "HEADS", 1)
     monkeypatch.setattr(block_size, "WIDTH", 64)
     monkeypatch.setattr(block_size, "_count", lambda *arguments, inputs: [])
@@ -156,9 +156,9 @@ def test_resources_are_the_last_kernels():
         SimpleNamespace(threads=threads, shared_bytes=1024, compiled=lambda: compiled)
         for threads in (32, 128)
     ]
-    found = resources.of(SimpleNamespace(launched=kernels))
+    found = block_size.resources(SimpleNamespace(launched=kernels))
     assert found == {"registers": 168, "local_memory": 16, "resident_warps": 2 * 4}
-    assert set(found) == set(resources.UNITS)
+    assert set(found) == set(block_size.RESOURCES)
 
 
 def test_the_figure_has_accesses_and_runtime():

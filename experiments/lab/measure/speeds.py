@@ -78,7 +78,6 @@ class Study:
 
 def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     """Rows of time, speed, error and, forward, peak memory; results are checked before timing."""
-    assert bench.machine is not None and bench.describe is not None
     lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
     every = (*HEAD_DIMS, *study.forward_dims)
     beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]

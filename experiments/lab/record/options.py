@@ -82,8 +82,8 @@ class Bench:
     `journal` has of an interrupted run is not measured again.
     """
 
-    machine: str | None = None
-    describe: dict[str, Any] | None = None
+    machine: Any = None
+    describe: Any = None
     progress: Callable[[Sequence[Any], str], Iterable[Any]] | None = None
     say: Callable[[str], None] = print
     kept: Sequence[Row] = ()
