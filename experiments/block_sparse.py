@@ -207,14 +207,9 @@ class Checks:
 
 
 def _time(
-    problem: Problem,
-    series: str,
-    pass_: str,
-    share: int | None,
-    arrays: Sequence[Any],
-    checks: Checks,
-    machine: str,
-) -> Row:
+    problem: Problem, series: str, pass_: str, share: int | None, arrays: Sequence[Any],
+    checks: Checks, machine: str,
+) -> Row:  # fmt: skip
     def work() -> Any:
         checks(series, pass_, problem, share)
         run = _run(series, problem, pass_, arrays, _given(problem, SIZE, share))

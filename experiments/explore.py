@@ -88,13 +88,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _row(
-    series: str,
-    problem: Problem,
-    tiles: fa_numba.Tiles,
-    moved: int | None,
-    machine: str,
+    series: str, problem: Problem, tiles: fa_numba.Tiles, moved: int | None, machine: str,
     said: str = "",
-) -> Row:
+) -> Row:  # fmt: skip
     note = f"window {max(problem.window[0], 0)}; {said}"
     common = columns(NAME, series, problem, machine, tiles, note=note)
     return Row(metric="traffic", unit="bytes", value=moved, **common)
@@ -123,13 +119,9 @@ def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
 
 
 def trace(
-    series: str,
-    problem: Problem,
-    tiles: fa_numba.Tiles,
-    inputs: Sequence[np.ndarray],
-    found: list[Any] | None = None,
-    blocks: Any = None,
-) -> Trace:
+    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Sequence[np.ndarray],
+    found: list[Any] | None = None, blocks: Any = None,
+) -> Trace:  # fmt: skip
     """What a call moves; `found` fills while it runs. Raises ValueError as `planned` does."""
     planned(series, problem, tiles, blocks)
     dtype = np.float32 if problem.dtype == "float32" else np.float16

@@ -165,12 +165,9 @@ def _calls(group: Sequence[Run]) -> Iterator[precompile.Call]:
 
 
 def _profiled(
-    run: Run,
-    machine: str | None,
-    names: dict[str, str],
-    result: dict[str, float] | str,
+    run: Run, machine: str | None, names: dict[str, str], result: dict[str, float] | str,
     executed: dict[str, float] | str,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     common = run.columns(machine)
     yield from counters.traffic(result, **common)
     common["unit"] = "1"

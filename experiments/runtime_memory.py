@@ -173,14 +173,9 @@ class _Session:
         yield from self._series(longest, PLAIN, LONGEST_SERIES, arrays, {}, ends)
 
     def _series(
-        self,
-        problem: Problem,
-        name: str,
-        series: str,
-        arrays: Sequence[Any],
-        options: dict[str, Any],
-        check: calls.Check,
-    ) -> Iterator[Row]:
+        self, problem: Problem, name: str, series: str, arrays: Sequence[Any],
+        options: dict[str, Any], check: calls.Check,
+    ) -> Iterator[Row]:  # fmt: skip
         failure = self._check_once(series, name, problem)
         times: dict[str, Timing] = {}
         repeated = problem.seqlen_q <= REPEATED
@@ -225,15 +220,9 @@ class _Session:
         return self._checked[series, name]
 
     def _measured(
-        self,
-        series: str,
-        pass_: str,
-        problem: Problem,
-        arrays: Sequence[Any],
-        options: dict[str, Any],
-        check: calls.Check | None,
-        repeated: bool,
-    ) -> tuple[Timing, int | None]:
+        self, series: str, pass_: str, problem: Problem, arrays: Sequence[Any],
+        options: dict[str, Any], check: calls.Check | None, repeated: bool,
+    ) -> tuple[Timing, int | None]:  # fmt: skip
         run = calls.make(series, pass_, problem, arrays, **options)
         results = _results_bytes(problem, pass_)
         if repeated:

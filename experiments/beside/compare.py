@@ -82,12 +82,9 @@ def sides(setting: Setting, gpu: bounds.Device) -> tuple[list[Side], dict[str, s
 
 
 def measure(
-    setting: Setting,
-    found: Sequence[Side],
-    gpu: bounds.Device,
-    machine: str | None,
+    setting: Setting, found: Sequence[Side], gpu: bounds.Device, machine: str | None,
     busy: Callable[[str], contextlib.AbstractContextManager[Any]],
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Closed forms, small counts, times with a GPU; `busy(text)` is entered where it takes long."""
     name = labels(setting.pass_)
     for side in found:

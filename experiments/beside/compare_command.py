@@ -107,13 +107,9 @@ def _of(rows: Sequence[Row], source: str, metric: str, note: str = "") -> Value:
 
 
 def text(
-    setting: Setting,
-    found: Sequence[Side],
-    refused: dict[str, str],
-    rows: Sequence[Row],
-    gpu: bounds.Device,
-    machine: str | None,
-) -> list[str]:
+    setting: Setting, found: Sequence[Side], refused: dict[str, str], rows: Sequence[Row],
+    gpu: bounds.Device, machine: str | None,
+) -> list[str]:  # fmt: skip
     p, name = setting.problem, labels(setting.pass_)
     mask = "causal" if p.causal else "not causal"
     return [

@@ -137,11 +137,9 @@ def orders(
 
 
 def orders_panel(
-    traces: Callable[..., Mapping[str, Trace]],
-    baked: Mapping[str, Any],
-    left_out: Callable[..., bool] | None = None,
-    typed: Mapping[str, Axis] | None = None,
-) -> Panel:
+    traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any],
+    left_out: Callable[..., bool] | None = None, typed: Mapping[str, Axis] | None = None,
+) -> Panel:  # fmt: skip
     """`traces` gives those of a state, or raises ValueError; `baked` the values that it has,
     `typed` a mask in words, where somebody computes it.
     """

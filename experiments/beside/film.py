@@ -114,16 +114,9 @@ class _Sheet:
         self._draw.rectangle(corners, self.inks(shade))
 
     def text(
-        self,
-        at: tuple[float, float],
-        text: str,
-        points: int,
-        shade: str,
-        *,
-        ground: str = WHITE,
-        anchor: str = "ls",
-        bold: bool = False,
-    ) -> None:
+        self, at: tuple[float, float], text: str, points: int, shade: str, *, ground: str = WHITE,
+        anchor: str = "ls", bold: bool = False,
+    ) -> None:  # fmt: skip
         """Text on a `ground` of one colour; `at` is where its baseline starts, or its `anchor`."""
         left, top, masks = _letters(text, points, anchor, bold)
         place = round(at[0]) + left, round(at[1]) + top

@@ -31,15 +31,9 @@ class Cache:
 
     @classmethod
     def of(
-        cls,
-        sizes: small_model.Sizes,
-        sequences: int,
-        length: int,
-        page_size: int,
-        put: Callable[[np.ndarray, str], Any],
-        dtype: str,
-        **options: Any,
-    ) -> Cache:
+        cls, sizes: small_model.Sizes, sequences: int, length: int, page_size: int,
+        put: Callable[[np.ndarray, str], Any], dtype: str, **options: Any,
+    ) -> Cache:  # fmt: skip
         """An empty one for `length` rows a sequence; `put(array, dtype)` brings an array to where
         the model runs. `options` are those of flash_attention_2.
         """
@@ -85,14 +79,9 @@ def whole(dtype: Any, **options: Any) -> small_model.Attend:
 
 
 def steps(
-    w: small_model.Weights,
-    sizes: small_model.Sizes,
-    characters: Any,
-    attend: small_model.Attend,
-    *,
-    first: int,
-    cached: bool,
-) -> Iterator[int]:
+    w: small_model.Weights, sizes: small_model.Sizes, characters: Any, attend: small_model.Attend,
+    *, first: int, cached: bool,
+) -> Iterator[int]:  # fmt: skip
     """Put the likeliest character at each place of (sequences, length) from `first` on; yields how
     many there are then. If `cached`, `attend` is given the rows that are new since the last step.
     """

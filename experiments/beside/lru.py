@@ -176,15 +176,9 @@ def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, cap
 
 
 def dram_bytes(
-    algorithm: str,
-    problem: Problem,
-    tiles: Any,
-    threads: int,
-    device: Device,
-    *,
-    query_splits: int = 1,
-    capacity: int | None = None,
-) -> int:
+    algorithm: str, problem: Problem, tiles: Any, threads: int, device: Device, *,
+    query_splits: int = 1, capacity: int | None = None,
+) -> int:  # fmt: skip
     """Bytes that a forward call of fa1 or fa2 reads from and writes to DRAM; `capacity` are bytes
     of cache in place of the device's own, with 0 all that the kernel accesses.
     """

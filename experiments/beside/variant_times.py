@@ -221,13 +221,9 @@ def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Seq
 
 
 def _times(
-    name: str,
-    make: Variant,
-    timed: Sequence[str],
-    inputs: Inputs,
-    arrays: Sequence[Any],
+    name: str, make: Variant, timed: Sequence[str], inputs: Inputs, arrays: Sequence[Any],
     machine: str,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     host, alike = inputs(CHECKED), Alike()
     small = peers.on_device(host, CHECKED.dtype)
     saved, failed = attempt(

@@ -57,11 +57,9 @@ class Checks:
     """
 
     def __init__(
-        self,
-        inputs: Inputs,
-        shorter: Callable[[Problem], Problem] | None = None,
+        self, inputs: Inputs, shorter: Callable[[Problem], Problem] | None = None,
         given: Callable[[Problem], dict[str, Any]] = lambda problem: {},
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.inputs, self._shorter, self._given = inputs, shorter or shortened(LONGEST), given
         self._gates: dict[Any, Gate] = {}
         self._passed: set[Any] = set()

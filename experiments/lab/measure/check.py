@@ -77,13 +77,9 @@ class Gate:
 
     @classmethod
     def of_whole(
-        cls,
-        problem: Problem,
-        pass_: str,
-        *arrays: Any,
-        take: Callable[[Any], Any] = tuple,
+        cls, problem: Problem, pass_: str, *arrays: Any, take: Callable[[Any], Any] = tuple,
         **options: Any,
-    ) -> Gate:
+    ) -> Gate:  # fmt: skip
         """Of all of (O,) or (dq, dk, dv), as `take` finds them; `arrays` are NumPy's q to dout."""
         own = {"scale": problem.scale, "causal": problem.causal, **options}
         exact: Any
@@ -194,13 +190,9 @@ def _with_lengths(problem: Problem, options: dict[str, Any]) -> Problem:
 
 
 def _blocks(
-    problem: Problem,
-    arrays: Sequence[Any],
-    halves: Sequence[int],
-    rows: int,
-    share: int,
+    problem: Problem, arrays: Sequence[Any], halves: Sequence[int], rows: int, share: int,
     options: dict[str, Any],
-) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:
+) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:  # fmt: skip
     """(where its rows are, its q, k and v, its options) of blocks of at most `rows` rows and one of
     `share` of a sequence's, `halves` half lengths from the first row, cut to the columns seen.
     """

@@ -7,7 +7,6 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-from types import TracebackType
 from typing import Any
 
 PERIOD = 1000  # milliseconds
@@ -51,12 +50,7 @@ class Sampling:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()

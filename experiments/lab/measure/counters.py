@@ -106,12 +106,9 @@ def read(
 
 
 def traffic(
-    result: Mapping[str, float] | str | None,
-    planned: Any = None,
-    calls: int = 1,
-    note: str = "",
+    result: Mapping[str, float] | str | None, planned: Any = None, calls: int = 1, note: str = "",
     **common: Any,
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     """Rows of the bytes that a plan has in closed form, and of those through L2 and of DRAM of so
     many calls as the one counted, where one was. Why it failed stands behind the note.
     """

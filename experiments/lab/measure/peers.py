@@ -48,16 +48,9 @@ def version() -> str | None:
 
 
 def call(
-    series: str,
-    problem: Problem,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    dropout_p: float = 0.0,
-    kv_lens: Sequence[int] | None = None,
-    softmax: Callable[[Any], Any] | None = None,
-) -> Callable[..., Any]:
+    series: str, problem: Problem, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0,
+    kv_lens: Sequence[int] | None = None, softmax: Callable[[Any], Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
     """A function that runs the series once on q, k and v, viewed, not copied; it takes `out` as
     ours do and leaves it alone. `kv_lens`, valid columns, are a mask of (batch, 1, 1, seqlen_k);
     `softmax` is that of the unfused steps, torch's unless given.

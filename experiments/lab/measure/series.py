@@ -167,12 +167,9 @@ def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: 
 
 
 def query_splits(
-    problem: Problem,
-    multiprocessors: int,
-    series: str = "fa1-simt",
-    passes: str = "fwd",
+    problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd",
     tiles: Any = None,
-) -> int:
+) -> int:  # fmt: skip
     """Into how many thread blocks FA-1 should split a head's queries, by `makespan`: a power of two
     below the number of row tiles or that number, the fewest of equals.
     """
@@ -219,13 +216,9 @@ def row_fields(problem: Problem) -> dict[str, Any]:
 
 
 def columns(
-    experiment: str,
-    series: str,
-    problem: Problem,
-    machine: str | None,
-    tiles: Any = None,
+    experiment: str, series: str, problem: Problem, machine: str | None, tiles: Any = None,
     **more: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The columns of a row but its number; its source is what the machine gives, or in `more`."""
     source = {MODEL: "model", EMULATOR: "counted"}.get(machine or "", "measured")
     found = {"machine": machine, "experiment": experiment, "series": series, "source": source}

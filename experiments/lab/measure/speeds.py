@@ -136,15 +136,9 @@ def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> 
 
 
 def _rows(
-    study: Study,
-    series: str,
-    pass_: str,
-    problem: Problem,
-    arrays: Sequence[Any],
-    checks: calls.Checks,
-    machine: str,
-    own: dict[str, int],
-) -> Iterator[Row]:
+    study: Study, series: str, pass_: str, problem: Problem, arrays: Sequence[Any],
+    checks: calls.Checks, machine: str, own: dict[str, int],
+) -> Iterator[Row]:  # fmt: skip
     tiles: dict[str, int | None] = {}
 
     def work() -> tuple:

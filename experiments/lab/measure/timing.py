@@ -69,11 +69,9 @@ class Timing:
 
 
 def time_call(
-    call: Callable[..., Any],
-    check: Callable[[Any], float],
-    repeats: int = REPEATS,
+    call: Callable[..., Any], check: Callable[[Any], float], repeats: int = REPEATS,
     seconds: float | None = None,
-) -> Timing:
+) -> Timing:  # fmt: skip
     """Check `call()`'s result with a gate, then time `call(out=result)`: `repeats` runs or, with
     `seconds`, as many as that takes, FEWEST at least. One of more than LONG seconds is warm then.
     """

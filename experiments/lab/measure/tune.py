@@ -84,10 +84,9 @@ class Candidate:
 
 
 def candidates(
-    head_dims: Sequence[int] = HEAD_DIMS,
-    series: Sequence[str] = SERIES,
+    head_dims: Sequence[int] = HEAD_DIMS, series: Sequence[str] = SERIES,
     passes: Sequence[str] = PASSES,
-) -> list[Candidate]:
+) -> list[Candidate]:  # fmt: skip
     """The calls to time: all tiles with a plan here; head dimensions in whole fragments."""
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))

@@ -48,14 +48,9 @@ def splits_of(fa1: str, splits: int, passes: str = "fwd") -> Variant:
 
 
 def measure(
-    experiment: str,
-    work: Work,
-    bench: Bench,
-    profiled: Mapping[str, str],
-    *,
-    seconds: float | None = None,
-    counted: Callable[[Problem], bool] = lambda problem: True,
-) -> Iterator[Row]:
+    experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str], *,
+    seconds: float | None = None, counted: Callable[[Problem], bool] = lambda problem: True,
+) -> Iterator[Row]:  # fmt: skip
     """Rows of every problem's variants, copies after their originals: all times, then bytes and
     hardware counters, `profiled` by Nsight Compute's names; the model's bytes alone where `counted`
     is False.
@@ -107,14 +102,9 @@ def _common(
 
 
 def _timed(
-    experiment: str,
-    variant: Variant,
-    problem: Problem,
-    arrays: tuple,
-    checks: calls.Checks,
-    machine: str | None,
-    seconds: float | None,
-) -> Iterator[Row]:
+    experiment: str, variant: Variant, problem: Problem, arrays: tuple, checks: calls.Checks,
+    machine: str | None, seconds: float | None,
+) -> Iterator[Row]:  # fmt: skip
     common, _, failure = _common(experiment, variant, problem, machine)
     timing = None
     if not failure:
@@ -134,12 +124,9 @@ def _timed(
 
 
 def _profiled(
-    experiment: str,
-    work: Work,
-    bench: Bench,
-    profiled: Mapping[str, str],
+    experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str],
     counted: Callable[[Problem], bool],
-) -> Iterator[Row]:
+) -> Iterator[Row]:  # fmt: skip
     # By place: a comparison may have several variants of one series.
     runs = [
         (at, n, problem, variant)
@@ -185,13 +172,9 @@ def _case(problem: Problem, variant: Variant) -> counters.Case:
 
 
 def _counted(
-    experiment: str,
-    variant: Variant,
-    problem: Problem,
-    result: dict[str, float] | str | None,
-    machine: str | None,
-    profiled: Mapping[str, str],
-) -> Iterator[Row]:
+    experiment: str, variant: Variant, problem: Problem, result: dict[str, float] | str | None,
+    machine: str | None, profiled: Mapping[str, str],
+) -> Iterator[Row]:  # fmt: skip
     common, planned, failure = _common(experiment, variant, problem, machine)
     if result is not None and failure:
         result = failure

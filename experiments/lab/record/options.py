@@ -51,12 +51,9 @@ class Options:
         return not self.quick and not any(getattr(self, name) for name in CHOICES)
 
     def grid(
-        self,
-        make: Callable[[int, int, bool], T],
-        seqlens: Sequence[int],
-        head_dims: Sequence[int],
+        self, make: Callable[[int, int, bool], T], seqlens: Sequence[int], head_dims: Sequence[int],
         masks: Sequence[bool] = (False,),
-    ) -> list[T]:
+    ) -> list[T]:  # fmt: skip
         """make(N, d, mask) of what was asked for, else of these: by head dimension, mask, N."""
         return [
             make(N, d, mask)
@@ -103,11 +100,9 @@ class Bench:
         yield from self.journal.each(self.track(left, label))
 
     def counted(
-        self,
-        work: Sequence[tuple[Any, ...]],
-        label: str,
+        self, work: Sequence[tuple[Any, ...]], label: str,
         count: Callable[..., Iterable[Row | Sequence[Row]]],
-    ) -> Iterator[Row | Sequence[Row]]:
+    ) -> Iterator[Row | Sequence[Row]]:  # fmt: skip
         """The rows of `count(*item)`, all that the emulator counts, or those kept instead."""
         if self.kept:
             self.say(f"  counted before from the same sources: {len(self.kept)} rows")

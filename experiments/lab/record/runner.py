@@ -172,12 +172,9 @@ class Runner:
             self.console.print_exception()
 
     def _record(
-        self,
-        name: str,
-        measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
-        about: About,
+        self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], about: About,
         of: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Store rows as they come, a complete run's, `of` this, at its end."""
         report = self.reports.setdefault(name, Report())
         journal = None if of is None else Journal(self.partial(name), of)
@@ -205,11 +202,9 @@ class Runner:
             recorder.finish(complete=journal is not None)
 
     def _measure(
-        self,
-        measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
-        recorder: Recorder,
+        self, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], recorder: Recorder,
         journal: Journal | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         shown = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*shown, TimeElapsedColumn(), console=self.console) as progress:
             bench = Bench(

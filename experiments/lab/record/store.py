@@ -371,12 +371,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        store: Store,
-        experiment: str,
-        provenance: Callable[[str], dict[str, Any]],
+        self, store: Store, experiment: str, provenance: Callable[[str], dict[str, Any]],
         journal: Journal | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.store, self.experiment = store, experiment
         self._provenance, self._journal = provenance, journal
         # By machine: older rows by `_setting`, those of this run by key and place.
