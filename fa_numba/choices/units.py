@@ -423,6 +423,8 @@ class Wgmma(Unit):
     def _facts(request: Request) -> dict[str, Any]:
         p = request.problem
         facts: dict[str, Any] = {"features": request.features, "dtype": request.matrix_dtype}
+        if request.features.planes > 1:
+            facts["aligned"] = request.aligned
         return facts | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
 
     def backward(self, request: Request) -> Shape:
@@ -431,7 +433,6 @@ class Wgmma(Unit):
         facts["atomic"] = self.adds_dq(request) or first
         facts["head_dim_v"] = p.head_dim_v or 0
         sizes = p.largest_dim, facts["atomic"], request.features.planes
-        facts |= {"aligned": request.aligned} if request.features.planes > 1 else {}
         tiles = choices.tiles or tiling.default_wgmma_backward_tiles(*sizes)
         facts["algorithm"] = request.choices.algorithm
         facts["splits_queries"] = choices.query_splits > 1

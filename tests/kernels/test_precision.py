@@ -82,6 +82,7 @@ def test_results_and_counts(device, algorithm, name, precision):
 HOPPERS = {
     "padded d": ((1, 2, 1, 70, 45, 24), Tiles(64, 16), {}),
     "two panels": ((1, 1, 1, 66, 70, 72), Tiles(64, 32), {"causal": True}),
+    "unaligned": ((1, 2, 2, 21, 35, 5), Tiles(64, 32), {"layout": "odd", "out_layout": "odd"}),
     "two consumers": ((1, 2, 2, 140, 100, 64), Tiles(128, 32, stages=3), {"causal": True}),
     "lengths": ((2, 2, 1, 70, 70, 40), Tiles(64, 32), {"q_lens": [70, 7], "kv_lens": [9, 70]}),
     "packed": (

@@ -9,7 +9,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP
 from fa_numba.parts.grid import make_query_rows
-from fa_numba.parts.mma.epilogue import make_write_fragments
+from fa_numba.parts.mma.epilogue import make_write_fragments, make_write_rows
 from fa_numba.parts.mma.planes import P_SCALE, make_split, make_units, pairs_of_planes
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.wgmma import PANEL
@@ -90,11 +90,13 @@ def make_scale_output(spec):
 
 @part
 def make_write_floats(spec):
-    """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32."""
-    query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
+    """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32, which
+    may start anywhere unless they are aligned."""
+    query_rows = make_query_rows(spec)
+    write = make_write_fragments(spec) if spec.aligned else make_write_rows(spec)
 
     def write_floats(rO, O, row0, head, thread):
         Oh = query_rows(O, head)
-        write_fragments(rO, Oh, row0, uint32(Oh.shape[0]), thread)
+        write(rO, Oh, row0, uint32(Oh.shape[0]), thread)
 
     return write_floats
