@@ -131,8 +131,8 @@ def kind_of(seed: int, number: int) -> Kind:
     d_v = one(HEAD_DIMS) if rng.random() < 0.25 else None
     planes = way == "fa2" or (way, passes) == ("fa1", "fwd")
     if planes and unit == "simt" and rng.random() < 0.5:
-        hoppers = way == "fa2" and rng.random() < 0.4
-        chosen |= {"unit": "wgmma" if hoppers else "mma", "precision": one(SPLIT)}
+        on = "wgmma" if rng.random() < 0.4 else "mma"
+        chosen |= {"unit": on, "precision": one(SPLIT)}
     return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix, d_v)
 
 

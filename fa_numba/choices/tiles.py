@@ -281,6 +281,8 @@ def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
 def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
     """The ``Tiles`` of FlashAttention-1's forward kernel on Hopper's tensor cores."""
     kinds = [] if replace(features, causal=False) == PLAIN else ["options"]
+    if features.planes > 1:
+        kinds = [f"{features.planes} planes", "planes"]
     if problem.d_v <= 2 * PANEL < problem.head_dim:
         kinds = [" ".join(("narrow v", *kinds)), *kinds]
     row = size("wgmma", "fa1", "fwd", problem.largest_dim, *kinds)

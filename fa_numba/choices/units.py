@@ -300,7 +300,7 @@ class Wgmma(Unit):
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens"),
+        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens", "precision"),
         ("fa2", "fwd"): (
             *(*_MASKS, *_ADDED, "score_mod", *_LENGTHS),
             *("page_size", "splits", "dropout", "precision"),
@@ -313,6 +313,7 @@ class Wgmma(Unit):
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
+        ("fa1", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "bwd"): ("fp16x3", "bf16x3"),
     }
@@ -333,7 +334,8 @@ class Wgmma(Unit):
         if pair not in self.features:
             return f"the {_PASSES[passes]} pass of {algorithm}"
         on = [f.name for f in fields(Features) if getattr(request.features, f.name)]
-        lacking = [name for name in on if name not in self.features[pair]]
+        has = (*self.features[pair], *(_LENGTHS if request.features.precision else ()))
+        lacking = [name for name in on if name not in has]
         if lacking:
             return f"the option {argument_of(lacking[0])}"
         d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
@@ -348,7 +350,7 @@ class Wgmma(Unit):
                 return f"the option {argument_of(beside[0])} of float32 in planes"
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
-        if not (request.aligned or request.features.precision):
+        if not (request.aligned or (request.features.precision and algorithm == "fa2")):
             return "arrays whose rows do not start at 16-byte addresses, or go backwards"
         if passes == "fwd":
             return ""
@@ -361,8 +363,9 @@ class Wgmma(Unit):
         chosen = choices.tiles is not None and not p.sparse  # whose blocks have tiles
         if chosen or choices.ablate or choices.query_splits != 1:
             return "tiles, measures to do without or query_splits were chosen, which units share"
-        if choices.warp_partition != "rows" or choices.algorithm != "fa2":
-            return "it is taken by name alone but for fa2, whose warps share rows"
+        others = choices.algorithm != "fa2" and not request.features.precision
+        if choices.warp_partition != "rows" or others:
+            return "it is taken by name alone but for fa2 and planes, whose warps share rows"
         if request.features.precision and p.seqlen_q <= GROUP_ROWS:
             return "few rows of float32 in planes, which were not timed"
         narrow = request.features.precision and p.largest_dim <= PANEL // 2

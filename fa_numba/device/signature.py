@@ -24,6 +24,11 @@ def result_type(planes: int, ndim: int):
     return half_type(ndim) if planes == 1 else array_type(ndim)
 
 
+def boxed_type(planes: int, ndim: int, ends: bool = False):
+    """The same of O that leaves by TMA tiles, but of planes straight from registers."""
+    return tiled_type(ndim, ends) if planes == 1 else array_type(ndim)
+
+
 def arguments(arrays: Iterable, floats: int, integers: int, options: types.Type) -> tuple:
     """The types of a kernel's arguments: its arrays, so many float32 and int32, and its options."""
     return *arrays, *[types.float32] * floats, *[types.int32] * integers, options

@@ -68,13 +68,12 @@ def forward(request: Request) -> Plan:
     L: Argument = "L" if return_lse else Untouched(request.row_shape)
     by_boxes: dict[str, Argument] = {}
     if unit.copies_boxes:
-        rows = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
-        by_boxes = {name: Boxes(name, n) for name, n in rows.items()}
-        by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
+        by_boxes = _forward_boxes(spec) | {"A": Boxes("A", GROUP_ROWS, "float32")}
     before, of_planes, taken = _planes(request, spec)
+    taken = {name: _as_bound(by_boxes.get(name), of, spec) for name, of in taken.items()}
     if taken:
-        taken["A"] = Untouched(request.o_shape)
-    launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes, **taken))
+        by_boxes |= taken | {"O": "O", "A": Untouched(request.o_shape)}
+    launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes))
     workspace += of_planes
     how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
     how["whole_tiles"] = unit.copies_boxes
@@ -161,7 +160,7 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
 
 
 def _forward_boxes(spec: Any) -> dict[str, Argument]:
-    """What FA-2's forward kernel takes by boxes."""
+    """What a forward kernel takes by boxes."""
     page_size = spec.features.page_size
     rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
     keys = {name: Boxes(name, rows, ends=spec.key_ends) for name in "KV"}

@@ -49,35 +49,37 @@ def fa1(
 
     Where float32 is split in planes a row of Q, K or V has more elements (`planes`).
 
-    With `whole_tiles` a row tile of Q, O and A is moved whole, also the rows past `q_lens`: what
-    the copy engine does.
+    With `whole_tiles` a row tile of Q, and in 16 bits of O and A, is moved whole, also the rows
+    past `q_lens`: what the copy engine does, by panels of 64 columns of planes. It ends where a
+    packed sequence does.
     """
     splits = as_size("query_splits", query_splits, axis=False)
     d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     run = ceil_div(problem.seqlen_q, tiles.Br * splits)
     starts = starts_in_first_pass(problem)
     visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
-    moved = visit_sums(problem, tiles, block_mask, takes_all=starts, whole=whole_tiles)
+    whole = whole_tiles and not problem.packed
+    moved = visit_sums(problem, tiles, block_mask, takes_all=starts, whole=whole)
     by_split = visit_sums(problem, tiles, block_mask, takes_all=starts, run=run)
 
     read, started = rows_read(problem, visits), rows_started(problem, visits, head)
     written = visits.rows + started
     lse = head.all_rows if return_lse else 0
-    kept = "O" if DTYPES[problem.dtype].sums_in_place else "A"
+    kept, out = ("O", visits) if DTYPES[problem.dtype].sums_in_place else ("A", moved)
     loads = {
-        "Q": moved.rows * row_loaded(problem),
-        "K": by_split.columns * row_loaded(problem),
-        "V": by_split.columns * row_of_values(problem),
+        "Q": moved.rows * row_loaded(problem, panels=whole_tiles),
+        "K": by_split.columns * row_loaded(problem, panels=whole_tiles),
+        "V": by_split.columns * row_of_values(problem, panels=whole_tiles),
         "bias": visits.pairs if problem.bias else 0,
-        kept: rows_read(problem, moved) * d_v,
+        kept: rows_read(problem, out) * d_v,
         "l": read + lse,
         "m": read + lse,
     }
-    stores = {kept: (moved.rows + started) * d_v, "l": written, "m": written, "L": lse}
+    stores = {kept: (out.rows + started) * d_v, "l": written, "m": written, "L": lse}
     if kept == "A":
         stores["A"] -= (moved.rows_once + started * problem.sparse) * d_v
         stores["O"] = (moved.rows_once + started) * d_v
-    return of_planes(problem, tiles, count(problem, loads, stores))
+    return of_planes(problem, tiles, count(problem, loads, stores), panels=whole_tiles)
 
 
 def fa1_backward(

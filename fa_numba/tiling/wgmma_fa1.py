@@ -17,8 +17,9 @@ FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 REGISTERS = {1: (32, 240), 2: (40, 232), 3: (32, 160)}
 # The same of two consumers whose part of S is more than so many; a plain producer needs no more.
 _LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
-# Registers of a consumer beside its parts of P and O, and beside that of S, where it masks.
-_OTHERS, _OTHERS_OF_S = 32, 96
+# Registers of a consumer beside its parts of P and O, and beside that of S, where it masks, and
+# where it leaves S for planes of P.
+_OTHERS, _OTHERS_OF_S, _OTHERS_OF_PLANES = 32, 96, 144
 # Places of K and V, and of Q and O: the first that shared memory has is taken.
 _PLACES = ((2, 2), (1, 2), (2, 1), (1, 1))
 
@@ -45,7 +46,8 @@ class WgmmaFa1Spec(WgmmaSpec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
-        if self.consumers == 2 and self.TM * self.TN > _LARGE:
+        large = self.TM * self.TN > _LARGE or self.planes > 1
+        if self.consumers == 2 and large:
             return _REGISTERS_OF_LARGE
         return REGISTERS[self.consumers]
 
@@ -55,9 +57,14 @@ class WgmmaFa1Spec(WgmmaSpec):
         return ceil_div(self.columns, FLOAT_PANEL)
 
     @property
+    def query_ends(self) -> bool:
+        """Rows of Q past a sequence's end do no harm, where they are not another one's."""
+        return self.features.packed
+
+    @property
     def tile_floats(self) -> int:
-        """Elements of a tile of O."""
-        return self.float_panels * FLOAT_PANEL * self.Br
+        """Elements of a tile of O; of planes it comes to registers at once."""
+        return 0 if self.planes > 1 else self.float_panels * FLOAT_PANEL * self.Br
 
     @property
     def barriers(self) -> int:
@@ -99,13 +106,15 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """O comes to registers when S has left them for P."""
-        return max(self.TM * self.TN, self.p_registers + self.TM * 4 * self.DN)
+        """O comes to registers when S has left them for P; of planes a tile's sums are apart."""
+        sums = min(self.planes, 2) * 4 * self.DN
+        return max(self.TM * self.TN, self.p_registers + self.TM * sums)
 
     @property
     def fits_registers(self) -> bool:
         many = self.registers[1]
-        return self.accumulators <= many - _OTHERS and self.TM * self.TN <= many - _OTHERS_OF_S
+        others = _OTHERS_OF_PLANES if self.planes > 1 else _OTHERS_OF_S
+        return self.accumulators <= many - _OTHERS and self.TM * self.TN <= many - others
 
 
 def select_wgmma_fa1_spec(

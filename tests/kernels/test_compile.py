@@ -492,11 +492,12 @@ def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
 
 def test_the_docstrings_shared_memory_is_that_of_fa1_on_hoppers_unit():
     documented = re.findall(r"(\d+) \(d=(\d+),\s+(\d+) x (\d+)\)", wgmma.fa1_forward.__doc__)
-    assert [int(d) for _, d, *_ in documented] == [64, 128, 192, 256]
-    for size, d, *sides in (map(int, found) for found in documented):
-        plan = plan_of("sm_90a", d, algorithm="fa1", unit="wgmma")
+    assert [int(d) for _, d, *_ in documented] == [64, 128, 192, 256, 64, 128]
+    for n, (size, d, *sides) in enumerate(map(int, found) for found in documented):
+        of_planes = {"dtype": "float32", "precision": "fp16x3"} if n > 3 else {}
+        plan = plan_of("sm_90a", d, algorithm="fa1", unit="wgmma", **of_planes)
         assert [plan.tiles.Br, plan.tiles.Bc] == sides
-        assert plan.launched[0].shared_bytes == size
+        assert plan.launched[-1].shared_bytes == size
     most = max(Bc for Bc in range(16, 256, 16) if _fits_two_consumers(Bc))
     assert f"At d=256 two consumers leave room for {most} columns" in wgmma.fa1_forward.__doc__
 
@@ -933,6 +934,36 @@ def test_hoppers_kernels_of_planes_compile_within_their_budgets(case):
     pairs = sum(range(1, PRECISIONS[precision].planes + 1))
     assert ptx.count("wgmma.mma_async") % pairs == 0
     assert ptx.count("wgmma.commit_group") % pairs == 0
+
+
+HOPPERS_FA1_PLANES = [
+    ("fp16x3", 64, (64, 16), ("window", "q_lens", "kv_lens")),  # quick to compile
+    ("fp16x3", 64, None, ("causal",)),
+    ("fp16x3", 64, None, ("window", "q_lens", "kv_lens")),
+    ("fp16x3", 128, None, ("causal",)),
+    ("fp16x3", 128, None, ("window", "q_lens", "kv_lens")),
+    ("fp16x3", 128, None, ("packed", "causal")),
+    ("fp16x3", 96, None, ()),
+    ("bf16x3", 64, None, ("packed", "window")),
+    ("bf16x3", 128, None, ("packed", "window")),
+    ("bf16x6", 64, None, ("packed", "causal")),
+    ("bf16x6", 128, None, ()),
+    ("bf16x6", 128, None, ("window", "q_lens", "kv_lens")),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(HOPPERS_FA1_PLANES[:1], HOPPERS_FA1_PLANES))
+def test_hoppers_fa1_of_planes_compiles_within_its_budgets(case):
+    precision, d, tiles, options = case
+    how = {"algorithm": "fa1", "dtype": "float32", "precision": precision, "return_lse": True}
+    how |= {"tiles": Tiles(*tiles) if tiles else None, "heads": (2, 1)}
+    plan = plan_of("sm_90a", d, *options, unit="wgmma", **how)
+    (main,) = (x for x in plan.launched if x.name == "fa1_forward")
+    ptx = hoppers_ptx_within_budgets(main)
+    # Of S over d and of P V over the columns, in steps of 16; O is read and written by threads.
+    pairs = sum(range(1, PRECISIONS[precision].planes + 1))
+    assert ptx.count("wgmma.mma_async") == pairs * (d + plan.tiles.Bc) // 16
+    assert "bulk_group" not in ptx and ptx.count(".param .align 64 .b8") == 3
 
 
 @pytest.mark.parametrize("case", slow_but({("fp16x3", 64)}, HOPPERS_BACKWARD_PLANES))

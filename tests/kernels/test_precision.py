@@ -90,20 +90,33 @@ HOPPERS = {
         {"cu_seqlens_q": [0, 133, 140], "cu_seqlens_k": [0, 9, 50]},
     ),
     "kv_splits": ((1, 2, 1, 70, 70, 24), Tiles(64, 16), {"kv_splits": 3}),
+    # Of FA-1: K and V in one slot each, several row tiles a block, that of all rows unfinished.
+    "query_splits": (
+        (1, 2, 1, 330, 100, 64), Tiles(128, 96), {"query_splits": 2, "causal": True},
+    ),
+    "window, lengths": (
+        (2, 1, 1, 140, 100, 96), Tiles(128, 32), {"q_lens": [140, 65], "window": (20, 9)},
+    ),
     # Of tiles that see nothing a slot of Q is left at once.
     "no rows": ((1, 2, 2, 70, 66, 128), None, {"q_lens": [0]}),
     "window": ((1, 1, 1, 65, 90, 16), Tiles(64, 32), {"window": (20, 9), "ablate": ("overlap",)}),
 }  # fmt: skip
+OF_HOPPERS_FA1 = ("query_splits", "window, lengths")
+OF_HOPPERS_FA2 = ("kv_splits", "two consumers", "window", "unaligned")
 
 
 @pytest.mark.in_turn("precision")
 @pytest.mark.parametrize("precision", SPLIT)
-@pytest.mark.parametrize("name", HOPPERS)
-def test_results_and_counts_on_hoppers_unit(device, name, precision):
+@pytest.mark.parametrize(
+    "algorithm, name",
+    [("fa2", name) for name in HOPPERS if name not in OF_HOPPERS_FA1]
+    + [("fa1", name) for name in HOPPERS if name not in OF_HOPPERS_FA2],
+)
+def test_results_and_counts_on_hoppers_unit(device, algorithm, name, precision):
     shape, tiles, options = HOPPERS[name]
     q, k, v = inputs(shape, **options)
     given = {"tiles": tiles, "precision": precision, "unit": "wgmma", **options}
-    result, want = attend(device, "fa2", q, k, v, **given), truth(q, k, v, **changing(given))
+    result, want = attend(device, algorithm, q, k, v, **given), truth(q, k, v, **changing(given))
     assert_within("O", result.O, want.O, want.O_bound)
     assert_within("L", result.L, want.L, want.L_bound)
 
@@ -319,9 +332,13 @@ REFUSED = {
         ["unit is 'simt' with dtype float32 as planes of float16 (precision 'fp16x3')",
          "simt takes float32"],
     ),
-    "Hopper's unit": (
-        {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "algorithm": "fa1"},
-        ["unit is 'wgmma'", "lack the option precision"],
+    "Hopper's unit, with a cap in the other order": (
+        {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "algorithm": "fa1", "softcap": 2.0},
+        ["unit is 'wgmma'", "lack the option softcap of float32 in planes"],
+    ),
+    "Hopper's unit, lengths of keys without planes": (
+        {"unit": "wgmma", "gpu": "H200", "algorithm": "fa1", "dtype": "float16", "kv_lens": [3]},
+        ["unit is 'wgmma'", "lack the option kv_lens"],
     ),
     "Hopper's unit, with options": (
         {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "softcap": 2.0},
@@ -371,7 +388,11 @@ def test_ieee_is_what_a_call_without_the_option_runs():
     with as_gpu("H200"):
         assert fa_numba.plan(Q, K, precision="fp16x3").unit == "mma"
         for d, unit in ((128, "wgmma"), (136, "mma")):
-            assert fa_numba.plan(*[(1, 8, 500, d)] * 2, precision="fp16x3").unit == unit
+            for algorithm in ("fa1", "fa2"):
+                how = {"precision": "fp16x3", "algorithm": algorithm}
+                assert fa_numba.plan(*[(1, 8, 500, d)] * 2, **how).unit == unit
+        how |= {"algorithm": "fa1", "warp_partition": "keys"}
+        assert fa_numba.plan(*[(1, 8, 500, 64)] * 2, **how).unit == "mma"
         back = {"precision": "fp16x3", "passes": "bwd"}
         for d, unit in ((32, "mma"), (64, "wgmma"), (128, "wgmma"), (136, "mma")):
             assert fa_numba.plan(*[(1, 8, 500, d)] * 2, **back).unit == unit

@@ -3,7 +3,7 @@ cores.
 
 One thread block takes one (batch, head): both loops run inside it. O, l and m pass through global
 memory in every pass over K/V, and O is normalised each time: in float32 (``A``) until a row tile's
-last pass rounds it to O. ``query_splits`` as on CUDA cores.
+last pass rounds it to O; of float32 matrices in planes O itself. ``query_splits`` as on CUDA cores.
 A consumer warpgroup has 64 rows of Qi and Oi and all columns, and a producer thread of its own that
 loads these rows: consumers wait for each other's K and V alone. m is kept in units of log2.
 Shared memory and accesses: below the kernel.
@@ -12,7 +12,7 @@ Shared memory and accesses: below the kernel.
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.device.signature import arguments, array_type, tiled_type
+from fa_numba.device.signature import arguments, array_type, boxed_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts import bind, wgmma
 from fa_numba.parts.records import Slot, Tile
@@ -71,6 +71,7 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
+        rT = products.tile_sums(rO)  # of one tile, which meet in O
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -114,8 +115,9 @@ def make_forward(spec):
                 fa1_state.take_output(rO, rf, shared, q, visit, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 v_pipeline.wait(bars, kv)
-                products.begin_output(rO, rP, shared.sV, stage)
-                products.wait_output(rO, False)
+                products.begin_output(rT, rP, shared.sV, stage)
+                fa1_state.read_output(rO, rf, state, visit, tile)  # the same, of planes
+                products.end_output(rO, rT, False)
                 if i_next >= i_end:
                     v_pipeline.release(bars, kv)
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
@@ -129,7 +131,9 @@ def make_forward(spec):
         # FA-2 lines 13, 15: L = m + log l
         fa1_state.write_logsumexp(rl, rm, L, state, own_first, i_last, head, thread)
 
-    arrays = [*[tiled_type(4)] * 5, *[array_type(3)] * 3]
+    queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
+    out = boxed_type(spec.planes, 4)
+    arrays = [queries, keys, keys, out, out, *[array_type(3)] * 3]
 
     @cuda.jit(arguments(arrays, 1, 2, spec.features.argument_type), *spec.launch)
     def fa1_forward(Q, K, V, O, A, L, l, m, scale, group, split_rows, options):
@@ -157,5 +161,7 @@ Shared memory, bytes beside the barriers, d rounded up to 64 in 16 bits and to 3
     they fit. In bytes:  229584 (d=64, 128 x 256), 229488 (d=128, 128 x 256), 221256 (d=192,
     64 x 192), 229448 (d=256, 64 x 128)
     At d=256 two consumers leave room for 32 columns of K and V.
-Accesses, elements per head: those of the kernel on ``mma``, Q, O and A by TMA.
+    Of P planes P times as many of Q, K and V, d rounded up to 64, and no O: it comes to registers
+    while P V is on its way. In bytes, of two:  164016 (d=64, 128 x 192), 196720 (d=128, 128 x 128)
+Accesses, elements per head: those of the kernel on ``mma``, Q, O and A by TMA, of planes Q alone.
 """

@@ -14,7 +14,7 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.device.signature import arguments, array_type, tiled_type
+from fa_numba.device.signature import arguments, array_type, boxed_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts import bind, wgmma
 from fa_numba.parts.records import Head, Out, Slot, Tile
@@ -163,7 +163,7 @@ def make_forward(spec):
             q_stage, q_phase = q_pipeline.next(q)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
-    out = array_type(4) if spec.planes > 1 else tiled_type(4, spec.features.packed)
+    out = boxed_type(spec.planes, 4, spec.features.packed)
     arrays = [queries, keys, keys, out, array_type(3), array_type(1, types.int32)]
 
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)

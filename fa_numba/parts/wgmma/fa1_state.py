@@ -2,11 +2,10 @@
 
 O is in float32 there (``A``), until a row tile's last pass rounds it to O. It comes and goes by
 TMA tiles, by way of a slot in shared memory. A row's l and m are read and written by one thread,
-the same in every pass.
+the same in every pass; and so is, of float32 matrices in planes, O itself.
 """
 
 from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
@@ -16,14 +15,20 @@ from fa_numba.intrinsics.bulk_copy import (
     wait_boxes,
     wait_boxes_read,
 )
-from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, wait_mbarrier
 from fa_numba.intrinsics.shared import load_pair, store_pair
 from fa_numba.parts.fa1_state import *  # noqa: F403
-from fa_numba.parts.grid import make_head
+from fa_numba.parts.grid import make_head, make_query_rows
+from fa_numba.parts.mma.epilogue import make_read_fragments, make_write_fragments
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BlockRows, BlockState, Tile
-from fa_numba.parts.softmax import FULL_WARP, make_normalise_rows, make_start, make_take_sinks
+from fa_numba.parts.softmax import (
+    FULL_WARP,
+    make_normalise_rows,
+    make_scale_rows,
+    make_start,
+    make_take_sinks,
+)
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
 from fa_numba.parts.visits import (
     make_is_unseen,
@@ -34,9 +39,9 @@ from fa_numba.parts.visits import (
     more_by,
     next_by,
 )
-from fa_numba.parts.wgmma.epilogue import make_write_tile
+from fa_numba.parts.wgmma.epilogue import make_rows_of, make_write_tile
 from fa_numba.parts.wgmma.listed import make_read_word, make_word
-from fa_numba.parts.wgmma.load import whole_box
+from fa_numba.parts.wgmma.load import make_query_box, whole_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.pipeline import (
     make_acquire,
@@ -46,6 +51,7 @@ from fa_numba.parts.wgmma.pipeline import (
     make_release_by,
     make_wait,
 )
+from fa_numba.parts.wgmma.products import make_finish_output, make_round_pair
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
@@ -53,46 +59,52 @@ from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 @part
 def make_block(spec):
     """``block(Q, K, group, split_rows, options)``: what a block takes of its head."""
-    head_of, own_rows = make_head(spec), make_own_rows(spec)
+    head_of, own_rows, rows_of = make_head(spec), make_own_rows(spec), make_rows_of(spec)
 
     def block(Q, K, group, split_rows, options):
         head = head_of(Q, K, group, options)
-        i_first, i_last = own_rows(split_rows, uint32(Q.shape[2]))
+        i_first, i_last = own_rows(split_rows, rows_of(Q.shape[2], head))
         return BlockRows(head, i_first, i_last)
 
     return block
 
 
-@device_function
-def state(O, A, l, m, block):
-    """What a block passes through global memory."""
-    b, h = block.head.b, block.head.h
-    return BlockState(O, A, l[b, h], m[b, h], block.i_last)
+@part
+def make_state(spec):
+    """``state(O, A, l, m, block)``: what a block passes through global memory."""
+    query_rows = make_query_rows(spec)
+
+    def state(O, A, l, m, block):
+        return BlockState(O, A, query_rows(l, block.head), query_rows(m, block.head), block.i_last)
+
+    return state
 
 
 @part
 def make_load_own_rows(spec):
     """``load_own_rows(shared, Q, A, i0, starts, head, slot, passed)``: the rows of Qi and Oi that a
     consumer takes, to its part of a slot of either as it is empty; of Oi as they are ``passed``:
-    written in the last pass; none where this visit ``starts`` Oi.
+    written in the last pass; none where this visit ``starts`` Oi, nor of planes, whose Oi consumers
+    load.
     """
     (q, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
-    load_q = _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], q)
-    load_o = _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, o)
+    load_q = _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], q, make_query_box(spec))
+    load_o = _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, o, whole_box)
     acquire_q, acquire_o, commit_o = make_acquire(q), make_acquire(o), make_commit(o)
-    own_of, wait_written = make_own(q), make_wait(written)
+    own_of, wait_written, in_place = make_own(q), make_wait(written), spec.planes > 1
 
     def load_own_rows(shared, Q, A, i0, starts, head, slot, passed):
         bars, w = shared.bars, passed.stage
         row0, own = uint32(i0 + ROWS * w), own_of(slot, w)
         acquire_q(bars, own)
         load_q(shared.sQ, Q, row0, head, bars, slot, w)
-        acquire_o(bars, own)
-        wait_written(bars, passed)
-        if not starts:
-            load_o(shared.sO, A, row0, head, bars, slot, w)
-        else:
-            commit_o(bars, own)
+        if not in_place:
+            acquire_o(bars, own)
+            wait_written(bars, passed)
+            if not starts:
+                load_o(shared.sO, A, row0, head, bars, slot, w)
+            else:
+                commit_o(bars, own)
 
     return load_own_rows
 
@@ -151,9 +163,9 @@ def make_read_named(spec):
 
 
 @part
-def _make_load(Br, panels, width, tile, facts):
+def _make_load(Br, panels, width, tile, facts, find):
     """64 rows of a ``tile`` of so many elements, by ``panels`` boxes of 128 bytes, ``width``
-    columns each.
+    columns each, from where ``find`` finds them.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
 
@@ -161,9 +173,10 @@ def _make_load(Br, panels, width, tile, facts):
         barrier = uint32(full + uint32(slot.stage * groups + w))
         own = uint32(uint32(slot.stage * tile) + width * GROUP_ROWS * w)
         expect_bytes(bars, barrier, size)
+        box = find(T, row0, head)
         for n in range(panels):
             place = uint32(own + width * Br * n)
-            load_box(sT, place, T, head.b, head.h, row0, width * n, bars, barrier)
+            load_box(sT, place, T, box.outer, box.inner, box.row, width * n, bars, barrier)
 
     return load
 
@@ -195,7 +208,7 @@ def make_softmax_to_p(spec):
     where ptxas finds a place for all of P.
     """
     TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
-    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    round_pair = make_round_pair(spec)
 
     def softmax_to_p(rP, rS, scale, rm, rl, rf):
         rshift = cuda.local.array(TM, float32)
@@ -225,7 +238,7 @@ def make_softmax_to_p(spec):
                     s0, s1 = s0 * scale, s1 * scale
                 p0, p1 = exp2(s0 - rshift[i]), exp2(s1 - rshift[i])
                 rl[i] += p0 + p1
-                rP[e // 2] = pack(p0, p1)
+                round_pair(rP, e // 2, p0, p1)
         for i in range(TM):
             lane = TX // 2
             while lane > 0:
@@ -239,8 +252,11 @@ def make_softmax_to_p(spec):
 @part
 def make_take_output(spec):
     """``take_output(rO, rf, shared, slot, visit, tile)``: diag(f) O of this consumer's rows of a
-    slot of O, once they are there; zeros where the visit starts O.
+    slot of O, once they are there; zeros where the visit starts O. Of planes nothing, which
+    ``read_output`` reads.
     """
+    if spec.planes > 1:
+        return _no_output
     TM, DN4, STEP, NO = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_floats
     row_starts, first_place = make_row_starts(spec), _make_first_place(spec)
     further = _further(spec)
@@ -260,6 +276,31 @@ def make_take_output(spec):
                 rO[e] = float32(0.0)
 
     return take_output
+
+
+@device_function
+def _no_output(rO, rf, shared, slot, visit, tile):
+    pass
+
+
+@part
+def make_read_output(spec):
+    """``read_output(rO, rf, state, visit, tile)``: diag(f) O of planes, which this thread has
+    written in the last pass, while products are on their way.
+    """
+    row_starts, in_place = make_row_starts(spec), spec.planes > 1
+    query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
+    scale_rows = make_scale_rows(spec)
+
+    def read_output(rO, rf, state, visit, tile):
+        if in_place:
+            seen = uint32(min(state.rows_end, tile.head.Nq))
+            if row_starts(visit, tile.j0):
+                seen = uint32(0)
+            read_fragments(rO, query_rows(state.O, tile.head), tile.i0, seen, tile.thread)
+            scale_rows(rO, rf)
+
+    return read_output
 
 
 @part
@@ -323,6 +364,8 @@ def make_initialise(spec):
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
     write_values, is_unseen, sparse = make_write(spec), make_is_unseen(spec), spec.features.sparse
     sync_group, ROWS = make_sync_group(spec), GROUP_ROWS
+    query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
+    in_place = spec.planes > 1
 
     def initialise(rO, rl, rm, shared, state, tile, rows_end):
         head, thread = tile.head, tile.thread
@@ -331,11 +374,14 @@ def make_initialise(spec):
             while i0 < rows_end:
                 if is_unseen(uint32(i0 - ROWS * thread.w), head):
                     start(rO, rl, rm, Tile(i0, tile.j0, head, thread), uint32(0))
-                    write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
-                    if sparse:  # whose first visit reads no A
-                        sync_group(thread.w)
+                    if in_place:
+                        write_fragments(rO, query_rows(state.O, head), i0, rows_end, thread)
                     else:
-                        write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
+                        write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
+                        if sparse:  # whose first visit reads no A
+                            sync_group(thread.w)
+                        else:
+                            write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
                     write_values(rl, state.l, i0, rows_end, thread)
                     write_values(rm, state.m, i0, rows_end, thread)
                 i0 = uint32(i0 + Br)
@@ -346,7 +392,8 @@ def make_initialise(spec):
 @part
 def make_wait_initialised(spec):
     """``wait_initialised(bars, w)``: until consumer w needs the slots for that no more."""
-    initialises, written = spec.features.initialises, spec.pipelines.written.full
+    initialises = spec.features.initialises and spec.planes == 1
+    written = spec.pipelines.written.full
 
     def wait_initialised(bars, w):
         if initialises:
@@ -361,6 +408,8 @@ def make_write_state(spec):
     row tile to memory: O by way of a slot of O, to A, if there is ``more`` to come, else rounded by
     way of one of Q. This consumer then needs the slots no more.
     """
+    if spec.planes > 1:
+        return _make_write_state_in_place(spec)
     NQ, NO, write_values = spec.tile_halves[0], spec.tile_floats, make_write(spec)
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
@@ -386,14 +435,36 @@ def make_write_state(spec):
 
 
 @part
+def _make_write_state_in_place(spec):
+    """The same of planes: O to O itself, until the last pass in units of theirs."""
+    own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
+    finish_output, normalise_rows = make_finish_output(spec), make_normalise_rows(spec)
+    query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
+    write_values = make_write(spec)
+
+    def write_state(rO, rl, rm, shared, slot, state, more, tile):
+        i0, head, thread = tile.i0, tile.head, tile.thread
+        if not more:
+            release_q(shared.bars, own_of(slot, thread.w))
+            finish_output(rO, head)
+        normalise_rows(rO, rl)
+        rows_end = uint32(min(state.rows_end, head.Nq))
+        write_fragments(rO, query_rows(state.O, head), i0, rows_end, thread)
+        write_values(rl, state.l, i0, rows_end, thread)
+        write_values(rm, state.m, i0, rows_end, thread)
+
+    return write_state
+
+
+@part
 def make_end_pass(spec):
     """``end_pass(bars, thread)``: what this consumer has written is in global memory; its boxes of
     A may be loaded again.
     """
-    written = spec.pipelines.written.full
+    written, by_boxes = spec.pipelines.written.full, spec.planes == 1
 
     def end_pass(bars, thread):
-        if thread.ty == uint32(0) and thread.tx == uint32(0):
+        if by_boxes and thread.ty == uint32(0) and thread.tx == uint32(0):
             wait_boxes()
             arrive_mbarrier(bars, uint32(written + thread.w))
 

@@ -60,17 +60,29 @@ def make_product_of_planes(spec, count):
 
 
 @part
-def make_split_p(spec, times=P_SCALE):
-    """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``; scaled they are multiplied."""
+def make_split_pair(spec, times=P_SCALE):
+    """``split_pair(rP, n, low, high)``: as ``products.make_round_pair``, to word n of each plane;
+    scaled they are multiplied.
+    """
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), times
 
+    def split_pair(rP, n, low, high):
+        if scaled:
+            low, high = P * low, P * high
+        split(rP, n, WORDS, low, high)
+
+    return split_pair
+
+
+@part
+def make_split_p(spec, times=P_SCALE):
+    """``split_p(rP, rS)``: P's planes, as ``products.make_round_p``."""
+    WORDS, split_pair = spec.p_registers // spec.planes, make_split_pair(spec, times)
+
     def split_p(rP, rS):
         for n in range(WORDS):
-            low, high = rS[2 * n], rS[2 * n + 1]
-            if scaled:
-                low, high = P * low, P * high
-            split(rP, n, WORDS, low, high)
+            split_pair(rP, n, rS[2 * n], rS[2 * n + 1])
 
     return split_p
 
@@ -91,7 +103,8 @@ def make_scale_output(spec):
 @part
 def make_write_floats(spec):
     """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32, which
-    may start anywhere unless they are aligned."""
+    may start anywhere unless they are aligned.
+    """
     query_rows = make_query_rows(spec)
     write = make_write_fragments(spec) if spec.aligned else make_write_rows(spec)
 

@@ -156,6 +156,19 @@ def make_round_p(spec):
     return round_p
 
 
+@part
+def make_round_pair(spec):
+    """``round_pair(rP, n, low, high)``: two neighbours in P in 16 bits, to word n."""
+    pack = pack_p(spec)
+    if spec.planes > 1:
+        return planes.make_split_pair(spec)
+
+    def round_pair(rP, n, low, high):
+        rP[n] = pack(low, high)
+
+    return round_pair
+
+
 def pack_p(spec):
     """``pack(p0, p1)``: two of P in 16 bits; 0 for those that ``drop`` has marked."""
     matrix = DTYPES[spec.dtype].matrix
