@@ -101,11 +101,11 @@ def _shown(code: CodeType) -> str:
 @functools.lru_cache(maxsize=256)
 def _found(code: CodeType) -> Source | None:
     found = None
-    tree = _tree(code.co_filename, tuple(linecache.getlines(code.co_filename)))
+    lines = tuple(linecache.getlines(code.co_filename))
     # Of every instruction where it begins and ends; what the compiler adds has no length.
     places = [((a, c), (b, d)) for a, b, c, d in code.co_positions() if None not in (a, b, c, d)]
     own = [(begin, end) for begin, end in places if begin < end]
-    for node in ast.walk(tree):
+    for node in _functions(code.co_filename, lines).get(code.co_firstlineno, ()):
         if isinstance(node, ast.Lambda) and code.co_name == "<lambda>":
             # What holds other lambdas on this line is walked before them.
             body = node.body
@@ -113,22 +113,31 @@ def _found(code: CodeType) -> Source | None:
             within = all(start <= begin and end <= stop for begin, end in own)
             if not own:  # a constant, in Python 3.12
                 within = repr(getattr(body, "value", body)) in map(repr, code.co_consts)
-            if node.lineno == code.co_firstlineno and within:
+            if within:
                 found = Source(code, _shown(code), node)
         elif isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             names = tuple(each.arg for each in node.args.args)
-            if first == code.co_firstlineno and names == code.co_varnames[: len(names)]:
+            if names == code.co_varnames[: len(names)]:
                 return Source(code, _shown(code), node)
     return found
 
 
 @functools.lru_cache(maxsize=16)
-def _tree(filename: str, lines: tuple[str, ...]) -> ast.Module:
+def _functions(
+    filename: str, lines: tuple[str, ...]
+) -> dict[int, list[ast.Lambda | ast.FunctionDef]]:
+    """Those of a file by their first line, which is a decorator's where there is one."""
+    found: dict[int, list[ast.Lambda | ast.FunctionDef]] = {}
     try:
-        return ast.parse("".join(lines))
+        tree = ast.parse("".join(lines))
     except SyntaxError:  # a notebook's cell with commands beside Python
-        return ast.Module([], [])
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Lambda, ast.FunctionDef)):
+            decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+            first = min([node.lineno, *(each.lineno for each in decorators)])
+            found.setdefault(first, []).append(node)
+    return found
 
 
 def is_array(value: Any) -> bool:
