@@ -28,7 +28,7 @@ LARGE = 1024
 
 TIMED = r"""
 import sys, time
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/emulator"]
 import numpy as np, fa_numba
 from fa_numba.host import placement
 
