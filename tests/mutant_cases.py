@@ -7,6 +7,7 @@ other files that are about a kernel of their own.
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -266,6 +267,12 @@ BACKWARD_CASES["mods"] += (
         {"score_mod": lambda s, b, h, i, j: s + (_far[h, i] * j if s > 0 else 0), **CAUSAL},
     ),
 )
+# Without a number and a slope where it is hidden
+NOWHERE = {
+    "score_mod": lambda s, b, h, i, j: s * math.sqrt((i - j) / 20) + 1 / (i - j + 1),
+    "mask_mod": lambda b, h, i, j: j <= i,
+}
+BACKWARD_CASES["mods"] += (Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), NOWHERE),)
 CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
 BACKWARD_CASES["slopes"] = (
     Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([0.5])}),
@@ -498,6 +505,7 @@ MMA_STANDARD_BACKWARD_CASES = {
         Case((1, 1, 1, 150, 20, 8), Tiles(32, 64)),
         Case((1, 2, 1, 15, 40, 8), Tiles(16, 64)),  # a warp may end a head before the other
     ),
+    "mods": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), NOWHERE),),
     **{
         name: MMA_BACKWARD_CASES[name]
         for name in ("odd", "q_lens", "kv_lens", "packed", "sparse", "dropout")

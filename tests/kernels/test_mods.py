@@ -263,18 +263,6 @@ def test_where_python_raises_a_kernel_and_the_reference_do_not(text):
                 np.testing.assert_allclose(np.float32(found), value, rtol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["standard", "fa1", "fa2"])
-def test_what_is_hidden_may_have_no_number_and_no_slope(way):
-    arrays = random_gradients(1, 2, 1, 21, 19, 8)
-    options = {
-        "score_mod": lambda s, b, h, i, j: s * math.sqrt((i - j) / 20) + 1 / (i - j + 1),
-        "mask_mod": lambda b, h, i, j: j <= i,
-    }
-    check_gradients("emulator", way, *arrays, **options)
-    if way == "standard":
-        half_gradients("emulator", way, *(x.astype(np.float16) for x in arrays), **options)
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 
