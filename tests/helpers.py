@@ -335,13 +335,11 @@ def product_squares(A, B, cuts, total=None, steps=0, off=1.0):
     """
     squares = np.zeros((len(A), B.shape[1]))
     for first, last in zip(cuts, (*cuts[1:], A.shape[1]), strict=True):
+        squares += off**2 * (A[:, first:last] ** 2 @ B[first:last] ** 2)
         part = A[:, first, None] * B[first]
-        squares += (off * part) ** 2
+        term = np.empty_like(part)
         for n in range(first + 1, last):
-            term = A[:, n, None] * B[n]
-            part += term
-            term *= off * off * term
-            squares += term
+            part += np.multiply(A[:, n, None], B[n], out=term)
             squares += np.multiply(part, part, out=term)
         squares += steps * part**2
         if total is not None:
