@@ -436,7 +436,10 @@ MMA_STAGES["not ahead"] = (
     Case((1, 1, 1, 40, 75, 24), Tiles(32, 32), {"ablate": ("prefetch",)}),
     Case((1, 4, 1, 3, 75, 24), Tiles(16, 32), {"ablate": ("prefetch",)}),
 )
-MMA_STAGES["stages"] += (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),)
+MMA_STAGES["stages"] += (
+    Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),
+    Case((1, 1, 1, 33, 40, 136), Tiles(64, 16, 64, stages=2)),  # Q stays in shared memory
+)
 
 # Rows that see no column have no L, nor have those past a length; a row of P too long to keep.
 BACKWARD_CASES["dlse"] = (
@@ -477,8 +480,14 @@ MMA_BACKWARD_CASES["sinks"] = (
     Case((2, 2, 1, 36, 20, 8), Tiles(16, 16), sinks(0.5, 3.0, q_lens=[21, 0])),
 )
 
+# Of a thread's two rows the first is the last there is; an odd row of a bias for all.
+MMA_STAGES["bias"] = (
+    Case((1, 1, 1, 29, 32, 8), Tiles(16, 16), {"bias": normal(1, 1, 29, 32)}),
+    Case((1, 1, 1, 29, 31, 8), Tiles(16, 16), {"bias": normal(1, 1, 1, 31)}),
+)
 
 # Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
+SIMT_STANDARD = {"four warps": (Case((1, 1, 1, 2, 512, 4), Tiles(8, 64)),)}
 _long = {
     "long": (Case((1, 1, 1, 5, 300, 8), Tiles(16, 64)),),
     "longest": (Case((1, 1, 1, 2, 2100, 8), Tiles(16, 128)),),  # two chunks of a thread
@@ -745,6 +754,7 @@ def own_runs():
     for unit, run_of, algorithms, groups in (
         ("simt", run, ALGORITHMS, CASES),
         ("simt", run, ["fa2"], SIMT_PAGES),
+        ("simt", run, ["standard"], SIMT_STANDARD),
         ("simt", run_backward, [*WAYS, "fa1-split"], BACKWARD_CASES),
         ("mma", run_mma, ["fa1", "fa2"], MMA_CASES),
         ("mma", run_mma, ["fa1"], MMA_KEYS),
