@@ -250,15 +250,18 @@ def make_visit_ahead(spec):
     """``visit_ahead(i_next, i0, j0, head)``: that word of the row tile at i0 and the column tile at
     j0, read before anybody waits for it.
     """
-    Br, Bc = spec.Br, spec.Bc
-    column_range, next_column = make_column_range(spec), make_next_column(spec)
+    Br, Bc, column_range = spec.Br, spec.Bc, make_column_range(spec)
 
     def visit_ahead(i_next, i0, j0, head):
         j_first, j_end = column_range(i0, uint32(i0 + Br), head)
+        # Lists have an entry past the end: no branch, so that all are on their way at once.
+        columns, b, h, i = head.options.next_column, head.b, head.h, i0 // uint32(Br)
+        after = columns[b, h, i, uint32(j0 // uint32(Bc) + uint32(1))]
+        first = columns[b, h, i, j_first // uint32(Bc)]
         visit = i_next
-        if next_column(uint32(j0 + Bc), j_end, i0, head) < j_end:
+        if uint32(after * Bc) < j_end:
             visit = uint32(visit | uint32(MORE))
-        if next_column(j_first, j_end, i0, head) == j0:
+        if uint32(first * Bc) == j0:
             visit = uint32(visit | uint32(STARTS))
         return visit
 
@@ -270,12 +273,13 @@ def make_row_ahead(spec):
     """``row_ahead(i0, i_end, j0, head)``: ``visit_ahead`` of the row tile at i0; without a block
     mask a number that those below do not look at.
     """
-    Br, sparse = spec.Br, spec.features.sparse
-    next_row, visit_ahead = make_next_row(spec), make_visit_ahead(spec)
+    Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 
     def row_ahead(i0, i_end, j0, head):
         if sparse:
-            return visit_ahead(next_row(uint32(i0 + Br), i_end, j0, head), i0, j0, head)
+            rows, j = head.options.next_row, j0 // uint32(Bc)
+            i_next = rows[head.b, head.h, j, uint32(i0 // uint32(Br) + uint32(1))]
+            return visit_ahead(uint32(i_next * Br), i0, j0, head)
         return i0
 
     return row_ahead
