@@ -150,7 +150,7 @@ BLOCKS = [
         lambda h, i, j: (i + 2 * j) % 3 == h,
         {"causal": True},
     ),
-    ("fa1", 1, 1, 130, 200, 128, Tiles(64, 64), lambda h, i, j: i == 1 and j > 1, {}),
+    ("fa1", 1, 1, 300, 200, 64, Tiles(128, 64), lambda h, i, j: i == 1 and j > 1, {}),
 ]
 
 
