@@ -304,6 +304,8 @@ def _whole(rows, stages):
         (128, 4, 2, 400, {}),
         (64, 2, 1, 200, {"ablate": ("ahead",)}),
         (64, 2, 1, 200, {"kv_splits": 2}),
+        (64, 2, 1, 200, {"ablate": ("counter",)}),
+        (64, 2, 1, 200, {"causal": True}),  # two of four see no column
     ],
 )
 def test_places_are_taken_again(rows, stages, heads, Nq, options):
