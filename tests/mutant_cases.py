@@ -789,7 +789,7 @@ def host_runs():
         *runs_of("ring", test_ring.test_a_window_is_that_of_the_whole_sequence),
         *plain,
         *runs_of("host", *others, *merged, quick=False),
-        *runs_of("torch", passes, quick=False),
+        *runs_of("torch", passes, test_ring.test_one_argument_that_learns_is_enough, quick=False),
         *runs_of("ring", test_ring, quick=False),
     )
 

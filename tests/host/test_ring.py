@@ -457,6 +457,22 @@ def test_a_call_without_gradients_sends_the_forward_pass_alone(torch):
     assert [nbytes for _, _, nbytes in distributed.sent] == 4 * [x.nbytes]
 
 
+@pytest.mark.parametrize("learns", ["q", "k", "v", "sinks"])
+def test_one_argument_that_learns_is_enough(learns, torch):
+    ft = fa_numba_torch()
+    shapes = {name: (1, 1, 4, 8) for name in "qkv"} | {"sinks": (1,)}
+
+    def work(rank):
+        given = {
+            name: Tensor.of(np.ones(shape, np.float32), requires_grad=name == learns)
+            for name, shape in shapes.items()
+        }
+        return ft.ring_attention(**given).node
+
+    with ranks_of(torch, 2) as distributed:
+        assert None not in distributed.run(work)
+
+
 def call_of(rank, changes, ft, **common):
     """A call that ``changes[rank]`` has its own arguments of."""
     given = {name: Tensor.of(np.ones((1, 1, 4, 8), np.float32)) for name in "qkv"}
