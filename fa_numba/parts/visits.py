@@ -233,12 +233,12 @@ def make_is_unseen(spec):
     started by no visit. Without a block mask any may be, as far as the kernel knows.
     """
     Br, sparse, q_lens = spec.Br, spec.features.sparse, spec.features.q_lens
-    column_range, next_column = make_column_range(spec), make_next_column(spec)
+    columns_seen = make_columns_seen(spec)
 
     def is_unseen(i0, head):
         if sparse:
-            j_first, j_end = column_range(i0, uint32(i0 + Br), head)
-            unseen = next_column(j_first, j_end, i0, head) >= j_end
+            j_first, j_end = columns_seen(i0, head)
+            unseen = j_first >= j_end
             return unseen or (q_lens and uint32(i0 + Br) > head.Nq)
         return True
 

@@ -10,7 +10,7 @@ from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, index_tile, load8, shared_tile
-from fa_numba.parts.grid import make_heads_of_group
+from fa_numba.parts.grid import make_heads_of_group, member
 from fa_numba.parts.mma.pairs import (
     make_add_two,
     make_read_floats,
@@ -18,7 +18,7 @@ from fa_numba.parts.mma.pairs import (
     write_rounded_of,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Fa1BackwardShared, GroupThread, Head, Tile
+from fa_numba.parts.records import Fa1BackwardShared, GroupThread, Tile
 from fa_numba.parts.visits import (
     make_first_of_heads,
     make_is_unseen,
@@ -108,7 +108,7 @@ def make_pass_word(spec):
 
     def pass_word(h, i0, first, j0, h_end, i_first, i_end):
         if sparse:
-            head = Head(first.b, h, first.hk, first.Nq, first.Nk, first.options)
+            head = member(first, h)
             h_next, i_next = next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
             visit = visit_ahead(i_next, i0, j0, head)
             return h_next, word(visit, Tile(i0, j0, head, uint32(0)))
@@ -422,7 +422,7 @@ def make_initialise_dq(spec):
             while h < h_end:
                 i0 = row0
                 while i0 < rows_end:
-                    if is_unseen(i0, Head(b, h, first.hk, first.Nq, first.Nk, first.options)):
+                    if is_unseen(i0, member(first, h)):
                         if not sparse:  # whose first visit reads no A
                             write_sums(rdQ, A[b, h], i0, rows_end, thread)
                         write_rounded(rdQ, dQ[b, h], scale, i0, rows_end, thread)
