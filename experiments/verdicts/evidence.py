@@ -38,84 +38,69 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 Numbers = Mapping[Place, float]
 Curve = list[tuple[Place, float]]  # by the last part of its places
-BOTH: dict[str, Callable[[float, float], float]] = {
-    "/": lambda a, b: a / b,
-    "-": lambda a, b: a - b,
-    "only": lambda a, _: a,
-}
-ALONG: dict[str, Callable[[Curve, Any], Numbers]] = {
-    "where": lambda c, holds: {p: v for p, v in c if holds(*p)},
-    "over": lambda c, at: {p: v / c[at][1] for p, v in c if p != c[at][0]},
-    "steps": lambda c, _: {b[0]: b[1] / a[1] for a, b in pairwise(c)},
-    "power": lambda c, _: {
-        c[0][0][:-1]: math.log(c[-1][1] / c[0][1]) / math.log(c[-1][0][-1] / c[0][0][-1])
-    },
-    "most": lambda c, _: {c[0][0][:-1]: max(value for _, value in c)},
-}
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """Numbers by place, of rows of these experiments. `how` it is made of its `parts`: "rows",
-    "paper", or as BOTH or ALONG have it. `find` raises MissingRows.
-    """
+    """Numbers by place, of rows of these experiments. `find` raises MissingRows."""
 
-    how: str
-    parts: tuple[Any, ...]
     find: Callable[[Evidence], Numbers]
     experiments: tuple[str, ...] = ()
 
     def __truediv__(self, other: Quantity) -> Quantity:
-        return self._with("/", other)
+        return self._with(other, lambda a, b: a / b)
 
     def __sub__(self, other: Quantity) -> Quantity:
-        return self._with("-", other)
+        return self._with(other, lambda a, b: a - b)
 
     def only(self, other: Quantity) -> Quantity:
         """At the places that another quantity has."""
-        return self._with("only", other)
+        return self._with(other, lambda a, _: a)
 
-    def _with(self, how: str, other: Quantity) -> Quantity:
+    def _with(self, other: Quantity, made: Callable[[float, float], float]) -> Quantity:
         """Place by place, where both have one; a number without a place stands beside all."""
 
         def find(data: Evidence) -> Numbers:
             mine, theirs = self.find(data), other.find(data)
             theirs = dict.fromkeys(mine, theirs[()]) if set(theirs) == {()} else theirs
-            return {p: BOTH[how](value, theirs[p]) for p, value in mine.items() if p in theirs}
+            return {p: made(value, theirs[p]) for p, value in mine.items() if p in theirs}
 
-        experiments = tuple(dict.fromkeys((*self.experiments, *other.experiments)))
-        return Quantity(how, (self, other), find, experiments)
+        return Quantity(find, tuple(dict.fromkeys((*self.experiments, *other.experiments))))
 
     def where(self, holds: Callable[..., bool]) -> Quantity:
         """At the places, given part by part, of which it holds."""
-        return self._along("where", holds)
+        return self._along(lambda curve: {p: v for p, v in curve if holds(*p)})
 
     def over(self, at: int) -> Quantity:
         """Over the first (0) or the last (-1) number of its series, which is left out."""
-        return self._along("over", at)
+        return self._along(lambda c: {p: v / c[at][1] for p, v in c if p != c[at][0]})
 
     def steps(self) -> Quantity:
         """From each number of a series to the next: how many times as much."""
-        return self._along("steps")
+        return self._along(lambda curve: {b[0]: b[1] / a[1] for a, b in pairwise(curve)})
 
     def power(self) -> Quantity:
         """Of the last part of its places: the power with which a series grows from end to end."""
-        return self._along("power")
+
+        def made(curve: Curve) -> Numbers:
+            (start, first), (end, last) = curve[0], curve[-1]
+            return {start[:-1]: math.log(last / first) / math.log(end[-1] / start[-1])}
+
+        return self._along(made)
 
     def most(self) -> Quantity:
-        return self._along("most")
+        return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
-    def _along(self, how: str, by: Any = None) -> Quantity:
+    def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:
         """Each series over the last part of its places, made anew."""
 
         def find(data: Evidence) -> Numbers:
             curves: dict[Place, Curve] = {}
             for place, value in sorted(self.find(data).items()):
                 curves.setdefault(place[:-1], []).append((place, value))
-            made = (ALONG[how](curve, by) for curve in curves.values())
-            return {place: value for each in made for place, value in each.items()}
+            return {place: value for c in curves.values() for place, value in made(c).items()}
 
-        return Quantity(how, (self, by), find, self.experiments)
+        return Quantity(find, self.experiments)
 
 
 By = str | Callable[[Any], Any]
@@ -144,7 +129,7 @@ def rows(experiment: str, *by: By, value: Callable[[Row], float] = number,
             groups.setdefault(place, []).append(value(row))
         return {place: fold(values) for place, values in groups.items()}
 
-    return Quantity("rows", (experiment, by, fields, value), find, (experiment,))
+    return Quantity(find, (experiment,))
 
 
 _PUBLISHED = {"seqlen_q": "seqlen", "seqlen_k": "seqlen", "Bc": "block_c", "pass_": "pass"}
@@ -167,4 +152,4 @@ def paper(*by: By, **wanted: Any) -> Quantity:
                 found[place] = found.get(place, 0.0) + float(line["value"])
         return found
 
-    return Quantity("paper", (by, wanted), find)
+    return Quantity(find)
