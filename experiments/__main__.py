@@ -26,8 +26,8 @@ from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare_command, spills
 from .lab.measure import tune
-from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, schedule
-from .lab.record.drawing import Drawing, side_by_side
+from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, schedule
+from .lab.record.drawing import side_by_side
 from .lab.record.options import CHOICES, QUICK
 from .lab.record.registry import load, names, needs, takes, words
 from .lab.record.runner import Runner
@@ -140,10 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("spills", help=text, description=text)
     text = "write the tables of paper_repro.md and figures/tables anew from figures/data"
     commands.add_parser("report", help=text, description=text)
-    text = (
-        "list the recordings whose commit is not in this history, or whose tree may have differed"
-    )
-    commands.add_parser("origins", help=text, description=text)
     return parser
 
 
@@ -178,17 +174,7 @@ def _report(console: Console) -> int:
     return 0
 
 
-def _origins(console: Console) -> int:
-    """1 where a commit is lost: such a recording is to be made again."""
-    found = list(origins.unknown(Store(FIGURES), origins.history()))
-    for line, _ in found:
-        console.print(line, soft_wrap=True, highlight=False)
-    return int(any(lost for _, lost in found))
-
-
-def _run_what_changed(
-    runner: Runner, chosen: Sequence[str], drawing: Drawing, seconds: float | None
-) -> list[str]:
+def _run_what_changed(runner: Runner, chosen: Sequence[str], seconds: float | None) -> list[str]:
     """Measure on a GPU what changed since its recording, draw everything; gives what is left."""
     end = None if seconds is None else time.monotonic() + seconds
     due = runner.due(chosen)
@@ -208,7 +194,7 @@ def _run_what_changed(
                     runner.measure(name)
             except schedule.OutOfTime:
                 left.append(name)
-        drawing.draw(name)
+        runner.draw(name)
     return left
 
 
@@ -239,8 +225,6 @@ def _command(arguments: Sequence[str] | None) -> int:
         return 0
     if args.command == "report":
         return _report(console)
-    if args.command == "origins":
-        return _origins(console)
     if args.command == "compare":
         return compare_command.run(args, parser, arguments)
     if args.command == "explore":
@@ -286,21 +270,21 @@ def _command(arguments: Sequence[str] | None) -> int:
     runner = Runner(options, arguments, console)
     left: list[str] = []
     try:
-        with side_by_side(runner, chosen) as drawing:
-            if args.command == "all" and runner.machine is not None and options.complete:
-                limit = None if args.full else schedule.SECONDS
-                left = _run_what_changed(runner, chosen, drawing, limit)
-            else:
-                for name in chosen if args.command == "draw" else runner.recorded_first(chosen):
-                    if args.command != "draw":
-                        runner.measure(name)
-                    drawing.draw(name)
-        missing = drawing.missing
+        if args.command == "all" and runner.machine is not None and options.complete:
+            limit = None if args.full else schedule.SECONDS
+            left = _run_what_changed(runner, chosen, limit)
+        else:
+            for name in chosen if args.command != "draw" else ():
+                runner.measure(name)
+                if runner.machine is not None:  # minutes may pass before the next is done
+                    runner.draw(name)
+            if args.command == "draw" or runner.machine is None:
+                side_by_side(runner, chosen)
     except KeyboardInterrupt:
-        kept = "kept: the same command goes on" if options.complete else "stored"
-        console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")
+        console.print("[yellow]interrupted; the rows so far are kept: the same command goes on[/]")
         return 130
     reports = runner.reports
+    missing = [name for name in chosen if not reports[name].drawn_from]
     failed = any(report.error for report in reports.values())
     if args.command == "all":
         console.print(runner.summary(chosen))

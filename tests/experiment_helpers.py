@@ -3,7 +3,8 @@
 import fa_numba
 from experiments.lab.measure import peers, timing
 from experiments.lab.measure.series import row_fields
-from experiments.lab.record.store import Recorder, Row, Store
+from experiments.lab.record.recorder import Recorder
+from experiments.lab.record.store import Row, Store
 
 UNITS = {"time": "ms", "speed": "TFLOP/s", "bandwidth": "TB/s", "traffic": "bytes"}
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from experiment_helpers import flat
+from experiment_helpers import flat, recorded
 
 from experiments import cache
 from experiments.beside import lru
 from experiments.lab.record.options import Bench, Options, Refused
-from experiments.lab.record.store import MODEL, Recorder, Store
+from experiments.lab.record.store import MODEL
 from experiments.lab.show import report
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -134,20 +134,16 @@ def test_the_size_that_fits_lies_between_two():
 
 def test_the_table(tmp_path):
     rows = flat(cache.measure(Options(seqlens=(512,), head_dims=(64,)), Bench()))
-    store = Store(tmp_path)
-    recorder = Recorder(store, cache.NAME, lambda machine: {})
-    recorder.add(*rows)
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, cache.NAME, rows)
     assert "No call of these tiles was measured." in report.text(cache.NAME, store)
-    other = Recorder(store, "io_vs_seqlen", lambda machine: {})
-    for row in rows:
-        if row.place == "H200" and row.dtype == "float32":
-            factor = 2.0 if row.series == "fa1-simt" else 1.0
-            fields = {"experiment": "io_vs_seqlen", "source": "dram", "metric": "traffic"}
-            value = factor * row.value
-            fields |= {"machine": report.MACHINE, "value": value, "note": ""}
-            other.add(replace(row, **fields))
-    other.finish(complete=True)
+    common = {"experiment": "io_vs_seqlen", "source": "dram", "metric": "traffic", "note": ""}
+    common["machine"] = report.MACHINE
+    dram = [
+        replace(row, value=row.value * (2.0 if row.series == "fa1-simt" else 1.0), **common)
+        for row in rows
+        if row.place == "H200" and row.dtype == "float32"
+    ]
+    recorded(tmp_path, "io_vs_seqlen", dram)
     text = report.text(cache.NAME, store)
     assert "Of 2 calls measured the model is within 5% for 1." in text
     assert "FA-1 (K/V outer), fp32, d=64, N=512: -50%, right for an L2 of " in text

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from experiment_helpers import cells, made_up
+from experiment_helpers import cells, made_up, recorded
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
@@ -12,7 +12,7 @@ from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
 from experiments.lab.measure import calls, peers, timing
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import MODEL, Recorder, Store
+from experiments.lab.record.store import MODEL, Store
 from experiments.lab.show import report
 from fa_numba.problem import Problem
 
@@ -138,11 +138,7 @@ def test_wrong_gradients_are_a_row_at_every_length(monkeypatch):
 
 
 def test_the_table(tmp_path):
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    store = Store(tmp_path)
-    recorder = Recorder(store, "crossover", lambda machine: about)
-    recorder.add(*synthetic(report.MACHINE))
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, "crossover", synthetic(report.MACHINE))
     header, *lines = cells(report.text("crossover", store))
     assert len(lines) == 10 and len(header) == len(lines[0])
     for line in lines:

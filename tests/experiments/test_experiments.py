@@ -1,5 +1,6 @@
 """The experiments' command line, figures and the reading of hardware counters."""
 
+import collections
 import functools
 import hashlib
 import importlib.util
@@ -211,30 +212,11 @@ def test_an_unknown_name_writes_nothing_and_shows_no_traceback(tmp_path, capsys)
     assert not (tmp_path / "new").exists()
 
 
-def test_quick_runs_stay_away_from_the_recordings(monkeypatch):
-    seen = []
-    stand_in = SimpleNamespace(
-        machine="some-gpu",
-        console=SimpleNamespace(print=lambda *_, **__: None),
-        recorded_first=list,
-        due=lambda names: [],
-        lacking=lambda name: False,
-        measure=lambda name: None,
-        draw=lambda name: True,
-        reports={},
-        summary=lambda names: "",
-    )
-    monkeypatch.setattr(command, "Runner", lambda options, *_: seen.append(options) or stand_in)
-    command.main(["run", "speed", "--quick"])
-    command.main(["run", "speed"])
-    assert [options.out for options in seen] == [FIGURES / "quick", FIGURES]
-    assert [options.complete for options in seen] == [False, True]
-
-
 @pytest.mark.parametrize(
     ("arguments", "folder"),
     [
         ([], FIGURES),
+        (["--quick"], FIGURES / "quick"),
         (["--seqlens", "512"], FIGURES / "filtered"),
         (["--head-dims", "64,128"], FIGURES / "filtered"),
         (["--causal", "both"], FIGURES / "filtered"),
@@ -251,17 +233,17 @@ def test_parts_of_experiments_stay_away_from_complete_ones(
     stand_in = SimpleNamespace(
         machine="some-gpu",
         console=SimpleNamespace(print=lambda *_, **__: None),
-        recorded_first=list,
         due=lambda names: [],
         lacking=lambda name: False,
         measure=lambda name: None,
-        draw=lambda name: True,
-        reports={},
+        draw=lambda name: None,
+        reports=collections.defaultdict(runner.Report),
         summary=lambda names: "",
     )
     monkeypatch.setattr(command, "Runner", lambda options, *_: seen.append(options) or stand_in)
     command.main([*command_, *arguments])
     assert [options.out for options in seen] == [folder]
+    assert seen[0].complete == (folder == FIGURES)
     assert ("figures/filtered" in capsys.readouterr().out) == (folder.name == "filtered")
 
 
@@ -321,35 +303,6 @@ def run_in_process(monkeypatch, tmp_path, measure):
     )
     monkeypatch.setattr(runner, "load", lambda name: module)
     return runner.Runner(Options(out=tmp_path), [], Console(quiet=True))
-
-
-def test_an_interrupted_run_of_a_part_keeps_its_rows(monkeypatch, tmp_path):
-    first, second, *_ = synthetic("io_vs_seqlen")
-
-    def measure(options, bench):
-        yield first
-        yield second
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        running = run_in_process(monkeypatch, tmp_path, measure)
-        running.options = replace(running.options, seqlens=(64,))
-        running.measure("standing_in")
-    assert len(Store(tmp_path).read("standing_in", MODEL)) == 2
-
-
-def test_a_broken_experiment_keeps_its_rows_and_is_reported(monkeypatch, tmp_path):
-    first, *_ = synthetic("io_vs_seqlen")
-
-    def measure(options, bench):
-        yield first
-        raise RuntimeError("broken")
-
-    running = run_in_process(monkeypatch, tmp_path, measure)
-    running.options = replace(running.options, seqlens=(64,))
-    running.measure("standing_in")
-    assert len(Store(tmp_path).read("standing_in", MODEL)) == 1
-    assert running.reports["standing_in"].error == "RuntimeError: broken"
 
 
 def test_an_experiment_that_refuses_is_a_line(monkeypatch, tmp_path):
@@ -767,16 +720,8 @@ def test_with_a_gpu_nothing_runs_beside_what_is_timed(monkeypatch):
     drawn = []
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(drawing, "ProcessPoolExecutor", lambda *_: pytest.fail("processes"))
-    stand_in = SimpleNamespace(machine="some-gpu", draw=lambda name: not drawn.append(name))
-    with drawing.side_by_side(stand_in, NAMES) as figures:
-        figures.draw("speed")
-        assert drawn == ["speed"]
-
-
-def test_what_waits_for_a_gpu_is_drawn_before_others_are_counted(monkeypatch, tmp_path):
-    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
-    order = runner.Runner(Options(out=tmp_path), [], None).recorded_first(["io_vs_seqlen", "speed"])
-    assert order == ["speed", "io_vs_seqlen"]
+    drawing.side_by_side(SimpleNamespace(machine="some-gpu", draw=drawn.append), NAMES)
+    assert drawn == NAMES
 
 
 def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys):

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from experiment_helpers import flat
+from experiment_helpers import flat, recorded
 
 from experiments import io_vs_head_dim, io_vs_sram
 from experiments.lab.measure import counters, precompile, scaling
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Store
+from experiments.lab.record.store import EMULATOR, MODEL
 from experiments.lab.show import report
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -207,18 +207,10 @@ def test_the_regimes_meet_near_d_squared():
 # --- tables and figures ----------------------------------------------------------------------
 
 
-def store_of(module, rows, folder):
-    store = Store(folder)
-    recorder = Recorder(store, module.NAME, lambda machine: {})
-    recorder.add(*rows)
-    recorder.finish(complete=True)
-    return store
-
-
 @pytest.mark.parametrize("module", QUICK, ids=lambda module: module.NAME)
 def test_the_table(module, tmp_path, monkeypatch):
     rows = measured(module, monkeypatch, machine=report.MACHINE)
-    text = report.text(module.NAME, store_of(module, rows, tmp_path))
+    text = report.text(module.NAME, recorded(tmp_path, module.NAME, rows))
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert 5 <= len(lines) <= 13
     (ruled,) = [x for x in lines if "FA-1 (K/V outer), line 1's tiles" in x and "below" not in x]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded
 
 import fa_numba
 from experiments import ladder
@@ -12,7 +13,7 @@ from experiments.lab.measure import bandwidth, check, counters, peers, timing, v
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import FIGURES, Bench, Options
-from experiments.lab.record.store import Recorder, Row, Store
+from experiments.lab.record.store import Row, Store
 from experiments.lab.show import report
 from fa_numba import bounds, emulator
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
@@ -193,10 +194,7 @@ def test_gains_are_over_the_step_before():
 def test_the_ladders_table(tmp_path):
     store = Store(tmp_path)
     assert report.text("ladder", store) == "no recording yet\n"
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(store, "ladder", lambda machine: about)
-    recorder.add(*synthetic(report.MACHINE))
-    recorder.finish(complete=True)
+    recorded(tmp_path, "ladder", synthetic(report.MACHINE))
     lines = [line for line in report.text("ladder", store).splitlines() if "| 4096 |" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [c[3] for c in cells] == 2 * list(ladder.LABELS.values())

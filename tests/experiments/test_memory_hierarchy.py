@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
@@ -11,7 +12,7 @@ from experiments.lab.measure import bandwidth, check, peers, timing, variants
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import Recorder, Row, Store
+from experiments.lab.record.store import Row
 from experiments.lab.show import report
 from fa_numba import device, io_model
 
@@ -193,10 +194,7 @@ def test_l2_is_what_fits_it_and_dram_what_does_not():
 
 
 def test_the_tables(tmp_path, monkeypatch):
-    store = Store(tmp_path)
-    recorder = Recorder(store, NAME, lambda machine: {})
-    recorder.add(*measured(monkeypatch, report.MACHINE))
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, NAME, measured(monkeypatch, report.MACHINE))
     text = report.text(NAME, store)
     assert "shared memory is 7.5 times as fast as DRAM and 4595 times smaller" in text
     assert "| DRAM (HBM) | 4 | 141 GB | 12 | 188 | 1.5 | 40 GB | 208 |" in text

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells
+from experiment_helpers import cells, recorded
 from test_gpt2_table import exact
 
 import fa_numba
@@ -12,7 +12,7 @@ from experiments import numerics
 from experiments.lab.measure import calls, peers
 from experiments.lab.measure.series import PLANES, row_fields
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, Row, Store
 from experiments.lab.show import report
 from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
 from fa_numba import reference
@@ -239,11 +239,7 @@ def test_the_papers_ratio():
 
 
 def test_the_tables(tmp_path):
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    store = Store(tmp_path)
-    recorder = Recorder(store, "numerics", lambda machine: about)
-    recorder.add(*synthetic(report.MACHINE))
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, "numerics", synthetic(report.MACHINE))
     header, *lines = cells(report.text("numerics", store))
     assert len(lines) == 6 and len(lines[0]) == len(header)
     found = {tuple(line[:2]): line[2:] for line in lines}

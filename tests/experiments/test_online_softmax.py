@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from experiment_helpers import recorded
 
 from experiments import online_softmax
 from experiments.lab.measure import check, peers, timing
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, MODEL, Row
 from experiments.lab.show import report
 from fa_numba import device, io_model
 
@@ -151,11 +152,7 @@ def test_the_gate():
 
 
 def test_the_table(tmp_path, quick):
-    store = Store(tmp_path)
-    recorder = Recorder(store, NAME, lambda machine: {})
-    for row in [*quick, *timed(report.MACHINE)]:
-        recorder.add(row)
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, NAME, [*quick, *timed(report.MACHINE)])
     text = report.text(NAME, store)
     assert "| safe softmax | 3 | 1 | 4 | 4 | 4 | 0 | 1.00 (256) | 1.00 (256) |" in text
     assert "| online softmax | 2 | 1 | 3 | 3 | 3 | 0 | 1.33 (" in text

@@ -1,5 +1,6 @@
 """A recording on a GPU: whole or not at all, gone on with, compared; what is measured first."""
 
+import contextlib
 import io
 import json
 import os
@@ -18,18 +19,9 @@ from experiments import __main__ as command
 from experiments.lab.measure import clocks, counters, peers, precompile
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import (
-    journal,
-    kept,
-    provenance,
-    registry,
-    review,
-    runner,
-    schedule,
-    store,
-)
-from experiments.lab.record.options import FIGURES, REPOSITORY, Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Row, Store, StoreError
+from experiments.lab.record import kept, provenance, recorder, registry, review, runner, schedule
+from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.store import MODEL, Row, Store, StoreError
 
 NAME, GPU = "standing_in", "some-gpu"
 
@@ -64,10 +56,10 @@ def bench(tmp_path, monkeypatch):
     module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=lambda rows: None)
     monkeypatch.setattr(runner, "load", lambda name: module)
 
-    def run(**options):
+    def run(*command, **options):
         run.measured = []
         console = Console(record=True, width=200, file=io.StringIO())
-        running = runner.Runner(Options(out=tmp_path / "out", **options), ["all"], console)
+        running = runner.Runner(Options(out=tmp_path / "out", **options), list(command), console)
         running.machine, running.gpu = GPU, {"name": "Some GPU", "multiprocessors": 4}
         running._provenance._gpu = running.gpu
         running._provenance._common |= {"commit": run.commit, "dirty": False}
@@ -157,13 +149,12 @@ def test_a_broken_run_leaves_the_recording(bench):
     assert bench.report.error == "RuntimeError: broken" and bench.rows == before
 
 
-@pytest.mark.parametrize("part", [None, (32,)], ids=["complete", "part"])
-def test_two_runs_at_once_lose_no_row(bench, part):
-    """The second is refused, whichever it is; it leaves the first its rows and its lock."""
+def test_two_runs_at_once_lose_no_row(bench):
+    """The second is refused, whichever it is, and leaves the first its rows."""
     second = []
 
     def meanwhile():
-        for options in ({"seqlens": part}, {}):
+        for options in ({"seqlens": (32,)}, {}):
             other = runner.Runner(
                 Options(out=bench.store.root, **options), [], Console(file=io.StringIO())
             )
@@ -173,68 +164,47 @@ def test_two_runs_at_once_lose_no_row(bench, part):
         yield timed(256, 1.0)
 
     bench.beside = meanwhile()
-    bench(seqlens=part)
-    lock = bench.partial / f"{NAME}.lock"
-    why = f"{lock}: another run measures this here: wait for it, or give another --out"
+    bench()
+    folder = bench.store.root / "data" / NAME
+    why = f"{folder}: another run measures this here: wait for it, or give another --out"
     assert second == [why, why] and bench.report.error == ""
     assert [row.seqlen_q for row in bench.rows if row.series == "fa2-simt"] == [32, 64, 128, 256]
-    assert not lock.exists()
     bench.beside = []
-    bench(seqlens=part)
-    assert bench.report.error == ""
+    assert bench() and bench.report.error == ""
 
 
-def test_a_killed_run_holds_no_lock(tmp_path):
-    text = (
-        "import os, pathlib, sys; from experiments.lab.record.store import Store; "
-        "held = Store(pathlib.Path(sys.argv[1])).alone('a'); held.__enter__(); "
-        "os.kill(os.getpid(), 9)"
-    )
-    done = subprocess.run([sys.executable, "-c", text, tmp_path], cwd=REPOSITORY)
-    assert done.returncode == -signal.SIGKILL and (tmp_path / "partial" / "a.lock").exists()
-    with Store(tmp_path).alone("a"), pytest.raises(StoreError), Store(tmp_path).alone("a"):
-        pass
-
-
-def test_a_lock_that_its_run_has_just_left_is_taken_anew(tmp_path, monkeypatch):
-    path, flock = tmp_path / "partial" / "a.lock", store.fcntl.flock
-
-    def late(*arguments):
-        flock(*arguments)
-        monkeypatch.setattr(store.fcntl, "flock", flock)
-        path.unlink()
-
-    monkeypatch.setattr(store.fcntl, "flock", late)
-    with Store(tmp_path).alone("a"):
-        assert path.exists()
-        with pytest.raises(StoreError, match="another run"), Store(tmp_path).alone("a"):
-            pass
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
+def test_a_part_is_gone_on_with_by_the_same_command(bench, error):
+    bench.stop, bench.error, part = 64, error, {"seqlens": (32, 64)}
+    with contextlib.suppress(KeyboardInterrupt):
+        bench("run", **part)
+    assert not bench.rows and bench.measured == [32]
+    bench.stop = None
+    assert bench("run", "another", **part) == [32, 64, 128, "counters"]
+    bench.stop = 64
+    with contextlib.suppress(KeyboardInterrupt):
+        bench("run", **part)
+    bench.stop = None
+    assert bench("run", **part) == [64, 128, "counters"] and len(bench.rows) == 6
 
 
 def test_loops_of_one_label_are_told_apart(tmp_path):
-    path, of = tmp_path / "a.jsonl", {"commit": 1}
-    first = journal.Journal(path, of)
+    def begun(of):
+        return recorder.Recorder(Store(tmp_path), NAME, lambda m: {"id": "a", "seconds": 2.5}, of)
+
+    of, path = {"commit": 1}, recorder.partial(Store(tmp_path), NAME)
+    first = begun(of)
     for _ in range(2):
-        for item in first.each(first.items("ab", "timing")):
-            first.add([timed(32, 1.0)] if item == "a" else [])
-    again = journal.Journal(path, of)
-    assert [list(again.items("ab", "timing")) for _ in range(2)] == [[], []]
-    assert [name for name, _ in again.items("ab", "timing")] != []
-    assert len(again.rows) == 2
-    assert journal.begun(path, {"commit": 2}) is None
-
-
-def test_a_run_that_got_nowhere_is_known(tmp_path):
-    """By its last process, and without regard to what may differ in a run of the same."""
-    path, of = tmp_path / "a.jsonl", {"commit": 1}
-    first = journal.Journal(path, of)
-    assert journal.begun(path, of | {"date": "later"})[1] is False
-    for _ in first.each(first.items("a", "timing")):
-        pass
-    seconds, moved = journal.begun(path, of)
-    assert seconds > 0 and moved
-    journal.Journal(path, of)
-    assert journal.begun(path, of)[1] is False
+        for item in first.each(first.left("ab", "timing")):
+            first.add(*[timed(32 << _, 1.0)] if item == "a" else [])
+    first.add(timed(4096, 1.0))
+    again = begun(of)
+    assert [again.left("ab", "timing") for _ in range(2)] == [[], []]
+    assert [item for _, item in again.left("ab", "timing")] == ["a", "b"]
+    assert [row.seqlen_q for row in again.measured] == [32, 64]
+    # Without regard to what may differ in a run of the same.
+    assert recorder.spent(path, of | {"date": "later"}) == 2.5
+    assert recorder.spent(path, {"commit": 2}) is None and begun({"commit": 2}).measured == []
 
 
 def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
@@ -287,61 +257,25 @@ def test_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatc
         raise StoreError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "replace_files", full)
+        patched.setattr(recorder, "replace_files", full)
         bench()
     assert bench.report.error == "no space left" and not bench.rows
     assert bench() == ["counters"] and len(bench.rows) == 6 and not bench.report.error
 
 
-@pytest.mark.parametrize("off", [1.2, 0.85])
-def test_of_peers_near_their_last_recording_nothing_is_said(bench, off):
-    bench()
-    bench.peer = 2.0 * off
-    bench()
-    assert not bench.report.error and " times what it took" not in bench.text
-    assert {row.value / row.seqlen_q for row in bench.rows} == {1.0, 2.0 * off}
-
-
-def test_what_a_recording_has_of_torch_and_ncu(monkeypatch):
-    traffic = timed(32, 1.0, source="l2", metric="traffic", unit="bytes")
-    peer, ours = timed(32, 1.0, "torch-fa2"), timed(32, 1.0)
-    for module in (counters, peers):
-        monkeypatch.setattr(module, "available", lambda: False)
-    assert review.lacking([ours]) == review.lacking([]) == ""
-    ncu, torch = review.lacking([ours, traffic, peer]).split("; ")
-    assert "no Nsight Compute" in ncu and "no torch" in torch
-    for module in (counters, peers):
-        monkeypatch.setattr(module, "available", lambda: True)
-    assert review.lacking([traffic, peer]) == ""
-
-
-def test_a_setting_is_compared_with_itself():
-    plain, dropped = (
-        replace(timed(32, value), series=peers.FLASH, note=note)
-        for value, note in ((1.0, "plain"), (4.0, "dropout"))
+def test_which_times_of_torch_are_far_from_their_last():
+    """A setting's is compared with its own; short calls wait for the host, and may be off."""
+    plain, dropped, short = (
+        timed(N, ms, peers.FLASH, note=note)
+        for N, ms, note in ((32, 1.0, "plain"), (32, 4.0, "dropout"), (64, 0.1, "plain"))
     )
-    assert review.far([dropped, plain], [plain, dropped]) == ""
-    found = review.far([plain, dropped], [plain, replace(dropped, value=8.0)])
+    before = [dropped, plain, short]
+    for near in (plain, replace(plain, value=1.2), replace(short, value=0.5)):
+        assert review.far(before, [near, dropped]) == ""
+    found = review.far(before, [plain, replace(dropped, value=8.0)])
     assert "takes 2.00 times" in found and "others" not in found
-    assert review.far([plain], [dropped]) == ""
-
-
-def test_short_calls_may_be_off():
-    """They wait for the host; a longer one tells that something else ran."""
-    short, long = (replace(timed(N, ms), series=peers.FLASH) for N, ms in ((32, 0.1), (1024, 2.0)))
-    assert review.far([short, long], [replace(short, value=0.5), long]) == ""
-    found = review.far([short, long], [short, replace(long, value=3.0)])
-    assert "takes 1.50 times" in found
-
-
-def test_no_recording_is_far_from_itself():
-    store, recorded = Store(FIGURES), []
-    for name in registry.names():
-        for machine in set(store.machines(name)) - {EMULATOR, MODEL}:
-            rows = store.read(name, machine)
-            recorded += [row for row in rows if row.series.startswith("torch")]
-            assert review.far(rows, rows) == "", name
-    assert recorded
+    assert "takes 0.50 times" in review.far(before, [replace(dropped, value=2.0)])
+    assert review.far([plain], [dropped]) == review.far([], [timed(32, 9.0)]) == ""
 
 
 # --- what is due -----------------------------------------------------------------------------
@@ -355,9 +289,8 @@ def test_what_is_due_and_how_long_it_takes(bench):
     bench.stop = 32
     with pytest.raises(KeyboardInterrupt):
         bench()
-    assert [str(each) for each in due(bench)] == [f"{NAME} (begun, nothing done, unknown)"]
-    assert due(bench)[0].stuck
-    bench.running.partial(NAME).unlink()
+    assert [str(each) for each in due(bench)] == [f"{NAME} (0 s of it done, unknown)"]
+    recorder.partial(bench.store, NAME).unlink()
     assert [str(each) for each in due(bench)] == [f"{NAME} (not recorded here, unknown)"]
     bench.stop = None
     bench()
@@ -372,7 +305,7 @@ def test_what_is_due_and_how_long_it_takes(bench):
     with pytest.raises(KeyboardInterrupt):
         bench()
     (each,) = due(bench)
-    assert each.why == "0 s of it done" and 69 < each.seconds < 70
+    assert each.why == "0 s of it done" and each.seconds == 70.0 - each.spent
     bench.stop = None
     bench()
     assert due(bench) == []
@@ -395,9 +328,9 @@ def test_the_most_out_of_date_comes_first():
         schedule.Due("a", "", "2026-01-01", None),
         schedule.Due("new", "", "", None),
     ]
-    stuck = schedule.Due("stuck", "", "", 1.0, stuck=True)
-    in_order = [each.name for each in schedule.in_order([stuck, *every])]
-    assert in_order == ["new", "b", "a", "c", "stuck"]
+    begun = [schedule.Due("long", "", "", 1.0, 300.0), schedule.Due("short", "", "2", 1.0, 9.0)]
+    in_order = [each.name for each in schedule.in_order([*begun, *every])]
+    assert in_order == ["new", "b", "a", "c", "short", "long"]
     first, second, third = schedule.said(every, ["same"], 300.0)
     assert first == "as recorded, from the same sources: same"
     assert second.startswith("to measure, 6 min 45 s and 2 of unknown length: c (, 5 s), b ")
@@ -494,7 +427,7 @@ def everything(monkeypatch, tmp_path):
 
         def draw(self, name):
             done.append(f"drawn {name}")
-            return True
+            self.reports[name] = runner.Report(drawn_from=[GPU])
 
         def summary(self, names):
             return ""
@@ -580,7 +513,7 @@ def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, 
         run()
     stops.append(False)
     running = run()
-    assert running.draw(name)
+    running.draw(name)
     said = running.console.file.getvalue()
     assert "timing: 1 of 2 done before" in said and f"{name}.svg and .png: drawn" in said
     assert len(Store(tmp_path).read(name, machine)) == len(mine)

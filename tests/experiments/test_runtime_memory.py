@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells
+from experiment_helpers import cells, recorded
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
@@ -13,7 +13,7 @@ from experiments import runtime_memory
 from experiments.lab.measure import calls, check, peers, timing
 from experiments.lab.measure.series import columns
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import MODEL, Recorder, Store
+from experiments.lab.record.store import MODEL, Store
 from experiments.lab.show import report
 from experiments.runtime_memory import BOTH, DROPPED, MASKED, OURS, PLAIN, given, setting
 from fa_numba import io_model, reference
@@ -308,11 +308,7 @@ def test_memory_of_a_call_is_workspace_and_results(monkeypatch):
 
 
 def test_the_tables(tmp_path):
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    store = Store(tmp_path)
-    recorder = Recorder(store, "runtime_memory", lambda machine: about)
-    recorder.add(*synthetic(report.MACHINE))
-    recorder.finish(complete=True)
+    store = recorded(tmp_path, "runtime_memory", synthetic(report.MACHINE))
     found = {line[0]: line[1:] for line in cells(report.text("runtime_memory", store))}
     assert set(found) == {"N", "128", "1024", "4096", "16384"}
     paper = runtime_memory.paper("time", "fwd+bwd", PLAIN, "FlashAttention")

@@ -4,6 +4,7 @@ import io
 import re
 from types import SimpleNamespace
 
+import experiment_helpers
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
@@ -17,7 +18,7 @@ from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import registry, runner
 from experiments.lab.record.options import FIGURES, Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.show import style
 from fa_numba import Tiles, algorithms, emulator, io_model
 
@@ -321,17 +322,10 @@ def test_rows_that_are_no_moves_are_refused():
 def test_a_trace_replaces_the_older_one(tmp_path):
     """A shorter trace of the same call leaves nothing of the longer one; another call's stays."""
     store = Store(tmp_path)
-
-    def record(rows):
-        recorder = Recorder(store, "timeline", lambda machine: {})
-        recorder.add(*rows)
-        recorder.finish(complete=False)
-
     rows = [row for row in recorded() if row.series == "fa1-simt"]
     other = [row for row in recorded() if row.series == "fa2-simt"]
-    record(rows)
-    record(other)
-    record(rows[:7])
+    for each in (rows, other, rows[:7]):
+        experiment_helpers.recorded(tmp_path, "timeline", each, complete=False)
     assert len(store.read("timeline", EMULATOR)) == len(other) + 7
 
 

@@ -9,16 +9,16 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from experiment_helpers import recorded
+from experiment_helpers import flat, recorded
 
 import fa_numba
 from experiments import variants
 from experiments.beside import flex_variants, variant_times
 from experiments.lab.measure import flex, peers, timing
 from experiments.lab.measure.series import row_fields
-from experiments.lab.record.journal import Journal
 from experiments.lab.record.options import Bench
-from experiments.lab.record.store import Row
+from experiments.lab.record.recorder import Recorder
+from experiments.lab.record.store import Row, Store
 from experiments.lab.show import report
 from fa_numba.problem import Problem
 
@@ -186,18 +186,19 @@ def test_what_flex_attention_cannot_run_is_a_row(on_the_emulator, monkeypatch):
 
 
 def test_an_interrupted_run_keeps_what_it_has(on_the_emulator, tmp_path):
-    def journal():
-        return Bench(machine="gpu", journal=Journal(tmp_path / "variants.jsonl", {"commit": "a"}))
+    def again():
+        recorder = Recorder(Store(tmp_path), "variants", lambda machine: {})
+        return Bench(machine="gpu", recorder=recorder)
 
-    bench = journal()
+    bench = again()
     found = variant_times.measure({n: variants.VARIANTS[n] for n in ("causal", "softcap")}, bench)
     for row in found:
-        bench.journal.add([row] if isinstance(row, Row) else row)
+        bench.recorder.add(*flat([row]))
         if isinstance(row, Row) and row.note == "softcap":
             break
     found.close()
-    again = measured(["causal", "softcap"], journal())
-    assert {row.note for row in again} == {"softcap"} and len(again) == 8
+    rest = measured(["causal", "softcap"], again())
+    assert {row.note for row in rest} == {"softcap"} and len(rest) == 8
 
 
 def test_torch_has_every_variant():

@@ -211,7 +211,7 @@ def measure(
     for part in parts:
         if time.monotonic() < end:
             compile_ahead((call for candidate in part for call in candidate.calls), bench)
-        for candidate in bench.track(part, "timing"):
+        for candidate in bench.each(part, "timing"):
             if time.monotonic() < end:
                 yield from _rows(candidate, *_time(candidate), bench.machine)
     if time.monotonic() >= end:

@@ -4,11 +4,10 @@ registry    the experiments there are, and what a module must have to be one
 options     what a run was asked for, and where it runs
 runner, drawing     measuring, storing and drawing for the command line
 store, provenance   rows in CSV files, and where they come from
-journal     the rows of a complete run until it is whole
+recorder    the rows of a run until it is whole
 review      whether new rows may replace a recording
 kept, slices    what numbers come from, and what need not be counted again
 schedule    what to measure anew and in which order
-origins     recordings whose commit is not known
 published   the papers' own numbers
 """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .store import PUBLISHED, Row
 
 if TYPE_CHECKING:
-    from .journal import Journal
+    from .recorder import Recorder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FIGURES = REPOSITORY / "figures"
@@ -75,8 +75,8 @@ class Options:
 @dataclass
 class Bench:
     """Where an experiment runs: `machine` is this GPU as a file name, None without one, `describe`
-    what `device.describe` says of it, `kept` the rows counted before from the same sources. What a
-    `journal` has of an interrupted run is not measured again.
+    what `device.describe` says of it, `kept` the rows counted before from the same sources. What
+    the `recorder` has of an interrupted run is not measured again.
     """
 
     machine: Any = None
@@ -84,20 +84,20 @@ class Bench:
     progress: Callable[[Sequence[Any], str], Iterable[Any]] | None = None
     say: Callable[[str], None] = print
     kept: Sequence[Row] = ()
-    journal: Journal | None = None
+    recorder: Recorder | None = None
 
     def track(self, items: Sequence[T], label: str) -> Iterator[T]:
         yield from self.progress(items, label) if self.progress and items else items
 
     def each(self, items: Sequence[T], label: str) -> Iterator[T]:
         """As `track`, each item's rows given in the loop; what was done before is left out."""
-        if self.journal is None:
+        if self.recorder is None:
             yield from self.track(items, label)
             return
-        left = list(self.journal.items(items, label))
+        left = self.recorder.left(items, label)
         if len(left) < len(items):
             self.say(f"  {label}: {len(items) - len(left)} of {len(items)} done before")
-        yield from self.journal.each(self.track(left, label))
+        yield from self.recorder.each(self.track(left, label))
 
     def counted(
         self, work: Sequence[tuple[Any, ...]], label: str,

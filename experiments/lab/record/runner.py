@@ -20,10 +20,10 @@ from ..measure import clocks, peers
 from ..measure import tune as sweep
 from ..show import style
 from . import kept, provenance, registry, review, schedule
-from .journal import Journal
 from .options import FIGURES, Bench, Options, Refused
+from .recorder import Outcome, Recorder, partial
 from .registry import Experiment, load
-from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError, write_if_changed
+from .store import EMULATOR, MODEL, Row, Store, StoreError, write_if_changed
 
 _NOT_GPUS = (EMULATOR, MODEL)
 About = Callable[[str], dict[str, Any]]
@@ -66,11 +66,10 @@ class Runner:
                 return
             if (why := review.lacking(self._recorded(name))) and not self.options.replace:
                 raise Refused(f"the recording has {why}: --replace replaces it without")
-            self.store.make(name)  # minutes of measuring would be for nothing
-            self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
-            if self.machine is None and self._on_gpus(name):
-                self.console.print("  no CUDA GPU here: what one measures is left out")
-            with self.store.alone(name):
+            with self.store.alone(name):  # or else minutes of measuring would be for nothing
+                self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
+                if self.machine is None and self._on_gpus(name):
+                    self.console.print("  no CUDA GPU here: what one measures is left out")
                 texts, before = kept.sources(module, counts=True), None
                 if self.options.complete and not self.options.recount:
                     before = kept.stored(self.store, name, texts)
@@ -79,7 +78,8 @@ class Runner:
                     name,
                     lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
                     about=self.about(name, module),
-                    of=self.described(name, module) if self.options.complete else None,
+                    of=self.described(name, module),
+                    complete=self.options.complete,
                 )
                 self._keep(name, report, texts)
 
@@ -95,12 +95,12 @@ class Runner:
         return functools.partial(self._provenance.for_machine, own=own, sources=sources)
 
     def described(self, name: str, module: Experiment) -> dict[str, Any]:
-        """What two runs have in common of which the second may go on where the first stopped."""
-        counted = kept.digest(kept.sources(module, counts=True), ())
-        return self.about(name, module)(self.machine or EMULATOR) | {"sources of counts": counted}
-
-    def partial(self, name: str) -> Path:
-        return self.options.out / "partial" / f"{name}.jsonl"
+        """What two runs have in common of which the second may go on where the first stopped: of
+        parts the command too.
+        """
+        found = self.about(name, module)(self.machine or EMULATOR)
+        found["sources of counts"] = kept.digest(kept.sources(module, counts=True), ())
+        return found | ({"command": ""} if self.options.complete else {})
 
     def recording(self, name: str, machine: str) -> Store:
         """The last recording of the machine: in --out, or else the one that is with the project."""
@@ -140,17 +140,14 @@ class Runner:
                 if self._lacking(module):
                     continue
                 store, of = self.recording(name, self.machine), self.described(name, module)
-                each = schedule.due(name, store, self.machine, of, self.partial(name))
+                begun = partial(self.store, name)
+                each = schedule.due(name, store, self.machine, of, begun)
                 if self.options.recount and each is None:
                     each = schedule.Due(name, "to be counted again")
             except Exception:  # said when it is measured
                 each = schedule.Due(name, "not to be read")
             found += [each] if each else []
         return schedule.in_order(found)
-
-    def recorded_first(self, names: Iterable[str]) -> list[str]:
-        """Those that this machine cannot measure come first: their figures need not wait."""
-        return sorted(names, key=lambda name: not self.lacking(name))
 
     @contextlib.contextmanager
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
@@ -173,11 +170,10 @@ class Runner:
 
     def _record(
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], about: About,
-        of: Mapping[str, Any] | None = None,
+        of: Mapping[str, Any], complete: bool,
     ) -> None:  # fmt: skip
-        """Store rows as they come, a complete run's, `of` this, at its end."""
+        """Keep rows as they come, and put them into the recording at the end."""
         report = self.reports.setdefault(name, Report())
-        journal = None if of is None else Journal(self.partial(name), of)
         with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
             start = time.monotonic()
 
@@ -187,24 +183,22 @@ class Runner:
                     run["clocks"] = sampling.summary()
                 return run
 
-            recorder = Recorder(self.store, name, now, journal)
-            report.outcomes = recorder.outcomes
+            recorder = Recorder(self.store, name, now, of)
+            report.outcomes, report.held = recorder.outcomes, True
             try:
-                self._measure(measure, recorder, journal)
-                if journal is not None:
-                    self._compare(name, recorder.measured)
+                self._measure(measure, recorder)
             except StoreError:
                 raise  # nothing more can be stored
             except BaseException:
-                report.held = journal is not None
-                recorder.finish(complete=False)
+                recorder.stop()
                 raise
-            recorder.finish(complete=journal is not None)
+            self._compare(name, recorder.measured)
+            recorder.finish(complete=complete)
+            report.held = False
 
     def _measure(
-        self, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], recorder: Recorder,
-        journal: Journal | None,
-    ) -> None:  # fmt: skip
+        self, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], recorder: Recorder
+    ) -> None:
         shown = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*shown, TimeElapsedColumn(), console=self.console) as progress:
             bench = Bench(
@@ -212,7 +206,7 @@ class Runner:
                 describe=self.gpu,
                 progress=lambda items, label: progress.track(items, description=label),
                 say=progress.console.print,
-                journal=journal,
+                recorder=recorder,
             )
             for found in measure(bench):
                 recorder.add(*([found] if isinstance(found, Row) else found))
@@ -239,9 +233,9 @@ class Runner:
                 sweep.NAME,
                 lambda bench: sweep.measure(wanted, bench, seconds),
                 about=self._provenance.for_machine,
+                of=self._provenance.for_machine(self.machine),
+                complete=False,
             )
-        # What was measured before a failure counts too.
-        with self._reporting(sweep.NAME, report):
             self._keep_fastest(wanted, self.machine, self.gpu["compute_capability"])
         return 1 if report.error else 0
 
@@ -257,32 +251,27 @@ class Runner:
         changed = sweep.update(found, capability)
         self.console.print(f"  {sweep.TABLE.name}: {'changed' if changed else 'same as before'}")
 
-    def draw(self, name: str) -> bool:
-        """Draw one figure from stored files alone; False when none was drawn, which is said."""
-        report, drawn = self.reports.setdefault(name, Report()), False
+    def draw(self, name: str) -> None:
+        """Draw one figure from stored files alone; where that cannot be it is said."""
+        report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
-            drawn = self._draw(name, report)
-        if not drawn:
-            report.drawn_from = []
-        return drawn
+            report.drawn_from = self._draw(name, report)
 
-    def _draw(self, name: str, report: Report) -> bool:
+    def _draw(self, name: str, report: Report) -> list[str]:
+        """The machines whose rows are drawn; none where nothing is."""
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            report.error = (
+            raise Refused(
                 "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
-            )
-            self.console.print(f"[red]{name}: {report.error}[/]")
-            return False
+            ) from None
         module, (stored, report.recorded) = load(name), self._stored(name)
         rows = [row for row in stored if self.options.admits(row)]
-        report.drawn_from = sorted({row.machine for row in rows})
         figure = module.draw(rows) if rows else None
         if figure is None:
             what = " of what was asked for" if stored and not rows else ""
             self.console.print(f"[yellow]{name}: no data{what}, no figure[/]")
-            return False
+            return []
         stem = self.options.out / name
         note = provenance.footnote(report.recorded, rows)
         changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
@@ -300,7 +289,7 @@ class Runner:
             if further is not None:
                 stem = self.options.out / other
                 self._say_drawn(stem, ".svg and .png", bool(style.save(further, stem, note)))
-        return True
+        return sorted({row.machine for row in rows})
 
     def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
         state = "drawn" if changed else "drawn, same as before"

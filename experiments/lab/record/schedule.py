@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import journal
+from . import recorder
 from .provenance import of_rows
 from .store import EMULATOR, MODEL, Store
 
@@ -22,14 +22,14 @@ class OutOfTime(BaseException):
 @dataclass(frozen=True)
 class Due:
     """An experiment to be measured, why, the date of its recording or "", how long that took, if
-    known. `stuck` are those that were begun and got nowhere: others have their turn first.
+    known, and how long it has been measured without coming to its end.
     """
 
     name: str
     why: str
     since: str = ""
     seconds: float | None = None
-    stuck: bool = False
+    spent: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why}, {duration(self.seconds)})"
@@ -45,34 +45,31 @@ def duration(seconds: float | None) -> str:
 
 def due(name: str, store: Store, machine: str, of: dict[str, Any], begun: Path) -> Due | None:
     """Why the experiment is measured on this machine; None where its recording is of the same
-    sources. `of` describes a run of now, `begun` is the journal of one that did not end.
+    sources. `of` describes a run of now, `begun` has the rows of one that did not end.
     """
     rows = store.read(name, machine)
     runs = of_rows(store.runs(name, machine), rows)
-    unfinished = journal.begun(begun, of)
-    if unfinished is None and runs and all(run.get("sources") == of["sources"] for run in runs):
+    spent = recorder.spent(begun, of)
+    if spent is None and runs and all(run.get("sources") == of["sources"] for run in runs):
         return None
     counted = [run for other in (EMULATOR, MODEL) for run in store.runs(name, other)]
     took = [run["seconds"] for run in runs or counted[:1] if "seconds" in run]
     seconds = sum(took) if took else None
     since = max((run.get("date") or "" for run in runs), default="")
-    if unfinished is not None:
-        spent, moved = unfinished
-        if not moved:
-            return Due(name, "begun, nothing done", since, seconds, stuck=True)
-        left = None if seconds is None else max(0.0, seconds - spent)
-        return Due(name, f"{duration(spent)} of it done", since, left)
-    return Due(name, "its sources changed" if runs else "not recorded here", since, seconds)
+    if spent is None:
+        return Due(name, "its sources changed" if runs else "not recorded here", since, seconds)
+    left = None if seconds is None else max(0.0, seconds - spent)
+    return Due(name, f"{duration(spent)} of it done", since, left, spent)
 
 
 def in_order(every: Sequence[Due]) -> list[Due]:
-    """The most out of date first: never recorded, then by date; of these the shortest first."""
+    """Those that no time was spent on first, so that none keeps the others from their turn; then
+    the most out of date: never recorded, then by date; of these the shortest.
+    """
     unknown = float("inf")
-
-    def by(each: Due) -> tuple[bool, str, float]:
-        return each.stuck, each.since, unknown if each.seconds is None else each.seconds
-
-    return sorted(every, key=by)
+    return sorted(
+        every, key=lambda d: (d.spent, d.since, unknown if d.seconds is None else d.seconds)
+    )
 
 
 def said(every: Sequence[Due], same: Sequence[str], limit: float | None) -> Iterator[str]:

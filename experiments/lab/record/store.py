@@ -15,14 +15,11 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .journal import Journal
+from typing import Any
 
 EMULATOR = "emulator"
 MODEL = "model"
@@ -143,7 +140,7 @@ def _field(name: str, text: str) -> Any:
     return text
 
 
-def _impossible(row: Row) -> str:
+def impossible(row: Row) -> str:
     """What of the row no measurement or count gives; empty for nothing."""
     least, allowed = 0.0, "a finite number of at least 0"
     if row.metric.endswith("difference"):
@@ -178,7 +175,7 @@ def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
     return found
 
 
-def _setting(row: Row) -> tuple[Any, ...]:
+def setting(row: Row) -> tuple[Any, ...]:
     """What a run measures anew as a whole: series, source and problem."""
     return tuple(getattr(row, name) for name in _SETTING)
 
@@ -210,7 +207,7 @@ def parse(text: str, machine: str) -> list[Row]:
                 raise ValueError(f"it has {len(line)} columns: expected {len(header)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
             row = Row(machine=machine, **{name: _field(name, cell) for name, cell in named})
-            if why := _impossible(row):
+            if why := impossible(row):
                 raise ValueError(why)
             first = before.setdefault((row.key, row.place), lines.line_num)
             if first != lines.line_num:
@@ -283,25 +280,19 @@ class Store:
 
     @contextlib.contextmanager
     def alone(self, experiment: str) -> Iterator[None]:
-        """Keep other runs from the experiment's rows here as long as the process lives. Raises
-        StoreError where one is at it.
+        """Keep other runs from the experiment's folder as long as the process lives. Raises
+        StoreError where one is at it, and what `make` raises.
         """
-        path = self.root / "partial" / f"{experiment}.lock"
+        self.make(experiment)
+        folder = self.root / "data" / experiment
         with contextlib.ExitStack() as stack:
-            with naming(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                while True:
-                    file = stack.enter_context(path.open("a", encoding="utf-8"))
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        raise ValueError(
-                            "another run measures this here: wait for it, or give another --out"
-                        ) from None
-                    with contextlib.suppress(FileNotFoundError):  # that run has just ended
-                        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                            break
-            stack.callback(path.unlink, missing_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                how = "wait for it, or give another --out"
+                raise StoreError(f"{folder}: another run measures this here: {how}") from None
             yield
 
     def machines(self, experiment: str) -> list[str]:
@@ -346,124 +337,3 @@ def runs_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise ValueError(f"runs is {json.dumps(runs)[:40]}: expected a list of objects")
     return list(runs)
-
-
-@dataclass
-class Outcome:
-    """What one run did to a machine's file: rows measured, those failed, whether it changed."""
-
-    measured: int = 0
-    failed: int = 0
-    changed: bool = False
-
-
-class Recorder:
-    """Takes one run's rows as they come and keeps each at once: an interrupted run loses none.
-
-    With a row goes what older runs stored of the same series, source and problem: at once what a
-    row of the same metric, of other tiles or a failure contradicts, the rest when `finish` ends the
-    run. Other rows stay, unless `finish(complete=True)` says that the run measured all there is.
-    What no measurement gives, such as NaN, is kept as a failure.
-
-    With a `journal` rows are kept there, and the recording is as it was until a complete end.
-
-    `provenance(machine)` describes the run, which has an "id"; it is asked again at every writing.
-    """
-
-    def __init__(
-        self, store: Store, experiment: str, provenance: Callable[[str], dict[str, Any]],
-        journal: Journal | None = None,
-    ) -> None:  # fmt: skip
-        self.store, self.experiment = store, experiment
-        self._provenance, self._journal = provenance, journal
-        # By machine: older rows by `_setting`, those of this run by key and place.
-        self._old: dict[str, dict[tuple[Any, ...], list[Row]]] = {}
-        self._new: dict[str, dict[tuple[Any, ...], Row]] = {}
-        self._run: dict[str, str] = {}
-        self._earlier: dict[str, list[dict[str, Any]]] = {}
-        self._stored: dict[str, str] = {}
-        self.outcomes: dict[str, Outcome] = {}
-        for row in journal.rows if journal else ():
-            self._take(row)
-
-    def add(self, *rows: Row) -> None:
-        taken = [self._take(row) for row in rows]
-        if self._journal is not None:
-            self._journal.add(taken)
-            return
-        for machine in dict.fromkeys(row.machine for row in rows):
-            self._write(machine)
-
-    @property
-    def measured(self) -> list[Row]:
-        return [row for rows in self._new.values() for row in rows.values()]
-
-    def _take(self, row: Row) -> Row:
-        machine = row.machine
-        if machine not in self._new:
-            self._begin(machine)
-        row = row if row.run else replace(row, run=self._run[machine])
-        if why := _impossible(row):
-            note = "; ".join(part for part in (row.place, f"failed: {why}") if part)
-            row = replace(row, value=None, p20=None, p80=None, note=note)
-        self._new[machine][row.key, row.place] = row
-        older = self._old[machine].get(_setting(row), [])
-        tiles = (row.Br, row.Bc)
-        older[:] = [
-            old
-            for old in older
-            if not row.failed and old.metric != row.metric and (old.Br, old.Bc) == tiles
-        ]
-        self.outcomes[machine].measured += 1
-        self.outcomes[machine].failed += row.failed
-        return row
-
-    def _begin(self, machine: str) -> None:
-        stored = self.store.read(self.experiment, machine)
-        self._new[machine], self._old[machine] = {}, {}
-        for old in stored:
-            self._old[machine].setdefault(_setting(old), []).append(old)
-        described = self.store.path(self.experiment, machine, ".json").exists()
-        self._stored[machine] = dump(stored, runs=False) if described else ""
-        self._earlier[machine] = self.store.runs(self.experiment, machine)
-        self._run[machine] = self._describe(machine).get("id", "")
-        self.outcomes[machine] = Outcome()
-
-    def _describe(self, machine: str) -> dict[str, Any]:
-        """The run as it is now; a journal is told."""
-        own = dict(self._provenance(machine))
-        if self._journal is not None:
-            self._journal.describe(machine, own)
-        return own
-
-    def finish(self, *, complete: bool) -> dict[str, Outcome]:
-        """End the run: drop older rows as the class says. Gives each machine's outcome."""
-        for machine, rows in self._new.items():
-            if self._journal is not None and not complete:
-                self._describe(machine)
-                continue
-            for setting in list(self._old[machine]) if complete else map(_setting, rows.values()):
-                self._old[machine].pop(setting, None)
-            self._write(machine)
-        if self._journal is not None and complete:
-            self._journal.remove()
-        return self.outcomes
-
-    def _write(self, machine: str) -> None:
-        """Write both files, unless the recording has these numbers from these sources."""
-        older = (row for rows in self._old[machine].values() for row in rows)
-        rows, outcome = [*older, *self._new[machine].values()], self.outcomes[machine]
-        sources = self._provenance(machine).get("sources")
-        same = all(run.get("sources") == sources for run in self._earlier[machine])
-        if same and not outcome.changed and dump(rows, runs=False) == self._stored[machine]:
-            return
-        outcome.changed = True
-        known = {run.get("id", ""): run for run in reversed(self._earlier[machine])}
-        known |= {} if self._journal is None else self._journal.runs.get(machine, {})
-        known[self._run[machine]] = self._describe(machine)
-        named = {row.run for row in rows}
-        last_first = [run for name, run in reversed(known.items()) if name in named]
-        about = {"machine": machine, "runs": last_first}
-        described = self.store.path(self.experiment, machine, ".json")
-        text = json.dumps(about, indent=2, sort_keys=True) + "\n"
-        replace_files({described: text, self.store.path(self.experiment, machine): dump(rows)})
