@@ -90,36 +90,9 @@ REFUSED = {
     "mixed dtypes": ({"k": array(1, 1, 7, 4, dtype="f2")}, TypeError, ["k has", "float16"]),
     "float64 of v": ({"v": array(1, 1, 7, 4, dtype="f8")}, TypeError, ["v has", "float64"]),
     # shapes
-    "rank of q": ({"q": array(2, 5, 4)}, ValueError, ["q has", "(2, 5, 4)", "rank 3", "rank 4"]),
-    "rank of k": ({"k": array(7, 4)}, ValueError, ["k has", "(7, 4)", "rank 2", "rank 4"]),
-    "rank of v": ({"v": array(1, 1, 1, 7, 4)}, ValueError, ["v has", "rank 5", "rank 4"]),
-    "batch": (
-        {"k": array(3, 1, 7, 4), "v": array(3, 1, 7, 4)}, ValueError,
-        ["k has batch 3", "allowed is 1"],
-    ),
-    "batch of v": ({"v": array(2, 1, 7, 4)}, ValueError, ["v has batch 2", "allowed is 1"]),
-    "heads": (
-        {"k": array(1, 3, 7, 4), "v": array(1, 3, 7, 4)}, ValueError,
-        ["k has heads 3", "divisor of 2"],
-    ),
-    "more heads of k": (
-        {"k": array(1, 4, 7, 4), "v": array(1, 4, 7, 4)}, ValueError,
-        ["k has heads 4", "divisor of 2"],
-    ),
-    "heads of v": ({"v": array(1, 2, 7, 4)}, ValueError, ["v has heads 2", "allowed is 1"]),
-    "length of v": ({"v": array(1, 1, 8, 4)}, ValueError, ["v has seqlen 8", "allowed is 7"]),
-    "head_dim of k": ({"k": array(1, 1, 7, 8)}, ValueError, ["k has head_dim 8", "is 4"]),
-    "head_dim of v": ({"v": array(1, 1, 7, 257)}, ValueError, ["v has head_dim 257", "to 256"]),
-    "head_dim over 256": (
-        {n: array(1, 1, 2, 257) for n in "qkv"}, ValueError,
-        ["q has head_dim 257", "1 to 256"],
-    ),
-    "no rows": ({"q": array(1, 2, 0, 4)}, ValueError, ["seqlen of q", "is 0", "empty axis"]),
-    "no columns": (
-        {"k": array(1, 1, 0, 4), "v": array(1, 1, 0, 4)}, ValueError,
-        ["seqlen of k", "is 0", "empty axis"],
-    ),
-    "no batch": ({"q": array(0, 2, 5, 4)}, ValueError, ["batch of q", "is 0", "empty axis"]),
+    "rank": ({"v": array(1, 1, 1, 7, 4)}, ValueError, ["v has", "rank 5", "rank 4"]),
+    "batch": ({"k": array(3, 1, 7, 4)}, ValueError, ["k has batch 3", "allowed is 1"]),
+    "heads": ({"k": array(1, 3, 7, 4)}, ValueError, ["k has heads 3", "divisor of 2"]),
     # memory that no float32 access can reach
     "a start between two floats": (
         {"q": np.ndarray((1, 2, 5, 4), "f4", bytearray(1000), 1)}, ValueError, ["q "],
@@ -130,13 +103,8 @@ REFUSED = {
     ),
     # options
     "scale nan": ({"scale": float("nan")}, ValueError, ["scale is nan", "finite"]),
-    "scale inf": ({"scale": -np.inf}, ValueError, ["scale is -inf", "finite"]),
-    "scale text": ({"scale": "1"}, TypeError, ["scale is '1'", "finite"]),
-    "scale bool": ({"scale": True}, TypeError, ["scale is True", "finite"]),
     "causal 1": ({"causal": 1}, TypeError, ["causal is 1", "True or False"]),
-    "causal text": ({"causal": "True"}, TypeError, ["causal is 'True'", "True or False"]),
     "return_lse None": ({"return_lse": None}, TypeError, ["return_lse is None", "True or False"]),
-    "return_lse 1": ({"return_lse": 1}, TypeError, ["return_lse is 1", "True or False"]),
     "tiles a tuple": ({"tiles": (8, 8)}, TypeError, ["tiles is (8, 8)", "Tiles(Br=..., Bc=...)"]),
     "tiles too large": (
         {n: array(1, 1, 2, 256) for n in "qkv"} | {"tiles": Tiles(64, 256)}, ValueError,
@@ -330,16 +298,9 @@ def test_the_limit_of_the_emulator_is_work_padding_and_blocks_included(launches)
 @pytest.mark.parametrize(
     "q, k, options, error, says",
     [
-        ((2, 5, 4), (1, 1, 7, 4), {}, ValueError, ["q has", "rank 3"]),
-        ((1, 2, 5, 4), (2, 1, 7, 4), {}, ValueError, ["k has batch 2", "is 1"]),
         ((1, 2, 5, 4), (1, 3, 7, 4), {}, ValueError, ["k has heads 3", "divisor of 2"]),
-        ((1, 2, 5, 4), (1, 1, 7, 8), {}, ValueError, ["k has head_dim 8"]),
-        ((1, 1, 5, 257), (1, 1, 7, 257), {}, ValueError, ["head_dim 257", "1 to 256"]),
-        ((1, 2, 0, 4), (1, 1, 7, 4), {}, ValueError, ["seqlen of q", "empty axis"]),
         ((1, 2, 5.0, 4), (1, 1, 7, 4), {}, TypeError, ["seqlen of q", "5.0"]),
         ((1, 2, 5, 4), (1, 1, 7, 4), {"dtype": "float64"}, ValueError, ["dtype", "'float64'"]),
-        ((1, 2, 5, 4), (1, 1, 7, 4), {"scale": np.nan}, ValueError, ["scale is nan"]),
-        ((1, 2, 5, 4), (1, 1, 7, 4), {"causal": 1}, TypeError, ["causal is 1"]),
         ((1, 2, 5, 4), (1, 1, 7, 4), {"return_lse": None}, TypeError, ["return_lse is None"]),
         ((1, 2, 5, 4), (1, 1, 7, 4), {"tiles": 8}, TypeError, ["tiles is 8", "Tiles("]),
         ((1, 1, 5, 256), (1, 1, 7, 256), {"tiles": Tiles(64, 256)}, ValueError,

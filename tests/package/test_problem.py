@@ -305,31 +305,6 @@ def test_shapes_that_do_not_fit_are_refused(q, k, v, error, says):
     assert all(part in str(e.value) for part in says)
 
 
-@pytest.mark.parametrize("Nq", range(1, 8))
-@pytest.mark.parametrize("Nk", range(1, 8))
-def test_causal_mask_is_aligned_to_the_bottom_right(Nq, Nk):
-    p = Problem(1, 1, 1, Nq, Nk, 1, causal=True)
-    # Counted from the last row and column, where the diagonal ends in the corner.
-    want = [[Nk - 1 - col >= Nq - 1 - row for col in range(Nk)] for row in range(Nq)]
-    by_element = [[visible_causal(i, j, p.diagonal) for j in range(Nk)] for i in range(Nq)]
-    rows = np.arange(Nq)
-    assert by_element == want
-    np.testing.assert_array_equal(
-        visible_causal(rows[:, None], np.arange(Nk)[None, :], p.diagonal), want
-    )
-    for row in range(Nq):
-        end = p.columns_end(row)
-        assert type(end) is int
-        assert want[row] == [True] * end + [False] * (Nk - end)
-    np.testing.assert_array_equal(p.columns_end(rows), np.sum(want, axis=1))
-
-
-def test_without_a_mask_every_row_sees_every_column():
-    p = Problem(1, 1, 1, 5, 3, 1)
-    assert [p.columns_end(row) for row in range(5)] == [3] * 5
-    np.testing.assert_array_equal(p.columns_end(np.arange(5)), [3] * 5)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", list(itertools.product((-1, 0, 1, 3), repeat=2)), ids=str)
 def test_the_columns_of_a_row(window, causal):
@@ -374,6 +349,9 @@ def test_windows_and_distances_are_aligned_to_the_bottom_right(Nq, Nk):
     rows, cols = np.arange(Nq)[:, None], np.arange(Nk)[None, :]
     before = [[(Nk - 1 - j) - (Nq - 1 - i) for j in range(Nk)] for i in range(Nq)]
     np.testing.assert_array_equal(distance(rows, cols, Nk - Nq), np.abs(before))
+    want = [[n >= 0 for n in row] for row in before]
+    np.testing.assert_array_equal(visible_causal(rows, cols, Nk - Nq), want)
+    assert want == [[visible_causal(i, j, Nk - Nq) for j in range(Nk)] for i in range(Nq)]
     for left, right in itertools.product((0, 1, 4, UNBOUNDED), repeat=2):
         want = [[-right <= n <= left for n in row] for row in before]
         np.testing.assert_array_equal(visible_window(rows, cols, Nk - Nq, left, right), want)

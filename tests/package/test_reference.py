@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fa_numba import reference
 from fa_numba.dropout import dropout_mask
@@ -122,17 +120,6 @@ def test_attention_is_the_plain_loop(shape, scale, causal):
     )
 
 
-def test_long_inputs_are_computed_in_pieces():
-    Nq = reference._ROWS + 37
-    q, k, v = random_inputs(1, 1, 1, Nq, Nq - 20, 2)
-    want = plain_loop(q[:, :, -60:], k, v, causal=True)
-    for compute in (attention, partial(unfused, dtype=np.float64)):
-        O, L = compute(q, k, v, causal=True, return_lse=True)
-        assert_close((O[:, :, -60:], L[:, :, -60:]), want, 50 * EPS)
-        assert np.all(O[:, :, :20] == 0) and np.all(L[:, :, :20] == -np.inf)
-        assert np.all(np.isfinite(L[:, :, 20:]))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_huge_logits(shape, causal):
@@ -144,28 +131,6 @@ def test_huge_logits(shape, causal):
 
 
 ALL = [attention, unfused]
-
-
-@pytest.mark.parametrize("compute", ALL)
-def test_a_row_without_columns_is_zero(compute):
-    q, k, v = random_inputs(1, 2, 1, 9, 4, 3)
-    O, L = compute(q, k, v, causal=True, return_lse=True)
-    assert np.all(O[:, :, :5] == 0) and np.all(L[:, :, :5] == -np.inf)
-    assert np.all(O[:, :, 5:] != 0) and np.all(np.isfinite(L[:, :, 5:]))
-
-
-@pytest.mark.parametrize("compute", ALL)
-def test_scores_of_minus_infinity_weigh_nothing(compute):
-    q = np.ones((1, 1, 3, 1))
-    q[0, 0, 1] = 1e-3
-    k = np.full((1, 1, 7, 1), -np.inf)
-    v = np.arange(1.0, 8.0).reshape(k.shape)
-    O, L = compute(q, k, v, return_lse=True)
-    assert np.all(O == 0) and np.all(np.isneginf(L))
-    k[0, 0, 4] = 2.0
-    O, L = compute(q, k, v, return_lse=True)
-    assert np.all(O == 5.0)
-    np.testing.assert_allclose(L, 2 * q[..., 0], rtol=1e-7)
 
 
 @pytest.mark.parametrize("compute", ALL)
@@ -200,37 +165,6 @@ HALF_DIGIT = 5.0e-4
 def test_worked_example_one_output():
     O = attention(Q, K, V, scale=1.0)
     np.testing.assert_allclose(O.ravel(), [0.920, 2.306, 1.540, 0.452], rtol=0, atol=HALF_DIGIT)
-
-
-def test_worked_example_three():
-    scores = np.zeros((1, 1, 4, 4))
-    scores[0, 0, :, 0] = [1, 2, 3, 4]
-    q = np.zeros((1, 1, 1, 4))
-    q[..., 0] = 1.0
-    softmax = attention(q, scores, np.eye(4)[None, None], scale=1.0)
-    want = [0.0320586, 0.08714432, 0.23688284, 0.6439143]  # printed from float32
-    np.testing.assert_allclose(softmax.ravel(), want, rtol=np.finfo(np.float32).eps, atol=0)
-
-
-@pytest.mark.parametrize("dtype, low, high", [("f4", 1e-9, 1e-6), ("f2", 1e-5, 1e-2)])
-def test_unfused_rounds_every_step_to_its_dtype(dtype, low, high):
-    q, k, v = (a.astype(dtype) for a in random_inputs(1, 1, 1, 33, 65, 16))
-    O, L = unfused(q, k, v, dtype=dtype, scale=0.3, return_lse=True)
-    S = np.asarray(0.3, dtype) * (q[0, 0] @ k[0, 0].T)
-    P = np.exp(S - S.max(axis=1, keepdims=True))
-    l = P.sum(axis=1, keepdims=True)
-    assert O.dtype == L.dtype == S.dtype == P.dtype == l.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(O[0, 0], (P / l) @ v[0, 0])
-    np.testing.assert_array_equal(L[0, 0], S.max(axis=1) + np.log(l[:, 0]))
-    for out, ref in zip((O, L), attention(q, k, v, scale=0.3, return_lse=True), strict=True):
-        assert low < relative_error(out, ref) < high
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_unfused_in_float64_is_attention(causal):
-    q, k, v = random_inputs(2, 4, 2, 9, 6, 5)
-    got = unfused(q, k, v, dtype=np.float64, causal=causal, return_lse=True)
-    assert_close(got, plain_loop(q, k, v, causal=causal), 50 * EPS)
 
 
 # --- options ---------------------------------------------------------------------------------
@@ -347,55 +281,6 @@ def test_the_options_hide_and_change_something():
         assert not all(same), (a, b)
 
 
-@pytest.mark.parametrize("compute", FORWARD)
-def test_causal_is_a_window_that_ends_at_the_diagonal(compute):
-    q, k, v = random_inputs(*TINY)
-
-    def results(**options):
-        return compute(q, k, v, return_lse=True, **options)
-
-    for one, other in [
-        (dict(causal=True), dict(window=(-1, 0))),
-        (dict(causal=True, window=(1, 1)), dict(window=(1, 0))),
-        (dict(window=(99, 99)), {}),
-    ]:
-        for a, b in zip(results(**one), results(**other), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("compute", FORWARD)
-def test_rows_that_see_nothing(compute):
-    q, k, v = random_inputs(1, 2, 1, 4, 6, 3)
-    hidden = [
-        dict(bias=np.full((4, 6), -np.inf)),
-        dict(bias=np.full((), -np.inf), softcap=2.0, dropout_p=0.5),
-        dict(block_mask=np.zeros((2, 2), bool), tiles=TILES),
-        dict(kv_lens=[0]),
-        dict(q_lens=[0]),
-        dict(kv_lens=[2], window=(0, 0), q_lens=[1], bias=[0, -np.inf, 0, 0, 0, 0]),
-    ]
-    for options in hidden:
-        O, L = compute(q, k, v, **options, return_lse=True)
-        assert np.all(O == 0) and np.all(L == -np.inf)
-    bias = np.zeros((4, 6))
-    bias[2] = -np.inf
-    O, L = compute(q, k, v, bias=bias, return_lse=True)
-    np.testing.assert_array_equal(L == -np.inf, np.broadcast_to(np.arange(4) == 2, L.shape))
-    np.testing.assert_array_equal(O == 0, np.broadcast_to(L[..., None] == -np.inf, O.shape))
-
-
-def test_dropout_by_hand():
-    # Scores are equal, so that P = 1/4; of p = 1/2 what stays weighs 1/2.
-    q, k, v = np.zeros((1, 1, 9, 4)), np.zeros((1, 1, 4, 4)), np.eye(4)[None, None]
-    options = dict(dropout_p=0.5, seed=3, offset=1)
-    kept = dropout_mask(1, 1, 9, 4, **options)
-    for compute in FORWARD:
-        O, L = compute(q, k, v, **options, return_lse=True)
-        np.testing.assert_array_equal(O, kept / 2)
-        np.testing.assert_allclose(L, math.log(4), rtol=EPS)
-        np.testing.assert_array_equal(compute(q, k, v, seed=3, offset=1), np.full(O.shape, 0.25))
-
-
 # --- lengths and packed sequences ------------------------------------------------------------
 
 LONG = (4, 4, 2, 6, 7, 3)
@@ -501,41 +386,6 @@ def test_the_other_layout_is_the_same_call(compute, names):
 def test_no_cap_is_what_0_asks_for():
     q, k, v = random_inputs(1, 2, 1, 4, 5, 3)
     np.testing.assert_array_equal(attention(q, k, v, softcap=0.0), attention(q, k, v))
-
-
-@pytest.mark.parametrize("name", [n for n in BESIDE if n != "dropout"])
-def test_packed_sequences_are_each_alone(name):
-    dout, q, k, v = with_output_gradient(LONG)
-    options = option(name, LONG)
-    arrays = [packed(a, n) for a, n in zip((q, k, v), (Q_LENS, KV_LENS, KV_LENS), strict=True)]
-    d_rows = packed(dout, Q_LENS)
-    O, L = attention(*arrays, **CUMULATIVE, **options, return_lse=True)
-    gradients = attention_backward(d_rows, *arrays, **CUMULATIVE, **options)
-    starts = zip(*CUMULATIVE.values(), Q_LENS, KV_LENS, strict=False)
-    for b, (row, column, Nq, Nk) in enumerate(starts):
-        rows, columns = slice(row, row + Nq), slice(column, column + Nk)
-        if not (Nq and Nk):
-            alone = np.broadcast_to(options.get("sinks", -np.inf), 4)[:, None]
-            assert np.all(O[rows] == 0) and np.all(L[:, rows] == alone)
-            assert np.all(gradients[0][rows] == 0)
-            assert np.all(gradients[1][columns] == 0) and np.all(gradients[2][columns] == 0)
-            continue
-        alone = dict(options)
-        for added in {"bias", "attn_mask"} & {*options}:
-            full = np.broadcast_to(options[added], (4, 4, 6, 7))
-            alone[added] = full[b : b + 1, :, :Nq, :Nk]
-        if "alibi_slopes" in options:
-            alone["alibi_slopes"] = np.broadcast_to(options["alibi_slopes"], (4, 4))[b]
-        if "block_mask" in options:
-            full = np.broadcast_to(options["block_mask"], (4, 4, 3, 3))
-            alone["block_mask"] = full[b : b + 1, :, : -(-Nq // TILES.Br), : -(-Nk // TILES.Bc)]
-        qb, kb, vb, db = q[b, None, :, :Nq], k[b, None, :, :Nk], v[b, None, :, :Nk], dout[b, None]
-        want = attention(qb, kb, vb, **alone, return_lse=True)
-        assert_close((O[rows].swapaxes(0, 1), L[:, rows]), [a[0] for a in want], 20 * EPS)
-        wanted = attention_backward(db[:, :, :Nq], qb, kb, vb, **alone)
-        for got, ref, where in zip(gradients, wanted, (rows, columns, columns), strict=True):
-            got = got[where].swapaxes(0, 1)
-            np.testing.assert_allclose(got, ref[0], rtol=0, atol=100 * EPS)
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -666,18 +516,6 @@ def test_the_gradient_of_a_bias_has_its_shape(compute, monkeypatch):
             bias = bias[0]  # and without the leading 1
 
 
-def test_gradients_of_rows_that_see_nothing():
-    dout, q, k, v = with_output_gradient((1, 2, 1, 4, 6, 3))
-    for compute in (attention_backward, unfused_backward):
-        for options in (
-            dict(bias=np.full((4, 6), -np.inf), softcap=1.0),
-            dict(bias=np.zeros((4, 6)), block_mask=np.zeros((2, 2), bool), tiles=TILES),
-            dict(bias=np.zeros((4, 6)), kv_lens=[0], dropout_p=0.5),
-        ):
-            for gradient in compute(dout, q, k, v, return_dbias=True, **options):
-                assert np.all(gradient == 0)
-
-
 def rounded(dout, q, k, v, dtype, kept):
     """O, L and the gradients of one head, each step of `options_to_round` in `dtype`."""
     one = np.dtype(dtype).type
@@ -722,105 +560,6 @@ def test_unfused_rounds_every_step_of_the_options(dtype, low, high):
     for g, w, e in zip(got, forward + backward, exact, strict=True):
         assert g.dtype == w.dtype == np.dtype(dtype)
         np.testing.assert_array_equal(g.reshape(w.shape), w)
-        assert low < relative_error(g, e) < high
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    B=st.integers(1, 2),
-    Hk=st.integers(1, 2),
-    group=st.integers(1, 3),
-    Nq=st.integers(1, 9),
-    Nk=st.integers(1, 9),
-    d=st.integers(1, 4),
-    causal=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_gradients_along_a_direction(B, Hk, group, Nq, Nk, d, causal, seed):
-    """The slope of the loss along any direction is the gradients' product with it."""
-    dout, q, k, v = with_output_gradient((B, Hk * group, Hk, Nq, Nk, d), seed=seed)
-    rng = np.random.default_rng(seed)
-    direction = [rng.standard_normal(a.shape) for a in (q, k, v)]
-
-    def loss(t):
-        moved = (a + t * u for a, u in zip((q, k, v), direction, strict=True))
-        return np.sum(dout * attention(*moved, causal=causal))
-
-    slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
-    gradients = attention_backward(dout, q, k, v, causal=causal)
-    terms = [np.sum(g * u) for g, u in zip(gradients, direction, strict=True)]
-    assert sum(terms) == pytest.approx(slope, rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
-def test_gradients_by_hand(compute):
-    # Two keys of equal score: P = (1/2, 1/2). dP = dO V^T = (6, 2), D = 4, dS = (1, -1).
-    q, k = np.array([2.0]).reshape(1, 1, 1, 1), np.array([5.0, 5.0]).reshape(1, 1, 2, 1)
-    v, dout = np.array([3.0, 1.0]).reshape(1, 1, 2, 1), np.array([2.0]).reshape(1, 1, 1, 1)
-    dq, dk, dv = compute(dout, q, k, v, scale=0.5)
-    assert dq.ravel().tolist() == [0.0]  # both keys are the same, so nothing turns q
-    assert dk.ravel().tolist() == [1.0, -1.0]  # scale dS q
-    assert dv.ravel().tolist() == [1.0, 1.0]  # P dO
-    k[0, 0, 1] = 5.0 - math.log(3)  # scores 10 and 10 - 2 log 3: P = (9, 1) / 10
-    dq, dk, dv = compute(dout, q, k, v, scale=1.0)
-    close = partial(np.testing.assert_allclose, rtol=1e-5)
-    # dP = (6, 2), D = 5.6, dS = (0.36, -0.36)
-    close(dq.ravel(), [0.36 * math.log(3)])
-    close(dk.ravel(), [0.72, -0.72])
-    close(dv.ravel(), [1.8, 0.2])
-
-
-@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
-def test_a_group_sums_its_heads(compute):
-    dout, q, k, v = with_output_gradient((2, 6, 2, 7, 9, 4))
-    dq, dk, dv = compute(dout, q, k, v, causal=True)
-    repeated = [np.repeat(a, 3, axis=1) for a in (k, v)]
-    dq_own, dk_own, dv_own = compute(dout, q, *repeated, causal=True)
-    np.testing.assert_array_equal(dq, dq_own)
-    for got, own in ((dk, dk_own), (dv, dv_own)):
-        want = own.reshape(2, 2, 3, 9, 4).sum(axis=2)
-        np.testing.assert_allclose(got, want, rtol=0, atol=4 * np.finfo(got.dtype).eps * 10)
-
-
-@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
-def test_a_row_without_columns_has_no_gradient(compute):
-    dout, q, k, v = with_output_gradient((1, 2, 1, 9, 4, 3))
-    dq, dk, dv = compute(dout, q, k, v, causal=True)
-    assert np.all(dq[:, :, :5] == 0) and np.all(dq[:, :, 6:] != 0)
-    # The other rows alone give the same.
-    alone = compute(dout[:, :, 5:], q[:, :, 5:], k, v, causal=True)
-    for got, want in zip((dq[:, :, 5:], dk, dv), alone, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=40 * np.finfo(got.dtype).eps)
-
-
-@pytest.mark.parametrize("compute", IN_FLOAT64)
-def test_long_gradients_are_computed_in_pieces(compute):
-    Nq = reference._ROWS + 37
-    dout, q, k, v = with_output_gradient((1, 1, 1, Nq, 30, 2))
-    whole = compute(dout, q, k, v)
-    parts = [compute(dout[:, :, n], q[:, :, n], k, v) for n in (slice(300), slice(300, None))]
-    np.testing.assert_allclose(
-        whole[0], np.concatenate([p[0] for p in parts], axis=2), rtol=0, atol=1e-13
-    )
-    for n in (1, 2):
-        np.testing.assert_allclose(whole[n], parts[0][n] + parts[1][n], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype, low, high", [("f4", 1e-9, 1e-5), ("f2", 1e-5, 1e-1)])
-def test_unfused_gradients_round_every_step(dtype, low, high):
-    dout, q, k, v = (a.astype(dtype) for a in with_output_gradient((1, 1, 1, 33, 65, 16)))
-    got = unfused_backward(dout, q, k, v, dtype=dtype, scale=0.3)
-    scale = np.asarray(0.3, dtype)
-    S = scale * (q[0, 0] @ k[0, 0].T)
-    P = np.exp(S - S.max(axis=1, keepdims=True))
-    P = P / P.sum(axis=1, keepdims=True)
-    dP = dout[0, 0] @ v[0, 0].T
-    dS = P * (dP - (P * dP).sum(axis=1, keepdims=True))
-    want = scale * (dS @ k[0, 0]), scale * (dS.T @ q[0, 0]), P.T @ dout[0, 0]
-    exact = attention_backward(dout, q, k, v, scale=0.3)
-    for g, w, e in zip(got, want, exact, strict=True):
-        assert g.dtype == w.dtype == np.dtype(dtype)
-        np.testing.assert_array_equal(g[0, 0], w)
         assert low < relative_error(g, e) < high
 
 
