@@ -1,8 +1,12 @@
 """The kernels compiled without a GPU: no spills, no local memory, no float64, within budgets."""
 
+import csv
+import functools
 import itertools
+import json
 import math
 import re
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -18,17 +22,14 @@ from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import planning
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
-from fa_numba.kernels import merge_parts, mma, wgmma
-from fa_numba.kernels.simt import fa1_backward, fa1_forward, fa2_backward, fa2_forward
+from fa_numba.kernels import merge_parts, mma, simt, wgmma
 from fa_numba.kernels.simt.append import make_append, make_gather
 from fa_numba.options import Features
-from fa_numba.tiling import SimtBackwardSpec, splits
+from fa_numba.tiling import SimtBackwardSpec, SimtSpec, splits
 
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
 # bytes a block may have
 SHARED = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
-
-
 N = 4096
 LONG = 2**17  # a row of S that no shared memory holds
 # What a call is given for an option.
@@ -40,6 +41,7 @@ ARGUMENTS: dict[str, dict] = {
     "splits": {"query_splits": 2},
     "kv_splits": {"kv_splits": 2},
     "keys": {"warp_partition": "keys"},
+    "stages": {"tiles": Tiles(128, 64, 128, stages=2)},
     "deterministic": {"deterministic": True},
     "dlse": {"dlse": True},
     "adds": {"score_mod": lambda s, b, h, i, j: s - abs(i - j) / (h + 1)},
@@ -52,6 +54,7 @@ def plan_of(arch, d, *options, heads=(1, 1), Nq=N, Nk=N, unit="simt", **how):
     whose blocks share nothing unless they are asked to; rows of "unaligned" arrays start anywhere.
     """
     Hq, Hk = heads
+    Nk = LONG if "twice" in options else Nk
     how = {"unit": unit, "dtype": "float32" if unit == "simt" else "float16", **how}
     if how.get("algorithm", "fa2") == "fa2":
         name = "group_splits" if how.get("passes") == "bwd" else "kv_splits"
@@ -84,42 +87,88 @@ def plan_of(arch, d, *options, heads=(1, 1), Nq=N, Nk=N, unit="simt", **how):
     return plan
 
 
-def kernel_of(name, arch, d, *options, **how):
-    """What a plan launches under this name."""
-    return {x.name: x for x in plan_of(arch, d, *options, **how).launched}[name]
-
-
-def simt(name, arch, d, causal, aligned):
-    """A forward kernel on CUDA cores; "twice" is for rows beyond shared memory."""
-    options = ["causal"] * causal + ["unaligned"] * (not aligned)
-    name, _, twice = name.partition(" ")
-    flash = name in FLASH
-    kernel, algorithm = (f"{name}_forward", name) if flash else (f"standard_{name}", "standard")
-    how = {"algorithm": algorithm, "return_lse": True, "Nk": LONG if twice else N}
-    return kernel_of(kernel, arch, d, *options, **how)
-
-
-FLASH = ("fa1", "fa2")
-# name -> a kernel's, its algorithm and what that is asked for
-BACKWARD = {
-    "fa1": ("fa1_backward", "fa1"),
-    "fa1 splits": ("fa1_backward", "fa1", "splits"),
-    "fa2": ("fa2_backward", "fa2"),
-    "fa2 without dQ": ("fa2_backward", "fa2", "deterministic"),
-    "fa2 dQ": ("fa2_backward_dq", "fa2", "deterministic"),
-    "transposed": ("standard_transposed_output", "standard"),
-    "dS": ("standard_score_gradients", "standard"),
-    "row sums": ("row_sums", "fa2"),
+# name -> a kernel's own, its algorithm and options; "bwd" are of the backward pass, "twice" is for
+# rows beyond shared memory
+KERNELS = {
+    "fa1": ("fa1_forward", "fa1"),
+    "fa1 keys": ("fa1_forward", "fa1", "keys"),
+    "fa2": ("fa2_forward", "fa2"),
+    "fa2 stages": ("fa2_forward", "fa2", "stages"),
+    "bwd fa1": ("fa1_backward", "fa1"),
+    "bwd fa1 splits": ("fa1_backward", "fa1", "splits"),
+    "bwd fa2": ("fa2_backward", "fa2"),
+    "bwd fa2 without dQ": ("fa2_backward", "fa2", "deterministic"),
+    "bwd fa2 dQ": ("fa2_backward_dq", "fa2", "deterministic"),
+    "bwd row sums": ("row_sums", "fa2"),
+    "bwd transposed": ("standard_transposed_output", "standard"),
+    "bwd dS": ("standard_score_gradients", "standard"),
+    "bwd dS twice": ("standard_score_gradients", "standard", "twice"),
+    **{
+        f"{passes}{name}": (f"standard_{name}", "standard")
+        for passes in ("", "bwd ")
+        for name in ("scores", "softmax", "output")
+    },
+    "softmax twice": ("standard_softmax", "standard", "twice"),
 }
 
 
-def backward(name, arch, d, *options, **how):
-    kernel, algorithm, *more = BACKWARD[name]
-    return kernel_of(kernel, arch, d, *more, *options, algorithm=algorithm, passes="bwd", **how)
+def plan_with(name, arch, d, *options, unit="simt", **how):
+    """The plan of a call that launches the kernel of this name."""
+    _, algorithm, *more = KERNELS[name]
+    if name.startswith("bwd"):
+        how["passes"] = "bwd"
+    elif unit == "simt" or algorithm != "fa2":
+        how["return_lse"] = True
+    return plan_of(arch, d, *more, *options, algorithm=algorithm, unit=unit, **how)
 
 
-def simt_backward(name, arch, d, causal, aligned):
-    return backward(name, arch, d, *["causal"] * causal, *["unaligned"] * (not aligned))
+def kernel_of(name, *call, **how):
+    launched = {x.name: x for x in plan_with(name, *call, **how).launched}
+    return launched[KERNELS[name][0]]
+
+
+class Case:
+    """A row of data/compiled.csv: a kernel, what it is compiled for, and the bytes that it spills:
+    of its stack, those stored and those loaded.
+    """
+
+    def __init__(self, row):
+        self.name, self.arch, self.d = row["kernel"], row["arch"], int(row["head_dim"])
+        self.options = tuple(row["options"].split())
+        self.how = json.loads(row["given"] or "{}")
+        if row["dtype"]:
+            self.how["dtype"] = row["dtype"]
+        if row["tiles"]:
+            Br, Bc, stages = map(int, f"{row['tiles']}x1".split("x")[:3])
+            self.how["tiles"] = Tiles(Br, Bc, stages=stages)
+        self.spilled = tuple(map(int, row["spilled"].split())) or (0, 0, 0)
+
+    def plan(self, **more):
+        return plan_with(self.name, self.arch, self.d, *self.options, **self.how, **more)
+
+    def kernel(self, **more):
+        return kernel_of(self.name, self.arch, self.d, *self.options, **self.how, **more)
+
+
+@functools.cache
+def rows():
+    with open(Path(__file__).parent.parent / "data" / "compiled.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def cases(test):
+    """All rows are `slow` but those that are quick: each family's kernel, at one architecture."""
+    found = []
+    for row in (row for row in rows() if row["test"] == test):
+        words = (x for name, x in row.items() if x and name not in ("test", "quick", "spilled"))
+        marks = () if row["quick"] else pytest.mark.slow
+        found.append(pytest.param(Case(row), id="-".join(words), marks=marks))
+    return pytest.mark.parametrize("case", found)
+
+
+def slow_but(quick, cases):
+    """All are `slow` but those that are `quick`."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def spills_of(log):
@@ -136,7 +185,7 @@ def fits(kernel, arch):
     return kernel.min_blocks * kernel.threads <= 2048 and kernel.shared_bytes <= SHARED[arch]
 
 
-def ptx_within_budgets(kernel, arch, spilled=(0, 0, 0)):
+def ptx_within_budgets(kernel, arch="sm_90a", spilled=(0, 0, 0)):
     """The PTX of a kernel that fits, has no float64, and spills so many bytes: its stack's, those
     stored and those loaded.
     """
@@ -152,7 +201,7 @@ def ptx_within_budgets(kernel, arch, spilled=(0, 0, 0)):
 
 def hoppers_ptx_within_budgets(kernel):
     """The same of a kernel whose warpgroups give and take registers."""
-    ptx = ptx_within_budgets(kernel, "sm_90a")
+    ptx = ptx_within_budgets(kernel)
     _, log = compiled(kernel, "sm_90a")
     # Otherwise ptxas waits for each product, and says so.
     assert "warning" not in log.lower() and "serializ" not in log.lower(), log
@@ -165,100 +214,49 @@ def hoppers_ptx_within_budgets(kernel):
     return ptx
 
 
-def named(case):
-    return "-".join(map(str, case))
+# --- CUDA cores ------------------------------------------------------------------------------
 
 
-def slow_but(quick, cases):
-    """All are `slow` but those that are `quick`: each family's kernel once, at one architecture."""
-    assert set(quick) <= set(cases)
-    return [
-        pytest.param(case, id=named(case), marks=() if case in quick else pytest.mark.slow)
-        for case in cases
-    ]
-
-
-CASES = [
-    # name, arch, head_dim, causal, aligned
-    ("fa2", "sm_90a", 64, False, True),
-    ("fa2", "sm_90a", 128, True, True),
-    ("fa2", "sm_90a", 256, True, False),
-    ("fa2", "sm_90a", 32, True, True),
-    ("fa2", "sm_80", 64, True, True),
-    ("fa2", "sm_80", 128, False, False),
-    ("fa1", "sm_90a", 64, False, True),
-    ("fa1", "sm_90a", 128, True, True),
-    ("fa1", "sm_90a", 256, False, False),
-    ("fa1", "sm_90a", 160, True, True),
-    ("fa1", "sm_90a", 192, True, True),
-    ("fa1", "sm_80", 128, True, True),
-    ("scores", "sm_90a", 128, True, True),
-    ("scores", "sm_80", 64, True, False),
-    ("output", "sm_90a", 128, False, True),
-    ("output", "sm_80", 64, False, False),
-    ("softmax", "sm_90a", 64, False, True),
-    ("softmax twice", "sm_80", 64, False, True),
-]
-
-
-QUICK = {
-    ("fa2", "sm_90a", 128, True, True),
-    ("fa1", "sm_90a", 64, False, True),
-    ("scores", "sm_80", 64, True, False),
-    ("output", "sm_90a", 128, False, True),
-    ("softmax", "sm_90a", 64, False, True),
-    ("softmax twice", "sm_80", 64, False, True),
-}
-
-
-@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+@cases("simt")
 def test_a_kernel_compiles_within_its_budgets(case):
-    name, arch, d, causal, aligned = case
-    ptx = ptx_within_budgets(simt(*case), arch)
+    ptx = ptx_within_budgets(case.kernel(), case.arch)
 
-    if not name.startswith("softmax"):
+    name, aligned = case.name, "unaligned" not in case.options
+    flash = "fa" in name
+    if flash or name in ("scores", "output", "bwd transposed"):
         assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
         width = "cg.shared.global" if aligned else "ca.shared.global"
         assert f"cp.async.{width}" in ptx, "asynchronous copies"
-    if name in ("fa1", "fa2", "output") and aligned:
-        assert "st.global.v4.f32" in ptx, "16-byte writes of O"
-    if name in ("fa1", "fa2") or name.startswith("softmax"):
-        assert "ex2.approx.ftz.f32" in ptx
+        if name != "scores" and aligned:  # of dQ, where dK and dV are added
+            assert "st.global.v4.f32" in ptx, "16-byte writes"
+    assert ("ex2.approx.ftz.f32" in ptx) == (flash or "softmax" in name)
+    assert ("red.global.add.f32" in ptx) == (name in ("bwd fa2", "bwd fa1 splits"))
+    if name in ("fa1", "fa2") or "softmax" in name:
         assert "shfl.sync.bfly" in ptx
 
 
-PAGED = [
-    # unit, dtype, head_dim, rows of Q, page size, options
-    ("mma", "float16", 128, 1, 16, ()),
-    ("mma", "float16", 128, 1024, 48, ("causal",)),
-    ("mma", "bfloat16", 64, 1024, 256, ("causal",)),
-    ("mma", "float16", 80, 64, 16, ("window", "softcap")),
-    ("simt", "float32", 64, 1024, 16, ("causal",)),
-    ("wgmma", "float16", 128, 1024, 16, ("causal",)),
-    ("wgmma", "float16", 64, 4096, 48, ("window", "softcap")),
-    ("wgmma", "bfloat16", 256, 1024, 48, ()),
-    ("wgmma", "float16", 128, 1, 64, ()),
-    ("mma", "float16", 128, 512, 16, ("causal", "packed")),
-    ("simt", "float32", 64, 512, 48, ("causal", "packed")),
-    ("wgmma", "float16", 128, 512, 16, ("causal", "packed")),
-]
+OPTIONS = ("window", "softcap", "bias", "alibi", "sinks", "q_lens", "packed", "sparse", "dropout")
 
 
-@pytest.mark.parametrize("case", slow_but(PAGED[:1], PAGED))
-def test_a_kernel_over_pages_compiles_within_its_budgets(case):
-    unit, dtype, d, Nq, page_size, names = case
-    values = {"causal": True, "window": (64, 0), "softcap": 9.0}
-    options = {name: values[name] for name in names if name != "packed"}
-    pages = {"block_table": (2, 4096 // page_size), "dtype": dtype, "unit": unit}
-    q = (2, 8, Nq, d)
-    if "packed" in names:
-        q, options["cu_seqlens_q"] = (2 * Nq, 8, d), [0, Nq, 2 * Nq]
-    with fa_numba.device.planning_for((9, 0), SHARED["sm_90a"]):
-        plan = fa_numba.plan(q, (999, 2, page_size, d), **pages, **options)
-    assert Nq != 1 or plan.launched[-1].name == "merge_splits"
-    for kernel in plan.launched:
-        ptx = ptx_within_budgets(kernel, "sm_90a")
-        assert kernel.name != "fa2_forward" or unit == "wgmma" or "shfl.sync.idx" in ptx
+@pytest.mark.slow
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name, d", [("fa1", 128), ("fa2", 64), ("bwd fa1", 128), ("bwd fa2", 64)])
+def test_a_kernel_with_an_option_compiles_within_its_budgets(name, d, option):
+    ptx_within_budgets(kernel_of(name, "sm_90a", d, option, heads=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    "name, d, causal",
+    [("fa1", 64, False), ("fa2", 128, True), ("bwd fa1", 128, True), ("bwd fa2", 64, True)],
+)
+def test_a_plain_kernel_has_no_argument_for_an_option(name, d, causal):
+    """Its last argument is an empty tuple, which the compiled kernel does not have."""
+    arrays = {4: 13, 3: 11}  # words of an array by its axes
+    kernel = kernel_of(name, "sm_90a", d, *["causal"] * causal)
+    assert kernel.argument_types[-1].fields == ()
+    ptx, _ = compiled(kernel, "sm_90a")
+    words = sum(arrays[t.ndim] if hasattr(t, "ndim") else 1 for t in kernel.argument_types[:-1])
+    assert ptx.count("_param_") and len(set(re.findall(r"_param_(\d+)", ptx))) == words
 
 
 @pytest.mark.parametrize("case", slow_but([(True, True)], [(True, True), (False, False)]))
@@ -266,21 +264,17 @@ def test_the_kernels_that_copy_rows_compile_within_their_budgets(case):
     halves, aligned = case
     dtype = "float16" if halves else "float32"
     for kernel in (make_append(64, 64, dtype, 48, aligned, True), make_gather(64, dtype, aligned)):
-        ptx = ptx_within_budgets(kernel, "sm_90a")
-        assert ("st.global.v4" in ptx) == aligned
+        assert ("st.global.v4" in ptx_within_budgets(kernel)) == aligned
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_but(
-        [("float16", "float16", True)],
-        [
-            ("float16", "float16", True),
-            ("float32", "bfloat16", True),
-            ("float16", "float32", False),
-        ],
-    ),
-)
+MERGED = [
+    ("float16", "float16", True),
+    ("float32", "bfloat16", True),
+    ("float16", "float32", False),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(MERGED[:1], MERGED))
 def test_the_kernels_that_make_one_of_two_parts_compile_within_their_budgets(case):
     """Sixteen bytes of 16-bit elements at a time where rows are aligned."""
     x_dtype, y_dtype, aligned = case
@@ -291,711 +285,97 @@ def test_the_kernels_that_make_one_of_two_parts_compile_within_their_budgets(cas
         merge_parts.make_add(128, *case),
         merge_parts.make_merge_backward(128, y_dtype, True, aligned),
     ):
-        ptx = ptx_within_budgets(kernel, "sm_90a")
+        ptx = ptx_within_budgets(kernel)
         assert ("ld.global.v4" in ptx) == ("st.global.v4" in ptx) == aligned
 
 
-SPLIT_CASES = [
-    # unit, arch, head_dim, heads that share a tile, options
-    ("mma", "sm_80", 128, 8, ()),
-    ("mma", "sm_90a", 128, 1, ("causal", "kv_lens")),
-    ("mma", "sm_90a", 64, 4, ("window", "softcap", "packed")),
-    ("mma", "sm_89", 256, 8, ("causal",)),
-    ("mma", "sm_90a", 64, 1, ("bias", "dropout")),
-    ("simt", "sm_80", 64, 1, ("causal",)),
-    ("simt", "sm_90a", 128, 1, ("packed",)),
-    ("wgmma", "sm_90a", 128, 8, ()),
-    ("wgmma", "sm_90a", 64, 1, ("causal", "kv_lens")),
-    ("wgmma", "sm_90a", 256, 1, ("window", "softcap", "q_lens")),
-    ("wgmma", "sm_90a", 64, 4, ("window", "softcap", "packed")),
-]
+# --- pages and splits, of every unit -----------------------------------------------------------
+
+
+@cases("pages")
+def test_a_kernel_over_pages_compiles_within_its_budgets(case):
+    """Of two sequences of 4096 columns."""
+    how = dict(case.how)
+    Nq, page_size = how.pop("Nq"), how.pop("page_size")
+    how |= {name: x for option in case.options for name, x in ARGUMENTS.get(option, {}).items()}
+    q = (2, 8, Nq, case.d)
+    if "packed" in case.options:
+        q, how["cu_seqlens_q"] = (2 * Nq, 8, case.d), [0, Nq, 2 * Nq]
+    with planning_for((9, 0), SHARED[case.arch]):
+        table = (2, 4096 // page_size)
+        plan = fa_numba.plan(q, (999, 2, page_size, case.d), block_table=table, **how)
+    assert Nq != 1 or plan.launched[-1].name == "merge_splits"
+    for kernel in plan.launched:
+        ptx = ptx_within_budgets(kernel)
+        assert kernel.name != "fa2_forward" or plan.unit == "wgmma" or "shfl.sync.idx" in ptx
 
 
 # Over pages, above, a kernel of splits is quick: here what makes one of them, of few and many.
 @pytest.mark.parametrize(
     "merge_alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["merge", "all"]
 )
-@pytest.mark.parametrize("case", slow_but(SPLIT_CASES[:1], SPLIT_CASES))
+@cases("splits")
 def test_splits_of_the_columns_and_their_merge_spill_nothing(case, merge_alone):
-    unit, arch, d, heads, options = case
-    dtype = "float32" if unit == "simt" else "float16"
-    arguments = {"window": {"window": (300, 7)}, "causal": {"causal": True}}
-    arguments |= {"softcap": {"softcap": 3.0}, "kv_lens": {"kv_lens": [9000, 77]}}
-    arguments |= {"q_lens": {"q_lens": [3, 5]}, "bias": {"bias": (5, 9000)}}
-    arguments |= {"dropout": {"dropout_p": 0.1}, "packed": PACKED_KEYS}
-    shapes = ((2, heads, 5, d), (2, 1, 9000, d))
-    if "packed" in options:
-        shapes = ((10, heads, d), (9000, 1, d))
-    given = {name: x for option in options for name, x in arguments[option].items()}
     for kv_splits in (3, 20):
-        with planning_for(CAPABILITY[arch][:2], SHARED[arch]):
-            how = {"dtype": dtype, "unit": unit, "kv_splits": kv_splits}
-            plan = fa_numba.plan(*shapes, **how, **given)
-        forward, merge = plan.launched
+        forward, merge = case.plan(Nq=5, Nk=9000, kv_splits=kv_splits).launched
         for kernel in (merge,) if merge_alone or kv_splits == 20 else (forward, merge):
-            ptx, log = compiled(kernel, arch)
+            ptx, log = compiled(kernel, case.arch)
             assert ".f64" not in ptx and ".local" not in ptx
             assert spills_of(log) == ["0"] * 3, log
             assert registers(log) * kernel.threads <= REGISTERS
         assert ("bar.sync" in ptx or "barrier.sync" in ptx) == (kv_splits == 20)
 
 
-PACKED_KEYS = {"cu_seqlens_q": [0, 5, 10], "cu_seqlens_k": [0, 8000, 9000]}
+# --- mma.sync --------------------------------------------------------------------------------
 
-WGMMA_CASES = [
-    # head_dim, Br, Bc, options
-    (128, 128, 128, ("causal",)),
-    (64, 192, 128, ()),
-    (64, 128, 128, ("causal",)),
-    (64, 128, 128, ("window", "softcap", "q_lens")),
-    (96, 128, 128, ("window",)),
-    (128, 128, 128, ("window", "softcap", "q_lens")),
-    (192, 128, 96, ("causal",)),
-    (256, 128, 80, ("causal",)),
-    (256, 128, 80, ("window", "softcap", "q_lens")),
-    (64, 128, 128, ("causal", "softcap", "packed")),
-    (128, 128, 128, ("causal", "packed")),
-    (128, 128, 128, ("window", "softcap", "q_lens", "kv_lens")),
-    (256, 128, 80, ("causal", "q_lens", "kv_lens")),
-    (128, 128, 128, ("causal", "shared heads")),
-    (64, 128, 128, ("window", "softcap", "shared heads", "packed")),
-    (128, 128, 128, ("alibi", "window", "softcap", "q_lens", "kv_lens")),
-    (128, 64, 128, ("turns", "overlap", "persistent", "counter", "ahead", "late")),  # left out
-    (64, 128, 128, ("causal", "ahead", "late")),
-    (64, 128, 128, ("bias",)),
-    (64, 128, 112, ("causal", "bias")),
-    (128, 128, 96, ("causal", "bias")),
-    (64, 128, 96, ("bias", "window", "softcap", "packed")),
-    (128, 128, 64, ("bias", "alibi", "window", "softcap", "q_lens", "kv_lens")),
-    (192, 128, 64, ("causal", "bias")),
-    (256, 128, 48, ("bias",)),
-    # Of shapes beyond the papers': three consumers of wider heads, few keys
-    (96, 192, 96, ()),
-    (112, 192, 96, ("kv_splits",)),
-    (80, 192, 112, ()),
-    (128, 192, 80, ()),
-    (64, 192, 80, ("q_lens", "kv_lens")),
-    (64, 192, 128, ("causal", "sinks")),
-    (128, 128, 128, ("causal", "sinks")),
-    (256, 128, 80, ("sinks",)),
-    (64, 128, 128, ("sinks", "shared heads", "kv_lens")),
-    (64, 128, 128, ("dropout",)),
-    (128, 128, 128, ("causal", "dropout")),
-    (64, 128, 128, ("window", "softcap", "packed", "dropout")),
-    (256, 128, 80, ("dropout",)),
-    (192, 128, 112, ("causal",)),
-]
 
-
-MEASURES = ("turns", "overlap", "persistent", "counter", "ahead", "late")
-
-
-def hoppers(name, d, *options, scale=-1.0, **how):
-    return kernel_of(name, "sm_90a", d, *options, unit="wgmma", scale=scale, **how)
-
-
-@pytest.mark.parametrize("case", slow_but(WGMMA_CASES[:1], WGMMA_CASES))
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
-    d, Br, Bc, options = case
-    how = {"tiles": Tiles(Br, Bc, stages=2), "dtype": dtype}
-    how["ablate"] = tuple(name for name in options if name in MEASURES)
-    shared = "shared heads" in options
-    sizes = {"heads": (8, 1), "Nq": 16} if shared else {"heads": (2, 1)}
-    kernel = hoppers("fa2_forward", d, *options, algorithm="fa2", **sizes, **how)
-    ptx = hoppers_ptx_within_budgets(kernel)
-    stored = 5 if shared else 4  # heads in the rows of a tile are an axis of theirs
-    bulk_stores = f"cp.async.bulk.tensor.{stored}d.global.shared::cta.tile.bulk_group"
-    assert (bulk_stores in ptx) != ("kv_splits" in options)  # of splits threads write the sums
-    for instruction in (
-        f"wgmma.mma_async.sync.aligned.m64n{Bc}k16.f32.{'f16' if dtype == 'float16' else 'bf16'}",
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
-        "mbarrier.try_wait.parity",
-    ):
-        assert instruction in ptx, instruction
-    # Four tensor maps lie among the parameters themselves.
-    assert ptx.count(".param .align 64 .b8") == 4
-
-
-SHARING = [
-    # head_dim, Br, Bc, stages, option; blocks a multiprocessor
-    ((64, 64, 96, 2, "causal"), 3),
-    ((64, 64, 64, 3, "window"), 3),
-    ((64, 64, 112, 2, "causal"), 2),
-    ((128, 64, 64, 1, "causal"), 2),
-    ((64, 64, 192, 1, "causal"), 2),
-    ((64, 64, 208, 1, "causal"), 1),
-    ((256, 64, 32, 1, "causal"), 1),
-    ((64, 128, 128, 4, "causal"), 1),
-]
-
-
-def sharing(case):
-    d, Br, Bc, stages, option = case
-    tiles = Tiles(Br, Bc, stages=stages)
-    return hoppers("fa2_forward", d, option, algorithm="fa2", tiles=tiles, scale=1.0)
-
-
-@pytest.mark.parametrize("case, blocks", SHARING)
-def test_blocks_share_a_multiprocessor_where_instructions_have_their_registers(case, blocks):
-    assert sharing(case).min_blocks == blocks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case, _ in SHARING], ids=named)
-def test_kernels_that_share_a_multiprocessor_compile_within_their_budgets(case):
-    hoppers_ptx_within_budgets(sharing(case))
-
-
-WGMMA_FA1_CASES = [
-    # head_dim, tiles or the default, options
-    (128, None, ("causal",)),
-    (64, None, ("causal",)),
-    (64, None, ("window", "softcap", "q_lens")),
-    (64, (192, 128), ("window", "softcap", "q_lens")),
-    (96, None, ()),
-    (128, None, ("window", "softcap", "q_lens")),
-    (128, (128, 128), ("causal",)),
-    (128, (192, 128), ("causal",)),
-    (192, None, ("causal",)),
-    (192, (128, 96), ("window", "softcap", "q_lens")),
-    (256, None, ("causal",)),
-    (256, None, ("window", "softcap", "q_lens")),
-    (256, (128, 32), ()),
-    (64, None, ("causal", "sinks")),
-    (128, None, ("sinks", "q_lens")),
-]
-
-
-@pytest.mark.parametrize("case", slow_but(WGMMA_FA1_CASES[:1], WGMMA_FA1_CASES))
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
-    d, tiles, options = case
-    how = {"heads": (2, 1), "algorithm": "fa1", "return_lse": True, "unit": "wgmma", "scale": -1.0}
-    tiles = Tiles(*tiles) if tiles else None
-    plan = plan_of("sm_90a", d, *options, tiles=tiles, dtype=dtype, **how)
-    tiles, (kernel,) = plan.tiles, plan.launched
-    ptx = hoppers_ptx_within_budgets(kernel)
-    for instruction in (
-        f"wgmma.mma_async.sync.aligned.m64n{tiles.Bc}k16.f32.",
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group",
-        "cp.async.bulk.wait_group.read 0",
-        "cp.async.bulk.wait_group 0",
-        "ld.shared.v2.f32",
-        "st.shared.v2.f32",
-    ):
-        assert instruction in ptx, instruction
-    # Five tensor maps lie among the parameters themselves.
-    assert ptx.count(".param .align 64 .b8") == 5
-
-
-def test_the_docstrings_shared_memory_is_that_of_fa1_on_hoppers_unit():
-    documented = re.findall(r"(\d+) \(d=(\d+),\s+(\d+) x (\d+)\)", wgmma.fa1_forward.__doc__)
-    assert [int(d) for _, d, *_ in documented] == [64, 128, 192, 256, 64, 128]
-    for n, (size, d, *sides) in enumerate(map(int, found) for found in documented):
-        of_planes = {"dtype": "float32", "precision": "fp16x3"} if n > 3 else {}
-        plan = plan_of("sm_90a", d, algorithm="fa1", unit="wgmma", **of_planes)
-        assert [plan.tiles.Br, plan.tiles.Bc] == sides
-        assert plan.launched[-1].shared_bytes == size
-    most = max(Bc for Bc in range(16, 256, 16) if _fits_two_consumers(Bc))
-    assert f"At d=256 two consumers leave room for {most} columns" in wgmma.fa1_forward.__doc__
-
-
-def _fits_two_consumers(Bc):
-    try:
-        kernel = hoppers("fa1_forward", 256, algorithm="fa1", tiles=Tiles(128, Bc))
-    except ValueError:
-        return False
-    return kernel.threads == 3 * 128
-
-
-WGMMA_BACKWARD_CASES = [
-    (128, ("causal",)),
-    (64, ("causal",)),
-    (128, ("window",)),
-    (64, ("window",)),
-    (80, ()),
-    (40, ("causal",)),
-    (64, ("window", "softcap")),
-    (128, ("window", "softcap")),
-    (64, ("causal", "alibi")),
-    (64, ("window", "alibi"), True),
-    (48, ("alibi",)),
-    (128, ("alibi",)),
-    (48, ("bias",)),
-    (128, ("bias",)),
-    (128, ("causal", "bias")),
-    (96, ("window", "bias"), True),
-    (128, ("causal",), True),
-    (64, (), True),
-    (64, ("window", "softcap"), True),
-    (64, ("bias",)),
-    (64, ("packed",)),
-    (64, ("causal", "packed"), True),
-    (64, ("causal", "q_lens", "kv_lens")),
-    (128, ("packed",)),
-    (128, ("window", "q_lens")),
-    (128, ("alibi", "q_lens")),
-    (48, ("bias", "packed")),
-    (64, ("causal", "packed"), True, True),
-    (128, ("causal",), True, True),
-    (64, ("window",), True, True),
-    (64, ("causal", "dropout")),
-    (128, ("dropout",)),
-    (64, ("window", "packed", "dropout"), True),
-    (128, ("causal", "q_lens", "kv_lens", "dropout"), True, True),
-    (48, ("bias", "dropout")),
-    (64, ("sparse",)),
-    (128, ("sparse", "causal")),
-    (128, ("adds",)),
-    (128, ("causal", "turns")),
-]
-
-
-@pytest.mark.parametrize("case", slow_but(WGMMA_BACKWARD_CASES[:1], WGMMA_BACKWARD_CASES))
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
-    d, options, *shares = case
-    how = {"heads": (20, 10), "group_splits": 1}
-    if shares:  # heads of a group, or one's rows
-        how = {"heads": (40, 10), "group_splits": 8 if len(shares) > 1 else 2}
-    kernel = hoppers_backward("fa2", d, *options, dtype=dtype, **how)
-    ptx = hoppers_ptx_within_budgets(kernel)
-    kind = "f16" if dtype == "float16" else "bf16"
-    tiles = plan_of("sm_90a", d, algorithm="fa2", passes="bwd", unit="wgmma").tiles
-    products = 3 * ceil_div(d, 16) + 2 * tiles.Br // 16 + tiles.Bc // 16
-    # ST and dPT, and again the next ST; dV and dK; dQ.
-    assert ptx.count(f".f32.{kind}.{kind}") == products
-    assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group" in ptx
-    # Seven tensor maps lie among the parameters themselves, without parts of dK and dV five.
-    assert ptx.count(".param .align 64 .b8") == (5 if shares else 7)
-
-
-HIDING_CASES = [
-    ("fwd", 64, Tiles(192, 128)),
-    ("fwd", 128, Tiles(128, 128)),
-    ("bwd", 64, Tiles(128, 128)),
-    ("bwd", 128, Tiles(64, 128)),
-]
-
-
-@pytest.mark.parametrize("case", slow_but(HIDING_CASES[:1], HIDING_CASES))
-def test_a_causal_function_with_its_blocks_spills_nothing_on_hoppers_unit(case):
-    passes, d, tiles = case
-    mask = fa_numba.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 600, 600, tiles=tiles)
-    plan = plan_of("sm_90a", d, Nq=600, Nk=600, heads=(9, 9), unit="wgmma", passes=passes,
-                   block_mask=mask)  # fmt: skip
-    (kernel,) = (x for x in plan.launched if x.name in ("fa2_forward", "fa2_backward"))
-    hoppers_ptx_within_budgets(kernel)
-
-
-def hoppers_backward(name, d, *options, scale=-1.0, Nq=512, **how):
-    """Of a few heads too many for all of one's column tiles at a time."""
-    how |= {"unit": "wgmma", "scale": scale, "Nq": Nq, "Nk": Nq}
-    return backward(name, "sm_90a", d, *options, **how)
-
-
-WGMMA_DETERMINISTIC_CASES = [
-    *(
-        (d, options)
-        for d in (64, 128, 160, 192, 256)
-        for options in ((), ("causal",), ("window", "softcap"), ("causal", "alibi"))
-    ),
-    (128, ("causal", "packed")),
-    (256, ("window", "q_lens", "kv_lens")),
-    (64, ("causal", "dropout")),
-    (256, ("causal", "packed", "dropout")),
-]
-
-
-@pytest.mark.parametrize(
-    "case", slow_but(WGMMA_DETERMINISTIC_CASES[1:2], WGMMA_DETERMINISTIC_CASES)
-)
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_hoppers_backward_kernel_without_dq_compiles_within_its_budgets(case, dtype):
-    d, options = case
-    how = {"heads": (10, 10), "scale": 1.0, "dtype": dtype}
-    ptx = hoppers_ptx_within_budgets(hoppers_backward("fa2 without dQ", d, *options, **how))
-    assert "cp.reduce.async.bulk" not in ptx
-    # Six tensor maps lie among the parameters themselves.
-    assert ptx.count(".param .align 64 .b8") == 6
-
-
-WGMMA_SWEEP_CASES = [
-    *(
-        (d, options)
-        for d in (64, 128, 192, 256)
-        for options in (("causal",), ("window", "softcap"))
-    ),
-    (96, ()),
-    (160, ("causal",)),
-    (128, ("packed",)),
-    (256, ("causal", "q_lens", "kv_lens")),
-    (64, ("causal", "dropout")),
-    (256, ("window", "dropout")),
-]
-
-
-@pytest.mark.parametrize("case", slow_but([(256, ("causal",))], WGMMA_SWEEP_CASES))
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_second_sweep_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
-    d, options = case
-    how = {"heads": (10, 10), "scale": 1.0, "dtype": dtype}
-    ptx = hoppers_ptx_within_budgets(hoppers_backward("fa2 dQ", d, *options, **how))
-    kind = "f16" if dtype == "float16" else "bf16"
-    Bc = int(re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx)[1])
-    # S, and again the next S, and dP; dQ.
-    assert ptx.count(f".f32.{kind}.{kind}") == 3 * ceil_div(d, 16) + Bc // 16
-    # Five tensor maps lie among the parameters themselves.
-    assert ptx.count(".param .align 64 .b8") == 5
-
-
-# head_dim, options, whether heads share K and V, whether blocks share a head
-WGMMA_FA1_BACKWARD_CASES = [
-    (128, ("causal",), False, False),
-    (64, ("causal",), False, False),
-    (64, (), False, False),
-    (64, ("causal",), True, True),
-    (128, (), True, False),
-    (80, (), False, True),
-    (40, ("causal",), False, False),
-    (64, ("dlse",), True, False),
-    (128, ("dlse",), False, False),
-]
-
-
-@pytest.mark.parametrize("case", slow_but(WGMMA_FA1_BACKWARD_CASES[1:2], WGMMA_FA1_BACKWARD_CASES))
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_fa1s_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
-    d, options, grouped, splits_queries = case
-    name = "fa1 splits" if splits_queries else "fa1"
-    how = {"heads": (2, 1) if grouped else (1, 1), "scale": 1.0, "dtype": dtype, "Nq": N}
-    ptx = hoppers_ptx_within_budgets(hoppers_backward(name, d, *options, **how))
-    # Seven tensor maps lie among the parameters themselves, or five.
-    assert ptx.count(".param .align 64 .b8") == (5 if splits_queries else 7)
-
-
-def test_the_docstrings_shared_memory_is_that_of_hoppers_backward_kernel():
-    for module, name, dims in (
-        (wgmma.fa2_backward, "fa2", [64, 128]),
-        (wgmma.fa2_backward_wide, "fa2 without dQ", [192, 256]),
-        (wgmma.fa1_backward, "fa1", [64, 128]),
-    ):
-        documented = re.findall(r"(\d+) \(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
-        assert [int(d) for _, d, *_ in documented] == dims
-        for size, d, *sides in (map(int, found) for found in documented):
-            how = {"algorithm": name[:3], "passes": "bwd", "unit": "wgmma"}
-            plan = plan_of("sm_90a", d, *BACKWARD[name][2:], **how)
-            assert [plan.tiles.Br, plan.tiles.Bc] == sides
-            assert size in [x.shared_bytes for x in plan.launched]
-
-
-BACKWARD_CASES = [
-    *(
-        (name, arch, d, True, True)
-        for name in ("fa1", "fa2", "fa2 dQ")
-        for arch in ("sm_90a", "sm_80")
-        for d in (64, 128)
-    ),
-    ("fa1", "sm_90a", 256, True, True),
-    ("fa1 splits", "sm_90a", 64, True, True),
-    ("fa1 splits", "sm_80", 128, False, False),
-    ("fa2", "sm_90a", 128, False, False),
-    ("fa2 without dQ", "sm_90a", 128, True, True),
-    ("transposed", "sm_90a", 128, True, True),
-    ("transposed", "sm_80", 64, True, False),
-    ("dS", "sm_90a", 64, False, True),
-    ("row sums", "sm_80", 128, False, True),
-]
-
-
-QUICK_BACKWARD = {
-    ("fa1", "sm_90a", 128, True, True),
-    ("fa2", "sm_90a", 64, True, True),
-    ("fa2 dQ", "sm_90a", 128, True, True),
-    ("transposed", "sm_80", 64, True, False),
-    ("dS", "sm_90a", 64, False, True),
-    ("row sums", "sm_80", 128, False, True),
-}
-
-
-@pytest.mark.parametrize("case", slow_but(QUICK_BACKWARD, BACKWARD_CASES))
-def test_a_backward_kernel_compiles_within_its_budgets(case):
-    name, arch, d, causal, aligned = case
-    ptx = ptx_within_budgets(simt_backward(*case), arch)
-
-    if name not in ("dS", "row sums"):
-        assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
-        width = "cg.shared.global" if aligned else "ca.shared.global"
-        assert f"cp.async.{width}" in ptx, "asynchronous copies"
-        if aligned:  # of dQ, where dK and dV are added
-            assert "st.global.v4.f32" in ptx, "16-byte writes of a gradient"
-    assert ("ex2.approx.ftz.f32" in ptx) == name.startswith("fa")
-    assert ("red.global.add.f32" in ptx) == (name in ("fa2", "fa1 splits"))
-
-
-OPTIONS = ("window", "softcap", "bias", "alibi", "sinks", "q_lens", "packed", "sparse", "dropout")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("algorithm, d", [("fa1", 128), ("fa2", 64)])
-def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, option):
-    for kernel in (
-        kernel_of(f"{algorithm}_forward", "sm_90a", d, option, algorithm=algorithm, heads=(2, 1)),
-        backward(algorithm, "sm_90a", d, option, heads=(2, 1)),
-    ):
-        ptx_within_budgets(kernel, "sm_90a")
-
-
-@pytest.mark.parametrize(
-    "kernel_of, case",
-    [
-        (of, case)
-        for of, quick in ((simt, QUICK), (simt_backward, QUICK_BACKWARD))
-        for case in sorted(quick)
-        if case[0] in FLASH
-    ],
-)
-def test_a_plain_kernel_has_no_argument_for_an_option(kernel_of, case):
-    """Its last argument is an empty tuple, which the compiled kernel does not have."""
-    arrays = {4: 13, 3: 11}  # words of an array by its axes
-    kernel = kernel_of(*case)
-    assert kernel.argument_types[-1].fields == ()
-    ptx, _ = compiled(kernel, case[1])
-    words = sum(arrays[t.ndim] if hasattr(t, "ndim") else 1 for t in kernel.argument_types[:-1])
-    assert ptx.count("_param_") and len(set(re.findall(r"_param_(\d+)", ptx))) == words
-
-
-@pytest.mark.parametrize("module", [fa1_forward, fa2_forward], ids=["fa1", "fa2"])
-def test_the_docstrings_shared_memory_is_the_kernels(module):
-    formula = re.search(r"Shared memory, floats: +(.*), swizzled", module.__doc__)[1]
-    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
-    checked = 0
-    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 64), (64, 32))):
-        for spec in splits(Br, Bc, d):
-            if spec.columns == d:  # V's rows have no columns beyond the head
-                floats = eval(python, {"Br": Br, "Bc": Bc, "d": d})
-                assert 4 * floats == spec.shared_bytes == module.make_forward(spec).shared_bytes
-                checked += 1
-    assert checked >= 10
-    algorithm = module.__name__.rpartition(".")[2].removesuffix("_forward")
-    documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
-    assert len(documented) == 3
-    for size, d, Br, Bc in (map(int, found) for found in documented):
-        with fa_numba.device.using("emulator"):
-            plan = fa_numba.plan((1, 1, 4096, d), (1, 1, 4096, d), algorithm=algorithm)
-        assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
-        assert plan.kernels[0].shared_bytes == size
-
-
-@pytest.mark.parametrize("module", [fa1_backward, fa2_backward], ids=["fa1", "fa2"])
-def test_the_docstrings_shared_memory_is_the_backward_kernels(module):
-    formula = re.search(r"Shared memory, floats: +(.*), swizzled", module.__doc__)[1]
-    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
-    checked = 0
-    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (32, 64), (64, 32))):
-        for spec in splits(Br, Bc, d, SimtBackwardSpec):
-            if spec.columns == d:  # rows have no columns beyond the head
-                floats = eval(python, {"Br": Br, "Bc": Bc, "d": d})
-                assert 4 * floats == spec.shared_bytes == module.make_backward(spec).shared_bytes
-                checked += 1
-    assert checked >= 10
-
-
-# --- tensor cores ----------------------------------------------------------------------------
-
-MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
-
-
-def mma_kernel(name, arch, d, dtype="float16", option=None, **how):
-    """Of the default tiles for long sequences; ``option`` as `plan_of` has them.
-
-    "fa1 keys" is FA-1 with the keys split over the warps, "fa2 stages" FA-2 with two stages.
-    """
-    algorithm, _, more = name.partition(" ")
-    how |= {"tiles": Tiles(128, 64, 128, stages=2)} if more == "stages" else {}
-    how |= {"algorithm": algorithm, "return_lse": algorithm == "fa1", "dtype": dtype, "unit": "mma"}
-    return kernel_of(f"{algorithm}_forward", arch, d, more, option, **how)
-
-
-MMA_CASES = [
-    # name, arch, head_dim, dtype, option
-    *(
-        (name, arch, d, "float16", None)
-        for name in MMA
-        for arch in ("sm_80", "sm_89", "sm_90a")
-        for d in (64, 128)
-    ),
-    *((name, "sm_90a", d, "bfloat16", "causal") for name in MMA for d in (64, 128)),
-    *((name, "sm_90a", d, "float16", None) for name in MMA for d in (32, 96, 160, 192, 256)),
-    *(
-        ("fa2", arch, d, "float16", option)
-        for arch in ("sm_80", "sm_89")
-        for d in (32, 80, 112, 160, 192, 256)
-        for option in (None, "causal")
-    ),
-    *(("fa2", arch, d, "float16", "bias") for arch in ("sm_80", "sm_89") for d in (64, 128)),
-    ("fa1", "sm_80", 128, "float16", "bias"),
-    *((name, "sm_90a", 64, "float16", "unaligned") for name in MMA),
-    *(
-        (name, "sm_90a", 64, "float16", option)
-        for name in MMA
-        for option in ("window", "softcap", "bias", "alibi", "sinks", "packed", "dropout")
-    ),
-    *(
-        (name, "sm_90a", 128, "float16", option)
-        for name in MMA
-        for option in ("window", "bias", "packed", "dropout")
-    ),
-    *((name, "sm_90a", 256, "float16", "packed") for name in MMA),
-    *(("fa1", "sm_90a", d, "float16", "packed") for d in (160, 192)),
-    ("fa2", "sm_80", 128, "float16", "causal"),
-    *(("fa1 keys", "sm_90a", d, "float16", None) for d in (64, 128, 256)),
-    *(("fa1 keys", "sm_90a", d, "float16", "packed") for d in (64, 128)),
-    *(("fa2 stages", "sm_90a", d, "float16", "causal") for d in (32, 64, 96)),
-    *(("fa2 stages", "sm_90a", 128, dtype, None) for dtype in ("float16", "bfloat16")),
-    ("fa2 stages", "sm_80", 64, "float16", None),
-]
-
-
-# FlashAttention-2's, its draws in a loop, spills 12 bytes and is a third slower.
-MMA_SPILLED = {
-    ("fa1", "sm_90a", 128, "float16", "dropout"): (32, 32, 32),
-    ("fa2", "sm_90a", 128, "float16", "dropout"): (24, 56, 40),
-}
-# FlashAttention-2's where registers are fullest: its tiles are others before sm_90.
-QUICK_MMA = {
-    ("fa1", "sm_90a", 64, "float16", None),
-    ("fa2", "sm_80", 128, "float16", "causal"),
-}
-
-
-@pytest.mark.parametrize("case", slow_but(QUICK_MMA, MMA_CASES))
+@cases("mma")
 def test_an_mma_kernel_compiles_within_its_budgets(case):
-    name, arch, _, dtype, option = case
-    ptx = ptx_within_budgets(mma_kernel(*case), arch, MMA_SPILLED.get(case, (0, 0, 0)))
+    ptx = ptx_within_budgets(case.kernel(unit="mma"), case.arch, case.spilled)
 
-    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    kind = {"float16": "f16", "bfloat16": "bf16"}[case.how["dtype"]]
     instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     assert 0 < ptx.count(instruction) == ptx.count("mma.sync")
     assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
     assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
-    assert f"cvt.rn.{kind}x2.f32" in ptx
-    assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
+    assert ("cp.async.cg.shared.global" in ptx) == ("unaligned" not in case.options)
+    assert "ex2.approx.ftz.f32" in ptx
+    if not case.name.startswith("bwd"):
+        assert f"cvt.rn.{kind}x2.f32" in ptx and "shfl.sync.bfly" in ptx
+        assert "cp.async.ca" not in ptx
+        return
+    # Atomic adds to dQ, or to dK and dV: of two neighbours where there is such an instruction.
+    adds, newer = case.name in ("bwd fa2", "bwd fa1 splits"), case.arch == "sm_90a"
+    assert ("red.global.add.v2.f32" in ptx) == (adds and newer)
+    single = (adds and not newer) or "dbias" in case.options
+    assert ("red.global.add.f32" in ptx) == single
+
+
+@cases("standard mma")
+def test_a_standard_mma_kernel_compiles_within_its_budgets(case):
+    ptx = ptx_within_budgets(case.kernel(unit="mma"), case.arch)
+
+    name, by_rows = case.name, "softmax" in case.name or "dS" in case.name
+    assert ("mma.sync" in ptx) == ("ldmatrix" in ptx) == (not by_rows)
+    if by_rows or "scores" in name:
+        assert re.search(r"st\.global\.v4\.[ub]32", ptx), "16-byte writes of S, P and dS"
+    if "twice" not in name:
+        full = name == "scores" and "unaligned" in case.options
+        assert ("cp.async.cg.shared.global" in ptx) == (not full), "16-byte copies"
     assert "cp.async.ca" not in ptx
-    assert "ex2.approx.ftz.f32" in ptx and "shfl.sync.bfly" in ptx
+    assert ("ex2.approx.ftz.f32" in ptx) == ("softmax" in name or "softcap" in case.options)
 
 
-PLANE_CASES = [
-    *(("fp16x3", arch, d) for arch in ("sm_80", "sm_89", "sm_90a") for d in (64, 128, 256)),
-    *((precision, "sm_90a", d) for precision in ("bf16x6", "bf16x3") for d in (64, 128)),
-]
-
-
-PLANES_SPILLED = {
-    ("fp16x3", "sm_90a", 128): (24, 24, 24),
-    ("fp16x3", "sm_80", 128): (40, 112, 76),
-    ("fp16x3", "sm_80", 256): (8, 24, 16),
-    ("fp16x3", "sm_89", 256): (8, 24, 16),
-    ("bf16x6", "sm_90a", 128): (24, 64, 44),
-    ("bf16x3", "sm_90a", 128): (8, 8, 8),
-}
-
-
-@pytest.mark.parametrize("case", slow_but({("fp16x3", "sm_90a", 64)}, PLANE_CASES))
+@cases("mma planes")
 def test_kernels_of_planes_compile_within_their_budgets(case):
-    precision, arch, d = case
-    planes = PRECISIONS[precision].planes
-    plan = plan_of(arch, d, unit="mma", dtype="float32", precision=precision)
+    plan = case.plan(unit="mma")
     for kernel in {x.name: x for x in plan.launched}.values():
-        main = kernel.name == "fa2_forward"
-        ptx = ptx_within_budgets(
-            kernel, arch, PLANES_SPILLED.get(case, (0, 0, 0)) if main else (0, 0, 0)
-        )
-    products = sum(range(1, planes + 1))
+        spilled = case.spilled if kernel.name == "fa2_forward" else (0, 0, 0)
+        ptx = ptx_within_budgets(kernel, case.arch, spilled)
+    products = sum(range(1, PRECISIONS[case.how["precision"]].planes + 1))
     # Of S and of P V: 16 x 8 x 16 each, of 16 rows.
-    each = plan.tiles.Bc * d // (8 * 16)
+    each = plan.tiles.Bc * case.d // (8 * 16)
     assert ptx.count("mma.sync") == 2 * products * each
-
-
-HOPPERS_BACKWARD_PLANES = [(p, d) for p in ("fp16x3", "bf16x3") for d in (64, 128)]
-HOPPERS_PLANES = [(p, d) for p in ("fp16x3", "bf16x6", "bf16x3") for d in (64, 128)]
-
-
-@pytest.mark.parametrize("case", slow_but((), HOPPERS_PLANES))
-def test_hoppers_kernels_of_planes_compile_within_their_budgets(case):
-    precision, d = case
-    plan = plan_of("sm_90a", d, unit="wgmma", dtype="float32", precision=precision)
-    (main,) = (x for x in plan.launched if x.name == "fa2_forward")
-    ptx = hoppers_ptx_within_budgets(main)
-    # Of S before the loop and in it twice; a product a pair of planes, in steps of 16.
-    pairs = sum(range(1, PRECISIONS[precision].planes + 1))
-    assert ptx.count("wgmma.mma_async") % pairs == 0
-    assert ptx.count("wgmma.commit_group") % pairs == 0
-
-
-HOPPERS_FA1_PLANES = [
-    ("fp16x3", 64, (64, 16), ("window", "q_lens", "kv_lens")),  # quick to compile
-    ("fp16x3", 64, None, ("causal",)),
-    ("fp16x3", 64, None, ("window", "q_lens", "kv_lens")),
-    ("fp16x3", 128, None, ("causal",)),
-    ("fp16x3", 128, None, ("window", "q_lens", "kv_lens")),
-    ("fp16x3", 128, None, ("packed", "causal")),
-    ("fp16x3", 96, None, ()),
-    ("bf16x3", 64, None, ("packed", "window")),
-    ("bf16x3", 128, None, ("packed", "window")),
-    ("bf16x6", 64, None, ("packed", "causal")),
-    ("bf16x6", 128, None, ()),
-    ("bf16x6", 128, None, ("window", "q_lens", "kv_lens")),
-]
-
-
-@pytest.mark.parametrize("case", slow_but(HOPPERS_FA1_PLANES[:1], HOPPERS_FA1_PLANES))
-def test_hoppers_fa1_of_planes_compiles_within_its_budgets(case):
-    precision, d, tiles, options = case
-    how = {"algorithm": "fa1", "dtype": "float32", "precision": precision, "return_lse": True}
-    how |= {"tiles": Tiles(*tiles) if tiles else None, "heads": (2, 1)}
-    plan = plan_of("sm_90a", d, *options, unit="wgmma", **how)
-    (main,) = (x for x in plan.launched if x.name == "fa1_forward")
-    ptx = hoppers_ptx_within_budgets(main)
-    # Of S over d and of P V over the columns, in steps of 16; O is read and written by threads.
-    pairs = sum(range(1, PRECISIONS[precision].planes + 1))
-    assert ptx.count("wgmma.mma_async") == pairs * (d + plan.tiles.Bc) // 16
-    assert "bulk_group" not in ptx and ptx.count(".param .align 64 .b8") == 3
-
-
-@pytest.mark.parametrize("case", slow_but({("fp16x3", 64)}, HOPPERS_BACKWARD_PLANES))
-def test_hoppers_backward_of_planes_compiles_within_its_budgets(case):
-    precision, d = case
-    how = {"unit": "wgmma", "dtype": "float32", "precision": precision, "passes": "bwd"}
-    (main,) = (x for x in plan_of("sm_90a", d, **how).launched if x.name == "fa2_backward")
-    ptx = hoppers_ptx_within_budgets(main)
-    # Of S and dP over d, and what of these goes before the loop, S or both; of dV, dK and dQ, one
-    # or two panels, over 64.
-    panels = d // 64
-    assert ptx.count("wgmma.mma_async") == 3 * (2 + panels) * (d + 64) // 16
-
-
-@pytest.mark.parametrize("name", MMA)
-def test_the_docstrings_shared_memory_is_the_mma_kernels(name):
-    module = MMA[name]
-    formula = re.search(r"Shared memory, 16-bit elements: +(.*)", module.__doc__)[1]
-    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
-    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 32), (16, 16))):
-        for stages in (1, 2) if name == "fa2" else (1,):
-            halves = eval(python, {"Br": Br, "Bc": Bc, "d": d, "stages": stages})
-            kernel = mma_kernel(name, "sm_90a", d, tiles=Tiles(Br, Bc, stages=stages))
-            assert 2 * halves == kernel.shared_bytes
-    documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
-    assert len(documented) == 3
-    for size, d, Br, Bc in (map(int, found) for found in documented):
-        with fa_numba.device.using("emulator"):
-            shape = (1, 1, 4096, d)
-            plan = fa_numba.plan(shape, shape, algorithm=name, dtype="float16")
-        assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
-        assert plan.kernels[0].shared_bytes == size
 
 
 # What the PTX shows of a measure of the forward kernel that is left out: more of what, or none of
@@ -1010,7 +390,7 @@ LEFT_OUT = {
 
 def shown(*left_out):
     """Of a kernel that is compiled whole above, with these measures left out."""
-    kernel = mma_kernel("fa2", "sm_80", 128, "float16", "causal", ablate=left_out)
+    kernel = kernel_of("fa2", "sm_80", 128, "causal", unit="mma", ablate=left_out)
     ptx, _ = compiled(kernel, "sm_80")
     return {
         "waits": ptx.count("cp.async.wait_group"),
@@ -1035,72 +415,204 @@ def test_a_measure_left_out_is_not_compiled(measures):
     assert shown(*measures) == expected
 
 
-def standard_mma_kernel(name, arch, d, dtype, option):
-    """A kernel of standard attention by the default tiles for long sequences; as ``mma_kernel``.
-
-    "bwd" names are of the backward pass and its tiles; "twice" is for rows beyond shared memory.
-    """
-    passes, Nk = ("bwd" if "bwd" in name else "fwd"), (LONG if "twice" in name else N)
-    name = name.removeprefix("bwd ").removesuffix(" twice")
-    how = {"algorithm": "standard", "unit": "mma", "dtype": dtype, "passes": passes, "Nk": Nk}
-    how |= {"return_lse": True} if passes == "fwd" else {}
-    kernel = BACKWARD[name][0] if name in BACKWARD else f"standard_{name}"
-    return kernel_of(kernel, arch, d, option, **how)
+@pytest.mark.parametrize("test, unit", [("simt", "simt"), ("mma", "mma"), ("standard mma", "mma")])
+def test_every_kernel_has_room(test, unit):
+    """Those that are not compiled by default, too."""
+    found = [Case(row) for row in rows() if row["test"] == test]
+    assert found and not [x for x in found if not fits(x.kernel(unit=unit), x.arch)]
 
 
-STANDARD_CASES = [
-    # name, arch, head_dim, dtype, option
-    *(
-        (name, arch, d, "float16", None)
-        for name in ("scores", "output", "bwd scores", "bwd output", "bwd transposed")
-        for arch in ("sm_80", "sm_89", "sm_90a")
-        for d in (64, 128)
-    ),
-    *(
-        (name, "sm_90a", 64, "bfloat16", "causal")
-        for name in ("scores", "softmax", "output", "bwd scores", "bwd transposed", "bwd dS")
-    ),
-    *((name, "sm_90a", d, "float16", None) for name in ("scores", "output") for d in (32, 96, 256)),
-    *((name, "sm_90a", 64, "float16", "unaligned") for name in ("scores", "bwd transposed")),
-    *(
-        (name, "sm_90a", 128, "float16", option)
-        for name in ("scores", "bwd scores")
-        for option in ("window", "softcap", "bias", "alibi", "packed", "sparse")
-    ),
-    *(
-        (name, "sm_90a", 64, "float16", option)
-        for name in ("softmax", "softmax twice", "bwd dS", "bwd dS twice")
-        for option in (None, "packed", "dropout")
-    ),
+# --- Hopper's unit ---------------------------------------------------------------------------
+
+HOPPER = {"unit": "wgmma", "scale": -1.0}
+# Of the backward pass, of a few heads too many for all of one's column tiles at a time.
+SHORT = {"unit": "wgmma", "Nq": 512, "Nk": 512}
+either_dtype = pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+LOADS = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+
+
+def kind_of(dtype):
+    return {"float16": "f16", "bfloat16": "bf16"}[dtype]
+
+
+def maps(ptx):
+    """How many tensor maps lie among the parameters themselves."""
+    return ptx.count(".param .align 64 .b8")
+
+
+@cases("hopper")
+@either_dtype
+def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    kernel = case.kernel(dtype=dtype, **HOPPER)
+    ptx = hoppers_ptx_within_budgets(kernel)
+    # Heads in the rows of a tile are an axis of theirs; of splits threads write the sums.
+    stored = 5 if case.how["heads"] == [8, 1] else 4
+    bulk_stores = f"cp.async.bulk.tensor.{stored}d.global.shared::cta.tile.bulk_group"
+    assert (bulk_stores in ptx) != ("kv_splits" in case.options)
+    product = f"wgmma.mma_async.sync.aligned.m64n{case.how['tiles'].Bc}k16.f32.{kind_of(dtype)}"
+    assert product in ptx and LOADS in ptx and "mbarrier.try_wait.parity" in ptx
+    assert maps(ptx) == 4
+
+
+SHARING = [
+    # head_dim, tiles, option, blocks a multiprocessor
+    (64, Tiles(64, 96, stages=2), "causal", 3),
+    (64, Tiles(64, 64, stages=3), "window", 3),
+    (64, Tiles(64, 112, stages=2), "causal", 2),
+    (128, Tiles(64, 64), "causal", 2),
+    (64, Tiles(64, 192), "causal", 2),
+    (64, Tiles(64, 208), "causal", 1),
+    (256, Tiles(64, 32), "causal", 1),
+    (64, Tiles(128, 128, stages=4), "causal", 1),
 ]
 
 
-# What registers do not hold: four blocks of these share a multiprocessor.
-QUICK_STANDARD = {
-    ("scores", "sm_90a", 64, "float16", None),
-    ("output", "sm_90a", 64, "float16", None),
-    ("bwd transposed", "sm_90a", 128, "float16", None),
-    *(
-        (name, "sm_90a", 64, "float16", None)
-        for name in ("softmax", "softmax twice", "bwd dS", "bwd dS twice")
-    ),
-}
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("d, tiles, option, blocks", SHARING)
+def test_blocks_share_a_multiprocessor_where_instructions_have_their_registers(
+    d, tiles, option, blocks, whole
+):
+    kernel = kernel_of("fa2", "sm_90a", d, option, tiles=tiles, unit="wgmma", scale=1.0)
+    assert kernel.min_blocks == blocks
+    if whole:
+        hoppers_ptx_within_budgets(kernel)
 
 
-@pytest.mark.parametrize("case", slow_but(QUICK_STANDARD, STANDARD_CASES))
-def test_a_standard_mma_kernel_compiles_within_its_budgets(case):
-    name, arch, _, dtype, option = case
-    ptx = ptx_within_budgets(standard_mma_kernel(*case), arch)
+@cases("hopper fa1")
+@either_dtype
+def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    plan = case.plan(heads=(2, 1), dtype=dtype, **HOPPER)
+    (kernel,) = plan.launched
+    ptx = hoppers_ptx_within_budgets(kernel)
+    for instruction in (
+        f"wgmma.mma_async.sync.aligned.m64n{plan.tiles.Bc}k16.f32.",
+        LOADS,
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group",
+        "cp.async.bulk.wait_group.read 0",
+        "cp.async.bulk.wait_group 0",
+        "ld.shared.v2.f32",
+        "st.shared.v2.f32",
+    ):
+        assert instruction in ptx, instruction
+    assert maps(ptx) == 5
 
-    by_rows = "softmax" in name or "dS" in name
-    assert ("mma.sync" in ptx) == ("ldmatrix" in ptx) == (not by_rows)
-    if by_rows or "scores" in name:
-        assert re.search(r"st\.global\.v4\.[ub]32", ptx), "16-byte writes of S, P and dS"
-    if "twice" not in name:
-        full = name == "scores" and option == "unaligned"
-        assert ("cp.async.cg.shared.global" in ptx) == (not full), "16-byte copies"
-    assert "cp.async.ca" not in ptx
-    assert ("ex2.approx.ftz.f32" in ptx) == ("softmax" in name or option == "softcap")
+
+@cases("hopper backward")
+@either_dtype
+def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    kernel = case.kernel(dtype=dtype, **HOPPER | SHORT)
+    ptx = hoppers_ptx_within_budgets(kernel)
+    tiles = plan_of("sm_90a", case.d, algorithm="fa2", passes="bwd", unit="wgmma").tiles
+    products = 3 * ceil_div(case.d, 16) + 2 * tiles.Br // 16 + tiles.Bc // 16
+    # ST and dPT, and again the next ST; dV and dK; dQ.
+    assert ptx.count(f".f32.{kind_of(dtype)}.{kind_of(dtype)}") == products
+    assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group" in ptx
+    # Without parts of dK and dV five: where heads of a group, or one's rows, are shared.
+    assert maps(ptx) == (5 if case.how["group_splits"] > 1 else 7)
+
+
+HIDING = [
+    ("fa2", 64, Tiles(192, 128)),
+    ("fa2", 128, Tiles(128, 128)),
+    ("bwd fa2", 64, Tiles(128, 128)),
+    ("bwd fa2", 128, Tiles(64, 128)),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(HIDING[:1], HIDING))
+def test_a_causal_function_with_its_blocks_spills_nothing_on_hoppers_unit(case):
+    name, d, tiles = case
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 600, 600, tiles=tiles)
+    how = {"Nq": 600, "Nk": 600, "heads": (9, 9), "unit": "wgmma", "block_mask": mask}
+    hoppers_ptx_within_budgets(kernel_of(name, "sm_90a", d, **how))
+
+
+@cases("hopper without dQ")
+@either_dtype
+def test_hoppers_backward_kernel_without_dq_compiles_within_its_budgets(case, dtype):
+    ptx = hoppers_ptx_within_budgets(case.kernel(heads=(10, 10), scale=1.0, dtype=dtype, **SHORT))
+    assert "cp.reduce.async.bulk" not in ptx
+    assert maps(ptx) == 6
+
+
+@cases("hopper sweep")
+@either_dtype
+def test_a_second_sweep_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    ptx = hoppers_ptx_within_budgets(case.kernel(heads=(10, 10), scale=1.0, dtype=dtype, **SHORT))
+    Bc = int(re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx)[1])
+    # S, and again the next S, and dP; dQ.
+    products = 3 * ceil_div(case.d, 16) + Bc // 16
+    assert ptx.count(f".f32.{kind_of(dtype)}.{kind_of(dtype)}") == products
+    assert maps(ptx) == 5
+
+
+@cases("hopper fa1 backward")
+@either_dtype
+def test_fa1s_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    ptx = hoppers_ptx_within_budgets(case.kernel(unit="wgmma", scale=1.0, dtype=dtype))
+    assert maps(ptx) == (5 if "splits" in case.name else 7)
+
+
+@cases("hopper planes")
+def test_hoppers_kernels_of_planes_compile_within_their_budgets(case):
+    ptx = hoppers_ptx_within_budgets(case.kernel(unit="wgmma"))
+    # Of S before the loop and in it twice; a product a pair of planes, in steps of 16.
+    pairs = sum(range(1, PRECISIONS[case.how["precision"]].planes + 1))
+    assert ptx.count("wgmma.mma_async") % pairs == 0
+    assert ptx.count("wgmma.commit_group") % pairs == 0
+
+
+@cases("hopper fa1 planes")
+def test_hoppers_fa1_of_planes_compiles_within_its_budgets(case):
+    plan = case.plan(heads=(2, 1), unit="wgmma")
+    (main,) = (x for x in plan.launched if x.name == "fa1_forward")
+    ptx = hoppers_ptx_within_budgets(main)
+    # Of S over d and of P V over the columns, in steps of 16; O is read and written by threads.
+    pairs = sum(range(1, PRECISIONS[case.how["precision"]].planes + 1))
+    assert ptx.count("wgmma.mma_async") == pairs * (case.d + plan.tiles.Bc) // 16
+    assert "bulk_group" not in ptx and maps(ptx) == 3
+
+
+@cases("hopper backward planes")
+def test_hoppers_backward_of_planes_compiles_within_its_budgets(case):
+    ptx = hoppers_ptx_within_budgets(case.kernel(unit="wgmma"))
+    # Of S and dP over d, and what of these goes before the loop, S or both; of dV, dK and dQ, one
+    # or two panels, over 64.
+    panels = case.d // 64
+    assert ptx.count("wgmma.mma_async") == 3 * (2 + panels) * (case.d + 64) // 16
+
+
+# --- what docstrings say of shared memory ------------------------------------------------------
+
+PLANES = {"dtype": "float32", "precision": "fp16x3"}
+DOCUMENTED = [
+    # module, kernel, unit, what its sizes are of, head dimensions
+    (simt.fa1_forward, "fa1", {}, [64, 128, 256]),
+    (simt.fa2_forward, "fa2", {}, [64, 128, 256]),
+    (mma.fa1_forward, "fa1", {"unit": "mma"}, [64, 128, 256]),
+    (mma.fa2_forward, "fa2", {"unit": "mma"}, [64, 128, 256]),
+    (mma.fa1_backward, "bwd fa1", {"unit": "mma"}, [64, 128, 256]),
+    (mma.fa2_backward, "bwd fa2", {"unit": "mma"}, [64, 128, 256]),
+    (wgmma.fa1_forward, "fa1", {"unit": "wgmma"}, [64, 128, 192, 256, 64, 128]),
+    (wgmma.fa1_backward, "bwd fa1", {"unit": "wgmma"}, [64, 128]),
+    (wgmma.fa2_backward, "bwd fa2", {"unit": "wgmma"}, [64, 128]),
+    (wgmma.fa2_backward_wide, "bwd fa2 without dQ", {"unit": "wgmma"}, [192, 256]),
+]
+
+
+@pytest.mark.parametrize(
+    "module, name, how, dims", DOCUMENTED, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_the_docstrings_shared_memory_is_that_of_the_default_tiles(module, name, how, dims):
+    documented = re.findall(r"(\d+)\s+\(d=(\d+),\s+(\d+) x (\d+)\)", module.__doc__)
+    assert [int(d) for _, d, *_ in documented] == dims
+    for n, (size, d, *sides) in enumerate(map(int, found) for found in documented):
+        of_planes = PLANES if n > 3 else {}  # of Hopper's FA-1 alone
+        plan = plan_with(name, "sm_90a", d, **how, **of_planes)
+        assert [plan.tiles.Br, plan.tiles.Bc] == sides
+        assert size in [x.shared_bytes for x in plan.launched if x.name == KERNELS[name][0]]
 
 
 def test_the_docstrings_shared_memory_is_the_standard_mma_kernels():
@@ -1108,115 +620,69 @@ def test_the_docstrings_shared_memory_is_the_standard_mma_kernels():
     documented = re.findall(r"(\d+) and (\d+) \(d=(\d+)\)", found)
     assert len(documented) == 2
     for scores, output, d in (map(int, sizes) for sizes in documented):
-        with fa_numba.device.using("emulator"):
-            shape = (1, 1, 4096, d)
-            plan = fa_numba.plan(shape, shape, algorithm="standard", dtype="float16")
+        plan = plan_with("scores", "sm_90a", d, unit="mma")
         assert (plan.tiles.Br, plan.tiles.Bc) == (128, 64)
         assert [plan.kernels[n].shared_bytes for n in (0, 2)] == [scores, output]
 
 
-MMA_BACKWARD = {"fa1": mma.fa1_backward, "fa2": mma.fa2_backward}
+def test_the_docstring_says_how_many_columns_two_consumers_leave_room_for():
+    most = max(Bc for Bc in range(16, 256, 16) if _fits_two_consumers(Bc))
+    assert f"At d=256 two consumers leave room for {most} columns" in wgmma.fa1_forward.__doc__
 
 
-def mma_backward(name, arch, d, dtype, option):
-    """The kernel of the default tiles for long sequences; as ``mma_kernel``."""
-    return backward(name, arch, d, option, dtype=dtype, unit="mma")
+def _fits_two_consumers(Bc):
+    try:
+        kernel = kernel_of("fa1", "sm_90a", 256, tiles=Tiles(128, Bc), **HOPPER)
+    except ValueError:
+        return False
+    return kernel.threads == 3 * 128
 
 
-MMA_BACKWARD_CASES = [
-    # name, arch, head_dim, dtype, option
-    *((name, "sm_90a", d, "float16", None) for name in MMA_BACKWARD for d in (96, 128, 192, 256)),
-    *((name, "sm_90a", d, "float16", "causal") for name in MMA_BACKWARD for d in (32, 64)),
-    *((name, arch, 64, "float16", None) for name in MMA_BACKWARD for arch in ("sm_80", "sm_89")),
-    *((name, "sm_80", 128, "float16", "causal") for name in MMA_BACKWARD),
-    *(
-        ("fa2", arch, d, "float16", None)
-        for arch in ("sm_80", "sm_89")
-        for d in (32, 80, 112, 160, 192, 256)
-    ),
-    *(
-        (name, "sm_90a", 64, "float16", option)
-        for name in MMA_BACKWARD
-        for option in ("window", "softcap", "dbias", "alibi", "packed", "sparse", "dropout")
-    ),
-    *((name, "sm_90a", 128, "float16", "softcap") for name in MMA_BACKWARD),
-    *(("fa1", "sm_90a", d, "float16", "dlse") for d in (64, 128)),
-    ("fa2", "sm_90a", 128, "float16", "dropout"),
-    *(("fa1", "sm_90a", d, "float16", "splits") for d in (64, 128)),
-    ("fa2", "sm_90a", 64, "float16", "unaligned"),
-    ("fa2 without dQ", "sm_90a", 64, "bfloat16", "causal"),
-    *(("fa2 dQ", "sm_90a", d, "float16", "causal") for d in (64, 128)),
-]
-
-
-# With dropout the former kernel spilled 24 bytes and took twice the time.
-BACKWARD_SPILLED = {
-    ("fa2", "sm_90a", 128, "float16", "softcap"): (16, 16, 12),
-    ("fa2", "sm_90a", 128, "float16", "dropout"): (32, 32, 32),
-}
-# The adds are other instructions from sm_90 on: FlashAttention-1's are tried there.
-QUICK_MMA_BACKWARD = {
-    ("fa1", "sm_90a", 128, "float16", "splits"),
-    ("fa2", "sm_80", 128, "float16", "causal"),
-    ("fa2 dQ", "sm_90a", 64, "float16", "causal"),
-}
-
-
-@pytest.mark.parametrize("case", slow_but(QUICK_MMA_BACKWARD, MMA_BACKWARD_CASES))
-def test_an_mma_backward_kernel_compiles_within_its_budgets(case):
-    name, arch, _, dtype, option = case
-    ptx = ptx_within_budgets(mma_backward(*case), arch, BACKWARD_SPILLED.get(case, (0, 0, 0)))
-
-    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    assert 0 < ptx.count(instruction) == ptx.count("mma.sync")
-    assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
-    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
-    assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
-    assert "ex2.approx.ftz.f32" in ptx
-    # Atomic adds to dQ, or to dK and dV: of two neighbours where there is such an instruction.
-    adds = name == "fa2" or option == "splits"
-    assert ("red.global.add.v2.f32" in ptx) == (adds and arch == "sm_90a")
-    assert ("red.global.add.f32" in ptx) == ((adds and arch != "sm_90a") or option == "dbias")
+def formula(module, unit):
+    """What a docstring gives as a product of names, as Python has it."""
+    found = re.search(rf"Shared memory, {unit}: +([^\n]*)", module.__doc__)[1]
+    found = found.partition(", swizzled")[0]
+    return re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", found)
 
 
 @pytest.mark.parametrize(
-    "kernel_of, cases",
+    "module, spec_of, sides",
     [
-        (simt, CASES),
-        (simt_backward, BACKWARD_CASES),
-        (mma_kernel, MMA_CASES),
-        (standard_mma_kernel, STANDARD_CASES),
-        (mma_backward, MMA_BACKWARD_CASES),
+        *((x, SimtSpec, (128, 64)) for x in (simt.fa1_forward, simt.fa2_forward)),
+        *((x, SimtBackwardSpec, (32, 64)) for x in (simt.fa1_backward, simt.fa2_backward)),
     ],
-    ids=["simt", "simt backward", "mma", "standard mma", "mma backward"],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
-def test_every_kernel_has_room(kernel_of, cases):
-    """Those that are not compiled by default, too."""
-    assert not [case for case in cases if not fits(kernel_of(*case), case[1])]
+def test_the_formula_of_a_docstring_is_the_kernels(module, spec_of, sides):
+    make, checked = getattr(module, "make_forward", getattr(module, "make_backward", None)), 0
+    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), sides, (64, 32))):
+        for spec in splits(Br, Bc, d, spec_of):
+            if spec.columns == d:  # rows have no columns beyond the head
+                floats = eval(formula(module, "floats"), {"Br": Br, "Bc": Bc, "d": d})
+                assert 4 * floats == spec.shared_bytes == make(spec).shared_bytes
+                checked += 1
+    assert checked >= 10
 
 
-@pytest.mark.parametrize("name", MMA_BACKWARD)
-def test_the_docstrings_shared_memory_is_the_mma_backward_kernels(name):
-    module = MMA_BACKWARD[name]
-    formula = re.search(r"Shared memory, 16-bit elements: +(.*)", module.__doc__)[1]
-    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+@pytest.mark.parametrize("name", ["fa1", "fa2"])
+def test_the_formula_of_a_docstring_is_the_mma_kernels(name):
+    text = formula(getattr(mma, f"{name}_forward"), "16-bit elements")
+    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 32), (16, 16))):
+        for stages in (1, 2) if name == "fa2" else (1,):
+            halves = eval(text, {"Br": Br, "Bc": Bc, "d": d, "stages": stages})
+            how = {"unit": "mma", "tiles": Tiles(Br, Bc, stages=stages)}
+            assert 2 * halves == kernel_of(name, "sm_90a", d, **how).shared_bytes
+    text = formula(getattr(mma, f"{name}_backward"), "16-bit elements")
     for d, (Br, Bc) in itertools.product((19, 64, 72, 128, 256), ((32, 64), (64, 32), (32, 16))):
         U = 1 if d <= 64 else 2
-        rounded = -(-d // (16 * U)) * 16 * U
-        halves = eval(python, {"Br": Br, "Bc": Bc, "d": rounded, "U": U})
-        how = {"algorithm": name, "passes": "bwd", "unit": "mma", "tiles": Tiles(Br, Bc)}
+        rounded = ceil_div(d, 16 * U) * 16 * U
+        halves = eval(text, {"Br": Br, "Bc": Bc, "d": rounded, "U": U})
         if 2 * halves <= SHARED["sm_90a"]:
-            assert 2 * halves == kernel_of(f"{name}_backward", "sm_90a", d, **how).shared_bytes
-    documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
-    assert [int(d) for _, d, *_ in documented] == [64, 128, 256]
-    for size, d, Br, Bc in (map(int, found) for found in documented):
-        with fa_numba.device.using("emulator"):
-            shape = (1, 1, 4096, d)
-            plan = fa_numba.plan(shape, shape, algorithm=name, dtype="float16", passes="bwd")
-        assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
-        (planned,) = [k for k in plan.kernels if k.name == f"{name}_backward"]
-        assert planned.shared_bytes == size
+            how = {"unit": "mma", "tiles": Tiles(Br, Bc)}
+            assert 2 * halves == kernel_of(f"bwd {name}", "sm_90a", d, **how).shared_bytes
+
+
+# --- the check, and named barriers -------------------------------------------------------------
 
 
 def test_the_check_sees_spills_and_float64():
