@@ -6,22 +6,23 @@ for an H200's L2, over the cache's size, for an A100, an H100 and a GPU without 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
-from fa_numba import device, io_model
+from fa_numba import device
 from fa_numba.problem import Problem
 
 from .beside import lru
 from .lab.measure.series import LABELS, algorithm, columns, plan, query_splits, unit
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 from .lab.record import FIGURES as RECORDED
-from .lab.record import MODEL, Bench, Options, Refused, Row, Store, nested, select
+from .lab.record import MODEL, Bench, Options, Row, Store, nested, select
 from .lab.show import report, style, tables
 from .lab.show.tables import Across
 
 NAME = "cache"
+TAKES: tuple[str, ...] = ()
 
 MIB = 2**20
 H200 = lru.Device("H200", 60 * MIB, 132)
@@ -46,8 +47,6 @@ SHOWN = (
 # Where both orders' bytes were measured.
 RECORDINGS = ("io_vs_seqlen", "loop_order")
 NEAR = 0.05
-# Tiles of S, one or two million of which a processor goes through a second: ten minutes at most.
-MOST_VISITS = 2**29
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,6 @@ class Call:
     @property
     def planned(self) -> Any:
         return _planned(self.base, self.series, self.problem, self.splits)
-
-    @property
-    def visits(self) -> int:
-        """Tiles of S that the blocks go through, for one cache."""
-        return io_model.tiles_visited(algorithm(self.series), self.problem, self.planned.tiles)
 
     @property
     def splits(self) -> int:
@@ -104,38 +98,24 @@ def _planned(base: str, series: str, problem: Problem, splits: int) -> Any:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """The model over N, for other GPUs, over L2's size. Raises Refused beyond MOST_VISITS."""
-    lengths = SEQLENS[: 2 if options.quick else None]
+    """The model over N, for other GPUs, over L2's size."""
     calls = [
-        (series, problem)
+        Call(series, fa2_setting(N, d, dtype=dtype))
         for dtype, shown in SERIES.items()
-        for problem in options.grid(partial(fa2_setting, dtype=dtype), lengths, HEAD_DIMS)
+        for d in HEAD_DIMS
+        for N in SEQLENS[: 2 if options.quick else None]
         for series in shown
     ]
-    over = [
-        (series, problem)
-        for series, problem in calls
-        if problem.head_dim == (options.head_dims or HEAD_DIMS)[0]
-        and (options.seqlens or options.quick or problem.seqlen_q in OVER_SIZE[problem.dtype])
-    ]
-    sizes = SIZES[:: 3 if options.quick else 1]
-    visits = (1 + len(OTHERS)) * sum(Call(*call).visits for call in calls)
-    visits += len(sizes) * sum(Call(*call).visits for call in over)
-    if visits > MOST_VISITS:
-        raise Refused(
-            f"the model goes through {visits:.2g} tiles of S: allowed are {MOST_VISITS:.2g}, about "
-            "ten minutes; take fewer or shorter --seqlens, or larger --head-dims"
-        )
-    for series, problem in bench.track(calls, "model of L2"):
+    for call in bench.track(calls, "model of L2"):
+        p = call.problem
         for gpu in (H200, *OTHERS):
-            shown = (problem.dtype, problem.head_dim, problem.seqlen_q) in SHOWN
-            if gpu is H200 or shown or not options.complete or not gpu.l2_bytes:
-                call = Call(series, problem)
+            if gpu is H200 or (p.dtype, p.head_dim, p.seqlen_q) in SHOWN or not gpu.l2_bytes:
                 yield _row(call, gpu.name, call.dram(gpu))
-    for series, problem in bench.track(over, "over the size of L2"):
-        call = Call(series, problem)
-        for size in sizes:
-            yield _row(call, f"{size} MiB", call.dram(H200, size * MIB))
+    for call in bench.track(calls, "over the size of L2"):
+        p = call.problem
+        if p.head_dim == HEAD_DIMS[0] and p.seqlen_q in OVER_SIZE[p.dtype]:
+            for size in SIZES[:: 3 if options.quick else 1]:
+                yield _row(call, f"{size} MiB", call.dram(H200, size * MIB))
 
 
 def _row(call: Call, note: str, value: int) -> Row:
@@ -171,11 +151,11 @@ def draw(rows: Sequence[Row]) -> Any:
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
     if not dtypes:
         return None
-    head_dim, mask = min(k[4] for k in found), min(k[5] for k in found)
+    head_dim = min(k[4] for k in found)
     figure, axes = style.new(len(dtypes), 2, 1.2 + 3.3 * len(dtypes))
     for dtype, (left, right) in zip(dtypes, axes, strict=True):
-        mine = {k: v for k, v in found.items() if (k[1], k[4], k[5]) == (dtype, head_dim, mask)}
-        title = f"{DTYPE_NAMES[dtype]}, d={head_dim}{', causal' if mask else ''}"
+        mine = {k: v for k, v in found.items() if (k[1], k[4]) == (dtype, head_dim)}
+        title = f"{DTYPE_NAMES[dtype]}, d={head_dim}"
         left.set_title(f"{title}: L2 of 60 MiB")
         right.set_title(f"{title}: any L2")
         _over_seqlen(left, mine, known)
@@ -279,29 +259,17 @@ def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | No
 
 def _table(rows: Sequence[Row]) -> tables.Table | None:
     found, known = predicted(rows), measured(rows)
+    errors = {at: f"{100 * error:+.1f} %" for at, error in _errors(found, known).items()}
     lines = []
     for dtype, d, N in SHOWN:
         for series in SERIES[dtype]:
             for at, places in found.items():
-                if (at[0], at[1], at[3], at[4], at[5]) != (series, dtype, N, d, False):
+                if (at[0], at[1], at[3], at[4]) != (series, dtype, N, d):
                     continue
-                gpu = known.get(at)
-                error = tables.MISSING
-                if gpu and "H200" in places:
-                    error = f"{100 * (places['H200'] / gpu - 1):+.1f} %"
-                lines.append(
-                    [
-                        DTYPE_NAMES[dtype].split(",")[0],
-                        str(d),
-                        str(N),
-                        LABELS[series],
-                        _gb(places.get("no L2")),
-                        _gb(places.get("H200")),
-                        _gb(gpu),
-                        error,
-                        *(_gb(places.get(name)) for name in ("A100", "H100")),
-                    ]
-                )
+                cells = [DTYPE_NAMES[dtype].split(",")[0], str(d), str(N), LABELS[series]]
+                moved = [places.get("no L2"), places.get("H200"), known.get(at)]
+                cells += [*map(_gb, moved), errors.get(at, tables.MISSING)]
+                lines.append([*cells, *(_gb(places.get(name)) for name in ("A100", "H100"))])
     header = ["dtype", "d", "N", "algorithm", "accessed, GB (a GPU without L2)", "LRU of 60 MiB"]
     header += ["measured, H200", "model's error", "A100 (40 MiB)", "H100 (50 MiB)"]
     caption = (

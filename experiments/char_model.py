@@ -6,6 +6,7 @@ same batches as torch's attention; beside it the loss's spread over seeds.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ import numpy as np
 from fa_numba.problem import Problem
 
 from .lab.measure.check import WrongResult
-from .lab.measure.series import LABELS, row_fields
+from .lab.measure.series import LABELS, columns
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
 from .lab.record import Bench, Options, Row, select
-from .lab.show.tables import MISSING, Table, markdown, sizes
+from .lab.show import tables
 
 try:
     import torch
@@ -34,6 +35,7 @@ except ImportError:  # pragma: no cover
 
 NAME = "char_model"
 NEEDS = ("GPU", "torch")
+TAKES = ()
 MEASURES = ("host/", "torch.py")
 PROTOCOL = "nothing is timed: losses of training in fp32 without TF32"
 
@@ -207,33 +209,20 @@ def train(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    if options.causal is not None and True not in options.causal:
-        bench.say("  not trained without a mask: a language model's attention is causal")
-        return
-    contexts, head_dims = options.seqlens or (CONTEXT,), options.head_dims or (HEAD_DIM,)
-    steps = QUICK_STEPS if options.quick else STEPS
+    problem, steps = setting(CONTEXT, HEAD_DIM), QUICK_STEPS if options.quick else STEPS
     text = Text.of(generate(CHARACTERS))
-    runs = [
-        (setting(N, d), seed, series)
-        for N in contexts
-        for d in head_dims
-        for seed in (QUICK_SEEDS if options.quick else SEEDS)
-        for series in SERIES
-    ]
+    runs = list(itertools.product(QUICK_SEEDS if options.quick else SEEDS, SERIES))
     expected = None
-    for problem, seed, series in bench.track(runs, "training"):
-        if series == REFERENCE:
-            expected = None
+    for seed, series in bench.track(runs, "training"):
         found, failure = attempt(train, series, problem, text, seed, steps)
-        common: dict[str, Any] = {"machine": bench.machine, "experiment": NAME, "series": series}
-        common |= {"source": "measured", "unit": "nat", **row_fields(problem)}
+        common = columns(NAME, series, problem, bench.machine, unit="nat")
+        if series == REFERENCE:
+            expected = found
         if failure:
             note = f"{place(seed, 0)}; {failure}"
             yield Row(pass_=TRAINING, metric="loss", value=None, note=note, **common)
-            continue
-        if series == REFERENCE:
-            expected = found
-        yield from _rows(found, expected, seed, **common)
+        else:
+            yield from _rows(found, expected, seed, **common)
 
 
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
@@ -300,26 +289,30 @@ def draw(rows: Sequence[Row]) -> Any:
     from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
-    problems = sorted({(row.seqlen_q, row.head_dim) for row in rows})
-    if not problems:
+    if not rows:
         return None
-    figure, axes = style.new(len(problems), 2, 0.9 + 3.6 * len(problems))
-    for (N, d), (left, right) in zip(problems, axes, strict=True):
-        mine = [row for row in rows if (row.seqlen_q, row.head_dim) == (N, d)]
-        left.set_title(f"training loss, context {N}, d={d}")
-        right.set_title(f"distance to {LABELS[REFERENCE]}, same seed")
-        _losses(left, mine, style)
-        _differences(right, mine, style)
-    shown = style.handles(axes)
-    if shown:
-        title = f"{LAYERS} layers, fp32, batch {BATCH}; bands: all seeds"
-        held = [x.loss for x in summaries(rows).values()] if len(problems) == 1 else []
-        if held:
-            span = f"{min(held):.2f} to {max(held):.2f}"
-            title = (
-                f"Whichever kernel attends, held-out text costs {span} nats a character\n{title}"
-            )
-        style.legend(figure, list(shown.values()), title, ncols=4)
+    figure, axes = style.new(1, 2, 4.5)
+    left, right = axes[0]
+    left.set_title(f"training loss, context {CONTEXT}, d={HEAD_DIM}")
+    right.set_title(f"distance to {LABELS[REFERENCE]}, same seed")
+    for series in SERIES:
+        _band(left, curves(rows, series, "loss", TRAINING), series, style, lw=_WIDTHS[series])
+        signed = curves(rows, series, "loss_difference", TRAINING)
+        # A difference of nothing has no place on a log axis.
+        away = {step: [abs(x) for x in values if x] for step, values in signed.items()}
+        _band(right, {step: x for step, x in away.items() if x}, series, style)
+    losses = curves(rows, REFERENCE, "loss", TRAINING)
+    spread = {step: max(x) - min(x) for step, x in losses.items() if len(x) > 1}
+    label = f"{LABELS[REFERENCE]}: spread over seeds"
+    style.line(right, spread, color="#444444", ls=":", label=label)
+    for ax in axes[0]:
+        ax.set(xlabel="step", ylabel="nats a character", xlim=(0, None))
+    right.set_yscale("log" if right.lines else "linear")
+    title = f"{LAYERS} layers, fp32, batch {BATCH}; bands: all seeds"
+    if held := [x.loss for x in summaries(rows).values()]:
+        span = f"{min(held):.2f} to {max(held):.2f}"
+        title = f"Whichever kernel attends, held-out text costs {span} nats a character\n{title}"
+    style.legend(figure, list(style.handles(axes).values()), title, ncols=4)
     return figure
 
 
@@ -327,60 +320,26 @@ def draw(rows: Sequence[Row]) -> Any:
 _WIDTHS = {REFERENCE: 4.5, "torch-unfused": 3.0, OURS: 1.4}
 
 
-def _band(
-    ax: Any, points: dict[int, list[float]], series: str, style: Any, width: float | None = None
-) -> bool:
-    """Draw the mean over seeds in a band from the smallest to the largest; False without points."""
-    if not points:
-        return False
+def _band(ax: Any, points: dict[int, list[float]], series: str, style: Any, **look: Any) -> None:
+    """The mean over seeds in a band from the smallest to the largest."""
     x = sorted(points)
-    colour = style.COLOURS[series]
-    ax.plot(x, [mean(points[n]) for n in x], color=colour, lw=width, label=LABELS[series])
-    low, high = ([f(points[n]) for n in x] for f in (min, max))
-    ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-    return True
+    if x:
+        colour = style.COLOURS[series]
+        ax.plot(x, [mean(points[n]) for n in x], color=colour, label=LABELS[series], **look)
+        low, high = ([f(points[n]) for n in x] for f in (min, max))
+        ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
 
 
-def _losses(ax: Any, rows: Sequence[Row], style: Any) -> None:
-    found = [_band(ax, curves(rows, s, "loss", TRAINING), s, style, _WIDTHS[s]) for s in SERIES]
-    if not any(found):
-        style.empty(ax, "no losses")
-        return
-    ax.set(xlabel="step", ylabel="nats a character", xlim=(0, None))
-
-
-def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
-    drawn = False
-    for series in SERIES:
-        signed = curves(rows, series, "loss_difference", TRAINING)
-        # A difference of nothing has no place on a log axis.
-        away = {step: [abs(x) for x in values if x] for step, values in signed.items()}
-        drawn |= _band(ax, {step: x for step, x in away.items() if x}, series, style)
-    if not drawn:
-        style.empty(ax, "no differences")
-        return
-    losses = curves(rows, REFERENCE, "loss", TRAINING)
-    spread = {step: max(x) - min(x) for step, x in losses.items() if len(x) > 1}
-    if spread:
-        x = sorted(spread)
-        y = [spread[step] for step in x]
-        ax.plot(x, y, color="#444444", ls=":", label=f"{LABELS[REFERENCE]}: spread over seeds")
-    ax.set(yscale="log", xlabel="step", ylabel="nats a character", xlim=(0, None))
-
-
-def table(rows: Sequence[Row]) -> Table | None:
-    found = summaries([row for row in rows if sizes(row) == (CONTEXT, HEAD_DIM, True)])
-    if not found:
-        return None
+def table(rows: Sequence[Row]) -> tables.Table | None:
     lines = [
         [
             LABELS[series],
             str(each.seeds),
             f"{each.loss:.4f}",
             f"{each.spread:.4f}",
-            MISSING if each.difference is None else f"{each.difference:.1e}",
+            tables.MISSING if each.difference is None else f"{each.difference:.1e}",
         ]
-        for series, each in found.items()
+        for series, each in summaries(rows).items()
     ]
     header = [
         "attention",
@@ -393,4 +352,4 @@ def table(rows: Sequence[Row]) -> Table | None:
         f"{STEPS} steps, {LAYERS} layers of width {D_MODEL}, context {CONTEXT}, "
         f"batch {BATCH}, fp32."
     )
-    return Table(caption, markdown(header, lines))
+    return tables.of(caption, header, lines)

@@ -20,6 +20,7 @@ from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "crossover"
+TAKES: tuple[str, ...] = ()
 REPEATS, SECONDS, CHECKED = 10, 0.05, 512
 PROTOCOL = (
     f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; gradients checked at "
@@ -58,21 +59,11 @@ def series_of(dtype: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*over.values(), *over)))
 
 
-def cases(options: Options) -> list[tuple[str, int, int, int, bool]]:
-    """(dtype, head dimension, batch, heads, causal) to measure."""
-    chosen = CASES[:1] + CASES[3:4] if options.quick else CASES
-    if options.head_dims:
-        chosen = tuple((t, d, b, h) for t, _, b, h in CASES for d in options.head_dims)
-    masks = options.causal or (False,)
-    return list(dict.fromkeys((*case, mask) for case in chosen for mask in masks))
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    lengths = sorted(options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS))
     problems = [
-        Problem(batch, heads, heads, N, N, d, dtype=dtype, causal=mask)
-        for dtype, d, batch, heads, mask in cases(options)
-        for N in lengths
+        Problem(batch, heads, heads, N, N, d, dtype=dtype)
+        for dtype, d, batch, heads in (CASES[::3] if options.quick else CASES)
+        for N in (QUICK_SEQLENS if options.quick else SEQLENS)
     ]
     with device.using("emulator"):  # its tiles: the same on every machine
         for problem in bench.track(problems, "closed forms"):
@@ -100,8 +91,8 @@ def _model(problem: Problem) -> Iterator[Row]:
             yield Row(metric="traffic", unit="bytes", value=value, **common)
 
 
-# (dtype, head dimension, batch x heads, causal, pass)
-Case = tuple[str, int, int, bool, str]
+# (dtype, head dimension, batch x heads, pass)
+Case = tuple[str, int, int, str]
 Curves = dict[str, dict[int, float]]
 
 
@@ -110,7 +101,7 @@ def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
     metric = "traffic" if source == "model" else "time"
 
     def case_of(row: Row) -> Case:
-        return row.dtype, row.head_dim, row.batch * row.heads_q, row.causal, row.pass_
+        return row.dtype, row.head_dim, row.batch * row.heads_q, row.pass_
 
     found: dict[Case, Curves] = {}
     values = nested(rows, case_of, "series", "seqlen_q", source=source, metric=metric)
@@ -151,16 +142,13 @@ def draw(rows: Sequence[Row]) -> Any:
     if not every:
         return None
     dtypes = [dtype for dtype in OVER if any(case[0] == dtype for case in every)]
-    d = 64 if any(case[1] == 64 for case in every) else min(case[1] for case in every)
-    passes = [p for p in PASS_NAMES if any(case[-1] == p for case in every)]
-    figure, axes = style.new(
-        len(dtypes), len(passes), 1.3 + 3.2 * len(dtypes), sharey="row", sharex=True
-    )
+    d = min(case[1] for case in every)
+    figure, axes = style.new(len(dtypes), 2, 1.3 + 3.2 * len(dtypes), sharey="row", sharex=True)
     lengths: set[int] = set()
     for dtype, across in zip(dtypes, axes, strict=True):
-        for pass_, ax in zip(passes, across, strict=True):
-            mine = [case for case in every if (case[0], case[1], case[4]) == (dtype, d, pass_)]
-            for case in sorted(mine, key=lambda case: (-case[2], case[3])):
+        for pass_, ax in zip(PASS_NAMES, across, strict=True):
+            mine = [case for case in every if (case[0], case[1], case[3]) == (dtype, d, pass_)]
+            for case in sorted(mine, key=lambda case: -case[2]):
                 lengths |= _panel(ax, case, timed.get(case, {}), moved.get(case, {}))
             ax.axhline(1, color="#555555", lw=0.9, zorder=1)
             ax.axvline(2 * d, zorder=1, **_TWO_D)
@@ -184,9 +172,8 @@ def draw(rows: Sequence[Row]) -> Any:
         message = "Bytes of standard attention over those of FlashAttention, model"
     handles = [
         *style.handles(axes).values(),
-        *(style.key(label.format(heads=heads), **look)
-          for heads in sorted({case[2] for case in every if timed}, reverse=True)
-          for label, look in [("{heads} heads", _look(heads))]),
+        *(style.key(f"{heads} heads", **_look(heads))
+          for heads in sorted({case[2] for case in timed}, reverse=True)),
         style.patch(f"claimed: gains open at {low} to {high}", color=BAND),
         style.key("N = 2d", **_TWO_D),
     ]  # fmt: skip
@@ -211,29 +198,27 @@ def _look(heads: int) -> dict[str, Any]:
 
 def _panel(ax: Any, case: Case, timed: Curves, moved: Curves) -> set[int]:
     """The lines of a case, one name for both numbers of heads; gives the lengths drawn."""
-    heads, masked = case[2], ", causal" if case[3] else ""
+    heads = case[2]
     # Bytes are drawn where no time is.
     curves = timed or ({} if heads < FEW else moved)
     for series, gain in curves.items():
-        looks = _look(heads) | {"marker": style.MARKERS[series]} if timed else {"ls": "-"}
-        label = f"{_NAMES[series]}{masked}"
-        ax.plot(*zip(*gain.items(), strict=True), color=style.COLOURS[series], label=label, **looks)
+        looks = _look(heads) | {"marker": style.MARKERS[series]} if timed else {"marker": None}
+        style.line(ax, gain, series, label=_NAMES[series], **looks)
     return {N for gain in curves.values() for N in gain}
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     timed, moved = gains(rows), gains(rows, "model")
     lines = []
-    for case in sorted({**moved, **timed}, key=lambda c: (c[0], c[1], -c[2], c[3], c[4])):
-        dtype, d, heads, causal, pass_ = case
+    for case in sorted({**moved, **timed}, key=lambda c: (c[0], c[1], -c[2], c[3])):
+        dtype, d, heads, pass_ = case
         curves, bytes_ = timed.get(case, {}), moved.get(case, {})
         flash = list(OVER[dtype])
         cells = [in_words(curves.get(series)) for series in flash]
         second = flash[1]
         cells += [tables.number(curves.get(second, {}), N, ".2f") for N in (2 * d, 1024, 4096)]
         cells += [in_words(bytes_.get(second)), tables.number(bytes_.get(second, {}), 2 * d, ".2f")]
-        name = DTYPES[dtype] + (", causal" if causal else "")
-        lines.append([name, str(d), str(heads), pass_, *cells])
+        lines.append([DTYPES[dtype], str(d), str(heads), pass_, *cells])
     header = ["dtype", "d", "batch x heads", "pass", "FA-1 wins from N", "FA-2", "torch's fused"]
     header += ["standard / FA-2 at N=2d", "N=1024", "N=4096"]
     header += ["FA-2 accesses fewer bytes from N", "bytes, standard / FA-2 at N=2d"]

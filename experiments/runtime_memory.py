@@ -22,6 +22,7 @@ from .lab.record import MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "runtime_memory"
+TAKES = ()
 MEASURES = ("host/",)
 BATCH, HEADS, HEAD_DIM, DTYPE = 16, 8, 64, "float16"
 SEQLENS = tuple(128 << n for n in range(10))
@@ -57,8 +58,8 @@ PROTOCOL = (
 )
 
 
-def setting(seqlen: int, head_dim: int = HEAD_DIM, causal: bool = False) -> Problem:
-    return Problem(BATCH, HEADS, HEADS, seqlen, seqlen, head_dim, dtype=DTYPE, causal=causal)
+def setting(seqlen: int) -> Problem:
+    return Problem(BATCH, HEADS, HEADS, seqlen, seqlen, HEAD_DIM, dtype=DTYPE)
 
 
 def given(name: str, problem: Problem) -> dict[str, Any]:
@@ -73,9 +74,7 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    lengths = QUICK_SEQLENS if options.quick else SEQLENS
-    problems = options.grid(setting, lengths, (HEAD_DIM,))
-    problems.sort(key=lambda problem: problem.seqlen_q)
+    problems = [setting(N) for N in (QUICK_SEQLENS if options.quick else SEQLENS)]
     for problem in problems:
         for series in OURS:
             for pass_ in ("fwd", "fwd+bwd"):
@@ -83,21 +82,15 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     if bench.machine is None:
         return
     peers.say_missing(bench.say)
-    work = [(problem, name) for problem in problems for name in _settings(problem, options)]
+    # A quick run is of the first two settings, which all lengths of it have.
+    names = list(SETTINGS)[: 2 if options.quick else None]
+    work = [(p, name) for p in problems for name in names if p.seqlen_q in SETTINGS[name][1]]
     precompile.compile_ahead(_planned(work), bench)
     session = _Session(bench.machine, problems[-1])
     for problem, name in bench.each(work, "timing"):
         yield from session.rows(problem, name)
-    if not (options.seqlens or options.quick):
+    if not options.quick:
         yield from session.longest()
-
-
-def _settings(problem: Problem, options: Options) -> list[str]:
-    if options.seqlens:
-        return list(SETTINGS)
-    if options.quick:
-        return [PLAIN, BOTH]
-    return [name for name, (_, lengths) in SETTINGS.items() if problem.seqlen_q in lengths]
 
 
 def _planned(work: Sequence[tuple[Problem, str]]) -> Iterator[precompile.Call]:
@@ -176,7 +169,7 @@ class _Session:
         self, problem: Problem, name: str, series: str, arrays: Sequence[Any],
         options: dict[str, Any], check: calls.Check,
     ) -> Iterator[Row]:  # fmt: skip
-        failure = self._check_once(series, name, problem)
+        failure = self._check_once(series, name)
         times: dict[str, Timing] = {}
         repeated = problem.seqlen_q <= REPEATED
         for pass_ in PASSES if repeated else ("fwd", "fwd+bwd"):
@@ -209,14 +202,11 @@ class _Session:
         common = columns(NAME, series, problem, self._machine, pass_=pass_)
         return calls.time_row(timing, why, name, **common)
 
-    def _check_once(self, series: str, name: str, problem: Problem) -> str:
+    def _check_once(self, series: str, name: str) -> str:
         """Why the series is wrong with these options; empty where it is right."""
         if (series, name) not in self._checked:
-            d, causal, scale = problem.head_dim, problem.causal, problem.scale
-            small = replace(CHECKED, head_dim=d, causal=causal, scale=scale)
-            options = given(name, small)
-            _, why = attempt(calls.check_once, series, small, self._inputs(small), options)
-            self._checked[series, name] = why
+            of = (series, CHECKED, self._inputs(CHECKED), given(name, CHECKED))
+            _, self._checked[series, name] = attempt(calls.check_once, *of)
         return self._checked[series, name]
 
     def _measured(
@@ -273,8 +263,7 @@ def shown(row: Row) -> float:
     """The row's value as it is drawn: of memory with the inputs, as the paper counts it."""
     if row.metric != "memory":
         return row.number
-    problem = setting(row.seqlen_q, row.head_dim)
-    return row.number + input_bytes(problem, row.pass_) / 2**20
+    return row.number + input_bytes(setting(row.seqlen_q), row.pass_) / 2**20
 
 
 def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
@@ -294,7 +283,6 @@ _LIKE = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
 
 def draw(rows: Sequence[Row]) -> Any:
     rows = [r for r in rows if r.series != LONGEST_SERIES]
-    rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or rows
     if not rows:
         return None
     figure, axes = style.new(2, 2, 8.2)
@@ -321,8 +309,7 @@ def draw(rows: Sequence[Row]) -> Any:
         message += f"; PyTorch's unfused attention trains to N={style.short(ends)}"
     title = (
         f"{message}\n"
-        f"FA-1 Fig. 3: fp16, batch {BATCH}, {HEADS} heads, d={rows[0].head_dim}; dotted, hollow: "
-        "published"
+        f"FA-1 Fig. 3: fp16, batch {BATCH}, {HEADS} heads, d={HEAD_DIM}; dotted, hollow: published"
     )
     style.legend(figure, list(handles.values()), title)
     return figure
@@ -337,8 +324,6 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal]
-
     def of(metric: str) -> dict[str, dict[int, float]]:
         ours = {s: curve(rows, s, metric, "fwd+bwd", PLAIN) for s in (*OURS, *THEIRS)}
         return ours | {m: paper(metric, "fwd+bwd", PLAIN, m) for m in METHODS}

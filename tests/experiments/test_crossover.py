@@ -65,15 +65,9 @@ def test_the_lengths_are_fine_steps():
     assert max(ratios) == 1.5 and min(ratios) == pytest.approx(4 / 3)
 
 
-def test_what_is_asked_for_is_measured():
-    assert crossover.cases(Options()) == [(*case, False) for case in CASES]
-    asked = crossover.cases(Options(head_dims=(32,), causal=(False, True)))
-    assert {case[1] for case in asked} == {32} and len(asked) == len(set(asked)) == 2 * 2 * 2
-    assert len(crossover.cases(Options(quick=True))) == 2
-
-
-def test_the_models_bytes_are_those_of_the_plans():
-    rows = list(crossover.measure(Options(quick=True, seqlens=(128,)), Bench()))
+def test_the_models_bytes_are_those_of_the_plans(monkeypatch):
+    monkeypatch.setattr(crossover, "QUICK_SEQLENS", (128,))
+    rows = list(crossover.measure(Options(quick=True), Bench()))
     assert {(r.machine, r.source) for r in rows} == {(MODEL, "model")}
     found = {(r.series, r.pass_): r.value for r in rows}
     assert len(found) == len(rows) == 2 * 3 * 2
@@ -103,11 +97,12 @@ def measured(monkeypatch, backward=exact_gradients):
     monkeypatch.setattr(peers, "available", lambda: False)
     monkeypatch.setattr(fa_numba, "attention", exact)
     monkeypatch.setattr(fa_numba, "attention_backward", backward)
-    small = tuple((dtype, d, min(batch, 2), 2) for dtype, d, batch, _ in CASES)
+    small = tuple((dtype, 8, batch, 2) for dtype in OVER for batch in (1, 2))
     monkeypatch.setattr(crossover, "CASES", small)
+    monkeypatch.setattr(crossover, "SEQLENS", (12, 24))
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
     with fa_numba.device.using("emulator"):
-        rows = list(crossover.measure(Options(seqlens=(24, 12), head_dims=(8,)), bench))
+        rows = list(crossover.measure(Options(), bench))
     assert len({(*row.key, row.machine) for row in rows}) == len(rows)
     return [row for row in rows if row.machine == "some-gpu"], ran
 
@@ -146,7 +141,7 @@ def test_the_table(tmp_path):
         # At N=128 standard takes 8 where flash takes 12; at 1024 64 and 40, at 4096 256 and 136.
         at = {"64": "0.67", "128": "1.00"}[line[1]]
         assert line[7:10] == [at, "1.60", "1.88"]
-    moved = crossover.gains(model(), "model")["float16", 64, 128, False, "fwd"]
+    moved = crossover.gains(model(), "model")["float16", 64, 128, "fwd"]
     (first,) = [x for x in lines if x[:4] == ["fp16", "64", "128", "fwd"]]
     assert first[10:] == [in_words(moved["fa2-mma"]), f"{moved['fa2-mma'][128]:.2f}"]
     assert report.text("crossover", Store(tmp_path / "none")) == "no recording yet\n"
@@ -160,7 +155,7 @@ def test_a_failed_time_is_no_gain():
         else r
         for r in rows
     ]
-    found = crossover.gains(broken)["float16", 64, 128, False, "fwd"]
+    found = crossover.gains(broken)["float16", 64, 128, "fwd"]
     assert max(found["fa2-mma"]) == 1024 and max(found["torch-fa2"]) == 4096
 
 
