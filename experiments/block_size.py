@@ -1,10 +1,10 @@
 """Accesses and runtime over the block size: FlashAttention-1 paper, Fig. 2 middle.
 
 At the paper's sizes, and d=32 to 256 with as many elements: over B_c and B_r, both orders, fp32 and
-fp16: accesses, L2 and DRAM bytes, runtime, occupancy, registers and spills.
+fp16: accesses, L2 and DRAM bytes, runtime.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,11 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .beside import block_figures
-from .beside.block_figures import FIXED, GOVERNING, in_units, points
 from .lab.measure import counts, variants
 from .lab.measure.series import call, columns, plan
-from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record import EMULATOR, MODEL, PUBLISHED, Bench, Options, Row, published
-from .lab.show import tables
+from .lab.show import style, tables
 
 NAME = "block_size"
 
@@ -32,13 +29,22 @@ UNITS = {"float32": "simt", "float16": "mma"}
 SIZES = (16, 32, 64, 128, 256, 512)
 # Of other head dimensions than the paper's, and over the block size that governs the accesses.
 FEWER_SIZES = (32, 64, 128, 256)
+# The block size that stays while the other one varies.
+FIXED = 64
+
+# A sweep: algorithm, the block size that varies, line, what it is called.
+SWEEPS = (
+    ("fa1", "Bc", "-", "FA-1 (K/V outer) over $B_c$"),
+    ("fa1", "Br", ":", "FA-1 over $B_r$"),
+    ("fa2", "Br", "-", "FA-2 (Q outer) over $B_r$"),
+    ("fa2", "Bc", ":", "FA-2 over $B_c$"),
+)
+# Those over the block size that governs the accesses.
+GOVERNING = (SWEEPS[0], SWEEPS[2])
+Points = dict[int, float]
 # Counted too: a size where the blocks do not divide the length, nor each other.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZES, SMALL_FIXED = 96, 16, (16, 32, 48, 64), 32
 FA1, FA2 = "fa1-simt", "fa2-simt"
-PROFILED = {"occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active"}
-# Metric -> unit: registers of a thread; its local memory, which is what did not fit into them; and
-# how many warps a multiprocessor holds, of blocks with these threads, registers and shared memory.
-RESOURCES = {"registers": "1", "local_memory": "bytes", "resident_warps": "1"}
 # There are many block sizes: about so much time of each, or five calls.
 SECONDS = 0.1
 
@@ -88,19 +94,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
     if bench.machine is None:
         return
-    work = [
-        (
-            problem,
-            [
-                variants.Variant(series, {"tiles": fa_numba.Tiles(Br=Br, Bc=Bc)})
-                for series, Br, Bc in tiles[problem]
-            ],
-        )
-        for problem in problems
-    ]
-    yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS)
-    for problem, series, Br, Bc in every:
-        yield from _resources(problem, series, Br, Bc, bench.machine)
+
+    def variant(series: str, Br: int, Bc: int) -> variants.Variant:
+        return variants.Variant(series, {"tiles": fa_numba.Tiles(Br=Br, Bc=Bc)})
+
+    work = [(problem, [variant(*each) for each in mine]) for problem, mine in tiles.items()]
+    yield from variants.measure(NAME, work, bench, {}, seconds=SECONDS)
 
 
 def _counted(
@@ -152,26 +151,6 @@ def _count(problem: Problem, series: str, Br: int, Bc: int, inputs: Inputs) -> I
     yield from counts.totals(counted, **columns(NAME, series, problem, EMULATOR, tiles))
 
 
-def _resources(problem: Problem, series: str, Br: int, Bc: int, machine: str) -> Iterator[Row]:
-    """What the compiled kernel takes; nothing of tiles that there is no kernel for."""
-    tiles = fa_numba.Tiles(Br=Br, Bc=Bc)
-    found, failure = attempt(lambda: resources(plan(series, problem, tiles=tiles)))
-    common = columns(NAME, series, problem, machine, tiles)
-    for metric, unit_ in () if failure else RESOURCES.items():
-        yield Row(metric=metric, unit=unit_, value=found[metric], **common)
-
-
-def resources(planned: fa_numba.Plan) -> dict[str, float]:
-    kernel = planned.launched[-1]
-    compiled: Any = kernel.compiled()
-    blocks = compiled.occupancy.max_active_blocks_per_multiprocessor(
-        kernel.threads, kernel.shared_bytes
-    )
-    warps = blocks * kernel.threads // 32
-    found = compiled.attributes.num_regs, compiled.attributes.local_size_bytes, warps
-    return dict(zip(RESOURCES, found, strict=True))
-
-
 def published_rows() -> list[Row]:
     """The paper's points: fp16 on an A100; accesses in bytes, counted as the paper counts."""
     rows = []
@@ -186,9 +165,121 @@ def published_rows() -> list[Row]:
     return rows
 
 
+def points(rows: Iterable[Row], algorithm: str, varied: str, *metrics: str) -> Points:
+    """Block size -> the sum of the rows of these metrics, the other block size at FIXED."""
+    found: Points = {}
+    other = "Br" if varied == "Bc" else "Bc"
+    for row in rows:
+        if (
+            row.series.startswith(algorithm)
+            and getattr(row, other) == FIXED
+            and row.metric in metrics
+            and row.value is not None
+        ):
+            at = getattr(row, varied)
+            found[at] = found.get(at, 0) + row.value
+    return dict(sorted(found.items()))
+
+
+def in_units(found: Mapping[int, float], row: Row) -> Points:
+    """Elements, or bytes, of a call in N d a head; `row` says of which problem and unit."""
+    whole = row.batch * row.heads_q * row.seqlen_q * row.head_dim
+    if row.unit == "bytes":
+        whole *= BYTES[row.dtype]
+    return {size: value / whole for size, value in found.items()}
+
+
+# Of an element of Q, K, V and O.
+BYTES = {"float32": 4, "float16": 2}
+_FILLED = {"float32": None, "float16": "white"}
+
+
 def draw(rows: Sequence[Row]) -> Any:
+    """Accesses of all head dimensions and the time of one, for each length and mask."""
     large = [row for row in rows if row.heads_q == HEADS]
-    return block_figures.draw(large, published_rows(), HEAD_DIM, rows)
+    problems = sorted({(row.seqlen_q, row.causal) for row in large})
+    if not problems:
+        return None
+    figure, axes = style.new(len(problems), 2, 1.2 + 3.5 * len(problems))
+    for (N, mask), (left, right) in zip(problems, axes, strict=True):
+        mine = [r for r in large if (r.seqlen_q, r.causal) == (N, mask)]
+        head_dims = {r.head_dim for r in mine}
+        d = HEAD_DIM if HEAD_DIM in head_dims else min(head_dims)
+        theirs = [r for r in published_rows() if tables.sizes(r) == (N, d, mask)]
+        what = f"N={N}{', causal' if mask else ''}"
+        left.set_title(f"accesses (model), {what}")
+        right.set_title(f"runtime, {what}, d={d}")
+        _accesses(left, mine, theirs)
+        _runtime(right, [r for r in mine if r.head_dim == d], theirs)
+    title = (
+        "Larger blocks make fewer accesses; time follows until something else bounds it\n"
+        f"the other block size {FIXED}; full marks fp32, hollow ones fp16"
+    )
+    checked = counts.said(rows)
+    title += f"; accesses\n{checked}" if checked else ""
+    style.legend(figure, list(style.handles(axes).values()), title)
+    return figure
+
+
+def _line(ax: Any, found: Points, like: tuple, dtype: str, **more: Any) -> None:
+    algorithm, _, ls, name = like
+    look = {"ls": ls, "mfc": _FILLED[dtype], "label": name} | more
+    style.line(ax, found, f"{algorithm}-simt", **look)
+
+
+def _accesses(ax: Any, rows: Sequence[Row], paper: Sequence[Row]) -> None:
+    """Loads and stores of every head dimension and dtype, which lie on each other."""
+    drawn: set[int] = set()
+    model = [r for r in rows if r.source == "model" and r.unit == "elements"]
+    for like in SWEEPS:
+        for dtype, d in sorted({(r.dtype, r.head_dim) for r in model}, reverse=True):
+            mine = [r for r in model if (r.dtype, r.head_dim) == (dtype, d)]
+            found = points(mine, like[0], like[1], "loads", "stores")
+            found = in_units(found, mine[0])
+            drawn |= set(found)
+            # Those of float16 are marks about those of float32.
+            lone = dtype == max(r.dtype for r in model)
+            look = {} if lone else {"label": None, "ls": "", "markersize": 10}
+            _line(ax, found, like, dtype, **look)
+    if not drawn:
+        style.empty(ax, "no model")
+        return
+    theirs = [r for r in paper if r.metric == "traffic"]
+    if theirs:
+        found = in_units({r.Bc or 0: r.number for r in theirs}, theirs[0])
+        drawn |= set(found)
+        _published(ax, found)
+    head_dims = sorted({r.head_dim for r in model})
+    if len(head_dims) > 1:
+        ax.set_title(f"{ax.get_title()}, d={', '.join(map(str, head_dims))}")
+    style.sizes(ax, sorted(drawn), "block size")
+    style.log(ax.yaxis, 2)
+    ax.set_ylabel("loads + stores, in N d a head")
+
+
+def _published(ax: Any, found: Points) -> None:
+    look = {"color": style.COLOURS[PUBLISHED], "ls": "--", "marker": "s", "mfc": "white"}
+    name = "FA-1 paper over $B_c$, A100, fp16"
+    style.line(ax, found, zorder=2, markersize=8, label=name, **look)
+
+
+def _runtime(ax: Any, rows: Sequence[Row], paper: Sequence[Row]) -> None:
+    drawn: set[int] = set()
+    for like in SWEEPS:
+        for dtype in BYTES:
+            mine = [r for r in rows if r.dtype == dtype]
+            if found := points(mine, like[0], like[1], "time"):
+                drawn |= set(found)
+                _line(ax, found, like, dtype)
+    theirs = {r.Bc or 0: r.number for r in paper if r.metric == "time"}
+    if not drawn:
+        ax.set_title(f"{ax.get_title()}: ours not recorded yet")
+    if not drawn and not theirs:
+        style.empty(ax, "not recorded yet")
+        return
+    _published(ax, theirs)
+    style.sizes(ax, sorted(drawn | set(theirs)), "block size")
+    ax.set(ylabel="ms", ylim=(0, None))
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -15,8 +15,6 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .beside import sparse_figures
-from .beside.sparse_figures import NO_MASK, curve, deviations, place, relative
 from .lab.measure import counts, peers, precompile
 from .lab.measure.calls import time_row
 from .lab.measure.check import Gate
@@ -25,9 +23,10 @@ from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
 from .lab.record import EMULATOR, MODEL, PUBLISHED, Bench, Options, Row, published
-from .lab.show import tables
+from .lab.show import style, tables
 
 NAME = "block_sparse"
+TAKES: tuple[str, ...] = ()
 PROTOCOL = (
     "the whole last head of O, or of dq, dk and dv, checked in the same way at N=1024 at most, "
     "with the same share of blocks; gradients and repeats as above"
@@ -51,22 +50,52 @@ CHECKED_SEQLEN = 1024
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZE, SMALL_SHARES = 96, 16, 16, (20, 60)
 
 
-def setting(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
+NO_MASK = "no mask"
+Points = dict[int | None, float]
+
+
+def place(share: int | None) -> str:
+    """How the note of a row begins at this share in percent; None is the call without a mask."""
+    return NO_MASK if share is None else f"{share} % of blocks"
+
+
+def share_of(row: Row) -> int | None:
+    return None if row.place == NO_MASK else int(row.place.split()[0])
+
+
+def curve(rows: Sequence[Row], series: str, metrics: Sequence[str]) -> Points:
+    """Share in percent (None: no mask) -> the sum of these metrics of one source and problem."""
+    points: Points = {}
+    for row in rows:
+        if row.series == series and row.metric in metrics and row.value is not None:
+            points[share_of(row)] = points.get(share_of(row), 0) + row.value
+    return points
+
+
+def relative(points: Points) -> Points:
+    """A `curve` divided by its value without a mask; empty where that is missing."""
+    dense = points.get(None)
+    return {share: value / dense for share, value in points.items()} if dense else {}
+
+
+def deviations(over: Mapping[int | None, float]) -> dict[int, float]:
+    """Share -> how far a `relative` curve is above it: 0.03 is 3 % of the call without a mask."""
+    return {share: value - share / 100 for share, value in over.items() if share is not None}
+
+
+def setting(seqlen: int, dtype: str = "float32") -> Problem:
     batch = max(1, TOKENS // seqlen)
-    return Problem(batch, HEADS, HEADS, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
+    return Problem(batch, HEADS, HEADS, seqlen, seqlen, HEAD_DIM, dtype=dtype)
 
 
-def block_mask(seqlen: int, size: int, share: int) -> np.ndarray | None:
+def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
     """A bool (T, T) mask of blocks of `size` that keeps `share` percent: the diagonal, and others
-    drawn at random, those of a smaller share among them; None for less than the diagonal.
+    drawn at random, those of a smaller share among them.
     """
     T = -(-seqlen // size)
-    wanted = round(share / 100 * T * T) - T
-    if wanted < 0:
-        return None
     mask = np.eye(T, dtype=bool)
     others = np.random.default_rng([SEED, T]).permutation(np.flatnonzero(~mask))
-    mask.flat[others[:wanted]] = True
+    mask.flat[others[: round(share / 100 * T * T) - T]] = True
     return mask
 
 
@@ -78,48 +107,25 @@ def _given(problem: Problem, size: int, share: int | None) -> dict[str, Any]:
     return tiles | {"block_mask": block_mask(problem.seqlen_q, size, share)}
 
 
-def _shares(bench: Bench, problem: Problem, size: int, shares: Sequence[int]) -> list[int | None]:
-    """None for no mask, then the shares no smaller than the diagonal's; says which are smaller."""
-    found = [share for share in shares if block_mask(problem.seqlen_q, size, share) is not None]
-    if len(found) < len(shares):
-        bench.say(
-            f"  N={problem.seqlen_q}, blocks of {size}: the diagonal is more than "
-            f"{max(set(shares) - set(found))} % of the blocks"
-        )
-    return [None, *found]
-
-
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
-    shares = QUICK_SHARES if options.quick else SHARES
-    makes = [partial(setting, dtype=dtype) for dtype in UNITS]
-    problems = [p for make in makes for p in options.grid(make, lengths, (HEAD_DIM,))]
-    shares_of = {N: _shares(bench, setting(N, HEAD_DIM), SIZE, shares) for N in lengths}
+    N, shares = (QUICK_SEQLEN, QUICK_SHARES) if options.quick else (SEQLEN, SHARES)
     cases = [
-        (problem, series, share)
-        for problem in problems
-        for share in shares_of[problem.seqlen_q]
-        for series in UNITS[problem.dtype]
+        (setting(N, dtype), series, share)
+        for dtype, of_dtype in UNITS.items()
+        for share in (None, *shares)
+        for series in of_dtype
     ]
     for problem, series, share in bench.track(cases, "closed forms"):
         yield from _model(problem, series, SIZE, share)
 
-    few = SMALL_SHARES[:1] if options.quick else SMALL_SHARES
-    wanted = options.grid(one_head, (SMALL_SEQLEN,), (SMALL_HEAD_DIM,))
-    counted = [
-        (problem, series, share)
-        for problem in counts.countable(wanted, bench)
-        for share in _shares(bench, problem, SMALL_SIZE, few)
-        for series in SERIES
-    ]
+    problem = one_head(SMALL_SEQLEN, SMALL_HEAD_DIM)
+    few = SMALL_SHARES[: 1 if options.quick else None]
+    counted = [(problem, series, SMALL_SIZE, share) for share in (None, *few) for series in SERIES]
     inputs = Inputs(gradient=True)
-    for problem, series, share in counted:
-        yield from _model(problem, series, SMALL_SIZE, share)
-    yield from bench.counted(
-        [(problem, series, SMALL_SIZE, share) for problem, series, share in counted],
-        "counting on the emulator",
-        partial(_count, inputs=inputs),
-    )
+    for each in counted:
+        yield from _model(*each)
+    count = partial(_count, inputs=inputs)
+    yield from bench.counted(counted, "counting on the emulator", count)
 
     if bench.machine is None:
         return
@@ -222,7 +228,7 @@ def _time(
 
 def published_rows() -> list[Row]:
     """The paper's points: fp16 on an A100; batch, heads and head dimension are not given there."""
-    problem = setting(SEQLEN, HEAD_DIM, dtype="float16")
+    problem = setting(SEQLEN, "float16")
     rows = []
     for line in published.lookup(paper="fa1", item="Fig. 2 right"):
         share = int(line["metric"].removeprefix("runtime at ").partition("%")[0])
@@ -234,13 +240,75 @@ def published_rows() -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Time, and its deviation from the diagonal, of each pass."""
     large = [row for row in rows if row.heads_q == HEADS]
-    paper = published_rows()
-    return sparse_figures.draw(large, paper, PASSES, rows)
+    if not large:
+        return None
+    figure, axes = style.new(len(PASSES), 2, 1.1 + 3.1 * len(PASSES))
+    N = large[0].seqlen_q
+    paper = [row for row in published_rows() if row.seqlen_q == N]
+    for (pass_, title), (left, right) in zip(PASSES.items(), axes, strict=True):
+        mine = [r for r in (*large, *paper) if r.pass_ == pass_]
+        left.set_title(f"{title}, N={N}, d={HEAD_DIM}")
+        right.set_title("time over that without a mask, less the share")
+        for series in (*_SERIES, PUBLISHED):
+            points = curve([r for r in mine if r.source != "model"], series, ("time",))
+            _line(left, points, **_look(series))
+            _deviations(right, points, **_look(series))
+        if left.lines:
+            style.log(left.yaxis, 2)
+        else:
+            style.empty(left, "not recorded yet")
+        for series in () if left.lines else SERIES:  # accesses stand where no time does
+            points = curve([r for r in mine if r.source == "model"], series, ("loads", "stores"))
+            name = f"{LABELS[series]}: accesses (model)"
+            look = {"color": style.COLOURS[series], "label": name, "ls": ":", "lw": 3}
+            _deviations(right, points, **look)
+        right.axhline(0, color="#777777", lw=1, zorder=1)
+        left.set_ylabel("ms")
+        right.set_ylabel("% of the call without a mask")
+        for ax in (left, right):
+            ax.set(xlim=(0, 105), xlabel="non-zero blocks (%)")
+    title = "Time falls with the share of non-zero blocks; in fp16 few blocks leave some idle"
+    checked = counts.said([r for r in rows if r.source in ("counted", "model")])
+    title += f"\naccesses {checked}" if checked else ""
+    shown = [*style.handles(axes).values()]
+    style.legend(figure, [*shown, style.key("without a mask (large, hollow)", **_UNMASKED)], title)
+    return figure
+
+
+_SERIES = {"fa1-simt": "float32", "fa2-simt": "float32", "fa1-mma": "float16", "fa2-mma": "float16"}
+_UNMASKED: dict[str, Any] = {"color": "#444444", "ls": "", "marker": "o", "mfc": "none", "ms": 11}
+
+
+def _look(series: str) -> dict[str, Any]:
+    """Full marks and lines are fp32, dashes fp16; hollow marks are published."""
+    look = {"color": style.COLOURS[series], "marker": style.MARKERS.get(series, "s")}
+    if series == PUBLISHED:
+        return look | {"label": "FA-1 paper, A100, fp16", "ls": "--", "mfc": "white"}
+    dtype = _SERIES[series]
+    dashes = "--" if dtype == "float16" else "-"
+    return look | {"label": f"{LABELS[series]}, {DTYPES[dtype]}", "ls": dashes}
+
+
+def _line(ax: Any, points: Mapping[int | None, float], **look: Any) -> None:
+    """A line over the share; the call without a mask is an open marker at 100 %."""
+    x = sorted(share for share in points if share is not None)
+    if x:
+        ax.plot(x, [points[share] for share in x], **look)
+    if None in points:
+        apart = {"ls": "", "mfc": "none", "ms": 11, "label": None}
+        ax.plot([100], [points[None]], **look | apart)
+
+
+def _deviations(ax: Any, points: Points, **look: Any) -> None:
+    """0 is proportional to the share; in percent of the call without a mask."""
+    apart = deviations(relative(points))
+    _line(ax, {share: 100 * by for share, by in apart.items()}, **look)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    problem = setting(SEQLEN, HEAD_DIM)
+    problem = setting(SEQLEN)
     wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
     here = [r for r in rows if (r.batch, *tables.sizes(r)) == wanted]
     measured = [r for r in here if r.source == "measured"]

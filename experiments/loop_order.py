@@ -1,8 +1,7 @@
 """Both loop orders at equal unit, dtype, tiles and work: time and accesses, FA-1 over FA-2.
 
 FA-1's order, on the paper's grid and with query splits, over FA-2's at the same tiles, on every
-unit: time, accesses, L2 and DRAM bytes and occupancy over N in FA-2's setting, and over batch x
-heads.
+unit: time, accesses, L2 and DRAM bytes over N in FA-2's setting, and over batch x heads.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,12 +33,6 @@ HEADS_SEQLEN, QUICK_SEQLEN = 4096, 512
 HEADS = (1, 4, 16, 32, 64, 128)
 # Where the counters are read: the smallest of these runs long enough to be worth it.
 COUNTED_SEQLENS = (1024, 4096, 16384)
-PROFILED = {
-    # warps on a multiprocessor over as many as it can have, while it has any
-    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    # the same over the whole time: multiprocessors without a block count
-    "occupancy_elapsed": "sm__warps_active.avg.pct_of_peak_sustained_elapsed",
-}
 
 
 def series_of(unit: str) -> tuple[str, str, str]:
@@ -94,7 +87,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         wanted = options.seqlens or options.quick or problem.seqlen_q in COUNTED_SEQLENS
         return bool(wanted) and in_setting(problem) and not problem.causal
 
-    yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)
+    yield from variants.measure(NAME, work, bench, {}, seconds=SECONDS, counted=counted)
 
 
 def units_of(dtype: str) -> list[str]:

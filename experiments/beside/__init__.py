@@ -1,7 +1,5 @@
 """What one experiment alone needs, or one command.
 
-block_size      block_figures: curves over the block size
-block_sparse    sparse_figures: curves over the share of blocks
 cache           lru: the model of L2
 explore         explore_page, explore_panels, explore_picture, panels; explore_server is its command
 generate        small_model, generation: a language model, its text with a cache and without one

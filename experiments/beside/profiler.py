@@ -99,17 +99,6 @@ COUNTERS = {
     "shuffle instructions": _instructions("shuffle", r"SHFL"),
     "barrier instructions": _instructions("barrier", r"BAR"),
 }
-# What the hardware says beside.
-BESIDE = {
-    "matrix wavefronts": f"smsp__{_sass(_WAVEFRONTS)}_op_ldsm.sum",
-    "matrix conflicts": f"smsp__{_sass(_CONFLICTS)}_op_ldsm.sum",
-    "copy sectors past L1": f"sm__{_sass(_SECTORS)}_ldgsts_cache_bypass.sum",
-    "copy requests past L1": f"sm__{_sass(_REQUESTS)}_ldgsts_cache_bypass.sum",
-    "copy wavefronts past L1": f"sm__{_sass(_WAVEFRONTS)}_op_ldgsts_cache_bypass.sum",
-    "tensor instructions": "sm__inst_executed_pipe_tensor.sum",
-    "xu instructions": "sm__inst_executed_pipe_xu.sum",
-    "instructions": "smsp__inst_executed.sum",
-}
 # Nothing is lost where no other name is known.
 CERTAIN = (*counters.TRAFFIC, f"{_WAVEFRONTS}.sum", f"{_CONFLICTS}.sum")
 
@@ -128,14 +117,8 @@ def chosen(known: set[str] | None) -> dict[str, str]:
     def have(metric: str) -> bool:
         return known is None or metric.partition(".")[0] in known
 
-    found = {}
-    every = {name: counter.names for name, counter in COUNTERS.items() if counter.names}
-    every |= {name: (metric,) for name, metric in BESIDE.items()}
-    for name, metrics in every.items():
-        metric = next(filter(have, metrics), None)
-        if metric is not None:
-            found[name] = metric
-    return found
+    first = {name: next(filter(have, counter.names), None) for name, counter in COUNTERS.items()}
+    return {name: metric for name, metric in first.items() if metric is not None}
 
 
 def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
@@ -143,9 +126,8 @@ def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
     `case`, which is said. Raises CountersError where not even CERTAIN ones are given.
     """
     names = chosen(counters.available_metrics())
-    wanted = set(BESIDE) | {name for name, counter in COUNTERS.items() if counter.names}
-    dropped = wanted - set(names)
-    while True:
+    result: dict[str, float] | str | None = None
+    while result is None:
         metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))
         try:
             (result,) = counters.count([case], metrics)
@@ -157,12 +139,9 @@ def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
             if not refused:
                 raise
             names = {name: metric for name, metric in names.items() if name not in refused}
-            dropped |= refused
-            continue
-        if isinstance(result, str):
-            raise CountersError(result)
-        break
-    if dropped:
+    if isinstance(result, str):
+        raise CountersError(result)
+    if dropped := {name for name, counter in COUNTERS.items() if counter.names} - set(names):
         say(f"  Nsight Compute has no counter here of: {', '.join(sorted(dropped))}")
     return names
 

@@ -1,14 +1,11 @@
 """Accesses and times over the block size: what is run, in which units it is drawn, the table."""
 
-from types import SimpleNamespace
-
 import pytest
 from experiment_helpers import made_up
 from test_experiments import store_synthetic
 
 import fa_numba
 from experiments import block_size
-from experiments.beside import block_figures
 from experiments.lab.measure import counters, timing, variants
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Store
@@ -23,8 +20,6 @@ def measured(problem, series, Br, Bc):
         return [made_up(*of, None, Br=Br, Bc=Bc, note="failed: too large")]
     found = [("measured", "time", 3.0 + 100 / Bc), ("measured", "speed", 1.0 * Br)]
     found += [("l2", "traffic", 1e11 / Bc), ("dram", "traffic", 5e10 / Bc)]
-    found += [("measured", "registers", 128), ("measured", "resident_warps", 16)]
-    found += [("measured", "local_memory", 8 if Bc == 256 else 0)]
     return [
         made_up(*of, x, metric, source=source, n=9 if metric == "time" else None, Br=Br, Bc=Bc)
         for source, metric, x in found
@@ -74,8 +69,8 @@ def test_accesses_in_nd_are_the_same_in_every_dtype_and_head_dimension():
             problem = block_size.setting(1024, d, dtype=dtype)
             tiles = [t for t in block_size.wanted_tiles(problem) if t[0].startswith("fa1")]
             rows = [row for tile in tiles for row in block_size._model(problem, *tile)]
-            found = block_figures.points(rows, "fa1", "Bc", "loads", "stores")
-            curves[dtype, d] = block_figures.in_units(found, rows[0])
+            found = block_size.points(rows, "fa1", "Bc", "loads", "stores")
+            curves[dtype, d] = block_size.in_units(found, rows[0])
     for size, value in curves["float32", 64].items():
         paper = io_model.fa1_paper(block_size.setting(1024, 64), size)
         assert value == pytest.approx(paper / (64 * 16 * 1024 * 64), rel=0.04)
@@ -89,8 +84,8 @@ def test_accesses_in_nd_are_the_same_in_every_dtype_and_head_dimension():
         for dtype in block_size.UNITS
     }  # fmt: skip
     whole = 64 * 16 * 1024 * 64
-    assert block_figures.in_units({16: 8.0 * whole}, bytes_["float32"]) == {16: 2}
-    assert block_figures.in_units({16: 8.0 * whole}, bytes_["float16"]) == {16: 4}
+    assert block_size.in_units({16: 8.0 * whole}, bytes_["float32"]) == {16: 2}
+    assert block_size.in_units({16: 8.0 * whole}, bytes_["float16"]) == {16: 4}
 
 
 def test_each_block_size_is_run_as_it_says(monkeypatch):
@@ -108,15 +103,11 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
         cases.extend(wanted)
         return [dict.fromkeys(metrics, float(n)) for n in range(len(wanted))]
 
-    def of(planned):
-        return dict.fromkeys(block_size.RESOURCES, planned.tiles.Bc)
-
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(variants.peers, "on_device", lambda arrays, dtype: tuple(arrays))
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
-    monkeypatch.setattr(block_size, "resources", of)
     monkeypatch.setattr(block_size, "HEADS", 1)
     monkeypatch.setattr(block_size, "WIDTH", 64)
     monkeypatch.setattr(block_size, "_count", lambda *arguments, inputs: [])
@@ -135,30 +126,13 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
         for tile in block_size.wanted_tiles(block_size.setting(128, d, dtype=dtype))
     }
     assert set(times) == wanted and timed < wanted
-    # Counters and resources belong to their tiles.
+    # Counters belong to their tiles.
     number = {(f"{c.algorithm}-{'mma' if c.dtype == 'float16' else 'simt'}", *c.tiles[:2],
                c.sizes[3]): n for n, c in enumerate(cases)}  # fmt: skip
     for row in rows:
         place = (row.series, row.Br, row.Bc, row.head_dim)
-        if row.metric == "occupancy" and place in timed:
-            assert row.value == number[place]
-        if row.metric == "registers":
-            assert row.value == row.Bc
-
-
-def test_resources_are_the_last_kernels():
-    attributes = SimpleNamespace(num_regs=168, local_size_bytes=16)
-    occupancy = SimpleNamespace(
-        max_active_blocks_per_multiprocessor=lambda threads, shared: (threads, shared)[0] // 64
-    )
-    compiled = SimpleNamespace(attributes=attributes, occupancy=occupancy)
-    kernels = [
-        SimpleNamespace(threads=threads, shared_bytes=1024, compiled=lambda: compiled)
-        for threads in (32, 128)
-    ]
-    found = block_size.resources(SimpleNamespace(launched=kernels))
-    assert found == {"registers": 168, "local_memory": 16, "resident_warps": 2 * 4}
-    assert set(found) == set(block_size.RESOURCES)
+        if row.source == "l2" and place in timed:
+            assert row.value == 2 * 32 * number[place]
 
 
 def test_the_figure_has_accesses_and_runtime():

@@ -8,13 +8,12 @@ from experiment_helpers import recorded
 
 import fa_numba
 from experiments import block_sparse
-from experiments.beside import sparse_figures
 from experiments.block_sparse import SHARES, block_mask, setting
 from experiments.lab.measure import calls, counts, timing
 from experiments.lab.measure.series import plan
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Store, dump
+from experiments.lab.record.store import MODEL, Store, dump
 from experiments.lab.show import report
 
 
@@ -36,7 +35,7 @@ def synthetic(machine="some-gpu"):
     """A few rows of each kind that the figure draws."""
     rows = []
     for dtype, of_dtype in block_sparse.UNITS.items():
-        problem = setting(4096, 64, dtype=dtype)
+        problem = setting(4096, dtype)
         rows += timed(problem, machine)
         for share in (None, 10, 50, 100):
             for series in of_dtype:
@@ -69,15 +68,6 @@ def test_blocks_are_spread_over_the_matrix():
     assert abs(np.count_nonzero(np.triu(mask, 1)) - np.count_nonzero(np.tril(mask, -1))) < 200
 
 
-def test_a_share_below_the_diagonals_is_left_out_and_said():
-    said = []
-    assert block_mask(256, 64, 20) is None
-    found = block_sparse._shares(Bench(say=said.append), setting(256, 64), 64, SHARES)
-    assert found == [None, 30, 40, 50, 60, 70, 80, 90, 100]
-    assert "the diagonal is more than 20 % of the blocks" in said[0]
-    assert block_sparse._shares(Bench(), setting(4096, 64), 64, SHARES) == [None, *SHARES]
-
-
 # --- published -------------------------------------------------------------------------------
 
 
@@ -97,7 +87,7 @@ def test_the_papers_points():
 
 
 def test_accesses_grow_with_the_share_as_the_tiles_visited():
-    problem = setting(4096, 64)
+    problem = setting(4096)
     for series in block_sparse.SERIES:
         rows = [
             row
@@ -118,7 +108,7 @@ def test_accesses_grow_with_the_share_as_the_tiles_visited():
 
 @pytest.mark.parametrize("series", block_sparse.SERIES)
 def test_a_pass_is_the_sum_of_its_calls(series):
-    problem = setting(4096, 64)
+    problem = setting(4096)
     given = {"tiles": fa_numba.Tiles(64, 64), "block_mask": block_mask(4096, 64, 30)}
     forward = plan(series, problem, return_lse=True, **given).accesses
     backward = plan(series, problem, passes="bwd", **given).accesses
@@ -147,26 +137,17 @@ def test_without_a_gpu_it_models_and_counts(monkeypatch):
     counted = []
 
     def count(problem, series, size, share, inputs):
-        counted.append((problem.seqlen_q, problem.head_dim, problem.causal, series, share))
+        counted.append((series, share))
         return []
 
     monkeypatch.setattr(block_sparse, "_count", count)
     rows = list(block_sparse.measure(Options(), Bench(say=pytest.fail)))
     assert {r.machine for r in rows} == {MODEL}
     assert {(r.seqlen_q, r.head_dim) for r in rows} == {(4096, 64), (96, 16)}
-    assert {c[4] for c in counted} == {None, *block_sparse.SMALL_SHARES}
-    counted.clear()
-    said = []
-    asked = Options(seqlens=(256, 8192), head_dims=(32,), causal=(True,), quick=True)
-    rows = list(block_sparse.measure(asked, Bench(say=said.append)))
-    assert {c[:3] for c in counted} == {(256, 32, True)}
-    assert {(r.seqlen_q, r.head_dim, r.causal) for r in rows} == {
-        (256, 32, True), (8192, 32, True),
-    }  # fmt: skip
-    assert "not counted, minutes on the emulator: N=8192, d=32" in " ".join(said)
+    assert {share for _, share in counted} == {None, *block_sparse.SMALL_SHARES}
 
 
-def on_the_emulator(monkeypatch, dtypes=("float32",), **options):
+def on_the_emulator(monkeypatch, dtypes=("float32",)):
     """Rows of a run whose kernels run on the emulator; their times are made up."""
     of = {dtype: block_sparse.UNITS[dtype] for dtype in dtypes}
     monkeypatch.setattr(block_sparse, "UNITS", of)
@@ -181,20 +162,22 @@ def on_the_emulator(monkeypatch, dtypes=("float32",), **options):
     monkeypatch.setattr(block_sparse.peers, "available", lambda: False)
     monkeypatch.setattr(block_sparse.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(timing.device, "time_ms", time_ms)
-    monkeypatch.setattr(counts, "countable", lambda *_: [])
+    monkeypatch.setattr(block_sparse, "_count", lambda *_, **__: [])
+    monkeypatch.setattr(block_sparse, "QUICK_SEQLEN", 48)
+    monkeypatch.setattr(block_sparse, "HEAD_DIM", 8)
     monkeypatch.setattr(block_sparse, "HEADS", 2)
     monkeypatch.setattr(block_sparse, "TOKENS", 1)
     monkeypatch.setattr(block_sparse, "SIZE", 16)
     monkeypatch.setattr(block_sparse, "CHECKED_SEQLEN", 32)
     monkeypatch.setattr(block_sparse, "QUICK_SHARES", (50,))
-    given = Options(quick=True, seqlens=(48,), head_dims=(8,), **options)
+    bench = Bench(machine="some-gpu", say=pytest.fail)
     with fa_numba.device.using("emulator"):
-        rows = list(block_sparse.measure(given, Bench(machine="some-gpu", say=pytest.fail)))
+        rows = list(block_sparse.measure(Options(quick=True), bench))
     return [row for row in rows if row.machine == "some-gpu"], timed
 
 
-@pytest.mark.parametrize("causal, dtype", [(False, "float16"), (True, "float32")])
-def test_measured_rows(monkeypatch, causal, dtype):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_measured_rows(monkeypatch, dtype):
     """Their kernels are compiled ahead: of a forward and a backward pass, with and without a mask,
     of both orders.
     """
@@ -209,13 +192,13 @@ def test_measured_rows(monkeypatch, causal, dtype):
     monkeypatch.setattr(
         block_sparse.precompile, "compile_ahead", lambda calls, bench: wanted.extend(calls)
     )
-    rows, timed = on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
+    rows, timed = on_the_emulator(monkeypatch, (dtype,))
     with fa_numba.device.using("emulator"):
         planned = [plan(call.series, call.problem, **call.options).launched for call in wanted]
     assert len(planned) == 2 * 2 * 2 and launched
     assert set(launched) <= {kernel for kernels in planned for kernel in kernels}
     assert not [row.note for row in rows if row.failed]
-    assert {(r.series, r.pass_, sparse_figures.share_of(r)) for r in rows} == {
+    assert {(r.series, r.pass_, block_sparse.share_of(r)) for r in rows} == {
         (series, pass_, share)
         for series in {"float32": block_sparse.SERIES, "float16": block_sparse.HALF}[dtype]
         for pass_ in block_sparse.PASSES
@@ -237,7 +220,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(fa_numba, "attention_backward", wrong)
     rows, timed = on_the_emulator(monkeypatch)
     failed = [row for row in rows if row.failed]
-    assert {(r.pass_, sparse_figures.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
+    assert {(r.pass_, block_sparse.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
     assert all("failed: dv: error 1.00e-04 against float64 at N=32" in row.note for row in failed)
     assert len(timed) == len(rows) - len(failed) == 6
 
@@ -250,7 +233,7 @@ def test_a_mask_that_is_ignored_is_noticed(monkeypatch):
 
     monkeypatch.setattr(fa_numba, "attention", dense)
     rows, _ = on_the_emulator(monkeypatch)
-    failed = {(r.pass_, sparse_figures.share_of(r)) for r in rows if r.failed}
+    failed = {(r.pass_, block_sparse.share_of(r)) for r in rows if r.failed}
     assert ("fwd", 50) in failed and not failed & {("fwd", None), ("fwd+bwd", None)}
 
 
@@ -258,7 +241,7 @@ def test_a_mask_that_is_ignored_is_noticed(monkeypatch):
 
 
 def test_every_share_keeps_its_row(tmp_path):
-    rows = timed(setting(4096, 64))
+    rows = timed(setting(4096))
     store = recorded(tmp_path, "block_sparse", rows)
     back = store.read(block_sparse.NAME, "some-gpu")
     assert len(back) == len(rows) and dump(back, runs=False) == dump(rows, runs=False)
@@ -269,7 +252,7 @@ def test_every_share_keeps_its_row(tmp_path):
     store = recorded(tmp_path, "block_sparse", [failed], complete=False)
     after = store.read(block_sparse.NAME, "some-gpu")
     assert failed in after and old not in after
-    assert sparse_figures.share_of(failed) == 30
+    assert block_sparse.share_of(failed) == 30
 
 
 def test_the_table(tmp_path, monkeypatch):
@@ -313,25 +296,6 @@ def test_the_figure_has_a_row_of_panels_a_pass():
     assert block_sparse.deviations({None: 1.0, 10: 0.13, 50: 0.5}) == {
         10: pytest.approx(0.03), 50: 0,
     }  # fmt: skip
-    other = block_sparse.draw(timed(setting(1024, 64)))
+    other = block_sparse.draw(timed(setting(1024)))
     labels = [text.get_text() for text in other.legends[0].get_texts()]
     assert not any("paper" in label or "model" in label for label in labels)
-
-
-def test_parts_of_the_data_are_drawn():
-    rows = synthetic()
-    for part in (
-        [row for row in rows if row.machine == MODEL],
-        [row for row in rows if row.machine == "some-gpu"],
-        [row for row in rows if row.place != "no mask"],
-        rows[:1],
-        rows[-1:],
-    ):
-        assert block_sparse.draw(part).axes
-    assert block_sparse.draw([]) is None
-    problem = block_sparse.one_head(48, 16)
-    counted = list(block_sparse._model(problem, "fa1-simt", 16, None))
-    assert block_sparse.draw([replace(r, machine=EMULATOR) for r in counted]) is None
-    only_model = block_sparse.draw([r for r in rows if r.machine == MODEL])
-    labels = {text.get_text() for text in only_model.legends[0].get_texts()}
-    assert "FA-1 (K/V outer), fp32" not in labels

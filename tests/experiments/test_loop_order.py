@@ -27,7 +27,6 @@ def synthetic(lengths=(1024, 4096), units=("simt", "mma")):
                     more = problem.seqlen_q / 128 if series.startswith("fa1") else 2.0
                     numbers += [("l2", "traffic", 2 * time)]
                     numbers += [("dram", "traffic", more)]
-                    numbers += [("measured", m, 0.1 * time) for m in loop_order.PROFILED]
                 for source, metric, value in numbers:
                     n = {4096: 5}.get(problem.seqlen_q, 20) if metric == "time" else None
                     own = {"source": source, "n": n, "Br": 64, "Bc": 64}

@@ -56,7 +56,7 @@ else:
 def every_metric():
     """Nsight Compute's names without suffix, first alternatives only."""
     found = {c.names[0] for c in profiler.COUNTERS.values() if c.names}
-    found |= {*profiler.BESIDE.values(), *counters.TRAFFIC}
+    found |= {*counters.TRAFFIC}
     return {name.partition(".")[0] for name in found}
 
 
@@ -115,12 +115,12 @@ def test_names_are_the_first_that_a_gpu_has():
 
 def test_a_name_that_ncu_does_not_know_loses_no_other(fake_ncu):
     known = every_metric()
-    refused = {"l1tex__t_sectors_pipe_lsu_mem_global_op_red", "sm__inst_executed_pipe_xu"}
-    fake_ncu(known - {"smsp__inst_executed"}, refused)
+    refused = {f"l1tex__t_{what}_pipe_lsu_mem_global_op_red" for what in ("sectors", "requests")}
+    fake_ncu(known - {"l1tex__t_sectors_pipe_lsu_mem_global_op_st"}, refused)
     (case, *_) = [run.case for run in profile.runs(256, 64, False)]
     said = []
     names = profiler.usable(case, said.append)
-    missing = {"atomic sectors", "xu instructions", "instructions"}
+    missing = {"atomic sectors", "atomic requests", "global store sectors"}
     assert set(names) == set(profiler.chosen(known)) - missing
     assert all(name in said[-1] for name in missing)
 
