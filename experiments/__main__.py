@@ -24,7 +24,7 @@ from fa_numba import device
 from fa_numba.commands.arguments import MAX_SEQLEN, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM
 
-from .beside import compare_command, spills
+from .beside import compare, spills
 from .lab.measure import tune
 from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, schedule
 from .lab.record.drawing import side_by_side
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[choices],
     )
     every.add_argument("--full", action="store_true", help="measure on a GPU until all is done")
-    compare_command.add(commands)
+    compare.add(commands)
     text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
     serving = commands.add_parser("explore", help=text, description=text)
     port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
@@ -226,7 +226,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "report":
         return _report(console)
     if args.command == "compare":
-        return compare_command.run(args, parser, arguments)
+        return compare.run(args, parser, arguments)
     if args.command == "explore":
         from .beside import (
             explore_server,  # which draws nothing, and needs the colours of what does

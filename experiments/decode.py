@@ -6,8 +6,9 @@ and V once over the time, beside what a kernel that only reads reaches.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ from .lab.show import style, tables
 
 NAME = "decode"
 NEEDS = ("GPU",)
+TAKES = ()
 REPEATS, SECONDS = 20, 0.1
 PROTOCOL = (
     f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; bandwidth: bytes of K and V once "
@@ -61,7 +63,6 @@ def problems(options: Options) -> list[Problem]:
     found += [_problem(B, 4, 1, N, 64) for B, N in CACHES]
     heads, shared = DECODING_HEADS
     found += [_problem(B, heads // shared, 1, N, heads=heads) for B, N in DECODING]
-    found = [p for p in found if options.admits(p)]
     return list(dict.fromkeys(found))
 
 
@@ -144,12 +145,9 @@ def _timed(
 
 
 Place = tuple[int, int, int, int, int, int]  # batch, Hq, Hk, rows, keys, d
-
-
-def place(row: Row) -> Place:
-    return (
-        row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim
-    )  # fmt: skip
+place: Callable[[Row], Place] = attrgetter(
+    "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"
+)
 
 
 def read_bandwidth(rows: Sequence[Row]) -> float | None:
@@ -184,8 +182,8 @@ def draw(rows: Sequence[Row]) -> Any:
                 style.empty(ax, "not measured")
                 continue
             for series in (*OURS, *PEERS):
-                points = sorted((p[4], x[series].value) for p, x in here.items() if series in x)
-                points = [(N, value) for N, value in points if value is not None]
+                there = [(p[4], x[series]) for p, x in here.items() if series in x]
+                points = sorted((N, row.number) for N, row in there if not row.failed)
                 ls = "--" if series in SPLITS else "-"
                 style.line(ax, points, series, ls=ls, label=LABELS[series])
             if read:

@@ -22,7 +22,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .beside import small_model
-from .beside.generation import Cache, steps, whole
+from .beside.small_model import Cache, steps, whole
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
 from .lab.measure import peers, precompile

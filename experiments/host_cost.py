@@ -23,6 +23,7 @@ from .lab.show import style, tables
 
 NAME = "host_cost"
 NEEDS = ("GPU",)
+TAKES = ()
 MEASURES = ("host/", "ops.py", "torch.py")
 PROTOCOL = (
     "host clock around each of 1000 calls, outputs allocated in it, the GPU waited for every 100 "
@@ -93,24 +94,16 @@ def label(row: Row) -> str:
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """The rows in the order of SERIES, forward before backward, smaller problems first."""
-    order = [
-        (pass_, dtype, s) for pass_ in ("fwd", "bwd") for dtype in SERIES for s in SERIES[dtype]
-    ]
-    found = [row for row in rows if (row.pass_, row.dtype, row.series) in order]
-    return sorted(
-        found,
-        key=lambda r: (
-            *(r.seqlen_q, r.head_dim, r.causal),
-            order.index((r.pass_, r.dtype, r.series)),
-        ),
-    )
+    """The rows in the order of SERIES, forward before backward."""
+    of = {(row.pass_, row.dtype, row.series): row for row in rows}
+    order = [(p, dtype, s) for p in ("fwd", "bwd") for dtype in SERIES for s in SERIES[dtype]]
+    return [of[at] for at in order if at in of]
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    panels: dict[tuple, list[Row]] = {}
+    panels: dict[str, list[Row]] = {}
     for row in shown(rows):
-        panels.setdefault((row.seqlen_q, row.head_dim, row.causal, row.pass_), []).append(row)
+        panels.setdefault(row.pass_, []).append(row)
     if not panels:
         return None
     figure, axes = style.new(len(panels), 1, 0.7 + 2.5 * len(panels), sharex=True)
@@ -121,7 +114,7 @@ def draw(rows: Sequence[Row]) -> Any:
     )
     message = f"A call costs the host {ours} microseconds" if ours else "What a call costs the host"
     figure.suptitle(f"{message}, of torch {theirs}" if theirs else message, fontsize=12)
-    for ((N, d, causal, pass_), mine), ax in zip(panels.items(), axes[:, 0], strict=True):
+    for (pass_, mine), ax in zip(panels.items(), axes[:, 0], strict=True):
         for at, row in enumerate(mine):
             if row.value is None:
                 ax.text(0, at, " failed", va="center", fontsize=9.5)
@@ -134,8 +127,7 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set_yticks(range(len(mine)), [label(row) for row in mine])
         ax.set_ylim(len(mine) - 0.4, -0.6)
         ax.grid(False, axis="y")
-        mask = ", causal" if causal else ""
-        ax.set_title(f"{PASSES[pass_]}, one head, N={N}, d={d}{mask}")
+        ax.set_title(f"{PASSES[pass_]}, one head, N={SEQLEN}, d={HEAD_DIM}")
     # The axis is shared, and limits set on a panel would not see the next; room for the numbers.
     longest = max(1e3 * (row.p80 or row.value or 0) for mine in panels.values() for row in mine)
     axes[-1, 0].set(xlim=(0, 1.15 * longest), xlabel="microseconds of the host a call")

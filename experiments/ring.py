@@ -14,7 +14,6 @@ from typing import Any
 from fa_numba import device, io_model
 
 from .beside import ring_ranks
-from .beside.ring_model import Measured
 from .beside.ring_ranks import (
     CP_CUDNN,
     CP_FLASH,
@@ -31,6 +30,7 @@ from .beside.ring_ranks import (
 from .beside.ring_rows import (
     HEAD_DIM,
     Key,
+    Measured,
     by_key,
     efficiency,
     gains,

@@ -8,8 +8,8 @@ short N, dropout.
 import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,8 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .beside import breadth
-from .beside.breadth import AUTO
 from .lab.measure import calls, flex, peers, precompile
-from .lab.measure.series import LABELS, columns, plan
+from .lab.measure.series import LABELS, backward_options, columns, plan
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
@@ -29,14 +27,18 @@ from .lab.show import style, tables
 
 NAME = "shapes"
 NEEDS = ("GPU",)
+TAKES = ()
+AUTO = "fa2-auto"
 DROPOUT, PADDING = 0.1, 20
+# The longest problem whose gradients are computed in float64 here, and its widest window.
+LONGEST, WIDEST = 512, 100
 REPEATS, SECONDS = 12, 0.06
 PROTOCOL = (
     f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; auto is the call without a unit, "
     "tiles or splits named; flex_attention is compiled for each problem, before it is timed; "
-    f"gradients are checked on a problem of at most N={breadth.LONGEST} that leaves the same "
-    f"remainder of {breadth.LONGEST // 2}, with one K/V head and windows of at most "
-    f"{breadth.WIDEST}; a result with dropout is to deviate as its chance says; padded are up to "
+    f"gradients are checked on a problem of at most N={LONGEST} that leaves the same "
+    f"remainder of {LONGEST // 2}, with one K/V head and windows of at most "
+    f"{WIDEST}; a result with dropout is to deviate as its chance says; padded are up to "
     f"{PADDING} rows and columns a sequence"
 )
 MMA = "fa2-mma"
@@ -159,7 +161,7 @@ def points(options: Options) -> list[Point]:
     every = list(_points())
     if options.quick:
         every = list({point.kind: point for point in reversed(every)}.values())[::-1]
-    return [point for point in every if options.admits(point.problem)]
+    return every
 
 
 def at(point: Point, pass_: str) -> list[str]:
@@ -172,6 +174,79 @@ def at(point: Point, pass_: str) -> list[str]:
         peer = KINDS[point.kind].peer
         found += [peers.FLASH, peers.CUDNN] if peer == peers.FLASH else [peer]
     return found
+
+
+def call_options(problem: Problem, shapes: bool = False) -> dict[str, Any]:
+    """The options of our call for a problem: windows and caps as they are, slopes, a bias and ends
+    of sequences as arrays of NumPy; with `shapes` a plan's shapes in place of slopes and a bias.
+    """
+    found: dict[str, Any] = {}
+    if problem.window != (-1, -1):
+        found["window"] = problem.window
+    if problem.softcap is not None:
+        found["softcap"] = problem.softcap
+    if problem.alibi:
+        heads = problem.heads_q
+        slopes = 2.0 ** (-8 * np.arange(1, heads + 1, dtype=np.float32) / heads)
+        found["alibi_slopes"] = (heads,) if shapes else slopes
+    if problem.bias is not None:
+        found["bias"] = problem.bias if shapes else _bias(problem.bias)
+    if problem.packed:
+        for name, lens in (("q", problem.q_lens), ("k", problem.kv_lens)):
+            found[f"cu_seqlens_{name}"] = np.cumsum([0, *(lens or ())]).astype(np.int32)
+    return found
+
+
+@functools.lru_cache(1)
+def _bias(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(SEED).standard_normal(shape, dtype=np.float32)
+
+
+def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
+    """A function that runs the series once on q, k, v, dout in a pass; it takes `out`."""
+    options = flex.options_on_gpu(call_options(problem))
+    if series == peers.FLEX:
+        if pass_ == "fwd":
+            return flex.call(problem, *arrays[:3], **options)
+        return flex.gradients(problem, pass_, *arrays, **options)
+    if calls.theirs(series):
+        if options:
+            raise ValueError(f"series is {series}: it has no {', '.join(options)}")
+    elif pass_ == "fwd":
+        options["kv_splits"] = "auto"
+    return calls.make(series, pass_, problem, arrays, **options)
+
+
+def plan_options(pass_: str, problem: Problem) -> dict[str, Any]:
+    """What `series.plan` is told of the call that `make` makes, beside the series and problem."""
+    if pass_ == "fwd":
+        return {"kv_splits": "auto", **call_options(problem, shapes=True)}
+    return {"passes": "bwd", **backward_options(AUTO), **call_options(problem, shapes=True)}
+
+
+def shorter(problem: Problem) -> Problem:
+    """One K/V head of one batch entry, lengths of at most LONGEST that leave the same remainder of
+    half of that; a window of at most WIDEST columns to the left. Of packed sequences those of at
+    most half of LONGEST rows.
+    """
+    half = LONGEST // 2
+    if problem.packed:
+        return _shorter_packed(problem, half)
+    Nq, Nk = (N if N <= LONGEST else half + N % half for N in (problem.seqlen_q, problem.seqlen_k))
+    left, right = problem.window
+    sizes: dict[str, Any] = {"batch": 1, "heads_q": problem.group, "heads_k": 1}
+    if problem.bias is not None:
+        whole = (1, problem.group, Nq, Nk)
+        sizes["bias"] = tuple(min(pair) for pair in zip(problem.bias, whole, strict=True))
+    return replace(problem, **sizes, seqlen_q=Nq, seqlen_k=Nk, window=(min(left, WIDEST), right))
+
+
+def _shorter_packed(problem: Problem, longest: int) -> Problem:
+    pairs = zip(problem.q_lens or (), problem.kv_lens or (), strict=True)
+    q_lens, kv_lens = zip(*(pair for pair in pairs if max(pair) <= longest), strict=True)
+    lens: dict[str, Any] = {"q_lens": q_lens, "kv_lens": kv_lens, "batch": len(q_lens)}
+    lens |= {"heads_q": problem.group, "heads_k": 1}
+    return replace(problem, **lens, seqlen_q=max(q_lens), seqlen_k=max(kv_lens))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -195,7 +270,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         precompile.compile_ahead(ahead, bench)
     inputs = Inputs(gradient=True)
     inputs.draw_for([point.problem for point in every])
-    checks = calls.Checks(inputs, breadth.shorter, breadth.given)
+    checks = calls.Checks(inputs, shorter, call_options)
     for point in bench.each(every, "timing"):
         arrays = peers.on_device(inputs(point.problem), point.problem.dtype)
         for pass_, series in ((p, s) for p in point.passes for s in at(point, p)):
@@ -206,13 +281,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 def _plan_options(pass_: str, point: Point, problem: Problem | None = None) -> dict[str, Any]:
     problem = problem or point.problem
-    return breadth.plan_options(pass_, problem) | point.given(problem)
+    return plan_options(pass_, problem) | point.given(problem)
 
 
 def _planned(series: str, pass_: str, point: Point) -> Iterator[precompile.Call]:
     """The calls whose kernels are needed, those of a check among them."""
     problem = point.problem
-    for each in [problem] if pass_ == "fwd" else [problem, breadth.shorter(problem)]:
+    for each in [problem] if pass_ == "fwd" else [problem, shorter(problem)]:
         if pass_ == "bwd":
             yield precompile.Call(series, each, _plan_options("bwd", point, each))
         forward = _plan_options("fwd", point, each)
@@ -222,12 +297,12 @@ def _planned(series: str, pass_: str, point: Point) -> Iterator[precompile.Call]
 def _flex_call(item: tuple[Problem, str]) -> Any:
     """What `measure` has torch compile for a problem and a pass, and for its check."""
     problem, pass_ = item
-    every = [problem] if pass_ == "fwd" else [breadth.shorter(problem), problem]
+    every = [problem] if pass_ == "fwd" else [shorter(problem), problem]
     runs = []
     for each in every:
         shapes = (each.q_shape, each.k_shape, each.k_shape, each.q_shape)
         arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], each.dtype)
-        runs.append(functools.partial(breadth.make, peers.FLEX, pass_, each, arrays))
+        runs.append(functools.partial(make, peers.FLEX, pass_, each, arrays))
     return lambda: [run()() for run in runs]
 
 
@@ -236,11 +311,11 @@ def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls
     problem = point.problem
     given = point.given(problem)
     if not given:
-        return checks(series, pass_, problem, functools.partial(breadth.make, series, pass_))
+        return checks(series, pass_, problem, functools.partial(make, series, pass_))
     if pass_ == "fwd":
         gate = checks.gate(pass_, problem, **given)
         return gate.peer if calls.theirs(series) else gate
-    small = breadth.shorter(problem)
+    small = shorter(problem)
     key = (series, point.kind, small)
     host, own = checks.inputs(small), point.given(small)
     return checks.once(key, lambda: calls.check_once(series, small, host, own))
@@ -264,8 +339,7 @@ def _timed(
         own = point.given(problem)
         if own and pass_ == "fwd":
             own |= {"kv_splits": "auto"}
-        make = calls.make if own else breadth.make
-        run = make(series, pass_, problem, arrays, **own)
+        run = (calls.make if own else make)(series, pass_, problem, arrays, **own)
         return time_call(run, check, REPEATS, SECONDS)
 
     timing, failure = attempt(work)

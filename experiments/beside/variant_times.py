@@ -27,8 +27,13 @@ from ..lab.measure.timing import attempt, time_call
 from ..lab.measure.workloads import Inputs
 from ..lab.record import Bench, Row, values
 from ..lab.show import tables
-from . import flex_variants
-from .flex_variants import Variant
+
+try:
+    import torch
+except ImportError:  # pragma: no cover
+    torch = None
+
+Variant = Callable[[int, int], dict[str, Any]]
 
 NAME = "variants"
 TIMED = Problem(4, 16, 16, 4096, 4096, 64, dtype="float16")
@@ -46,6 +51,54 @@ PROTOCOL = (
     "in processes side by side, from an empty cache to what can be launched, flex_attention's to "
     "its first result"
 )
+
+
+def flex_given(make: Variant, N: int, H: int, place: str = "cuda") -> dict[str, Any]:
+    """What flex_attention takes for one of our variants, with what our function takes from outside.
+    Raises KeyError for a variant that has no counterpart here.
+    """
+    ((option, function),) = make(N, H).items()
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    values = {name: cell.cell_contents for name, cell in cells}
+    arrays = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
+    moved = {name: torch.as_tensor(x, device=place) for name, x in arrays.items()}
+    return {option: _MADE[make.__name__](**values | moved)}
+
+
+# By the variant's name: of what ours takes from outside the function that torch's takes.
+_MADE: Mapping[str, Callable[..., Callable]] = {
+    "causal": lambda: lambda b, h, i, j: j <= i,
+    "sliding_window": lambda width: lambda b, h, i, j: (i >= j) & (i - j < width),
+    "dilated": lambda step, width: (
+        lambda b, h, i, j: (i >= j) & (i - j < width) & ((i - j) % step == 0)
+    ),
+    "prefix_lm": lambda prefix: lambda b, h, i, j: (j <= i) | (j < prefix),
+    "documents": lambda of: lambda b, h, i, j: (of[i] == of[j]) & (j <= i),
+    "alibi": lambda slopes: lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(),
+    "relative_positions": lambda table, N: lambda s, b, h, i, j: s + table[h, i - j + N],
+    "softcap": lambda cap: lambda s, b, h, i, j: cap * torch.tanh(s / cap),
+    "sink_tokens": lambda first, width: (
+        lambda b, h, i, j: (j <= i) & ((j < first) | (i - j < width))
+    ),
+    "speculated_tree": lambda sees: lambda b, h, i, j: sees[i, j],
+    "block_diagonal": lambda size: lambda b, h, i, j: i // size == j // size,
+    "t5_buckets": lambda table, bucket: lambda s, b, h, i, j: s + table[h, bucket[(i - j).abs()]],
+    "two_cosines": lambda short, far: (
+        lambda s, b, h, i, j: s + torch.cos(short * (i - j)) + torch.cos(far * (j - i))
+    ),
+    "neighbourhood": lambda side, reach: (
+        lambda b, h, i, j: (
+            ((i // side - j // side).abs() <= reach) & ((i % side - j % side).abs() <= reach)
+        )
+    ),
+    "random_blocks": lambda kept, size: lambda b, h, i, j: kept[i // size, j // size] | (i == j),
+}
+
+
+def _warm() -> None:
+    double = torch.compile(lambda x: x * 2, dynamic=False)
+    double(torch.zeros(64, device="cuda"))
+    torch.cuda.synchronize()
 
 
 def on_device(function: FunctionType) -> FunctionType:
@@ -116,7 +169,7 @@ def compile_flex(make: Variant, pass_: str) -> float:
 
 
 def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    given = flex_variants.given(make, TIMED.seqlen_q, TIMED.heads_q)
+    given = flex_given(make, TIMED.seqlen_q, TIMED.heads_q)
     if pass_ == "fwd":
         return flex.call(TIMED, *arrays[:3], **given)
     return flex.gradients(TIMED, pass_, *arrays, **given)
@@ -126,7 +179,7 @@ def _begin() -> None:
     """A process that compiles: what every compiler loads first is no part of a variant's time."""
     flex._compile_alone()
     if peers.available():
-        attempt(flex_variants.warm)
+        attempt(_warm)
     attempt(device.synchronize)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import fa_numba
 from experiments import __main__ as command
-from experiments.beside import compare, compare_command
+from experiments.beside import compare
 from experiments.lab.measure.timing import Timing
 from experiments.lab.record.store import EMULATOR
 from fa_numba import Tiles, bounds, io_model
@@ -36,7 +36,7 @@ def rows_of(asked, machine=None, gpu=H200):
 
 def text_of(asked, machine=None, gpu=H200):
     found, refused, rows = rows_of(asked, machine, gpu)
-    return "\n".join(compare_command.text(asked, found, refused, rows, gpu, machine))
+    return "\n".join(compare.text(asked, found, refused, rows, gpu, machine))
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_numbers_are_the_models():
     found, _, rows = rows_of(asked)
 
     def get(series, *of):
-        return compare_command._of(rows, *of)(series)
+        return compare._of(rows, *of)(series)
 
     for side in found:
         plan, expected = side.planned, bounds.expected(side.planned, H200)
@@ -176,7 +176,7 @@ def test_numbers_are_the_models():
 
 
 def test_without_a_gpu_the_text_says_so(monkeypatch):
-    monkeypatch.setattr(compare_command.device, "why_no_gpu", lambda: "no GPU was found")
+    monkeypatch.setattr(compare.device, "why_no_gpu", lambda: "no GPU was found")
     text = text_of(setting(N=64, dtype="float16"))
     assert "time: not measured, no GPU was found." in text
     assert "counted: one head on the emulator, times 2." in text
@@ -197,7 +197,7 @@ def test_times_are_measured_where_a_gpu_is(with_a_gpu):
     assert {row.machine for row in measured} == {"some-gpu"}
     (time,) = [r for r in measured if (r.series, r.metric) == ("fa2-mma", "time")]
     assert (time.value, time.p20, time.p80, time.n) == (2.0, 1.8, 2.2, 7)
-    lines = compare_command.text(asked, found, refused, rows, H200, "some-gpu")
+    lines = compare.text(asked, found, refused, rows, H200, "some-gpu")
     cells = {line.split("  ")[0]: line.split() for line in lines}
     assert cells["time"] == ["time", "4", "ms", "3", "ms", "2", "ms", "-", "measured"]
     assert cells["time over FA-2's"][-5:] == ["2.00", "1.50", "1.00", "-", "measured"]

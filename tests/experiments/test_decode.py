@@ -45,7 +45,6 @@ def test_the_grid_is_the_benchmarks():
     assert {p.group for p in every} == {1, 4, 8} and {p.head_dim for p in every} == {64, 128}
     assert {p.seqlen_q for p in every} == {1, 2, 4, 8, 16}
     assert max(map(decode.cache_bytes, every)) <= 2**31
-    assert all(p.head_dim == 64 for p in decode.problems(Options(head_dims=(64,))))
     # Columns are split somewhere, on both units, and nowhere unless asked for.
     with bounds.DEVICES["H200"].planning():
         for series, own in decode.SPLITS.items():

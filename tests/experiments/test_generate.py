@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments import generate
-from experiments.beside import generation, small_model
+from experiments.beside import small_model
 from experiments.lab.measure import peers, timing
 from experiments.lab.measure.check import WrongResult
 from experiments.lab.record.options import Bench, Options
@@ -75,7 +75,7 @@ def test_what_is_trained_is_what_generates():
     w = small_model.weights(SMALL, draw)
     window = draw.integers(0, SMALL.alphabet, (2, 9))
     loss, _ = small_model.loss_and_gradients(w, SMALL, window)
-    attend = generation.whole(w["head"], alibi_slopes=SMALL.slopes)
+    attend = small_model.whole(w["head"], alibi_slopes=SMALL.slopes)
     found = small_model.logits(w, SMALL, window[:, :-1], attend).astype(np.float64)
     chances = np.exp(found) / np.exp(found).sum(-1, keepdims=True)
     at = (*np.indices((2, 8)), window[:, 1:])
@@ -150,7 +150,7 @@ def test_a_cache_changes_no_character_and_the_model_has_its_accesses(small):
 
 @pytest.mark.parametrize("fault", ["a row is forgotten", "pages change places"])
 def test_a_fault_of_the_cache_is_noticed(small, monkeypatch, fault):
-    attend = generation.Cache.attend
+    attend = small_model.Cache.attend
 
     def wrong(self, layer, q, k, v):
         if layer == 0 and fault == "a row is forgotten" and self.then[0] == 12:
@@ -159,7 +159,7 @@ def test_a_fault_of_the_cache_is_noticed(small, monkeypatch, fault):
             self.block_table[0] = self.block_table[0, ::-1].copy()
         return attend(self, layer, q, k, v)
 
-    monkeypatch.setattr(generation.Cache, "attend", wrong)
+    monkeypatch.setattr(small_model.Cache, "attend", wrong)
     with pytest.raises(WrongResult, match="characters differ without a cache"):
         list(generate._counted("fa2-simt"))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import ring
-from experiments.beside import ring_model, ring_ranks, ring_rows
+from experiments.beside import ring_ranks, ring_rows
 from experiments.beside.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
 from experiments.lab.measure import peers
 from experiments.lab.record.options import Bench, Options
@@ -46,7 +46,7 @@ def found(task, ranks):
         sent = ring.sent_bytes(ring.whole(N, causal), ranks, task.series, pass_)
         passes = ("fwd", "bwd") if pass_ == "fwd+bwd" else ("fwd",)
         travels = task.series.removeprefix("ring-")
-        modelled = ring_model.milliseconds(machine(), ring.whole(N, causal), ranks, travels, passes)
+        modelled = ring_rows.milliseconds(machine(), ring.whole(N, causal), ranks, travels, passes)
         time = modelled if modelled is not None else time
     return [time, 0.9 * time, 1.2 * time], sent
 
@@ -57,7 +57,7 @@ def machine(times=None):
         for p, c, n in product(FACTOR, (False, True), range(12, 19))
         if 2**n <= ring.LONGEST[p]
     }
-    return ring_model.Measured(times or known, LINK_SPEED, MERGE_SPEED)
+    return ring_rows.Measured(times or known, LINK_SPEED, MERGE_SPEED)
 
 
 def synthetic(ranks=2, options=None, failing=()):
@@ -78,7 +78,7 @@ def test_without_a_link_to_wait_for_ranks_share_the_time():
     free = replace(machine(), link=float("inf"), merging=float("inf"))
     for ranks, causal, travels in product((1, 2, 4), (False, True), ("kv", "q")):
         problem = ring.whole(2**16, causal)
-        time = ring_model.milliseconds(free, problem, ranks, travels, ("fwd", "bwd"))
+        time = ring_rows.milliseconds(free, problem, ranks, travels, ("fwd", "bwd"))
         assert time == pytest.approx(alone("fwd+bwd", causal, 2**16) / ranks)
 
 
@@ -88,7 +88,7 @@ def test_a_slow_link_is_what_takes_the_time():
     for ranks, travels, passes in product((2, 3, 4), ("kv", "q"), ("fwd", "bwd")):
         problem = ring.whole(4096 * ranks, False)
         part = replace(problem, seqlen_q=4096, seqlen_k=4096)
-        time = ring_model.milliseconds(slow, problem, ranks, travels, (passes,))
+        time = ring_rows.milliseconds(slow, problem, ranks, travels, (passes,))
         nbytes = io_model.ring(part, ranks, travels=travels, passes=passes).sent
         assert nbytes <= time <= nbytes + 5 * ranks
 
@@ -105,10 +105,10 @@ def test_merging_accesses_what_the_kernel_does():
     """Two of 16 bits read and one written between two ranks, else a sum in float32."""
     part = Problem(1, 2, 2, 8, 8, 4, dtype="float16")
     n = 2 * 8 * 4
-    assert ring_model._merge_bytes(part, 2, "fwd") == 6 * n
-    assert ring_model._merge_bytes(part, 3, "fwd") == 10 * n
-    assert ring_model._merge_bytes(part, 3, "bwd") == 30 * n
-    assert ring_model._merge_bytes(replace(part, causal=True), 2, "fwd") == 3 * n
+    assert ring_rows._merge_bytes(part, 2, "fwd") == 6 * n
+    assert ring_rows._merge_bytes(part, 3, "fwd") == 10 * n
+    assert ring_rows._merge_bytes(part, 3, "bwd") == 30 * n
+    assert ring_rows._merge_bytes(replace(part, causal=True), 2, "fwd") == 3 * n
 
 
 # --- what is timed ---------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 from experiment_helpers import made_up
 
 from experiments import shapes
-from experiments.beside import breadth
 from experiments.lab.measure import check, peers, timing
 from experiments.lab.measure.series import LABELS, plan
 from experiments.lab.measure.workloads import Inputs
@@ -28,7 +27,7 @@ def synthetic(missing=(), slow=()):
         peer = shapes.KINDS[point.kind].peer
         theirs = (peers.FLASH, peers.CUDNN) if peer == peers.FLASH else (peer,)
         for pass_ in point.passes:
-            for series in (breadth.AUTO, shapes.MMA, *theirs):
+            for series in (shapes.AUTO, shapes.MMA, *theirs):
                 if series in missing:
                     continue
                 ms = RATIOS.get(series, 2.0 if point.place in slow else 1.0)
@@ -46,7 +45,7 @@ def cells(table):
 
 def test_nothing_measured_is_nothing_drawn():
     assert shapes.draw([]) is None and shapes.table([]) is None
-    ours = [row for row in synthetic() if row.series == breadth.AUTO]
+    ours = [row for row in synthetic() if row.series == shapes.AUTO]
     assert shapes.draw(ours) is None
     for line in cells(shapes.table(ours)):
         assert line["median / worst"] == line["worst at"] == "-"
@@ -69,7 +68,6 @@ def test_every_class_has_its_points_and_can_be_planned():
     assert {(p.head_dim, p.causal) for p in problems["short"]} == {
         (d, causal) for d in (64, 128) for causal in (False, True)
     }
-    assert all(p.problem.head_dim == 64 for p in shapes.points(Options(head_dims=(64,))))
     with bounds.DEVICES["H200"].planning():
         for point in every:
             for pass_ in point.passes:
@@ -77,8 +75,7 @@ def test_every_class_has_its_points_and_can_be_planned():
                     for call in shapes._planned(series, pass_, point):
                         plan(call.series, call.problem, **call.options)
         splits = [
-            plan(breadth.AUTO, p, **breadth.plan_options("fwd", p)).kv_splits
-            for p in problems["few"]
+            plan(shapes.AUTO, p, **shapes.plan_options("fwd", p)).kv_splits for p in problems["few"]
         ]
     assert max(splits) > 3
 
@@ -106,7 +103,7 @@ def test_one_slow_point_and_one_that_failed_are_seen():
         assert line["median / worst"] == "1.50 / 0.75"
         assert line["worst at"].startswith("d=80, N=")
     rows = synthetic()
-    at = next(n for n, row in enumerate(rows) if row.series == breadth.AUTO)
+    at = next(n for n, row in enumerate(rows) if row.series == shapes.AUTO)
     rows[at] = replace(rows[at], value=None, note=f"{rows[at].note}; failed: why")
     line = next(cells(shapes.table(rows)))
     assert line["points"] == "6, 1 failed"
@@ -168,9 +165,9 @@ def ids(problem):
 @pytest.mark.parametrize("problem", SMALL, ids=ids)
 def test_rows_of_a_result_with_options_are_checked(problem):
     arrays = Inputs()(problem)
-    options = {"causal": problem.causal, **breadth.given(problem)}
+    options = {"causal": problem.causal, **shapes.call_options(problem)}
     right = reference.attention(*arrays, **options)
-    gate = check.gate(problem, "fwd", *arrays, **breadth.given(problem))
+    gate = check.gate(problem, "fwd", *arrays, **shapes.call_options(problem))
     assert gate(right.astype(np.float16)) < 1e-3
     wrong = right.copy()
     wrong[..., -1] *= 1.1
@@ -182,9 +179,9 @@ def test_rows_of_a_result_with_options_are_checked(problem):
 @pytest.mark.parametrize("problem", SMALL, ids=ids)
 def test_gradients_are_checked_on_a_shorter_problem(problem):
     arrays = Inputs(gradient=True)(problem)
-    options = {"causal": problem.causal, **breadth.given(problem)}
+    options = {"causal": problem.causal, **shapes.call_options(problem)}
     right = reference.attention_backward(arrays[3], *arrays[:3], **options)[:3]
-    gate = check.gate(problem, "bwd", *arrays, **breadth.given(problem))
+    gate = check.gate(problem, "bwd", *arrays, **shapes.call_options(problem))
     assert gate([x.astype(np.float16) for x in right]) < 2e-3
     for n, name in enumerate(("dq", "dk", "dv")):
         wrong = [x * (1.1 if at == n else 1) for at, x in enumerate(right)]
@@ -196,15 +193,15 @@ def test_a_shorter_problem_leaves_the_same_remainders():
     for point in shapes.points(Options()):
         if "bwd" not in point.passes:
             continue
-        small = breadth.shorter(point.problem)
-        assert max(small.seqlen_q, small.seqlen_k) <= breadth.LONGEST
+        small = shapes.shorter(point.problem)
+        assert max(small.seqlen_q, small.seqlen_k) <= shapes.LONGEST
         assert (small.group, small.head_dim) == (point.problem.group, point.problem.head_dim)
         if small.packed:
             assert small.q_lens == small.kv_lens == (250, 129, 128, 64, 33, 5)
             continue
         for name in ("seqlen_q", "seqlen_k"):
             long, short = getattr(point.problem, name), getattr(small, name)
-            assert long == short or (long - short) % (breadth.LONGEST // 2) == 0
+            assert long == short or (long - short) % (shapes.LONGEST // 2) == 0
         assert (small.heads_k, small.batch) == (1, 1)
 
 
@@ -228,10 +225,10 @@ def test_a_run_of_small_points_on_the_emulator(monkeypatch):
     monkeypatch.setattr(shapes, "time_call", timed)
     rows = list(shapes.measure(Options(), Bench(machine="some-gpu")))
     assert [(row.series, row.pass_) for row in rows] == [
-        *((breadth.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
-        (breadth.AUTO, "fwd"),
-        (breadth.AUTO, "bwd"),
-        *((breadth.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
+        *((shapes.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
+        (shapes.AUTO, "fwd"),
+        (shapes.AUTO, "bwd"),
+        *((shapes.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
     ]
     assert [row.note for row in rows if row.failed] == []
     assert {row.note for row in rows} == {f"{p.place}; mma" for p in found}

@@ -13,7 +13,7 @@ from experiment_helpers import flat, recorded
 
 import fa_numba
 from experiments import variants
-from experiments.beside import flex_variants, variant_times
+from experiments.beside import variant_times
 from experiments.lab.measure import flex, peers, timing
 from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Bench
@@ -212,7 +212,7 @@ def test_torch_has_every_variant():
         ((option, function),) = make(N, H).items()
         first = [S] if option == "score_mod" else []
         want = np.vectorize(function)(*first, *at)
-        theirs = flex_variants.given(make, N, H, "cpu")[option]
+        theirs = variant_times.flex_given(make, N, H, "cpu")[option]
         got = theirs(*map(torch.as_tensor, first), *places).expand(2, H, N, N).numpy()
         assert got.dtype == (np.float32 if first else bool), name
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
@@ -231,7 +231,7 @@ def test_functions_of_torch_go_to_flex_attention(monkeypatch):
     for name in ("sliding window", "alibi"):
         make = variants.VARIANTS[name]
         ours = make(problem.seqlen_q, problem.heads_q)
-        theirs = flex_variants.given(make, problem.seqlen_q, problem.heads_q, "cpu")
+        theirs = variant_times.flex_given(make, problem.seqlen_q, problem.heads_q, "cpu")
         found = flex.call(problem, q, k, v, **theirs)()
         want = fa_numba.reference.attention(q.numpy(), k.numpy(), v.numpy(), **ours)
         np.testing.assert_allclose(found.numpy(), want, atol=1e-5)
