@@ -121,14 +121,17 @@ class State(NamedTuple):
     m: Any
 
 
-class BlockState(NamedTuple):
-    """``State`` of a block, and one past its last row, padding among them."""
+class BlockOut(NamedTuple):
+    """``Out`` of a block of FlashAttention-1, and its ``State``; ``rows`` is one past its last row,
+    padding among them.
+    """
 
     O: Any
     A: Any
+    L: Any
     l: Any
     m: Any
-    rows_end: Any
+    rows: Any
 
 
 class BlockRows(NamedTuple):

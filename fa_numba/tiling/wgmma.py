@@ -172,6 +172,11 @@ class WgmmaSpec(Spec):
         return (_REGISTERS_WITH_ENDS if ends else REGISTERS)[self.consumers]
 
     @property
+    def loads_own_rows(self) -> bool:
+        """Whether each consumer's rows of Q are loaded by a thread of its own."""
+        return False
+
+    @property
     def column_producers(self) -> int:
         """Threads that bring K and V: of pages, which are many boxes, one each."""
         return 2 if self.features.page_size else 1

@@ -52,6 +52,10 @@ class WgmmaFa1Spec(WgmmaSpec):
         return REGISTERS[self.consumers]
 
     @property
+    def loads_own_rows(self) -> bool:
+        return True
+
+    @property
     def float_panels(self) -> int:
         """Boxes of 32 columns that a float32 row of O has."""
         return ceil_div(self.columns, FLOAT_PANEL)

@@ -27,14 +27,12 @@ def make_forward(spec):
     q_pipeline, k_pipeline, v_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
     Bc, ROWS, (FEW, MANY) = spec.Bc, spec.group_rows, spec.registers
-    Br, GROUPS = spec.Br, spec.consumers
+    Br = spec.Br
 
     @device_function
-    def produce_rows(shared, block, w, Q, A):
+    def produce_rows(shared, schedule, w, Q, A):
         bars, stage, phase, written_phase = shared.bars, uint32(0), uint32(1), uint32(0)
-        head, i_first, i_last = block
-        j0, j_end = visits.column_passes(i_first, i_last, head)
-        i_stop = uint32(min(i_last, head.Nq))
+        head, j0, j_end, i_first, i_stop = fa1_state.passes(schedule)
         fa1_state.wait_initialised(bars, w)
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
@@ -51,11 +49,9 @@ def make_forward(spec):
             j0 = uint32(j0 + Bc)
 
     @device_function
-    def produce_columns(shared, block, K, V):
+    def produce_columns(shared, schedule, K, V):
         stage, phase = uint32(0), uint32(1)
-        head, i_first, i_last = block
-        j0, j_end = visits.column_passes(i_first, i_last, head)
-        i_stop = uint32(min(i_last, head.Nq))
+        head, j0, j_end, i_first, i_stop = fa1_state.passes(schedule)
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             if i0 < i_end:
@@ -66,7 +62,7 @@ def make_forward(spec):
             j0 = uint32(j0 + Bc)
 
     @device_function
-    def consume(shared, block, state, L, scale):
+    def consume(shared, schedule, out, scale):
         rS, rB = cuda.local.array(RS, float32), cuda.local.array(RB, float32)
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
@@ -75,14 +71,12 @@ def make_forward(spec):
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
-        head, i_first, i_last = block
+        head, j0, j_end, i_first, i_stop = fa1_state.passes(schedule)
         factor = products.score_factor(scale, head)
-        j0, j_end = visits.column_passes(i_first, i_last, head)
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         own_first = uint32(i_first + ROWS * w)
-        fa1_state.initialise(rO, rl, rm, shared, state, Tile(own_first, j0, head, thread), i_last)
+        fa1_state.initialise(rO, rl, rm, shared, out, Tile(own_first, j0, head, thread))
         fa1_state.end_pass(bars, thread)
-        i_stop = uint32(min(i_last, head.Nq))
 
         # FA-1 line 5, FA-2 line 6: for each column tile j that is seen
         while j0 < j_end:
@@ -102,7 +96,7 @@ def make_forward(spec):
                 scores.read_bias(rB, tile)
                 visit, i_next, more = fa1_state.read_named(rB, shared, q, w, ahead)
                 # Alg. 1 line 8: load li, mi
-                fa1_state.read_statistics(rl, rm, state, visit, tile)
+                fa1_state.read_statistics(rl, rm, out, visit, tile)
                 products.wait_scores(rS, False)
                 if more:
                     q_pipeline.release(bars, own)
@@ -116,12 +110,12 @@ def make_forward(spec):
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 v_pipeline.wait(bars, kv)
                 products.begin_output(rT, rP, shared.sV, stage)
-                fa1_state.read_output(rO, rf, state, visit, tile)  # the same, of planes
+                fa1_state.read_output(rO, rf, out, visit, tile)  # the same, of planes
                 products.end_output(rO, rT, False)
                 if i_next >= i_end:
                     v_pipeline.release(bars, kv)
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-                fa1_state.write_state(rO, rl, rm, shared, q, state, more, tile)
+                fa1_state.write_state(rO, rl, rm, shared, q, out, more, tile)
                 q_stage, q_phase = q_pipeline.next(q)
                 i0 = i_next
             if visited:
@@ -129,7 +123,7 @@ def make_forward(spec):
                 stage, phase = k_pipeline.next(Slot(stage, phase))
             j0 = uint32(j0 + Bc)
         # FA-2 lines 13, 15: L = m + log l
-        fa1_state.write_logsumexp(rl, rm, L, state, own_first, i_last, head, thread)
+        fa1_state.write_logsumexp(rl, rm, out.L, out, own_first, out.rows, head, thread)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     out = boxed_type(spec.planes, 4)
@@ -142,15 +136,18 @@ def make_forward(spec):
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
-            w, first = uint32(cuda.threadIdx.x // 32), cuda.threadIdx.x % 32 == 0
-            if first and w < uint32(GROUPS):
-                produce_rows(shared, fa1_state.block(Q, K, group, split_rows, options), w, Q, A)
-            elif first and w == uint32(3):
-                produce_columns(shared, fa1_state.block(Q, K, group, split_rows, options), K, V)
+            w = load.warp()
+            if load.produces_rows(w):
+                schedule = fa1_state.block(Q, K, group, split_rows, options)
+                produce_rows(shared, schedule, w, Q, A)
+            elif load.produces_columns(w):
+                schedule = fa1_state.block(Q, K, group, split_rows, options)
+                produce_columns(shared, schedule, K, V)
         else:
             take_registers(MANY)
-            block = fa1_state.block(Q, K, group, split_rows, options)
-            consume(shared, block, fa1_state.state(O, A, l, m, block), L, scale)
+            schedule = fa1_state.block(Q, K, group, split_rows, options)
+            out = fa1_state.out(O, A, L, l, m, schedule)
+            consume(shared, schedule, out, scale)
 
     return fa1_forward
 

@@ -174,13 +174,15 @@ def make_forward(spec):
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
-            if cuda.threadIdx.x == 0:
+            w = load.warp()
+            if load.produces_rows(w):
                 produce_rows(shared, schedule, Q)
-            elif load.produces_columns():
+            elif load.produces_columns(w):
                 produce_columns(shared, schedule, K, V)
         else:
             take_registers(MANY)
-            consume(shared, schedule, Out(O, L, Q.shape[2]), scale)
+            out = Out(O, L, Q.shape[2])
+            consume(shared, schedule, out, scale)
 
     return fa2_forward
 

@@ -21,7 +21,7 @@ from fa_numba.parts.fa1_state import *  # noqa: F403
 from fa_numba.parts.grid import make_head, make_query_rows
 from fa_numba.parts.mma.epilogue import make_read_fragments, make_write_fragments
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import BlockRows, BlockState, Tile
+from fa_numba.parts.records import BlockOut, BlockRows, Tile
 from fa_numba.parts.softmax import (
     FULL_WARP,
     make_normalise_rows,
@@ -31,6 +31,7 @@ from fa_numba.parts.softmax import (
 )
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
 from fa_numba.parts.visits import (
+    make_column_passes,
     make_is_unseen,
     make_own_rows,
     make_row_ahead,
@@ -70,14 +71,30 @@ def make_block(spec):
 
 
 @part
-def make_state(spec):
-    """``state(O, A, l, m, block)``: what a block passes through global memory."""
+def make_out(spec):
+    """``out(O, A, L, l, m, schedule)``: what a block passes through global memory, and L."""
     query_rows = make_query_rows(spec)
 
-    def state(O, A, l, m, block):
-        return BlockState(O, A, query_rows(l, block.head), query_rows(m, block.head), block.i_last)
+    def out(O, A, L, l, m, schedule):
+        head, _, i_last = schedule
+        return BlockOut(O, A, L, query_rows(l, head), query_rows(m, head), i_last)
 
-    return state
+    return out
+
+
+@part
+def make_passes(spec):
+    """``passes(schedule)``: a block's head; the first column tile that it makes a pass over, and
+    one past the last column; its first row, and one past its last valid one.
+    """
+    column_passes = make_column_passes(spec)
+
+    def passes(schedule):
+        head, i_first, i_last = schedule
+        j0, j_end = column_passes(i_first, i_last, head)
+        return head, j0, j_end, i_first, uint32(min(i_last, head.Nq))
+
+    return passes
 
 
 @part
@@ -183,16 +200,16 @@ def _make_load(Br, panels, width, tile, facts, find):
 
 @part
 def make_read_statistics(spec):
-    """``read_statistics(rl, rm, state, visit, tile)``: l and m of a row tile."""
+    """``read_statistics(rl, rm, out, visit, tile)``: l and m of a row tile."""
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
-    def read_statistics(rl, rm, state, visit, tile):
-        seen = uint32(min(state.rows_end, tile.head.Nq))  # rows whose l and m some pass has written
+    def read_statistics(rl, rm, out, visit, tile):
+        seen = uint32(min(out.rows, tile.head.Nq))  # rows whose l and m some pass has written
         if row_starts(visit, tile.j0):
             seen = uint32(0)
-        read_values(rl, state.l, tile.i0, seen, tile.thread)
-        read_maxima(rm, state.m, tile.i0, seen, tile.thread)
+        read_values(rl, out.l, tile.i0, seen, tile.thread)
+        read_maxima(rm, out.m, tile.i0, seen, tile.thread)
         if row_starts(visit, tile.j0):
             take_sinks(rl, rm, tile, uint32(0))
 
@@ -285,19 +302,19 @@ def _no_output(rO, rf, shared, slot, visit, tile):
 
 @part
 def make_read_output(spec):
-    """``read_output(rO, rf, state, visit, tile)``: diag(f) O of planes, which this thread has
+    """``read_output(rO, rf, out, visit, tile)``: diag(f) O of planes, which this thread has
     written in the last pass, while products are on their way.
     """
     row_starts, in_place = make_row_starts(spec), spec.planes > 1
     query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
     scale_rows = make_scale_rows(spec)
 
-    def read_output(rO, rf, state, visit, tile):
+    def read_output(rO, rf, out, visit, tile):
         if in_place:
-            seen = uint32(min(state.rows_end, tile.head.Nq))
+            seen = uint32(min(out.rows, tile.head.Nq))
             if row_starts(visit, tile.j0):
                 seen = uint32(0)
-            read_fragments(rO, query_rows(state.O, tile.head), tile.i0, seen, tile.thread)
+            read_fragments(rO, query_rows(out.O, tile.head), tile.i0, seen, tile.thread)
             scale_rows(rO, rf)
 
     return read_output
@@ -357,7 +374,7 @@ def _make_write_sums(spec):
 
 @part
 def make_initialise(spec):
-    """``initialise(rO, rl, rm, shared, state, tile, rows_end)``: O = 0, l = 0, m = -inf of this
+    """``initialise(rO, rl, rm, shared, out, tile)``: O = 0, l = 0, m = -inf of this
     consumer's rows from those of the tile on, as far as no visit starts them.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
@@ -367,23 +384,23 @@ def make_initialise(spec):
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
     in_place = spec.planes > 1
 
-    def initialise(rO, rl, rm, shared, state, tile, rows_end):
-        head, thread = tile.head, tile.thread
+    def initialise(rO, rl, rm, shared, out, tile):
+        rows_end, head, thread = out.rows, tile.head, tile.thread
         if initialises:
             i0 = tile.i0
             while i0 < rows_end:
                 if is_unseen(uint32(i0 - ROWS * thread.w), head):
                     start(rO, rl, rm, Tile(i0, tile.j0, head, thread), uint32(0))
                     if in_place:
-                        write_fragments(rO, query_rows(state.O, head), i0, rows_end, thread)
+                        write_fragments(rO, query_rows(out.O, head), i0, rows_end, thread)
                     else:
-                        write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
+                        write_tile(rO, shared.sQ, uint32(0), out.O, i0, head, thread)
                         if sparse:  # whose first visit reads no A
                             sync_group(thread.w)
                         else:
-                            write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
-                    write_values(rl, state.l, i0, rows_end, thread)
-                    write_values(rm, state.m, i0, rows_end, thread)
+                            write_sums(rO, shared.sO, uint32(0), out.A, i0, head, thread)
+                    write_values(rl, out.l, i0, rows_end, thread)
+                    write_values(rm, out.m, i0, rows_end, thread)
                 i0 = uint32(i0 + Br)
 
     return initialise
@@ -404,7 +421,7 @@ def make_wait_initialised(spec):
 
 @part
 def make_write_state(spec):
-    """``write_state(rO, rl, rm, shared, slot, state, more, tile)``: O = diag(l)^-1 O, l and m of a
+    """``write_state(rO, rl, rm, shared, slot, out, more, tile)``: O = diag(l)^-1 O, l and m of a
     row tile to memory: O by way of a slot of O, to A, if there is ``more`` to come, else rounded by
     way of one of Q. This consumer then needs the slots no more.
     """
@@ -415,18 +432,18 @@ def make_write_state(spec):
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     release_o, normalise_rows = make_release_by(spec.pipelines.o), make_normalise_rows(spec)
 
-    def write_state(rO, rl, rm, shared, slot, state, more, tile):
+    def write_state(rO, rl, rm, shared, slot, out, more, tile):
         head, thread, own = tile.head, tile.thread, own_of(slot, tile.thread.w)
         normalise_rows(rO, rl)
         if more:
             at = uint32(slot.stage * NO)
-            write_sums(rO, shared.sO, at, state.A, tile.i0, head, thread)
+            write_sums(rO, shared.sO, at, out.A, tile.i0, head, thread)
         else:
             at = uint32(slot.stage * NQ)
-            write_tile(rO, shared.sQ, at, state.O, tile.i0, head, thread)
-        rows_end = uint32(min(state.rows_end, head.Nq))
-        write_values(rl, state.l, tile.i0, rows_end, thread)
-        write_values(rm, state.m, tile.i0, rows_end, thread)
+            write_tile(rO, shared.sQ, at, out.O, tile.i0, head, thread)
+        rows_end = uint32(min(out.rows, head.Nq))
+        write_values(rl, out.l, tile.i0, rows_end, thread)
+        write_values(rm, out.m, tile.i0, rows_end, thread)
         if not more:
             release_q(shared.bars, own)
         release_o(shared.bars, own, thread)
@@ -442,16 +459,16 @@ def _make_write_state_in_place(spec):
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
     write_values = make_write(spec)
 
-    def write_state(rO, rl, rm, shared, slot, state, more, tile):
+    def write_state(rO, rl, rm, shared, slot, out, more, tile):
         i0, head, thread = tile.i0, tile.head, tile.thread
         if not more:
             release_q(shared.bars, own_of(slot, thread.w))
             finish_output(rO, head)
         normalise_rows(rO, rl)
-        rows_end = uint32(min(state.rows_end, head.Nq))
-        write_fragments(rO, query_rows(state.O, head), i0, rows_end, thread)
-        write_values(rl, state.l, i0, rows_end, thread)
-        write_values(rm, state.m, i0, rows_end, thread)
+        rows_end = uint32(min(out.rows, head.Nq))
+        write_fragments(rO, query_rows(out.O, head), i0, rows_end, thread)
+        write_values(rl, out.l, i0, rows_end, thread)
+        write_values(rm, out.m, i0, rows_end, thread)
 
     return write_state
 

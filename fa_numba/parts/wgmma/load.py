@@ -188,12 +188,37 @@ def make_look_up(spec):
     return look_up
 
 
+@device_function
+def warp():
+    """This thread's warp."""
+    return uint32(cuda.threadIdx.x // 32)
+
+
+@part
+def make_produces_rows(spec):
+    """``produces_rows(w)``: whether this thread, of warp w, loads Q, or consumer w's rows of it."""
+    own, GROUPS = spec.loads_own_rows, spec.consumers
+
+    def produces_rows(w):
+        if own:
+            first = cuda.threadIdx.x % 32 == 0
+            return first and w < uint32(GROUPS)
+        return cuda.threadIdx.x == 0
+
+    return produces_rows
+
+
 @part
 def make_produces_columns(spec):
-    """``produces_columns()``: whether this thread loads K and V, or one of them."""
-    keys, values = COLUMN_PRODUCERS[spec.column_producers]
+    """``produces_columns(w)``: whether this thread, of warp w, loads K and V, or one of them; where
+    other warps have rows of Q, the last one's.
+    """
+    own, (keys, values) = spec.loads_own_rows, COLUMN_PRODUCERS[spec.column_producers]
 
-    def produces_columns():
+    def produces_columns(w):
+        if own:
+            first = cuda.threadIdx.x % 32 == 0
+            return first and w == uint32(3)
         thread = uint32(cuda.threadIdx.x)
         return thread == uint32(keys) or thread == uint32(values)
 
