@@ -87,12 +87,9 @@ def _file(name: str) -> Path | None:
 
 
 def digest(texts: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """Of the texts and their names, a module's without its place, and of the rows."""
+    """Of the texts and their names, and of the rows."""
     found = hashlib.sha256()
-    places = {
-        name: slices.short(name) if name.startswith("experiments.") else name for name in texts
-    }
-    for name, text in sorted((places[name], text) for name, text in texts.items()):
+    for name, text in sorted(texts.items()):
         found.update(f"{name}\0{text}\0".encode())
     found.update(dump(rows, runs=False).encode())
     return found.hexdigest()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 # A name of a module: (module, name), or (module, None) for the module itself.
 Place = tuple[str, str | None]
-WHOLE = "*"
 
 
 def plain(text: str) -> str:
@@ -44,11 +43,14 @@ def _plain_lines(text: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class _Statement:
-    """One of a module's outermost: what it defines, its text, what it may ask for."""
+    """One of a module's outermost: what it defines, its text, the names and attributes in it, and
+    which of these stand without an attribute.
+    """
 
     defines: frozenset[str]
     text: str
-    uses: frozenset[tuple[str, str | None]]  # a name and, where one is asked for, its attribute
+    uses: frozenset[str]
+    bare: frozenset[str]
     imports: Mapping[str, Place]  # within functions
 
 
@@ -69,21 +71,18 @@ def read(name: str, path: Path, written: int) -> Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             found.imports |= _imported(node, package)
             continue
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(d.lineno for d in decorators)])
-        inner = [x for x in ast.walk(node) if isinstance(x, ast.Import | ast.ImportFrom)]
-        within = {k: place for x in inner for k, place in _imported(x, package).items()}
-        gone = {n for x in inner for n in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        every = list(ast.walk(node))
+        inner = [x for x in every if isinstance(x, ast.Import | ast.ImportFrom)]
+        asked = {id(x.value): x.attr for x in every if isinstance(x, ast.Attribute)}
+        names = [x for x in every if isinstance(x, ast.Name)]
         found.statements.append(
             _Statement(
                 frozenset(_defined(node)),
-                "".join(
-                    lines.get(n, "")
-                    for n in range(first, (node.end_lineno or first) + 1)
-                    if n not in gone  # a name that is imported is bound, see `Slice.texts`
-                ),
-                frozenset(_used(ast.Module([node], []))),
-                within,
+                "".join(lines.get(n, "") for n in range(first, (node.end_lineno or first) + 1)),
+                frozenset([*asked.values(), *(x.id for x in names)]),
+                frozenset(x.id for x in names if id(x) not in asked),
+                {k: place for x in inner for k, place in _imported(x, package).items()},
             )
         )
     return found
@@ -103,64 +102,15 @@ def _defined(node: ast.stmt) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        names = [
-            each.elts if isinstance(each, ast.Tuple | ast.List) else [each] for each in targets
-        ]
-        flat = [name for some in names for name in some]
-        if all(isinstance(name, ast.Name) for name in flat):
-            yield from (name.id for name in flat if isinstance(name, ast.Name))
-
-
-# What has names of its own.
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *_COMPREHENSIONS)
-
-
-def _local(scope: ast.AST) -> set[str]:
-    """The names of a scope's own, without those of scopes within and of its imports."""
-    found, todo = set(), list(ast.iter_child_nodes(scope))
-    while todo:
-        each = todo.pop()
-        if isinstance(each, ast.arg):
-            found.add(each.arg)
-        elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            found.add(each.id)
-        elif isinstance(each, ast.FunctionDef | ast.ExceptHandler):
-            found.add(each.name or "")
-        todo += [] if isinstance(each, (*_SCOPES, ast.ClassDef)) else ast.iter_child_nodes(each)
-    return found
-
-
-def _used(node: ast.AST, local: frozenset[str] = frozenset()) -> Iterator[tuple[str, str | None]]:
-    """A module's names, with the attribute that is asked of them, or alone."""
-    for each in ast.iter_child_nodes(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
-            found: tuple[str, str | None] = each.value.id, each.attr
-        elif isinstance(each, ast.Name):
-            found = each.id, None
-        elif isinstance(each, _SCOPES):
-            if isinstance(each, _COMPREHENSIONS):
-                outside = [each.generators[0].iter]
-            else:  # a function's decorators and defaults
-                outside = [*getattr(each, "decorator_list", ()), *each.args.defaults]
-                outside += filter(None, each.args.kw_defaults)
-            yield from _used(ast.Tuple(outside), local)
-            yield from _used(each, local | _local(each))
-            continue
-        else:
-            yield from _used(each, local)
-            continue
-        if found[0] not in local:
-            yield found
-
-
-def short(module: str) -> str:
-    """A module's name wherever it stands: a file that is moved is the same."""
-    return module.rpartition(".")[2].lstrip("_")
+        inner = [x for target in targets for x in ast.walk(target)]
+        if not any(isinstance(x, ast.Subscript | ast.Attribute) for x in inner):
+            yield from (x.id for x in inner if isinstance(x, ast.Name))
 
 
 class Slice:
-    """All that names of modules that `find` has a file of reach, but modules in `without`."""
+    """All that names of modules that `find` has a file of reach, but modules in `without`. A name
+    is told by its letters: what a function calls its own reaches what the module calls so too.
+    """
 
     def __init__(self, find: Callable[[str], Path | None], without: Collection[str] = ()) -> None:
         self._find, self._without = find, without
@@ -170,63 +120,47 @@ class Slice:
 
     def take(self, module: str, name: str | None) -> None:
         """Add a name of a module, or the module with all that it has, and what these reach."""
-        todo: list[tuple[str, str]] = [(module, name or WHOLE)]
+        todo: list[Place] = [(module, name)]
         while todo:
             place = todo.pop()
-            if place in self._seen or place[0] in self._without:
-                continue
-            self._seen.add(place)
-            todo += list(self._reached(*place))
+            if place not in self._seen and place[0] not in self._without:
+                self._seen.add(place)
+                todo += self._reached(*place)
 
     def texts(self) -> dict[str, str]:
-        """Module -> what was taken of it and its imports; a moved module's text stays the same."""
+        """Module -> what was taken of it and of its imports."""
         return {
             name: "\n".join([*sorted(self._bound[name]), *(mine[n] for n in sorted(mine))])
             for name, mine in self._taken.items()
         }
 
-    def _reached(self, name: str, wanted: str) -> Iterator[tuple[str, str]]:
+    def _reached(self, name: str, wanted: str | None) -> Iterator[Place]:
         path = self._find(name)
         if path is None:
             return
-        inner = self._find(f"{name}.{wanted}")
-        if inner is not None:
-            yield f"{name}.{wanted}", WHOLE
-            return
         module = read(name, path, path.stat().st_mtime_ns)
-        if wanted in module.imports:  # passed on
-            yield from self._followed(module, module.imports, wanted, None)
-            return
         mine = self._taken.setdefault(name, {})
-        self._bound.setdefault(name, set())
+        bound = self._bound.setdefault(name, set())
         own = frozenset[str]().union(*(each.defines for each in module.statements))
-        known = wanted in own
-        for n, each in enumerate(module.statements):
-            if n in mine or (known and each.defines and wanted not in each.defines):
-                continue
-            mine[n] = each.text
-            for used, attribute in each.uses:
-                if used in own:
-                    yield name, used
-                else:
-                    yield from self._followed(
-                        module, {**module.imports, **each.imports}, used, attribute
-                    )
+        if wanted in module.imports and wanted not in own:  # passed on
+            yield from self._followed(module.imports[wanted], [None])
+        elif wanted is None or wanted in own:
+            for n, each in enumerate(module.statements):
+                if n in mine or (wanted and each.defines and wanted not in each.defines):
+                    continue
+                mine[n] = each.text
+                yield from ((name, used) for used in each.uses & own)
+                imports = {**module.imports, **each.imports}
+                for used in imports.keys() & each.uses - own:
+                    bound.add(f"{used} = {imports[used]}")
+                    whole = used in each.bare
+                    yield from self._followed(imports[used], [None] if whole else each.uses)
 
-    def _followed(
-        self, module: Module, imports: Mapping[str, Place], used: str, attribute: str | None
-    ) -> Iterator[tuple[str, str]]:
-        """What a name that is imported stands for."""
-        if used not in imports:
-            return
-        base, name = imports[used]
-        self._taken.setdefault(module.name, {})
-        bound = self._bound.setdefault(module.name, set())
-        inner = base if name is None else f"{base}.{name}"
-        if self._find(inner) is not None:
-            bound.add(f"{used} = {short(inner)}")
-            yield inner, attribute or WHOLE
-            return
-        bound.add(f"{used} = {base if self._find(base) is None else short(base)} {name or ''}")
-        if name is not None:
-            yield base, name
+    def _followed(self, place: Place, uses: Collection[str | None]) -> Iterator[Place]:
+        """What an import stands for: a name, or of a module what is used of it, None for all."""
+        base, name = place
+        module = base if name is None else f"{base}.{name}"
+        if self._find(module) is None:
+            yield place
+        else:
+            yield from ((module, used) for used in uses)
