@@ -253,21 +253,13 @@ def test_what_is_in_the_way_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (",false,", ",perhaps,", "line 2: causal is 'perhaps': allowed is true or false"),
-        (",4096,", ",,", "line 2: seqlen_q is '': allowed is an integer"),
-        (",4096,", ",4096.5,", "line 2: seqlen_q is '4096.5': allowed is an integer"),
-        (",4096,", ",-1,", "line 2: seqlen_q is '-1': allowed is an integer of at least 0"),
-        (",12.5,", ",fast,", "line 2: value is 'fast': allowed is a number"),
-        (",12.5,", ",-5,", "line 2: time is -5: allowed is a finite number of at least 0"),
-        (",12.5,", ",nan,", "line 2: time is nan: allowed is a finite number of at least 0"),
-        (",13.25,", ",inf,", "line 2: time is inf: allowed is a finite number of at least 0"),
+        (",false,", ",perhaps,", "line 2: causal is 'perhaps'"),
+        (",4096,", ",,", "line 2: seqlen_q is ''"),
+        (",4096,", ",4096.5,", "line 2: seqlen_q is '4096.5'"),
+        (",12.5,", ",fast,", "line 2: value is 'fast'"),
         (",measured,", ",", "line 2: it has 21 columns: expected 22"),
         (",measured,", ",guessed,", "line 2: source is 'guessed': allowed is measured, "),
-        (
-            "experiment,series,",
-            "experiment,kind,",
-            "columns are experiment,kind,".replace(",", ", "),
-        ),
+        ("experiment,series,", "experiment,kind,", "columns are experiment, kind, "),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, old, new, says):
@@ -294,8 +286,8 @@ def test_what_no_measurement_gives_is_kept_as_a_failure(tmp_path):
     ("change", "says"),
     [
         (lambda text: text[: text.rindex("\n", 0, 999)], "no line of fa2, Fig. 4"),
-        (lambda text: text[:-40], r"line \d+: it has \d+ columns: expected 17"),
-        (lambda text: text.replace(",0.36,", ",nan,"), "line 2: value is nan: allowed is a number"),
+        (lambda text: text[:-40], r"line \d+: it is not whole"),
+        (lambda text: text.replace(",0.36,", ",nan,"), "line 2: it is not whole, or has no finite"),
         (lambda text: text.replace(",0.36,", ",fast,"), "could not convert string to float"),
         (lambda text: text.replace(",", ";"), "columns are paper;item;.*: expected paper, item, "),
         (lambda text: "", "columns are : expected paper, item, "),

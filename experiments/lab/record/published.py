@@ -17,17 +17,14 @@ FILE = FIGURES / "data" / "published.csv"
 @cache
 def _lines() -> tuple[dict[str, str], ...]:
     with naming(FILE), open(FILE, newline="", encoding="utf-8") as file:
-        lines = csv.reader(file)
-        if tuple(header := next(lines, [])) != COLUMNS:
+        lines = csv.DictReader(file, strict=True)
+        if tuple(header := lines.fieldnames or ()) != COLUMNS:
             raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
         found = []
         for line in lines:
-            where, count = f"line {lines.line_num}", len(line)
-            if count != len(COLUMNS):
-                raise ValueError(f"{where}: it has {count} columns: expected {len(COLUMNS)}")
-            found.append(dict(zip(COLUMNS, line, strict=True)))
-            if not math.isfinite(float(found[-1]["value"])):
-                raise ValueError(f"{where}: value is {found[-1]['value']}: allowed is a number")
+            if None in line.values() or not math.isfinite(float(line["value"])):
+                raise ValueError(f"line {lines.line_num}: it is not whole, or has no finite value")
+            found.append(line)
         return tuple(found)
 
 

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
@@ -98,9 +98,14 @@ _FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
 _KEY = _FIELDS[: _FIELDS.index("metric") + 1]
 COLUMNS = tuple(name.rstrip("_") for name in _FIELDS)
 _SETTING = tuple(name for name in _KEY if name not in ("metric", "Br", "Bc"))
-_INTS = {"batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "Br", "Bc", "n"}
-_NEEDED = _INTS - {"Br", "Bc", "n"}
-_NUMBERS = {"value", "p20", "p80"}
+# What a cell is read as, if not as text; these may be empty.
+_READ: dict[str, Callable[[str], Any]] = {
+    "causal": {"true": True, "false": False}.__getitem__,
+    **dict.fromkeys(("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"), int),
+    **dict.fromkeys(("Br", "Bc", "n"), int),
+    **dict.fromkeys(("value", "p20", "p80"), lambda text: _number(text)),
+}
+_OPTIONAL = ("Br", "Bc", "value", "p20", "p80", "n")
 
 
 def _text(value: Any) -> str:
@@ -121,23 +126,13 @@ def _number(text: str) -> Number:
 
 
 def _field(name: str, text: str) -> Any:
-    """A cell as its column has it. Raises ValueError that names the column and what is allowed."""
-    allowed = "true or false"
+    """A cell as its column has it. Raises ValueError that names the column."""
+    if name in _OPTIONAL and not text:
+        return None
     try:
-        if name == "causal":
-            return {"true": True, "false": False}[text]
-        if name in _INTS:
-            allowed = "an integer of at least 0"
-            found = int(text) if text or name in _NEEDED else 0
-            if found < 0:
-                raise ValueError
-            return found if text else None
-        if name in _NUMBERS:
-            allowed = "a number"
-            return _number(text) if text else None
+        return _READ.get(name, str)(text)
     except (KeyError, ValueError):
-        raise ValueError(f"{name.rstrip('_')} is {text!r}: allowed is {allowed}") from None
-    return text
+        raise ValueError(f"{name.rstrip('_')} is {text!r}, which it cannot be") from None
 
 
 def impossible(row: Row) -> str:
@@ -193,26 +188,19 @@ def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
 
 def parse(text: str, machine: str) -> list[Row]:
     """The rows of CSV text, their runs or not. Raises ValueError, which names the line, where
-    columns or a value are not ours, or two lines are of the same thing.
+    columns or a value are not ours.
     """
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
     if header not in (COLUMNS, COLUMNS[:-1]):
         raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
     rows: list[Row] = []
-    before: dict[tuple[Any, ...], int] = {}
     for line in lines:
         try:
             if len(line) != len(header):
                 raise ValueError(f"it has {len(line)} columns: expected {len(header)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
-            row = Row(machine=machine, **{name: _field(name, cell) for name, cell in named})
-            if why := impossible(row):
-                raise ValueError(why)
-            first = before.setdefault((row.key, row.place), lines.line_num)
-            if first != lines.line_num:
-                raise ValueError(f"it is of the same as line {first}: expected one line")
-            rows.append(row)
+            rows.append(Row(machine=machine, **{name: _field(name, cell) for name, cell in named}))
         except ValueError as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
     return rows
@@ -309,15 +297,13 @@ class Store:
         """The JSON beside the rows; empty when there is none. Raises StoreError."""
         path = self.path(experiment, machine, ".json")
         with naming(path):
-            found = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            if not isinstance(found, dict):
-                raise ValueError(f"it is a {type(found).__name__}: expected an object")
-            return found
+            return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
     def runs(self, experiment: str, machine: str) -> list[dict[str, Any]]:
         """The runs that the JSON lists, the last one first. Raises StoreError."""
-        with naming(self.path(experiment, machine, ".json")):
-            return runs_of(self.provenance(experiment, machine))
+        about = self.provenance(experiment, machine)
+        one = {name: value for name, value in about.items() if name != "counted"}
+        return list(about.get("runs", [one] if about else []))
 
     def recorded(self, experiment: str, machine: str) -> tuple[list[Row], list[dict[str, Any]]]:
         """The stored rows and their runs. Raises StoreError, also where the JSON lacks one."""
@@ -328,12 +314,3 @@ class Store:
             path = self.path(experiment, machine, ".json")
             raise StoreError(f"{path}: it does not describe run {name!r} of {machine}.csv")
         return rows, [run for name, run in known.items() if name in named]
-
-
-def runs_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs that a recording's JSON lists. Raises ValueError for what is no list of runs."""
-    one = {name: value for name, value in about.items() if name != "counted"}
-    runs = about.get("runs", [one] if about else [])
-    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-        raise ValueError(f"runs is {json.dumps(runs)[:40]}: expected a list of objects")
-    return list(runs)
