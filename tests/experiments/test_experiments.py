@@ -23,7 +23,7 @@ import test_training
 from experiment_helpers import cells, recorded
 from experiment_helpers import made_up as row_of
 from matplotlib.figure import Figure
-from mma_helpers import every_dtype, numpy_dtype
+from mma_helpers import numpy_dtype
 from rich.console import Console
 
 import experiments
@@ -57,7 +57,7 @@ from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
 from experiments.lab.record import drawing, provenance, published, registry, runner
 from experiments.lab.record.options import FIGURES, REPOSITORY, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store, StoreError
-from experiments.lab.show import report, speed_figures, style
+from experiments.lab.show import report, speed_figures, style, tables
 from fa_numba import bounds, io_model, reference
 from fa_numba.problem import Problem
 
@@ -385,105 +385,65 @@ def test_all_does_without_a_gpu(monkeypatch, tmp_path):
 
 # --- an experiment more ----------------------------------------------------------------------
 
-ANOTHER = """'Squares.\\n\\nThe square of N.'
-from .lab.show import tables
-from .lab.record.store import MODEL, Row
-
-PROTOCOL = "multiplied"
-SIZES = {"batch": 1, "heads_q": 1, "heads_k": 1, "head_dim": 16, "causal": False}
-
-
-def measure(options, bench):
-    for N in bench.track(options.seqlens or (2, 3), "squares"):
-        common = {"machine": MODEL, "experiment": "another", "series": "fa2-simt", **SIZES}
-        common |= {"source": "model", "metric": "square", "unit": "1", "value": N * N}
-        yield Row(seqlen_q=N, seqlen_k=N, **common)
-
-
-def draw(rows):
-    from .lab.show import style
-
-    figure, axes = style.new(1, 1, 3)
-    axes[0, 0].plot([r.seqlen_q for r in rows], [r.value for r in rows], marker="o")
-    return figure
-
-
-def table(rows):
-    lines = [[str(r.seqlen_q), tables.cell(r, "{:g}".format)] for r in rows]
-    return tables.Table("Squares.", tables.markdown(["N", "square"], lines)) if rows else None
-
-
-def sum_(rows):
-    text = tables.markdown(["sum"], [[f"{sum(r.value for r in rows):g}"]])
-    return tables.Table("Their sum.", text) if rows else None
-
-
-TABLES = {"sum": sum_}
-"""
-
-
+# The whole experiment that CONTRIBUTING has.
 (WALK,) = re.findall(
     r"```python\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL
 )
 
 
 @pytest.fixture
-def another(request, tmp_path, monkeypatch):
+def another(tmp_path, monkeypatch):
     """An experiment's file in a folder of its own; the package knows that folder, no more."""
-    name, text = getattr(request, "param", ("another", ANOTHER))
     folder = tmp_path / "another"
     folder.mkdir()
-    (folder / f"{name}.py").write_text(text)
+    (folder / "head_dim.py").write_text(WALK)
     monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
-    yield name
-    sys.modules.pop(f"experiments.{name}", None)
-    if hasattr(experiments, name):
-        delattr(experiments, name)
+    yield "head_dim"
+    sys.modules.pop("experiments.head_dim", None)
+    if hasattr(experiments, "head_dim"):
+        delattr(experiments, "head_dim")
 
 
 def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, monkeypatch):
-    """Nothing else names it: it is listed, run, drawn, and its tables come between the markers."""
+    """Nothing else names it: it is listed, run, drawn, and its tables come between the markers;
+    and it passes what is asked of every recorded experiment.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     command.main(["list"])
-    assert "The square of N." in capsys.readouterr().out
-    out = tmp_path / "out"
+    assert "Bytes that each order loads and stores" in capsys.readouterr().out
+    out, page = tmp_path / "out", tmp_path / "page.md"
     assert command.main(["run", another, "--out", str(out)]) == 0
     store = Store(out)
-    assert [row.value for row in store.read(another, MODEL)] == [4, 9]
-    assert (out / "another.svg").exists() and (out / "another.png").exists()
+    rows, (run_,) = store.recorded(another, MODEL)
+    assert len(rows) == 8 and all(row.value > 0 and row.run == run_["id"] for row in rows)
+    assert (out / "head_dim.svg").exists() and (out / "head_dim.png").exists()
     assert command.main(["draw", another, "--out", str(out)]) == 0
 
-    page = tmp_path / "page.md"
+    def number(rows):
+        return tables.of("Rows.", ["number"], [[str(len(rows))]])
+
+    monkeypatch.setattr(registry.load(another), "TABLES", {"sum": number}, raising=False)
     page.write_text(
-        "Text.\n<!-- table: another -->\n<!-- end: another -->\n"
+        "Text.\n<!-- table: head_dim -->\n<!-- end: head_dim -->\n"
         "<!-- table: sum -->\n<!-- end: sum -->\n"
     )
-    assert report.update(page, store) == ["another", "sum"]
-    assert "| 3 | 9 |\n" in page.read_text() and "| 13 |\n" in page.read_text()
-    assert re.search(r"Squares. closed forms, .*; figures/data/another/model.csv", page.read_text())
-    assert report.check(page, store) == [] and "another" in report.known()
-
-
-@pytest.mark.parametrize("another", [("head_dim", WALK)], indirect=True, ids=["head_dim"])
-def test_the_experiment_of_the_walk_is_taken_up(another, tmp_path, monkeypatch):
-    """Run as CONTRIBUTING.md has it, it passes what is asked of every recorded experiment."""
-    out, drawn = tmp_path / "out", tmp_path / "drawn"
-    assert command.main(["run", another, "--out", str(out)]) == 0
-    rows, (run_,) = Store(out).recorded(another, MODEL)
-    assert len(rows) == 8 and all(row.value > 0 and row.run == run_["id"] for row in rows)
-    assert "| 32 | FA-2 (Q outer) |" in report.text(another, Store(out))
+    assert report.update(page, store) == ["head_dim", "sum"]
+    assert "| 32 | FA-2 (Q outer) |" in page.read_text() and "| 8 |\n" in page.read_text()
+    assert "; figures/data/head_dim/model.csv" in page.read_text()
+    assert report.check(page, store) == [] and {"head_dim", "sum"} <= set(report.known())
     assert len(registry.load(another).draw(rows).axes[0].lines) == 2
     monkeypatch.setattr(sys.modules[__name__], "FIGURES", out)
     test_figures_of_a_part_of_the_data_can_be_drawn(another)
-    test_figures_say_where_their_numbers_come_from(another, drawn, monkeypatch)
+    test_figures_say_where_their_numbers_come_from(another, tmp_path / "drawn", monkeypatch)
 
 
-def test_what_an_experiment_says_of_its_protocol_is_kept(another):
+def test_what_an_experiment_says_of_its_protocol_is_kept(another, monkeypatch):
     running = runner.Runner(Options(), [], Console(file=io.StringIO()))
 
     def own(name):
         return running.about(name, registry.load(name)).keywords["own"]
 
+    monkeypatch.setattr(registry.load(another), "PROTOCOL", "multiplied", raising=False)
     assert own(another) == {another: "multiplied"} and own("speed") == {}
     made = provenance.Provenance([], {"name": "Some GPU"})
     about = made.for_machine("some-gpu", own(another))
@@ -492,8 +452,10 @@ def test_what_an_experiment_says_of_its_protocol_is_kept(another):
 
 
 def test_two_tables_of_one_name_are_refused(another, monkeypatch):
-    monkeypatch.setattr(registry.load(another), "TABLES", {"speed": lambda rows: None})
-    with pytest.raises(ValueError, match="table 'speed' is of speed and of another"):
+    monkeypatch.setattr(
+        registry.load(another), "TABLES", {"speed": lambda rows: None}, raising=False
+    )
+    with pytest.raises(ValueError, match="table 'speed' is of speed and of head_dim"):
         report.known()
 
 
@@ -769,16 +731,21 @@ a line that the program printed
 """
 
 
-def test_counter_table_is_read_with_its_units():
-    first, second, third = counters.parse(NCU, counters.TRAFFIC)
-    assert first == {
+def test_a_table_of_counters_is_read_and_added_up_by_call():
+    launches = counters.parse(NCU, counters.TRAFFIC)
+    assert launches[0] == {
         "dram__bytes_read.sum": 1268.5e6,
         "dram__bytes_write.sum": 512.0,
         "l1tex__m_xbar2l1tex_read_sectors.sum": 2.5e9,
         "l1tex__m_l1tex2xbar_write_sectors.sum": 4,
     }
-    assert second["l1tex__m_xbar2l1tex_read_sectors.sum"] == 3e6
-    assert sum(third.values()) == 30
+    one, failed, two = counters.assign(launches, [2, "failed: out of memory", 1])
+    assert counters.l2_bytes(one) == 32 * (2.5e9 + 3e6 + 4 + 5)
+    assert counters.dram_bytes(one) == 1268.5e6 + 512 + 3000
+    assert failed == "failed: out of memory"
+    assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * (9 + 6), 15)
+    with pytest.raises(counters.CountersError, match="saw 3 kernels where 4 were launched"):
+        counters.assign(launches, [3, 1])
 
 
 @pytest.mark.parametrize(
@@ -794,15 +761,6 @@ def test_every_unit_of_ncu_has_its_factor(unit, factor):
     only = "".join(line for line in text.splitlines(True) if not re.match('"[12]"', line))
     ((other,),) = [launch.values() for launch in counters.parse(only, ["other.sum"])]
     assert other == pytest.approx(3 * factor)
-
-
-def test_launches_are_added_up_by_call():
-    launches = counters.parse(NCU, counters.TRAFFIC)
-    one, failed, two = counters.assign(launches, [2, "failed: out of memory", 1])
-    assert counters.l2_bytes(one) == 32 * (2.5e9 + 3e6 + 4 + 5)
-    assert counters.dram_bytes(one) == 1268.5e6 + 512 + 3000
-    assert failed == "failed: out of memory"
-    assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * (9 + 6), 15)
 
 
 def test_ratios_are_taken_and_never_added_up():
@@ -825,11 +783,6 @@ def test_ratios_are_taken_and_never_added_up():
 def test_broken_counter_tables_are_refused(text, message):
     with pytest.raises(counters.CountersError, match=message):
         counters.parse(text, counters.TRAFFIC)
-
-
-def test_a_missing_kernel_is_noticed():
-    with pytest.raises(counters.CountersError, match="saw 3 kernels where 4 were launched"):
-        counters.assign(counters.parse(NCU, counters.TRAFFIC), [3, 1])
 
 
 def test_counters_without_the_tool_say_so(monkeypatch):
@@ -893,99 +846,74 @@ def test_cases_that_cannot_be_run_are_refused():
         counters.Case.of("fa2", Problem(1, 4, 2, 64, 64, 64))
 
 
-def exact(problem, q, k, v):
-    out = reference.attention(q, k, v, scale=problem.scale, causal=problem.causal)
-    return out.astype(np.float32)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(5, 5), (100, 100), (40, 130), (130, 40)])
-def test_the_gate_passes_the_right_result_and_no_wrong_one(causal, lengths):
-    problem = Problem(2, 4, 2, *lengths, 16, causal=causal)
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        rng.standard_normal(shape, dtype=np.float32)
-        for shape in (problem.q_shape, problem.k_shape, problem.k_shape)
-    )
-    gate = check.Gate.of_rows(problem, q, k, v)
-    out = exact(problem, q, k, v)
-    assert gate(out) <= gate.bounds[0]
-    for wrong in (
-        out * np.float32(1 + 1e-4),
-        exact(problem, q * np.float32(1.01), k, v),
-        np.full_like(out, np.nan),
-    ):
-        with pytest.raises(check.WrongResult):
-            gate(wrong)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
-    problem = Problem(1, 2, 2, 100, 100, 16, causal=causal)
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal(problem.q_shape, dtype=np.float32) for _ in range(3))
-    gate = check.Gate.of_rows(problem, q, k, v)
-    out = exact(problem, q, k, v)
-    off = out * np.float32(1 + 5e-5)
-    assert gate.bounds[0] < gate.peer(off) < check.PEER_BOUND["float32"]
-    with pytest.raises(check.WrongResult):
-        gate(off)
-    other_mask = Problem(1, 2, 2, 100, 100, 16, causal=not causal)
-    # 10 bits of the inputs, as TF32 keeps
-    short = (x.astype(np.float16).astype(np.float32) for x in (q, k, v))
-    for wrong in (
-        exact(problem, q * np.float32(1.01), k, v),
-        exact(other_mask, q, k, v),
-        exact(problem, *short),
-        np.full_like(out, np.nan),
-    ):
-        with pytest.raises(check.WrongResult, match="allowed 1.00e-04"):
-            gate.peer(wrong)
-
-
 def half(array, dtype):
-    """Rounded to the nearest of a 16-bit dtype, as float32."""
+    """Rounded to the nearest of a dtype, as float32."""
     return np.asarray(array).astype(numpy_dtype(dtype)).astype(np.float32)
 
 
-@every_dtype
+def refuses(gate, *results, match="against float64"):
+    for result in results:
+        with pytest.raises(check.WrongResult, match=match):
+            gate(result)
+
+
+DTYPES = pytest.mark.parametrize("dtype", check.ROUNDING)
+
+
+@DTYPES
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_gates_of_16_bits(dtype, causal):
-    problem = Problem(1, 2, 2, 100, 100, 16, dtype=dtype, causal=causal)
+@pytest.mark.parametrize("lengths", [(5, 5), (100, 100), (40, 130), (130, 40)])
+def test_the_gate_passes_the_right_result_and_no_wrong_one(dtype, causal, lengths):
+    """Of peers it asks no more than that they compute the same function."""
+    problem = Problem(2, 4, 2, *lengths, 16, dtype=dtype, causal=causal)
+    q, k, v = Inputs()(problem)
+    gate, rounding = check.Gate.of_rows(problem, q, k, v), check.ROUNDING[dtype]
+    right = reference.attention(q, k, v, causal=causal)
+    assert gate(half(right, dtype)) <= rounding < gate.bounds[0] < 6 * rounding
+    # As the kernels may: P rounded before it is multiplied.
+    unfused = reference.unfused(q, k, v, causal=causal, **check.rounds(problem))
+    assert 0 < gate(unfused) < gate.bounds[0]
+    off = right * (1 + 6 * rounding)
+    nan, scaled = np.full_like(right, np.nan), reference.attention(1.1 * q, k, v, causal=causal)
+    refuses(gate, off, nan, scaled, match="O: error")
+    assert gate.bounds[0] < gate.peer(off) < check.PEER_BOUND[dtype]
+    wrong = [nan, scaled, reference.attention(q, k, v, causal=not causal)]
+    if dtype == "float32" and lengths == (100, 100):  # 10 bits of the inputs, as TF32 keeps
+        short = (half(x, "float16") for x in (q, k, v))
+        wrong.append(reference.attention(*short, causal=causal))
+    refuses(gate.peer, *wrong, match=f"allowed {check.PEER_BOUND[dtype]:.2e}")
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gate_of_gradients(dtype, causal):
+    """Of the last head of K and V and the queries that share it."""
+    problem = Problem(2, 6, 2, 60, 60, 16, dtype=dtype, causal=causal)
     q, k, v, dout = Inputs(gradient=True)(problem)
     for x in (q, k, v, dout):
         assert np.array_equal(half(x, dtype), x) and x.dtype == np.float32
         assert abs(x.std() - 1) < 0.1
-    other_mask = {"causal": not causal}
-    gate = check.Gate.of_rows(problem, q, k, v)
-    right = reference.attention(q, k, v, causal=causal)
-    rounding = check.ROUNDING[dtype]
-    error = gate(half(right, dtype))
-    assert 0 < error <= rounding < gate.bounds[0] < 4 * rounding < gate.peer_bounds[0] < 0.05
-    # As the kernels may: P rounded before it is multiplied.
-    assert gate(reference.unfused(q, k, v, matrix_dtype=dtype, causal=causal)) < gate.bounds[0]
-    wrong = [right * (1 + 4 * rounding), np.full_like(right, np.nan)]
-    for result in (*wrong, reference.attention(q * 1.1, k, v, **{"causal": causal})):
-        with pytest.raises(check.WrongResult):
-            gate(result)
-    assert gate.peer(wrong[0]) < gate.peer_bounds[0]
-    for result in (wrong[1], reference.attention(q, k, v, **other_mask)):
-        with pytest.raises(check.WrongResult):
-            gate.peer(result)
-
-    gate = check.Gate.of_gradients(problem, q, k, v, dout)
+    gate, rounding = check.Gate.of_gradients(problem, q, k, v, dout), check.ROUNDING[dtype]
     right = reference.attention_backward(dout, q, k, v, causal=causal)
     assert 0 < gate([half(x, dtype) for x in right]) <= rounding
-    near = reference.unfused_backward(dout, q, k, v, matrix_dtype=dtype, causal=causal)
-    assert all(np.array_equal(half(x, dtype), x) for x in near)
-    assert rounding / 8 < gate(near) < max(gate.bounds) < 5 * rounding
-    for i, name in enumerate(("dq", "dk", "dv")):
-        off = [x * (1 + 6 * rounding * (i == n)) for n, x in enumerate(right)]
-        with pytest.raises(check.WrongResult, match=name):
-            gate(off)
+    near = reference.unfused_backward(dout, q, k, v, causal=causal, **check.rounds(problem))
+    assert rounding / 8 < gate(near) < max(gate.bounds) < 6 * rounding
+    heads = slice(3, 6), slice(1, 2), slice(1, 2)
+    for n, (name, seen) in enumerate(zip(check.GRADIENTS, heads, strict=True)):
+
+        def but(factor, n=n):
+            return [x * (factor if i == n else 1.0) for i, x in enumerate(right)]
+
+        off = but(1 + 6 * rounding)
+        refuses(gate, off, match=name)
         assert gate.peer(off) < check.PEER_BOUND[dtype]
-    with pytest.raises(check.WrongResult):
-        gate.peer(reference.attention_backward(dout, q, k, v, **other_mask))
+        refuses(gate.peer, but(np.nan), but(1.1), match=name)
+        unseen = but(1.0)
+        unseen[n][:, : seen.start] = unseen[n][0] = np.nan
+        assert gate(unseen) < rounding
+        unseen[n][1, seen.start] *= 1.5
+        refuses(gate, unseen, match=name)
+    refuses(gate.peer, reference.attention_backward(dout, q, k, v, causal=not causal))
 
 
 def test_failures_become_notes():
@@ -1246,41 +1174,6 @@ def test_fa1_is_seen_where_fa2_covers_it():
 def test_the_protocol_says_what_is_flushed():
     assert "at least 1 GiB twice" in timing.PROTOCOL["l2"]
     assert f"N={timing.CHECKED_SEQLEN}" in timing.PROTOCOL["check of gradients"]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_gradients_gate(causal):
-    problem = Problem(2, 2, 2, 60, 60, 16, causal=causal)
-    q, k, v, dout = Inputs(gradient=True)(problem)
-    assert all(map(np.array_equal, Inputs()(problem), (q, k, v)))
-    gate = check.Gate.of_gradients(problem, q, k, v, dout)
-    exact = reference.attention_backward(dout, q, k, v, causal=causal)
-    right = [x.astype(np.float32) for x in exact]
-    assert gate(right) <= min(gate.bounds)
-    for i, name in enumerate(("dq", "dk", "dv")):
-        off = [x * np.float32(1 + 5e-5 * (i == n)) for n, x in enumerate(right)]
-        with pytest.raises(check.WrongResult, match=name):
-            gate(off)
-        assert 4e-5 < gate.peer(off) < 6e-5
-        wrong = [np.full_like(x, np.nan) if i == n else x for n, x in enumerate(right)]
-        with pytest.raises(check.WrongResult, match=name):
-            gate.peer(wrong)
-
-
-def test_the_gradients_gate_of_shared_heads():
-    problem = Problem(2, 6, 2, 40, 40, 8)
-    q, k, v, dout = Inputs(gradient=True)(problem)
-    gate = check.Gate.of_gradients(problem, q, k, v, dout)
-    right = [x.astype(np.float32) for x in reference.attention_backward(dout, q, k, v)]
-    assert gate(right) <= min(gate.bounds)
-    for n, heads in enumerate((slice(3, 6), slice(1, 2), slice(1, 2))):
-        unseen = [x.copy() for x in right]
-        unseen[n][:, : heads.start] = np.nan
-        unseen[n][0] = np.nan
-        gate(unseen)
-        unseen[n][1, heads] *= 1.01
-        with pytest.raises(check.WrongResult, match=check.GRADIENTS[n]):
-            gate(unseen)
 
 
 def on_the_emulator(monkeypatch, study=None, lengths=(8, 24)):
@@ -1696,24 +1589,6 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         shown = study.series if peers.available() else study.ours
         assert done_ == {(s, p) for s in shown for p in study.passes_of(s)}
     if name == "loop_order":
-        assert not [row.note for row in rows if row.failed and row.metric == "time"]
-    if name in ("block_sparse", "char_model"):
+        rows = [row for row in rows if row.metric == "time"]
+    if name in ("block_sparse", "char_model", "loop_order", "loop_cost"):
         assert not [row.note for row in rows if row.failed]
-    if name == "loop_cost":
-        assert not [row.note for row in rows if row.failed]
-        for (pass_, problem), mine in loop_cost.problems_of(rows).items():
-            found = loop_cost.by_step(mine)
-            steps = {at[0] for at in found if at[2] == "time"}
-            wanted = set(loop_cost.STEPS) - {*loop_cost.COUNTED_ONLY, "fa1-own"}
-            if pass_ == "bwd":
-                wanted -= {"fa1-keys", "fa2-one-block"}
-            if problem.dtype == "float32":
-                wanted -= {"fa1-keys"} if pass_ == "fwd" else {"fa1-splits"}
-            assert steps >= wanted
-            if counters.available() and pass_ == "fwd":
-                gains = loop_cost.factors(found)
-                assert all(gains[name] for name in ("instructions", "waiting", "rest"))
-                # FA-1 passes O through memory, FA-2 does not.
-                for source in ("model", "dram") if problem.dtype == "float32" else ("dram",):
-                    moved = [found[s, source, "traffic"] for s in ("fa1-splits", "fa2-fa1-tiles")]
-                    assert moved[0] > moved[1]
