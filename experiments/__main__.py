@@ -285,9 +285,10 @@ def _command(arguments: Sequence[str] | None) -> int:
         return 130
     reports = runner.reports
     missing = [name for name in chosen if not reports[name].drawn_from]
-    failed = any(report.error for report in reports.values())
+    failed = [f"{name}: {reports[name].error}" for name in reports if reports[name].error]
     if args.command == "all":
-        console.print(runner.summary(chosen))
+        for line in failed:
+            console.print(f"[red]{escape(line)}[/]", soft_wrap=True)
         if left:
             console.print(f"left for the next time: {', '.join(left)}", soft_wrap=True)
         return 1 if failed else 0

@@ -19,7 +19,7 @@ from experiments import __main__ as command
 from experiments.lab.measure import clocks, counters, peers, precompile
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import kept, provenance, recorder, registry, review, runner, schedule
+from experiments.lab.record import kept, provenance, recorder, registry, runner, schedule
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import MODEL, Row, Store, StoreError
 
@@ -98,8 +98,6 @@ def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
     with pytest.raises(KeyboardInterrupt):
         bench()
     assert {path: path.read_bytes() for path in before} == before
-    did = runner._what_happened(GPU, bench.report)
-    assert did == "4 rows, not whole: drawn from the recording"
     bench.stop, bench.value = None, 1.2
     assert bench() == [128, "counters"]
     assert "timing: 2 of 3 done before" in bench.text
@@ -201,10 +199,10 @@ def test_loops_of_one_label_are_told_apart(tmp_path):
     again = begun(of)
     assert [again.left("ab", "timing") for _ in range(2)] == [[], []]
     assert [item for _, item in again.left("ab", "timing")] == ["a", "b"]
-    assert [row.seqlen_q for row in again.measured] == [32, 64]
+    assert again.outcomes[GPU].measured == 2
     # Without regard to what may differ in a run of the same.
     assert recorder.spent(path, of | {"date": "later"}) == 2.5
-    assert recorder.spent(path, {"commit": 2}) is None and begun({"commit": 2}).measured == []
+    assert recorder.spent(path, {"commit": 2}) is None and not begun({"commit": 2}).outcomes
 
 
 def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
@@ -222,18 +220,7 @@ def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
     assert provenance.footnote({GPU: named}, [traffic, rows[1]]).endswith("\nL2 is a + b")
 
 
-# --- compared --------------------------------------------------------------------------------
-
-
-def test_of_peers_far_from_their_last_recording_it_is_said(bench):
-    bench()
-    bench.peer, bench.value = 2.0 * 1.3, 1.1
-    bench()
-    said = " ".join(bench.text.split())
-    assert "torch-fa2 (fwd, float32, N=" in said and "takes 1.30 times" in said
-    assert "2 others are off too" in said and "git has what was there" in said
-    assert {row.value / row.seqlen_q for row in bench.rows} == {2.6, 1.1}
-    assert not bench.report.error
+# --- nothing lost ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tool", [peers, counters])
@@ -261,21 +248,6 @@ def test_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatc
         bench()
     assert bench.report.error == "no space left" and not bench.rows
     assert bench() == ["counters"] and len(bench.rows) == 6 and not bench.report.error
-
-
-def test_which_times_of_torch_are_far_from_their_last():
-    """A setting's is compared with its own; short calls wait for the host, and may be off."""
-    plain, dropped, short = (
-        timed(N, ms, peers.FLASH, note=note)
-        for N, ms, note in ((32, 1.0, "plain"), (32, 4.0, "dropout"), (64, 0.1, "plain"))
-    )
-    before = [dropped, plain, short]
-    for near in (plain, replace(plain, value=1.2), replace(short, value=0.5)):
-        assert review.far(before, [near, dropped]) == ""
-    found = review.far(before, [plain, replace(dropped, value=8.0)])
-    assert "takes 2.00 times" in found and "others" not in found
-    assert "takes 0.50 times" in review.far(before, [replace(dropped, value=2.0)])
-    assert review.far([plain], [dropped]) == review.far([], [timed(32, 9.0)]) == ""
 
 
 # --- what is due -----------------------------------------------------------------------------
@@ -415,9 +387,6 @@ def everything(monkeypatch, tmp_path):
         def draw(self, name):
             done.append(f"drawn {name}")
             self.reports[name] = runner.Report(drawn_from=[GPU])
-
-        def summary(self, names):
-            return ""
 
     Running.slow = None
     monkeypatch.setattr(command, "Runner", Running)

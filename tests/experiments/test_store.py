@@ -186,7 +186,7 @@ def test_rows_come_into_the_recording_at_the_end(tmp_path):
     assert [r.value for r in store.read("speed", report.MACHINE)] == [12.5]
     (path,) = (tmp_path / "partial").iterdir()
     assert '"value": 9.0' in path.read_text()
-    assert Recorder(store, "speed", provenance).measured == []
+    assert not Recorder(store, "speed", provenance).outcomes
 
 
 def test_rows_go_to_their_machines_file(tmp_path):

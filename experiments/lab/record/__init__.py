@@ -5,7 +5,6 @@ options     what a run was asked for, and where it runs
 runner, drawing     measuring, storing and drawing for the command line
 store, provenance   rows in CSV files, and where they come from
 recorder    the rows of a run until it is whole
-review      whether new rows may replace a recording
 kept, slices    what numbers come from, and what need not be counted again
 schedule    what to measure anew and in which order
 published   the papers' own numbers

@@ -35,8 +35,7 @@ def side_by_side(runner: Any, names: Sequence[str]) -> None:
             for report, said in pool.map(partial(_draw, runner.options, look), names):
                 console.out(said, end="", highlight=False)
                 mine = runner.reports.setdefault(left.pop(0), Report())
-                mine.drawn_from, mine.recorded = report.drawn_from, report.recorded
-                mine.error = report.error or mine.error
+                mine.drawn_from, mine.error = report.drawn_from, report.error or mine.error
     for name in left:
         runner.draw(name)
 

@@ -28,6 +28,10 @@ class Outcome:
     failed: int = 0
     changed: bool = False
 
+    def __str__(self) -> str:
+        failed = f"{self.failed} failed, " if self.failed else ""
+        return f"{self.measured} rows, {failed}{'new' if self.changed else 'same as recorded'}"
+
 
 class Recorder:
     """Takes the rows of one run of what `of` describes, and those that one before has left.
@@ -52,10 +56,6 @@ class Recorder:
         self._loops: Counter[str] = Counter()
         self._path = partial(store, experiment)
         self._take_over(_comparable(of or {}))
-
-    @property
-    def measured(self) -> list[Row]:
-        return [row for rows in self._rows.values() for row in rows.values()]
 
     def add(self, *rows: Row) -> None:
         run = {machine: self._run_of(machine) for machine in {row.machine for row in rows}}

@@ -11,15 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fa_numba import device
 from fa_numba.choices.units import NoUnit
 
-from ..measure import clocks, peers
+from ..measure import clocks, counters, peers
 from ..measure import tune as sweep
 from ..show import style
-from . import kept, provenance, registry, review, schedule
+from . import kept, provenance, registry, schedule
 from .options import FIGURES, Bench, Options, Refused
 from .recorder import Outcome, Recorder, partial
 from .registry import Experiment, load
@@ -31,22 +30,17 @@ About = Callable[[str], dict[str, Any]]
 
 @dataclass
 class Report:
-    """What became of one experiment. `recorded` has the runs of each machine that is drawn, `kept`
-    is how many rows were counted before; `held` says that a run was cut off and its rows are none
-    of the recording's.
+    """What became of one experiment: the machines whose rows are drawn, what went wrong, what is
+    missing here to measure it.
     """
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
     drawn_from: list[str] = field(default_factory=list)
-    recorded: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    kept: int = 0
-    held: bool = False
     error: str = ""
     not_measured: str = ""
 
 
 class Runner:
-    """One command: `measure`, `draw` and `summary` for the experiments it names."""
+    """One command: `measure` and `draw` for the experiments it names."""
 
     def __init__(self, options: Options, arguments: Sequence[str], console: Console) -> None:
         self.options, self.console = options, console
@@ -64,7 +58,7 @@ class Runner:
             if report.not_measured:
                 self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
                 return
-            if (why := review.lacking(self._recorded(name))) and not self.options.replace:
+            if (why := lost(self._recorded(name))) and not self.options.replace:
                 raise Refused(f"the recording has {why}: --replace replaces it without")
             with self.store.alone(name):  # or else minutes of measuring would be for nothing
                 self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
@@ -73,15 +67,15 @@ class Runner:
                 texts, before = kept.sources(module, counts=True), None
                 if self.options.complete and not self.options.recount:
                     before = kept.stored(self.store, name, texts)
-                report.kept = len(before or ())
-                self._record(
+                outcomes = self._record(
                     name,
                     lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
                     about=self.about(name, module),
                     of=self.described(name, module),
                     complete=self.options.complete,
                 )
-                self._keep(name, report, texts)
+                if before is None and self.options.complete:
+                    self._keep(name, outcomes.get(EMULATOR, Outcome()), texts)
 
     def _on_gpus(self, name: str) -> bool:
         machines = {m for store in (Store(FIGURES), self.store) for m in store.machines(name)}
@@ -106,13 +100,10 @@ class Runner:
         """The last recording of the machine: in --out, or else the one that is with the project."""
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
-    def _keep(self, name: str, report: Report, texts: Mapping[str, str]) -> None:
+    def _keep(self, name: str, counted: Outcome, texts: Mapping[str, str]) -> None:
         """Write the digest of rows that this run counted, all that there are and none failed."""
-        counted = report.outcomes.get(EMULATOR)
-        if counted is None or report.kept or not self.options.complete:
-            return
-        whole = len(self.store.read(name, EMULATOR)) == counted.measured
-        if whole and not counted.failed:
+        rows = self.store.read(name, EMULATOR)
+        if rows and len(rows) == counted.measured and not counted.failed:
             kept.keep(self.store, name, texts, self._provenance.for_machine(EMULATOR))
 
     def lacking(self, name: str) -> bool:
@@ -171,9 +162,8 @@ class Runner:
     def _record(
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], about: About,
         of: Mapping[str, Any], complete: bool,
-    ) -> None:  # fmt: skip
+    ) -> dict[str, Outcome]:  # fmt: skip
         """Keep rows as they come, and put them into the recording at the end."""
-        report = self.reports.setdefault(name, Report())
         with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
             start = time.monotonic()
 
@@ -184,7 +174,6 @@ class Runner:
                 return run
 
             recorder = Recorder(self.store, name, now, of)
-            report.outcomes, report.held = recorder.outcomes, True
             try:
                 self._measure(measure, recorder)
             except StoreError:
@@ -192,9 +181,10 @@ class Runner:
             except BaseException:
                 recorder.stop()
                 raise
-            self._compare(name, recorder.measured)
-            recorder.finish(complete=complete)
-            report.held = False
+            outcomes = recorder.finish(complete=complete)
+            for machine, outcome in outcomes.items():
+                self.console.print(f"  {machine}: {outcome}", highlight=False)
+            return outcomes
 
     def _measure(
         self, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], recorder: Recorder
@@ -215,11 +205,6 @@ class Runner:
         if self.machine is None or not self.options.complete:
             return []
         return self.recording(name, self.machine).read(name, self.machine)
-
-    def _compare(self, name: str, rows: Sequence[Row]) -> None:
-        mine = [row for row in rows if row.machine == self.machine]
-        if far := review.far(self._recorded(name), mine):
-            self.console.print(f"[yellow]{name}: {far}; git has what was there[/]", soft_wrap=True)
 
     def tune(self, wanted: Sequence[sweep.Candidate], seconds: float | None = None) -> int:
         """Time the tiles on this GPU, for about so many seconds; store the fastest; exit status."""
@@ -255,9 +240,9 @@ class Runner:
         """Draw one figure from stored files alone; where that cannot be it is said."""
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
-            report.drawn_from = self._draw(name, report)
+            report.drawn_from = self._draw(name)
 
-    def _draw(self, name: str, report: Report) -> list[str]:
+    def _draw(self, name: str) -> list[str]:
         """The machines whose rows are drawn; none where nothing is."""
         try:
             import matplotlib  # noqa: F401
@@ -265,7 +250,7 @@ class Runner:
             raise Refused(
                 "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
             ) from None
-        module, (stored, report.recorded) = load(name), self._stored(name)
+        module, (stored, runs) = load(name), self._stored(name)
         rows = [row for row in stored if self.options.admits(row)]
         figure = module.draw(rows) if rows else None
         if figure is None:
@@ -273,7 +258,7 @@ class Runner:
             self.console.print(f"[yellow]{name}: no data{what}, no figure[/]")
             return []
         stem = self.options.out / name
-        note = provenance.footnote(report.recorded, rows)
+        note = provenance.footnote(runs, rows)
         changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
         film = module.animate(rows, note) if hasattr(module, "animate") else None
         if film is not None:
@@ -316,39 +301,12 @@ class Runner:
         rows = [row for machine in chosen for row in found[machine][0]]
         return rows, {machine: runs[machine] for machine in chosen}
 
-    def summary(self, chosen: Iterable[str]) -> Table:
-        """A line for each figure and machine: measured here or recorded before, new or the same."""
-        table = Table(title="Figures", title_justify="left")
-        for column in ("figure", "data", "this run", "recorded"):
-            table.add_column(column)
-        for name in chosen:
-            report = self.reports.get(name, Report())
-            machines = sorted(set(report.drawn_from) | set(report.outcomes))
-            if not machines:
-                state = report.error or report.not_measured
-                table.add_row(name, "-", "no data" + (f" ({escape(state)})" if state else ""), "-")
-            for i, machine in enumerate(machines):
-                table.add_row(
-                    name if i == 0 else "",
-                    {MODEL: "closed forms", EMULATOR: "counts"}.get(machine, machine),
-                    _what_happened(machine, report),
-                    provenance.when(report.recorded.get(machine, ())),
-                )
-            if report.error and machines:
-                table.add_row("", "", f"[red]{escape(report.error)}[/]", "")
-        return table
 
-
-def _what_happened(machine: str, report: Report) -> str:
-    outcome = report.outcomes.get(machine)
-    if outcome is None:
-        why = f" ({report.not_measured} to measure)" if report.not_measured else ""
-        return f"drawn from the recording{why}"
-    if machine == EMULATOR and report.kept:
-        return f"counted before from the same sources: {report.kept} rows"
-    if report.held:
-        return f"{outcome.measured} rows, not whole: drawn from the recording"
-    verb = {MODEL: "computed", EMULATOR: "counted"}.get(machine, "measured")
-    text = f"{verb} here: {outcome.measured} rows, "
-    text += "new" if outcome.changed else "same as recorded"
-    return text + (f"; [red]{outcome.failed} failed[/]" if outcome.failed else "")
+def lost(before: Sequence[Row]) -> str:
+    """What a recording has and this machine has nothing to measure with; empty for nothing."""
+    found = []
+    if not counters.available() and any(row.source in counters.BYTES for row in before):
+        found.append("hardware counters, and there is no Nsight Compute (ncu) here")
+    if not peers.available() and any(row.series.startswith("torch") for row in before):
+        found.append("torch's kernels, and there is no torch with CUDA here")
+    return "; ".join(found)
