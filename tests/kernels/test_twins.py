@@ -233,10 +233,10 @@ def test_twins_on_hoppers_unit():
     }
     used = [[n for n in parts_used(m, "consume") if n not in later] for m in WGMMA_TWINS]
     assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 8
-    # One carries O, l and m through memory; the other takes work tiles of a scheduler in ping-pong,
-    # and sums l and scales O at last.
+    # One carries O, l and m through memory, and S leaves registers for P; the other takes work
+    # tiles of a scheduler in ping-pong, and sums l and scales O at last.
     only = [{n.partition(".")[0] for n in set(a) - set(b)} for a, b in (used, used[::-1])]
-    assert only[0] == {"fa1_state", "visits", "q_pipeline"}
+    assert only[0] == {"fa1_state", "visits", "q_pipeline", "softmax"}
     assert only[1] == {"scheduler", "pingpong", "softmax", "products", "epilogue"}
     # Each says the lines of its own algorithm, FA-1 those of the other beside them.
     named = [re.findall(rf"# .*?FA-2 lines? ({NUMBERS})", text(m)) for m in WGMMA_TWINS]
@@ -357,7 +357,7 @@ def test_bodies_differ_in_few_lines(twins):
 
 @pytest.mark.parametrize(
     "twins, shared",
-    [(WGMMA_TWINS, 0.39), (WGMMA_BACKWARD_TWINS, 0.4)],
+    [(WGMMA_TWINS, 0.41), (WGMMA_BACKWARD_TWINS, 0.4)],
     ids=["fwd-wgmma", "bwd-wgmma"],
 )
 def test_producers_and_consumers_share_lines(twins, shared):

@@ -22,8 +22,8 @@ from fa_numba.parts.records import Slot, Tile
 def make_forward(spec):
     """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
-    products, scores, visits = bind(spec, wgmma.products, wgmma.scores, wgmma.visits)
-    (fa1_state,) = bind(spec, wgmma.fa1_state)
+    products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
+    visits, fa1_state = bind(spec, wgmma.visits, wgmma.fa1_state)
     q_pipeline, k_pipeline, v_pipeline, *_ = wgmma.pipelines(spec)
     (RS, RO, RP), RB, TM = spec.tile_registers, spec.bias_registers, spec.TM
     Bc, ROWS, (FEW, MANY) = spec.Bc, spec.group_rows, spec.registers
@@ -38,10 +38,12 @@ def make_forward(spec):
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             visited = i0 < i_end
             while i0 < i_end:
-                # Alg. 1 line 8: load Qi, Oi
                 slot, passed = Slot(stage, phase), Slot(w, written_phase)
                 starts = fa1_state.name_own_next(shared, i0, i_end, j0, head, slot, w)
-                fa1_state.load_own_rows(shared, Q, A, i0, starts, head, slot, passed)
+                # FA-1 line 8, FA-2 line 4: load Qi
+                load.q(shared, Q, i0, head, slot, w)
+                # Alg. 1 line 8: load Oi
+                fa1_state.load_output(shared, A, i0, starts, head, slot, passed)
                 stage, phase = q_pipeline.next(slot)
                 i0 = visits.next_row(uint32(i0 + Br), i_end, j0, head)
             if visited:
@@ -104,7 +106,7 @@ def make_forward(spec):
                     k_pipeline.release(bars, Slot(stage, phase))
                 scores.scale_bias_and_mask(rS, rB, factor, tile)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
-                fa1_state.softmax_to_p(rP, rS, factor, rm, rl, rf)
+                softmax.online_to_p(rP, rS, factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
                 fa1_state.take_output(rO, rf, shared, q, visit, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj

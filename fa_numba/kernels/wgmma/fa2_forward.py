@@ -32,7 +32,7 @@ def make_forward(spec):
     OVERLAPS = spec.overlaps
 
     @device_function
-    def produce_rows(shared, schedule, Q):
+    def produce_rows(shared, schedule, w, Q):
         bars, n, more = shared.bars, uint32(cuda.blockIdx.x), True
         stage, phase, late = uint32(0), uint32(1), uint32(0)
         while more:
@@ -40,11 +40,10 @@ def make_forward(spec):
             more = scheduler.announce(schedule, bars, slot, n)
             if more:
                 # Alg. 1 line 3: row tile i
-                work = scheduler.give(schedule, bars, slot, n)
-                head, j0, j_end = scheduler.columns_of(schedule, work)
-                # Alg. 1 line 4: load Qi
-                load.q(shared.sQ, Q, work.i0, head, bars, slot)
-                late = scheduler.wait_late(bars, late, j0, j_end, work.i0, head)
+                i0, head, j0, j_end = scheduler.give(schedule, bars, slot, n)
+                # FA-1 line 8, FA-2 line 4: load Qi
+                load.q(shared, Q, i0, head, slot, w)
+                late = scheduler.wait_late(bars, late, j0, j_end, i0, head)
                 n = scheduler.next_number(schedule, n)
             stage, phase = q_pipeline.next(slot)
 
@@ -54,17 +53,16 @@ def make_forward(spec):
         bars, q_stage, q_phase = shared.bars, uint32(0), uint32(0)
         while scheduler.has_columns(schedule, bars, Slot(q_stage, q_phase)):
             q = Slot(q_stage, q_phase)
-            work = scheduler.take_columns(schedule, bars, q)
-            head, j0, j_end = scheduler.columns_of(schedule, work)
-            waits = load.produces_k() and scheduler.is_long(j0, j_end, work.i0, head)
+            i0, head, j0, j_end = scheduler.take_columns(schedule, bars, q)
+            waits = load.produces_k() and scheduler.is_long(j0, j_end, i0, head)
             while j0 < j_end:
-                waits = scheduler.tell_late(bars, waits, j0, j_end, work.i0, head)
+                waits = scheduler.tell_late(bars, waits, j0, j_end, i0, head)
                 # FA-1 line 6, FA-2 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
-                scheduler.name_next(schedule, bars, kv, j0, j_end, work.i0, head)
+                scheduler.name_next(schedule, bars, kv, j0, j_end, i0, head)
                 load.columns(shared, K, V, j0, head, kv)
                 stage, phase = k_pipeline.next(kv)
-                j0 = scheduler.next_column(uint32(j0 + Bc), j_end, work.i0, head)
+                j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
             scheduler.tell_at_last(bars, waits)
             q_stage, q_phase = q_pipeline.next(q)
 
@@ -176,7 +174,7 @@ def make_forward(spec):
             give_registers(FEW)
             w = load.warp()
             if load.produces_rows(w):
-                produce_rows(shared, schedule, Q)
+                produce_rows(shared, schedule, w, Q)
             elif load.produces_columns(w):
                 produce_columns(shared, schedule, K, V)
         else:

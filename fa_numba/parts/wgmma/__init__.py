@@ -1,6 +1,6 @@
 """The parts of the kernels on Hopper's tensor cores (``wgmma``), a module an idea."""
 
-from fa_numba.parts import scores, softmax, values, visits
+from fa_numba.parts import scores, values, visits
 from fa_numba.parts.namespace import bind
 from fa_numba.parts.wgmma import (
     dq_kernel,
@@ -17,6 +17,7 @@ from fa_numba.parts.wgmma import (
     plane_gradients,
     products,
     scheduler,
+    softmax,
     wide_gradients,
 )
 

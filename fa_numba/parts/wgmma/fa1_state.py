@@ -5,17 +5,15 @@ TMA tiles, by way of a slot in shared memory. A row's l and m are read and writt
 the same in every pass; and so is, of float32 matrices in planes, O itself.
 """
 
-from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
+from fa_numba.device import device_function, float32, uint32
 from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
     fence_async_proxy,
-    load_box,
     store_box,
     wait_boxes,
     wait_boxes_read,
 )
-from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, wait_mbarrier
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, wait_mbarrier
 from fa_numba.intrinsics.shared import load_pair, store_pair
 from fa_numba.parts.fa1_state import *  # noqa: F403
 from fa_numba.parts.grid import make_head, make_query_rows
@@ -23,7 +21,6 @@ from fa_numba.parts.mma.epilogue import make_read_fragments, make_write_fragment
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BlockOut, BlockRows, Tile
 from fa_numba.parts.softmax import (
-    FULL_WARP,
     make_normalise_rows,
     make_scale_rows,
     make_start,
@@ -42,7 +39,7 @@ from fa_numba.parts.visits import (
 )
 from fa_numba.parts.wgmma.epilogue import make_rows_of, make_write_tile
 from fa_numba.parts.wgmma.listed import make_read_word, make_word
-from fa_numba.parts.wgmma.load import make_query_box, whole_box
+from fa_numba.parts.wgmma.load import make_own_tile, whole_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.pipeline import (
     make_acquire,
@@ -52,8 +49,8 @@ from fa_numba.parts.wgmma.pipeline import (
     make_release_by,
     make_wait,
 )
-from fa_numba.parts.wgmma.products import make_finish_output, make_round_pair
-from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+from fa_numba.parts.wgmma.products import make_finish_output
+from fa_numba.tiling.wgmma import GROUP_ROWS
 from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
 
@@ -98,32 +95,27 @@ def make_passes(spec):
 
 
 @part
-def make_load_own_rows(spec):
-    """``load_own_rows(shared, Q, A, i0, starts, head, slot, passed)``: the rows of Qi and Oi that a
-    consumer takes, to its part of a slot of either as it is empty; of Oi as they are ``passed``:
-    written in the last pass; none where this visit ``starts`` Oi, nor of planes, whose Oi consumers
-    load.
+def make_load_output(spec):
+    """``load_output(shared, A, i0, starts, head, slot, passed)``: a consumer's rows of Oi, to its
+    part of a slot as it is empty and they are ``passed``: written in the last pass; none where this
+    visit ``starts`` Oi, nor of planes, whose Oi consumers load.
     """
-    (q, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
-    load_q = _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], q, make_query_box(spec))
-    load_o = _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, o, whole_box)
-    acquire_q, acquire_o, commit_o = make_acquire(q), make_acquire(o), make_commit(o)
-    own_of, wait_written, in_place = make_own(q), make_wait(written), spec.planes > 1
+    (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
+    boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
+    load, acquire, commit = make_own_tile(*boxes, o, whole_box), make_acquire(o), make_commit(o)
+    own_of, wait_written, in_place = make_own(o), make_wait(written), spec.planes > 1
 
-    def load_own_rows(shared, Q, A, i0, starts, head, slot, passed):
+    def load_output(shared, A, i0, starts, head, slot, passed):
         bars, w = shared.bars, passed.stage
-        row0, own = uint32(i0 + ROWS * w), own_of(slot, w)
-        acquire_q(bars, own)
-        load_q(shared.sQ, Q, row0, head, bars, slot, w)
         if not in_place:
-            acquire_o(bars, own)
+            acquire(bars, own_of(slot, w))
             wait_written(bars, passed)
             if not starts:
-                load_o(shared.sO, A, row0, head, bars, slot, w)
+                load(shared.sO, A, uint32(i0 + ROWS * w), head, bars, slot, w)
             else:
-                commit_o(bars, own)
+                commit(bars, own_of(slot, w))
 
-    return load_own_rows
+    return load_output
 
 
 @part
@@ -180,25 +172,6 @@ def make_read_named(spec):
 
 
 @part
-def _make_load(Br, panels, width, tile, facts, find):
-    """64 rows of a ``tile`` of so many elements, by ``panels`` boxes of 128 bytes, ``width``
-    columns each, from where ``find`` finds them.
-    """
-    size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
-
-    def load(sT, T, row0, head, bars, slot, w):
-        barrier = uint32(full + uint32(slot.stage * groups + w))
-        own = uint32(uint32(slot.stage * tile) + width * GROUP_ROWS * w)
-        expect_bytes(bars, barrier, size)
-        box = find(T, row0, head)
-        for n in range(panels):
-            place = uint32(own + width * Br * n)
-            load_box(sT, place, T, box.outer, box.inner, box.row, width * n, bars, barrier)
-
-    return load
-
-
-@part
 def make_read_statistics(spec):
     """``read_statistics(rl, rm, out, visit, tile)``: l and m of a row tile."""
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
@@ -214,56 +187,6 @@ def make_read_statistics(spec):
             take_sinks(rl, rm, tile, uint32(0))
 
     return read_statistics
-
-
-@part
-def make_softmax_to_p(spec):
-    """``softmax_to_p(rP, rS, scale, rm, rl, rf)``: ``online_softmax`` with P in 16 bits, and in rf
-    what O is multiplied by, l exp(m - m_new).
-
-    All maxima come first: then a few columns of all rows at a time leave S for P, from the last on,
-    where ptxas finds a place for all of P.
-    """
-    TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
-    round_pair = make_round_pair(spec)
-
-    def softmax_to_p(rP, rS, scale, rm, rl, rf):
-        rshift = cuda.local.array(TM, float32)
-        for i in range(TM):
-            m_new = rm[i]
-            if folds:
-                m_new = NEG_INF
-            for j in range(TN):
-                m_new = maximum(m_new, rS[i * TN + j])
-            if folds:
-                m_new = maximum(rm[i], m_new * scale)
-            lane = TX // 2
-            while lane > 0:
-                m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
-                lane //= 2
-            rshift[i] = m_new
-            if m_new == NEG_INF:  # -inf - -inf would be NaN
-                rshift[i] = float32(0.0)
-            rf[i] = rl[i] * exp2(rm[i] - rshift[i])
-            rl[i] = float32(0.0)
-            rm[i] = m_new
-        for j in range(0, TN, 2):
-            for i in range(TM):
-                e = i * TN + (TN - 2 - j)
-                s0, s1 = rS[e], rS[e + 1]
-                if folds:
-                    s0, s1 = s0 * scale, s1 * scale
-                p0, p1 = exp2(s0 - rshift[i]), exp2(s1 - rshift[i])
-                rl[i] += p0 + p1
-                round_pair(rP, e // 2, p0, p1)
-        for i in range(TM):
-            lane = TX // 2
-            while lane > 0:
-                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
-                lane //= 2
-            rl[i] += rf[i]
-
-    return softmax_to_p
 
 
 @part

@@ -12,7 +12,7 @@ from fa_numba.parts.grid import make_key_end, make_query_end
 from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import common_rows, pages_of_tile
 from fa_numba.parts.records import Box, Shared, SharedWithO
-from fa_numba.parts.wgmma.pipeline import make_acquire
+from fa_numba.parts.wgmma.pipeline import make_acquire, make_own
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 # By how many there are: the threads that load K, and V.
@@ -44,14 +44,24 @@ def make_shared_memory(spec):
 
 @part
 def make_q(spec):
-    """``q(sQ, Q, i0, head, bars, slot)``: Qi to a slot, zeros beyond the sequence."""
-    NQ, full = spec.tile_halves[0], spec.pipelines.q.full
+    """``q(shared, Q, i0, head, slot, w)``: Qi to a slot, zeros beyond the sequence; or consumer
+    w's rows of it, to its part of the slot as that is empty.
+    """
+    (NQ, _, _), facts, ROWS = spec.tile_halves, spec.pipelines.q, GROUP_ROWS
     load = make_tile_of_queries(spec, GROUP_ROWS)
+    load_own = make_own_tile(spec.Br, spec.panels, PANEL, NQ, facts, make_query_box(spec))
+    own_of, acquire = make_own(facts), make_acquire(facts)
 
-    def q(sQ, Q, i0, head, bars, slot):
-        load(sQ, uint32(slot.stage * NQ), Q, i0, head, bars, full + slot.stage)
+    def q(shared, Q, i0, head, slot, w):
+        barrier = facts.full + slot.stage
+        load(shared.sQ, uint32(slot.stage * NQ), Q, i0, head, shared.bars, barrier)
 
-    return q
+    def own_q(shared, Q, i0, head, slot, w):
+        row0 = uint32(i0 + ROWS * w)
+        acquire(shared.bars, own_of(slot, w))
+        load_own(shared.sQ, Q, row0, head, shared.bars, slot, w)
+
+    return own_q if spec.loads_own_rows else q
 
 
 @part
@@ -140,6 +150,25 @@ def make_tile(rows, box, panels, find, heads=1):
                     load_box(sT, place, T, first.outer, first.inner, row, PANEL * n, bars, barrier)
 
     return tile
+
+
+@part
+def make_own_tile(Br, panels, width, tile, facts, find):
+    """``load(sT, T, row0, head, bars, slot, w)``: a consumer's 64 rows of a ``tile`` of so many
+    elements, by ``panels`` boxes of 128 bytes, ``width`` columns each, that ``find`` finds.
+    """
+    size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
+
+    def load(sT, T, row0, head, bars, slot, w):
+        barrier = uint32(full + uint32(slot.stage * groups + w))
+        own = uint32(uint32(slot.stage * tile) + width * GROUP_ROWS * w)
+        expect_bytes(bars, barrier, size)
+        box = find(T, row0, head)
+        for n in range(panels):
+            place = uint32(own + width * Br * n)
+            load_box(sT, place, T, box.outer, box.inner, box.row, width * n, bars, barrier)
+
+    return load
 
 
 @part

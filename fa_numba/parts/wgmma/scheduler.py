@@ -2,6 +2,8 @@
 multiprocessor for several.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, device_function, uint32
 from fa_numba.intrinsics.shared import index_tile
 from fa_numba.parts.grid import make_lengths
@@ -65,8 +67,10 @@ def make_announce(spec):
 
 @part
 def make_give(spec):
-    """``give(schedule, bars, slot, n)``: work tile number n, as the slot's readers see it."""
-    tile_of, row_tile = _make_tile_of(spec), _make_row_tile(spec)
+    """``give(schedule, bars, slot, n)``: work tile number n, as the slot's readers see it, and
+    ``columns_of`` it.
+    """
+    tile_of, row_tile, columns_of = _make_tile_of(spec), _make_row_tile(spec), make_columns_of(spec)
     write_work_tile, commit = _make_write_work_tile(spec), make_commit(spec.pipelines.work)
 
     def give(schedule, bars, slot, n):
@@ -75,7 +79,7 @@ def make_give(spec):
         work = WorkTile(i0, h, b, split)
         write_work_tile(schedule, slot, work)
         commit(bars, slot)
-        return work
+        return columns_of(schedule, work)
 
     return give
 
@@ -115,43 +119,43 @@ def make_read_work_tile(spec):
     return read_work_tile
 
 
-@part
+@cache
 def make_has_work(spec):
     """``has_work(schedule, bars, slot)``: whether there is a work tile in this slot of Q, once that
     is full, or the block is done.
     """
-    wait = make_wait(spec.pipelines.q)
+    return _make_is_given(spec.pipelines.q)
 
-    def has_work(schedule, bars, slot):
-        wait(bars, slot)
-        return is_valid(schedule, slot.stage)
 
-    return has_work
+@cache
+def make_has_columns(spec):
+    """``has_columns(schedule, bars, slot)``: the same, before Q is there, for who loads K and V."""
+    return _make_is_given(spec.pipelines.work)
 
 
 @part
-def make_has_columns(spec):
-    """``has_columns(schedule, bars, slot)``: the same, before Q is there, for who loads K and V."""
-    wait = make_wait(spec.pipelines.work)
+def _make_is_given(facts):
+    wait = make_wait(facts)
 
-    def has_columns(schedule, bars, slot):
+    def is_given(schedule, bars, slot):
         wait(bars, slot)
         return is_valid(schedule, slot.stage)
 
-    return has_columns
+    return is_given
 
 
 @part
 def make_take_columns(spec):
-    """``take_columns(schedule, bars, slot)``: the slot's work tile, which this thread reads no more
-    there.
+    """``take_columns(schedule, bars, slot)``: ``columns_of`` the slot's work tile, which this
+    thread reads no more there.
     """
-    read_work_tile, release_alone = make_read_work_tile(spec), make_release_alone(spec.pipelines.q)
+    read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
+    release_alone = make_release_alone(spec.pipelines.q)
 
     def take_columns(schedule, bars, slot):
         work = read_work_tile(schedule, slot.stage)
         release_alone(bars, slot)
-        return work
+        return columns_of(schedule, work)
 
     return take_columns
 
@@ -172,8 +176,8 @@ def make_next_number(spec):
 
 @part
 def make_columns_of(spec):
-    """``columns_of(schedule, work)``: a work tile's head, the first column tile of its share of the
-    columns, and one past the share's last column.
+    """``columns_of(schedule, work)``: a work tile's first row, its head, the first column tile of
+    its share of the columns, and one past the share's last column.
     """
     lengths, column_range = make_lengths(spec), make_column_range(spec)
     share_of_columns, rows = make_share_of_columns(spec), spec.head_rows
@@ -186,7 +190,7 @@ def make_columns_of(spec):
         head = Head(work.b, work.h, hk, Nq, Nk, options)
         j0, j_end = column_range(work.i0, uint32(work.i0 + rows), head)
         j0, j_end = share_of_columns(j0, j_end, work.split, work.i0, head)
-        return head, next_column(j0, j_end, work.i0, head), j_end
+        return work.i0, head, next_column(j0, j_end, work.i0, head), j_end
 
     return columns_of
 
@@ -200,7 +204,7 @@ def make_take(spec):
 
     def take(schedule, stage):
         work = read_work_tile(schedule, stage)
-        head, j0, j_end = columns_of(schedule, work)
+        _, head, j0, j_end = columns_of(schedule, work)
         return work, head.Nq, head.Nk, j0, j_end, head.hk
 
     return take
@@ -221,7 +225,7 @@ def make_begins_next(spec):
             more = is_valid(schedule, slot.stage)
             if more:
                 work = read_work_tile(schedule, slot.stage)
-                _, j0, j_end = columns_of(schedule, work)
+                _, _, j0, j_end = columns_of(schedule, work)
                 more = j0 < j_end
         return more
 

@@ -1,0 +1,58 @@
+"""The online softmax where S leaves registers for P, on Hopper's tensor cores."""
+
+from fa_numba.device import cuda, float32
+from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
+from fa_numba.parts.namespace import part
+from fa_numba.parts.softmax import *  # noqa: F403
+from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.wgmma.products import make_round_pair
+
+
+@part
+def make_online_to_p(spec):
+    """``online_to_p(rP, rS, scale, rm, rl, rf)``: ``online`` with P in 16 bits, and in rf
+    what O is multiplied by, l exp(m - m_new).
+
+    All maxima come first: then a few columns of all rows at a time leave S for P, from the last on,
+    where ptxas finds a place for all of P.
+    """
+    TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
+    round_pair = make_round_pair(spec)
+
+    def online_to_p(rP, rS, scale, rm, rl, rf):
+        rshift = cuda.local.array(TM, float32)
+        for i in range(TM):
+            m_new = rm[i]
+            if folds:
+                m_new = NEG_INF
+            for j in range(TN):
+                m_new = maximum(m_new, rS[i * TN + j])
+            if folds:
+                m_new = maximum(rm[i], m_new * scale)
+            lane = TX // 2
+            while lane > 0:
+                m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
+                lane //= 2
+            rshift[i] = m_new
+            if m_new == NEG_INF:  # -inf - -inf would be NaN
+                rshift[i] = float32(0.0)
+            rf[i] = rl[i] * exp2(rm[i] - rshift[i])
+            rl[i] = float32(0.0)
+            rm[i] = m_new
+        for j in range(0, TN, 2):
+            for i in range(TM):
+                e = i * TN + (TN - 2 - j)
+                s0, s1 = rS[e], rS[e + 1]
+                if folds:
+                    s0, s1 = s0 * scale, s1 * scale
+                p0, p1 = exp2(s0 - rshift[i]), exp2(s1 - rshift[i])
+                rl[i] += p0 + p1
+                round_pair(rP, e // 2, p0, p1)
+        for i in range(TM):
+            lane = TX // 2
+            while lane > 0:
+                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
+                lane //= 2
+            rl[i] += rf[i]
+
+    return online_to_p
