@@ -254,7 +254,7 @@ def make_query_gradients(spec):
         i0, head = dq_kernel.dq_row_tile(Q, K, group, options)
         j0, j_end = visits.column_range(i0, uint32(i0 + Br), head)
         bars, once = shared.bars, Slot(uint32(0), uint32(0))
-        load.q(shared.sQ, Q, i0, head, bars, once)
+        load.q(shared, Q, i0, head, once, uint32(0))
         dq_kernel.load_do_once(shared.sdO, dO, i0, head, bars, once)
         stage, phase = uint32(0), uint32(1)
         while j0 < j_end:
