@@ -22,100 +22,109 @@ from fa_numba.mods import PARAMETERS, captured, holding
 from fa_numba.options import AttentionOptions
 from fa_numba.scores import checked_call
 
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
 ALGORITHMS = ("standard", "fa1", "fa2")
 # What changes the result; of the rest `tiles` does so with a block mask.
 # ``layout`` is a test's own word here, for strides; that of the arrays' axes has its own tests.
 CHANGING = (*(name for name in AttentionOptions.__annotations__ if name != "layout"), "tiles")
 CHANGING += ("dlse",)  # of a backward call
 EPS = float(np.finfo(np.float32).eps)
+# One rounding to nearest of 16 bits, relative.
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 # --- inputs ----------------------------------------------------------------------------------
 
 
-def random_inputs(B, Hq, Hk, Nq, Nk, d, d_v=None, *, seed=0, q_size=1.0):
-    """q, k and v, normally distributed; v has the head dimension `d_v` where it is given."""
+def numpy_dtype(name):
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def in_halves(x):
+    return x.dtype.itemsize == 2
+
+
+def random_inputs(B, Hq, Hk, Nq, Nk, d, d_v=None, *, seed=0, q_size=1.0, dtype="float32"):
+    """q, k and v, normally distributed and then rounded; v has the head dimension `d_v` where it is
+    given.
+    """
     rng = np.random.default_rng([seed, B, Hq, Hk, Nq, Nk, d])
     q = np.float32(q_size) * rng.standard_normal((B, Hq, Nq, d), dtype=np.float32)
     k, v = rng.standard_normal((2, B, Hk, Nk, max(d, d_v or d)), dtype=np.float32)
-    return q, np.ascontiguousarray(k[..., :d]), np.ascontiguousarray(v[..., : d_v or d])
+    found = q, np.ascontiguousarray(k[..., :d]), np.ascontiguousarray(v[..., : d_v or d])
+    return tuple(x.astype(numpy_dtype(dtype), copy=False) for x in found)
 
 
 # --- memory with guard bands -----------------------------------------------------------------
 
 
-def _padded(d):
-    return -(-d // 4) * 4 + 8
+def _padded(d, e):
+    return -(-d // e) * e + 2 * e
 
 
 def _odd(d):
     return (d + 3) | 1
 
 
-# name -> (shape of the buffer, the array's view into it) for an array (B, H, N, d). Every view
-# leaves a row or more and elements of every row to the guard band.
+# name -> (shape of the buffer, the array's view into it) for an array (B, H, N, d) of which 16
+# bytes are e elements. Every view leaves a row or more and elements of every row to the guard band.
 LAYOUTS: dict[str, tuple] = {
-    # rows at 16-byte addresses where the head dimension is a multiple of 4
+    # rows at 16-byte addresses where the head dimension is a multiple of e
     "padded": (
-        lambda B, H, N, d: (B, H, N + 2, _padded(d)),
-        lambda a, B, H, N, d: a[:, :, 1 : N + 1, 4 : d + 4],
+        lambda B, H, N, d, e: (B, H, N + 2, _padded(d, e)),
+        lambda a, B, H, N, d, e: a[:, :, 1 : N + 1, e : d + e],
     ),
     # an odd pitch and an odd start: nothing is aligned
     "odd": (
-        lambda B, H, N, d: (B, H, N + 2, _odd(d)),
-        lambda a, B, H, N, d: a[:, :, 1 : N + 1, 1 : d + 1],
+        lambda B, H, N, d, e: (B, H, N + 2, _odd(d)),
+        lambda a, B, H, N, d, e: a[:, :, 1 : N + 1, 1 : d + 1],
     ),
     # (batch, seqlen, heads, head_dim) in memory
     "transposed": (
-        lambda B, H, N, d: (B, N + 2, H, _padded(d)),
-        lambda a, B, H, N, d: a[:, 1 : N + 1, :, 4 : d + 4].transpose(0, 2, 1, 3),
+        lambda B, H, N, d, e: (B, N + 2, H, _padded(d, e)),
+        lambda a, B, H, N, d, e: a[:, 1 : N + 1, :, e : d + e].transpose(0, 2, 1, 3),
     ),
     # head_dim is not the innermost axis
     "columns": (
-        lambda B, H, N, d: (B, H, d + 2, N + 3),
-        lambda a, B, H, N, d: a[:, :, 1 : d + 1, 2 : N + 2].swapaxes(2, 3),
+        lambda B, H, N, d, e: (B, H, d + 2, N + 3),
+        lambda a, B, H, N, d, e: a[:, :, 1 : d + 1, 2 : N + 2].swapaxes(2, 3),
     ),
     # negative strides on every axis
     "reversed": (
-        lambda B, H, N, d: (B, H, N + 2, _padded(d)),
-        lambda a, B, H, N, d: a[::-1, ::-1, N:0:-1, d + 3 : 3 : -1],
+        lambda B, H, N, d, e: (B, H, N + 2, _padded(d, e)),
+        lambda a, B, H, N, d, e: a[::-1, ::-1, N:0:-1, d + 3 : 3 : -1],
     ),
     # every second row
     "strided": (
-        lambda B, H, N, d: (B, H, 2 * N + 1, _padded(d)),
-        lambda a, B, H, N, d: a[:, :, 1::2, 4 : d + 4],
+        lambda B, H, N, d, e: (B, H, 2 * N + 1, _padded(d, e)),
+        lambda a, B, H, N, d, e: a[:, :, 1::2, e : d + e],
     ),
     # one batch entry for all: inputs alone
     "broadcast": (
-        lambda B, H, N, d: (1, H, N + 2, _padded(d)),
-        lambda a, B, H, N, d: np.broadcast_to(a[:, :, 1 : N + 1, 4 : d + 4], (B, H, N, d)),
+        lambda B, H, N, d, e: (1, H, N + 2, _padded(d, e)),
+        lambda a, B, H, N, d, e: np.broadcast_to(a[:, :, 1 : N + 1, e : d + e], (B, H, N, d)),
     ),
 }
 
-# A NaN that no computation makes, so that a band overwritten with NaN shows too.
-GUARD = np.array([0x7FC5A5A5], np.uint32).view(np.float32)[0]
-
-
-def guarded(shape, layout):
-    """A buffer of guard values at a 16-byte address and the view of `shape` into it."""
-    buffer_shape, view = LAYOUTS[layout]
-    size = buffer_shape(*shape)
-    flat = np.full(math.prod(size) + 4, GUARD, np.float32)
-    start = -flat.ctypes.data % 16 // 4
-    buffer = flat[start : start + math.prod(size)].reshape(size)
-    return buffer, view(buffer, *shape)
+# NaN that no computation makes, so that a band overwritten with NaN shows too.
+GUARDS = {4: np.uint32(0x7FC5A5A5), 2: np.uint16(0x7FC5)}
+GUARD = np.array([GUARDS[4]]).view(np.float32)[0]
 
 
 class OnGpu:
     """A view of GPU memory that offers `__cuda_array_interface__` and nothing else."""
 
-    def __init__(self, owner, offset, shape, strides):
+    def __init__(self, owner, offset, shape, strides, itemsize=4):
         pointer, _ = owner.__cuda_array_interface__["data"]
         self.owner = owner
         self.__cuda_array_interface__ = {
             "data": (pointer + offset, False),
             "shape": shape,
             "strides": strides,
-            "typestr": "<f4",
+            "typestr": f"<f{itemsize}",
             "version": 3,
         }
 
@@ -124,34 +133,44 @@ class Memory:
     """An array of up to four axes inside a guarded buffer, on the emulator's host or on the GPU.
 
     The last axes are those of (B, H, N, d) in `layout`, or with `rows` of (B, H, N). Holds
-    `values`, or guard values where none are given. `argument` is what a call takes.
+    `values`, or guard values of `dtype` where none are given. `argument` is what a call takes:
+    NumPy's bfloat16 is on the host also when the GPU computes, since no array interface describes
+    it.
     """
 
-    def __init__(self, device, shape, layout, values=None, rows=False):
+    def __init__(self, device, shape, layout, values=None, rows=False, dtype="float32"):
         last = (1,) if rows else ()
         axes = (0,) * (4 - len(shape) - rows) + (...,) + (0,) * rows
         shape = (1,) * (4 - len(shape) - rows) + (*shape, *last)
-        if values is not None:
-            values = values.reshape(shape)
-        self.buffer, self.view = guarded(shape, layout)
-        if values is not None:
-            written = self.view[:1] if layout == "broadcast" else self.view
-            if layout == "broadcast":
-                assert (values == values[:1]).all(), "a broadcast batch has equal entries"
-                written.flags.writeable = True
-            written[...] = values[:1] if layout == "broadcast" else values
-        self.before = self.buffer.copy()
-        self.inside = np.zeros(self.buffer.shape, bool)
-        inside = LAYOUTS[layout][1](self.inside, *shape)
+        kept = numpy_dtype(dtype) if values is None else values.dtype
+        size, each = kept.itemsize, 16 // kept.itemsize
+        buffer_shape, view = LAYOUTS[layout]
+        whole = buffer_shape(*shape, each)
+        flat = np.full(math.prod(whole) + each, GUARDS[size])
+        start = -flat.ctypes.data % 16 // size
+        self.buffer = flat[start : start + math.prod(whole)].reshape(whole)
+        self.view = view(self.buffer, *shape, each).view(kept)
+        self.inside = np.zeros(whole, bool)
         if layout != "broadcast":
-            inside[...] = True
+            view(self.inside, *shape, each)[...] = True
+        if values is not None:
+            self._fill(layout, values.reshape(shape))
+        self.before = self.buffer.copy()
         self.view = self.view[axes]
         self.remote: Any = None
         self.argument: Any = self.view
-        if device == "gpu":
+        if device == "gpu" and kept.name != "bfloat16":
             self.remote = devices.to_gpu(self.buffer)
             offset = self.view.ctypes.data - self.buffer.ctypes.data
-            self.argument = OnGpu(self.remote, offset, self.view.shape, self.view.strides)
+            self.argument = OnGpu(self.remote, offset, self.view.shape, self.view.strides, size)
+
+    def _fill(self, layout, values):
+        if layout == "broadcast":
+            assert (values == values[:1]).all(), "a broadcast batch has equal entries"
+            self.view.flags.writeable = True
+            self.view[:1] = values[:1]
+        else:
+            self.view[...] = values
 
     def fetch(self):
         """What the view holds now."""
@@ -162,7 +181,7 @@ class Memory:
     def assert_intact(self, name, *, whole):
         """The guard band, or the `whole` buffer, is as it was, bit for bit."""
         self.fetch()
-        changed = self.buffer.view(np.uint32) != self.before.view(np.uint32)
+        changed = self.buffer != self.before
         if not whole:
             changed &= ~self.inside
         where = "memory" if whole else "the guard band"
@@ -257,23 +276,23 @@ def _beside(device, option, function):
 def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", **options):
     """One call on `device` between guard bands: inputs and bands must stay, `out` must be filled.
 
-    On the emulator its accesses must be those of the plan. Asks for L unless told otherwise.
-    Biases and slopes are NumPy arrays and become guarded memory too.
+    On the emulator its accesses must be those of the plan, and the unit the one that is for the
+    dtype unless another is asked for. Asks for L unless told otherwise. Biases and slopes are NumPy
+    arrays and become guarded memory too.
     """
     options = {"return_lse": True, **options}
     inputs = {
         name: Memory(device, a.shape, layout, a) for name, a in (("q", q), ("k", k), ("v", v))
     }
-    others, given = memories(device, layout, options)
-    out = Memory(device, (*q.shape[:-1], v.shape[-1]), out_layout)
+    others, given = memories(place_of(device, q), layout, options)
+    out = Memory(device, (*q.shape[:-1], v.shape[-1]), out_layout, dtype=q.dtype.name)
     with running(device) as counts:
         arguments = [m.argument for m in inputs.values()]
         returned = fa_numba.attention(*arguments, algorithm=algorithm, out=out.argument, **given)
         O, L = returned if options["return_lse"] else (returned, None)
         assert O is out.argument
         if counts is not None:
-            shapes = q.shape, k.shape, v.shape
-            assert_counts(counts, fa_numba.plan(*shapes, algorithm=algorithm, **options))
+            assert_planned(counts, (q, k, v), algorithm=algorithm, **options)
         for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
         out.assert_intact("out", whole=False)
@@ -282,6 +301,21 @@ def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", 
         rows = q.shape[:3] if q.ndim == 4 else q.shape[1::-1]
         assert result.L.shape == rows and result.L.dtype == np.float32
     return result
+
+
+def place_of(device, array):
+    """Where the arrays are that come beside one of this dtype."""
+    return "emulator" if array.dtype.name == "bfloat16" else device
+
+
+def assert_planned(counts, arrays, **options):
+    """The counts are those of the call's plan, in elements and, in 16 bits, in bytes."""
+    dtype = arrays[0].dtype.name
+    plan = fa_numba.plan(*(x.shape for x in arrays), dtype=dtype, **options)
+    assert_counts(counts, plan)
+    if in_halves(arrays[0]):
+        moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
+        assert plan.unit == options.get("unit", "mma") and plan.accesses.bytes == moved
 
 
 def assert_counts(counts, plan):
@@ -492,7 +526,14 @@ def _size(a):
     return float(np.linalg.norm(np.where(np.isfinite(a), a, 0.0)))
 
 
-def truth(q, k, v, *, only_L=False, **options):
+def truth(q, k, v, *, algorithm="fa2", **options):
+    """O and L in float64, and how far a call's of this dtype may be from each."""
+    if in_halves(q):
+        return _truth_of_halves(q, k, v, algorithm, options)
+    return _truth_of_singles(q, k, v, **options)
+
+
+def _truth_of_singles(q, k, v, *, only_L=False, **options):
     """O and L in float64, and how far a float32 result may be from each, as Frobenius norms.
 
     Twice the error of the unfused float32 computation, or `roundings` where that is more (in a few
@@ -509,7 +550,31 @@ def truth(q, k, v, *, only_L=False, **options):
         L=L,
         O_bound=max(2 * _distance(O32, O), of_O) + EPS * _size(O),
         L_bound=max(2 * _distance(L32, L), of_L) + EPS * _size(np.maximum(np.abs(L), 1.0)),
+        scale=(),
     )
+
+
+def _truth_of_halves(q, k, v, algorithm, options):
+    """O: twice the error of the unfused computation with 16-bit matrices and float32 sums, plus one
+    rounding to 16 bits. L: as in float32. Of standard attention S is in 16 bits too, and L may also
+    be off by twice what that does to it. The scale of O is held too, within its rounding.
+    """
+    dtype = q.dtype.name
+    q, k, v = (a.astype(np.float32) for a in (q, k, v))
+    single = _truth_of_singles(q, k, v, only_L=True, **options)
+    stored = algorithm == "standard"
+    with np.errstate(all="ignore"):
+        yardstick = {"matrix_dtype": dtype, "stored_scores": stored, "return_lse": True}
+        near, near_L = reference.unfused(q, k, v, **yardstick, **options)
+    O_bound = 2 * _distance(near, single.O) + ROUNDING[dtype] * _size(single.O)
+    L_bound = single.L_bound + (2 * _distance(near_L, single.L) if stored else 0.0)
+    # A row's largest P is 1. Dropout makes 1 / (1 - p) of it, off by the same rounding in all rows.
+    shared = 0.0
+    if options.get("dropout_p") and not stored:
+        kept = 1 / (1 - options["dropout_p"])
+        shared = abs(float(reference._to_half(np.float32(kept), dtype)) / kept - 1)
+    bounds = {"O_bound": O_bound, "L_bound": L_bound}
+    return SimpleNamespace(O=single.O, L=single.L, **bounds, scale=(ROUNDING[dtype], shared))
 
 
 def assert_within(name, got, expected, bound, rounding=None, shared=0.0):
@@ -566,7 +631,7 @@ def assert_close_to_float64(out, q, k, v, lse=None, **options):
     `options` are those that change the result.
     """
     want = truth(q, k, v, **options)
-    assert_within("O", out, want.O, want.O_bound)
+    assert_within("O", np.asarray(out, np.float64), want.O, want.O_bound, *want.scale)
     if lse is not None:
         assert_within("L", lse, want.L, want.L_bound)
 
@@ -579,5 +644,24 @@ def changing(options):
 def check(device, algorithm, q, k, v, **options):
     """`attend`, and its result against float64."""
     result = attend(device, algorithm, q, k, v, **options)
-    assert_close_to_float64(result.O, q, k, v, result.L, **changing(options))
+    assert result.O.dtype == q.dtype
+    options = changing(options)
+    assert_close_to_float64(result.O, q, k, v, result.L, algorithm=algorithm, **options)
     return result
+
+
+# How much more a result may err where a loop takes many passes instead of one or few. Sums are in
+# float32 from the first pass to the last, so that the last rounding, to 16 bits, is the same error
+# for any number of passes. A sum that is rounded to 16 bits in each of n passes errs about
+# sqrt(n / 3) times as much (O, whose early passes weigh less in the end) or sqrt(n / 2) times (a
+# gradient, which grows as sqrt(n)).
+GROWTH = 1.25
+
+
+def assert_no_growth(name, few, many, expected):
+    """Of results of `few` passes and of `many` the second errs at most GROWTH times as much."""
+    once, often = (_distance(np.asarray(a, np.float64), expected) for a in (few, many))
+    assert often <= GROWTH * once, (
+        f"{name} is off by {often:.3g} after many passes and by {once:.3g} after few: "
+        f"allowed is {GROWTH} times that"
+    )

@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-import mma_helpers
 import numpy as np
 import pytest
 import rooms  # noqa: F401
@@ -26,7 +25,6 @@ import test_inputs
 import test_kv_splits
 import test_launch_cache
 import test_merge
-import test_mma_backward as on_mma
 import test_mods
 import test_pages
 import test_plans
@@ -42,24 +40,31 @@ import test_wgmma_emulated as on_hopper
 import test_wgmma_fa1 as fa1_on_hopper
 import test_wgmma_fa1_backward as fa1_backward_on_hopper
 from backward_helpers import (
-    WAYS,
+    ALL_WAYS,
+    NAMES,
     asked,
     differentiate,
     each,
     floats_of,
     names_of,
     random_gradients,
-    saved,
-    true_gradients,
+    saved_for,
+    wanted_gradients,
 )
-from helpers import ALGORITHMS, assert_within, attend, changing, truth
+from helpers import (
+    ALGORITHMS,
+    ROUNDING,
+    assert_no_growth,
+    assert_within,
+    attend,
+    changing,
+    truth,
+)
 
 from fa_numba import Tiles
 from fa_numba.host import planning
 from fa_numba.host import standard as planned_standard
 from fa_numba.integers import ceil_div
-
-FLOAT16 = mma_helpers.ROUNDING["float16"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -525,7 +530,7 @@ MMA_STANDARD_BACKWARD_CASES = {
 
 
 @cache
-def inputs(case):
+def inputs(case, dtype):
     """dout, q, k and v."""
     dout, q, k, v = random_gradients(*case.shape)
     if case.peaked:
@@ -534,54 +539,38 @@ def inputs(case):
         q, k = np.abs(q) + 1, k - 60
     if "cu_seqlens_q" in case.options:
         dout, q, k, v = (x[0].swapaxes(0, 1).copy() for x in (dout, q, k, v))
-    return dout, q, k, v
+    return tuple(x.astype(dtype) for x in (dout, q, k, v))
 
 
 def options_of(case):
     return {"tiles": case.tiles, "layout": case.layout, **case.options}
 
 
-@cache
-def wanted(case):
-    return truth(*inputs(case)[1:], tiles=case.tiles, **case.options)
+def standard_or_fa2(algorithm, dtype):
+    """Of whose results those of ``algorithm`` are held to the bounds."""
+    return "standard" if dtype == "float16" and algorithm == "standard" else "fa2"
 
 
 @cache
-def half_inputs(case):
-    return tuple(x.astype(np.float16) for x in inputs(case)[1:])
-
-
-@cache
-def wanted_halves(case, algorithm):
+def wanted(case, dtype, algorithm):
     options = changing(options_of(case))
-    return mma_helpers.truth(*half_inputs(case), algorithm=algorithm, **options)
+    return truth(*inputs(case, dtype)[1:], algorithm=algorithm, **options)
 
 
-def run_mma(algorithm, case):
-    """`run` on tensor cores, in float16."""
+def run(dtype, algorithm, case):
+    """Raise what the checks of a forward call raise, an AssertionError if it is wrong."""
     if case.page_size:
-        return run_paged("float16", case)
+        return run_paged(dtype, case)
     splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
     given = {**options_of(case), **splits, "out_layout": case.layout}
-    result = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
-    want = wanted_halves(case, algorithm)
+    arrays = inputs(case, dtype)[1:]
+    result = attend("emulator", algorithm, *arrays, **given)
+    want = wanted(case, dtype, standard_or_fa2(algorithm, dtype))
     assert_within("O", result.O.astype(np.float64), want.O, want.O_bound, *want.scale)
     assert_within("L", result.L, want.L, want.L_bound)
     if case.few:
-        given |= options_of(case.few)
-        few = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
-        mma_helpers.assert_no_growth("O", few.O, result.O, want.O)
-
-
-def run(algorithm, case):
-    """Raise what the checks of a forward call raise, an AssertionError if it is wrong."""
-    if case.page_size:
-        return run_paged("float32", case)
-    splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
-    given = {**options_of(case), **splits, "out_layout": case.layout}
-    result, want = attend("emulator", algorithm, *inputs(case)[1:], **given), wanted(case)
-    assert_within("O", result.O, want.O, want.O_bound)
-    assert_within("L", result.L, want.L, want.L_bound)
+        few = attend("emulator", algorithm, *arrays, **given | options_of(case.few))
+        assert_no_growth("O", few.O, result.O, want.O)
 
 
 def run_paged(dtype, case):
@@ -596,67 +585,41 @@ def run_paged(dtype, case):
 
 
 @cache
-def saved_values(case):
+def saved_values(case, dtype, algorithm):
     """out and lse of a forward pass."""
-    return saved(*inputs(case)[1:], tiles=case.tiles, **case.options)
+    return saved_for(algorithm, *inputs(case, dtype)[1:], **options_of(case))
 
 
 @cache
-def wanted_gradients(case):
+def wanted_of(case, dtype, algorithm):
+    """Gradients and their bounds, of all that has some."""
     options = {"tiles": case.tiles, **case.options}
     asks = {f"return_d{name}": name in options for name in ("bias", "sinks")}
-    asks["return_dcaptured"] = bool(floats_of(options.get("score_mod")))
-    return true_gradients(*inputs(case), saved_values=saved_values(case), **asks, **options)
+    captures = bool(floats_of(options.get("score_mod"))) and algorithm != "standard"
+    asks["return_dcaptured"] = captures
+    given = {"way": algorithm, "saved_values": saved_values(case, dtype, algorithm), **options}
+    return wanted_gradients(asks, *inputs(case, dtype), **given)
 
 
-def run_backward(way, case):
+def run_backward(dtype, way, case):
     """One way to the gradients of an algorithm."""
-    values = saved_values(case)
-    split = {"fa1-split": ("fa1", {"query_splits": case.query_splits})}
-    with mock.patch.dict(WAYS, split):
-        how = {"saved_values": values, **options_of(case)}
-        found = differentiate("emulator", way, *inputs(case), **how)
-    want = wanted_gradients(case)  # of a case that ends before, nobody asks for it
+    algorithm = standard_or_fa2(ALL_WAYS[way][0], dtype)
+    facts = {"saved_values": saved_values(case, dtype, algorithm), **options_of(case)}
+    split = {}
+    if dtype == "float32":
+        split["fa1-split"] = "fa1", {"query_splits": case.query_splits}
+    with mock.patch.dict(ALL_WAYS, split):
+        found = differentiate("emulator", way, *inputs(case, dtype), **facts)
+    want = wanted_of(case, dtype, algorithm)  # of a case that ends before, nobody asks for it
     asks = asked([*found], case.options)
     for name, gradient in each(names_of(*asks.values()), found):
-        assert_within(name, gradient, getattr(want, name), want.bounds[name])
-
-
-@cache
-def half_call(case, algorithm):
-    """dout, q, k and v, out and lse of a forward pass."""
-    given = [x.astype(np.float16) for x in inputs(case)]
-    return given, on_mma.saved_halves(algorithm, *given[1:], **options_of(case))
-
-
-@cache
-def wanted_half_gradients(case, algorithm):
-    """The gradients and their bounds."""
-    (given, values), options = half_call(case, algorithm), options_of(case)
-    asks = {f"d{name}": name in options for name in ("bias", "sinks")}
-    asks["dcaptured"] = bool(floats_of(options.get("score_mod"))) and algorithm != "standard"
-    return on_mma.expected(algorithm, *given, saved_values=values, **asks, **options)
-
-
-def run_mma_backward(way, case):
-    """`run_backward` on tensor cores, in float16."""
-    algorithm = "standard" if on_mma.WAYS[way][0] == "standard" else "fa2"  # FA-1's are the same
-    given, values = half_call(case, algorithm)
-    facts = {"saved_values": values, **options_of(case)}
-    found = on_mma.differentiate("emulator", way, *given, **facts)
-    exact, bounds = wanted_half_gradients(case, algorithm)
-    names = [*on_mma.names_of("bias" in case.options, "sinks" in case.options)]
-    names += [f"d{name}" for name in floats_of(case.options.get("score_mod"))]
-    wanted = dict(zip(names, zip(exact, bounds, strict=False), strict=False))
-    names = names_of(*asked(found, case.options).values())
-    of = ((n, x, *wanted[n]) for n, x in each(names, found))
-    for name, gradient, want, bound in of:
-        assert_within(name, gradient.astype(np.float64), want, bound, FLOAT16)
+        rounding = ROUNDING.get(dtype)
+        assert_within(name, gradient.astype(np.float64), *want[name], rounding)
     if case.few:
         facts |= options_of(case.few)
-        few = on_mma.differentiate("emulator", way, *given, **facts)
-        for name, a, b, want in zip(on_mma.NAMES, few, found, exact, strict=False):
-            mma_helpers.assert_no_growth(name, a, b, want)
+        few = differentiate("emulator", way, *inputs(case, dtype), **facts)
+        for name in NAMES:
+            assert_no_growth(name, getattr(few, name), getattr(found, name), want[name][0])
 
 
 # --- runs ------------------------------------------------------------------------------------
@@ -676,6 +639,8 @@ class Run:
 
 
 def _run(unit, runs, algorithm, title, case):
+    dtype = "float32" if unit == "simt" else "float16"
+
     def call():
         found = planned_standard.row_elements if case.resident else lambda *_, **__: 0
         uncached = getattr(planning.planned, "__wrapped__", planning.planned)
@@ -683,7 +648,7 @@ def _run(unit, runs, algorithm, title, case):
             mock.patch.object(planned_standard, "row_elements", found),
             mock.patch.object(planning, "planned", uncached),
         ):
-            runs(algorithm, case)
+            runs(dtype, algorithm, case)
 
     return Run(unit, f"{runs.__name__.removeprefix('run_')}-{algorithm}-{title}", call)
 
@@ -755,13 +720,13 @@ def own_runs():
         ("simt", run, ALGORITHMS, CASES),
         ("simt", run, ["fa2"], SIMT_PAGES),
         ("simt", run, ["standard"], SIMT_STANDARD),
-        ("simt", run_backward, [*WAYS, "fa1-split"], BACKWARD_CASES),
-        ("mma", run_mma, ["fa1", "fa2"], MMA_CASES),
-        ("mma", run_mma, ["fa1"], MMA_KEYS),
-        ("mma", run_mma, ["fa2"], MMA_STAGES),
-        ("mma", run_mma, ["standard"], MMA_STANDARD_CASES),
-        ("mma", run_mma_backward, on_mma.FLASH, MMA_BACKWARD_CASES),
-        ("mma", run_mma_backward, ["standard"], MMA_STANDARD_BACKWARD_CASES),
+        ("simt", run_backward, ALL_WAYS, BACKWARD_CASES),
+        ("mma", run, ["fa1", "fa2"], MMA_CASES),
+        ("mma", run, ["fa1"], MMA_KEYS),
+        ("mma", run, ["fa2"], MMA_STAGES),
+        ("mma", run, ["standard"], MMA_STANDARD_CASES),
+        ("mma", run_backward, [way for way in ALL_WAYS if way != "standard"], MMA_BACKWARD_CASES),
+        ("mma", run_backward, ["standard"], MMA_STANDARD_BACKWARD_CASES),
     ):
         for algorithm, group in itertools.product(algorithms, groups):
             for n, case in enumerate(groups[group]):

@@ -21,13 +21,10 @@ from typing import Any
 from unittest import mock
 
 import helpers
-import mma_helpers
 import numpy as np
 import rooms  # noqa: F401
-import test_mma_backward as mma_backward
 from backward_helpers import WAYS, as_plan, asks_for_dcaptured, check_gradients, with_dlse
-from helpers import ALGORITHMS
-from mma_helpers import ml_dtypes, numpy_dtype
+from helpers import ALGORITHMS, ml_dtypes, numpy_dtype
 from options_helpers import DRAWS, inputs
 from test_precision import SPLIT
 from test_prefix import LIES, call_of
@@ -168,13 +165,10 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
         function = fa_numba.attention_backward if saved else fa_numba.attention
         given = {"algorithm": algorithm, **own, **options}
         return refused(device, error, function, *arrays[not saved :], *saved, **given)
-    single = kind.dtype == "float32"
     if kind.passes == "bwd":
-        (check_gradients if single else mma_backward.check_gradients)(
-            device, kind.way, *arrays, **options
-        )
+        check_gradients(device, kind.way, *arrays, **options)
     else:
-        (helpers if single else mma_helpers).check(device, algorithm, *arrays[1:], **options)
+        helpers.check(device, algorithm, *arrays[1:], **options)
     return planned.unit
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_mma_backward import check_gradients, half_gradients
+from backward_helpers import check_gradients, half_gradients
 
 import fa_numba
 from fa_numba import bounds, io_model

@@ -1,10 +1,9 @@
 """Columns in parallel (`kv_splits`): results, counts, order and choice."""
 
-import helpers
-import mma_helpers
 import numpy as np
 import pytest
 from conftest import examples
+from helpers import check as check_call
 from helpers import random_inputs, running
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,19 +14,18 @@ from fa_numba import Tiles, bounds, io_model
 from fa_numba import device as devices
 from fa_numba.checks import MAX_KV_SPLITS
 
-CHECK = {"float32": helpers.check, "float16": mma_helpers.check}
 TILES = {"float32": Tiles(8, 16), "float16": Tiles(16, 16)}
 dtypes = pytest.mark.parametrize("dtype", ["float32", "float16"])
 
 
 def made(dtype, *shape, **how):
-    return tuple(a.astype(dtype) for a in random_inputs(*shape, **how))
+    return random_inputs(*shape, dtype=dtype, **how)
 
 
 def check(dtype, shape, **options):
     """O and L against float64 between guard bands, the counts against the closed form."""
     options = {"tiles": TILES[dtype], **options}
-    return CHECK[dtype]("emulator", "fa2", *made(dtype, *shape), **options)
+    return check_call("emulator", "fa2", *made(dtype, *shape), **options)
 
 
 # --- results -----------------------------------------------------------------------------------
@@ -69,7 +67,7 @@ def test_packed_splits(dtype):
     q, k, v = (np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in (q, k, v))
     for causal, lse in ((True, True), (False, False)):
         options = {"tiles": TILES[dtype], "causal": causal, "return_lse": lse, **cu}
-        CHECK[dtype]("emulator", "fa2", q, k, v, kv_splits=3, **options)
+        check_call("emulator", "fa2", q, k, v, kv_splits=3, **options)
 
 
 @examples(15)
@@ -80,7 +78,7 @@ def test_splits_with_any_options(names, kv_splits, seed):
     options = drawn(names, shape, TILES[dtype], seed)
     (_, q, k, v), options = inputs(shape, options)
     q, k, v = (a.astype(dtype) for a in (q, k, v))
-    CHECK[dtype]("emulator", "fa2", q, k, v, kv_splits=kv_splits, **options)
+    check_call("emulator", "fa2", q, k, v, kv_splits=kv_splits, **options)
 
 
 def test_large_scores_are_merged_exactly():
@@ -163,7 +161,7 @@ def test_packed_splits_on_hoppers_unit():
         q, k, v = made("float16", 1, heads, 2, 18, 300, 64)
         q, k, v = (np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in (q, k, v))
         options = {"tiles": Tiles(64, 64), "causal": True, "unit": "wgmma", **cu}
-        mma_helpers.check("emulator", "fa2", q, k, v, kv_splits=2, **options)
+        check_call("emulator", "fa2", q, k, v, kv_splits=2, **options)
 
 
 # --- heads in the rows of a tile ---------------------------------------------------------------

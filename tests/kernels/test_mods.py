@@ -19,7 +19,6 @@ from numba import cuda
 from offline import compiled
 from scipy import special
 from test_compile import plan_of
-from test_mma_backward import check_gradients as half_gradients
 
 import fa_numba
 from fa_numba import Tiles, mods, reference
@@ -532,7 +531,7 @@ def test_gradients_of_captured_arrays(name, way, unit):
     options |= {"unit": unit} if unit == "wgmma" else {"tiles": Tiles(16, 16), "dropout_p": 0.25}
     if (way, unit) == ("fa1", "wgmma"):
         del options["softcap"]
-    half_gradients("emulator", way, *halves, **options)
+    check_gradients("emulator", way, *halves, **options)
 
 
 def test_gradients_of_captured_arrays_by_name():
@@ -623,7 +622,7 @@ def test_options_beside_a_function_on_hoppers_unit(name):
     rows = 100 if "two" in name else 21
     if rows > 21:
         arrays = [x.astype(np.float16) for x in random_gradients(1, 2, 2, rows, 19, d)]
-    half_gradients("emulator", "fa2", *arrays, score_mod=GRADIENTS[function], **how)
+    check_gradients("emulator", "fa2", *arrays, score_mod=GRADIENTS[function], **how)
 
 
 # --- options that say the same -------------------------------------------------------------------

@@ -1,11 +1,8 @@
 """K and V in pages with a block table: the bits of contiguous K and V, what is refused."""
 
-import helpers
-import mma_helpers
 import numpy as np
 import pytest
-from helpers import assert_counts, random_inputs
-from mma_helpers import numpy_dtype
+from helpers import assert_close_to_float64, assert_counts, random_inputs
 
 import fa_numba
 from fa_numba import Tiles
@@ -35,8 +32,7 @@ def cache_of(k, v, lens, page_size, *, seed=0, unused=3, more=1):
 
 
 def inputs(dtype, *sizes):
-    kept = numpy_dtype(dtype)
-    return tuple(x.astype(kept) for x in random_inputs(*sizes))
+    return random_inputs(*sizes, dtype=dtype)
 
 
 def pages_and_piece(dtype, sizes, lens, page_size, tiles, **options):
@@ -144,9 +140,6 @@ def test_packed_queries_over_pages_give_the_bits_of_packed_keys(case):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_pages_are_as_close_to_float64_as_one_piece(dtype):
-    close = mma_helpers.assert_close_to_float64
-    if dtype == "float32":
-        close = helpers.assert_close_to_float64
     lens = [50, 33]
     q, k, v = inputs(dtype, 2, 4, 2, 7, 50, 64)
     k_pages, v_pages, table = cache_of(k, v, lens, 16)
@@ -155,7 +148,7 @@ def test_pages_are_as_close_to_float64_as_one_piece(dtype):
     options["sinks"] = np.array([0.5, -1.0, 3.0, 0.0], np.float32)
     paged = {"block_table": table, "return_lse": True}
     O, L = fa_numba.flash_attention_2(q, k_pages, v_pages, **paged, **options)
-    close(O, q, k, v, L, **options)
+    assert_close_to_float64(O, q, k, v, L, **options)
 
 
 def test_pages_of_any_strides_and_in_the_other_layout():

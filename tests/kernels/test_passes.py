@@ -5,11 +5,10 @@ test_mma_backward's.
 
 import numpy as np
 import pytest
-from helpers import random_inputs
-from mma_helpers import GROWTH
+from backward_helpers import saved_halves
+from helpers import GROWTH, random_inputs
 from stand_in_distributed import ranks_of
 from stand_in_torch import Tensor, fa_numba_torch
-from test_mma_backward import saved_halves
 from test_ring import pieces, relative, torch  # noqa: F401
 
 import fa_numba

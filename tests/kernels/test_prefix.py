@@ -3,11 +3,9 @@
 import pickle
 
 import helpers
-import mma_helpers
 import numpy as np
 import pytest
-from helpers import OnGpu, random_inputs, to_numpy
-from mma_helpers import numpy_dtype
+from helpers import OnGpu, numpy_dtype, random_inputs, to_numpy
 from options_helpers import packed
 from stand_in_device import no_calls_kept, no_gpu_but_its_driver, on_gpu
 from test_pages import cache_of
@@ -146,8 +144,7 @@ def check(device, dtype, shape, Np, lies, options, *, seed=0):
             moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
             assert plan.accesses.bytes == moved
         O, L = (padded(to_numpy(x), lies, options, shape) for x in found)
-    close = helpers if dtype == "float32" else mma_helpers
-    close.assert_close_to_float64(O, *exact[:3], L, **exact[3])
+    helpers.assert_close_to_float64(O, *exact[:3], L, **exact[3])
     return plan
 
 
@@ -262,7 +259,7 @@ def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(lies):
                 *map(on_gpu, arrays), return_lse=True, **given | placed
             )
             O, L = (padded(x.values, lies, options, case[1]) for x in (O, L))
-            mma_helpers.assert_close_to_float64(O, *exact[:3], L, **exact[3])
+            helpers.assert_close_to_float64(O, *exact[:3], L, **exact[3])
             planned = plan_of(arrays, prefix, given).kernels
             assert [x[:2] for x in gpu.launches] == [(k.name, k.grid) for k in planned]
         assert len(kept) == 1
@@ -278,7 +275,7 @@ def test_host_arrays_reach_a_gpu_as_rows_one_behind_the_other():
     with no_gpu_but_its_driver() as gpu:
         O = fa_numba.flash_attention_2(*arrays, **prefix, **given)
         assert gpu.launches[0][0] == "gather_rows"
-    mma_helpers.assert_close_to_float64(O, *exact[:3], **exact[3])
+    helpers.assert_close_to_float64(O, *exact[:3], **exact[3])
 
 
 BAD = {

@@ -6,11 +6,9 @@ Given another scale it makes +inf or NaN of the -inf of a masked score.
 
 import itertools
 
-import backward_helpers
-import helpers
-import mma_helpers
 import pytest
-import test_mma_backward
+from backward_helpers import check_gradients, random_gradients
+from helpers import check, random_inputs
 
 import fa_numba
 from fa_numba.device import kernel_cache
@@ -27,10 +25,8 @@ SCALES = (0.3, -0.3, 0)  # the first makes kernels that the next two must not ta
 @every_mask
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 def test_forward(unit, mask, algorithm):
-    shape, check = (1, 1, 1, *UNITS[unit], 64), helpers.check
-    inputs = helpers.random_inputs(*shape)
-    if unit != "simt":
-        inputs, check = mma_helpers.half_inputs("float16", *shape), mma_helpers.check
+    dtype = "float32" if unit == "simt" else "float16"
+    inputs = random_inputs(1, 1, 1, *UNITS[unit], 64, dtype=dtype)
     for scale in SCALES:
         check("emulator", algorithm, *inputs, scale=scale, unit=unit, **mask)
 
@@ -40,13 +36,10 @@ def test_forward(unit, mask, algorithm):
 @every_mask
 @pytest.mark.parametrize("way", ["fa1", "fa2", "fa2-deterministic"])
 def test_backward(unit, mask, way):
-    shape, check = (1, 1, 1, *UNITS[unit], 64), backward_helpers.check_gradients
-    inputs = backward_helpers.random_gradients(*shape)
-    if unit != "simt":
-        inputs = test_mma_backward.half_gradients("float16", *shape)
-        check = test_mma_backward.check_gradients
+    dtype = "float32" if unit == "simt" else "float16"
+    inputs = random_gradients(1, 1, 1, *UNITS[unit], 64, dtype=dtype)
     for scale in SCALES:
-        dq, dk, _ = check("emulator", way, *inputs, scale=scale, unit=unit, **mask)
+        dq, dk, _ = check_gradients("emulator", way, *inputs, scale=scale, unit=unit, **mask)
         assert scale or not (dq.any() or dk.any())
 
 

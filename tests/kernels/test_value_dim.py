@@ -5,6 +5,7 @@ import pytest
 from backward_helpers import (
     check_gradients,
     differentiate,
+    half_gradients,
     random_gradients,
     saved,
     true_gradients,
@@ -18,11 +19,8 @@ from helpers import (
     random_inputs,
     truth,
 )
-from mma_helpers import check as check_halves
 from mma_helpers import half_inputs
 from options_helpers import drawn, inputs
-from test_mma_backward import check_gradients as check_half_gradients
-from test_mma_backward import half_gradients
 
 import fa_numba
 from fa_numba import Tiles, io_model, reference
@@ -84,9 +82,7 @@ HALVES = [(64, 32), (16, 80), (20, 7), (192, 128)]
 def test_gradients_in_16_bits(way, d, d_v, causal):
     arrays = half_gradients("float16", 1, 4, 2, 35, 37, d, d_v)
     layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
-    check_half_gradients(
-        "emulator", way, *arrays, tiles=Tiles(32, 32), causal=causal, layout=layout
-    )
+    check_gradients("emulator", way, *arrays, tiles=Tiles(32, 32), causal=causal, layout=layout)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -95,7 +91,7 @@ def test_gradients_in_16_bits(way, d, d_v, causal):
 def test_16_bits_against_float64(algorithm, d, d_v, causal):
     q, k, v = half_inputs("float16", 1, 4, 2, 19, 37, d, d_v)
     layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
-    check_halves("emulator", algorithm, q, k, v, tiles=HALF_TILES, causal=causal, layout=layout)
+    check("emulator", algorithm, q, k, v, tiles=HALF_TILES, causal=causal, layout=layout)
 
 
 def test_choices_of_16_bits():
@@ -109,7 +105,7 @@ def test_choices_of_16_bits():
         ("fa1", {"tiles": HALF_TILES, "query_splits": 2, "window": (20, 3)}),
     ]
     for algorithm, options in ways:
-        check_halves("emulator", algorithm, q, k, v, **options)
+        check("emulator", algorithm, q, k, v, **options)
 
 
 @pytest.mark.parametrize("precision", ["fp16x3", "bf16x6", "bf16x3"])
@@ -148,7 +144,7 @@ def test_gradients_in_planes(d, d_v, precision):
 def test_gradients_in_one_order(d, d_v):
     arrays = half_gradients("float16", 1, 4, 2, 35, 37, d, d_v)
     layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
-    check_half_gradients("emulator", "fa2-deterministic", *arrays, causal=True, layout=layout)
+    check_gradients("emulator", "fa2-deterministic", *arrays, causal=True, layout=layout)
 
 
 # O leaves by way of Q's slot, which may be the narrower one; both of a panel; MLA's
@@ -160,7 +156,7 @@ HOPPERS = [(64, 128), (24, 136), (136, 72)]
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 def test_hopper_against_float64(algorithm, d, d_v):
     q, k, v = half_inputs("bfloat16" if d == 64 else "float16", 1, 2, 1, 70, 90, d, d_v)
-    check_halves("emulator", algorithm, q, k, v, causal=d != 64, **HOPPER)
+    check("emulator", algorithm, q, k, v, causal=d != 64, **HOPPER)
 
 
 # Half a panel of dQ a consumer; consumers of unlike columns, dV by way of K's place, dK of V's
@@ -179,7 +175,7 @@ GRADIENTS = [
 @pytest.mark.parametrize(("way", "d", "d_v", "options"), GRADIENTS)
 def test_gradients_on_hopper(way, d, d_v, options):
     arrays = half_gradients("bfloat16" if d == 136 else "float16", 1, 2, 1, 70, 90, d, d_v)
-    check_half_gradients("emulator", way, *arrays, causal=True, **HOPPER, **options)
+    check_gradients("emulator", way, *arrays, causal=True, **HOPPER, **options)
 
 
 def test_choices_on_hopper():
@@ -196,7 +192,7 @@ def test_choices_on_hopper():
         ("fa1", q, {"tiles": Tiles(64, 32), "query_splits": 2, "window": (20, 3)}),
     ]
     for algorithm, rows, options in ways:
-        check_halves("emulator", algorithm, rows, k, v, **HOPPER, **options)
+        check("emulator", algorithm, rows, k, v, **HOPPER, **options)
 
 
 OPTIONS = [
@@ -215,10 +211,10 @@ def test_options_beside(algorithm, names):
     (_, *rows), options = inputs(shape, drawn(names, shape, HALF_TILES))
     q, k, v = (x.astype(np.float16) for x in rows)
     v8 = np.ascontiguousarray(v[..., :8])
-    check_halves("emulator", algorithm, q, k, v8, **options)
+    check("emulator", algorithm, q, k, v8, **options)
     if algorithm == "fa2":
         _, options = inputs(shape, drawn(names, shape, Tiles(64, 32)))
-        check_halves("emulator", algorithm, q, k, v8, **HOPPER, **options)
+        check("emulator", algorithm, q, k, v8, **HOPPER, **options)
     (dout, q, k, v), options = inputs(shape, drawn(names, shape, Tiles(8, 32)))
     dout, v = (np.ascontiguousarray(x[..., :12]) for x in (dout, v))
     check_gradients("emulator", algorithm, dout, q, k, v, **options)
@@ -228,10 +224,9 @@ def test_options_beside(algorithm, names):
 def test_splits_pages_and_layout(unit):
     dtype = "float32" if unit == "simt" else "float16"
     q, k, v = (x.astype(dtype) for x in random_inputs(2, 4, 2, 5, 96, 24, 136))
-    checks = check if unit == "simt" else check_halves
     tiles = {"simt": TILES, "mma": HALF_TILES, "wgmma": Tiles(64, 32, stages=2)}[unit]
     how = {"unit": unit, "tiles": tiles, "kv_splits": 3}
-    whole = checks("emulator", "fa2", q, k, v, **how).O
+    whole = check("emulator", "fa2", q, k, v, **how).O
     swapped = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     o = fa_numba.flash_attention_2(*swapped, **how, layout="bnhd")
     assert (o.transpose(0, 2, 1, 3) == whole).all()
@@ -313,5 +308,5 @@ def test_rows_of_v_that_end_amid_16_bytes(d_v):
     """Q's are whole, and V's and O's begin at 16-byte addresses."""
     q, k, v = random_inputs(1, 2, 1, 19, 37, 16, d_v)
     halves = (x.astype(np.float16) for x in (q, k, v))
-    check_halves("emulator", "fa2", *halves, tiles=HALF_TILES)
+    check("emulator", "fa2", *halves, tiles=HALF_TILES)
     check("emulator", "fa1", q, k, v, tiles=TILES)

@@ -5,7 +5,8 @@
 
 import numpy as np
 import pytest
-from mma_helpers import check, half_inputs
+from helpers import check
+from mma_helpers import half_inputs
 
 import fa_numba
 from fa_numba import Tiles

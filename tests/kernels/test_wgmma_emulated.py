@@ -3,10 +3,11 @@
 from functools import cache
 from unittest import mock
 
-import mma_helpers
+import helpers
 import numpy as np
 import pytest
-from mma_helpers import DTYPES_AND_LAYOUTS, attend, check, half_inputs
+from helpers import attend, check
+from mma_helpers import DTYPES_AND_LAYOUTS, half_inputs
 from options_helpers import cumulative
 
 import fa_numba
@@ -69,8 +70,8 @@ def test_biases(B, Hq, Hk, Nq, Nk, d, shape, layout, options, monkeypatch):
     q, k, v = half_inputs("float16", B, Hq, Hk, Nq, Nk, d)
     options = {"tiles": Tiles(128, 32, stages=2), **UNIT, **options}
     bias = np.random.default_rng(Nk).standard_normal(shape).astype(np.float32)
-    laid = mma_helpers.memories
-    monkeypatch.setattr(mma_helpers, "memories", lambda place, _, given: laid(place, layout, given))
+    laid = helpers.memories
+    monkeypatch.setattr(helpers, "memories", lambda place, _, given: laid(place, layout, given))
     check("emulator", "fa2", q, k, v, bias=bias, **options)
 
 

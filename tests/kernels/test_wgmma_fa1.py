@@ -4,7 +4,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from mma_helpers import DTYPES_AND_LAYOUTS, check, half_inputs
+from helpers import check
+from mma_helpers import DTYPES_AND_LAYOUTS, half_inputs
 
 import fa_numba
 from fa_numba import Tiles, emulator

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from backward_helpers import with_dlse
+from backward_helpers import check_gradients, half_gradients, saved_halves, with_dlse
 from mma_helpers import DTYPES_AND_LAYOUTS
-from test_mma_backward import check_gradients, half_gradients, saved_halves
 
 import fa_numba
 from fa_numba import emulator
