@@ -24,6 +24,7 @@ from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "gpt2_table"
+TAKES: tuple[str, ...] = ()
 PROTOCOL = (
     f"gradients checked at N={calls.LONGEST} at most; the steps with a causal mask and dropout of "
     f"{unfused_steps.DROPOUT:g}: torch's each timed alone, those of our kernels by Nsight "
@@ -43,11 +44,13 @@ SECONDS = 0.2  # of calls, where 20 take longer
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    problems = list(_problems(options))
+    sizes = (QUICK_BATCH, QUICK_SEQLEN) if options.quick else (BATCH, SEQLEN)
+    problems = [setting(*sizes, dtype) for dtype in SERIES]
     for problem in problems:
         with device.using("emulator"):  # its tiles: the same on every machine
             yield from _model(problem, MODEL)
-    heads = _counted(options, bench)
+    head = one_head(QUICK_COUNTED if options.quick else COUNTED_SEQLEN, HEAD_DIM, dtype="float16")
+    heads = [(head, series) for series in SERIES["float16"]]
     for problem, series in heads:
         yield from _one_head(problem, series)
     inputs = Inputs(gradient=True)
@@ -62,32 +65,14 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         shown = (*SERIES[problem.dtype], *PEERS[problem.dtype])
         of = (NAME, problem, PASSES, shown, checks, bench.machine)
         yield from calls.timed(*of, seconds=SECONDS)
-    for problem in problems:
-        if problem.dtype == "float16" and options.causal != (False,):
-            problem = replace(problem, causal=True)
-            yield from unfused_steps.measure(NAME, problem, inputs, bench)
+    hidden = setting(*sizes, "float16", causal=True)
+    yield from unfused_steps.measure(NAME, hidden, inputs, bench)
     yield from _traffic(problems, bench)
 
 
-def _problems(options: Options) -> Iterator[Problem]:
-    batch = QUICK_BATCH if options.quick else BATCH
-    for dtype in SERIES:
-
-        def make(N: int, d: int, mask: bool, dtype: str = dtype) -> Problem:
-            return Problem(batch, HEADS, HEADS, N, N, d, dtype=dtype, causal=mask)
-
-        yield from options.grid(make, (QUICK_SEQLEN if options.quick else SEQLEN,), (HEAD_DIM,))
-
-
-def _counted(options: Options, bench: Bench) -> list[tuple[Problem, str]]:
-    """(problem of one head, series) that the emulator counts."""
-    lengths = (QUICK_COUNTED if options.quick else COUNTED_SEQLEN,)
-    wanted = options.grid(partial(one_head, dtype="float16"), lengths, (HEAD_DIM,))
-    # A backward pass has 2.5 times the forward pass's steps.
-    small = [p for p in counts.countable(wanted, bench) if 14 * p.seqlen_q**2 * p.head_dim < 2**29]
-    if len(small) < len(wanted):
-        bench.say("  not counted: what takes minutes on the emulator backward")
-    return [(problem, series) for problem in small for series in SERIES["float16"]]
+def setting(batch: int, seqlen: int, dtype: str, causal: bool = False) -> Problem:
+    sizes = (batch, HEADS, HEADS, seqlen, seqlen, HEAD_DIM)
+    return Problem(*sizes, dtype=dtype, causal=causal)
 
 
 def _plans(problem: Problem, series: str) -> dict[str, fa_numba.Plan]:
@@ -173,7 +158,7 @@ def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
 
 
 CORRECTED = "Fig. 2 left corrected (flash-attention issue 741)"
-SETTING = Problem(BATCH, HEADS, HEADS, SEQLEN, SEQLEN, HEAD_DIM, dtype="float16")
+SETTING = setting(BATCH, SEQLEN, "float16")
 
 Found = dict[tuple[str, str, str], float]
 
@@ -194,28 +179,16 @@ def whole(rows: Iterable[Row], problem: Problem) -> Found:
     return found
 
 
-def _drawn(rows: Sequence[Row]) -> Problem | None:
-    sizes = {
-        (r.batch, r.seqlen_q, r.head_dim, r.causal)
-        for r in rows
-        if r.dtype == "float16" and not r.place and (r.metric == "time" or r.metric == "traffic")
-    }
-    ours = (BATCH, SEQLEN, HEAD_DIM, False)
-    if not sizes:
-        return None
-    batch, N, d, mask = ours if ours in sizes else max(sizes)
-    return Problem(batch, HEADS, HEADS, N, N, d, dtype="float16", causal=mask)
-
-
 _GROUPS = {"standard": ("standard-mma", "Standard"), "FA-1": ("fa1-mma", "FlashAttention"),
            "FA-2": ("fa2-mma", None)}  # fmt: skip
 _BARS = (("model", "model", 1.0, None), ("l2", "L2", 0.6, None), ("dram", "DRAM", 0.3, "///"))
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    problem = _drawn(rows)
-    if problem is None:
+    sizes = [(r.batch, r.seqlen_q) for r in rows if r.heads_q == HEADS and not r.place]
+    if not sizes:
         return None
+    problem = setting(*max(sizes), "float16")
     figure, _ = style.new(1, 1, 7.4)
     figure.clear()
     panels = figure.subplot_mosaic([["steps", "steps"], ["GB", "time"]], height_ratios=[1.15, 1.0])
@@ -226,11 +199,10 @@ def draw(rows: Sequence[Row]) -> Any:
     panels["GB"].set_title("bytes, forward + backward")
     _draw_times(panels["time"], found, in_paper)
     panels["time"].set_title("time, forward + backward")
-    heads, masked = problem.batch * problem.heads_q, ", causal" if problem.causal else ""
+    heads = problem.batch * problem.heads_q
     for name in ("GB", "time"):
-        panels[name].set_xlabel(
-            f"fp16, N={problem.seqlen_q}, d={problem.head_dim}, batch x heads = {heads}{masked}"
-        )
+        what = f"fp16, N={problem.seqlen_q}, d={HEAD_DIM}, batch x heads = {heads}"
+        panels[name].set_xlabel(what)
         panels[name].grid(False, axis="x")
     counts.annotate(panels["GB"], rows, 0.55)
     moved = {fa: found.get((f"{fa}-mma", "dram", "GB")) for fa in ("standard", "fa1", "fa2")}

@@ -19,6 +19,7 @@ from .lab.show import style, tables
 from .lab.show.tables import Across
 
 NAME = "io_vs_head_dim"
+TAKES = ("seqlens", "head_dims")
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # On-chip floats of line 1: M = d^2 lies between d = 64 and 128.
@@ -41,9 +42,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     head_dims = HEAD_DIMS[: 3 if options.quick else None]
     problems = options.grid(one_head, (SEQLEN,), head_dims)
     if options.seqlens is None and OF_N in (options.head_dims or head_dims):
-        problems += [
-            one_head(N, OF_N, mask) for mask in options.causal or (False,) for N in SEQLENS
-        ]
+        problems += [one_head(N, OF_N) for N in SEQLENS]
     for problem in dict.fromkeys(problems):
         for setting in settings(problem):
             yield from scaling.model(NAME, setting)
@@ -79,62 +78,45 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    rows = [row for row in rows if not row.failed]
-    masks = sorted({row.causal for row in rows})
-    if not masks:
+    if not rows:
         return None
-    figure, axes = style.new(len(masks), 2, 1.2 + 3.6 * len(masks))
+    counted = _over_d(rows, "counted")
+    gpu = [row for source in ("l2", "dram") for row in _over_d(rows, source)]
+    lengths, at = ({r.seqlen_q for r in of} for of in (counted or _over_d(rows, "model"), gpu))
+    model = [row for row in rows if row.source == "model"]
+    forms = [row for row in model if row.unit == "elements" and row.seqlen_q in lengths]
+    beside = [row for row in model if row.unit == "bytes" and row.seqlen_q in at]
+    figure, (axes,) = style.new(1, 2, 4.8)
     drawn: set[tuple[str, str]] = set()
-    for mask, (left, right) in zip(masks, axes, strict=True):
-        mine = [row for row in rows if row.causal == mask]
-        counted = _over_d(mine, "counted")
-        lengths = {row.seqlen_q for row in counted} or {
-            row.seqlen_q for row in _over_d(mine, "model")
-        }
-        elements = [row for row in mine if row.unit == "elements"]
-        forms = [r for r in elements if r.source == "model" and r.seqlen_q in lengths]
-        masked = ", causal" if mask else ""
-        gpu = [row for source in ("l2", "dram") for row in _over_d(mine, source)]
-        at = {row.seqlen_q for row in gpu}
-        beside = [r for r in mine if r.source == "model" and r.unit == "bytes"]
-        beside = [r for r in beside if r.seqlen_q in at]
-        for ax, shown, title in (
-            (left, [*forms, *counted], _title("one head", lengths, masked)),
-            (right, [*beside, *gpu] if gpu else [], _title("measured", at, masked)),
-        ):
-            ax.set_title(title)
-            found = scaling.per_score(shown, lambda row: row.head_dim)
-            if not found:
-                style.empty(ax, "no hardware counters\nrecorded yet")
-                continue
-            scaling.draw(ax, found, tuple(scaling.KINDS))
-            drawn |= set(found)
-            _axes(ax, found)
-    (model, *_) = _fits(rows, "d", RULED[0])
+    for ax, shown, what, of in (
+        (axes[0], [*forms, *counted], "one head", lengths),
+        (axes[1], [*beside, *gpu], "measured", at),
+    ):
+        ax.set_title(", ".join([what, "fp32", *(f"N={N}" for N in of)]))
+        found = scaling.per_score(shown, lambda row: row.head_dim)
+        if not found:
+            style.empty(ax, "no hardware counters\nrecorded yet")
+            continue
+        scaling.draw(ax, found, tuple(scaling.KINDS))
+        drawn |= set(found)
+        style.sizes(
+            ax, sorted({d for points in found.values() for d in points}), "head dimension d"
+        )
+        style.log(ax.yaxis)
+        ax.set_ylabel("loads + stores, elements a score")
+    (fit, *_) = _fits(rows, "d", RULED[0])
     message = "Accesses of a score over the head dimension"
-    if model is not None:
-        message = f"At line 1's tiles FA-1's accesses grow with d to the {model.exponent:.2f}"
+    if fit is not None:
+        message = f"At line 1's tiles FA-1's accesses grow with d to the {fit.exponent:.2f}"
     style.legend(figure, scaling.handles(drawn), message)
     return figure
-
-
-def _title(what: str, lengths: set[int], masked: str) -> str:
-    at = f", N={', '.join(map(str, sorted(lengths)))}" if lengths else ""
-    return f"{what}, fp32{at}{masked}"
-
-
-def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
-    dims = sorted({d for points in found.values() for d in points})
-    style.sizes(ax, dims, "head dimension d")
-    style.log(ax.yaxis)
-    ax.set_ylabel("loads + stores, elements a score")
 
 
 def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | None]:
     """Of the closed form, L2 and DRAM, over "N" or "d"."""
     fits = []
     for source in scaling.FITTED:
-        mine = [r for r in rows if (r.series, r.source) == (series, source) and not r.causal]
+        mine = [r for r in rows if (r.series, r.source) == (series, source)]
         if over == "d":
             mine = _over_d(mine, source)
             found = scaling.per_score(mine, lambda row: row.head_dim)

@@ -22,6 +22,7 @@ from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "io_vs_sram"
+TAKES = ("seqlens",)
 
 SEQLEN, HEAD_DIM = 4096, 64
 MODEL_EXPONENTS = range(4, 21)
@@ -142,8 +143,6 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
     for setting in at(problem, M, pass_):
         if not setting.series.endswith(RULE) or M >= 4 * problem.head_dim:
             yield from scaling.model(NAME, setting)
-    if problem.causal:
-        return  # the bounds know no mask
     for series, bound in (BOUNDS[pass_] | {BLOCKED: BLOCKS[pass_]}).items():
         if series != "theta-flash" or M >= problem.head_dim:
             common = columns(NAME, series, problem, MODEL, note=_note(M), pass_=pass_)
@@ -151,32 +150,26 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
             yield Row(metric="accesses", unit="elements", value=value, **common)
 
 
-def _lengths(rows: Sequence[Row], source: str) -> set[int]:
-    return {row.seqlen_q for row in rows if row.source == source and not row.failed}
-
-
 def _large(rows: Sequence[Row]) -> list[Row]:
-    """The closed forms over all M: of the lengths that the bounds have, or all without bounds."""
+    """The closed forms over all M: of the longest sequence that has the bounds."""
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
-    lengths = {row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)}
-    return [row for row in models if row.seqlen_q == max(lengths or _lengths(models, "model"))]
+    bounds = [row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)]
+    return [row for row in models if row.seqlen_q == max(bounds, default=0)]
 
 
 def draw(rows: Sequence[Row]) -> Any:
     rows = [row for row in rows if not row.failed]
-    panels = sorted({(row.pass_ == "bwd", row.causal, row.head_dim) for row in rows})
-    if not panels:
+    passes = [pass_ for pass_ in BOUNDS if any(row.pass_ == pass_ for row in rows)]
+    if not passes:
         return None
-    figure, axes = style.new(len(panels), 2, 1.4 + 3.6 * len(panels))
+    figure, axes = style.new(len(passes), 2, 1.4 + 3.6 * len(passes))
     drawn: set[tuple[str, str]] = set()
-    for (back, mask, d), (left, right) in zip(panels, axes, strict=True):
-        pass_ = "bwd" if back else "fwd"
-        mine = [r for r in rows if (r.pass_, r.causal, r.head_dim) == (pass_, mask, d)]
-        masked = (", backward" if back else "") + (", causal" if mask else "")
-        forms = _large(mine) if _lengths(mine, "model") else []
+    for pass_, (left, right) in zip(passes, axes, strict=True):
+        mine = [r for r in rows if r.pass_ == pass_]
+        back = ", backward" if pass_ == "bwd" else ""
         gpu = [row for row in mine if row.unit == "bytes"]
         for ax, shown, what in (
-            (left, forms, "closed form"),
+            (left, _large(mine), "closed form"),
             (right, gpu or _counted(mine), "measured" if gpu else "counted"),
         ):
             found = scaling.per_score(shown, memory)
@@ -184,26 +177,23 @@ def draw(rows: Sequence[Row]) -> Any:
                 style.empty(ax, "nothing recorded yet")
                 continue
             N = max(row.seqlen_q for row in shown)
-            ax.set_title(f"{what}, fp32, N={N}, d={d}{masked}")
+            ax.set_title(f"{what}, fp32, N={N}, d={HEAD_DIM}{back}")
             ours = {key: points for key, points in found.items() if key[0] in scaling.LABELS}
             scaling.draw(ax, ours, tuple(scaling.KINDS))
             if ax is left:
                 _bounds(ax, found)
                 counts.annotate(ax, mine, 0.98)
             drawn |= set(ours)
-            _axes(ax, found, d)
-    own = scaling.handles(drawn)
-    bounds = style.handles(axes)
-    style.legend(figure, [*own, *bounds.values()], _message(rows))
+            _axes(ax, found)
+    style.legend(figure, [*scaling.handles(drawn), *style.handles(axes).values()], _message(rows))
     return figure
 
 
 def _message(rows: Sequence[Row]) -> str:
-    rows = [row for row in rows if not row.causal and row.pass_ == "fwd"]
-    forms = _large(rows) if _lengths(rows, "model") else []
-    d, N = (max((getattr(r, name) for r in forms), default=0) for name in ("head_dim", "seqlen_q"))
-    points = scaling.per_score([r for r in forms if r.head_dim == d], memory)
-    fitted = scaling.fit(points.get((RULED[0], "model"), {}), d * d, N * d / 2)
+    forms = _large([row for row in rows if row.pass_ == "fwd"])
+    points = scaling.per_score(forms, memory).get((RULED[0], "model"), {})
+    N, d = max((row.seqlen_q for row in forms), default=0), HEAD_DIM
+    fitted = scaling.fit(points, d * d, N * d / 2)
     if fitted is None:
         return "Accesses over the size of on-chip memory"
     return f"FA-1's accesses go with the on-chip memory to the {fitted.exponent:.2f} above M = d²"
@@ -227,17 +217,16 @@ def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
         style.line(ax, found.get((series, "model"), {}), label=LABELS[series], **look)
 
 
-def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], d: int) -> None:
+def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
     memories = sorted({M for points in found.values() for M in points})
     style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M, floats")
     ax.set_xlim(memories[0] / 1.3, memories[-1] * 1.3)
     style.log(ax.yaxis)
     ax.set_ylabel("loads + stores, elements a score")
-    if memories[0] < d * d < memories[-1]:
-        ax.axvline(d * d, color="#555555", lw=0.8, zorder=1)
-        place = ax.get_xaxis_transform()
-        ax.annotate("$M=d^2$", (d * d, 0.97), (4, 0), xycoords=place, textcoords="offset points",
-                    va="top", fontsize=9)  # fmt: skip
+    if memories[0] < HEAD_DIM**2 < memories[-1]:
+        ax.axvline(HEAD_DIM**2, color="#555555", lw=0.8, zorder=1)
+        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
+        ax.annotate("$M=d^2$", (HEAD_DIM**2, 0.97), (4, 0), va="top", fontsize=9, **place)
 
 
 def crossing(rows: Sequence[Row]) -> float | None:
@@ -257,10 +246,9 @@ def crossing(rows: Sequence[Row]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    rows = [r for r in rows if not r.failed and not r.causal and r.head_dim == HEAD_DIM]
-    if not _lengths(rows, "model"):
-        return None
     d, large = HEAD_DIM, {pass_: _large([r for r in rows if r.pass_ == pass_]) for pass_ in BOUNDS}
+    if not large["fwd"]:
+        return None
     N, square = large["fwd"][0].seqlen_q, d * d
     regimes = (
         (RULED[0], "fwd", "-1", 4 * d, square),

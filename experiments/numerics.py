@@ -6,6 +6,7 @@ attention; on the emulator at small sizes.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,13 +23,14 @@ from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, nested, published
+from .lab.record import EMULATOR, Bench, Options, Row, nested, published
 from .lab.show import style, tables
 
 NAME = "numerics"
+TAKES: tuple[str, ...] = ()
 HEADS, HEAD_DIM, VECTORS = 4, 64, 64
 SEQLENS = tuple(128 << n for n in range(8))
-QUICK_SEQLENS, EMULATED_SEQLENS, EMULATED_LONGEST = (128, 1024), (64, 128), 512
+QUICK_SEQLENS, EMULATED_SEQLENS = (128, 1024), (64, 128)
 EMULATED_VECTORS = (128, 4096)
 NORMAL, OUTLIERS, LARGE = "normal", "outliers", "scores of 10^4"
 # FA-3: N(0, 1), and with a chance of 0.001 N(0, 100) added, whose standard deviation is 10.
@@ -79,60 +81,48 @@ def series_of(problem: Problem, kind: str) -> tuple[str, ...]:
     return OURS[problem.dtype] + (PLANES if problem.dtype == "float32" else ())
 
 
+def errors_of(got: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    off = np.abs(got - right)
+    return {
+        "error": reference.relative_error(got, right),
+        "rmse": float(np.sqrt(np.mean(off**2))),
+        "max_error": float(off.max()),
+    }
+
+
 class Exact:
     """Attention in float64 on some rows of every head, evenly spread."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        N, Nk = problem.seqlen_q, problem.seqlen_k
+        N = problem.seqlen_q
         self._rows = np.unique(np.linspace(0, N - 1, min(N, SAMPLED)).astype(int))
-        seen = None
-        if problem.causal:
-            seen = np.arange(Nk) <= self._rows[:, None] + problem.diagonal
-        chosen = q[:, :, self._rows]
-        self._right = reference.attention(chosen, k, v, attn_mask=seen)
+        self._right: Any = reference.attention(q[:, :, self._rows], k, v)
 
     def errors(self, out: np.ndarray) -> dict[str, float]:
         """The relative error (of norms), the root of the mean square and the largest error."""
-        got = out[:, :, self._rows].astype(np.float64)
-        off = np.abs(got - self._right)
-        return {
-            "error": reference.relative_error(got, self._right),
-            "rmse": float(np.sqrt(np.mean(off**2))),
-            "max_error": float(off.max()),
-        }
+        return errors_of(out[:, :, self._rows].astype(np.float64), self._right)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    lengths = options.seqlens or EMULATED_SEQLENS
-    small = [N for N in lengths if N <= EMULATED_LONGEST]
-    if len(small) < len(lengths):
-        beyond = ", ".join(str(N) for N in lengths if N > EMULATED_LONGEST)
-        bench.say(f"  not on the emulator, where it takes long: N={beyond}")
     # NumPy has no bfloat16.
-    work = list(_problems(options, small, 1, ("float32", "float16")))
-    yield from bench.counted(
-        [
-            (item, EMULATOR)
-            for item in (*work, *_vectors(options.seqlens or EMULATED_VECTORS, VECTORS))
-        ],
-        "running on the emulator",
-        _rows_of,
-    )
+    small = [*_problems(EMULATED_SEQLENS, 1, ("float32", "float16")), *_vectors(EMULATED_VECTORS)]
+    work = [(item, EMULATOR) for item in small]
+    yield from bench.counted(work, "running on the emulator", _rows_of)
     if bench.machine is None:
         return
-    long = options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS)
+    long = QUICK_SEQLENS if options.quick else SEQLENS
     dtypes = tuple(OURS)
     if not peers.available():
         bench.say("  no torch with CUDA here: neither its kernels nor bf16 are measured")
         dtypes = dtypes[:2]
-    cases = list(_problems(options, long, HEADS, dtypes))
-    if not (options.seqlens or options.head_dims or options.causal or options.quick):
+    cases = list(_problems(long, HEADS, dtypes))
+    if not options.quick:
         cases += [(Problem(1, HEADS, HEADS, N, N, d), kind) for kind, d, N in PLANES_AT]
     planned = (
         precompile.Call(s, problem) for problem, kind in cases for s in series_of(problem, kind)
     )
     precompile.compile_ahead(planned, bench)
-    for item in bench.each([*cases, *_vectors(long, VECTORS)], "comparing with float64"):
+    for item in bench.each([*cases, *_vectors(long)], "comparing with float64"):
         yield from _rows_of(item, bench.machine)
         device.release_memory()
         peers.release()
@@ -141,21 +131,14 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 Item = tuple[Problem, str]
 
 
-def _problems(
-    options: Options, lengths: Sequence[int], heads: int, dtypes: Sequence[str]
-) -> Iterator[Item]:
-    for dtype in dtypes:
-        for kind in (NORMAL, OUTLIERS):
-            for d in options.head_dims or (HEAD_DIM,):
-                for mask in options.causal or (False,):
-                    for N in lengths:
-                        yield Problem(1, heads, heads, N, N, d, dtype=dtype, causal=mask), kind
+def _problems(lengths: Sequence[int], heads: int, dtypes: Sequence[str]) -> Iterator[Item]:
+    for dtype, kind, N in itertools.product(dtypes, (NORMAL, OUTLIERS), lengths):
+        yield Problem(1, heads, heads, N, N, HEAD_DIM, dtype=dtype), kind
 
 
-def _vectors(lengths: Sequence[int], batch: int) -> Iterator[Item]:
-    for kind in (NORMAL, OUTLIERS):
-        for V in lengths:
-            yield Problem(batch, 1, 1, V, V, 1), kind
+def _vectors(lengths: Sequence[int]) -> Iterator[Item]:
+    for kind, V in itertools.product((NORMAL, OUTLIERS), lengths):
+        yield Problem(VECTORS, 1, 1, V, V, 1), kind
 
 
 def _rows_of(item: Item, machine: str) -> Iterator[Row]:
@@ -212,13 +195,6 @@ def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
     right = np.exp(wide - wide.max(axis=1, keepdims=True))
     right /= right.sum(axis=1, keepdims=True)
 
-    def errors(y: np.ndarray) -> dict[str, float]:
-        return {
-            "error": reference.relative_error(y, right),
-            "rmse": float(np.sqrt(np.mean((y - right) ** 2))),
-            "max_error": float(np.abs(y - right).max()),
-        }
-
     def run(series: str) -> np.ndarray:
         if machine == EMULATOR:
             return stepwise(x, online=series == ONLINE)
@@ -226,7 +202,7 @@ def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
         return to_host(fa_numba.softmax(peers.on_device((x,))[0], algorithm=algorithm))
 
     for series in (SAFE, ONLINE):
-        yield series, partial(run, series), errors, SAFE
+        yield series, partial(run, series), partial(errors_of, right=right), SAFE
 
 
 def stepwise(x: np.ndarray, online: bool) -> np.ndarray:
@@ -249,13 +225,8 @@ Found = dict[tuple[str, str, str, str], dict[int, float]]
 
 
 def curves(rows: Sequence[Row], emulated: bool) -> Found:
-    """(dtype, inputs, series, metric) -> N -> value: of d=64 without a mask, or of all."""
-    mine = [
-        r
-        for r in rows
-        if (r.machine == EMULATOR) == emulated and r.machine != MODEL and r.value is not None
-    ]
-    mine = [r for r in mine if r.head_dim in (1, HEAD_DIM) and not r.causal] or mine
+    """(dtype, inputs, series, metric) -> N -> value, of d=64."""
+    mine = [r for r in rows if (r.machine == EMULATOR) == emulated and r.head_dim in (1, HEAD_DIM)]
     mine.sort(key=lambda row: row.seqlen_q)
     return nested(mine, lambda row: (row.dtype, row.place, row.series, row.metric), "seqlen_q")
 
@@ -320,8 +291,7 @@ def paper_ratio() -> float:
     return standard / ours
 
 
-def _latest(found: Found, *key: str) -> tuple[int, float] | None:
-    line = found.get((key[0], key[1], key[2], key[3]))
+def _latest(line: dict[int, float] | None) -> tuple[int, float] | None:
     return max(line.items()) if line else None
 
 
@@ -348,7 +318,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 def _line(found: Found, dtype: str, kind: str) -> list[str]:
     """The cells of the table but where they are from; empty without FA-2's."""
     ours, fused = OURS[dtype], THEIRS[dtype][1]
-    at = _latest(found, dtype, kind, ours[2], "rmse")
+    at = _latest(found.get((dtype, kind, ours[2], "rmse")))
     if at is None:
         return []
     N = at[0]
@@ -390,7 +360,8 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
                 shares = found.get((dtype, kind, series, "identical"))
                 if not shares:
                     continue
-                errors = [_latest(found, dtype, kind, s, "error") for s in (series, ordinary)]
+                both = [found.get((dtype, kind, s, "error")) for s in (series, ordinary)]
+                errors = [_latest(line) for line in both]
                 cells = [tables.MISSING if e is None else f"{e[1]:.1e}" for e in errors]
                 ends = [f"{100 * shares[N]:.1f} % (N={N})" for N in (min(shares), max(shares))]
                 where = "NumPy" if emulated else "GPU"

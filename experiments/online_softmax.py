@@ -26,6 +26,7 @@ from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
 from .lab.show import style, tables
 
 NAME = "online_softmax"
+TAKES: tuple[str, ...] = ()
 PROTOCOL = (
     "vectors repeat 2**20 standard normal numbers; the first and the last are checked against "
     "float64; in the rows of a softmax seqlen is V and batch the number of vectors"
@@ -68,15 +69,12 @@ def algorithm(series: str) -> str:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    lengths = options.seqlens or (QUICK_LENGTHS if options.quick else LENGTHS)
-    counted = options.seqlens or (QUICK_LENGTHS if options.quick else COUNTED_LENGTHS)
-    seqlens = COUNTED_SEQLENS[: 1 if options.quick else None]
-    problems = counts.countable(options.grid(one_head, seqlens, (64,)), bench)
-    vectors = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES if V <= 2**14]
+    counted = QUICK_LENGTHS if options.quick else COUNTED_LENGTHS
+    problems = [one_head(N, 64) for N in COUNTED_SEQLENS[: 1 if options.quick else None]]
+    vectors = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES]
     for item in vectors:
         yield from _model(*item)
-    long = [one_head(LONG_SEQLEN, p.head_dim, p.causal) for p in problems[:1]]
-    for problem in [*problems, *([] if options.seqlens else long)]:
+    for problem in (*problems, one_head(LONG_SEQLEN, 64)):
         for series in ATTENTION:
             with device.using("emulator"):
                 planned = plan(series, problem)
@@ -91,8 +89,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     )
 
     if bench.machine is not None:
-        yield from _times(lengths, bench)
-        if peers.available() and not (options.seqlens or options.quick):
+        yield from _times(QUICK_LENGTHS if options.quick else LENGTHS, bench)
+        if peers.available() and not options.quick:
             yield from _unfused_times(bench, UNFUSED_SEQLENS)
 
 
@@ -241,27 +239,19 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 def draw(rows: Sequence[Row]) -> Any:
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
-    if not counted and not found:
+    if not counted:
         return None
     figure, axes = style.new(1, 1 + len(BATCHES), 4.2, width_ratios=(1.1, 1, 1))
     left, *others = axes[0]
-    if counted:
-        _bars(left, counted)
-    else:
-        style.empty(left, "no counts")
+    _bars(left, counted)
     for ax, batch in zip(others, BATCHES, strict=True):
         _speeds(ax, found, batch)
         ax.set_title(f"softmax of {batch} vectors, fp32")
     handles = style.handles(axes)
-    gain = [
-        found["softmax-safe", batch, V].number / row.number
-        for (series, batch, V), row in found.items()
-        if series == "softmax-online" and ("softmax-safe", batch, V) in found
-    ]
+    gain = [x for batch in BATCHES for x in over_safe(found, "softmax-online", batch).values()]
     title = "Online softmax makes one access of four less than the safe one"
     title += f", and takes {1 / max(gain):.2f} to {1 / min(gain):.2f} of its time" if gain else ""
-    if handles:
-        style.legend(figure, list(handles.values()), title, ncols=5)
+    style.legend(figure, list(handles.values()), title, ncols=5)
     return figure
 
 

@@ -96,11 +96,11 @@ def test_the_papers_steps():
 # --- rows ------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_the_model_and_the_counts():
-    said = []
-    options = Options(seqlens=(32,), head_dims=(8,))
-    rows = list(gpt2_table.measure(options, Bench(say=said.append)))
-    assert {row.machine for row in rows} == {MODEL, EMULATOR} and not said
+def test_without_a_gpu_the_model_and_the_counts(monkeypatch):
+    for name, value in (("SEQLEN", 32), ("COUNTED_SEQLEN", 32), ("HEAD_DIM", 8)):
+        monkeypatch.setattr(gpt2_table, name, value)
+    rows = list(gpt2_table.measure(Options(), Bench(say=pytest.fail)))
+    assert {row.machine for row in rows} == {MODEL, EMULATOR}
     counted = [row for row in rows if row.machine == EMULATOR]
     assert {(row.series, row.pass_, row.metric) for row in counted} == {
         (series, pass_, metric)
@@ -120,14 +120,6 @@ def test_without_a_gpu_the_model_and_the_counts():
         shape = (64, 16, 32, 8)
         planned = fa_numba.plan(shape, shape, algorithm="fa1", dtype="float16", passes="bwd")
     assert whole == planned.accesses.bytes
-
-
-def test_what_is_too_large_for_the_emulator_is_said(monkeypatch):
-    said = []
-    monkeypatch.setattr(gpt2_table, "_count", lambda *_, **__: pytest.fail("counted"))
-    options = Options(seqlens=(1024, 2048), head_dims=(64,), causal=(False,))
-    list(gpt2_table.measure(options, Bench(say=said.append)))
-    assert "N=2048, d=64" in said[0] and "not counted" in said[1]
 
 
 def exact(q, k, v, algorithm, unit, out=None, return_lse=False, **options):
@@ -167,15 +159,14 @@ def on_a_gpu(monkeypatch, attention=exact):
         return [[dict.fromkeys(metrics, 1e6 * n) for n in (1, 2, 3)]]
 
     monkeypatch.setattr(counters, "count_kernels", count_kernels)
-    for name, value in (("QUICK_BATCH", 1), ("HEADS", 2)):
+    for name, value in (("QUICK_BATCH", 1), ("QUICK_SEQLEN", 64), ("HEADS", 2), ("HEAD_DIM", 16)):
         monkeypatch.setattr(gpt2_table, name, value)
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(fa_numba, "attention_backward", exact_gradients)
     monkeypatch.setattr(gpt2_table, "_count", lambda *_, **__: [])
-    options = Options(quick=True, seqlens=(64,), head_dims=(16,))
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
     with fa_numba.device.using("emulator"):
-        rows = list(gpt2_table.measure(options, bench))
+        rows = list(gpt2_table.measure(Options(quick=True), bench))
     found = [(*row.key, row.machine, row.place) for row in rows]
     assert len(set(found)) == len(found)
     return [row for row in rows if row.machine == "some-gpu"], cases, launched
