@@ -24,6 +24,7 @@ from .lab.show import style, tables
 
 NAME = "ladder"
 NEEDS = ("GPU",)
+TAKES = ()
 
 SEQLEN, QUICK_SEQLEN = 4096, 512
 BASE = "fa2-mma"
@@ -156,12 +157,12 @@ def configurations(problem: Problem, hopper: bool = False) -> list[variants.Vari
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     hopper = fa_numba.device.compute_capability() == (9, 0)
-    problems = options.grid(
-        partial(fa2_setting, dtype="float16"),
-        (QUICK_SEQLEN if options.quick else SEQLEN,),
-        HEAD_DIMS[: 1 if options.quick else None],
-        (False, True) if hopper else (False,),
-    )
+    N = QUICK_SEQLEN if options.quick else SEQLEN
+    problems = [
+        fa2_setting(N, d, mask, "float16")
+        for d in HEAD_DIMS[: 1 if options.quick else None]
+        for mask in ((False, True) if hopper else (False,))
+    ]
     if peers.available():
         yield from _peer(problems, bench)
     else:
@@ -171,7 +172,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem in problems:
         mine = [] if hopper and problem.causal else configurations(problem)
         work.append((problem, mine + (configurations(problem, hopper=True) if hopper else [])))
-    if hopper and not (options.quick or options.seqlens or options.head_dims or options.causal):
+    if hopper and not options.quick:
         left_out = variants.Variant(NO_OVERLAP, {"ablate": ("overlap",)})
         work.append((ABLATED, [left_out, variants.Variant(HOPPER)]))
     known = counters.available_metrics() or set()
@@ -310,15 +311,7 @@ _HEADER = (
 )
 
 
-def table(rows: Sequence[Row]) -> tables.Table | None:
-    return _table(rows, False, "")
-
-
-def masked(rows: Sequence[Row]) -> tables.Table | None:
-    return _table(rows, True, " with a causal mask")
-
-
-def _table(rows: Sequence[Row], causal: bool, setting: str) -> tables.Table | None:
+def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     predicted = predictions(causal)
     lines = []
     problems, labels = _split(rows, causal)
@@ -344,10 +337,10 @@ def _table(rows: Sequence[Row], causal: bool, setting: str) -> tables.Table | No
     speed, *counted = (names[metric] for metric in columns)
     header = [*tables.PROBLEM, "step", "Br x Bc", speed, "gain", "predicted", *limits.values()]
     header += counted
+    mask = " with a causal mask" if causal else ""
     caption = (
-        f"Forward{setting}, fp16, 16k tokens, hidden dimension 2048. A gain is over the step "
-        "before; of two stages it is over one, of FA-1's rows over its keys at the same block "
-        "sizes."
+        f"Forward{mask}, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; "
+        "of two stages it is over one, of FA-1's rows over its keys at the same block sizes."
     )
     return tables.of(caption, header, lines)
 
@@ -370,4 +363,5 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, ["wgmma", "TFLOP/s", "gain", "predicted"], lines)
 
 
+masked = partial(table, causal=True)
 TABLES = {"ladder_causal": masked, "ladder_ablation": ablation}

@@ -26,6 +26,7 @@ from .lab.show.tables import Table
 
 NAME = "loop_cost"
 NEEDS = ("GPU",)
+TAKES = ("seqlens", "head_dims")
 PROTOCOL = (
     "one block a head of FA-2 is a launch for each row tile, one after the other; its counters are "
     "those of the first launch times the number of launches"
@@ -254,8 +255,7 @@ def problems_of(rows: Iterable[Row], units: Sequence[str] = tuple(UNITS)) -> Pro
 
 
 def _plain(found: Problems) -> Problems:
-    """Those without a mask, or all where there are none."""
-    return {at: mine for at, mine in found.items() if not at[1].causal} or found
+    return {at: mine for at, mine in found.items() if not at[1].causal}
 
 
 # The waterfall: step -> what the change from the one before is called.
@@ -301,8 +301,7 @@ def _message(rows: Sequence[Row]) -> str:
 
 
 def _said(passes: str, p: Problem, units: Sequence[str]) -> str:
-    masked = ", causal" if p.causal else ""
-    return f"{PASSES[passes]}, {_named(p.dtype, units)}, N={p.seqlen_q}, d={p.head_dim}{masked}"
+    return f"{PASSES[passes]}, {_named(p.dtype, units)}, N={p.seqlen_q}, d={p.head_dim}"
 
 
 def _named(dtype: str, units: Sequence[str]) -> str:
@@ -390,10 +389,11 @@ _GAINS = {
 
 def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | None:
     every = problems_of(rows, units)
-    if not every:
+    plain = _plain(every)
+    if not plain:
         return None
     gains = []
-    for (passes, problem), mine in _plain(every).items():
+    for (passes, problem), mine in plain.items():
         found = factors(by_step(mine))
         skipping = _causal_skipping(every, passes, problem)
         cells = [tables.number(found, name, ".2f") for name in _GAINS]
@@ -402,27 +402,21 @@ def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | N
     header = ["pass", "dtype", "d", "N", *_GAINS.values()]
     header += ["causal skipping, FA-1", "causal skipping, FA-2"]
     first = tables.markdown(header, gains)
-    (passes, problem), mine = _example(every)
-    masked = ", causal" if problem.causal else ""
-    dtype = _named(problem.dtype, units)
-    what = f"{PASSES[passes]}, {dtype}, N={problem.seqlen_q}, d={problem.head_dim}"
+    example, steps = _example(plain)
     caption = (
         "How many times faster each step is, without a mask: FA-1 / FA-2 = loop order (a block a "
         "head) x grid of Q outer x tiles = grid of K/V outer x loop order (equal grid) x tiles; "
         "the order at an equal grid = its instructions x its waiting x its rest; causal skipping "
         "is the time without a mask over that with one. 16k tokens, hidden dimension 2048, "
-        f"{runs(row for mine in every.values() for row in mine)}."
+        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}."
     )
     if HOPPER in units:
         caption = (
             f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} Forward "
             "FA-1 takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
         )
-    return Table(caption, f"{first}\nWhat is known of each step, {what}{masked}:\n\n{_steps(mine)}")
-
-
-def runs(rows: Iterable[Row]) -> str:
-    return tables.runs(r for r in rows if r.metric == "time")
+    what = f"What is known of each step, {_said(*example, units)}"
+    return Table(caption, f"{first}\n{what}:\n\n{_steps(steps)}")
 
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
@@ -439,11 +433,11 @@ def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str
 
 
 def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:
-    """Whose steps are shown: forward, no mask, 16 bits, the smallest head dimension or largest."""
+    """Whose steps are shown: forward, 16 bits, the smallest head dimension or largest."""
 
     def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:
         (passes, p), _ = item
-        return passes != "fwd", p.causal, p.dtype != "float16", p.head_dim * (-1) ** largest
+        return passes != "fwd", p.dtype != "float16", p.head_dim * (-1) ** largest
 
     return min(every.items(), key=order)
 

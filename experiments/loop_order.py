@@ -21,6 +21,7 @@ from .lab.show import style, tables
 
 NAME = "loop_order"
 NEEDS = ("GPU",)
+TAKES = ("seqlens", "head_dims")
 
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
 UNIT_NAMES = {
@@ -69,7 +70,7 @@ def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     dtypes = dict.fromkeys(UNITS.values())
     problems = fa2_problems(options, dtypes, SEQLENS, SEQLENS[:2])
-    if options.seqlens is None and options.causal != (True,):
+    if options.seqlens is None:
         seqlen = QUICK_SEQLEN if options.quick else HEADS_SEQLEN
         problems += [
             many_heads(heads, d, dtype, seqlen)
@@ -130,13 +131,14 @@ def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The result over N, without a mask where that is stored: DRAM bytes and time at an equal grid,
-    FA-1 over FA-2; `detail` where no problem is of FA-2's setting.
-    """
-    every = {place: values for place, values in _every(rows).items() if in_setting(place[1])}
-    found = {place: values for place, values in every.items() if not place[1].causal} or every
+    """The result over N without a mask: DRAM bytes and time at an equal grid, FA-1 over FA-2."""
+    found = {
+        (unit, problem): values
+        for (unit, problem), values in _every(rows).items()
+        if in_setting(problem) and not problem.causal
+    }
     if not found:
-        return detail(rows)
+        return None
     figure, ((left, right),) = style.new(1, 2, 4.6)
     _hero(left, found, "dram")
     _hero(right, found, "splits")
@@ -149,10 +151,9 @@ def draw(rows: Sequence[Row]) -> Any:
     left.set_ylabel("DRAM bytes, FA-1 / FA-2")
     right.set_ylabel("time, FA-1 / FA-2")
     shown = style.handles(left) or style.handles(right)
-    masked = ", causal" if next(iter(found))[1].causal else ""
     title = (
-        "At equal tiles, grid and work the K/V-outer order (FA-1) costs more than Q outer (FA-2)"
-        f"\nforward{masked}, 16k tokens, hidden dimension 2048"
+        "At equal tiles, grid and work the K/V-outer order (FA-1) costs more than Q outer (FA-2)\n"
+        "forward, 16k tokens, hidden dimension 2048"
     )
     style.legend(figure, list(shown.values()), title)
     return figure

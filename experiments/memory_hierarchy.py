@@ -6,7 +6,6 @@ attention kernel between these ceilings by its FLOPs, its measured bytes and its
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fa_numba import device, io_model
@@ -21,6 +20,7 @@ from .lab.show import style, tables
 
 NAME = "memory_hierarchy"
 NEEDS = ("GPU",)
+TAKES = ()
 PROTOCOL = (
     f"bandwidths: reads of {bandwidth.CHUNK} bytes, {bandwidth.BYTES // 2**30} GiB a run, of which "
     "the footprint is what is read again and again; L2 is not flushed; matrix products: torch, "
@@ -39,9 +39,8 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    lengths = (QUICK_SEQLEN if options.quick else SEQLEN,)
-    makes = [partial(fa2_setting, dtype=dtype) for dtype in UNITS.values()]
-    problems = [p for make in makes for p in options.grid(make, lengths, (HEAD_DIM,))]
+    N = QUICK_SEQLEN if options.quick else SEQLEN
+    problems = [fa2_setting(N, HEAD_DIM, dtype=dtype) for dtype in UNITS.values()]
     yield from _ceilings(problems[0], options, bench)
     multiprocessors = bench.describe["multiprocessors"]
     for passes in ("fwd", "bwd"):
@@ -142,17 +141,17 @@ def products(rows: Sequence[Row]) -> dict[str, float]:
 Place = tuple[str, str, str]  # series, pass, dtype
 
 
-def points(rows: Sequence[Row]) -> dict[Problem, dict[Place, dict[str, float]]]:
-    """By problem, dtypes apart: what is known of each call: "speed" in TFLOP/s, and FLOP a byte as
-    "L2", "DRAM" and, of the bytes that the kernel accesses, "model".
+def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
+    """What is known of each call: "speed" in TFLOP/s, and FLOP a byte as "L2", "DRAM" and, of the
+    bytes that the kernel accesses, "model".
     """
     names = {"l2": "L2", "dram": "DRAM", "model": "model"}
-    found: dict[Problem, dict[Place, dict[str, float]]] = {}
+    found: dict[Place, dict[str, float]] = {}
     for problem, mine in variants.problems_of(rows).items():
         for row in mine:
             if row.failed or row.series not in LABELS:
                 continue
-            of = found.setdefault(problem, {}).setdefault((row.series, row.pass_, row.dtype), {})
+            of = found.setdefault((row.series, row.pass_, row.dtype), {})
             if row.metric == "speed":
                 of["speed"] = row.number
             elif row.metric == "traffic":
@@ -174,19 +173,17 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, axes = style.new(1, 3, 4.9, width_ratios=(0.8, 1, 1))
     _bandwidth(axes[0, 0], rows)
     for ax, dtype in zip(axes[0, 1:], UNITS.values(), strict=True):
-        mine = {p: calls for p, calls in found.items() if p.dtype == dtype}
-        _roofline(ax, rows, mine, dtype)
+        _roofline(ax, rows, {at: of for at, of in found.items() if at[2] == dtype}, dtype)
     style.legend(figure, list(style.handles(axes).values()), _message(found), ncols=4)
     return figure
 
 
-def _message(found: Mapping[Problem, Mapping[Place, Mapping[str, float]]]) -> str:
+def _message(found: Mapping[Place, Mapping[str, float]]) -> str:
     ratios = [
-        calls["fa2" + series[3:], pass_, dtype]["DRAM"] / of["DRAM"]
-        for calls in found.values()
-        for (series, pass_, dtype), of in calls.items()
+        found["fa2" + series[3:], pass_, dtype]["DRAM"] / of["DRAM"]
+        for (series, pass_, dtype), of in found.items()
         if series.startswith("fa1") and pass_ == "fwd" and "DRAM" in of
-        and "DRAM" in calls.get(("fa2" + series[3:], pass_, dtype), {})
+        and "DRAM" in found.get(("fa2" + series[3:], pass_, dtype), {})
     ]  # fmt: skip
     if not ratios:
         return "Bandwidths, and what bounds the kernels"
@@ -226,12 +223,10 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def _roofline(
-    ax: Any, rows: Sequence[Row], found: dict[Problem, dict[Place, dict[str, float]]], dtype: str
+    ax: Any, rows: Sequence[Row], found: Mapping[Place, Mapping[str, float]], dtype: str
 ) -> None:
     speeds, peak = bandwidths(rows), products(rows).get(dtype)
-    shown = [
-        (place, of) for calls in found.values() for place, of in calls.items() if "speed" in of
-    ]
+    shown = [(place, of) for place, of in found.items() if "speed" in of]
     ax.set_title(f"roofline, {DTYPE_NAMES[dtype]}")
     if not shown:
         style.empty(ax, "not recorded yet")
@@ -285,23 +280,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         return None
     lines = []
     for level, printed in (("shared", "SRAM"), ("L2", ""), ("DRAM", "HBM")):
-        ridges = [
-            f"{peaks[dtype] / speeds[level]:.0f}" if dtype in peaks and level in speeds
-            else tables.MISSING for dtype in UNITS.values()
-        ]  # fmt: skip
         theirs = known.get((printed, "bandwidth"))
-        ridge = tables.MISSING
-        if theirs and ("float16", "peak") in known:
-            ridge = f"{known['float16', 'peak'] / theirs:.0f}"
+        ridges = {dtype: peak / speeds[level] for dtype, peak in peaks.items() if level in speeds}
         lines.append(
             [
                 {"shared": "shared memory", "DRAM": "DRAM (HBM)"}.get(level, level),
                 tables.number(speeds, level, ".3g"),
                 _size(room.get(level)),
-                *ridges,
+                *(tables.number(ridges, dtype, ".0f") for dtype in UNITS.values()),
                 tables.MISSING if theirs is None else f"{theirs:g}",
                 _size(known.get((printed, "capacity"))),
-                ridge,
+                tables.MISSING if theirs is None else f"{known['float16', 'peak'] / theirs:.0f}",
             ]
         )
     header = ["memory", "TB/s", "size", "FLOP/byte to the fp32 roof", "to the fp16 roof"]
@@ -319,9 +308,7 @@ def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, flo
             f"shared memory is {faster:.1f} times as fast as DRAM and {smaller:.0f} times smaller"
         )
     text = "; ".join(parts)
-    return (
-        f"Read bandwidth, 16-byte accesses, median. {text[:1].upper()}{text[1:]}." if text else ""
-    )
+    return f"Read bandwidth, 16-byte accesses, median. {text[:1].upper()}{text[1:]}."
 
 
 def _size(size: float | None) -> str:
@@ -333,31 +320,21 @@ def _size(size: float | None) -> str:
 def roofline(rows: Sequence[Row]) -> tables.Table | None:
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
     lines = []
-    for problem, calls in found.items():
-        for (series, pass_, dtype), of in calls.items():
-            if pass_ != "fwd" or "speed" not in of:
-                continue
-            levels = [level for level in ("DRAM", "L2") if level in of and level in speeds]
-            roofs: dict[str, float] = {level: speeds[level] * of[level] for level in levels}
-            if dtype in peaks:
-                roofs["matrix product"] = peaks[dtype]
-            lowest = min(roofs, key=lambda name: roofs[name], default="")
-            share = f"{of['speed'] / roofs[lowest]:.2f} of {lowest}" if lowest else tables.MISSING
-            lines.append(
-                [
-                    LABELS[series],
-                    DTYPE_NAMES[dtype].split(",")[0],
-                    *(tables.number(of, name, ".0f") for name in ("model", "L2", "DRAM")),
-                    f"{of['speed']:.1f}",
-                    share,
-                ]
-            )
-        text = f"Forward, N={problem.seqlen_q}, d={problem.head_dim}, 16k tokens."
-    if not lines:
-        return None
+    for (series, pass_, dtype), of in found.items():
+        if pass_ != "fwd" or "speed" not in of:
+            continue
+        levels = [level for level in ("DRAM", "L2") if level in of and level in speeds]
+        roofs: dict[str, float] = {level: speeds[level] * of[level] for level in levels}
+        if dtype in peaks:
+            roofs["matrix product"] = peaks[dtype]
+        lowest = min(roofs, key=lambda name: roofs[name], default="")
+        share = f"{of['speed'] / roofs[lowest]:.2f} of {lowest}" if lowest else tables.MISSING
+        cells = [tables.number(of, name, ".0f") for name in ("model", "L2", "DRAM")]
+        name = DTYPE_NAMES[dtype].split(",")[0]
+        lines.append([LABELS[series], name, *cells, f"{of['speed']:.1f}", share])
     header = ["kernel", "dtype", "FLOP/byte accessed", "of L2", "of DRAM", "TFLOP/s"]
     header += ["share of the lowest roof"]
-    return tables.of(text, header, lines[:10])
+    return tables.of(f"Forward, N={SEQLEN}, d={HEAD_DIM}, 16k tokens.", header, lines)
 
 
 TABLES = {"memory_hierarchy-roofline": roofline}

@@ -358,7 +358,6 @@ def test_the_figure_names_each_gain():
     assert names == ["forward, fp32, N=4096, d=64", "forward, fp16, N=4096, d=64"]
     marks = {line.get_label(): list(line.get_xydata()[:, 0]) for line in below.lines[:-1]}
     assert marks["loop order, equal grid"] == [1.25] * 2 and marks["warps over Q"] == [1.1]
-    causal = loop_cost.draw([r for r in rows if r.causal])
-    assert "d=64, causal" in causal.axes[0].get_title()
+    assert loop_cost.draw([r for r in rows if r.causal]) is None
     failed = [made_up("loop_cost", fa2_setting(4096, 64), "fa1-simt", None, note="failed: why")]
     assert said(loop_cost.draw(failed).axes[0]) == ["failed"]
