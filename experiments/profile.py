@@ -16,23 +16,20 @@ from fa_numba.problem import Problem
 
 from . import ladder
 from .beside import profiler
-from .lab.measure import counters, precompile, series, variants
-from .lab.measure.timing import attempt
-from .lab.measure.workloads import HEAD_DIMS, Inputs, one_head
+from .lab.measure import counters, precompile, series
+from .lab.measure.workloads import Inputs, one_head
 from .lab.record import EMULATOR, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "profile"
+TAKES: tuple[str, ...] = ()
 PROTOCOL = (
-    "one batch entry and head at the tiles of the emulated device, of the sizes that are counted, "
-    "unless others are asked for; instructions are the "
-    "executed SASS by opcode, without regard to predicates"
+    "one batch entry and head at the tiles of the emulated device; instructions are the executed "
+    "SASS by opcode, without regard to predicates"
 )
 
-SEQLENS = (256, 512)
-# What a run that names no sizes is of, 10 s on the emulator: nothing is masked, and standard
-# attention's backward pass, seven kernels, is left to the profiler.
-COUNTED_FLOPS = 2**24
+# 10 s on the emulator; standard attention's backward pass, seven kernels, is left to the profiler.
+SEQLEN, HEAD_DIM = 256, 64
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
 MMA = ("standard-mma", "fa1-mma", "fa2-mma")
 FORWARD = (*SIMT, "standard-mma", *(s for s in ladder.LABELS if s != ladder.PEER))
@@ -63,12 +60,10 @@ class Run:
         return series.columns(NAME, self.series, self.problem, machine, **own)
 
 
-def runs(
-    seqlen: int, head_dim: int, causal: bool, say: Callable[[str], None] = lambda line: None
-) -> list[Run]:
-    """Every kernel once, at the tiles that the emulated device has for it; says what has none."""
+def runs() -> list[Run]:
+    """Every kernel once, at the tiles that the emulated device has for it."""
     problems = {
-        unit: one_head(seqlen, head_dim, causal, dtype)
+        unit: one_head(SEQLEN, HEAD_DIM, dtype=dtype)
         for unit, dtype in (("simt", "float32"), ("mma", "float16"))
     }
     found = [Run(name, problems["simt"], "fwd") for name in SIMT]
@@ -80,11 +75,7 @@ def runs(
             if variant.same_as is None
         ]
         found += [Run(name, problems[series.unit(name)], "bwd") for name in BACKWARD]
-        planned = [(run, *attempt(_with_tiles, run)) for run in found]
-    for run, _, why in planned:
-        if why:
-            say(f"  {run.series}, d={head_dim}, is left out; {why}")
-    return [with_tiles for _, with_tiles, why in planned if not why]
+        return [_with_tiles(run) for run in found]
 
 
 def _with_tiles(run: Run) -> Run:
@@ -93,18 +84,10 @@ def _with_tiles(run: Run) -> Run:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    lengths = options.seqlens or (SEQLENS[:1] if options.quick else SEQLENS)
-    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
-    masks = options.causal or ((False,) if options.quick else (False, True))
-    sizes = [(N, d, mask) for N in lengths for d in head_dims for mask in masks]
-    short = options.complete or options.quick
-    if short:
-        sizes = [(N, d, mask) for N, d, mask in sizes if not mask and 4 * N**2 * d <= COUNTED_FLOPS]
+    every = runs()
     if bench.machine is not None:
-        yield from _hardware(sizes, bench)
-    work = [run for size in sizes for run in runs(*size, bench.say)]
-    if short:
-        work = [r for r in work if (r.pass_, series.algorithm(r.series)) != ("bwd", "standard")]
+        yield from _hardware(every, bench)
+    work = [r for r in every if (r.pass_, series.algorithm(r.series)) != ("bwd", "standard")]
     inputs = Inputs(gradient=True)
     yield from bench.counted(
         [(run,) for run in work], "counting on the emulator", lambda run: _count(run, inputs)
@@ -135,29 +118,24 @@ def _emulated(run: Run, inputs: Inputs) -> Any:
     return counts
 
 
-def _hardware(sizes: Sequence[tuple[int, int, bool]], bench: Bench) -> Iterator[Row]:
-    """Nsight Compute's numbers, size after size: what is done is kept."""
+def _hardware(every: Sequence[Run], bench: Bench) -> Iterator[Row]:
+    """Nsight Compute's numbers."""
     if not counters.available():
         bench.say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return
-    by_size: dict[tuple[int, int], list[Run]] = {}
-    for N, d, mask in sizes:
-        by_size.setdefault((N, d), []).extend(runs(N, d, mask))
-    groups = list(by_size.values())
-    precompile.compile_ahead((call for group in groups for call in _calls(group)), bench)
+    precompile.compile_ahead(_calls(every), bench)
+    cases = [run.case for run in every]
     try:
-        names = profiler.usable(groups[0][0].case, bench.say)
+        names = profiler.usable(cases[0], bench.say)
     except counters.CountersError as error:
         bench.say(f"  {error}")
         return
-    for group in bench.each(groups, "profiling"):
-        cases = [run.case for run in group]
-        for run, *results in zip(group, *profiler.profiled(cases, names, bench.say), strict=True):
-            yield from _profiled(run, bench.machine, names, *results)
+    for run, *results in zip(every, *profiler.profiled(cases, names, bench.say), strict=True):
+        yield from _profiled(run, bench.machine, names, *results)
 
 
-def _calls(group: Sequence[Run]) -> Iterator[precompile.Call]:
-    for run in group:
+def _calls(every: Sequence[Run]) -> Iterator[precompile.Call]:
+    for run in every:
         if run.pass_ == "bwd":
             yield precompile.Call(run.series, run.problem, {"return_lse": True})
         options = {**run.options, "passes": run.pass_}
@@ -184,26 +162,22 @@ Place = tuple[str, str]  # series, pass
 Pair = tuple[float | None, float | None]  # measured, counted
 
 
-def pairs(rows: Sequence[Row]) -> dict[Problem, dict[tuple[Place, str], Pair]]:
-    """By problem, dtypes together: (place, counter) -> (measured, counted), of the same tiles."""
-    found: dict[Problem, dict[tuple[Place, str], Pair]] = {}
-    for problem, mine in variants.problems_of(rows).items():
-        numbers = {
-            (r.series, r.pass_, r.Br, r.Bc, r.metric, r.source): r.value
-            for r in mine
-            if r.metric in profiler.COUNTERS
-        }
-        into = found.setdefault(replace(problem, dtype="float16"), {})
-        for name, pass_, Br, Bc, metric, source in numbers:
-            if source == "counted":
-                at = (name, pass_, Br, Bc, metric)
-                both = (numbers.get((*at, "measured")), numbers[(*at, "counted")])
-                into[(name, pass_), metric] = both
-    return {problem: into for problem, into in found.items() if into}
+def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
+    """(place, counter) -> (measured, counted), of the same tiles."""
+    numbers: dict[tuple[Any, ...], float | None] = {
+        (r.series, r.pass_, r.metric, r.Br, r.Bc, r.source): r.value
+        for r in rows
+        if r.metric in profiler.COUNTERS
+    }
+    return {
+        ((name, pass_), metric): (numbers.get((name, pass_, metric, *tiles, "measured")), count)
+        for (name, pass_, metric, *tiles, source), count in numbers.items()
+        if source == "counted"
+    }
 
 
 def places(of: dict[tuple[Place, str], Pair]) -> list[Place]:
-    """The kernels of a problem in the order of FORWARD and BACKWARD."""
+    """The kernels in the order of FORWARD and BACKWARD."""
     order = [(name, "fwd") for name in FORWARD] + [(name, "bwd") for name in BACKWARD]
     there = {place for place, _ in of}
     return [place for place in order if place in there]
@@ -226,10 +200,9 @@ SHOWN = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    found = pairs(rows)
-    if not found:
+    of = pairs(rows)
+    if not of:
         return None
-    problem, of = next(iter(found.items()))
     rows_ = places(of)
     measured = any(m is not None for m, _ in of.values())
     figure, axes = style.new(1, len(SHOWN), 1.0 + 0.27 * len(rows_), sharey="row", sharex=measured)
@@ -248,14 +221,11 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.tick_params(axis="x", labelsize=8)
     axes[0, 0].set_yticks(range(len(rows_)), [label(place) for place in rows_], fontsize=9)
     axes[0, 0].set_ylim(len(rows_) - 0.4, -0.6)
-    masked = ", causal" if problem.causal else ""
     near = sum(abs(x - 1) <= 0.05 for x in ratios)
     message = "what the emulator counts"
     if measured:
         message = f"Nsight Compute's number over the emulator's: {near} of {len(ratios)} within 5 %"
-    figure.suptitle(
-        f"{message}\none head, N={problem.seqlen_q}, d={problem.head_dim}{masked}", fontsize=11.5
-    )
+    figure.suptitle(f"{message}\none head, N={SEQLEN}, d={HEAD_DIM}", fontsize=11.5)
     return figure
 
 
@@ -272,19 +242,17 @@ def cell(pair: Pair, shown: Callable[[float], str] = "{:,.0f}".format) -> str:
 
 def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], tables.Table | None]:
     def table(rows: Sequence[Row]) -> tables.Table | None:
-        found = pairs(rows)
-        lines, equal, known = [], 0, 0
-        for problem, of in found.items():
-            numbers = [pair for (_, metric), pair in of.items() if metric in metrics]
-            same, there = profiler.share_equal(profiler.ratio(*pair) for pair in numbers)
-            equal, known = equal + same, known + there
-            for place in places(of):
-                cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
-                lines.append([*tables.problem_cells(problem), label(place), *cells])
+        of = pairs(rows)
+        numbers = [pair for (_, metric), pair in of.items() if metric in metrics]
+        ratios = [x for pair in numbers if (x := profiler.ratio(*pair)) is not None]
+        lines = []
+        for place in places(of):
+            cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
+            lines.append([str(HEAD_DIM), tables.yes_no(False), str(SEQLEN), label(place), *cells])
         caption = (
             f"{what}, one head, counted on the emulator; in brackets what Nsight Compute measured "
             "of the same call, as a multiple where it is another number, (?) where it was not "
-            f"measured. {equal} of {known} measured numbers are equal."
+            f"measured. {ratios.count(1)} of {len(ratios)} measured numbers are equal."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
 

@@ -17,6 +17,7 @@ from .beside import ring_ranks
 from .beside.ring_ranks import (
     CP_CUDNN,
     CP_FLASH,
+    HEAD_DIM,
     KV,
     LINK,
     MERGE,
@@ -28,7 +29,6 @@ from .beside.ring_ranks import (
     Task,
 )
 from .beside.ring_rows import (
-    HEAD_DIM,
     Key,
     Measured,
     by_key,
@@ -49,7 +49,7 @@ from .lab.show import style, tables
 
 NAME = "ring"
 MEASURES = ("host/", "ring/", "torch.py")
-TAKES, TAKES_ON_GPU = ("head_dims", "causal"), ("seqlens",)
+TAKES, TAKES_ON_GPU = (), ("seqlens",)
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
     "to send; memory is a rank's peak with its inputs; inputs are normal, drawn on the GPU; every "
@@ -85,25 +85,14 @@ MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"
 
 
 def tasks(options: Options) -> list[Task]:
-    if options.quick:
-        lengths: Sequence[int] = SEQLENS[:1]
-    else:
-        lengths = options.seqlens or SEQLENS
-    head_dims = options.head_dims or (HEAD_DIM,)
-    found = [
-        task
-        for d in head_dims
-        for task in (Task(LINK, 0, d, False, "fwd", 20), Task(MERGE, 2**17, d, False, "fwd", 20))
-    ]
-    alone = sorted(
-        {*lengths, *(N // 2 for N in lengths), SHORTEST} if not options.quick else lengths
-    )
-    kinds = itertools.product(head_dims, options.causal or (False, True), PASSES)
-    for d, causal, pass_ in kinds:
-        for series, N in itertools.product(SERIES, alone):
-            last = series == KV and pass_ == "fwd" and N <= ALONE
-            if (series == ONE or N in lengths) and (N <= LONGEST[pass_] or last):
-                found.append(Task(series, N, d, causal, pass_, repeats(N)))
+    lengths = SEQLENS[:1] if options.quick else options.seqlens or SEQLENS
+    found = [Task(LINK, 0, False, "fwd", 20), Task(MERGE, 2**17, False, "fwd", 20)]
+    halves = () if options.quick else (SHORTEST, *(N // 2 for N in lengths))
+    kinds = itertools.product((False, True), PASSES, SERIES, sorted({*lengths, *halves}))
+    for causal, pass_, series, N in kinds:
+        last = series == KV and pass_ == "fwd" and N <= ALONE
+        if (series == ONE or N in lengths) and (N <= LONGEST[pass_] or last):
+            found.append(Task(series, N, causal, pass_, repeats(N)))
     return found
 
 
@@ -114,7 +103,7 @@ def repeats(N: int) -> int:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    yield list(_modelled(options))
+    yield list(_modelled())
     if bench.machine is None:
         return
     ranks = _gpus()
@@ -141,7 +130,7 @@ def _planned(asked: Sequence[Task], ranks: int) -> Iterator[precompile.Call]:
     for task in asked:
         if task.series != ONE:
             continue
-        problem = whole(task.seqlen, task.causal, task.head_dim)
+        problem = whole(task.seqlen, task.causal)
         yield from precompile.calls(series, problem, task.pass_)
         if task.causal:
             half = replace(problem, causal=False, seqlen_k=problem.seqlen_k // 2)
@@ -149,7 +138,7 @@ def _planned(asked: Sequence[Task], ranks: int) -> Iterator[precompile.Call]:
 
 
 def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iterator[Row]:
-    problem = whole(max(1, task.seqlen), task.causal, task.head_dim)
+    problem = whole(max(1, task.seqlen), task.causal)
     note = f"{place(ranks)}; {found.failure}" if found.failure else place(ranks)
     common = columns(NAME, task.series, problem, machine, pass_=task.pass_, note=note)
     timing = Timing.of(found.samples) if found.samples else None
@@ -162,12 +151,10 @@ def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iter
         yield Row(metric="sent", unit="bytes", value=found.sent, **common)
 
 
-def _modelled(options: Options) -> Iterator[Row]:
-    choices = itertools.product(
-        options.head_dims or (HEAD_DIM,), options.causal or (False, True), PASSES, MODEL_RANKS, OURS
-    )
-    for d, causal, pass_, ranks, series in choices:
-        problem = whole(MODEL_SEQLEN, causal, d)
+def _modelled() -> Iterator[Row]:
+    choices = itertools.product((False, True), PASSES, MODEL_RANKS, OURS)
+    for causal, pass_, ranks, series in choices:
+        problem = whole(MODEL_SEQLEN, causal)
         common = columns(NAME, series, problem, MODEL, pass_=pass_, note=place(ranks))
         value = sent_bytes(problem, ranks, series, pass_)
         yield Row(metric="sent", unit="bytes", value=value, **common)
@@ -300,28 +287,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
     """(how many measured numbers of bytes the closed form has, how many there are)."""
     found = [row for row in rows if (row.metric, row.source) == ("sent", "measured")]
-    equal = sum(
-        row.value
-        == sent_bytes(
-            whole(row.seqlen_q, row.causal, row.head_dim), ranks_of(row), row.series, row.pass_
-        )
+    form = [
+        sent_bytes(whole(row.seqlen_q, row.causal), ranks_of(row), row.series, row.pass_)
         for row in found
-    )
-    return equal, len(found)
-
-
-def _model_lines(rows: Sequence[Row]) -> list[list[str]]:
-    machine = measured(rows)
-    if machine is None:
-        return []
-    lines = []
-    for N, ranks in itertools.product((SHORTER, MODEL_SEQLEN), SHOWN_RANKS):
-        cells = []
-        for at, series, pass_ in itertools.product((machine, _infiniband(machine)), OURS, PASSES):
-            share = efficiency(at, N, ranks, series, True, pass_)
-            cells.append(tables.MISSING if share is None else f"{share:.3f}")
-        lines.append([f"{N >> 20}M", str(ranks), *cells])
-    return lines
+    ]
+    return sum(row.value == x for row, x in zip(found, form, strict=True)), len(found)
 
 
 def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
@@ -347,7 +317,16 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def model_table(rows: Sequence[Row]) -> tables.Table | None:
-    lines = _model_lines(rows)
+    machine = measured(rows)
+    if machine is None:
+        return None
+    lines = []
+    for N, ranks in itertools.product((SHORTER, MODEL_SEQLEN), SHOWN_RANKS):
+        cells = []
+        for at, series, pass_ in itertools.product((machine, _infiniband(machine)), OURS, PASSES):
+            share = efficiency(at, N, ranks, series, True, pass_)
+            cells.append(tables.MISSING if share is None else f"{share:.3f}")
+        lines.append([f"{N >> 20}M", str(ranks), *cells])
     names = [
         f"{link}, {LABELS[series]}, {pass_}"
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)

@@ -1,7 +1,7 @@
 """What a profiler says of a kernel: our names, Nsight Compute's, and the emulator's numbers."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,9 +194,3 @@ def ratio(measured: float | None, count: float | None) -> float | None:
     if measured == count:
         return 1.0
     return measured / count if count else float("inf")
-
-
-def share_equal(ratios: Iterable[float | None], within: float = 0.0) -> tuple[int, int]:
-    """(how many ratios are 1, `within` so much, how many there are)."""
-    known = [each for each in ratios if each is not None]
-    return sum(abs(each - 1) <= within for each in known), len(known)

@@ -20,10 +20,7 @@ from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from ..lab.record import Row, values
-from . import ring_ranks
-from .ring_ranks import LINK, MERGE, ONE, OURS, SERIES
-
-HEAD_DIM = 128
+from .ring_ranks import HEAD_DIM, HEADS, LINK, LINK_BYTES, MERGE, ONE, OURS, SERIES
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,8 @@ def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
     return moved // 2 if part.causal else moved
 
 
-def whole(N: int, causal: bool, d: int = HEAD_DIM) -> Problem:
-    H = ring_ranks.HEADS
-    return Problem(1, H, H, N, N, d, dtype="float16", causal=causal)
+def whole(N: int, causal: bool) -> Problem:
+    return Problem(1, HEADS, HEADS, N, N, HEAD_DIM, dtype="float16", causal=causal)
 
 
 def place(ranks: int) -> str:
@@ -154,10 +150,9 @@ def measured(rows: Sequence[Row]) -> Measured | None:
         return None
     ranks = {ranks_of(row) for row in rows if row.series == MERGE and row.value is not None}
     time, N = merge[0]
-    d = next(row.head_dim for row in rows if row.series == MERGE)
-    moved = 6 * ring_ranks.HEADS * N // min(ranks) * d  # two read and one written, of 16 bits
+    moved = 6 * HEADS * N // min(ranks) * HEAD_DIM  # two read and one written, of 16 bits
     own = {key[1:]: t for key, t in times.items() if key[0] == ONE}
-    return Measured(own, ring_ranks.LINK_BYTES / link[0], moved / time)
+    return Measured(own, LINK_BYTES / link[0], moved / time)
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, float]:
@@ -168,7 +163,7 @@ def predicted(rows: Sequence[Row]) -> dict[Key, float]:
             continue
         passes = ("fwd", "bwd") if row.pass_ == "fwd+bwd" else ("fwd",)
         travels = row.series.removeprefix("ring-")
-        problem = whole(row.seqlen_q, row.causal, row.head_dim)
+        problem = whole(row.seqlen_q, row.causal)
         time = milliseconds(machine, problem, ranks_of(row), travels, passes)
         if time is not None:
             found[row.series, row.pass_, row.causal, row.seqlen_q] = time

@@ -87,7 +87,7 @@ class FakeCounts:
 def synthetic(machine="some-gpu"):
     """Rows of two kernels, measured and counted; one number of three differs."""
     rows = []
-    for run in profile.runs(256, 64, False):
+    for run in profile.runs():
         if (run.series, run.pass_) in (("fa2-mma-plain", "fwd"), ("fa1-simt", "bwd")):
             for i, metric in enumerate(profiler.COUNTERS):
                 for place, source, value in (
@@ -117,7 +117,7 @@ def test_a_name_that_ncu_does_not_know_loses_no_other(fake_ncu):
     known = every_metric()
     refused = {f"l1tex__t_{what}_pipe_lsu_mem_global_op_red" for what in ("sectors", "requests")}
     fake_ncu(known - {"l1tex__t_sectors_pipe_lsu_mem_global_op_st"}, refused)
-    (case, *_) = [run.case for run in profile.runs(256, 64, False)]
+    (case, *_) = [run.case for run in profile.runs()]
     said = []
     names = profiler.usable(case, said.append)
     missing = {"atomic sectors", "atomic requests", "global store sectors"}
@@ -135,7 +135,7 @@ def test_what_is_certain_is_asked_for_where_ncu_names_no_culprit(fake_ncu, monke
         return count(cases, metrics)
 
     monkeypatch.setattr(counters, "count", fussy)
-    names = profiler.usable(profile.runs(256, 64, False)[0].case, lambda line: None)
+    names = profiler.usable(profile.runs()[0].case, lambda line: None)
     certain = {"shared wavefronts", "shared conflicts", "sectors from L2", "sectors to L2"}
     assert set(names) == certain
 
@@ -158,19 +158,8 @@ def test_opcodes_are_added_up_by_class():
 # --- what is run -----------------------------------------------------------------------------
 
 
-def test_steps_that_do_not_fit_a_head_dimension_are_said():
-    """The ladder's tiles of 128 rows have not the threads for d=256; the other kernels run."""
-    said = []
-    found, every = ({r.series for r in profile.runs(32, d, True, said.append)} for d in (256, 64))
-    assert every - found == {"fa2-mma-32-rows", "fa2-mma-two-stages"} and found < every
-    assert [line.split(";")[0] for line in said] == [
-        f"  {name}, d=256, is left out" for name in sorted(every - found)
-    ]
-
-
-@pytest.mark.parametrize("d", [64, 128])
-def test_every_kernel_is_run_once_at_the_tiles_of_its_plan(d):
-    found = profile.runs(256, d, True)
+def test_every_kernel_is_run_once_at_the_tiles_of_its_plan():
+    found = profile.runs()
     forward = [run.series for run in found if run.pass_ == "fwd"]
     steps = {step.series for step in ladder.STEPS} | set(ladder.PARTITIONS)
     assert steps - set(forward) <= {ladder.BASE}, "a step of the ladder is left out"
@@ -204,7 +193,7 @@ def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
     rows = list(profile.measure(Options(quick=True), bench))
     assert len({(row.machine, *row.key) for row in rows}) == len(rows)
     measured = {(r.series, r.pass_, r.metric): r for r in rows if r.machine == "some-gpu"}
-    kernels = {(run.series, run.pass_) for run in profile.runs(256, 64, False)}
+    kernels = {(run.series, run.pass_) for run in profile.runs()}
     assert {key[:2] for key in measured} == kernels
     assert not any(row.failed for row in rows)
     for kernel in kernels:
@@ -216,8 +205,7 @@ def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
     assert counted == {(*kernel, metric) for kernel in cheap for metric in profiler.COUNTERS}
     assert {r.source for r in rows} == {"measured", "counted", "l2", "dram"}
 
-    (problem, of), *rest = profile.pairs(rows).items()
-    assert not rest and (problem.seqlen_q, problem.head_dim) == (256, 64)
+    of = profile.pairs(rows)
     assert set(profile.places(of)) == cheap
     loads = FakeCounts(256).total(space="shared", kind="load").wavefronts
     assert of[("fa2-simt", "fwd"), "shared load wavefronts"] == (64, loads)
@@ -355,7 +343,7 @@ def test_what_passes_between_l1_and_l2_is_what_is_counted():
     """To the last sector for every kernel, but for what L1 saves: some read again, and stores of
     neighbouring warps to parts of one sector, which L1 may send on as one.
     """
-    cases = profile.runs(256, 64, False)
+    cases = profile.runs()
     measured = counters.count([run.case for run in cases], counters.L2)
     inputs, wrong = Inputs(gradient=True), []
     for run, found in zip(cases, measured, strict=True):
@@ -388,14 +376,12 @@ EQUAL = (
 
 
 def recorded():
-    """The recorded numbers, as `profile.pairs` has them, of N=256 and d=64 without a mask."""
+    """The recorded numbers, as `profile.pairs` has them."""
     store = Store(FIGURES)
     measured = store.read("profile", report.gpu(store, "profile"))
     if not measured:
         pytest.skip("no recording of these kernels")
-    counted = store.read("profile", EMULATOR)
-    found = profile.pairs(measured + counted)
-    return next(of for p, of in found.items() if (p.seqlen_q, p.head_dim, p.causal) == (256, 64, 0))
+    return profile.pairs(measured + store.read("profile", EMULATOR))
 
 
 def reads_ahead():
@@ -422,7 +408,7 @@ def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
     of = recorded()
     kernels = [
         run
-        for run in profile.runs(256, 64, False)
+        for run in profile.runs()
         if run.pass_ == "fwd" and series.algorithm(run.series) == "fa2"
         if reads_ahead() or series.unit(run.series) != "simt"
     ]
@@ -469,7 +455,7 @@ def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
     rows = list(profile.measure(Options(quick=True), bench))
     tables = [make(rows) for make in (profile.table, *profile.TABLES.values())]
-    kernels = len(profile.runs(256, 64, False)) - 2  # standard attention's backward passes
+    kernels = len(profile.runs()) - 2  # standard attention's backward passes
     header = [line for t in tables for line in t.body.splitlines()[0].strip("| ").split(" | ")]
     assert set(profiler.COUNTERS) <= set(header)
     assert all(len(t.body.splitlines()) == 2 + kernels for t in tables)
@@ -482,24 +468,3 @@ def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     assert profile.draw(only_counted) is not None
     assert profile.draw([r for r in rows if r.machine != EMULATOR]) is None
     assert profile.table([]) is None
-
-
-def test_a_complete_run_profiles_what_it_counts(monkeypatch):
-    """And standard attention's backward pass beside; other sizes where they are asked for."""
-    profiled = []
-    monkeypatch.setattr(profile, "_hardware", lambda sizes, bench: profiled.append(sizes) or ())
-    counted = []
-
-    def kept(work, label, count):
-        counted.append([run for (run,) in work])
-        return ()
-
-    bench = SimpleNamespace(machine="some-gpu", counted=kept, say=None)
-    list(profile.measure(Options(), bench))
-    assert profiled == [[(256, 64, False)]]
-    every = profile.runs(256, 64, False)
-    left = {(run.series, run.pass_) for run in every if run not in counted[0]}
-    assert left == {("standard-simt", "bwd"), ("standard-mma", "bwd")}
-    list(profile.measure(Options(seqlens=(32,), head_dims=(64, 128), causal=(True,)), bench))
-    assert profiled[1] == [(32, 64, True), (32, 128, True)]
-    assert len(counted[1]) == 2 * len(profile.runs(32, 64, True))

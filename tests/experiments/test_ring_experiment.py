@@ -37,7 +37,7 @@ def found(task, ranks):
     if task.series == LINK:
         time = ring_ranks.LINK_BYTES / LINK_SPEED
     elif task.series == MERGE:
-        time = 6 * ring_ranks.HEADS * N // ranks * task.head_dim / MERGE_SPEED
+        time = 6 * ring_ranks.HEADS * N // ranks * ring_ranks.HEAD_DIM / MERGE_SPEED
     elif task.series == ONE:
         time = alone(pass_, causal, N)
     else:
@@ -61,7 +61,7 @@ def machine(times=None):
 
 
 def synthetic(ranks=2, options=None, failing=()):
-    rows = list(ring._modelled(Options()))
+    rows = list(ring._modelled())
     for n, task in enumerate(ring.tasks(options or Options())):
         samples, sent = found(task, ranks)
         each = Found(n, samples, sent, 100.0)
@@ -125,8 +125,8 @@ def test_every_series_is_timed_where_it_is_short_enough():
     assert longest.pop(KV) == 2**20 and set(longest.values()) == {2**18}
     assert {t.seqlen for t in tasks if t.series == ONE} == {2**n for n in range(12, 19)}
     assert all(t.seqlen <= 2**17 for t in tasks if t.pass_ == "fwd+bwd")
-    few = ring.tasks(Options(seqlens=(2**14,), causal=(True,), head_dims=(64,)))
-    assert {(t.seqlen, t.causal, t.head_dim) for t in few if t.series == Q} == {(2**14, True, 64)}
+    few = ring.tasks(Options(seqlens=(2**14,)))
+    assert {t.seqlen for t in few if t.series == Q} == {2**14}
     quick = ring.tasks(Options(quick=True))
     assert {t.seqlen for t in quick if t.series in SERIES} == {ring.SEQLENS[0]}
     assert [ring.repeats(2**n) for n in (13, 15, 18, 20)] == [20, 8, 2, 1]
@@ -167,13 +167,13 @@ def test_every_task_gives_its_rows(monkeypatch):
     monkeypatch.setattr(ring.ring_ranks, "run", run)
     monkeypatch.setattr(ring.precompile, "compile_ahead", lambda calls, bench: list(calls))
     monkeypatch.setattr(ring.device, "compute_capability", lambda: (9, 0))
-    options = Options(seqlens=(6144, 8192), causal=(True,))
+    options = Options(seqlens=(6144, 8192))
     bench = Bench(machine="some-gpu", say=lambda text: None)
     _, *found = ring.measure(options, bench)
     rows = [row for of_task in found for row in of_task]
     assert len(found) == len(ran)
     assert {task.seqlen for task in ran if task.series == KV} == {6144}
-    mine = [row for row in rows if row.series == KV and row.pass_ == "fwd"]
+    mine = [r for r in rows if (r.series, r.pass_, r.causal) == (KV, "fwd", True)]
     assert [(r.metric, r.value, r.place) for r in mine] == [
         ("time", 2.0, "3 ranks"),
         ("memory", 5.0, "3 ranks"),
@@ -256,7 +256,7 @@ def checked(monkeypatch, series, off, one=2e-3, causal=True, pass_="fwd+bwd"):
     bench.torch = SimpleNamespace(Generator=lambda device: generator, randn=randn, float16=None)
     monkeypatch.setattr(ring_ranks, "_float64", lambda *_: exact)
     monkeypatch.setitem(sys.modules, "fa_numba.torch", SimpleNamespace(ring_split=ring_split))
-    return bench._compare(series, causal, pass_, 128), set(split)
+    return bench._compare(series, causal, pass_), set(split)
 
 
 @pytest.mark.parametrize("series", SERIES[1:])
