@@ -1,11 +1,10 @@
 """What documents claim of FlashAttention, in the settings that no other experiment has.
 
-Accesses by array, counted on the emulator; bytes of 32 heads at N=8192, d=128, fp16; one query on a
-long cache, whole and in pages; one head at N=131072; multiplications and additions.
+Accesses by array, counted on the emulator; one query, keys whole and in pages; bytes of 32 heads at
+N=8192, d=128, fp16; one head at N=131072; multiplications and additions.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,16 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, check, peers, variants
+from .lab.measure import calls, peers, variants
 from .lab.measure.series import LABELS, algorithm, call, columns, plan, query_splits, unit
-from .lab.measure.timing import SECONDS, attempt, number, time_call
-from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_setting, one_head
+from .lab.measure.timing import SECONDS, attempt
+from .lab.measure.workloads import SEED, Inputs, fa2_setting, one_head
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "claims"
 TAKES = ()
-PROTOCOL = (
-    "decoding: bytes of K and V once over the median time, of 512 heads K and V are those of 32; "
-    "float64 against all elements of O of the first and the last head; copy: bytes read and "
-    "written over the median time of torch's copy; memory: peak of what one call allocates"
-)
+PROTOCOL = "memory: peak of what one call allocates"
 
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
 COUNTED_SEQLEN, COUNTED_DIM, COUNTED_TILE = 128, 64, 32
@@ -37,13 +32,8 @@ LAYER = Problem(1, 32, 32, 8192, 8192, 128, dtype="float16")
 QUICK_LAYER = Problem(1, 4, 4, 1024, 1024, 128, dtype="float16")
 CLAIMED_GB = {"standard-mma": (17.4, 17.8), "fa2-mma": (0.27, 0.27)}
 MMA = ("standard-mma", "fa1-mma", "fa1-mma-splits", "fa2-mma")
-# One query for each of so many heads, on a cache of so many keys.
-CACHE, CACHE_HEADS, QUICK_CACHE = 16384, (1, 32, 512), 2048
-# As many heads of a cache are drawn; it is a divisor of longer CACHE_HEADS.
-DRAWN_HEADS = 32
 LONG, QUICK_LONG = 131072, 8192
 PAGE, PAGES = 32, 5
-COPY_BYTES = 2**32
 OPERATIONS = {
     name: f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum"
     for name in ("ffma", "fmul", "fadd")
@@ -62,7 +52,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     if bench.machine is None:
         return
     yield from _layers(options, bench)
-    yield from _decoding(options, bench)
     yield from _long(options, bench)
 
 
@@ -141,59 +130,6 @@ def _layers(options: Options, bench: Bench) -> Iterator[Row]:
     ]
     work = [(layer, compared), (few, [variants.Variant(name) for name in SIMT])]
     yield from variants.measure(NAME, work, bench, OPERATIONS, seconds=SECONDS)
-
-
-def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
-    """One query a head on a long cache, all of O of two heads checked first: time, bandwidth."""
-    cache = QUICK_CACHE if options.quick else CACHE
-    problems = [
-        Problem(1, heads, heads, 1, cache, 128, dtype="float16")
-        for heads in (CACHE_HEADS[:2] if options.quick else CACHE_HEADS)
-    ]
-    problems += [
-        Problem(batch, *DECODING_HEADS, 1, N, 128, dtype="float16")
-        for batch, N in (DECODING[:2] if options.quick else DECODING)
-    ]
-    for problem in bench.each(problems, "decoding"):
-        once = 2 * problem.batch * problem.heads_k * problem.seqlen_k * problem.head_dim * 2
-        yield from _timed("fa2-mma", problem, once, bench)
-    if peers.available():
-        yield _copy(bench)
-
-
-def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[Row]:
-    arrays = _cached(problem)
-    gate = check.gate(problem, "fwd", *arrays)
-    timing, failure = attempt(
-        lambda: time_call(call(series, problem, *arrays), gate, seconds=SECONDS)
-    )
-    common = columns(NAME, series, problem, bench.machine, note=failure)
-    yield Row(metric="time", unit="ms", **number(timing), **common)
-    speed = moved / timing.median * 1e3 if timing else None
-    yield Row(metric="bandwidth", unit="B/s", value=speed, **common)
-    device.release_memory()
-
-
-def _cached(problem: Problem) -> tuple[Any, ...]:
-    """q, all drawn, k and v on the GPU: those of many heads are DRAWN_HEADS again and again."""
-    drawn = min(DRAWN_HEADS, problem.heads_k)
-    inputs = Inputs()
-    (q, _, _) = inputs(replace(problem, heads_k=problem.heads_q, seqlen_k=1))
-    (_, k, v) = inputs(replace(problem, heads_q=drawn, heads_k=drawn))
-    keys = peers.repeated((k, v), problem.dtype, problem.heads_k // drawn, axis=1)
-    return *peers.on_device((q,), problem.dtype), *keys
-
-
-def _copy(bench: Bench) -> Row:
-    import torch
-
-    source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    samples = device.time_ms(lambda: target.copy_(source), repeats=20, warmup=3, flush_l2=False)
-    own = {"n": len(samples), "note": f"{COPY_BYTES} bytes"}
-    common = columns(NAME, "torch-copy", one_head(1, 1), bench.machine, **own)
-    value = COPY_BYTES / float(np.median(samples)) * 1e3
-    return Row(metric="bandwidth", unit="B/s", value=value, **common)
 
 
 def _long(options: Options, bench: Bench) -> Iterator[Row]:

@@ -43,7 +43,6 @@ PROFILED = {
     # cycles in which a scheduler issued an instruction, had a warp, and passed
     "issuing": "smsp__issue_active.sum",
     "active": "smsp__cycles_active.sum",
-    "elapsed": "smsp__cycles_elapsed.sum",
 }
 
 

@@ -8,13 +8,10 @@ import pytest
 
 import fa_numba
 from experiments import claims as measured
-from experiments.lab.measure import calls, peers
-from experiments.lab.measure.check import Gate
+from experiments.lab.measure import calls
 from experiments.lab.measure.series import row_fields
-from experiments.lab.measure.workloads import Inputs, one_head
+from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.store import Row
-from fa_numba import reference
-from fa_numba.problem import Problem
 
 
 def layer_row(series, source, value, seqlen=8192):
@@ -71,29 +68,6 @@ def test_counts_by_array_equal_the_model(monkeypatch):
     assert not list(measured._model(problem, "fa2-simt", 0.1))
     dropped = {r.note for r in measured._count(problem, "fa2-simt", 0.1)}
     assert dropped == {f"{name}, dropout" for name in "QKVOL"}
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (6, 6), (4, 2)])
-def test_many_heads_share_what_is_drawn(monkeypatch, heads):
-    """K and V of many heads are those of a few again and again, and no two results are equal."""
-    monkeypatch.setattr(measured, "DRAWN_HEADS", 2)
-    monkeypatch.setattr(peers, "available", lambda: False)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    problem = Problem(2, *heads, 1, 40, 8, dtype="float16")
-    q, k, v = measured._cached(problem)
-    assert (q.shape, k.shape, v.shape) == (problem.q_shape, problem.k_shape, problem.k_shape)
-    assert {x.dtype.name for x in (q, k, v)} == {"float16"}
-    for x in (k, v):
-        assert all(np.array_equal(x[:, h], x[:, h % 2]) for h in range(problem.heads_k))
-        assert not np.array_equal(x[:, 0], x[:, 1]) and not np.array_equal(k, v)
-    if problem.heads_k == 2:
-        assert np.array_equal(k, Inputs()(problem)[1])
-    out = reference.attention(q, k, v)
-    assert len(np.unique(out[..., 0])) == problem.batch * problem.heads_q
-    gate = Gate.of_rows(problem, q, k, v)
-    assert gate(out.astype(np.float16)) < gate.bounds[0]
-    with pytest.raises(Exception, match="float64"):
-        gate(np.roll(out, 1, axis=1))
 
 
 def test_memory_beside_inputs_and_output_is_that_of_a_later_call(monkeypatch):
