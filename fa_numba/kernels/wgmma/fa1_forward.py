@@ -37,6 +37,7 @@ def make_forward(spec):
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             visited = i0 < i_end
+            # FA-1 line 7, FA-2 line 3: for each row tile i
             while i0 < i_end:
                 slot, passed = Slot(stage, phase), Slot(w, written_phase)
                 starts = fa1_state.name_own_next(shared, i0, i_end, j0, head, slot, w)
@@ -84,7 +85,7 @@ def make_forward(spec):
         while j0 < j_end:
             i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
             visited = i0 < i_end
-            # Alg. 1 line 7: for each row tile i that sees column tile j; the first pass takes all
+            # FA-1 line 7, FA-2 line 3: for each row tile i
             while i0 < i_end:
                 row0, q = uint32(i0 + ROWS * w), Slot(q_stage, q_phase)
                 own = q_pipeline.own(q, w)

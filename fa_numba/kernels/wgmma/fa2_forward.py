@@ -39,7 +39,7 @@ def make_forward(spec):
             slot = Slot(stage, phase)
             more = scheduler.announce(schedule, bars, slot, n)
             if more:
-                # Alg. 1 line 3: row tile i
+                # FA-1 line 7, FA-2 line 3: for each row tile i
                 i0, head, j0, j_end = scheduler.give(schedule, bars, slot, n)
                 # FA-1 line 8, FA-2 line 4: load Qi
                 load.q(shared, Q, i0, head, slot, w)
@@ -78,7 +78,7 @@ def make_forward(spec):
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
         pingpong.first_turn(w)
         while scheduler.has_work(schedule, bars, Slot(q_stage, q_phase)):
-            # Alg. 1 line 3: row tile i
+            # FA-1 line 7, FA-2 line 3: for each row tile i
             (i0, h, b, split), Nq, Nk, j0, j_end, hk = scheduler.take(schedule, q_stage)
             head = Head(b, h, hk, Nq, Nk, schedule.options)
             factor = products.score_factor(scale, head)

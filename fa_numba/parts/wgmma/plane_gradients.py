@@ -6,19 +6,17 @@ float32 by what undoes the powers of two.
 from functools import cache
 
 from fa_numba.device import cuda, float32, uint32
-from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import ONE, anew, inverse_power, maximum
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy
 from fa_numba.intrinsics.shared import load4, shared_tile, store2
-from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
+from fa_numba.intrinsics.warpgroup import STEP, wait_products
 from fa_numba.parts.grid import make_key_rows, make_query_rows
 from fa_numba.parts.mma.pairs import make_add_two, make_write_two
 from fa_numba.parts.mma.planes import (
     FINITE,
     P_SCALE_BACKWARD,
     make_split,
-    pairs_of_planes,
     power_of_two,
 )
 from fa_numba.parts.namespace import part
@@ -32,7 +30,7 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 @cache
 def make_begin_st(spec):
     """``begin_st(rS, sK, own, sQ, at)``: ST = K QT of the 64 columns from ``own`` on."""
-    return planes.make_multiply_planes(spec.transposed, spec.products)
+    return planes.make_multiply_planes(spec.transposed)
 
 
 @cache
@@ -179,22 +177,9 @@ def make_begin_own_dq(spec):
     """``begin_own_dq(rdQ, sdS, at, sK, first)``: 64 rows and a panel of dQ = dS K, of 64 columns
     of S from ``at`` on. Both operands' rows run across the sum.
     """
-    return _make_dq_of_pairs(spec, spec.products)
-
-
-@part
-def _make_dq_of_pairs(spec, count):
-    Bc, STEPS, ADDS = spec.Bc, GROUP_ROWS // STEP, count > 1
-    i, j = pairs_of_planes(spec.planes)[count - 1]
-    A, B = i * spec.tile_halves[2], j * spec.plane_panels * PANEL * Bc
-    multiply, adds = MULTIPLY[DTYPES[spec.dtype].matrix], int(ADDS)
-    before = _make_dq_of_pairs(spec, count - 1) if ADDS else planes.nothing
-
-    def begin_own_dq(rdQ, sdS, at, sK, first):
-        before(rdQ, sdS, at, sK, first)
-        multiply(rdQ, PANEL, sdS, uint32(at + A), Bc, 1, sK, uint32(first + B), Bc, 1, STEPS, adds)
-
-    return begin_own_dq
+    of_ds, of_k = spec.tile_halves[2], spec.plane_panels * PANEL * spec.Bc
+    a, b = (spec.Bc, of_ds, 1), (spec.Bc, of_k, 1)
+    return planes.multiply_pairs(spec, spec.products, PANEL, a, b, GROUP_ROWS // STEP)
 
 
 @part

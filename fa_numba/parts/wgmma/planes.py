@@ -4,6 +4,8 @@ them: from the smallest on to one sum, which is one tile's.
 In shared memory a plane's panels lie behind those of the plane before, in P's registers its words.
 """
 
+from functools import cache
+
 from fa_numba.device import device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
@@ -16,7 +18,7 @@ from fa_numba.tiling.wgmma import PANEL
 
 
 @device_function
-def nothing(a, b, c, d, e):
+def _nothing(a, b, c, d, e):
     pass
 
 
@@ -25,20 +27,31 @@ def _no_product(a, b, c, d):
     pass
 
 
-@part
-def make_multiply_planes(spec, count):
-    """``multiply(rS, sQ, first, sK, at)``: S = Q KT of the 64 rows from ``first`` on, by the first
-    ``count`` pairs of planes.
-    """
-    Br, Bc, STEPS = spec.Br, spec.Bc, ceil_div(spec.head_dim, STEP)
-    i, j = pairs_of_planes(spec.planes)[count - 1]
-    A, B, ADDS = i * spec.plane_panels * PANEL * Br, j * spec.plane_panels * PANEL * Bc, count > 1
-    multiply, adds = MULTIPLY[DTYPES[spec.dtype].matrix], int(ADDS)
-    before = make_multiply_planes(spec, count - 1) if ADDS else nothing
+@cache
+def make_multiply_planes(spec):
+    """``multiply(rS, sQ, first, sK, at)``: S = Q KT of the 64 rows from ``first`` on."""
+    rows, columns = ((n, spec.plane_panels * PANEL * n, 0) for n in (spec.Br, spec.Bc))
+    return multiply_pairs(
+        spec, spec.products, spec.Bc, rows, columns, ceil_div(spec.head_dim, STEP)
+    )
 
-    def multiply_planes(rS, sQ, first, sK, at):
-        before(rS, sQ, first, sK, at)
-        multiply(rS, Bc, sQ, uint32(first + A), Br, 0, sK, uint32(at + B), Bc, 0, STEPS, adds)
+
+@part
+def multiply_pairs(spec, count, N, a, b, steps):
+    """``multiply(rT, sA, first, sB, at)``: 64 rows and ``N`` columns of A B by the first ``count``
+    pairs of planes; of A and of B the rows of a tile, a plane's elements, and whether rows run
+    across the sum.
+    """
+    (ROWS_A, plane_a, across_a), (ROWS_B, plane_b, across_b) = a, b
+    i, j = pairs_of_planes(spec.planes)[count - 1]
+    A, B, adds = i * plane_a, j * plane_b, int(count > 1)
+    multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
+    before = multiply_pairs(spec, count - 1, N, a, b, steps) if adds else _nothing
+
+    def multiply_planes(rT, sA, first, sB, at):
+        before(rT, sA, first, sB, at)
+        place_a, place_b = uint32(first + A), uint32(at + B)
+        multiply(rT, N, sA, place_a, ROWS_A, across_a, sB, place_b, ROWS_B, across_b, steps, adds)
 
     return multiply_planes
 

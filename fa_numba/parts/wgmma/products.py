@@ -19,7 +19,7 @@ def make_begin_scores(spec):
     """
     (NQ, NK, _), own, multiply = spec.tile_halves, PANEL * spec.consumer_rows, make_multiply(spec)
     if spec.planes > 1:
-        multiply = planes.make_multiply_planes(spec, spec.products)
+        multiply = planes.make_multiply_planes(spec)
 
     def begin_scores(rS, sQ, q_stage, w, sK, stage):
         multiply(rS, sQ, uint32(q_stage * NQ + own * w), sK, uint32(stage * NK))
