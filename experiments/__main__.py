@@ -130,12 +130,6 @@ def _parser() -> argparse.ArgumentParser:
         tuning.add_argument(
             option, nargs="+", choices=known, default=known, help="what to sweep (default: all)"
         )
-    tuning.add_argument(
-        "--seconds",
-        type=whole(1, 86400),
-        metavar="S",
-        help="begin no candidate after so many seconds (default: until all are timed)",
-    )
     text = "compile, without a GPU, what options make spill, and store the bytes that plans read"
     commands.add_parser("spills", help=text, description=text)
     text = "write the tables of paper_repro.md and figures/tables anew from figures/data"
@@ -243,7 +237,7 @@ def _command(arguments: Sequence[str] | None) -> int:
         return 0
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)
-        return Runner(Options(), arguments, console).tune(wanted, args.seconds)
+        return Runner(Options(), arguments, console).tune(wanted)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
     gpu = args.command == "draw" or device.gpu_available()  # drawn is what any machine measured

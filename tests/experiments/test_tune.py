@@ -300,22 +300,13 @@ def test_the_table_is_updated_line_by_line(table):
     assert not tune.update(found, "9.0", table.path)
 
 
-def test_a_sweep_that_is_cut_short_leaves_what_it_did_not_end(monkeypatch):
-    """Of two head dimensions the time is over within the second."""
-    first = [replace(c, head_dim=d) for d in (16, 32) for c in swept()[0]]
-    clock, said = iter(range(1000)), []
-    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+def test_a_sweep_that_fails_is_rows_that_say_so(monkeypatch):
+    wanted = swept()[0]
     monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(tune, "_time", lambda candidate: (None, "failed: no GPU"))
-    monkeypatch.setitem(tune.SEQLENS, "mma", (32,))
-    bench = Bench(machine="some-gpu", say=said.append)
-    # A look at the clock for each candidate, and for each head dimension and the beginning one.
-    rows = list(tune.measure(first, bench, len(first) // 2 + 4))
-    assert len(rows) == len(first) // 2 + 1
-    assert len(said) == 1 and "the time is over" in said[0]
-    assert {key[-1] for key in tune.complete(rows, first)} == {16}
-    clock = iter(range(1000))
-    assert len(list(tune.measure(first, bench))) == len(first) and len(said) == 1
+    rows = list(tune.measure(wanted, Bench(machine="some-gpu")))
+    assert len(rows) == sum(len(c.problems) for c in wanted) and all(r.failed for r in rows)
+    assert rows[0].note == f"{tune.note(wanted[0].tiles)}; failed: no GPU"
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -330,10 +321,10 @@ def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
     monkeypatch.setattr(tune, "update", lambda *given: updated.append(given) or True)
     console = Console(record=True, width=120)
     running = runner.Runner(Options(out=tmp_path), ["tune"], console)
-    assert running.tune(wanted, 1) == 1
+    assert running.tune(wanted) == 1
     assert "needs a CUDA GPU" in console.export_text()
     running.machine, running.gpu = "some-gpu", {"compute_capability": "9.0"}
-    assert running.tune(wanted, 1) == 0
+    assert running.tune(wanted) == 0
     assert len(Store(tmp_path).read("tune", "some-gpu")) == len(rows)
     ((found, capability),) = updated
     assert capability == "9.0" and found == tune.best(rows)
@@ -352,11 +343,9 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
 
     monkeypatch.setattr(tune, "candidates", candidates)
     part = ["--head-dims", "64", "--series", "fa2-mma", "--passes", "bwd"]
-    part += ["--seconds", "90"]
     assert command.main(["tune"]) == command.main(["tune", *part]) == 0
-    (everything, *_), (some, *_) = calls
+    (everything,), (some,) = calls
     assert everything == tune.candidates()
-    assert [how for _, *how in calls] == [[None], [90]]
     kinds = [(c.series, c.pass_, c.head_dim) for c in everything]
     swept = set(itertools.product(tune.SERIES, tune.PASSES, tune.HEAD_DIMS))
     # Hopper's backward kernels have one size of tiles.
@@ -366,7 +355,6 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     wanted = zip(kinds, everything, strict=True)
     assert some == [c for kind, c in wanted if kind == ("fa2-mma", "bwd", 64)]
     for bad in (
-        ["--seconds", "0"],
         ["--head-dims", "300"],
         ["--series", "x"],
         ["--passes", "both"],
@@ -374,7 +362,7 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
     assert len(calls) == 2
-    assert "0 is outside: allowed is 1 to" in capsys.readouterr().err
+    assert "300 is outside: allowed is 1 to" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import io
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
@@ -199,55 +198,19 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return (*(x.reshape(problem.q_shape) for x in rows), lse.reshape(problem.lse_shape))
 
 
-def measure(
-    wanted: Sequence[Candidate], bench: Bench, seconds: float | None = None
-) -> Iterator[Row]:
-    """Rows of every candidate, all compiled first, or of those begun in `seconds`."""
-    end = math.inf if seconds is None else time.monotonic() + seconds
-    parts = [wanted]
-    if seconds is not None:
-        dims = dict.fromkeys(c.head_dim for c in wanted)
-        parts = [[c for c in wanted if c.head_dim == d] for d in dims]
-    for part in parts:
-        if time.monotonic() < end:
-            compile_ahead((call for candidate in part for call in candidate.calls), bench)
-        for candidate in bench.each(part, "timing"):
-            if time.monotonic() < end:
-                yield from _rows(candidate, *_time(candidate), bench.machine)
-    if time.monotonic() >= end:
-        bench.say("  the time is over: a head dimension that was not done keeps its tiles")
-
-
-def _rows(
-    candidate: Candidate, timings: list[Timing] | None, failure: str, machine: str | None
-) -> Iterator[Row]:
-    problems = candidate.problems
-    found = timings or itertools.repeat(None, len(problems))
-    for problem, timing in zip(problems, found, strict=True):
-        yield from _rows_of(candidate, problem, timing, failure, machine)
-
-
-def _rows_of(
-    candidate: Candidate, problem: Problem, timing: Timing | None, failure: str, machine: str | None
-) -> Iterator[Row]:
-    tiles = candidate.tiles
-    said = f"{note(tiles)}; {failure}" if failure else note(tiles)
-    own = {"pass_": candidate.pass_, "note": said}
-    common = columns(NAME, candidate.series, problem, machine, tiles, **own)
-    if timing is None:
-        yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
-    else:
-        yield from timing_rows(timing, problem, **common)
-
-
-def complete(rows: Iterable[Row], wanted: Sequence[Candidate]) -> set[Key]:
-    """Those of what is wanted whose candidates all have rows."""
-    there = {(r.series, r.pass_, r.head_dim, r.causal, r.Br, r.Bc, r.place) for r in rows}
-    return {c.swept for c in wanted} - {
-        c.swept
-        for c in wanted
-        if (*c.swept, c.causal, c.tiles.Br, c.tiles.Bc, note(c.tiles)) not in there
-    }
+def measure(wanted: Sequence[Candidate], bench: Bench) -> Iterator[Row]:
+    """Rows of every candidate, all compiled first."""
+    compile_ahead((call for candidate in wanted for call in candidate.calls), bench)
+    for candidate in bench.each(wanted, "timing"):
+        timings, failure = _time(candidate)
+        said = f"{note(candidate.tiles)}; {failure}" if failure else note(candidate.tiles)
+        own: dict[str, Any] = {"pass_": candidate.pass_, "note": said}
+        for n, problem in enumerate(candidate.problems):
+            of = NAME, candidate.series, problem, bench.machine, candidate.tiles
+            if timings is None:
+                yield Row(metric="speed", unit="TFLOP/s", value=None, **columns(*of, **own))
+            else:
+                yield from timing_rows(timings[n], problem, **columns(*of, **own))
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:

@@ -206,8 +206,8 @@ class Runner:
             return []
         return self.recording(name, self.machine).read(name, self.machine)
 
-    def tune(self, wanted: Sequence[sweep.Candidate], seconds: float | None = None) -> int:
-        """Time the tiles on this GPU, for about so many seconds; store the fastest; exit status."""
+    def tune(self, wanted: Sequence[sweep.Candidate]) -> int:
+        """Time the tiles on this GPU; store the fastest; exit status."""
         report = self.reports.setdefault(sweep.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
@@ -216,7 +216,7 @@ class Runner:
         with self._reporting(sweep.NAME, report), self.store.alone(sweep.NAME):
             self._record(
                 sweep.NAME,
-                lambda bench: sweep.measure(wanted, bench, seconds),
+                lambda bench: sweep.measure(wanted, bench),
                 about=self._provenance.for_machine,
                 of=self._provenance.for_machine(self.machine),
                 complete=False,
@@ -228,7 +228,7 @@ class Runner:
         self, wanted: Sequence[sweep.Candidate], machine: str, capability: str
     ) -> None:
         rows = self.store.read(sweep.NAME, machine)
-        swept = sweep.complete(rows, wanted)
+        swept = {candidate.swept for candidate in wanted}
         found = sweep.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
         for (name, pass_, d), (tiles, speed) in sorted(found.items()):
             text = f"Br={tiles.Br}, Bc={tiles.Bc}, {sweep.note(tiles)}: {speed:.0f} TFLOP/s"
