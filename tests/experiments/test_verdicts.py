@@ -5,11 +5,12 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
 import pytest
+from experiment_helpers import cells
 
 from experiments import shapes, verdicts
 from experiments.beside import ring_rows, variant_times
@@ -376,195 +377,184 @@ def test_what_the_pages_say_of_dropout():
         assert min(ratios["padded", pass_].over["torch-unfused"].values()) > 1.3
 
 
+# --- trials on an H100: no experiment records them yet, and pages say what the file has -----------
+
+DIMS, PASSES = ("64", "128"), ("fwd", "bwd")
+UNITS = ("fa2-wgmma", "fa2-mma")
+
+
+@cache
+def trials(file="h100_trials"):
+    with open(FIGURES.parent / "tests" / "data" / f"{file}.csv") as lines:
+        return list(csv.DictReader(lines))
+
+
+def of(trial, **fields):
+    """The rows of a trial with these fields, tuples allowing several."""
+    fields = {"trial": trial} | fields
+    wanted = {name: x if isinstance(x, tuple) else (x,) for name, x in fields.items()}
+    return [r for r in trials() if all(r[name] in some for name, some in wanted.items())]
+
+
+def over(ones, others, *by):
+    """The times of `ones` over those of `others` at the same place."""
+
+    def place(r):
+        return tuple(part(r) if callable(part) else r[part] for part in by)
+
+    ms = {place(r): float(r["ms"]) for r in others}
+    assert len(ms) == len(others)
+    return [float(r["ms"]) / ms[place(r)] for r in ones if place(r) in ms]
+
+
+def span(values):
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
 def test_what_the_ladder_says_of_float32_on_an_h100():
     """Each row of its table is what the file has of the step that the row names."""
-    with open(FIGURES.parent / "tests" / "data" / "h100_trials.csv") as file:
-        trials = [r for r in csv.DictReader(file) if r["trial"] == "float32 on CUDA cores"]
-    ours, peers = {}, {}
-    for r in (r for r in trials if r["pass"] == "fwd" and r["series"] != "fa1-simt"):
-        at = r["d"], r["causal"], r["N"]
-        if r["series"] == "fa2-simt":
-            ours.setdefault(r["note"], {})[at] = float(r["ms"])
-        else:
-            peers[(r["series"], *at)] = float(r["ms"])
+    ours = partial(of, "float32 on CUDA cores", series="fa2-simt")
+    theirs = partial(of, "float32 on CUDA cores", **{"pass": "fwd"})
 
     def gain(note, d, causal):
-        before = ours["as it was"]
-        over = [before[at] / ms for at, ms in ours[note].items() if at[:2] == (d, causal)]
-        return f"{np.median(over):.2f}, {min(over):.2f} to {max(over):.2f}"
+        at = {"pass": "fwd", "d": d, "causal": causal}
+        found = over(ours(note="as it was", **at), ours(note=note, **at), "N")
+        return f"{np.median(found):.2f}, {span(found)}"
 
-    def of(peer, note, d, causal):
-        at = d, causal, "16384"
-        return f"{peers[(peer, *at)] / ours[note][at]:.2f}"
+    def beside(peer, note, d, causal):
+        at = {"d": d, "causal": causal, "N": "16384"}
+        (found,) = over(theirs(series=peer, **at), ours(note=note, **{"pass": "fwd"}, **at), "N")
+        return f"{found:.2f}"
 
     def both(say, *known):
         return "; ".join(say(*known, causal) for causal in ("false", "true"))
 
-    page = (FIGURES / "tables" / "ladder.md").read_text()
-    section = page.partition("## Float32 on CUDA cores")[2]
-    cells = [[x.strip() for x in line.split("|")[1:-1]] for line in section.splitlines()]
-    said = {row[0].removesuffix(" (kept)"): row[2:] for row in cells if len(row) == 8}
-    del said["step"], said["---"]
-    assert said == {
-        note: [
-            *(both(gain, note, d) for d in ("64", "128")),
-            *(
-                both(of, f"torch-{x}", note, d)
-                for x in ("matmul", "efficient")
-                for d in ("64", "128")
-            ),
-        ]
-        for note in ours
-    }
+    section = (FIGURES / "tables" / "ladder.md").read_text().partition("## Float32 on CUDA")[2]
+    said = {x[0].removesuffix(" (kept)"): x[2:] for x in cells(section) if len(x) == 8}
+    del said["step"]
+    assert set(said) == {r["note"] for r in ours(**{"pass": "fwd"})}
+    for note, found in said.items():
+        peers = product(("torch-matmul", "torch-efficient"), DIMS)
+        assert found[:2] == [both(gain, note, d) for d in DIMS]
+        assert found[2:] == [both(beside, peer, note, d) for peer, d in peers]
 
-    LAST, BEFORE = "and the next operands read ahead", "as it was"
-    PRODUCT = "as many FLOP in products of 8192 x 8192"
-    others = {}
-    for r in trials:
-        kind = "bwd" if r["pass"] == "bwd" else r["series"]
-        if kind in ("bwd", "fa1-simt"):
-            others.setdefault((kind, r["d"]), {})[r["N"], r["series"], r["note"]] = float(r["ms"])
-
-    def span(kind, d, other, note=""):
-        own = "fa1-simt" if kind == "fa1-simt" else "fa2-simt"
-        read = {at[0]: ms for at, ms in others[kind, d].items() if at[2] == LAST}
-        over = [others[kind, d][N, other or own, note] / ms for N, ms in read.items()]
-        return [f"{min(over):.2f}", f"{max(over):.2f}"]
-
+    last = {"note": "and the next operands read ahead"}
     words = " ".join(section.split())
-    assert [span("fa1-simt", d, "", BEFORE) for d in ("64", "128")] == [["1.05"] * 2] * 2
+    first = partial(of, "float32 on CUDA cores", series="fa1-simt")
+    for d in DIMS:
+        assert span(over(first(note="as it was", d=d), first(d=d, **last), "N")) == "1.05 to 1.05"
     assert "N=1024 was 1.05 times as fast" in words
-    gains = [" to ".join(span("bwd", d, "", BEFORE)) for d in ("64", "128")]
+    back = partial(of, "float32 on CUDA cores", **{"pass": "bwd"})
+
+    def backward(d, **fields):
+        return over(back(d=d, **fields), back(d=d, series="fa2-simt", **last), "N")
+
+    gains = [span(backward(d, series="fa2-simt", note="as it was")) for d in DIMS]
     assert f"{gains[0]} times at d=64 and {gains[1]} at d=128" in words
-    least, most = span("bwd", "128", "torch-efficient")[0], span("bwd", "64", "torch-efficient")[1]
-    assert f"{least} to {most} of torch's speed" in words
-    product = [span("bwd", d, "torch-matmul", PRODUCT) for d in ("128", "64")]
-    assert f"backward {product[0][0]} to {product[1][1]} (asked" in words
+    torchs = [x for d in DIMS for x in backward(d, series="torch-efficient")]
+    assert f"{span(torchs)} of torch's speed" in words
+    product_ = {"series": "torch-matmul", "note": "as many FLOP in products of 8192 x 8192"}
+    assert f"backward {span([x for d in DIMS for x in backward(d, **product_)])} (asked" in words
 
 
 def test_what_the_page_says_of_trials_on_an_h100():
-    """No experiment records them yet; what is said of them is what the file has."""
-    with open(FIGURES.parent / "tests" / "data" / "h100_trials.csv") as file:
-        trials = list(csv.DictReader(file))
-
-    def ratio(trial, series, other, **of):
-        by = {}
-        for r in trials:
-            if r["trial"] == trial and of.items() <= r.items():
-                by.setdefault((r["N"], r["d"], r["causal"]), {})[r["series"]] = float(r["ms"])
-        return {at: ms[other] / ms[series] for at, ms in by.items() if {series, other} <= {*ms}}
-
-    def span(values):
-        return f"{min(values):.2f} to {max(values):.2f}"
-
     readme = " ".join((FIGURES.parent / "fa_numba" / "README.md").read_text().split())
-    late = [r for r in trials if r["trial"] == "late dQ" and r["d"] in ("64", "128")]
-    cudnn = {(r["d"], r["N"], r["causal"]): r["ms"] for r in late if r["series"] == "torch-cudnn"}
-    of_cudnn = {}
-    for r in (r for r in late if r["series"] == "fa2-wgmma"):
-        over = float(cudnn[r["d"], r["N"], r["causal"]]) / float(r["ms"])
-        of_cudnn.setdefault((r["d"], r["note"]), []).append(over)
-    kept = [of_cudnn["64", "dQ late, in fragments"], of_cudnn["128", "dQ late, boxes by warps"]]
-    before = of_cudnn["64", "as it is"] + of_cudnn["128", "as it is"]
-    assert [len(x) for x in (*kept, before)] == [12, 12, 24]
-    assert f"has {span(kept[0])} of the speed of cuDNN's at d=64 and {span(kept[1])} at" in readme
-    assert f"it is the kernel before, at {span(before)}" in readme
-    whole = {"N": "4096", "causal": "false"}
-    for trial, pass_, unit, *said in (
-        ("precision", "fwd", "", "3.0 and 2.1", "1.9 and 1.4"),
-        ("planes backward", "bwd", "wgmma-", "4.1 and 4.2"),
-        ("planes backward", "bwd", "mma-", "2.6 and 2.3", "1.8 and 1.6"),
-        ("precision on wgmma", "fwd", "wgmma-", "5.4 and 4.3", "3.2 and 2.1"),
+    said = []
+    # dQ written late, beside cuDNN.
+    theirs = of("late dQ", series="torch-cudnn")
+    kept64, kept128, before = (
+        over(theirs, of("late dQ", series="fa2-wgmma", note=note, d=d), "d", "N", "causal")
+        for note, d in (("dQ late, in fragments", "64"), ("dQ late, boxes by warps", "128"),
+                        ("as it is", DIMS))
+    )  # fmt: skip
+    assert [len(x) for x in (kept64, kept128, before)] == [12, 12, 24]
+    said += [f"has {span(kept64)} of the speed of cuDNN's at d=64 and {span(kept128)} at",
+             f"it is the kernel before, at {span(before)}"]  # fmt: skip
+    # float32 by planes, over torch's kernel.
+    for trial, pass_, unit, names in (
+        ("precision", "fwd", "", ("fp16x3", "bf16x6")),
+        ("planes backward", "bwd", "wgmma-", ("fp16x3",)),
+        ("planes backward", "bwd", "mma-", ("fp16x3", "bf16x6")),
+        ("precision on wgmma", "fwd", "wgmma-", ("fp16x3", "bf16x6")),
     ):
-        for name, words in zip(("fp16x3", "bf16x6"), said, strict=False):
-            of = {"pass": pass_, **whole}
-            over = ratio(trial, f"fa2-{unit}{name}", "torch-efficient", **of)
-            assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == words
-            assert words in readme
-
-    with open(FIGURES.parent / "tests" / "data" / "h100_errors.csv") as file:
-        errors = [r for r in csv.DictReader(file) if r["trial"] == "precision of L by ieee"]
+        at = partial(of, trial, N="4096", causal="false", d=DIMS, **{"pass": pass_})
+        for name in names:
+            found = over(at(series="torch-efficient"), at(series=f"fa2-{unit}{name}"), "d")
+            said.append("{:.1f} and {:.1f}".format(*found))
+    errors = [r for r in trials("h100_errors") if r["trial"] == "precision of L by ieee"]
     dv = {(r["case"], r["series"]): float(r["error"]) for r in errors if r["case"].endswith("dV")}
     planes = {case: error for (case, series), error in dv.items() if series == "bwd-fp16x3"}
-    over = [x / dv[case, "bwd-ieee"] for case, x in planes.items() if case.startswith("outliers")]
-    assert f"dV errs {min(over):.0f} to {max(over):.0f} times as much with outliers" in readme
+    more = [x / dv[case, "bwd-ieee"] for case, x in planes.items() if case.startswith("outliers")]
     worst = max(error for case, error in planes.items() if case.startswith("logits"))
-    assert f"and by {worst:.0e} where".replace("e-03", "e-3") in readme
+    said += [f"dV errs {min(more):.0f} to {max(more):.0f} times as much with outliers",
+             f"and by {worst:.0e} where".replace("e-03", "e-3")]  # fmt: skip
 
-    functions, columns, on_hopper, blocks = {}, {}, {}, {}
-    for r in trials:
-        if r["trial"] == "functions kept":
-            name, way = r["note"].split(" ", 1)
-            way = way if "option" in way or r["series"] == "flex" else "function"
-            functions[name, r["d"], r["pass"], r["series"], way] = float(r["ms"])
-        if r["trial"] == "blocks":
-            mask, way, tiles = re.fullmatch(r"(\w+) (.+) of (\d+ x \d+)", r["note"]).groups()
-            blocks[mask, r["d"], r["pass"], r["series"], tiles, way] = float(r["ms"])
-        if r["trial"] == "value dimension":
-            columns[r["pass"], r["note"]] = float(r["ms"])
-        if r["trial"] == "value dimension on Hopper's unit" and r["causal"] == "true":
-            on_hopper[r["pass"], r["d"], r["series"], r["note"]] = float(r["ms"])
+    # Functions, over the options that they stand for, and their blocks.
+    def functions(name, units=UNITS, passes=PASSES):
+        rows = of("functions kept", series=units, **{"pass": passes})
+        mine = [r for r in rows if r["note"].startswith(f"{name} ")]
+        option = [r for r in mine if r["note"] == f"{name} by its option"]
+        written = [r for r in mine if "option" not in r["note"]]
+        return over(written, option, "d", "pass", "series")
 
-    def over(names, units, passes=("fwd", "bwd")):
-        return [
-            ms / functions[*at[:4], "by its option"]
-            for at, ms in functions.items()
-            if at[0] in names and at[3] in units and at[2] in passes and at[4] == "function"
-            if (*at[:4], "by its option") in functions
-        ]
+    capped = functions("softcap", passes="fwd") + functions("softcap", "fa2-mma")
+    spilling = functions("softcap", "fa2-wgmma", "bwd")
+    said += [f"took {span(functions('alibi'))} of the time of `alibi_slopes`",
+             f"a cap {span(capped)} of `softcap`'s, but {span(spilling)} backward"]  # fmt: skip
 
-    both = ("fa2-wgmma", "fa2-mma")
-    capped = [*over(["softcap"], both[1:]), *over(["softcap"], both, ["fwd"])]
-    spilling = over(["softcap"], both[:1], ["bwd"])
-    assert f"took {span(over(['alibi'], both))} of the time of `alibi_slopes`" in readme
-    assert f"a cap {span(capped)} of `softcap`'s, but {span(spilling)} backward" in readme
-    causal, window, *first = (
-        [
-            ms / blocks[*at[:5], "by its option, tiles"]
-            for at, ms in blocks.items()
-            if at[0] == mask and at[3].startswith(order) and at[5] == "mask_mod with blocks"
-        ]
-        for order in ("fa2", "fa1")
-        for mask in ("causal", "window")
-    )
-    assert [len(x) for x in (causal, window, *first)] == [8] * 4
-    assert f"FlashAttention-2 {span(causal)} of the time of `causal` and a window" in readme
-    assert f"{span(window)} of `window`'s, on both units" in readme
-    assert "FlashAttention-1 " + " and ".join(map(span, first)) in readme
+    def blocks(order, mask):
+        def rows(way):
+            start = f"{mask} {way} of "
+            found = of("blocks", series=tuple(unit.replace("fa2", order) for unit in UNITS))
+            return [r | {"tiles": r["note"].removeprefix(start)} for r in found
+                    if r["note"].startswith(start)]  # fmt: skip
+
+        ways = rows("mask_mod with blocks"), rows("by its option, tiles")
+        found = over(*ways, "d", "pass", "series", "tiles")
+        assert len(found) == 8
+        return span(found)
+
+    said += [f"FlashAttention-2 {blocks('fa2', 'causal')} of the time of `causal` and a window",
+             f"{blocks('fa2', 'window')} of `window`'s, on both units",
+             f"FlashAttention-1 {' and '.join(blocks('fa1', x) for x in ('causal', 'window'))}",
+             ]  # fmt: skip
     timed = Store(FIGURES).read("variants", "nvidia-h100-80gb-hbm3")
     pairs = product({row.place for row in timed}, variant_times.PASSES)
-    flex = [over for at in pairs if (over := variant_times.over_flex(timed, *at))]
-    said = f"takes {span(flex)} times as long as fifteen such functions on `wgmma`, median"
-    assert f"{said} {np.median(flex):.2f} of {len(flex)} points" in readme
-    captured = {
-        (r["series"], r["d"], r["note"]): f"{float(r['ms']):.1f}"
-        for r in trials
-        if r["trial"] == "captured gradients"
+    flex = [x for at in pairs if (x := variant_times.over_flex(timed, *at))]
+    said += [f"takes {span(flex)} times as long as fifteen such functions on `wgmma`, median "
+             f"{np.median(flex):.2f} of {len(flex)} points"]  # fmt: skip
+    # Gradients of what functions take from outside.
+    ms = {
+        (r["series"], r["d"], r["note"]): f"{float(r['ms']):.1f}" for r in of("captured gradients")
     }
-    of = "relative positions with their gradients"
-    said = f"took {captured['fa2-mma', '64', of]} ms with them and {{}} without at d=64"
-    without = [captured["fa2-wgmma", d, "relative positions without"] for d in ("64", "128")]
-    assert said.format(without[0]) in readme
-    said = f"{captured['fa2-wgmma', '128', of]} and {without[1]} at d=128 (flex_attention {{}} with"
-    assert said.format(captured["flex", "128", of]) in readme
-    assert f"head {captured['fa2-wgmma', '64', 'a slope a head with its gradient']} ms" in readme
-    assert f"add, {captured['fa2-wgmma', '64', '16 buckets with their gradients']} ms" in readme
-    less = [columns[p, "d_v 128"] / columns[p, "v padded to 192"] for p in ("fwd", "bwd")]
-    assert f"{less[0]:.2f} of the time of v padded to 192 forward, {less[1]:.2f} backward" in readme
-    own = "v of 128 columns"
-    for d, padded, said in (
-        ("192", "v padded to 192", "192 takes {} of the time of {} forward and {} backward"),
-        ("64", "q and k padded to 128", "64 beside v of 128 takes {0} and {2} of q padded to 128"),
-    ):
-        ours, theirs, cudnn = (
-            [on_hopper[p, d, *of] for p in ("fwd", "bwd")]
-            for of in (("fa2-wgmma", own), ("fa2-wgmma", padded), ("torch-cudnn", own))
-        )
-        less, beside = (
-            [f"{a / b:.2f}" for a, b in zip(ours, other, strict=True)] for other in (theirs, cudnn)
-        )
-        assert said.format(less[0], padded, less[1]) in readme
-        assert f", and {' and '.join(beside)} of cuDNN's" in readme
+    which, none = "relative positions with their gradients", "relative positions without"
+    on = {d: ms["fa2-wgmma", d, none] for d in DIMS}
+    said += [
+        f"took {ms['fa2-mma', '64', which]} ms with them and {on['64']} without at d=64",
+        f"{ms['fa2-wgmma', '128', which]} and {on['128']} at d=128 (flex_attention "
+        f"{ms['flex', '128', which]} with",
+        f"head {ms['fa2-wgmma', '64', 'a slope a head with its gradient']} ms",
+        f"add, {ms['fa2-wgmma', '64', '16 buckets with their gradients']} ms",
+    ]
+
+    # v with another head dimension.
+    def less(trial, note, padded, **fields):
+        rows = partial(of, trial, causal="true", **fields)
+        return [f"{x:.2f}" for x in over(rows(note=note), rows(note=padded), "pass")]
+
+    narrow = less("value dimension", "d_v 128", "v padded to 192")
+    said.append("{} of the time of v padded to 192 forward, {} backward".format(*narrow))
+    own, hopper = "v of 128 columns", "value dimension on Hopper's unit"
+    for d, padded, words in (
+        ("192", "v padded to 192", "192 takes {0} of the time of v padded to 192 forward and {1} "
+         "backward"),
+        ("64", "q and k padded to 128", "64 beside v of 128 takes {0} and {1} of q padded to 128"),
+    ):  # fmt: skip
+        ours = partial(of, hopper, causal="true", d=d, note=own)
+        cudnn = over(ours(series="fa2-wgmma"), ours(series="torch-cudnn"), "pass")
+        said.append(words.format(*less(hopper, own, padded, d=d, series="fa2-wgmma")))
+        said.append(", and {:.2f} and {:.2f} of cuDNN's".format(*cudnn))
+    assert [words for words in said if words not in readme] == []
 
 
 def test_what_the_page_says_of_training():
