@@ -409,38 +409,6 @@ def test_memory_in_whole_mebibytes_of_both_dtypes(tmp_path):
     assert [line[:4] for line in lines] == [["fp32", "4096", "-", "2"], ["fp16", "4096", "66", "-"]]
 
 
-def test_the_shortest_and_the_longest_stand_in_the_table(tmp_path):
-    """Of each head dimension and mask; how many runs are medians of, and the peak of the run."""
-    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
-    rows = [
-        row(value=1.0 * n, seqlen_q=N, seqlen_k=N, **{**speed, "metric": metric}, n=20 - 5 * n)
-        for metric in ("speed", "time")
-        for n, N in enumerate((512, 4096, 16384))
-    ]
-    rows.append(row(series="torch-matmul", value=51.4, seqlen_q=8192, seqlen_k=8192, **speed))
-    record(store, rows)
-    text = report.text("speed", store)
-    shown = [x.strip("| ").split(" | ")[2] for x in text.splitlines() if x.startswith("| 64")]
-    assert shown == ["512", "16384"]
-    assert "medians of 10 to 20 runs. torch's product of two matrices reached 51 TFLOP/s" in text
-
-
-def test_the_backward_table(tmp_path):
-    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
-    rows = []
-    for pass_, ours in (("bwd", 30.0), ("fwd+bwd", 33.0)):
-        rows.append(row(experiment="speed_backward", pass_=pass_, value=ours, **speed))
-        peer = {"series": "torch-efficient", "value": 20.0}
-        rows.append(row(experiment="speed_backward", pass_=pass_, **peer, **speed))
-    record(store, rows, experiment="speed_backward")
-    text = report.text("speed_backward", store)
-    lines = [x.strip("| ").split(" | ") for x in text.splitlines() if "4096" in x]
-    assert lines == [
-        [pass_, "64", "no", "4096", ours, "20.0", ratio]
-        for pass_, ours, ratio in (("bwd", "30.0", "1.50"), ("fwd+bwd", "33.0", "1.65"))
-    ]
-
-
 HALF = {"experiment": "speed_fp16", "dtype": "float16", "seqlen_q": 4096, "seqlen_k": 4096}
 
 
@@ -454,65 +422,9 @@ def test_the_table_of_the_papers_figures(tmp_path):
     )
     lines = [x.strip("| ").split(" | ") for x in report.text("fa2_figures", store).splitlines()]
     (line,) = [x for x in lines if x[0] == "Fig. 5"]
-    found = {
-        x["method"]: float(x["value"])
-        for x in published.lookup(
-            paper="fa2", item="Fig. 5", seqlen="4096", head_dim="64", causal="false"
-        )
-    }
     assert line[:4] == ["Fig. 5", "A100", "fwd", "64"]
     # One N is measured: of ours there is one ratio, with the faster FA-1.
-    assert (line[5], line[7]) == ("2.50 to 2.50", "10.00 to 10.00")
-    ours = 300 / found["FlashAttention-2"]
-    assert line[8] == f"{ours:.2f} to {ours:.2f}"
-    low, high = (float(x) for x in line[4].split(" to "))
-    ratio = found["FlashAttention-2"] / found["FlashAttention"]
-    assert low - 0.005 <= ratio <= high + 0.005 and low < high
-    assert line[9] == "1 of 1"
-    # The other order is seen.
-    record(
-        store,
-        [row(series="fa2-mma", value=100.0, causal=False, **HALF, **speed)],
-        experiment="speed_fp16",
-        complete=False,
-    )
-    assert "| 0 of 1 |" in report.text("fa2_figures", store)
-
-
-def test_errors_are_compared_with_torchs_at_the_same_problem(tmp_path):
-    store, error = Store(tmp_path), {"metric": "error", "unit": "1"}
-    rows = []
-    for causal, ours, torchs in ((False, 3e-4, 3e-4), (True, 5e-4, 3e-4)):
-        rows.append(row(series="fa2-mma", value=ours, causal=causal, **HALF, **error))
-        rows.append(row(series="torch-fa2", value=torchs, causal=causal, **HALF, **error))
-    rows.append(row(series="fa2-mma", value=7e-4, pass_="bwd", **HALF, **error))
-    record(store, rows, experiment="speed_fp16")
-    found = speed_fp16.worst_errors(rows)
-    assert found["fwd", "fa2-mma"] == (5e-4, pytest.approx(2e-4 * 2**11))
-    assert found["bwd", "fa2-mma"] == (7e-4, None)
-    assert "| fp16 | FA-2 (Q outer) | 7.00e-04 | 0.41 |" in report.text("errors", store)
-
-
-def test_bf16_is_held_against_fp16_at_the_same_points(tmp_path):
-    """By hand: two lengths of one series, one 2 % ahead and one 5 % behind; others have no pair."""
-    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
-    of_bf16 = {**HALF, "experiment": "speed_bf16", "dtype": "bfloat16"}
-    longer = {"seqlen_q": 8192, "seqlen_k": 8192}
-    half = [row(series="fa2-wgmma", value=500.0, **HALF, **speed)]
-    half.append(row(series="fa2-wgmma", value=600.0, **{**HALF, **longer}, **speed))
-    half.append(row(series="fa2-mma", value=300.0, **HALF, **speed))
-    record(store, half, experiment="speed_fp16")
-    assert report.NO_RECORDING in report.text("bf16_over_fp16", store)
-    rows = [row(series="fa2-wgmma", value=510.0, **of_bf16, **speed)]
-    rows.append(row(series="fa2-wgmma", value=570.0, **{**of_bf16, **longer}, **speed))
-    rows.append(row(series="fa2-wgmma", value=9.0, pass_="bwd", **of_bf16, **speed))
-    rows.append(row(series="fa2-mma", value=9.0, **{**of_bf16, **longer}, **speed))
-    rows.append(row(series="torch-fa2", value=None, note="failed", **of_bf16, **speed))
-    record(store, rows, experiment="speed_bf16")
-    text = report.text("bf16_over_fp16", store)
-    assert "| FA-2 on wgmma | 0.95, 0.98, 1.02 | - | - | 1 of 2 | 1 |" in text
-    assert "Of ours 1 of 2 are within 3%, 1 are slower by more." in text
-    assert "FA-2 (Q outer)" not in text and "torch" not in text.split("\n\n")[1]
+    assert (line[5], line[7], line[9]) == ("2.50 to 2.50", "10.00 to 10.00", "1 of 1")
 
 
 def test_bf16_is_measured_where_fp16_is():

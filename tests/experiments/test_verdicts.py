@@ -320,23 +320,6 @@ def test_the_result_has_each_ratio_of_its_rows():
     assert verdicts.result.TEXT([]) is None
 
 
-def test_what_dram_moves_is_said_with_the_rows_numbers():
-    rows = [
-        row(series, value, experiment="io_vs_seqlen", source=source, metric="traffic", unit="bytes",
-            problem=one_head(64, d))
-        for d in (64, 128)
-        for series, source, value in (
-            ("fa1-simt", "model", 1e6), ("fa1-simt", "dram", 5e5), ("standard-simt", "model", 5e5),
-            ("standard-simt", "dram", 2e5), ("fa2-simt", "dram", 2.0 * 4 * 64 * d * 4),
-        )
-    ]  # fmt: skip
-    body = verdicts.result.TRAFFIC(rows).body
-    assert "DRAM moves 0.50 of what the kernel accesses" in body
-    assert "DRAM moves 2.00 times Q, K, V and O once" in body
-    assert "accesses 2.00 times the bytes of standard attention, and DRAM moves 2.50" in body
-    assert verdicts.result.TRAFFIC(rows[:3]) is None
-
-
 def test_what_the_page_says_of_query_splits_backward():
     """They never cost FA-1 time, and gain it less with a causal mask than without."""
     rows = [r for r in recorded("speed_fp16") if r.metric == "speed"]
