@@ -84,7 +84,7 @@ def standard_forward(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, *, scale: float | None = None, causal: bool = False
 ) -> tuple[Array, Array]:
     """(O, P) by Algorithm 0: S and P, both Nq x Nk, pass through global memory."""
-    Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
+    Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, causal)
 
     # Alg. 0 line 1: S = scale Q KT
     S = hide(scale * (Q @ K.T), 0, 0, Nq, Nk, causal)
@@ -110,7 +110,7 @@ def fa1_forward(
     # Alg. 1 line 1: the caller sets the block sizes; the paper's are Bc = ceil(M / 4d) and
     # Br = min(Bc, d), for M elements on chip
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
-    Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
+    Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, causal)
 
     # Alg. 1 line 2: O = 0, l = 0, m = -inf, in global memory
     O, l, m = np.zeros_like(Q), np.zeros(Nq), np.full(Nq, -np.inf)
@@ -168,7 +168,7 @@ def fa2_forward(
     """
     # The caller sets the block sizes; the paper chooses 64 or 128 for both by hand (section 3.3)
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
-    Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
+    Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, causal)
 
     # In global memory; nothing has to be initialised there
     O, L = np.empty_like(Q), np.empty(Nq)
@@ -220,7 +220,7 @@ def standard_backward(
 
     P, dP and dS, all Nq x Nk, pass through global memory.
     """
-    Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, False)
+    Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, False)
     P, dO = _like("P", P, (Nq, Nk)), _like("dO", dO, Q.shape)
 
     # Alg. 3 line 1: dV = PT dO
@@ -251,7 +251,7 @@ def fa1_backward(
     """
     # Alg. 4 lines 1, 2: no random state, as nothing is dropped; the caller sets the block sizes
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
-    Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
+    Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, causal)
     O, dO = _like("O", O, Q.shape), _like("dO", dO, Q.shape)
     l, m = _like("l", l, (Nq,)), _like("m", m, (Nq,))
 
@@ -314,7 +314,7 @@ def fa2_backward(
     """
     # The caller sets the block sizes
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
-    Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
+    Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, causal)
     O, dO = _like("O", O, Q.shape), _like("dO", dO, Q.shape)
     L = _like("L", L, (Nq,))
 
@@ -415,8 +415,8 @@ def logsumexp(m: Array, l: Array) -> Array:
         return m + np.log(l)
 
 
-def _head(
-    Q: ArrayLike, K: ArrayLike, V: ArrayLike, scale: float | None, causal: bool
+def as_head(
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, scale: float | None = None, causal: bool = False
 ) -> tuple[Array, Array, Array, float, int, int]:
     """Q, K and V in float64, the scale, Nq and Nk, or an error that names what is wrong."""
     Q, K, V = as_real("Q", Q), as_real("K", K), as_real("V", V)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fa_numba import device
 
@@ -47,36 +48,27 @@ class Device:
         return device.planning_for(self.capability, self.block_shared_bytes, self.multiprocessors)
 
 
-def _read() -> dict[str, Device]:
-    with open(TABLE, newline="", encoding="utf-8") as file:
-        return {row["name"]: _device(row) for row in csv.DictReader(file)}
+_SPEEDS = {"l2": "l2_tb_s", "dram": "dram_tb_s", "fp16": "fp16_tflops", "fp32": "fp32_tflops"}
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    def tera(name: str) -> float | None:
-        return float(row[name]) * 1e12 if row[name] else None
-
+    """The GPU of a row of the table, whose sizes are in KiB, MiB and tera a second."""
+    sizes = ("multiprocessors", "registers", "threads", "blocks")
     major, minor = map(int, row["compute_capability"].split("."))
+    found: dict[str, Any] = {name: row[name] for name in ("name", "driver_name", "source")}
+    found |= {name: int(row[name]) for name in sizes}
+    found |= {name: float(row[x]) * 1e12 if row[x] else None for name, x in _SPEEDS.items()}
     return Device(
-        name=row["name"],
-        driver_name=row["driver_name"],
+        **found,
         capability=(major, minor),
-        multiprocessors=int(row["multiprocessors"]),
-        block_shared_bytes=int(row["shared_kib_a_block"]) * 1024,
-        shared_bytes=int(row["shared_kib"]) * 1024,
-        registers=int(row["registers"]),
-        threads=int(row["threads"]),
-        blocks=int(row["blocks"]),
+        block_shared_bytes=int(row["shared_kib_a_block"]) << 10,
+        shared_bytes=int(row["shared_kib"]) << 10,
         l2_bytes=int(row["l2_mib"]) << 20,
-        l2=tera("l2_tb_s"),
-        dram=tera("dram_tb_s"),
-        fp16=tera("fp16_tflops"),
-        fp32=tera("fp32_tflops"),
-        source=row["source"],
     )
 
 
-DEVICES = _read()
+with open(TABLE, newline="", encoding="utf-8") as _file:
+    DEVICES = {row["name"]: _device(row) for row in csv.DictReader(_file)}
 
 
 def named(name: str) -> Device:
@@ -116,24 +108,16 @@ def here() -> Device | None:
     """The GPU here, limits by the driver, speeds by its data sheet; None without one."""
     if not device.on_gpu():
         return None
-    found, limits = device.describe(), device.limits()
-    known = [sheet for sheet in DEVICES.values() if sheet.driver_name == found["name"]]
-    sheet = known[0] if known else None
-    return Device(
-        name=sheet.name if sheet else found["name"],
-        driver_name=found["name"],
-        capability=device.compute_capability(),
-        multiprocessors=found["multiprocessors"],
-        block_shared_bytes=found["shared_bytes"],
-        shared_bytes=limits["shared_bytes"],
-        registers=limits["registers"],
-        threads=limits["threads"],
-        blocks=limits["blocks"],
-        l2_bytes=found["l2_bytes"],
-        l2=sheet.l2 if sheet else None,
-        dram=sheet.dram if sheet else None,
-        fp16=sheet.fp16 if sheet else None,
-        fp32=sheet.fp32 if sheet else None,
-        present=True,
-        source=f"sizes: the driver; {sheet.source if sheet else 'no data sheet here'}",
-    )
+    found = device.describe()
+    told: dict[str, Any] = {
+        "capability": device.compute_capability(),
+        "block_shared_bytes": found["shared_bytes"],
+        "present": True,
+        **{name: found[name] for name in ("multiprocessors", "l2_bytes")},
+        **device.limits(),
+    }
+    for sheet in DEVICES.values():
+        if sheet.driver_name == found["name"]:
+            return replace(sheet, **told, source=f"sizes: the driver; {sheet.source}")
+    told |= {"source": "sizes: the driver; no data sheet here"} | dict.fromkeys(_SPEEDS)
+    return Device(found["name"], found["name"], **told)

@@ -9,7 +9,6 @@ import argparse
 import math
 import zipfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,25 +48,6 @@ class Rows(NamedTuple):
     scale: float | None
 
 
-@dataclass(frozen=True)
-class Block:
-    """What one block of keys makes of the row: the state after it, read before and written then.
-
-    `keys` are the first one and the one past the last. `read` and `written` are what the inner
-    loop loads of the row and stores for it, by the algorithm's names.
-    """
-
-    block: int
-    keys: tuple[int, int]
-    scores: list[float]
-    factor: float
-    m: float
-    l: float
-    o: list[float]
-    read: dict[str, Any]
-    written: dict[str, Any]
-
-
 def examples() -> dict[str, Rows]:
     """The worked examples by their number."""
     K = [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0]]
@@ -76,18 +56,16 @@ def examples() -> dict[str, Rows]:
     V += [[1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3]]
     scores = [[3], [1], [2], [4], [5], [1], [3], [1]]
     diagonal, identity, ones = np.diag([1, 2, 3, 4]), np.eye(4), np.ones((1, 4))
-    found = {
-        "1": ("worked example 1: q = (1, 0, 2, 1)", [[1, 0, 2, 1]], K, V, 4),
-        "2": ("worked example 2: the scores themselves, K = V = scores", [[1]], scores, scores, 4),
-        "3": ("worked example 3: V = I, so that o is the softmax", ones, diagonal, identity, 2),
-    }
-    return {name: _example(*each) for name, each in found.items()}
-
-
-def _example(title: str, *arrays_and_block: Any) -> Rows:
-    *arrays, block = arrays_and_block
-    Q, K, V = (np.asarray(x, np.float64) for x in arrays)
-    return Rows(title, Q, K, V, block, 1.0)
+    found: Any = (
+        ("q = (1, 0, 2, 1)", 4, [[1, 0, 2, 1]], K, V),
+        ("the scores themselves, K = V = scores", 4, [[1]], scores, scores),
+        ("V = I, so that o is the softmax", 2, ones, diagonal, identity),
+    )
+    rows = {}
+    for n, (title, block, *arrays) in enumerate(found, 1):
+        Q, keys, values = (np.array(x, np.float64) for x in arrays)
+        rows[f"{n}"] = Rows(f"worked example {n}: {title}", Q, keys, values, block, 1.0)
+    return rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,7 +160,7 @@ def run(args: argparse.Namespace) -> str:
         "q_outer": q_outer,
         "reference": exact.tolist(),
     }
-    return as_json(_dictionary(found)) if args.json else "\n".join(_text(found, exact))
+    return as_json(found) if args.json else "\n".join(_text(found, exact))
 
 
 def _rows(args: argparse.Namespace) -> Rows:
@@ -217,29 +195,12 @@ def _from_file(path: Path) -> Rows:
                 raise ValueError(
                     f"it has no {' and '.join(missing)}, only {', '.join(archive) or 'nothing'}"
                 )
-            arrays = [_matrix(name, archive[name]) for name in _FILE_KEYS]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+            q, K, V = (archive[name] for name in _FILE_KEYS)
+        Q, K, V, *_ = algorithms.as_head(q[None] if q.ndim == 1 else q, K, V)
+    except (OSError, TypeError, ValueError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"argument --file: {path}: {reason}") from None
-    Q, K, V = arrays
-    for name, x, shape in (("K", K, (len(K), Q.shape[1])), ("V", V, K.shape)):
-        if x.shape != shape:
-            raise ValueError(
-                f"argument --file: {path}: {name} has shape {x.shape}: allowed is {shape} with q "
-                f"{Q.shape} and K {K.shape}"
-            )
     return Rows(f"rows of {path.name}", Q, K, V, _DEFAULT_BLOCK, None)
-
-
-def _matrix(name: str, x: NDArray[Any]) -> NDArray[np.float64]:
-    if x.dtype.kind not in "fiu":
-        raise ValueError(f"{name} has dtype {x.dtype}: allowed are real numbers")
-    if name == "q" and x.ndim == 1:
-        x = x[None]
-    if x.ndim != 2 or 0 in x.shape or x.shape[1] > MAX_HEAD_DIM:
-        allowed = f"(rows, d), both >= 1, d at most {MAX_HEAD_DIM}"
-        raise ValueError(f"{name} has shape {x.shape}: allowed is {allowed}")
-    return x.astype(np.float64)
 
 
 def _watched(forward: Any, *arrays: Any, block: int, scale: float) -> dict[str, Any]:
@@ -258,43 +219,39 @@ def _watched(forward: Any, *arrays: Any, block: int, scale: float) -> dict[str, 
         "output": {name.lower() if name == "O" else name: _values(x[0])
                    for name, x in zip(names, found, strict=True)},
         "between": {
-            what: sum(np.size(moved[name]) for moved in each for name in state if name in moved)
-            for what, each in (("read", [b.read for b in blocks]),
-                               ("written", [b.written for b in blocks]))
+            what: sum(np.size(b[what][name]) for b in blocks for name in state if name in b[what])
+            for what in ("read", "written")
         },
     }  # fmt: skip
 
 
-def _block(step: Step) -> Block:
-    """The step as the row sees it; its row tile is this row."""
+def _block(step: Step) -> dict[str, Any]:
+    """What the step makes of the row, its row tile: the state after it, which scores it saw.
+
+    `keys` are the first one and the one past the last. `read` and `written` are what the inner
+    loop loads of the row and stores for it, by the algorithm's names.
+    """
     at = {name: _values(x[0]) for name, x in step.on_chip.items()}
     names = {"Qi": "q", "Oi": "o", "li": "l", "mi": "m"}
 
     def of_row(moved: Any) -> dict[str, Any]:
         return {names[name]: _values(x[0]) for name, x in moved.items() if name in names}
 
-    return Block(
-        block=step.j,
-        keys=(step.columns.start, step.columns.stop),
-        scores=at["Sij"],
-        factor=at["factor"],
-        m=at["mi"],
-        l=at["li"],
-        o=at["Oi"],
-        read=of_row(step.read),
-        written=of_row(step.written),
-    )
+    return {
+        "block": step.j,
+        "keys": (step.columns.start, step.columns.stop),
+        "scores": at["Sij"],
+        "factor": at["factor"],
+        "m": at["mi"],
+        "l": at["li"],
+        "o": at["Oi"],
+        "read": of_row(step.read),
+        "written": of_row(step.written),
+    }
 
 
 def _values(x: Any) -> Any:
     return np.asarray(x).tolist()
-
-
-def _dictionary(found: dict[str, Any]) -> dict[str, Any]:
-    orders = ("k_outer", "q_outer")
-    own = {name: found[name] | {"blocks": list(map(asdict, found[name]["blocks"]))}
-           for name in orders}  # fmt: skip
-    return found | own
 
 
 # --- text --------------------------------------------------------------------------------------
@@ -338,7 +295,7 @@ def _text(found: dict[str, Any], exact: NDArray[np.float64]) -> list[str]:
 
 def _q_outer(order: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [("block", *_HEADS, "o, not yet divided by l")]
-    lines += [(f"{b.block}", *_state(b)) for b in order["blocks"]]
+    lines += [(f"{b['block']}", *_state(b)) for b in order["blocks"]]
     output = order["output"]
     lines.append(("end", *_BLANK, _numbers(output["o"])))
     lines.append(("", *_BLANK, f"L = m + log l = {_number(output['L'])}"))
@@ -348,20 +305,22 @@ def _q_outer(order: dict[str, Any]) -> list[tuple[str, ...]]:
 def _k_outer(order: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [("pass", *_HEADS, "o, divided by l")]
     for b in order["blocks"]:
-        m, l, o = (b.read[name] for name in ("m", "l", "o"))
-        lines.append((f"{b.block}", "", "reads", "", _number(m), _number(l), _numbers(o)))
+        lines.append((f"{b['block']}", "", "reads", "", *_m_l_o(b["read"])))
         lines.append(("", *_state(b)))
-        m, l, o = (b.written[name] for name in ("m", "l", "o"))
-        lines.append(("", "", "writes", "", _number(m), _number(l), _numbers(o)))
+        lines.append(("", "", "writes", "", *_m_l_o(b["written"])))
     return lines
 
 
-def _state(b: Block) -> tuple[str, ...]:
-    keys = f"{b.keys[0]}-{b.keys[1] - 1}"
-    scores = " ".join(f"{x:.3g}" for x in b.scores)
+def _state(b: dict[str, Any]) -> tuple[str, ...]:
+    first, end = b["keys"]
+    scores = " ".join(f"{x:.3g}" for x in b["scores"])
     if len(scores) > _SCORES:
-        scores = " ".join(f"{x:.3g}" for x in b.scores[:2]) + " ..."
-    return (keys, scores, *map(_number, (b.factor, b.m, b.l)), _numbers(b.o))
+        scores = " ".join(f"{x:.3g}" for x in b["scores"][:2]) + " ..."
+    return (f"{first}-{end - 1}", scores, _number(b["factor"]), *_m_l_o(b))
+
+
+def _m_l_o(state: dict[str, Any]) -> tuple[str, ...]:
+    return _number(state["m"]), _number(state["l"]), _numbers(state["o"])
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -400,9 +400,9 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
     for other in single:
         if other.dtype not in CAPTURED:
             raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
-        _check_place(first, other)
+        check_place(first, other)
     for other in operands[1:]:
-        _check_place(first, other)
+        check_place(first, other)
         if other.dtype != first.dtype:
             raise TypeError(
                 f"{other.name} has dtype {other.dtype}, {first.name} {first.dtype}: "
@@ -410,7 +410,8 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
             )
 
 
-def _check_place(first: Operand, other: Operand) -> None:
+def check_place(first: Operand, other: Operand) -> None:
+    """Raise ValueError unless both are on one device."""
     if other.place != first.place:
         raise ValueError(
             f"{other.name} is in {other.where}, {first.name} in {first.where}: "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fa_numba import device
 from fa_numba.checks import LAYOUTS, PACKED_AXES, as_layout, kind_of
+from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
     HOST,
     SUMS,
     Operand,
+    check_place,
     check_shape,
     check_together,
     check_written,
@@ -55,41 +57,57 @@ def _whole(
             f"outputs has {len(outputs)} arrays, lses {len(lses)}: allowed are two or more, and as "
             "many of either"
         )
-    arrays = {**beside, **_numbered("outputs", outputs), **_numbered("lses", lses)}
-    choices = (name, layout, len(outputs), "dlse" in beside)
-    call = launch_cache.describe_call(choices, tuple(arrays.values()), {})
-    found = launch_cache.replay(call, None, stream)
-    return (
-        _first_whole(name, arrays, len(outputs), layout, stream, call) if found is None else found
-    )
+    arrays = _numbered("outputs", outputs) | _numbered("lses", lses) | dict(beside)
+    parts, dlse = len(outputs), "dlse" in beside
+    make = plan_of_merge if name == "merge" else plan_of_backward
+
+    def planned(sizes: Any, shapes: Any, dtypes: Any, aligned: bool) -> LaunchPlan:
+        return make(sizes, shapes, dtypes[0], parts, aligned, dlse)
+
+    return _merged((name, layout, parts, dlse), arrays, layout, stream, planned)
 
 
 def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
     return {f"{name}[{n}]": x for n, x in enumerate(parts)}
 
 
-def _first_whole(
-    name: str, arrays: dict[str, Any], parts: int, layout: Any, stream: Any, call: Any
+def _merged(
+    key: tuple,
+    arrays: dict[str, Any],
+    layout: Any,
+    stream: Any,
+    planned: Callable[..., LaunchPlan],
+    updated: Sequence[str] = (),
 ) -> list:
-    rows = [n for n in arrays if n.startswith("lse") or n == "dlse"]
-    sums = {n: {"allowed": SUMS} for n in rows}
-    inputs = {n: operand(n, x, **sums.get(n, {})) for n, x in arrays.items()}
+    """The results of a kept call, or of the plan ``planned`` makes of the sizes (B, H, N, d), the
+    shapes of outputs and of their rows, the dtypes of the outputs and whether they are aligned.
+    """
+    call = launch_cache.describe_call(key, tuple(arrays.values()), {})
+    found = launch_cache.replay(call, None, stream)
+    if found is not None:
+        return found
+    rows = [n for n in arrays if "lse" in n]
+    inputs = {n: operand(n, x, SUMS if n in rows else tuple(DTYPES)) for n, x in arrays.items()}
     matrices = [x for n, x in inputs.items() if n not in rows]
-    first = inputs["outputs[0]"]
+    first = matrices[0]
     axes = _axes(first, layout)
-    check_together([first, *matrices], [inputs[n] for n in rows])
+    for x in inputs.values():
+        check_place(first, x)
+    if not updated:
+        check_together(matrices)
     named = {"batch": 1} | dict(zip(axes, first.shape, strict=True))
     sizes = tuple(named[n] for n in LAYOUTS["bhnd"])
     of_rows = sizes[1:3] if axes == PACKED_AXES else sizes[:3]
     for n, x in inputs.items():
         check_shape(x, of_rows if n in rows else first.shape)
+    for n in updated:
+        check_written(inputs[n], [x for other, x in inputs.items() if other != n])
 
     with placement.placed(first):
         copied = device.on_gpu() and first.place == HOST
         aligned = copied or all(x.aligned for x in matrices)
-        make = plan_of_merge if name == "merge" else plan_of_backward
-        plan = make(sizes, (first.shape, of_rows), first.dtype, parts, aligned, "dlse" in inputs)
-        placement.check_grid(plan, "outputs[0]")
+        plan = planned(sizes, (first.shape, of_rows), [x.dtype for x in matrices], aligned)
+        placement.check_grid(plan, first.name)
 
         def run(found: dict[str, Any], stream: Any) -> None:
             execute(plan, {n: _heads_first(x, axes) for n, x in found.items()}, stream)
@@ -203,36 +221,8 @@ def plan_of(
 
 
 def _run(arrays: dict[str, Any], layout: str) -> None:
-    call = launch_cache.describe_call(("merge", layout), tuple(arrays.values()), {})
-    if launch_cache.replay(call, None, None) is None:
-        _first_run(arrays, layout, call)
+    def planned(sizes: Any, _: Any, dtypes: Any, aligned: bool) -> LaunchPlan:
+        return plan_of(sizes, dtypes, aligned, "lse" in arrays)
 
-
-def _first_run(arrays: dict[str, Any], layout: str, call: Any) -> None:
-    axes = LAYOUTS[as_layout(layout)]
-    dtypes: dict[str, Any] = {n: {"allowed": SUMS} for n in arrays if n.endswith("lse")}
-    inputs: dict[str, Operand] = {n: operand(n, x, **dtypes.get(n, {})) for n, x in arrays.items()}
-    x, y = inputs["x"], inputs["y"]
-    check_shape(y, x.shape)
-    named = dict(zip(axes, x.shape, strict=True))
-    sizes = tuple(named[n] for n in LAYOUTS["bhnd"])
-    for name in dtypes:
-        check_shape(inputs[name], sizes[:3])
-    for other in inputs.values():
-        if other.place != x.place:
-            raise ValueError(f"{other.name} is in {other.where}: allowed is {x.where}, where x is")
-    check_written(x, [y])
-    if "lse" in inputs:
-        check_written(inputs["lse"], [o for n, o in inputs.items() if n != "lse"])
-
-    with placement.placed(x):
-        aligned = (device.on_gpu() and x.place == HOST) or (x.aligned and y.aligned)
-        plan = plan_of(sizes, (x.dtype, y.dtype), aligned, "lse" in inputs)
-        placement.check_grid(plan, "x")
-
-        def run(found: dict[str, Any], stream: Any) -> None:
-            if axes.index("heads") != 1:
-                found |= {name: heads_first(found[name]) for name in "xy"}
-            execute(plan, found, stream)
-
-        launch_cache.run_and_keep(plan, inputs, None, call, run)
+    updated = [n for n in ("x", "lse") if n in arrays]
+    _merged(("merge into", as_layout(layout)), arrays, layout, None, planned, updated)
