@@ -13,7 +13,6 @@ from helpers import random_inputs
 from stand_in_device import (
     CONTEXT,
     Address,
-    Array,
     aligned,
     no_calls_kept,
     no_gpu_but_its_driver,
@@ -175,16 +174,6 @@ def test_the_backward_pass(gpu, way, name):
     assert_replayed(gpu, fa_numba.attention_backward, cases, own)
 
 
-def test_packed_sequences(gpu):
-    options = {"cu_seqlens_q": (0, 3, 7), "cu_seqlens_k": (0, 9, 9)}
-    cases = []
-    for seed in range(2):
-        random = np.random.default_rng(seed)
-        arrays = [random.standard_normal((n, 2, 8), np.float32) for n in (7, 9, 9)]
-        cases.append((arrays, options))
-    assert_replayed(gpu, fa_numba.attention, cases, {"return_lse": True})
-
-
 # What Hopper's copy engine takes by maps: (algorithm, shapes of q and of k, options)
 BNHD = {"layout": "bnhd", "causal": True}  # rows further apart than heads
 PACKED = {"cu_seqlens_q": (0, 3, 20), "cu_seqlens_k": (0, 9, 30)}
@@ -241,62 +230,7 @@ def test_one_array_for_all_and_then_three(gpu, kept):
     assert len(kept) == 1
 
 
-def test_shapes_interleaved_and_memory_rewritten(gpu, kept):
-    attend = fa_numba.flash_attention_1
-    cases = [inputs(n, (1, 2, 1, 5 + n, 9, 4)) for n in range(3)]
-    remote = [[on_gpu(x) for x in arrays] for arrays in cases]
-    for step in range(3):
-        for arrays, there in zip(cases, remote, strict=True):
-            for x, y in zip(arrays, there, strict=True):
-                x += step
-                y.values += step
-            assert_same(attend(*there), emulated(attend, *arrays))
-    assert len(kept) == 3
-
-
 # --- what makes another call -----------------------------------------------------------------
-
-
-def strided(x):
-    """The same values with every row twice as far from the next one."""
-    wide = aligned((*x.shape[:-1], 2 * x.shape[-1]), values=0.0)
-    wide[..., : x.shape[-1]] = x
-    return Array(wide[..., : x.shape[-1]])
-
-
-# name -> (what makes q, k and v, other arguments)
-DIFFERENT = {
-    "strides of k": ((on_gpu, strided, on_gpu), {}),
-    "alignment of q": ((lambda x: Array(aligned(x.shape, values=x, offset=4)), on_gpu, on_gpu), {}),
-    "alignment of v": ((on_gpu, on_gpu, lambda x: Array(aligned(x.shape, values=x, offset=8))), {}),
-    "fewer rows of q": ((lambda x: on_gpu(x[:, :, :4]), on_gpu, on_gpu), {}),
-    "causal": ((on_gpu,) * 3, {"causal": True}),
-    "scale": ((on_gpu,) * 3, {"scale": 0.25}),
-    "another scale": ((on_gpu,) * 3, {"scale": 0.5}),
-    "window": ((on_gpu,) * 3, {"window": (2, 2)}),
-    "softcap": ((on_gpu,) * 3, {"softcap": 1.0}),
-    "an integer for softcap": ((on_gpu,) * 3, {"softcap": 2}),
-    "dropout": ((on_gpu,) * 3, {"dropout_p": 0.5}),
-    "lengths": ((on_gpu,) * 3, {"kv_lens": (5, 9)}),
-    "other lengths": ((on_gpu,) * 3, {"kv_lens": (9, 5)}),
-    "few columns": ((on_gpu,) * 3, {"kv_lens": (2, 3)}),
-    "as few rows": ((on_gpu,) * 3, {"q_lens": (2, 3)}),
-    "tiles": ((on_gpu,) * 3, {"tiles": Tiles(16, 16)}),
-    "return_lse": ((on_gpu,) * 3, {"return_lse": True}),
-    "algorithm": ((on_gpu,) * 3, {"algorithm": "fa1"}),
-    "splits": ((on_gpu,) * 3, {"algorithm": "fa1", "query_splits": 2}),
-    "unit": ((on_gpu,) * 3, {"unit": "simt"}),
-}
-
-
-def test_every_difference_makes_another_call(gpu, kept):
-    cases = {"plain": ((on_gpu,) * 3, {}), **DIFFERENT}
-    for seed in range(2):
-        for number, (makers, options) in enumerate(cases.values()):
-            there = [make(x) for make, x in zip(makers, inputs(seed), strict=True)]
-            want = emulated(fa_numba.attention, *(x.values for x in there), **options)
-            assert_same(fa_numba.attention(*there, **options), want)
-            assert len(kept) == (number + 1 if seed == 0 else len(cases))
 
 
 def test_layouts_of_equal_shapes_are_two_calls(gpu, kept):
@@ -310,34 +244,6 @@ def test_layouts_of_equal_shapes_are_two_calls(gpu, kept):
             assert_same(found[layout], want)
     assert len(kept) == 2
     assert not np.array_equal(found["bhnd"].values, found["bnhd"].values)
-
-
-def test_a_mask_and_a_bias_of_one_shape_are_two_calls(gpu, kept):
-    q, k, v = inputs()
-    there = [on_gpu(x) for x in (q, k, v)]
-    added = on_gpu(options_of("mask", 1)["attn_mask"])
-    found = [fa_numba.flash_attention_2(*there, **{n: added}) for n in ("bias", "attn_mask") * 2]
-    assert len(kept) == 2
-    for x in found:
-        assert_same(x, emulated(fa_numba.flash_attention_2, q, k, v, bias=added.values))
-    with pytest.raises(ValueError, match="attn_mask is given, of shape"):
-        fa_numba.flash_attention_2(*there, bias=added, attn_mask=added)
-
-
-def test_seeds_are_words(gpu, kept):
-    """Another seed is no other call: training draws one a step."""
-    q, k, v = inputs()
-    there = [on_gpu(x) for x in (q, k, v)]
-    drawn = set()
-    for seed, offset in ((0, 0), (1, 0), (0, 1), (2**32, 0), (2**64 - 1, 2**32 - 1)):
-        options = {"dropout_p": 0.5, "seed": seed, "offset": offset}
-        found = fa_numba.flash_attention_2(*there, **options)
-        assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, **options))
-        drawn.add(found.values.tobytes())
-    assert len(kept) == 1 and len(drawn) == 5
-    fa_numba.flash_attention_2(*there, dropout_p=0.5)
-    found = fa_numba.flash_attention_2(*there, dropout_p=0.5)
-    assert found.values.tobytes() in drawn
 
 
 # Arguments that equal those of a kept call and are refused: (those of the call, the refused ones)
@@ -402,18 +308,6 @@ def test_no_more_are_kept_than_a_number(gpu, kept, monkeypatch):
         assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, scale=scale))
     scales = [key[key.index("scale") + 2] for key in kept]
     assert scales == [0.3, 0.4, 0.1]
-
-
-def test_what_is_read_on_the_host_is_read_by_each_call(gpu, kept):
-    q, k, v = inputs()
-    there = [on_gpu(x) for x in (q, k, v)]
-    mask, options = np.array([[True]]), {"tiles": Tiles(16, 16)}
-    for _ in range(2):
-        found = fa_numba.flash_attention_2(*there, block_mask=mask, **options)
-        want = emulated(fa_numba.flash_attention_2, q, k, v, block_mask=mask, **options)
-        assert_same(found, want)
-        mask[:] = ~mask
-    assert len(kept) == 2
 
 
 def near(rows, reach):
@@ -494,31 +388,6 @@ def test_what_blocks_are_kept_by(gpu, kept):
             attend(*there, block_mask=mask, tiles=wrong)
 
 
-@pytest.mark.parametrize("kind", ["list", "array", "tensor"])
-def test_lengths_are_kept_by_their_values(gpu, torch, kept, kind):
-    q, k, v = inputs()
-    there, lengths = [on_gpu(x) for x in (q, k, v)], np.array([9, 4], np.int32)
-    remote = on_gpu(lengths)
-    given = {"list": lengths.tolist, "array": lambda: lengths}
-    given["tensor"] = lambda: Tensor.of(remote.values)
-    for values_, calls in (([9, 4], 1), ([2, 7], 2), ([9, 4], 2)):
-        lengths[:] = remote.values[:] = values_
-        found = fa_numba.flash_attention_2(*there, kv_lens=given[kind]())
-        assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, kv_lens=values_))
-        assert len(kept) == calls
-    for refused in ([True, True], np.array([9.0, 4.0]), np.array([[9, 4]]), [[9], [4]]):
-        with pytest.raises((TypeError, ValueError), match="kv_lens"):
-            fa_numba.flash_attention_2(*there, kv_lens=refused)
-    assert len(kept) == 2
-
-
-def test_a_nested_tuple_does_not_show_its_types(gpu, kept):
-    there, tiles = [on_gpu(x) for x in inputs()], Tiles(16, 16)
-    fa_numba.flash_attention_2(*there, block_mask=((True,),), tiles=tiles)
-    with pytest.raises(TypeError, match="block_mask has dtype int64"):
-        fa_numba.flash_attention_2(*there, block_mask=((1,),), tiles=tiles)
-
-
 def test_host_arrays_go_there_and_back(gpu, kept):
     for seed in range(2):
         q, k, v = inputs(seed)
@@ -535,64 +404,11 @@ def test_the_emulator_keeps_nothing(kept):
     assert not kept
 
 
-# --- out -------------------------------------------------------------------------------------
-
-
-def test_out_takes_the_result_of_each_call(gpu, kept):
-    for seed in range(3):
-        q, k, v = inputs(seed)
-        out = Array(aligned(q.shape))
-        found = fa_numba.flash_attention_2(*map(on_gpu, (q, k, v)), out=out, return_lse=True)
-        assert found[0] is out
-        want = emulated(fa_numba.flash_attention_2, q, k, v, return_lse=True)
-        assert_same(found, want)
-    assert len(kept) == 1
-
-
-def test_out_that_shares_memory_is_refused_by_each_call(gpu, kept):
-    q, k, v = inputs(sizes=(1, 2, 2, 9, 9, 4))
-    memory = aligned((2, 1, 2, 9, 4))
-    memory[0] = q
-    there = [Array(memory[0]), on_gpu(k), on_gpu(v)]
-    want = emulated(fa_numba.flash_attention_2, q, k, v)
-    assert_same(fa_numba.flash_attention_2(*there, out=Array(memory[1])), want)
-    assert len(kept) == 1
-    for name in "qkv":
-        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
-            fa_numba.flash_attention_2(*there, out=there["qkv".index(name)])
-    shifted = Array(memory.reshape(-1)[16:88].reshape(q.shape))
-    with pytest.raises(ValueError, match="out shares memory with q"):
-        fa_numba.flash_attention_2(*there, out=shifted)
-    assert len(gpu.launches) == 1
-
-
-def test_out_between_the_rows_of_q_is_allowed(gpu, kept):
-    q, k, v = inputs(sizes=(1, 2, 2, 9, 9, 4))
-    for _ in range(2):
-        memory = aligned((1, 2, 9, 2, 4))
-        memory[..., 0, :] = q
-        out = Array(memory[..., 1, :])
-        fa_numba.flash_attention_2(Array(memory[..., 0, :]), on_gpu(k), on_gpu(v), out=out)
-        assert_same(out, emulated(fa_numba.flash_attention_2, q, k, v))
-    assert len(kept) == 1
-
-
 # --- streams, contexts, memory, threads ------------------------------------------------------
 
 
 def tensors(arrays, **facts):
     return [Tensor.of(aligned(x.shape, values=x), **facts) for x in arrays]
-
-
-def test_every_call_runs_on_its_own_stream(gpu, torch, kept):
-    q, k, v = inputs()
-    want = emulated(fa_numba.flash_attention_2, q, k, v)
-    there = tensors((q, k, v))
-    for current, given, handle in ((5, None, 5), (6, None, 6), (6, 9, 9), (7, None, 7)):
-        torch.stream = current
-        assert_same(fa_numba.flash_attention_2(*there, stream=given), want)
-        assert gpu.launches[-1][2] == gpu.workspaces[-1][1] == handle
-    assert len(kept) == 1 and torch.made == 4
 
 
 def test_the_gpu_of_the_arrays_is_made_the_current_one(gpu, kept):
@@ -826,23 +642,6 @@ def test_gpu_streams_at_once_have_workspaces_of_their_own(real, kept):
     for n, results in enumerate(found):
         assert all(real.equal(x, want[n]) for x in results)
     assert len(kept) == 1
-
-
-@pytest.mark.gpu
-def test_gpu_tensors_that_change_between_calls(real, kept):
-    """Two lengths in turn, in one memory, resized and rewritten, and at another alignment."""
-    flat = real.empty(2 * 4 * 96 * 64 + 1, device="cuda")
-    for seed in range(2):
-        for N in (96, 65):
-            q, k, v, _ = rows_of(real, seed, real.float32, N=N)
-            for offset in (1, 0):
-                moved = flat[offset : offset + q.numel()].view(q.shape)
-                moved.copy_(q)
-                want = as_first(fa_numba.flash_attention_2, moved, k, v)
-                assert real.equal(fa_numba.flash_attention_2(moved, k, v), want)
-            resized = flat.new_empty(0).resize_(q.shape).copy_(q)
-            assert real.equal(fa_numba.flash_attention_2(resized, k, v), want)
-    assert len(kept) == 4
 
 
 @pytest.mark.gpu

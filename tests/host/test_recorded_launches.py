@@ -232,10 +232,17 @@ def changes(plain, library):
         found["without out"] = plain.without("out")
     mask = plain.without("bias")
     found["a mask"] = replace(mask, arrays=mask.arrays | {"attn_mask": plain.arrays["bias"]})
-    for name, value in (("causal", True), ("window", (3, 1)), ("softcap", 2.0), ("scale", 0.5)):
-        found[name] = plain.having(**{name: value})
-    for lengths in ((9, 4), (4, 9)):
-        found[f"lengths {lengths}"] = plain.having(kv_lens=lengths)
+    fewer = plain.changed("k v", shape=(2, 1, NK - 1, D))
+    found["fewer columns"] = fewer.changed("bias", shape=(2, 2, NQ, NK - 1))
+    for name, value in (
+        *(("causal", True), ("window", (3, 1)), ("softcap", 2.0), ("softcap", 2), ("scale", 0.5)),
+        *(("scale", 0.25), ("dropout_p", 0.5), ("tiles", Tiles(16, 16)), ("unit", "simt")),
+        *(("kv_lens", (9, 4)), ("kv_lens", (4, 5)), ("q_lens", (4, 5)), ("algorithm", "fa1")),
+    ):
+        found[f"{name} {value}"] = plain.having(**{name: value})
+    found["splits"] = plain.having(algorithm="fa1", query_splits=2)
+    if not plain.backward:
+        found["without L"] = plain.having(return_lse=False)
     return found
 
 
