@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -252,90 +252,6 @@ def test_gradients_of_what_a_function_captures(algorithm):
         assert (got - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("wrong", ["scale", "seed", "causal"])
-def test_the_check_of_gradients_can_fail(wrong):
-    """What a wrong backward pass would give is beyond the bounds."""
-    if torch is None:
-        pytest.skip("no torch")
-    options = {"causal": True, **DROPOUT}
-    q, k, v, dout = inputs_of(options)
-    others = {"scale": {"scale": 0.3539}, "seed": {"seed": SEED + 1}, "causal": {"causal": False}}
-    exact_ = fa_numba.reference.attention_backward(dout, q, k, v, **options)
-    off = fa_numba.reference.attention_backward(dout, q, k, v, **{**options, **others[wrong]})
-    bounds = true_gradients(dout, q, k, v, **options).bounds
-    for (name, bound), got, right in zip(bounds.items(), off, exact_, strict=True):
-        if (wrong, name) != ("scale", "dv"):
-            with pytest.raises(AssertionError, match=f"{name} is off"):
-                assert_within(name, got, right, bound)
-
-
-def test_only_what_needs_a_gradient_gets_one(place):
-    q, k, v, dout = inputs_of({})
-    whole = [tensor(x, place) for x in (q, k, v)]
-    everything = torch.autograd.grad(attention(*whole), whole, tensor(dout, place, gradient=False))
-    for n, name in enumerate(NAMES):
-        leaves = [tensor(x, place, gradient=m == n) for m, x in enumerate((q, k, v))]
-        attention(*leaves, deterministic=True).backward(tensor(dout, place, gradient=False))
-        assert [x.grad is not None for x in leaves] == [m == n for m in range(3)]
-        right = numpy(everything[n])
-        assert_within(name, numpy(leaves[n].grad), right, 1e-5 * np.linalg.norm(right))
-
-
-def test_a_bias_alone_can_have_a_gradient(place, launches):
-    q, k, v, dout = inputs_of({})
-    tensors = [tensor(x, place, gradient=False) for x in (q, k, v)]
-    bias = tensor(BIAS[0], place)
-    attention(*tensors, bias=bias).backward(tensor(dout, place, gradient=False))
-    assert bias.grad.shape == bias.shape and bool(bias.grad.any())
-    assert "dbias" in launches[-1][0][-1]._fields
-    # One that needs none costs no sum: the kernel has no such argument.
-    leaf = tensor(q, place)
-    attention(leaf, *tensors[1:], bias=bias.detach()).backward(tensor(dout, place, gradient=False))
-    assert "dbias" not in launches[-1][0][-1]._fields
-
-
-@needs_torch
-def test_nothing_is_kept_for_a_call_without_gradients(place, launches):
-    q, k, v, _ = inputs_of({})
-    for leaves in (True, False):
-        tensors = [tensor(x, place, gradient=leaves) for x in (q, k, v)]
-        with torch.set_grad_enabled(not leaves):
-            out = attention(*tensors)
-        assert not out.requires_grad and out.grad_fn is None
-    assert len(launches) == 2
-
-
-def test_the_stages_of_tiles_are_the_forward_passes(place):
-    rng = np.random.default_rng(3)
-    arrays = [rng.standard_normal((1, 1, 40, 8)).astype(np.float16) for _ in NAMES]
-    found = []
-    for stages in (1, 2):
-        q, k, v = (tensor(x, place) for x in arrays)
-        out = attention(q, k, v, deterministic=True, tiles=Tiles(32, 32, stages=stages))
-        out.sum().backward()
-        found.append([numpy(x) for x in (out, q.grad, k.grad, v.grad)])
-    assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
-
-
-def test_the_backward_pass_has_block_sizes_of_its_own(place, monkeypatch):
-    asked = {}
-    for name in ("attention", "attention_backward"):
-        right = getattr(fa_numba, name)
-
-        def call(*args, right=right, name=name, **options):
-            asked[name] = options["tiles"]
-            return right(*args, **options)
-
-        monkeypatch.setattr(fa_numba, name, call)
-    arrays = [np.full((1, 1, 40, 8), n, np.float32) for n in (1, 2, 3)]
-    forward, backward = Tiles(32, 32), Tiles(16, 32)
-    for own, second in (({"backward_tiles": backward}, backward), ({}, forward)):
-        q, k, v = (tensor(x, place) for x in arrays)
-        attention(q, k, v, tiles=forward, **own).sum().backward()
-        assert asked == {"attention": forward, "attention_backward": second}
-        assert np.allclose(numpy(v.grad), 1)
-
-
 @pytest.mark.parametrize("of_out", [True, False], ids=["O and L", "L alone"])
 @pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
 def test_gradients_of_a_loss_on_lse_are_those_of_torchs_autograd(
@@ -474,27 +390,6 @@ def test_inputs_changed_before_the_backward_pass_are_noticed(place):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["q_lens", "block_mask"])
-def test_lengths_and_masks_are_those_of_the_call(place, name):
-    """Changed afterwards, they do not reach the backward pass."""
-    q, k, v, dout = inputs_of({})
-    given = {
-        "q_lens": {"q_lens": torch.tensor([20, 7], dtype=torch.int32)},
-        "block_mask": {"block_mask": torch.tensor(BLOCKS), "tiles": Tiles(8, 16)},
-    }[name]
-    given[name] = given[name].to(place)
-    gradients = []
-    for changed in (False, True):
-        leaves = [tensor(x, place) for x in (q, k, v)]
-        out = attention(*leaves, deterministic=True, **given)
-        if changed:
-            given[name].zero_()
-        out.backward(tensor(dout, place, gradient=False))
-        gradients.append([numpy(x.grad) for x in leaves])
-    for a, b in zip(*gradients, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_a_layer_learns(place):
     """Gradients through a module, in a training step."""
     torch.manual_seed(0)
@@ -534,12 +429,6 @@ def sweeps(place, launches, **options):
     launches.clear()
     out.sum().backward()
     return len(launches)
-
-
-def test_dq_is_summed_in_order_where_told(place, launches):
-    assert sweeps(place, launches) == 2
-    assert sweeps(place, launches, deterministic=None) == 2
-    assert sweeps(place, launches, deterministic=True) == 3
 
 
 def test_none_asks_torch(place, launches, told_to_be_deterministic):
@@ -676,55 +565,15 @@ def test_torchs_seed_makes_dropout_repeatable(place):
     assert not np.array_equal(drawn(1, offset=1), first)
 
 
-def test_both_passes_drop_the_same(place, monkeypatch):
-    seen = []
-    for name in ("attention", "attention_backward"):
-        function = getattr(fa_numba, name)
-
-        def recorded(*arrays, function=function, **options):
-            seen.append((options["dropout_p"], options["seed"], options.get("offset")))
-            return function(*arrays, **options)
-
-        monkeypatch.setattr(fa_numba, name, recorded)
-    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
-    attention(q, k, v, dropout_p=0.5, offset=3).sum().backward()
-    attention(q, k, v, dropout_p=0.5).sum().backward()
-    attention(q, k, v, dropout_p=0.5, seed=5).sum().backward()
-    assert seen[0::2] == seen[1::2]
-    seeds = [seed for _, seed, _ in seen[::2]]
-    assert len(set(seeds)) == 3 and seeds[2] == 5 and min(seeds) >= 0
+# --- masks -----------------------------------------------------------------------------------
 
 
-def test_without_dropout_the_generator_is_left_alone(place):
-    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
-    for options in ({}, {"dropout_p": 0.0}, {"dropout_p": 0.5, "seed": 1}):
-        before = torch.get_rng_state()
-        attention(q, k, v, **options)
-        assert torch.equal(before, torch.get_rng_state())
-
-
-# --- masks and layouts ------------------------------------------------------------------------
-
-
-def gradients_of(algorithm, place, swapped=False, extra=(), **options):
-    """O and the gradients of q, k, v and of tensors among the options, as (B, H, N, d)."""
-    arrays = random_gradients(2, 2, 1, 5, 9, 4)
-    if swapped:
-        arrays = [x.swapaxes(1, 2) for x in arrays]
-    dout, q, k, v = (tensor(x, place) for x in arrays)
+def gradients_of(algorithm, place, extra=(), **options):
+    """O and the gradients of q, k, v and of tensors among the options."""
+    dout, q, k, v = (tensor(x, place) for x in random_gradients(2, 2, 1, 5, 9, 4))
     out = attention(q, k, v, algorithm=algorithm, **options)
     found = torch.autograd.grad(out, [q, k, v, *extra], dout.detach())
-    found = [numpy(x) for x in (out, *found)]
-    return [x.swapaxes(1, 2) if swapped and n < 4 else x for n, x in enumerate(found)]
-
-
-@needs_torch
-@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
-def test_a_layout_moves_axes_alone(algorithm, place):
-    want = gradients_of(algorithm, place, causal=True)
-    found = gradients_of(algorithm, place, causal=True, swapped=True, layout="bnhd")
-    for a, b in zip(found, want, strict=True):
-        assert np.array_equal(a, b)
+    return [numpy(x) for x in (out, *found)]
 
 
 @needs_torch
@@ -768,83 +617,3 @@ def test_a_mask_of_numbers_is_differentiated(dtype, place):
     assert found[-1].dtype == dtype
     for a, b in zip(found, want, strict=True):
         assert np.allclose(a, b, rtol=0, atol=0 if dtype == "float32" else 1e-3)
-
-
-# --- refusals --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ones:
-    """Stands for a tensor of ones, (4, 4), of a torch that is not there yet."""
-
-    dtype: str
-
-
-# (changed arguments, error, what its message says)
-REFUSED = [
-    ({"q": np.ones((1, 2, 4, 8), np.float32)}, TypeError, "q is a ndarray: allowed is a torch"),
-    ({"v": None}, TypeError, "v is a NoneType: allowed is a torch tensor"),
-    ({"bias": BIAS}, TypeError, "bias is a ndarray: allowed is a torch tensor"),
-    ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is a list: allowed is a torch tensor"),
-    ({"slopes": 1}, TypeError, r"slopes is no option \(did you mean alibi_slopes\?\): allowed"),
-    ({"out": 1}, TypeError, r"out is no option here \(standard_attention, flash_attention_1, "),
-    ({"attn_mask": BIAS}, TypeError, "attn_mask is a ndarray: allowed is a torch tensor"),
-    ({"attn_mask": Ones("int32")}, TypeError,
-     "attn_mask has dtype int32: allowed is float32 or float16 or bfloat16 or bool"),
-    ({"attn_mask": Ones("float32"), "bias": Ones("float32")}, ValueError,
-     r"attn_mask is given, of shape \(4, 4\), with a bias"),
-    ({"layout": "nbhd"}, ValueError, "layout is 'nbhd': allowed is 'bhnd' for"),
-    ({"stream": 1}, TypeError, "stream is no option"),
-    ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
-    ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
-    ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
-    ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False, or None"),
-    (
-        {"deterministic": True, "algorithm": "fa1"}, ValueError,
-        "deterministic is True with algorithm 'fa1': only fa2",
-    ),
-    ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0"),
-    ({"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'"),
-    ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed is -1"),
-    ({"scale": "1"}, TypeError, "scale is '1'"),
-    ({"tiles": (8, 16)}, TypeError, "tiles is"),
-    ({"backward_tiles": (8, 16)}, TypeError, "backward_tiles is"),
-    ({"block_mask": BLOCKS}, ValueError, "block_mask is given without tiles"),
-    ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
-]  # fmt: skip
-
-
-@needs_torch
-@pytest.mark.parametrize(("changes", "error", "says"), REFUSED, ids=str)
-@pytest.mark.parametrize("gradient", [False, True])
-def test_bad_arguments_are_refused(changes, error, says, gradient, monkeypatch):
-    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
-    q = torch.ones(1, 2, 4, 8, requires_grad=gradient)
-    given = {"q": q, "k": q.detach(), "v": q.detach(), **changes}
-    for name, x in given.items():
-        if isinstance(x, Ones):
-            given[name] = torch.ones(4, 4, dtype=getattr(torch, x.dtype))
-    with devices.using("emulator"), pytest.raises(error, match=says):
-        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
-
-
-@needs_torch
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"alibi_slopes": "leaf"}, "alibi_slopes requires a gradient and attention computes none"),
-        ({"bias": "leaf", "deterministic": True}, "deterministic is True with return_dbias"),
-        ({"tiles": Tiles(128, 256)}, "^tiles: Br=128, Bc=256"),
-        ({"backward_tiles": Tiles(128, 256)}, "^backward_tiles: Br=128, Bc=256"),
-        ({"backward_tiles": Tiles(16, 16, stages=2)}, "^backward_tiles: stages=2"),
-    ],
-    ids=str,
-)
-def test_what_has_no_gradient_is_refused_before_the_forward_pass(options, says, monkeypatch):
-    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
-    q = torch.ones(1, 2, 300, 64, requires_grad=True)
-    leaf = torch.ones(2, 1, 1, requires_grad=True) if "bias" in options else torch.ones(2)
-    leaf.requires_grad_()
-    given = {name: leaf if x == "leaf" else x for name, x in options.items()}
-    with devices.using("emulator"), pytest.raises(ValueError, match=says):
-        attention(q, q, q, **given)

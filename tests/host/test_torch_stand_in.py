@@ -5,6 +5,8 @@ a pass are compared with those of the same call to ``fa_numba`` itself. On its C
 computes, and gradients are held against float64.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from backward_helpers import random_gradients, true_gradients
@@ -12,7 +14,6 @@ from helpers import assert_within, truth
 from stand_in_device import aligned, no_calls_kept, no_gpu_but_its_driver
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 from test_merge import parts_of
-from test_torch import REFUSED, Ones
 
 import fa_numba
 from fa_numba import Tiles
@@ -360,6 +361,48 @@ def test_what_the_emulator_cannot_differentiate_it_does_not_begin(attention, mon
                 continue
         with pytest.raises(ValueError, match="the emulator takes at most"):
             attention(*(Tensor.of(values, requires_grad=True) for _ in "qkv"))
+
+
+@dataclass(frozen=True)
+class Ones:
+    """Stands for a tensor of ones, (4, 4), where there is no torch yet."""
+
+    dtype: str
+
+
+ARRAY = np.ones((2, 4))
+# (changed arguments, error, what its message says)
+REFUSED = [
+    ({"q": np.ones((1, 2, 4, 8), np.float32)}, TypeError, "q is a ndarray: allowed is a torch"),
+    ({"v": None}, TypeError, "v is a NoneType: allowed is a torch tensor"),
+    ({"bias": ARRAY}, TypeError, "bias is a ndarray: allowed is a torch tensor"),
+    ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is a list: allowed is a torch tensor"),
+    ({"slopes": 1}, TypeError, r"slopes is no option \(did you mean alibi_slopes\?\): allowed"),
+    ({"out": 1}, TypeError, r"out is no option here \(standard_attention, flash_attention_1, "),
+    ({"attn_mask": ARRAY}, TypeError, "attn_mask is a ndarray: allowed is a torch tensor"),
+    ({"attn_mask": Ones("int32")}, TypeError,
+     "attn_mask has dtype int32: allowed is float32 or float16 or bfloat16 or bool"),
+    ({"attn_mask": Ones("float32"), "bias": Ones("float32")}, ValueError,
+     r"attn_mask is given, of shape \(4, 4\), with a bias"),
+    ({"layout": "nbhd"}, ValueError, "layout is 'nbhd': allowed is 'bhnd' for"),
+    ({"stream": 1}, TypeError, "stream is no option"),
+    ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
+    ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
+    ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
+    ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False, or None"),
+    (
+        {"deterministic": True, "algorithm": "fa1"}, ValueError,
+        "deterministic is True with algorithm 'fa1': only fa2",
+    ),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0"),
+    ({"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'"),
+    ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed is -1"),
+    ({"scale": "1"}, TypeError, "scale is '1'"),
+    ({"tiles": (8, 16)}, TypeError, "tiles is"),
+    ({"backward_tiles": (8, 16)}, TypeError, "backward_tiles is"),
+    ({"block_mask": ARRAY > 0}, ValueError, "block_mask is given without tiles"),
+    ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "says"), REFUSED, ids=str)
