@@ -53,8 +53,7 @@ def _row_blocks(head: Head) -> Iterator[slice]:
 
 
 def _with_sinks(softmax: Softmax) -> Softmax:
-    """``softmax(S, L=None, sink=None)``: with a sink each row has that score too, but no P of
-    it."""
+    """``softmax(S, L=None, sink=None)``: a sink is a score of the row that has no P of it."""
 
     @functools.wraps(softmax)
     def with_sink(S: Array, L: Array | None = None, sink: Any = None) -> Array:

@@ -246,9 +246,7 @@ def checked_call(
 
 
 def _doubled(option: str, function: Any) -> FunctionType:
-    """A function of the caller's that finds Python's numbers, also in arrays, in the place of
-    NumPy's, by which scores would become float32 or float16.
-    """
+    """A caller's function that finds Python's numbers, by which scores stay in float64."""
     values = captured(option, function).values
     numbers = {name: x.item() for name, x in values if isinstance(x, np.generic)}
     arrays = {name: x.astype(object) for name, x in _arrays(option, function)}

@@ -104,11 +104,7 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
 
 
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
-    """Blocks that a multiprocessor takes at a time before more of them wait for each other.
-
-    A high tile's keep the tensor cores busy alone. A low one's wait for K and V: the more of them,
-    the more bytes are on their way, until memory is busy.
-    """
+    """Blocks that a multiprocessor takes at a time: high ones are busy alone, low ones wait."""
     if tiles.Br >= HIGH:
         return 1
     wanted = int(measured("bytes of shared memory whose loads keep memory busy"))

@@ -234,9 +234,7 @@ _TIME_OF_THREE = "time of a tile of three consumers over one of two"
 
 
 def _short(request: Request, rows: int, window: int) -> Size | None:
-    """The row of a call whose row tiles are too short for one block to have the next one's Q, K and
-    V in time: several blocks share a multiprocessor, or more tiles are on their way.
-    """
+    """The row of a call whose row tiles are too short to have the next one's operands in time."""
     p, features = request.problem, request.features
     if not takes_places(features):
         return None
@@ -256,9 +254,7 @@ def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
 
 
 def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
-    """Rounds in which row tiles find a place; of packed sequences the rows that go over their
-    columns, since a tile takes as long as its sequence is.
-    """
+    """Rounds in which row tiles find a place; of packed sequences rows times their columns."""
     p = request.problem
     if p.packed and p.q_lens:
         return sum(ceil_div(n, Br) * n for n in p.q_lens)

@@ -107,13 +107,12 @@ class Counts:
         return Counts().merge(self).merge(other)
 
 
+@dataclass(slots=True)
 class Tally:
     """The accesses of one kernel parameter, in elements."""
 
-    __slots__ = ("loads", "stores")
-
-    def __init__(self) -> None:
-        self.loads = self.stores = 0
+    loads: int = 0
+    stores: int = 0
 
 
 def warps_of(tids: np.ndarray) -> int:

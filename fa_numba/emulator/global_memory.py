@@ -15,11 +15,11 @@ from .counts import Tally
 from .errors import EmulatorError, GlobalHazard, Misaligned, ReadOnlyStore
 from .groups import OneByOne
 from .lanes import Mask, merge, to_int
+from .trace import KINDS
 
 if TYPE_CHECKING:
     from .context import Context
 
-KINDS = ("load", "store", "atomic")
 DOES = ("reads", "overwrites", "atomically updates")
 
 
@@ -245,10 +245,7 @@ class GlobalArray:
     def _access(
         self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], beside: Any = None
     ) -> np.ndarray:
-        """Count an access of every lane of the mask; returns its first element by lane.
-
-        Lanes that take no part are given a place that exists.
-        """
+        """Count an access of every lane of the mask; its first element by lane, a valid one."""
         ctx = self.ctx
         group, mask = ctx.group, ctx.mask
         places = e if e.__class__ is np.ndarray else group.full(e)

@@ -131,36 +131,21 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
 
-def each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of one number for all lanes: Python's, rounded to the number's type."""
+def each(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of numbers for all lanes: Python's, rounded to the numbers' type."""
 
-    def of_lanes(x: Any) -> Any:
-        if x.__class__ is array:
-            return typed(np.array([function(v) for v in x.tolist()]), x)
-        return typed(function(x), x)
+    def of_lanes(*values: Any) -> Any:
+        if not any(x.__class__ is array for x in values):
+            return typed(function(*values), *values)
+        lists = [x.tolist() for x in (np.broadcast_arrays(*values) if values[1:] else values)]
+        return typed(np.array(list(map(function, *lists))), *values)
 
     of_lanes.__name__ = of_lanes.__qualname__ = getattr(function, "__name__", "function")
     return of_lanes
 
 
-def each_pair(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A function of two numbers for all lanes: Python's, rounded to their type."""
-
-    def of_lanes(x: Any, y: Any) -> Any:
-        if x.__class__ is array or y.__class__ is array:
-            xs, ys = np.broadcast_arrays(x, y)
-            made = [function(a, b) for a, b in zip(xs.tolist(), ys.tolist(), strict=True)]
-            return typed(np.array(made), x, y)
-        return typed(function(x, y), x, y)
-
-    of_lanes.__name__ = of_lanes.__qualname__ = function.__name__
-    return of_lanes
-
-
 def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Python's min or max of numbers: the first of those that no other is beyond; a NaN is none of
-    them, as on a GPU, unless all are.
-    """
+    """The first number that no other is beyond, as on a GPU a NaN only where all are."""
 
     def of_lanes(*values: Any) -> Any:
         if len(values) == 1:
@@ -201,8 +186,7 @@ def to_bool(value: Any) -> Any:
     return truth(value) if value.__class__ is array else bool(value)
 
 
-def to_round(value: Any, *digits: Any) -> Any:
-    return (each_pair if digits else each)(round)(value, *digits)
+to_round = each(round)
 
 
 def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., Any]:
@@ -231,7 +215,7 @@ modulo = divides(operator.mod, "integer modulo by zero")
 
 def power(a: Any, b: Any) -> Any:
     if a.__class__ is array or b.__class__ is array:
-        return each_pair(math.pow)(a, b) if _is_real(a) or _is_real(b) else a**b
+        return each(math.pow)(a, b) if _is_real(a) or _is_real(b) else a**b
     return a**b
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from .conversions import rounding, wrapped
 from .errors import UninitialisedRead
 from .groups import FULL, WARP
-from .lanes import each, each_pair, to_bool, to_float, to_int, typed
+from .lanes import each, to_bool, to_float, to_int, typed
 
 CASTS: dict[str, Callable[[Any], Any]] = {
     f"{sign}int{bits}": wrapped(bits, not sign) for sign in ("", "u") for bits in (8, 16, 32, 64)
@@ -34,27 +34,13 @@ def element_type(dtype: Any) -> np.dtype:
     return np.dtype(str(dtype)) if isinstance(dtype, numba.types.Type) else np.dtype(dtype)
 
 
-class Dim3:
-    """An index or extent in three axes; `threadIdx` is that of the lanes that run."""
-
-    __slots__ = ("x", "y", "z")
-
-    def __init__(self, x: Any, y: Any, z: Any) -> None:
-        self.x, self.y, self.z = x, y, z
-
-
 def _space(make: Callable[[Any, Any], Any]) -> SimpleNamespace:
     """`cuda.shared` or `cuda.local`"""
     return SimpleNamespace(array=lambda shape, dtype, alignment=None: make(shape, dtype))
 
 
-class Atomics:
-    """`cuda.atomic`, of global memory. Atomics never race with each other."""
-
-    @staticmethod
-    def add(target: Any, index: Any, value: Any) -> Any:
-        """The old value."""
-        return target.atomic_add(index, value)
+# `cuda.atomic`, of global memory: the old value comes back. Atomics never race with each other.
+ATOMIC = SimpleNamespace(add=lambda target, index, value: target.atomic_add(index, value))
 
 
 def _settled(name: str, of_numpy: Callable[..., Any]) -> Callable[..., float]:
@@ -76,22 +62,16 @@ def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: typed(function(to_float(x)), x)
 
 
-def _either(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of math's for lanes too, of one number or two."""
-    one, two = each(function), each_pair(function)
-    return lambda *args: (one if len(args) == 1 else two)(*args)
-
-
 def absolute(x: Any) -> Any:
     return typed(to_float(abs(x)), x)
 
 
 _RAISING = ["exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan"]
 _RAISING += ["sinh", "cosh"]
-_EVERY = {n: _either(f) if callable(f) else f for n, f in vars(math).items() if n[0] != "_"}
+_EVERY = {n: each(f) if callable(f) else f for n, f in vars(math).items() if n[0] != "_"}
 _EVERY |= {name: each(_settled(name, getattr(np, name))) for name in _RAISING}
 _EVERY |= {name: _whole(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
-_EVERY |= {"pow": each_pair(_settled("pow", np.power)), "fabs": absolute}
+_EVERY |= {"pow": each(_settled("pow", np.power)), "fabs": absolute}
 
 # `math`, with inf and nan where Python raises and the GPU does not.
 MATH = SimpleNamespace(**_EVERY)
@@ -102,11 +82,13 @@ class Namespace:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self.threadIdx, self.blockIdx = Dim3(0, 0, 0), Dim3(0, 0, 0)
-        self.blockDim, self.gridDim = Dim3(*context.block_shape), Dim3(*context.grid)
+        indices = ((0, 0, 0), (0, 0, 0), context.block_shape, context.grid)  # `threadIdx` of lanes
+        self.threadIdx, self.blockIdx, self.blockDim, self.gridDim = (
+            SimpleNamespace(x=x, y=y, z=z) for x, y, z in indices
+        )
         self.laneid: Any = 0
         self.shared, self.local = _space(context.static_array), _space(context.local_array)
-        self.atomic = Atomics()
+        self.atomic = ATOMIC
 
     def grid(self, ndim: int) -> Any:
         b, d, t = self.blockIdx, self.blockDim, self.threadIdx

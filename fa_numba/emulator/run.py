@@ -98,10 +98,7 @@ class Launch(Products):
     def _run_together(
         self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
     ) -> bool:
-        """Blocks at once; False, and nothing has happened, where they have to run one by one.
-
-        That one of them is at fault is said when it runs alone.
-        """
+        """Blocks at once; False, and nothing has happened, where they have to run one by one."""
         kept = Kept(self)
         try:
             self._run_groups(function, args, first, count)
@@ -130,10 +127,7 @@ class Launch(Products):
             kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
-        """Split a group of the partition: these lanes from the others.
-
-        First, where there are mbarriers, warpgroups: most of them will wait for each other.
-        """
+        """Split these lanes from a group's others; where there are mbarriers, first warpgroups."""
         if self._mbarriers and self.threads > WARPGROUP and not self.partition.any():
             self.partition[:] = np.arange(self.threads) // WARPGROUP
             return

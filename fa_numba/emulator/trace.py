@@ -132,9 +132,7 @@ class Trace:
         )
 
     def _line(self) -> int:
-        """The line that is at work of the kernel, or of a function that its factory makes with it;
-        not of the device functions that it shares with others.
-        """
+        """The line at work of the kernel or of a function that its factory makes with it."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._is_own(frame.f_code):
             frame = frame.f_back

@@ -93,9 +93,7 @@ def _resolved(argument: Argument, found: Mapping[str, Any], plan: LaunchPlan) ->
 
 
 def _untouched(argument: Untouched, other: Any) -> Any:
-    """An array of one element for all places: NaN and read-only on the emulator, an element of
-    ``other`` on the GPU, where an address has to be valid.
-    """
+    """One element for all places: NaN on the emulator, in the memory of ``other`` on the GPU."""
     dtype = DTYPES[argument.dtype]
     if isinstance(other, DeviceArray):
         strides = (0,) * len(argument.shape)

@@ -89,9 +89,7 @@ def _as_bound(boxes: Argument | None, of: Argument, spec: Any) -> Argument:
 def _planes(
     request: Request, spec: Any
 ) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], dict[str, Argument]]:
-    """What makes planes of Q, K and V, and of dO backward, where these lie, their powers, and what
-    those are of; and what a kernel takes in their place. Nothing where they are taken as they are.
-    """
+    """What makes planes of the matrices, and what a kernel takes in their place; often nothing."""
     p, launches, buffers = request.problem, [], []
     taken: dict[str, Argument] = {}
     precision = PRECISIONS[p.precision]
@@ -218,9 +216,7 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
 
 
 def _fa2_backward(request: Request, decided: Decision) -> Plan:
-    """D = rowsum(dO o O), the grid over K/V blocks, and what makes dQ of it: nothing, where blocks
-    add to it in place; a rounding of their sum; or a second sweep in a fixed order.
-    """
+    """D = rowsum(dO o O), the grid over K/V blocks, and what makes dQ of what these leave."""
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     p = request.problem
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)

@@ -157,9 +157,7 @@ def describe_call(
 
 
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
-    """Add what a call depends on of a caller's function to ``key``, and what it captures to that or
-    to ``arrays``; False for one that only the checks can judge.
-    """
+    """Add what a caller's function is and captures; False where only the checks can judge it."""
     try:
         found = mods.captured(name, function)
     except (TypeError, ValueError):

@@ -164,9 +164,7 @@ def _lies_as_one(q: Operand | None, problem: Problem) -> bool:
 
 
 def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Problem:
-    """The problem of all queries over the prefix. Raises ValueError or TypeError for keys that do
-    not fit, and for options that are not there beside a prefix.
-    """
+    """The problem of all queries over the prefix. Raises ValueError or TypeError for others."""
     axes = LAYOUTS[problem.layout][1:]
     k, v = as_sizes("prefix_k", k_shape, axes), as_sizes("prefix_v", v_shape, axes)
     sizes = {"heads": problem.heads_k, "head_dim": problem.head_dim}

@@ -696,9 +696,7 @@ class _Writer:
 
 
 def _needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[str]]:
-    """The text of a function without assignments that no other statement needs, and the names that
-    it reads. With ``flat`` places are found without a look at what they stand under.
-    """
+    """A function's text without assignments that nothing needs, and the names that it reads."""
     whole = ast.parse("\n".join([head, *(f"    {line}" for line in (*lines, "pass"))]))
     (function,) = whole.body
     assert isinstance(function, ast.FunctionDef)

@@ -101,9 +101,7 @@ def _facts(x: Any) -> tuple:
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """With the window and the lengths as tuples, which have a hash and which ranks can compare;
-    what are no lengths stays an array, for their check.
-    """
+    """With the window and the lengths as tuples; what are no lengths stays, for their check."""
     found = options | {"window": as_window(options["window"])}
     for name in LENGTHS:
         if found[name] is not None:
