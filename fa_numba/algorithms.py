@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .checks import as_real, as_size
+from .checks import as_real, as_size, check_shape
 from .masks import visible_causal
 from .problem import Problem
 
@@ -425,8 +425,7 @@ def as_head(
             raise ValueError(f"{name} has shape {x.shape}: allowed is (rows, d), both >= 1")
     if K.shape[1] != Q.shape[1]:
         raise ValueError(f"K has shape {K.shape}: allowed is (Nk, {Q.shape[1]}), as Q has d")
-    if V.shape != K.shape:
-        raise ValueError(f"V has shape {V.shape}: allowed is {K.shape}, K's")
+    check_shape("V", V.shape, K.shape, of=", K's")
     sizes: dict[str, Any] = dict(seqlen_q=len(Q), seqlen_k=len(K), head_dim=Q.shape[1], scale=scale)
     problem = Problem(batch=1, heads_q=1, heads_k=1, causal=causal, **sizes)  # checks the two
     return Q, K, V, problem.scale, len(Q), len(K)
@@ -434,6 +433,5 @@ def as_head(
 
 def _like(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
     x = as_real(name, x)
-    if x.shape != shape:
-        raise ValueError(f"{name} has shape {x.shape}: allowed is {shape}")
+    check_shape(name, x.shape, shape)
     return x

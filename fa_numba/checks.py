@@ -225,13 +225,27 @@ def as_dropout(value: Any) -> float:
     return min(round(probability * 2**16), 2**16 - 1) / 2**16  # what 16 random bits can be below
 
 
+def check_shape(name: str, shape: Sequence[int], *allowed: tuple[int, ...], of: str = "") -> None:
+    """Raise ValueError for an array ``name`` of no shape ``allowed``, which is ``of`` what."""
+    if tuple(shape) not in allowed:
+        known = " or ".join(map(str, allowed))
+        raise ValueError(f"{name} has shape {tuple(shape)}: allowed is {known}{of}")
+
+
+def check_heads(batch: int, heads: int, slopes: Any = None, sinks: Any = None) -> None:
+    """Raise ValueError for shapes of ``alibi_slopes`` and ``sinks`` that do not fit the heads."""
+    if slopes is not None:
+        check_shape("alibi_slopes", slopes, (heads,), (batch, heads))
+    if sinks is not None:
+        check_shape("sinks", sinks, (heads,), of=", one a query head")
+
+
 def as_lengths(
     name: str, value: Any, batch: int, longest: int, of: str = "the seqlen"
 ) -> tuple[int, ...]:
     """One length for each batch entry, 0 to ``longest``, which is called ``of``."""
     lengths = _integers(name, value)
-    if lengths.shape != (batch,):
-        raise ValueError(f"{name} has shape {lengths.shape}: allowed is ({batch},), one a batch")
+    check_shape(name, lengths.shape, (batch,), of=", one a batch")
     outside = lengths[(lengths < 0) | (lengths > longest)]
     if outside.size:
         raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, {of}")

@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from scipy import special
 
 from .algorithms import divide_rows, exp_minus, logsumexp
-from .checks import as_real
+from .checks import as_real, check_shape
 from .options import AttentionOptions
 from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
@@ -145,11 +145,9 @@ def _backward(
     dsinks = np.zeros(problem.heads_q, call.dtype)
     dcaptured = {name: np.zeros(x.shape, call.dtype) for name, x in call.captured.items()}
     dO = rounded(as_real("dout", dout, call.dtype))
-    if dO.shape != problem.o_shape:
-        raise ValueError(f"dout has shape {dO.shape}: allowed is O's, {problem.o_shape}")
+    check_shape("dout", dO.shape, problem.o_shape, of=", O's")
     dL = np.zeros(problem.lse_shape) if dlse is None else as_real("dlse", dlse, call.dtype)
-    if dL.shape != problem.lse_shape:
-        raise ValueError(f"dlse has shape {dL.shape}: allowed is L's, {problem.lse_shape}")
+    check_shape("dlse", dL.shape, problem.lse_shape, of=", L's")
     dQ = np.zeros(problem.q_shape, call.dtype)
     dK, dV = np.zeros(problem.k_shape, call.dtype), np.zeros(problem.v_shape, call.dtype)
     dbias = None if dbias_shape is None else np.zeros(problem.bias or (), call.dtype)
@@ -293,8 +291,7 @@ def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ..
 def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:
     """out, ref and |out - ref| in float64; 0 where both are the same infinity or both NaN."""
     out, ref = as_real("out", out), as_real("ref", ref)
-    if out.shape != ref.shape:
-        raise ValueError(f"out has shape {out.shape}: allowed is the reference's, {ref.shape}")
+    check_shape("out", out.shape, ref.shape, of=", the reference's")
     if out.size == 0:
         raise ValueError(f"out has shape {out.shape}: allowed is a shape without an empty axis")
     same = (out == ref) | (np.isnan(out) & np.isnan(ref))

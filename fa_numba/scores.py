@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import dropout
-from .checks import as_real
+from .checks import as_real, check_heads
 from .masks import distance, numeric_mask, visible_causal, visible_window
 from .mods import PARAMETERS, captured, evaluated, holding, is_array
 from .mods.blocks import BlockMask
@@ -225,12 +225,19 @@ def checked_call(
         bias = numeric_mask(as_real("attn_mask", attn_mask, None))
     if bias is not None:
         bias = np.broadcast_to(as_real("bias", bias, dtype), problem.score_shape)
+    if sinks is not None:
+        sinks = as_real("sinks", sinks, dtype)
+        check_heads(problem.batch, problem.heads_q, sinks=sinks.shape)
+    if alibi_slopes is not None:
+        alibi_slopes = as_real("alibi_slopes", alibi_slopes, dtype)
+        check_heads(problem.batch, problem.heads_q, slopes=alibi_slopes.shape)
+        alibi_slopes = np.broadcast_to(alibi_slopes, (problem.batch, problem.heads_q))
     call = Call(
         problem,
         np.dtype(dtype),
         bias,
-        None if alibi_slopes is None else _slopes(problem, alibi_slopes, dtype),
-        None if sinks is None else _sinks(problem, sinks, dtype),
+        alibi_slopes,
+        sinks,
         *_blocks(problem, block_mask, tiles),
         as_word("seed", 0 if seed is None else seed, 64),
         as_word("offset", 0 if offset is None else offset, 32),
@@ -287,24 +294,6 @@ class _Read:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.array.shape[len(self.outer) :]
-
-
-def _slopes(problem: Problem, alibi_slopes: ArrayLike, dtype: DTypeLike) -> Array:
-    """The ALiBi slopes for every head."""
-    slopes = as_real("alibi_slopes", alibi_slopes, dtype)
-    B, Hq = problem.batch, problem.heads_q
-    if slopes.shape not in ((Hq,), (B, Hq)):
-        raise ValueError(
-            f"alibi_slopes has shape {slopes.shape}: allowed is ({Hq},) or ({B}, {Hq})"
-        )
-    return np.broadcast_to(slopes, (B, Hq))
-
-
-def _sinks(problem: Problem, sinks: ArrayLike, dtype: DTypeLike) -> Array:
-    found, allowed = as_real("sinks", sinks, dtype), (problem.heads_q,)
-    if found.shape != allowed:
-        raise ValueError(f"sinks has shape {found.shape}: allowed is {allowed}, one a query head")
-    return found
 
 
 def _blocks(

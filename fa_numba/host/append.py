@@ -89,10 +89,8 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     if "kv_lens" not in arrays:
         lens = checks.table_lengths(on_host("kv_lens", options["kv_lens"]), shape, page_size)
     for name in ("kv_lens", "new_lens"):
-        if name in arrays and arrays[name].shape != (batch,):
-            raise ValueError(
-                f"{name} has shape {arrays[name].shape}: allowed is ({batch},), one a batch"
-            )
+        if name in arrays:
+            checks.check_shape(name, arrays[name].shape, (batch,), of=", one a batch")
     check_together(inputs, list(arrays.values()))
     if checked is not None and host_counts is not None:
         begin = checks.table_lengths(checked[1], shape, page_size)

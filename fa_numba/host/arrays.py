@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import device
+from fa_numba import checks, device
 from fa_numba.checks import kind_of
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES, FLAG, INDEX, STORED
@@ -421,8 +421,7 @@ def check_place(first: Operand, other: Operand) -> None:
 
 def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless ``array`` has that shape."""
-    if array.shape != shape:
-        raise ValueError(f"{array.name} has shape {array.shape}: allowed is {shape}")
+    checks.check_shape(array.name, array.shape, shape)
 
 
 def operand_of_out(

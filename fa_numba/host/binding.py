@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import device, mods
+from fa_numba import checks, device, mods
 from fa_numba.checks import as_flag, as_shape, as_table, check_table
 from fa_numba.host.arrays import (
     CAPTURED,
@@ -117,18 +117,10 @@ class Binding:
         slopes, sinks = (facts.pop(name) for name in _SHAPES.values())
         facts |= {"alibi": slopes is not None, "sinks": sinks is not None}
         problem = Problem.from_shapes(*shapes, dtype=dtype, **facts)
-        allowed = ((problem.heads_q,), (problem.batch, problem.heads_q))
-        if slopes is not None and slopes not in allowed:
-            raise ValueError(
-                f"alibi_slopes has shape {slopes}: allowed is {allowed[0]} or {allowed[1]}"
-            )
-        if sinks is not None and sinks != allowed[0]:
-            raise ValueError(f"sinks has shape {sinks}: allowed is {allowed[0]}, one a query head")
-        if "kv_lens" in self.arrays and self.arrays["kv_lens"].shape != (problem.batch,):
-            raise ValueError(
-                f"kv_lens has shape {self.arrays['kv_lens'].shape}: allowed is "
-                f"({problem.batch},), one a batch"
-            )
+        checks.check_heads(problem.batch, problem.heads_q, slopes, sinks)
+        if "kv_lens" in self.arrays:
+            shape = self.arrays["kv_lens"].shape
+            checks.check_shape("kv_lens", shape, (problem.batch,), of=", one a batch")
         if self.checked is not None:
             table, lens = self.checked
             check_table(table, lens, problem.pages or 0, problem.page_size or 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import fa_numba
-from fa_numba import device
+from fa_numba import checks, device
 from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window, kind_of
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
@@ -159,16 +159,13 @@ def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
     """Raise unless these are None, or float32 (Hq,) where q is."""
     if sinks is None:
         return
-    torch, allowed = sys.modules["torch"], (q.shape[3 - axis],)
+    torch = sys.modules["torch"]
     if not isinstance(sinks, torch.Tensor):
         raise TypeError(f"sinks is {kind_of(sinks)}: allowed is a torch tensor")
     check_tangent("sinks", sinks)
     if sinks.dtype != torch.float32:
         raise TypeError(f"sinks has dtype {sinks.dtype}: allowed is float32")
-    if tuple(sinks.shape) != allowed:
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}: allowed is {allowed}, one a query head"
-        )
+    checks.check_heads(q.shape[0], q.shape[3 - axis], sinks=sinks.shape)
     if sinks.device != q.device:
         raise ValueError(f"sinks is on {sinks.device}, q on {q.device}: allowed is one device")
 
