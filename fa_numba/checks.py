@@ -56,6 +56,12 @@ def as_size(name: str, value: Any, axis: bool = True) -> int:
     return size
 
 
+def check_name(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of the names ``allowed``."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} is {value!r}: allowed is one of {', '.join(allowed)}")
+
+
 def check_grid_size(name: str, size: int) -> None:
     """Raise ValueError for more than a grid has places for along its second or third axis."""
     if size > 65535:
@@ -85,8 +91,7 @@ def as_splits(name: str, value: Any) -> int | str:
 
 def as_precision(value: Any, allowed: Sequence[str], dtype: str) -> str:
     """`value` as the name of a precision, "ieee" alone for what is not float32."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"precision is {value!r}: allowed is one of {', '.join(allowed)}")
+    check_name("precision", value, allowed)
     if value != "ieee" and dtype != "float32":
         raise ValueError(
             f"precision is {value!r} with dtype {dtype}: allowed is 'ieee', the others are of "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fa_numba import device
-from fa_numba.checks import as_flag, as_size, as_splits
+from fa_numba.checks import as_flag, as_size, as_splits, check_name
 from fa_numba.dtypes import DTYPES, PRECISIONS, DType
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
@@ -34,12 +34,7 @@ _OF_PASS = {
 
 def check_algorithm(algorithm: Any) -> None:
     """Raise ValueError for what is no algorithm."""
-    _check_name("algorithm", algorithm, ALGORITHMS)
-
-
-def _check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} is {value!r}: allowed is one of {', '.join(allowed)}")
+    check_name("algorithm", algorithm, ALGORITHMS)
 
 
 @dataclass(frozen=True)
@@ -74,14 +69,14 @@ class Choices:
         gradients = "return_dbias", "return_dsinks", "return_dcaptured"
         for name in ("return_lse", "deterministic", *gradients, "dlse"):
             checked[name] = as_flag(name, getattr(self, name))
-        _check_name("passes", self.passes, PASSES)
+        check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
         if self.tiles is not None and not isinstance(self.tiles, Tiles):
             raise TypeError(f"tiles is {self.tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None")
         checked["query_splits"] = as_size("query_splits", self.query_splits, axis=False)
         for name in ("kv_splits", "group_splits"):
             checked[name] = as_splits(name, getattr(self, name))
-        _check_name("warp_partition", self.warp_partition, PARTITIONS)
+        check_name("warp_partition", self.warp_partition, PARTITIONS)
         if not isinstance(self.unit, str):
             raise ValueError(f"unit is {self.unit!r}: allowed is 'auto' or the name of one")
         names = self.ablate if isinstance(self.ablate, (tuple, list)) else (self.ablate,)

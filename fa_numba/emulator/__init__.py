@@ -16,7 +16,7 @@ takes blocks and groups of lanes in turn, or several blocks at once by `batches.
 `checks.py`, which `compiling.py` compiles. What Hopper's GPUs do beside their threads:
 `mbarriers.py`, and by `knowledge.py` what who has waited knows; `boxes.py`, the copy engine's
 copies, and `products.py`, those of warpgroups, by the loops of `async_checks.py`. `trace.py` notes
-which tile moves when, `progress.py` says how far a long launch is.
+which tile moves when.
 """
 
 from .boxed_arrays import WRAPS, Boxed, BoxLayout

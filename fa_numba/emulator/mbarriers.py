@@ -236,7 +236,6 @@ class Mbarriers(Knowledge):
         """
         self.alone()
         self.instruction("barrier")
-        self.progress.step()
         if np.ndarray not in (index.__class__, parity.__class__):
             self._wait_mbarrier(self.mbarrier(tile, index), parity)
             return

@@ -33,7 +33,6 @@ from .errors import EmulatorError, Index3, SharedHazard
 from .global_memory import GlobalArray, track_owners
 from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
 from .products import WARPGROUP, Products, Together
-from .progress import Progress
 from .rebind import Rebinder
 from .source_lines import source_line
 from .trace import asked_for, started
@@ -92,7 +91,6 @@ class Launch(Products):
             if count == 1:
                 self._run_block(function, args, numbers[done])
             done += count
-            self.progress.blocks_done(count)
         return together
 
     def _run_together(
@@ -318,14 +316,12 @@ def launch(
     context._codes = rebinder.codes
     context.trace = started(context, function)
     running.contexts.append(context)
-    context.progress = Progress(context.kernel, prod(extent))
     try:
         with np.errstate(all="ignore"):
             together = context.run(rebound, values)
         if at_once > 1 and not together:
             _one_by_one.add(function)
     finally:
-        context.progress.end()
         context.end()
         running.contexts.pop()
     return _counted(context, arrays, uncounted)

@@ -31,7 +31,6 @@ from .groups import (
     Parting,
     Site,
 )
-from .progress import Progress
 
 BITS = 1 << np.arange(WARP, dtype=np.int64)
 Resolve = Callable[[list[np.ndarray], np.ndarray, int], tuple[np.ndarray, ...]]
@@ -42,12 +41,10 @@ class Waiting(Context):
 
     __slots__ = (
         "_hub", "_groups", "_ready", "_meetings", "_named_barriers", "_opened", "_as_warps",
-        "progress",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.progress: Progress
         self._hub: greenlet
         self._groups: list[Group] = []
         self._ready: deque[Group] = deque()
@@ -113,7 +110,6 @@ class Waiting(Context):
         """`syncthreads`: wait for the whole block."""
         if len(self._groups) == 1:  # of several, `_release` counts
             self.instruction("barrier")
-        self.progress.step()
         if self.several:  # each that takes part comes with all its threads: it waits for no other
             here = self.by_block(self.whole_blocks(self.active()))
             self._open_barrier(here[: self.base.size] > 0)

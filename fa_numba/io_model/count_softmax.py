@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fa_numba.checks import as_size
+from fa_numba.checks import as_size, check_name
 from fa_numba.io_model.accesses import Accesses
-from fa_numba.io_model.visits import check_name
 
 # Passes over a vector that load it; one store more.
 _LOADS = {"naive": 2, "safe": 3, "online": 2}

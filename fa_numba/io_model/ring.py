@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fa_numba.checks import as_size
+from fa_numba.checks import as_size, check_name
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
@@ -118,12 +118,12 @@ def ring_messages(
 
 def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str, dlse: bool) -> int:
     operands, first, later = ring_messages(problem, travels=travels, passes=passes, dlse=dlse)
+    if ranks == 1:
+        return 0
     halves = rank if problem.causal else 0  # messages of half the rows, the first ones
-    total = (ranks - 1) * operands
-    for n in range(ranks - 1):
-        results = first if n == 0 else later
-        total += results // 2 if n < halves else results
-    return total
+    halved = max(halves - 1, 0)  # of those behind the first
+    results = (first // 2 if halves else first) + halved * (later // 2)
+    return (ranks - 1) * operands + results + (ranks - 2 - halved) * later
 
 
 Span = tuple[int, int]
@@ -220,12 +220,9 @@ def ring_break_even(
 
 
 def _check(problem: Problem, ranks: int, travels: str, passes: str) -> None:
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"ranks is {ranks!r}: allowed is a positive integer")
-    if travels not in TRAVELS:
-        raise ValueError(f"travels is {travels!r}: allowed is {' or '.join(map(repr, TRAVELS))}")
-    if passes not in PASSES:
-        raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(PASSES)}")
+    as_size("ranks", ranks, axis=False)
+    check_name("travels", travels, TRAVELS)
+    check_name("passes", passes, PASSES)
     if problem.q_lens is not None or problem.kv_lens is not None:
         raise ValueError(
             f"problem has q_lens {problem.q_lens} and kv_lens {problem.kv_lens}, of one rank's "

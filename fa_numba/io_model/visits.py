@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fa_numba.checks import check_name
 from fa_numba.integers import ceil_div
 from fa_numba.problem import BlockSizes, Problem, check_block_mask, check_blocks
 
@@ -256,9 +257,3 @@ def tiles_visited(
         return every
     takes_all = algorithm == "fa1" and starts_in_first_pass(problem)
     return visit_sums(problem, tiles, block_mask, takes_all=takes_all).tiles
-
-
-def check_name(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of those allowed."""
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} is {value!r}: allowed is {', '.join(map(repr, allowed))}")

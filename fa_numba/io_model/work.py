@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fa_numba.checks import as_size
+from fa_numba.checks import as_size, check_name
 from fa_numba.dtypes import CHUNK_BYTES, DTYPES, PRECISIONS
 from fa_numba.integers import round_up
 from fa_numba.io_model.accesses import ELEMENT_BYTES
 from fa_numba.io_model.planes import row_loaded, row_of_values
-from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, check_name, distinct_heads
+from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, distinct_heads
 from fa_numba.problem import Problem
 
 

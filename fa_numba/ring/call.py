@@ -119,8 +119,7 @@ def _checked(
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
         check_tangent(name, x)
-    if not isinstance(travels, str) or travels not in TRAVELS:
-        raise ValueError(f"travels is {travels!r}: allowed is {' or '.join(map(repr, TRAVELS))}")
+    checks.check_name("travels", travels, TRAVELS)
     causal, layout = as_flag("causal", causal), as_layout(layout)
     check_algorithm(options["algorithm"])
     link = Link(group, counter())

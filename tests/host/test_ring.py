@@ -488,7 +488,7 @@ DIFFERENT = [
     ({0: {"causal": True}}, "causal is True on rank 0, False on rank 1 and 2"),
     ({2: {"window": [2, 0]}}, r"window is \(-1, -1\) on rank 0 and 1, \(2, 0\) on rank 2: allowed"),
     ({1: {"kv_lens": [5]}}, r"kv_lens is None on rank 0 and 2, \(5,\) on rank 1: allowed is one"),
-    ({1: {"travels": "v"}}, "refused: rank 1: ValueError: travels is 'v': allowed is 'kv' or 'q'"),
+    ({1: {"travels": "v"}}, "refused: rank 1: ValueError: travels is 'v': allowed is one of kv, q"),
     ({1: {"v": SHORT}}, "refused: rank 1: ValueError: v has shape"),
     ({1: {"return_lse": 3}}, "refused: rank 1: TypeError: return_lse is 3"),
     ({1: {"sinks": Tensor.of(np.ones(1, np.float32))}}, r"sinks is None on rank 0 and 2, '\(1,\)"),
@@ -592,7 +592,7 @@ def test_any_failure_of_a_rank_is_told_to_the_others(torch):
 
 REFUSED = [
     ({"q": np.ones((1, 1, 4, 8), np.float32)}, TypeError, "q is a NumPy array|q is "),
-    ({"travels": "k"}, ValueError, "travels is 'k': allowed is 'kv' or 'q'"),
+    ({"travels": "k"}, ValueError, "travels is 'k': allowed is one of kv, q"),
     ({"causal": 2}, TypeError, "causal is 2"),
     ({"k": SHORT, "v": SHORT, "causal": True}, ValueError, "q has 4 rows and k 3 with causal"),
     (
