@@ -112,7 +112,7 @@ def test_any_strides_and_an_output_of_ones_own(device):
 @pytest.mark.parametrize(
     "arguments, error, says",
     [
-        ((vectors(2, 4),), ValueError, "algorithm is 'fast': allowed is one of naive, safe, online"),
+        ((vectors(2, 4),), ValueError, "algorithm is 'fast': allowed is one of naive, safe, on"),
         ((vectors(2, 4),), ValueError, "algorithm is array"),
         ((vectors(2, 4)[0],), ValueError, r"x has shape \(4,\): allowed is \(batch, elements\)"),
         ((np.zeros((2, 0), np.float32),), ValueError, "elements is 0, an empty axis"),
