@@ -31,20 +31,24 @@ class Mod:
     """A function of the caller's as a kernel has it.
 
     ``option`` is what it was given as. ``value`` is the text of its function, ``slope`` that of its
-    derivative with respect to the score, empty where it has none. Both take the option's
-    parameters; ``origin``, a row or column near to i and j, which changes nothing; and ``options``,
-    a kernel's last argument, with a field ``<option>_<n>`` for each of ``captures`` in their order:
-    "int32", "float32" or "bool" for a number, with axes, "float32[2]", for an array. ``inside``: it
-    may be called inside of the matrix alone, as one that reads an array at a row or column.
-    ``gradient`` is about the float32 arrays that a ``score_mod``'s result depends on, None where
-    there are none. ``shown`` is its name and its place.
+    derivative with respect to the score, empty where it has none, and ``both`` gives the two. They
+    take the option's parameters, but for the score a triple: what the score is a product of, its
+    other factor, and the unit in which the value is returned. And ``origin``, a row or column near
+    to i and j, which changes nothing; and ``options``, a kernel's last argument, with a field
+    ``<option>_<n>`` for each of ``captures`` in their order: "int32", "float32" or "bool" for a
+    number, with axes, "float32[2]", for an array. ``inside``: it may be called inside of the matrix
+    alone, as one that reads an array at a row or column. ``steady``: the derivative is finite by
+    any finite score. ``gradient`` is about the float32 arrays that a ``score_mod``'s result depends
+    on, None where there are none. ``shown`` is its name and its place.
     """
 
     option: str
     value: str
     slope: str
+    both: str
     captures: tuple[str, ...]
     inside: bool
+    steady: bool
     gradient: Gradient | None
     shown: str = field(compare=False)
 
@@ -125,12 +129,15 @@ class _Text(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _written(option: str, source: Source, kinds: tuple[tuple[str, str], ...]) -> _Text:
     value = written(option, source, dict(kinds))
-    slope, gradient = "", None
+    captures, of_source = tuple(dict(kinds)[name] for name in value.names), (option, source)
+    slope, both, steady, gradient = "", "", False, None
     if option == "score_mod":
-        slope = written(option, source, dict(kinds), slope=True).text
-        gradient = gradient_of(option, source, dict(kinds))
-    captures = tuple(dict(kinds)[name] for name in value.names)
-    mod = Mod(option, value.text, slope, captures, value.inside, gradient, source.shown)
+        slope = written(*of_source, dict(kinds), value=False, slope=True).text
+        pair = written(*of_source, dict(kinds), slope=True)
+        both, steady, gradient = pair.text, pair.steady, gradient_of(*of_source, dict(kinds))
+    mod = Mod(
+        option, value.text, slope, both, captures, value.inside, steady, gradient, source.shown
+    )
     return _Text(mod, value.names)
 
 

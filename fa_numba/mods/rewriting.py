@@ -29,6 +29,7 @@ PARAMETERS = {
     "score_mod_grad": ("score", "b", "h", "i", "j"),
 }
 ONE = "float32(1.0)"
+_READ = re.compile(r"(?<![\w.])(?!(?:u?int32|float32|math|options)\b)[a-z]\w*")
 # Functions of math: the slope by the argument x, as a text of it and of the value y, and its parts.
 _SLOPES = {
     "exp": "{y}",
@@ -49,6 +50,7 @@ _SLOPES = {
     "fabs": "float32(math.copysign(float32(1.0), {x}))",
 }
 _STEPS = ("floor", "ceil", "trunc")  # which give an integer
+_BOUNDED = ("tanh", "atan", "erf")  # with their slopes, by any number and by infinity
 _CONSTANTS = ("pi", "e", "tau", "inf", "nan")
 _CALLS = ("min", "max", "abs", "int", "float", "bool", "len")
 _LARGEST_POWER = 4
@@ -87,13 +89,14 @@ class Term(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The text of a function, the names of what it captures, in the order of its fields, and
-    whether it may be called inside of the matrix alone.
+    """The text of a function, the names of what it captures, in the order of its fields, whether it
+    may be called inside of the matrix alone, and whether its slope is finite by any finite score.
     """
 
     text: str
     names: tuple[str, ...]
     inside: bool
+    steady: bool = False
 
 
 class Gradient(NamedTuple):
@@ -127,20 +130,22 @@ class _Refused(Exception):
         self.line = getattr(node, "lineno", 0)
 
 
-def written(option: str, source: Source, kinds: dict[str, str], slope: bool = False) -> Written:
-    """The function given as ``option``, or with ``slope`` its derivative; ``kinds`` are those of
-    the values from outside, by name (``source.kind_of_capture``). Raises as ``mods.captured``.
+def written(
+    option: str, source: Source, kinds: dict[str, str], value: bool = True, slope: bool = False
+) -> Written:
+    """The function given as ``option``, its derivative by the score, or both, a pair; ``kinds`` are
+    those of the values from outside, by name (``source.kind_of_capture``). Raises as
+    ``mods.captured``.
     """
     writer = _Writer(option, source, kinds)
     try:
-        lines = writer.function(slope)
+        text = writer.function(value, slope)
     except _Refused as refused:
         line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
         raise ValueError(
             f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
         ) from None
-    text = "".join(f"{line}\n" for line in lines)
-    return Written(text, tuple(writer.captured), writer.inside)
+    return Written(text, tuple(writer.captured), writer.inside, writer.steady)
 
 
 def gradient_of(option: str, source: Source, kinds: dict[str, str]) -> Gradient | None:
@@ -205,6 +210,14 @@ class _Writer:
         self.known: dict[str, Term] = {}
         # What slopes are by: the score, or the element that is read at the place of this number.
         self.by: str | int = ""
+        # Names of what all elements of a tile share, and of what the score has a part in; products
+        # of one of the first and another value, whose further factors are made one with the first.
+        self.shared, self.moved = {"scale", "unit"}, {"score", "raw"}
+        self.products = {"score": ("scale", "raw")}
+        # Values by a finite score: 0 finite, 1 infinite at most, else maybe no number; and slopes
+        # that are finite then.
+        self.ranks, self.finite = {"score": 0, "raw": 0}, {ONE}
+        self.steady = False
         self.places = 0  # in which elements of float32 arrays were read
         self.place: _Place | None = None  # the one that slopes are by
         for name, kind in kinds.items():
@@ -224,7 +237,7 @@ class _Writer:
             raise _Refused(f"{_what(last)} where it should return a value", last)
         return self.visit(last.value)
 
-    def function(self, slope: bool) -> list[str]:
+    def function(self, value: bool, slope: bool) -> str:
         result, last = self.result("score" if slope else ""), self.source.body[-1]
         if self.option == "mask_mod":
             if result.kind == "float":
@@ -233,12 +246,20 @@ class _Writer:
         elif result.kind == "bool":
             raise _Refused("a truth value as its result, not a score", last)
         else:
-            found = (result.slope or "float32(0.0)") if slope else self.real(result)
-        taken = ", ".join((*PARAMETERS[self.option], "origin", "options"))
-        body = [f"    {line}" for line in (*self.lines, f"return {found}")]
-        return [f"def mod({taken}):", *body]
+            results = [self.in_unit(self.real(result))] if value else []
+            results += [result.slope or "float32(0.0)"] if slope else []
+            found, self.steady = ", ".join(results), self.steady_slope(result.slope)
+            self.lines = ["raw, scale, unit = given", "score = scale * raw", *self.lines]
+        of_score, *rest = (*PARAMETERS[self.option], "origin", "options")
+        taken = ", ".join(("given" if of_score == "score" else of_score, *rest))
+        return _needed(f"def mod({taken}):", [*self.lines, f"return {found}"])[0]
+
+    def in_unit(self, value: str) -> str:
+        factor, rest = self.products.get(value, ("", value))
+        return f"{self.put(f'unit * {factor}')} * {rest}" if factor else f"unit * {rest}"
 
     def gradient(self) -> Gradient | None:
+        del self.products["score"]  # which is given as it is
         self.result("")
         found = []
         for number in range(self.places):
@@ -302,8 +323,24 @@ class _Writer:
     def put(self, text: str) -> str:
         """A new name for what ``text`` says."""
         self.count += 1
-        self.lines.append(f"t{self.count} = {text}")
-        return f"t{self.count}"
+        name = f"t{self.count}"
+        self.lines.append(f"{name} = {text}")
+        if self.is_shared(text):
+            self.shared.add(name)
+        if self.depends(text):
+            self.moved.add(name)
+        return name
+
+    def is_shared(self, text: str) -> bool:
+        """Whether all elements of a tile have this value: a number's, or made of such."""
+        return "[" not in text and set(_READ.findall(text)) <= self.shared
+
+    def depends(self, text: str) -> bool:
+        """Whether the score has a part in this value."""
+        return not self.moved.isdisjoint(_READ.findall(text))
+
+    def rank(self, text: str) -> int:
+        return 0 if self.is_shared(text) else self.ranks.get(text, 2)
 
     @contextmanager
     def under(self, head: str) -> Iterator[None]:
@@ -343,13 +380,40 @@ class _Writer:
 
     # --- slopes ------------------------------------------------------------------------------
 
-    def times(self, slope: str | None, factor: str) -> str | None:
-        return None if slope is None else self.put(f"{slope} * {factor}")
+    def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
+        """The slope times a factor, which may be ``finite`` though elements do not share it."""
+        if slope is None:
+            return None
+        finite = self.steady_slope(slope) and (finite or self.is_shared(factor))
+        made = factor if slope == ONE else self.multiplied(slope, factor, slope)
+        return self.known_finite(made) if finite else made
 
     def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
         if a is None:
             return b if b is None or sign == "+" else self.put(f"-{b}")
         return a if b is None else self.put(f"{a} {sign} {b}")
+
+    def steady_slope(self, slope: str | None) -> bool:
+        return slope is None or slope in self.finite or self.is_shared(slope)
+
+    def known_finite(self, slope: str) -> str:
+        self.finite.add(slope)
+        return slope
+
+    def multiplied(self, a: str, b: str, opened: str = "score") -> str:
+        """A name for the product; of a shared factor and the product that ``opened`` names factors
+        that elements share are made one.
+        """
+        for factor, rest in ((a, b), (b, a)):
+            if self.is_shared(factor) and not self.is_shared(rest):
+                beside, other = self.products.get(rest if rest == opened else "", ("", rest))
+                if beside:
+                    factor = self.put(f"{beside} * {factor}")
+                name = self.put(f"{factor} * {other}")
+                self.products[name] = factor, other
+                self.ranks[name] = 1 if self.rank(rest) == 0 else 2
+                return name
+        return self.put(f"{a} * {b}")
 
     # --- expressions -------------------------------------------------------------------------
 
@@ -512,16 +576,18 @@ class _Writer:
                 return Term("float", whole)
             rest = self.put(f"{left} - {whole} * {right}")
             return Term("float", rest, self.plus(a.slope, self.times(b.slope, whole), "-"))
-        value = self.put(f"{left} {symbol} {right}")
         if symbol == "*":
-            slope = self.plus(self.times(a.slope, right), self.times(b.slope, left))
-        else:
-            slope = self.plus(a.slope, b.slope, symbol)
+            return self.product(Term("float", left, a.slope), Term("float", right, b.slope))
+        value = self.put(f"{left} {symbol} {right}")
+        self.ranks[value] = 1 if self.rank(left) + self.rank(right) < 2 else 2
+        slope = self.plus(a.slope, b.slope, symbol)
+        if self.steady_slope(a.slope) and self.steady_slope(b.slope):
+            slope = slope and self.known_finite(slope)
         return Term("float", value, slope)
 
     def divide(self, a: Term, b: Term) -> Term:
         left, right = self.real(a), self.real(b)
-        if right.startswith("options."):  # a number, of all elements: divided by once
+        if self.is_shared(right) and self.depends(left):  # a number's inverse is made once
             inverse = Term("float", self.put(f"{ONE} / {right}"))
             return self.product(Term("float", left, a.slope), inverse)
         self.inside = True
@@ -555,7 +621,7 @@ class _Writer:
         if a.kind != "float":
             return Term("int", self.put(f"int32({a.text} * {self.integer(b)})"))
         slope = self.plus(self.times(a.slope, b.text), self.times(b.slope, a.text))
-        return Term("float", self.put(f"{a.text} * {b.text}"), slope)
+        return Term("float", self.multiplied(a.text, b.text), slope)
 
     def Compare(self, node: ast.Compare) -> Term:
         for op in node.ops:
@@ -662,7 +728,10 @@ class _Writer:
         if term.slope is None:
             return Term("float", y)
         own = self.put(_SLOPES[name].format(x=x, y=y))
-        return Term("float", y, self.times(term.slope, own))
+        bounded = name in _BOUNDED and self.rank(x) < 2
+        if bounded:
+            self.ranks[y] = 0
+        return Term("float", y, self.times(term.slope, own, finite=bounded))
 
     def extreme(self, name: str, terms: list[Term]) -> Term:
         kind = self.same(*terms)

@@ -5,7 +5,7 @@ from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.parts.grid import make_query_rows
 from fa_numba.parts.layout import make_column, make_row
-from fa_numba.parts.mods import make_add_captured
+from fa_numba.parts.mods import make_add_captured, make_times_slope
 from fa_numba.parts.namespace import part
 
 
@@ -20,8 +20,7 @@ def make_of_scores(spec):
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
     dropout, dbias, slopes = features.dropout, features.dbias, features.slopes
-    anywhere = features.slope_of is not None  # a slope that may be no number where P is 0
-    add_captured = make_add_captured(spec)
+    add_captured, times_slope = make_add_captured(spec), make_times_slope(features)
     scaled, packed = features.scaled, features.packed
 
     def of_scores(rdP, rP, rD, rG, tile):
@@ -51,11 +50,7 @@ def make_of_scores(spec):
         add_captured(rdP, rG, tile)
         if slopes:
             for e in range(TM * TN):
-                if anywhere:
-                    if rdP[e] != float32(0.0):
-                        rdP[e] *= rG[e]
-                else:
-                    rdP[e] *= rG[e]
+                rdP[e] = times_slope(rdP[e], rG[e])
 
     return of_scores
 

@@ -10,7 +10,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE, exp2
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.mods import function_of
 from fa_numba.parts.layout import make_column, make_row
@@ -25,11 +25,11 @@ _distance = device_function(masks.distance)
 
 @part
 def make_apply_score_mod(spec, unit):
-    """``apply_score_mod(rS, tile)``: natural scores to ``unit`` times score_mod of them."""
+    """``apply_score_mod(rS, scale, tile)``: rS to ``unit`` times score_mod of ``scale`` rS."""
     each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(spec.features.score_mod))
 
-    def apply_score_mod(rS, tile):
-        each(rS, rS, unit, tile)
+    def apply_score_mod(rS, scale, tile):
+        each(rS, rS, scale, tile)
 
     return apply_score_mod
 
@@ -146,7 +146,8 @@ def _make_changed(spec, unit):
     def changed(rG, rS, e, scale, place, head):
         row, col, origin = place
         i, j = inside(row, col, head)
-        s = unit * score_mod(rS[e], int32(head.b), int32(head.h), i, j, origin, head.options)
+        score = rS[e], scale, unit
+        s = score_mod(score, int32(head.b), int32(head.h), i, j, origin, head.options)
         # Beyond the last row are zeros, which stay those of rows of zeros where rows are summed.
         if not keeps or uint32(row) < head.Nq:
             rS[e] = s
@@ -164,17 +165,18 @@ def _make_slope(spec):
 
     def slope(rG, rS, e, scale, place, head):
         row, col, origin = place
-        s, g = scale * rS[e], float32(1.0)
+        s, by, g = rS[e], scale, float32(1.0)
         if softcap:
-            t = math.tanh(s)
-            s, g = head.options.softcap * t, float32(1.0) - t * t
+            t = math.tanh(scale * s)
+            s, by, g = head.options.softcap * t, ONE, float32(1.0) - t * t
         i, j = inside(row, col, head)
         if modified:
-            g *= slope_of(s, int32(head.b), int32(head.h), i, j, origin, head.options)
+            score = s, by, ONE
+            g *= slope_of(score, int32(head.b), int32(head.h), i, j, origin, head.options)
         if slopes:
             rG[e] = g
         if keeps:
-            rG[AT + e] = s
+            rG[AT + e] = by * s
 
     return slope
 
@@ -323,7 +325,7 @@ def _texted(text):
 
 @part
 def _make_p_and_ds(spec, values_of, ds_of):
-    p_and_slope = make_p_and_slope(spec)
+    p_and_slope, times_slope = make_p_and_slope(spec), make_times_slope(spec.features)
     captured, add = _gradient(spec.features) is not None, _make_add_of_one(spec)
 
     def p_and_ds(rdP, rS, e, given, place, head):
@@ -332,15 +334,27 @@ def _make_p_and_ds(spec, values_of, ds_of):
         ds = ds_of(p, rdP[e], d, head.options)
         if captured:
             add(given[0], s, ds, place, head)
-        rS[e], rdP[e] = p, sloped(ds, g)
+        rS[e], rdP[e] = p, times_slope(ds, g)
 
     return p_and_ds
 
 
-@device_function
-def sloped(x, g):
-    """x times a slope g, which may be no number where x is 0."""
-    return x * g if x != float32(0.0) else x
+@part
+def make_times_slope(features):
+    """``times_slope(x, g)``: x times a slope g, which may be no number where x is 0."""
+    anywhere = slopes_anywhere(features)
+
+    def times_slope(x, g):
+        if anywhere:
+            return x * g if x != float32(0.0) else x
+        return x * g
+
+    return times_slope
+
+
+def slopes_anywhere(features):
+    """Whether slopes of scores may be no numbers."""
+    return features.slope_of is not None and not features.slope_of.steady
 
 
 @part
@@ -351,36 +365,56 @@ def make_p_and_slope(spec):
     log2.
     """
     features = spec.features
-    softcap, slope = features.softcap, features.slope_of is not None
+    softcap, own = features.softcap, _make_value_and_slope(features)
     alibi, bias, dropout = features.alibi, features.bias, features.dropout
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
     inside = _make_inside(spec.features, any(mod.inside for mod in mods))
-    score_mod, slope_of = _called(features.score_mod), _called(features.slope_of, slope=True)
 
     def p_and_slope(score, shift, kept, place, head):
-        b, h = int32(head.b), int32(head.h)
         row, col, origin = place
         i, j = inside(row, col, head)
-        hidden = score == NEG_INF or uint32(row) >= head.Nq
+        hidden = score == NEG_INF
         s, g = float32(0.0) if hidden else score, float32(1.0)
         if softcap:
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
-        x = score_mod(s, b, h, i, j, origin, head.options)
+        x, slope = own(s, i, j, origin, head)
         if alibi:
             away = _distance(row, col, int32(int32(head.Nk) - int32(head.Nq)))
-            x -= head.options.slopes[head.b, head.h] * float32(int32(away))
+            x -= LOG2E * head.options.slopes[head.b, head.h] * float32(int32(away))
         if bias and uint32(row) < head.Nq and uint32(col) < head.Nk:
-            x += head.options.bias[head.b, head.h, uint32(row), uint32(col)]
-        p = exp2(LOG2E * x - shift)
+            x += LOG2E * head.options.bias[head.b, head.h, uint32(row), uint32(col)]
+        p = exp2(x - shift)
         p = float32(0.0) if hidden else p
         if dropout:
             p = p if kept else -p  # as ``drop`` has it
-        if slope:
-            g *= slope_of(s, b, h, i, j, origin, head.options)
-        return p, g, s
+        return p, g * slope, s
 
     return p_and_slope
+
+
+@part
+def _make_value_and_slope(features):
+    """``value_and_slope(s, i, j, origin, head)``: score_mod of s, in log2's unit, and its slope."""
+    mod, slope_of = features.score_mod, features.slope_of
+    score_mod, of_slope = _called(mod), _called(slope_of, slope=True)
+    if mod is not None and slope_of is mod:
+        both = device_function(function_of(mod.both))
+
+        def value_and_slope(s, i, j, origin, head):
+            score = s, ONE, LOG2E
+            return both(score, int32(head.b), int32(head.h), i, j, origin, head.options)
+
+        return value_and_slope
+
+    def apart(s, i, j, origin, head):
+        b, h, options = int32(head.b), int32(head.h), head.options
+        score, slope = (s, ONE, LOG2E), ONE
+        if of_slope is not None:
+            slope = of_slope((s, ONE, ONE), b, h, i, j, origin, options)
+        return score_mod(score, b, h, i, j, origin, options), slope
+
+    return apart
 
 
 @part

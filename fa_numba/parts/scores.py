@@ -69,10 +69,12 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
-    scales, COLUMNS = not spec.folds_scale, spec.warp_columns or spec.Bc
+    COLUMNS = spec.warp_columns or spec.Bc
     sparse, hides_blocks = features.sparse, hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
+    # A function alone is given scores and their scale, of which it may make one product.
+    scales = not spec.folds_scale and (softcap or not score_mod)
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
     state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
 
@@ -88,7 +90,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
             for e in range(TM * TN):
                 rS[e] = options.softcap * math.tanh(rS[e])
         if score_mod:
-            apply_score_mod(rS, own)
+            apply_score_mod(rS, ONE if softcap else scale, own)
         if alibi:
             slope = unit * options.slopes[head.b, head.h]
             # Columns count from this thread's first, so that they are constants, and rows from

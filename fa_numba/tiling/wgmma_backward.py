@@ -381,8 +381,10 @@ _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaSweepSpec")
 
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
-    """The same without what makes visible scores others than scale Q KT."""
-    added = replace(spec.features, softcap=False, alibi=False, bias=False)
+    """The same without what makes visible scores others than scale Q KT; rows beyond the matrix are
+    hidden too, since a function may be no number there.
+    """
+    added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
     return replace(spec, features=features, positive_scale=False)
 

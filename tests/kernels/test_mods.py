@@ -15,7 +15,7 @@ from conftest import examples
 from helpers import check, random_inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from numba import cuda
+from numba import cuda, float32
 from offline import compiled
 from scipy import special
 from test_compile import plan_of
@@ -50,14 +50,18 @@ def exact(function, option="score_mod"):
     return mods.holding(function, {name: wide(value) for name, value in captured})
 
 
-def written(function, option="score_mod", derivative=False):
-    """What a kernel has of the function, as a function of Python's own numbers."""
+def written(function, option="score_mod", text="value", scale=1.0, unit=1.0):
+    """What a kernel has of the function, as a function of Python's own numbers, the score first: it
+    is given that by ``scale``, and returns a value by ``unit``.
+    """
     mod, values = mods.captured(option, function)
     known = {"int32": int, "uint32": int, "float32": float, "math": math}
-    exec(mod.slope if derivative else mod.value, known)
+    exec(getattr(mod, text), known)
     taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
     options = SimpleNamespace(**taken)
-    return lambda *args: known["mod"](*args, 3, options)
+    if option == "mask_mod":
+        return lambda *args: known["mod"](*args, 3, options)
+    return lambda s, *args: known["mod"]((s / scale, scale, unit), *args, 3, options)
 
 
 def several(score, b, h, i, j):
@@ -109,9 +113,41 @@ def test_what_is_written_gives_what_the_function_gives(name):
 
 
 @every_function
+def test_a_value_and_its_derivative_are_made_at_once_of_a_scaled_score_in_any_unit(name):
+    function, slope_ = FUNCTIONS[name], written(FUNCTIONS[name], text="slope", scale=0.5)
+    both = written(function, text="both", scale=0.5, unit=4.0)
+    for place in places:
+        for score in scores:
+            value = 4 * exact(function)(score, *place), slope_(score, *place)
+            assert both(score, *place) == pytest.approx(value, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("function", "steady"),
+    [
+        (lambda s, b, h, i, j: cap * math.tanh(s / cap), True),
+        (lambda s, b, h, i, j: slope * math.atan(math.erf(s * cap) + 1) - s, True),
+        (lambda s, b, h, i, j: s * table[h, j], False),
+        (lambda s, b, h, i, j: math.tanh(s * cap * slope), False),
+        (lambda s, b, h, i, j: math.tanh(s * s), False),
+        (lambda s, b, h, i, j: math.exp(s), False),
+        (lambda s, b, h, i, j: s / (s + 1), False),
+    ],
+)
+def test_whose_slope_is_finite_by_any_finite_score(function, steady):
+    mod, largest = mods.captured("score_mod", function).mod, np.finfo(np.float32).max
+    assert mod.steady is steady
+    if steady:
+        with np.errstate(over="ignore"):
+            own = written(function, text="slope")
+            slopes_ = [own(s, 0, 0, 1, 2) for s in (-largest, 0, largest)]
+        assert np.isfinite(slopes_).all()
+
+
+@every_function
 def test_the_derivative_is_the_limit_of_differences(name):
     function = exact(FUNCTIONS[name])
-    own = written(FUNCTIONS[name], derivative=True)
+    own = written(FUNCTIONS[name], text="slope")
     for place in places:
         for score in scores:
             step = 1e-6
@@ -155,7 +191,7 @@ def test_any_expression(text, score, place):
     ahead, behind = (function(score + step, *place), function(score - step, *place))
     quotient = [(ahead - here) / step, (here - behind) / step]
     if math.isclose(*quotient, rel_tol=1e-4, abs_tol=1e-4):  # no kink, and no step, just here
-        slope_ = written(given_, derivative=True)(score, *place)
+        slope_ = written(given_, text="slope")(score, *place)
         assert slope_ == pytest.approx(sum(quotient) / 2, rel=1e-3, abs=1e-3)
 
 
@@ -166,7 +202,8 @@ def test_a_distance_far_out_is_as_near_the_origin():
     exec(mod.value, known)
     options = SimpleNamespace(**dict(zip(mod.fields, (value for _, value in values), strict=True)))
     far = 2**25 + 1
-    assert known["mod"](np.float32(0), 0, 0, far + 2, far, far - 4, options) == -2 * (2 + width)
+    none = np.float32(0), np.float32(1), np.float32(1)
+    assert known["mod"](none, 0, 0, far + 2, far, far - 4, options) == -2 * (2 + width)
 
 
 def test_comparing_row_and_column_is_of_what_lies_between():
@@ -225,7 +262,8 @@ def of_single(text):
     """A kernel's function in NumPy's float32."""
     known = {"int32": int32, "float32": np.float32, "math": Single()}
     exec(text, known := {**known, "min": np.fmin, "max": np.fmax})
-    return lambda s, i, j: np.float32(known["mod"](np.float32(s), 0, 0, i, j, 0, None))
+    one = np.float32(1)
+    return lambda s, i, j: np.float32(known["mod"]((np.float32(s), one, one), 0, 0, i, j, 0, None))
 
 
 def emulated(text, places):
@@ -236,7 +274,7 @@ def emulated(text, places):
 
     def kernel(out, s, i, j):
         t = cuda.threadIdx.x
-        out[t] = mod(s[t], 0, 0, i[t], j[t], 0, ())
+        out[t] = mod((s[t], float32(1), float32(1)), 0, 0, i[t], j[t], 0, ())
 
     launch(kernel, 1, len(s), (out, s, i, j))
     return out

@@ -20,7 +20,7 @@ from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts import bind, simt
 from fa_numba.parts.dropout import keeps
-from fa_numba.parts.mods import sloped
+from fa_numba.parts.mods import make_times_slope
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.records import Tile
 from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
@@ -38,7 +38,7 @@ def make_standard_scores(spec, slopes=False):
     (scores,) = bind(spec, simt.scores)
     Br, Bc, TX, TY = spec.Br, spec.Bc, spec.tx_count, spec.ty_count
     TM, TN, RS = spec.TM, spec.TN, spec.TM * spec.TN
-    shortened, anywhere = spec.features.lengths, spec.features.slope_of is not None
+    shortened, times_slope = spec.features.lengths, make_times_slope(spec.features)
     NQ, NK, _, _ = spec.tile_floats
     AT_K = NQ
 
@@ -81,10 +81,8 @@ def make_standard_scores(spec, slopes=False):
                     col = uint32(j0 + thread.tx + j * TX)
                     if row < head.Nq and col < head.Nk:
                         s = rS[i * TN + j]
-                        if slopes and anywhere:
-                            s = sloped(Sh[row, col], s)
-                        elif slopes:
-                            s *= Sh[row, col]
+                        if slopes:
+                            s = times_slope(Sh[row, col], s)
                         Sh[row, col] = s
             j0 = uint32(j0 + Bc)
         wait_async()

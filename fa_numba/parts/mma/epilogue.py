@@ -9,7 +9,7 @@ from fa_numba.parts.layout import make_column, make_owns
 from fa_numba.parts.mma.chunks import ChunkMap, conversions, make_first_chunk, make_turn
 from fa_numba.parts.mma.pairs import make_read_sums, make_write_floats, make_write_two
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place, make_further
-from fa_numba.parts.mods import sloped
+from fa_numba.parts.mods import make_times_slope
 from fa_numba.parts.namespace import part
 from fa_numba.parts.split_epilogue import writes_split
 from fa_numba.parts.values import make_write
@@ -179,7 +179,7 @@ def make_times_scores(spec):
     """``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``: rS times a tile of S."""
     TM, TN, STEP = spec.TM, spec.TN, spec.row_step
     _, unpack = conversions(spec.dtype)
-    column, anywhere = make_column(spec), spec.features.slope_of is not None
+    column, times_slope = make_column(spec), make_times_slope(spec.features)
 
     def times_scores(rS, S, row0, rows_end, col0, cols_end, thread):
         for i in range(TM):
@@ -188,10 +188,7 @@ def make_times_scores(spec):
                 col = uint32(col0 + column(thread.tx, j))
                 if row < rows_end and col < cols_end:
                     s = unpack(uint32(S[row, col]))[0]
-                    if anywhere:
-                        rS[i * TN + j] = sloped(s, rS[i * TN + j])
-                    else:
-                        rS[i * TN + j] *= s
+                    rS[i * TN + j] = times_slope(s, rS[i * TN + j])
 
     return times_scores
 

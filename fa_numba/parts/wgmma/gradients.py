@@ -39,7 +39,7 @@ from fa_numba.parts.mods import (
     make_p_and_slope,
     make_pairs,
     make_start_sums,
-    sloped,
+    make_times_slope,
 )
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
@@ -228,12 +228,13 @@ def make_p_of_columns(spec):
 @part
 def _make_p_and_slopes(spec):
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
+    times_slope = make_times_slope(spec.features)
 
     @device_function
     def of_pair(rP, rS, e, given, place, head):
         p0, p1, g0, g1 = slopes_of_pair(rS, e, given, place, head)
         rP[e // 2] = round_pair(p0, p1)
-        rS[e], rS[e + 1] = sloped(p0, g0), sloped(p1, g1)
+        rS[e], rS[e + 1] = times_slope(p0, g0), times_slope(p1, g1)
 
     pairs = make_pairs(spec, of_pair)
 
@@ -344,6 +345,7 @@ def _make_ds_of_dp(spec):
     which have PT in them.
     """
     TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.adds_fragments
+    times_slope = make_times_slope(spec.features)
     pack, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, tile):
@@ -356,8 +358,8 @@ def _make_ds_of_dp(spec):
                         p0, p1 = unpack(rP[e // 2])
                         ds0, ds1 = p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1])
                     else:
-                        ds0 = sloped(rdP[e] - dots[n], rS[e])
-                        ds1 = sloped(rdP[e + 1] - dots[n + 1], rS[e + 1])
+                        ds0 = times_slope(rdP[e] - dots[n], rS[e])
+                        ds1 = times_slope(rdP[e + 1] - dots[n + 1], rS[e + 1])
                     rdS[e // 2] = pack(ds0, ds1)
 
     return ds_of_columns
@@ -368,14 +370,15 @@ def _make_ds_of_pairs(spec):
     TM, COUNT, Br, late = spec.TM, spec.TM * spec.TN, spec.Br, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
     slopes_of_pair, round_pair = _make_slopes_of_pair(spec), pack_p(spec)
+    times_slope = make_times_slope(spec.features)
 
     @device_function
     def of_pair(rdP, rS, e, given, place, head):
         p0, p1, g0, g1 = slopes_of_pair(rS, e, given, place, head)
         dots = load_pair(given[0], uint32(uint32(given[1] + Br) + e % TM // 4 * 16 + e % 4))
         rS[e], rS[e + 1] = p0, p1
-        rdP[e] = sloped(p0 * (rdP[e] - dots[0]), g0)
-        rdP[e + 1] = sloped(p1 * (rdP[e + 1] - dots[1]), g1)
+        rdP[e] = times_slope(p0 * (rdP[e] - dots[0]), g0)
+        rdP[e + 1] = times_slope(p1 * (rdP[e + 1] - dots[1]), g1)
 
     pairs = make_pairs(spec, of_pair)
 
