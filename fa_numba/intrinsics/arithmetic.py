@@ -12,6 +12,7 @@ from fa_numba.emulator.compiling import compiled
 from fa_numba.intrinsics._build import emulated_by, of_registers
 
 NEG_INF = types.float32(-math.inf)
+LOWEST = types.float32(np.finfo(np.float32).min)
 ONE = types.float32(1.0)
 LN2 = types.float32(math.log(2.0))
 LOG2E = types.float32(math.log2(math.e))

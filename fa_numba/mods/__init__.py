@@ -26,15 +26,23 @@ from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
 
 
+class Text(NamedTuple):
+    """A function's, and of the function that makes its factor of the score; empty without one."""
+
+    text: str = ""
+    lead: str = ""
+
+
 @dataclass(frozen=True)
 class Mod:
     """A function of the caller's as a kernel has it.
 
     ``option`` is what it was given as. ``value`` is the text of its function, ``slope`` that of its
     derivative with respect to the score, empty where it has none, and ``both`` gives the two. They
-    take the option's parameters, but for the score a triple: what the score is a product of, its
-    other factor, and the unit in which the value is returned. And ``origin``, a row or column near
-    to i and j, which changes nothing; and ``options``, a kernel's last argument, with a field
+    take the option's parameters, but for the score a pair: a product of it, whose factor the
+    ``lead`` of the text gives of a scale and ``options``, and the unit in which the value is
+    returned. And ``origin``, a row or column near to i and j, which changes nothing; and
+    ``options``, a kernel's last argument, with a field
     ``<option>_<n>`` for each of ``captures`` in their order: "int32", "float32" or "bool" for a
     number, with axes, "float32[2]", for an array. ``inside``: it may be called inside of the matrix
     alone, as one that reads an array at a row or column. ``steady``: the derivative is finite by
@@ -43,9 +51,9 @@ class Mod:
     """
 
     option: str
-    value: str
-    slope: str
-    both: str
+    value: Text
+    slope: Text
+    both: Text
     captures: tuple[str, ...]
     inside: bool
     steady: bool
@@ -69,7 +77,7 @@ class Mod:
     @property
     def adds(self) -> bool:
         """Whether it adds to the score what the score has no part in, so that its slope is 1."""
-        return self.slope.endswith(f"return {ONE}\n")
+        return self.slope.text.endswith(f"return {ONE}\n")
 
 
 def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
@@ -95,9 +103,8 @@ def captured(option: str, function: Any) -> Captured:
     source = source_of(option, function, len(PARAMETERS[option]))
     values = source.outside(function)
     kinds = tuple((name, kind_of_capture(value)) for name, value in values.items())
-    text = _written(option, source, kinds)
-    taken = tuple((name, values[name]) for name in text.names)
-    return Captured(text.mod, taken)
+    mod, names = _written(option, source, kinds)
+    return Captured(mod, tuple((name, values[name]) for name in names))
 
 
 def as_mod(option: str, value: Any) -> Mod | None:
@@ -121,24 +128,22 @@ def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> Function
     return evaluating(source, {**source.outside(function), **values})
 
 
-class _Text(NamedTuple):
-    mod: Mod
-    names: tuple[str, ...]
-
-
 @functools.lru_cache(maxsize=256)
-def _written(option: str, source: Source, kinds: tuple[tuple[str, str], ...]) -> _Text:
-    value = written(option, source, dict(kinds))
-    captures, of_source = tuple(dict(kinds)[name] for name in value.names), (option, source)
-    slope, both, steady, gradient = "", "", False, None
+def _written(
+    option: str, source: Source, kinds: tuple[tuple[str, str], ...]
+) -> tuple[Mod, tuple[str, ...]]:
+    """The function as kernels have it, and the names of what it captures."""
+    value, known = written(option, source, dict(kinds)), dict(kinds)
+    slope, both, steady, gradient = Text(), Text(), False, None
     if option == "score_mod":
-        slope = written(*of_source, dict(kinds), value=False, slope=True).text
-        pair = written(*of_source, dict(kinds), slope=True)
-        both, steady, gradient = pair.text, pair.steady, gradient_of(*of_source, dict(kinds))
-    mod = Mod(
-        option, value.text, slope, both, captures, value.inside, steady, gradient, source.shown
-    )
-    return _Text(mod, value.names)
+        of_slope = written(option, source, known, value=False, slope=True)
+        of_both = written(option, source, known, slope=True)
+        slope, both = Text(*of_slope[:2]), Text(*of_both[:2])
+        steady, gradient = of_both.steady, gradient_of(option, source, known)
+    captures = tuple(known[name] for name in value.names)
+    texts = Text(*value[:2]), slope, both
+    mod = Mod(option, *texts, captures, value.inside, steady, gradient, source.shown)
+    return mod, value.names
 
 
 @functools.cache

@@ -89,11 +89,13 @@ class Term(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The text of a function, the names of what it captures, in the order of its fields, whether it
-    may be called inside of the matrix alone, and whether its slope is finite by any finite score.
+    """The text of a function, and of what makes its factor of the score; the names of what it
+    captures, in the order of its fields; whether it may be called inside of the matrix alone, and
+    whether its slope is finite by any finite score.
     """
 
     text: str
+    lead: str
     names: tuple[str, ...]
     inside: bool
     steady: bool = False
@@ -139,13 +141,13 @@ def written(
     """
     writer = _Writer(option, source, kinds)
     try:
-        text = writer.function(value, slope)
+        text, lead = writer.function(value, slope)
     except _Refused as refused:
         line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
         raise ValueError(
             f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
         ) from None
-    return Written(text, tuple(writer.captured), writer.inside, writer.steady)
+    return Written(text, lead, tuple(writer.captured), writer.inside, writer.steady)
 
 
 def gradient_of(option: str, source: Source, kinds: dict[str, str]) -> Gradient | None:
@@ -212,11 +214,11 @@ class _Writer:
         self.by: str | int = ""
         # Names of what all elements of a tile share, and of what the score has a part in; products
         # of one of the first and another value, whose further factors are made one with the first.
-        self.shared, self.moved = {"scale", "unit"}, {"score", "raw"}
-        self.products = {"score": ("scale", "raw")}
+        self.shared, self.moved = {"scale", "unit"}, {"score"}
+        self.products: dict[str, tuple[str, str]] = {}
         # Values by a finite score: 0 finite, 1 infinite at most, else maybe no number; and slopes
         # that are finite then.
-        self.ranks, self.finite = {"score": 0, "raw": 0}, {ONE}
+        self.ranks, self.finite = {"score": 0}, {ONE}
         self.steady = False
         self.places = 0  # in which elements of float32 arrays were read
         self.place: _Place | None = None  # the one that slopes are by
@@ -237,7 +239,7 @@ class _Writer:
             raise _Refused(f"{_what(last)} where it should return a value", last)
         return self.visit(last.value)
 
-    def function(self, value: bool, slope: bool) -> str:
+    def function(self, value: bool, slope: bool) -> tuple[str, str]:
         result, last = self.result("score" if slope else ""), self.source.body[-1]
         if self.option == "mask_mod":
             if result.kind == "float":
@@ -249,17 +251,31 @@ class _Writer:
             results = [self.in_unit(self.real(result))] if value else []
             results += [result.slope or "float32(0.0)"] if slope else []
             found, self.steady = ", ".join(results), self.steady_slope(result.slope)
-            self.lines = ["raw, scale, unit = given", "score = scale * raw", *self.lines]
-        of_score, *rest = (*PARAMETERS[self.option], "origin", "options")
-        taken = ", ".join(("given" if of_score == "score" else of_score, *rest))
-        return _needed(f"def mod({taken}):", [*self.lines, f"return {found}"])[0]
+        *_, b, h, i, j = PARAMETERS[self.option]
+        of_score = () if self.option == "mask_mod" else ("given",)
+        head = f"def mod({', '.join((*of_score, b, h, i, j, 'origin', 'options'))}):"
+        factor, lines = self.led([*self.lines, f"return {found}"])
+        lead = _needed("def mod(scale, options):", [*self.lines, f"return {factor}"])[0]
+        return _needed(head, ["score, unit = given", *lines] if of_score else lines)[0], lead
+
+    def led(self, lines: list[str]) -> tuple[str, list[str]]:
+        """The factor by which the score is given, and what is done with that: its scale; times what
+        all elements share, where the score has a part as that product alone.
+        """
+        needed = _needed("def mod():", lines)[0].splitlines()
+        found = [line.strip() for line in needed if "score" in _READ.findall(line)]
+        name, _, value = found[0].partition(" = ") if len(found) == 1 else ("", "", "")
+        factor, of_score = self.products.get(name, ("", ""))
+        if of_score != "score" or f"{name} = {value}" not in lines:
+            return "scale", lines
+        at = lines.index(f"{name} = {value}")
+        return f"scale * {factor}", [*lines[:at], f"{name} = score", *lines[at + 1 :]]
 
     def in_unit(self, value: str) -> str:
         factor, rest = self.products.get(value, ("", value))
         return f"{self.put(f'unit * {factor}')} * {rest}" if factor else f"unit * {rest}"
 
     def gradient(self) -> Gradient | None:
-        del self.products["score"]  # which is given as it is
         self.result("")
         found = []
         for number in range(self.places):
@@ -400,7 +416,7 @@ class _Writer:
         self.finite.add(slope)
         return slope
 
-    def multiplied(self, a: str, b: str, opened: str = "score") -> str:
+    def multiplied(self, a: str, b: str, opened: str = "") -> str:
         """A name for the product; of a shared factor and the product that ``opened`` names factors
         that elements share are made one.
         """

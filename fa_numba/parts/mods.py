@@ -10,7 +10,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE, exp2
+from fa_numba.intrinsics.arithmetic import LOG2E, LOWEST, NEG_INF, ONE, exp2
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.mods import function_of
 from fa_numba.parts.layout import make_column, make_row
@@ -26,9 +26,14 @@ _distance = device_function(masks.distance)
 @part
 def make_apply_score_mod(spec, unit):
     """``apply_score_mod(rS, scale, tile)``: rS to ``unit`` times score_mod of ``scale`` rS."""
-    each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(spec.features.score_mod))
+    RS, mod = spec.TM * spec.TN, spec.features.score_mod
+    each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(mod))
+    lead = _lead(mod and mod.value)
 
     def apply_score_mod(rS, scale, tile):
+        factor = lead(scale, tile.head.options)
+        for e in range(RS):
+            rS[e] *= factor
         each(rS, rS, scale, tile)
 
     return apply_score_mod
@@ -141,13 +146,14 @@ def _make_inside(features, alone):
 @part
 def _make_changed(spec, unit):
     mod, keeps = spec.features.score_mod, spec.sums_rows
-    score_mod, inside = _called(mod), _make_inside(spec.features, mod is not None and mod.inside)
+    score_mod = _called(mod and mod.value)
+    inside = _make_inside(spec.features, mod is not None and mod.inside)
 
     def changed(rG, rS, e, scale, place, head):
         row, col, origin = place
         i, j = inside(row, col, head)
-        score = rS[e], scale, unit
-        s = score_mod(score, int32(head.b), int32(head.h), i, j, origin, head.options)
+        given = rS[e], unit
+        s = score_mod(given, int32(head.b), int32(head.h), i, j, origin, head.options)
         # Beyond the last row are zeros, which stay those of rows of zeros where rows are summed.
         if not keeps or uint32(row) < head.Nq:
             rS[e] = s
@@ -158,7 +164,8 @@ def _make_changed(spec, unit):
 @part
 def _make_slope(spec):
     features = spec.features
-    softcap, slope_of = features.softcap, _called(features.slope_of, slope=True)
+    softcap, slope_of = features.softcap, _called(_slope_text(features))
+    lead = _lead(_slope_text(features))
     inside = _make_inside(features, features.slope_of is not None and features.slope_of.inside)
     modified, keeps = features.slope_of is not None, features.keeps_scores
     slopes, AT = features.slopes, spec.TM * spec.TN if features.slopes else 0
@@ -171,8 +178,8 @@ def _make_slope(spec):
             s, by, g = head.options.softcap * t, ONE, float32(1.0) - t * t
         i, j = inside(row, col, head)
         if modified:
-            score = s, by, ONE
-            g *= slope_of(score, int32(head.b), int32(head.h), i, j, origin, head.options)
+            given = lead(by, head.options) * s, ONE
+            g *= slope_of(given, int32(head.b), int32(head.h), i, j, origin, head.options)
         if slopes:
             rG[e] = g
         if keeps:
@@ -359,10 +366,9 @@ def slopes_anywhere(features):
 
 @part
 def make_p_and_slope(spec):
-    """``p_and_slope(score, shift, kept, place, head)``: of scale S, -inf if it is hidden, P = e^(S
-    - L) of the S that the cap, score_mod, slopes and a bias make of it, as ``drop`` has it unless
-    it is ``kept``; the first two's slope; and what score_mod was given. ``shift`` is L in units of
-    log2.
+    """``p_and_slope(score, shift, kept, place, head)``: of scale S, P = e^(S - L) of the S that the
+    cap, score_mod, slopes and a bias make of it, 0 if it is hidden, as ``drop`` has it unless it is
+    ``kept``; the first two's slope; and what score_mod was given. ``shift`` is L in units of log2.
     """
     features = spec.features
     softcap, own = features.softcap, _make_value_and_slope(features)
@@ -373,8 +379,8 @@ def make_p_and_slope(spec):
     def p_and_slope(score, shift, kept, place, head):
         row, col, origin = place
         i, j = inside(row, col, head)
-        hidden = score == NEG_INF
-        s, g = float32(0.0) if hidden else score, float32(1.0)
+        hidden = score == LOWEST
+        s, g = score, float32(1.0)
         if softcap:
             t = math.tanh(s)
             s, g = head.options.softcap * t, float32(1.0) - t * t
@@ -396,46 +402,61 @@ def make_p_and_slope(spec):
 @part
 def _make_value_and_slope(features):
     """``value_and_slope(s, i, j, origin, head)``: score_mod of s, in log2's unit, and its slope."""
-    mod, slope_of = features.score_mod, features.slope_of
-    score_mod, of_slope = _called(mod), _called(slope_of, slope=True)
-    if mod is not None and slope_of is mod:
-        both = device_function(function_of(mod.both))
+    mod, of_slope, at_once = (
+        features.score_mod,
+        _slope_text(features),
+        features.score_mod_grad is None,
+    )
+    text = mod and (mod.both if at_once else mod.value)
+    score_mod, lead = _called(text), _lead(text)
+    slope_of, slope_lead = _called(of_slope), _lead(of_slope)
 
-        def value_and_slope(s, i, j, origin, head):
-            score = s, ONE, LOG2E
-            return both(score, int32(head.b), int32(head.h), i, j, origin, head.options)
-
-        return value_and_slope
-
-    def apart(s, i, j, origin, head):
+    def value_and_slope(s, i, j, origin, head):
         b, h, options = int32(head.b), int32(head.h), head.options
-        score, slope = (s, ONE, LOG2E), ONE
-        if of_slope is not None:
-            slope = of_slope((s, ONE, ONE), b, h, i, j, origin, options)
-        return score_mod(score, b, h, i, j, origin, options), slope
+        given = lead(ONE, options) * s, LOG2E
+        if at_once:
+            return score_mod(given, b, h, i, j, origin, options)
+        of_slope = slope_lead(ONE, options) * s, ONE
+        slope = slope_of(of_slope, b, h, i, j, origin, options)
+        return score_mod(given, b, h, i, j, origin, options), slope
 
-    return apart
+    return value_and_slope
 
 
 @part
 def _make_hidden(spec):
-    mod = spec.features.mask_mod
-    mask_mod, inside = _called(mod), _make_inside(spec.features, mod is not None and mod.inside)
+    mod, HIDDEN = spec.features.mask_mod, hidden_score(spec)
+    mask_mod = _called(mod and mod.value)
+    inside = _make_inside(spec.features, mod is not None and mod.inside)
 
     def hidden(rG, rS, e, scale, place, head):
         row, col, origin = place
         i, j = inside(row, col, head)
         if not mask_mod(int32(head.b), int32(head.h), i, j, origin, head.options):
-            rS[e] = NEG_INF
+            rS[e] = HIDDEN
 
     return hidden
 
 
-def _called(mod, slope=False):
-    """A ``Mod``'s function, or its derivative; None of None."""
-    if mod is None:
-        return None
-    return device_function(function_of((slope and mod.slope) or mod.value))
+def hidden_score(spec):
+    """What stands for a score that is not seen: a finite one, where functions are still to come."""
+    return LOWEST if spec.stays else NEG_INF
+
+
+def _called(text):
+    """A text's function; None of None."""
+    return text and device_function(function_of(text.text))
+
+
+def _lead(text):
+    """What makes its factor of the score, of a scale and ``options``; None of None."""
+    return text and device_function(function_of(text.lead))
+
+
+def _slope_text(features):
+    """The text of the scores' derivative; None where that is 1."""
+    mod = features.slope_of
+    return mod and (mod.slope if mod.slope.text else mod.value)
 
 
 def _chunk(*texts):
@@ -445,4 +466,4 @@ def _chunk(*texts):
 
 
 def _chunk_of(mod):
-    return _chunk(mod and mod.value, mod and mod.slope)
+    return _chunk(mod and mod.value.text, mod and mod.slope.text)

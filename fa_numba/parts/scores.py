@@ -8,12 +8,12 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import device_function, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE
+from fa_numba.intrinsics.arithmetic import LOG2E, ONE
 from fa_numba.mods.blocks import FULL
 from fa_numba.parts.bias import make_add_bias, make_block_state
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
-from fa_numba.parts.mods import make_apply_score_mod, make_hide
+from fa_numba.parts.mods import hidden_score, make_apply_score_mod, make_hide
 from fa_numba.parts.mods import make_slopes as make_slopes
 from fa_numba.parts.namespace import part
 from fa_numba.problem import UNBOUNDED
@@ -69,11 +69,11 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
-    COLUMNS = spec.warp_columns or spec.Bc
+    COLUMNS, HIDDEN = spec.warp_columns or spec.Bc, hidden_score(spec)
     sparse, hides_blocks = features.sparse, hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
-    # A function alone is given scores and their scale, of which it may make one product.
+    # A function alone scales them, by what it multiplies them by too.
     scales = not spec.folds_scale and (softcap or not score_mod)
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
     state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
@@ -143,7 +143,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
                     if hides_blocks:
                         visible = visible and block != 0
                     if not visible:
-                        rS[i * EI + j * EJ] = NEG_INF
+                        rS[i * EI + j * EJ] = HIDDEN
         if mask_mod:
             state = uint32(0)
             if state_ahead:

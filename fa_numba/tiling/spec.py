@@ -182,6 +182,9 @@ class Spec(ABC):
         """Registers for that; 1 where there is none, since an array of registers has one."""
         return self.TM * self.TN if self.reads_bias else 1
 
+    # Whether functions of scores are still to come when these are masked.
+    stays = False
+
     @property
     def sums_rows(self) -> bool:
         """Whether the kernel adds up rows of S, those beyond the matrix too."""

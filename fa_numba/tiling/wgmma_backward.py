@@ -87,6 +87,7 @@ class WgmmaBackwardSpec(GradientSpec):
     splits_group: bool = False
     splits_rows: bool = False
     chunk_tiles: int = 0
+    stays: bool = False
 
     TN = 2
     row_width = 2
@@ -386,7 +387,7 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
-    return replace(spec, features=features, positive_scale=False)
+    return replace(spec, features=features, positive_scale=False, stays=True)
 
 
 @dataclass(frozen=True)
@@ -619,6 +620,8 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
     """The second sweep of the backward pass on Hopper's tensor cores, which makes dQ: Q outer, as
     the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
     """
+
+    stays: bool = False
 
     slots_name_next = False
 

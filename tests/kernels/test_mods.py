@@ -56,12 +56,17 @@ def written(function, option="score_mod", text="value", scale=1.0, unit=1.0):
     """
     mod, values = mods.captured(option, function)
     known = {"int32": int, "uint32": int, "float32": float, "math": math}
-    exec(getattr(mod, text), known)
     taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
-    options = SimpleNamespace(**taken)
+    options, made = SimpleNamespace(**taken), getattr(mod, text)
+    lead, own = (_executed(each, known) for each in (made.lead, made.text))
     if option == "mask_mod":
-        return lambda *args: known["mod"](*args, 3, options)
-    return lambda s, *args: known["mod"]((s / scale, scale, unit), *args, 3, options)
+        return lambda *args: own(*args, 3, options)
+    return lambda s, *args: own((lead(scale, options) * (s / scale), unit), *args, 3, options)
+
+
+def _executed(text, known):
+    exec(text, known)
+    return known["mod"]
 
 
 def several(score, b, h, i, j):
@@ -199,18 +204,18 @@ def test_a_distance_far_out_is_as_near_the_origin():
     """Where places themselves are no float32 any more, in which nothing else is computed."""
     mod, values = mods.captured("score_mod", lambda s, b, h, i, j: s - 2 * abs(i - (j - width)))
     known = {"int32": int, "float32": np.float32, "math": math}
-    exec(mod.value, known)
+    exec(mod.value.text, known)
     options = SimpleNamespace(**dict(zip(mod.fields, (value for _, value in values), strict=True)))
     far = 2**25 + 1
-    none = np.float32(0), np.float32(1), np.float32(1)
+    none = np.float32(0), np.float32(1)
     assert known["mod"](none, 0, 0, far + 2, far, far - 4, options) == -2 * (2 + width)
 
 
 def test_comparing_row_and_column_is_of_what_lies_between():
     mod, _ = mods.captured("mask_mod", lambda b, h, i, j: 0 <= i and j <= i < 2 * j)
     known = {"int32": lambda x: (int(x) + 2**31) % 2**32 - 2**31}
-    exec(mod.value, known)
-    assert "int32(j - origin) <= int32(i - origin)" in mod.value
+    exec(mod.value.text, known)
+    assert "int32(j - origin) <= int32(i - origin)" in mod.value.text
     for i, j in ((5, 3), (3, 5), (4, 4), (5, 2)):
         assert known["mod"](0, 0, i, j, 4, ()) == (j <= i < 2 * j)
 
@@ -261,20 +266,24 @@ def int32(x):
 def of_single(text):
     """A kernel's function in NumPy's float32."""
     known = {"int32": int32, "float32": np.float32, "math": Single()}
-    exec(text, known := {**known, "min": np.fmin, "max": np.fmax})
+    known |= {"min": np.fmin, "max": np.fmax}
+    own, lead = (_executed(each, {**known}) for each in text)
     one = np.float32(1)
-    return lambda s, i, j: np.float32(known["mod"]((np.float32(s), one, one), 0, 0, i, j, 0, None))
+    return lambda s, i, j: np.float32(
+        own((lead(one, None) * np.float32(s), one), 0, 0, i, j, 0, ())
+    )
 
 
 def emulated(text, places):
     """A kernel's function of these places (score, i, j), a thread each."""
-    mod, s = devices.device_function(mods.function_of(text)), np.float32([x[0] for x in places])
+    mod, lead = (devices.device_function(mods.function_of(each)) for each in text)
+    s = np.float32([x[0] for x in places])
     i, j = np.int32([x[1:] for x in places]).T
     out = np.zeros(len(s), np.float32)
 
     def kernel(out, s, i, j):
         t = cuda.threadIdx.x
-        out[t] = mod((s[t], float32(1), float32(1)), 0, 0, i[t], j[t], 0, ())
+        out[t] = mod((lead(float32(1), ()) * s[t], float32(1)), 0, 0, i[t], j[t], 0, ())
 
     launch(kernel, 1, len(s), (out, s, i, j))
     return out

@@ -21,7 +21,7 @@ LISTING = 32  # threads of a block that lists
 @cache
 def make_blocks(features, Br, Bc):
     """The kernel for blocks of Br x Bc; launched over (Tr Tc, H, B) thread blocks."""
-    mask_mod = device_function(function_of(features.mask_mod.value))
+    mask_mod = device_function(function_of(features.mask_mod.value.text))
     elements = Br * Bc
     states = array_type(4, types.uint8)
 
