@@ -551,6 +551,14 @@ class Features:
         return self.score_mod is not None and beside
 
     @property
+    def lead(self) -> str:
+        """The text of the factor by which scores that stay are given to a function, if that and its
+        slope alone are made of them; else empty, and they are given by their scale.
+        """
+        mod, others = self.score_mod, self.softcap or self.keeps_scores
+        return "" if mod is None or self.score_mod_grad or others else mod.both.lead
+
+    @property
     def crowds(self) -> bool:
         """Whether some option holds registers of its own throughout the loops."""
         beside: dict[str, Any] = dict.fromkeys(

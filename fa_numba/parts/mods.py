@@ -28,7 +28,7 @@ def make_apply_score_mod(spec, unit):
     """``apply_score_mod(rS, scale, tile)``: rS to ``unit`` times score_mod of ``scale`` rS."""
     RS, mod = spec.TM * spec.TN, spec.features.score_mod
     each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(mod))
-    lead = _lead(mod and mod.value)
+    lead = make_lead(mod and mod.value.lead)
 
     def apply_score_mod(rS, scale, tile):
         factor = lead(scale, tile.head.options)
@@ -165,7 +165,8 @@ def _make_changed(spec, unit):
 def _make_slope(spec):
     features = spec.features
     softcap, slope_of = features.softcap, _called(_slope_text(features))
-    lead = _lead(_slope_text(features))
+    of_slope = _slope_text(features)
+    lead = make_lead(of_slope and of_slope.lead)
     inside = _make_inside(features, features.slope_of is not None and features.slope_of.inside)
     modified, keeps = features.slope_of is not None, features.keeps_scores
     slopes, AT = features.slopes, spec.TM * spec.TN if features.slopes else 0
@@ -408,16 +409,17 @@ def _make_value_and_slope(features):
         features.score_mod_grad is None,
     )
     text = mod and (mod.both if at_once else mod.value)
-    score_mod, lead = _called(text), _lead(text)
-    slope_of, slope_lead = _called(of_slope), _lead(of_slope)
+    lead = make_lead("" if features.lead else text and text.lead)
+    score_mod, slope_of = _called(text), _called(of_slope)
+    slope_lead = make_lead(of_slope and of_slope.lead)
 
     def value_and_slope(s, i, j, origin, head):
         b, h, options = int32(head.b), int32(head.h), head.options
         given = lead(ONE, options) * s, LOG2E
         if at_once:
             return score_mod(given, b, h, i, j, origin, options)
-        of_slope = slope_lead(ONE, options) * s, ONE
-        slope = slope_of(of_slope, b, h, i, j, origin, options)
+        for_slope = slope_lead(ONE, options) * s, ONE
+        slope = slope_of(for_slope, b, h, i, j, origin, options)
         return score_mod(given, b, h, i, j, origin, options), slope
 
     return value_and_slope
@@ -448,9 +450,14 @@ def _called(text):
     return text and device_function(function_of(text.text))
 
 
-def _lead(text):
-    """What makes its factor of the score, of a scale and ``options``; None of None."""
-    return text and device_function(function_of(text.lead))
+@part
+def make_lead(text):
+    """``lead(scale, options)``: the factor of the score that a text says; without one its scale."""
+
+    def lead(scale, options):
+        return scale
+
+    return function_of(text) if text else lead
 
 
 def _slope_text(features):

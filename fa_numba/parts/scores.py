@@ -13,7 +13,7 @@ from fa_numba.mods.blocks import FULL
 from fa_numba.parts.bias import make_add_bias, make_block_state
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
-from fa_numba.parts.mods import hidden_score, make_apply_score_mod, make_hide
+from fa_numba.parts.mods import hidden_score, make_apply_score_mod, make_hide, make_lead
 from fa_numba.parts.mods import make_slopes as make_slopes
 from fa_numba.parts.namespace import part
 from fa_numba.problem import UNBOUNDED
@@ -75,6 +75,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
     # A function alone scales them, by what it multiplies them by too.
     scales = not spec.folds_scale and (softcap or not score_mod)
+    lead = make_lead(spec.lead)
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
     state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
 
@@ -84,8 +85,9 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
         own = warp_tile(tile)
         row0, col0 = tile.i0, own.j0
         if scales:
+            factor = lead(scale, options)
             for e in range(TM * TN):
-                rS[e] *= scale
+                rS[e] *= factor
         if softcap:
             for e in range(TM * TN):
                 rS[e] = options.softcap * math.tanh(rS[e])

@@ -182,8 +182,10 @@ class Spec(ABC):
         """Registers for that; 1 where there is none, since an array of registers has one."""
         return self.TM * self.TN if self.reads_bias else 1
 
-    # Whether functions of scores are still to come when these are masked.
+    # Whether functions of scores are still to come when these are masked, and the ``lead`` by which
+    # they are given then.
     stays = False
+    lead = ""
 
     @property
     def sums_rows(self) -> bool:

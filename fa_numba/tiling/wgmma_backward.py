@@ -88,6 +88,7 @@ class WgmmaBackwardSpec(GradientSpec):
     splits_rows: bool = False
     chunk_tiles: int = 0
     stays: bool = False
+    lead: str = ""
 
     TN = 2
     row_width = 2
@@ -387,7 +388,8 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
-    return replace(spec, features=features, positive_scale=False, stays=True)
+    lead = spec.features.lead
+    return replace(spec, features=features, positive_scale=False, stays=True, lead=lead)
 
 
 @dataclass(frozen=True)
@@ -622,6 +624,7 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
     """
 
     stays: bool = False
+    lead: str = ""
 
     slots_name_next = False
 
