@@ -216,6 +216,7 @@ class _Writer:
         # of one of the first and another value, whose further factors are made one with the first.
         self.shared, self.moved = {"scale", "unit"}, {"score"}
         self.products: dict[str, tuple[str, str]] = {}
+        self.inverses: dict[str, str] = {}  # what they are those of
         # Values by a finite score: 0 finite, 1 infinite at most, else maybe no number; and slopes
         # that are finite then.
         self.ranks, self.finite = {"score": 0}, {ONE}
@@ -423,6 +424,8 @@ class _Writer:
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):
                 beside, other = self.products.get(rest if rest == opened else "", ("", rest))
+                if factor == self.inverses.get(beside):
+                    return other
                 if beside:
                     factor = self.put(f"{beside} * {factor}")
                 name = self.put(f"{factor} * {other}")
@@ -605,6 +608,7 @@ class _Writer:
         left, right = self.real(a), self.real(b)
         if self.is_shared(right) and self.depends(left):  # a number's inverse is made once
             inverse = Term("float", self.put(f"{ONE} / {right}"))
+            self.inverses[inverse.text] = right
             return self.product(Term("float", left, a.slope), inverse)
         self.inside = True
         value = self.put(f"{left} / {right}")
