@@ -25,8 +25,9 @@ STAGES = 2  # row tiles in shared memory
 WARP = 32
 KEY_TILE_WORDS = 9  # of a column tile that one thread finds for its block
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
-# Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
-# rows of up to a panel whose heads share no K and V, and its producers do with fewer.
+# Of a thread that produces, and of one that consumes; and where a function's slopes are made of
+# rows of more than a panel, or FlashAttention-1's consumers mask rows of up to one whose heads share
+# no K and V, and producers do with fewer.
 REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
 CAP_REGISTERS = (56, 224)  # with a cap or slopes, at up to a panel: producers would spill
 # Up to which head dimension consumers can spare what slopes or a bias take without that.
@@ -142,7 +143,8 @@ class WgmmaBackwardSpec(GradientSpec):
         stay = self.features.scores_stay
         if (self.features.softcap or slopes) and not stay and one:
             return CAP_REGISTERS
-        return MORE_REGISTERS if small and masks else REGISTERS
+        more = (self.slopes_alone and not one) or (small and masks)
+        return MORE_REGISTERS if more else REGISTERS
 
     @property
     def panels(self) -> int:
