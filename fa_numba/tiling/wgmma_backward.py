@@ -26,8 +26,8 @@ WARP = 32
 KEY_TILE_WORDS = 9  # of a column tile that one thread finds for its block
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where a function's slopes are made of
-# rows of more than a panel, or FlashAttention-1's consumers mask rows of up to one whose heads share
-# no K and V, and producers do with fewer.
+# rows of more than a panel, or FlashAttention-1's consumers mask rows of up to one, whose heads
+# share no K and V, and producers do with fewer.
 REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
 CAP_REGISTERS = (56, 224)  # with a cap or slopes, at up to a panel: producers would spill
 # Up to which head dimension consumers can spare what slopes or a bias take without that.
