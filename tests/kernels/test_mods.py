@@ -211,6 +211,15 @@ def test_a_distance_far_out_is_as_near_the_origin():
     assert known["mod"](none, 0, 0, far + 2, far, far - 4, options) == -2 * (2 + width)
 
 
+def test_a_place_is_divided_and_no_inverse_is_taken():
+    """41 times the float32 next to 1/41 is less than 1, of which the integer is another one."""
+    by = 41.0
+    mod, _ = mods.captured("score_mod", lambda s, b, h, i, j: s + int(i / by))
+    own = _executed(mod.value.text, {"int32": int, "float32": np.float32, "math": math})
+    options, none = SimpleNamespace(score_mod_0=np.float32(by)), (np.float32(0), np.float32(1))
+    assert [own(none, 0, 0, i, 0, 0, options) for i in (40, 41, 82)] == [0, 1, 2]
+
+
 def test_comparing_row_and_column_is_of_what_lies_between():
     mod, _ = mods.captured("mask_mod", lambda b, h, i, j: 0 <= i and j <= i < 2 * j)
     known = {"int32": lambda x: (int(x) + 2**31) % 2**32 - 2**31}
