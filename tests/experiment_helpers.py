@@ -1,7 +1,7 @@
 """What tests of experiments share: an experiment timed where there is no GPU, and its recording."""
 
 import fa_numba
-from experiments.lab.measure import peers, timing
+from experiments.lab.measure import counters, peers, timing, variants
 from experiments.lab.measure.series import row_fields
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import Row, Store
@@ -44,6 +44,38 @@ def time_on_the_emulator(monkeypatch, experiment):
     monkeypatch.setattr(peers, "on_device", on_device)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(experiment.precompile, "compile_ahead", lambda calls, bench: list(calls))
+
+
+def no_gpu(monkeypatch):
+    """The host in a GPU's place, without torch."""
+    monkeypatch.setattr(peers, "available", lambda: False)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    for name in ("synchronize", "release_memory"):
+        monkeypatch.setattr(fa_numba.device, name, lambda: None)
+
+
+def noted_calls(monkeypatch):
+    """What `variants` would time and count on a GPU, made by nobody: the options, dtype and shape
+    of each call, of which the nth takes n ms, and the cases, of whose counters the nth says n.
+    """
+    calls, cases = [], []
+
+    def attention(q, k, v, **options):
+        calls.append({"dtype": q.dtype.name, "shape": q.shape, **options})
+
+    def time_call(run, check, seconds=None):
+        run()
+        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return [dict.fromkeys(metrics, float(n)) for n in range(1, 1 + len(wanted))]
+
+    no_gpu(monkeypatch)
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(variants, "time_call", time_call)
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    return calls, cases
 
 
 def recorded(folder, name, rows, complete=True):

@@ -1,12 +1,10 @@
 """Accesses and times over the block size: what is run, in which units it is drawn, the table."""
 
 import pytest
-from experiment_helpers import made_up
+from experiment_helpers import made_up, noted_calls
 from test_experiments import store_synthetic
 
-import fa_numba
 from experiments import block_size
-from experiments.lab.measure import counters, timing, variants
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Store
 from experiments.lab.show import report
@@ -89,25 +87,7 @@ def test_accesses_in_nd_are_the_same_in_every_dtype_and_head_dimension():
 
 
 def test_each_block_size_is_run_as_it_says(monkeypatch):
-    calls, cases = [], []
-
-    def attention(q, k, v, **options):
-        calls.append((q.shape, options["algorithm"], options["unit"], options["tiles"]))
-
-    def time_call(run, check, seconds):
-        assert seconds == block_size.SECONDS
-        run()
-        return timing.Timing(1.0, 1.0, 1.0, 5, 1e-7)
-
-    def count_or_say(wanted, metrics, say):
-        cases.extend(wanted)
-        return [dict.fromkeys(metrics, float(n)) for n in range(len(wanted))]
-
-    monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(variants, "time_call", time_call)
-    monkeypatch.setattr(variants.peers, "on_device", lambda arrays, dtype: tuple(arrays))
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    calls, cases = noted_calls(monkeypatch)
     monkeypatch.setattr(block_size, "HEADS", 1)
     monkeypatch.setattr(block_size, "WIDTH", 64)
     monkeypatch.setattr(block_size, "_count", lambda *arguments, inputs: [])
@@ -115,7 +95,10 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
     rows = [row for row in block_size.measure(options, bench) if row.machine == "some-gpu"]
     assert len({row.key for row in rows}) == len(rows)
-    ran = {(f"{a}-{u}", t.Br, t.Bc, shape[3]) for shape, a, u, t in calls}
+    ran = {
+        (f"{c['algorithm']}-{c['unit']}", c["tiles"].Br, c["tiles"].Bc, c["shape"][3])
+        for c in calls
+    }
     times = {(r.series, r.Br, r.Bc, r.head_dim): r for r in rows if r.metric == "time"}
     timed = {place for place, row in times.items() if not row.failed}
     assert ran == timed
@@ -128,7 +111,7 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
     assert set(times) == wanted and timed < wanted
     # Counters belong to their tiles.
     number = {(f"{c.algorithm}-{'mma' if c.dtype == 'float16' else 'simt'}", *c.tiles[:2],
-               c.sizes[3]): n for n, c in enumerate(cases)}  # fmt: skip
+               c.sizes[3]): n for n, c in enumerate(cases, 1)}  # fmt: skip
     for row in rows:
         place = (row.series, row.Br, row.Bc, row.head_dim)
         if row.source == "l2" and place in timed:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import recorded
+from experiment_helpers import no_gpu, recorded
 
 import fa_numba
 from experiments import block_sparse
@@ -157,10 +157,7 @@ def on_the_emulator(monkeypatch, dtypes=("float32",)):
         timed.append(repeats)
         return [2.0] * repeats
 
-    for name in ("synchronize", "release_memory"):
-        monkeypatch.setattr(block_sparse.device, name, lambda: None)
-    monkeypatch.setattr(block_sparse.peers, "available", lambda: False)
-    monkeypatch.setattr(block_sparse.device, "to_gpu", lambda array: array)
+    no_gpu(monkeypatch)
     monkeypatch.setattr(timing.device, "time_ms", time_ms)
     monkeypatch.setattr(block_sparse, "_count", lambda *_, **__: [])
     monkeypatch.setattr(block_sparse, "QUICK_SEQLEN", 48)

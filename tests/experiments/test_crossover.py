@@ -4,13 +4,13 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from experiment_helpers import cells, made_up, recorded
+from experiment_helpers import cells, made_up, no_gpu, recorded
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
 from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
-from experiments.lab.measure import calls, peers, timing
+from experiments.lab.measure import calls, timing
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Store
 from experiments.lab.show import report
@@ -92,9 +92,7 @@ def measured(monkeypatch, backward=exact_gradients):
 
     monkeypatch.setattr(calls, "time_call", time_call)
     monkeypatch.setattr(crossover, "CHECKED", 16)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(peers, "available", lambda: False)
+    no_gpu(monkeypatch)
     monkeypatch.setattr(fa_numba, "attention", exact)
     monkeypatch.setattr(fa_numba, "attention_backward", backward)
     small = tuple((dtype, 8, batch, 2) for dtype in OVER for batch in (1, 2))

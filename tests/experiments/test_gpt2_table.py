@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, recorded
+from experiment_helpers import cells, no_gpu, recorded
 
 import fa_numba
 from experiments import gpt2_table
@@ -148,9 +148,7 @@ def on_a_gpu(monkeypatch, attention=exact):
 
     for module in (calls, unfused_steps):
         monkeypatch.setattr(module, "time_call", time_call)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(peers, "available", lambda: False)
+    no_gpu(monkeypatch)
     monkeypatch.setattr(counters, "available", lambda: True)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import recorded
+from experiment_helpers import noted_calls, recorded
 
 import fa_numba
 from experiments import ladder
@@ -122,29 +122,12 @@ def test_the_steps_are_planned_as_they_say(d):
 
 
 def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
-    calls, cases = [], []
-
-    def attention(q, k, v, **options):
-        calls.append(options)
-
-    def time_call(run, check, seconds=None):
-        run()
-        return timing.Timing(1.0 + len(calls), 1.0, 2.0, 20, 1e-7)
-
-    def count_or_say(wanted, metrics, say):
-        cases.extend(wanted)
-        return [dict.fromkeys(metrics, 1.0) for _ in wanted]
-
-    monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(variants, "time_call", time_call)
-    monkeypatch.setattr(ladder, "time_call", time_call)
+    calls, cases = noted_calls(monkeypatch)
+    monkeypatch.setattr(ladder, "time_call", variants.time_call)
     monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (9, 0))
     speed = timing.Timing(1.0, 0.9, 1.1, 10)
     monkeypatch.setattr(bandwidth, "measure_matmul", lambda dtype, repeats: speed)
     monkeypatch.setattr(ceilings, "MEASURES", dict.fromkeys(ceilings.MEASURES, lambda *x: speed))
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(counters, "count_or_say", count_or_say)
     known = {ladder.OCCUPIED["busy"].split(".")[0]}
     monkeypatch.setattr(counters, "available_metrics", lambda: known)
     monkeypatch.setattr(peers, "available", lambda: True)

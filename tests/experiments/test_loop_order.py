@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from experiment_helpers import made_up
+from experiment_helpers import made_up, noted_calls
 from test_experiments import store_synthetic
 
 import fa_numba
 from experiments import loop_order
-from experiments.lab.measure import counters, timing, variants, workloads
+from experiments.lab.measure import variants, workloads
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
@@ -36,25 +36,7 @@ def synthetic(lengths=(1024, 4096), units=("simt", "mma")):
 
 def measured_orders(monkeypatch, **options):
     """loop_order's rows with stand-ins for the GPU, the calls of both, and the counted cases."""
-    calls, cases = [], []
-
-    def attention(q, k, v, **options):
-        calls.append({"dtype": q.dtype.name, "shape": q.shape, **options})
-
-    def time_call(run, check, seconds):
-        assert seconds == timing.SECONDS
-        run()
-        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
-
-    def count_or_say(wanted, metrics, say):
-        cases.extend(wanted)
-        return [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
-
-    monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(variants, "time_call", time_call)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    calls, cases = noted_calls(monkeypatch)
     for name, value in (("TOKENS", 2048), ("HIDDEN", 128)):
         monkeypatch.setattr(workloads, name, value)
     bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=lambda line: None)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, recorded
+from experiment_helpers import cells, no_gpu, recorded
 from test_gpt2_table import exact
 
 import fa_numba
@@ -181,9 +181,7 @@ def test_scores_of_ten_thousand():
 
 def on_a_gpu(monkeypatch, attention=exact):
     """Rows of a GPU's run with stand-ins for its kernels."""
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(peers, "available", lambda: False)
+    no_gpu(monkeypatch)
     monkeypatch.setattr(fa_numba, "attention", attention)
     lengths = {"SEQLENS": (16,), "EMULATED_SEQLENS": (), "EMULATED_VECTORS": (), "PLANES_AT": ()}
     for name, value in (lengths | {"HEAD_DIM": 8}).items():

@@ -5,13 +5,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up, recorded, time_on_the_emulator
+from experiment_helpers import made_up, time_on_the_emulator
 
 import fa_numba
 from experiments import paged
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, Row
-from experiments.lab.show import report
 
 
 @cache
@@ -93,9 +92,3 @@ def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
     assert [(row.note, row.value) for row in rows] == [
         (paged.place(size), n) for n, size in enumerate((0, 16, 64), 1)
     ]
-
-
-def test_the_page_shows_a_recording(tmp_path):
-    store = recorded(tmp_path, "paged", timed(report.MACHINE))
-    lines = [line for line in report.text("paged", store).splitlines() if line.startswith("| 64")]
-    assert lines == ["| 64 | - | - | - | - | - | - | 1.016 | 1.016 | - | - |"]

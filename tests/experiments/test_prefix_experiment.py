@@ -5,14 +5,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up, recorded, time_on_the_emulator
+from experiment_helpers import made_up, time_on_the_emulator
 
 from experiments import prefix
 from experiments.lab.measure import counts
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row
-from experiments.lab.show import report
 
 
 @cache
@@ -115,9 +114,3 @@ def test_a_step_is_timed_both_ways(monkeypatch):
     rows = [row for row in rows if row.machine == "gpu"]
     assert [row.note.partition(";")[0] for row in rows] == [*prefix.WAYS]
     assert all(row.value is None and "division" in row.note for row in rows)
-
-
-def test_the_page_shows_a_recording(tmp_path):
-    store = recorded(tmp_path, "prefix", timed(report.MACHINE))
-    text = report.text("prefix", store).splitlines()
-    assert "| 1024 | 4 | - | - | - | 1.0 | 4.1 | 4.00 |" in text

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, recorded
+from experiment_helpers import cells, no_gpu, recorded
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
@@ -126,12 +126,8 @@ def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failin
         timed.append(repeats)
         return [2.0 + len(timed)] * repeats
 
-    device = fa_numba.device
-    monkeypatch.setattr(device, "synchronize", lambda: None)
-    monkeypatch.setattr(device, "release_memory", lambda: None)
-    monkeypatch.setattr(device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(device, "time_ms", time_ms)
-    monkeypatch.setattr(peers, "available", lambda: False)
+    no_gpu(monkeypatch)
+    monkeypatch.setattr(fa_numba.device, "time_ms", time_ms)
     monkeypatch.setattr(runtime_memory, "REPEATED", repeated)
     monkeypatch.setattr(runtime_memory, "BATCH", 2)
     monkeypatch.setattr(runtime_memory, "HEADS", 2)
@@ -151,7 +147,7 @@ def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failin
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(fa_numba, "attention_backward", failing or exact_gradients)
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    with device.using("emulator"):
+    with fa_numba.device.using("emulator"):
         rows = list(runtime_memory.measure(Options(), bench))
     found = [(*row.key, row.machine, row.place) for row in rows]
     assert len(set(found)) == len(found)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from experiment_helpers import flat, recorded
+from experiment_helpers import flat
 
 import fa_numba
 from experiments import variants
@@ -19,7 +19,6 @@ from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Bench
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import Row, Store
-from experiments.lab.show import report
 from fa_numba.problem import Problem
 
 SERIES = (*variant_times.SERIES, peers.FLEX)
@@ -70,11 +69,6 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         variant_times.table(rows).body
     )
     assert variants.draw(timed()) is None
-
-
-def test_the_page_shows_a_recording(tmp_path):
-    store = recorded(tmp_path, "variants", [*counted(), *timed(report.MACHINE)])
-    assert "| causal | 75% | 1.00 |" in report.text("variants_times", store)
 
 
 @pytest.fixture
