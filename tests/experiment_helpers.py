@@ -65,7 +65,7 @@ def noted_calls(monkeypatch):
 
     def time_call(run, check, seconds=None):
         run()
-        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
+        return timing.Timing(float(len(calls) or 1), 1.0, 2.0, 20, 1e-7)
 
     def count_or_say(wanted, metrics, say):
         cases.extend(wanted)
