@@ -78,22 +78,22 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 ALPHABET = "\n0123456789=" + "".join(BRACKETS) + "".join(OPERATIONS)
 
 
-def expression(draw: random.Random, depth: int) -> tuple[str, int]:
+def expression(rng: random.Random, depth: int) -> tuple[str, int]:
     """An expression of one-digit numbers in nested brackets, and its value modulo 10."""
-    if depth == 0 or draw.random() < 0.2:
-        digit = draw.randrange(10)
+    if depth == 0 or rng.random() < 0.2:
+        digit = rng.randrange(10)
         return str(digit), digit
-    (left, a), (right, b) = (expression(draw, depth - 1) for _ in range(2))
-    sign, pair = draw.choice(tuple(OPERATIONS)), draw.choice(BRACKETS)
+    (left, a), (right, b) = (expression(rng, depth - 1) for _ in range(2))
+    sign, pair = rng.choice(tuple(OPERATIONS)), rng.choice(BRACKETS)
     opened, closed = pair[0], pair[1]
     return f"{opened}{left}{sign}{right}{closed}", OPERATIONS[sign](a, b)
 
 
 def generate(characters: int, seed: int = SEED) -> str:
     """Lines such as "<(3+4)*2>=4": brackets to close, each by its own kind, and values to find."""
-    draw, lines, length = random.Random(seed), [], 0
+    rng, lines, length = random.Random(seed), [], 0
     while length < characters:
-        left, value = expression(draw, 4)
+        left, value = expression(rng, 4)
         lines.append(f"{left}={value}\n")
         length += len(lines[-1])
     return "".join(lines)[:characters]
@@ -114,9 +114,9 @@ class Text:
 
     def batches(self, problem: Problem, seed: int, steps: int) -> np.ndarray:
         """Training text, (steps, batch, context + 1), from places drawn with the seed."""
-        draw = np.random.default_rng([SEED, seed])
+        rng = np.random.default_rng([SEED, seed])
         size = (steps, problem.batch, 1)
-        starts = draw.integers(0, len(self.training) - problem.seqlen_q, size)
+        starts = rng.integers(0, len(self.training) - problem.seqlen_q, size)
         return self.training[starts + np.arange(problem.seqlen_q + 1)]
 
     def to_evaluate(self, problem: Problem) -> np.ndarray:
@@ -147,10 +147,10 @@ def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
             f"{layer}.down": (D, 4 * D),
         }
     shapes |= {"norm": (D,), "head": (len(ALPHABET), D)}
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in shapes.items():
-        w = torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=draw)
+        w = torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=rng)
         found[name] = w.to(device).requires_grad_()
     return found
 
@@ -302,7 +302,7 @@ def draw(rows: Sequence[Row]) -> Any:
         away = {step: [abs(x) for x in values if x] for step, values in signed.items()}
         _band(right, {step: x for step, x in away.items() if x}, series, style)
     losses = curves(rows, REFERENCE, "loss", TRAINING)
-    spread = {step: max(x) - min(x) for step, x in losses.items() if len(x) > 1}
+    spread = {step: max(x) - min(x) for step, x in losses.items() if max(x) > min(x)}
     label = f"{LABELS[REFERENCE]}: spread over seeds"
     style.line(right, spread, color="#444444", ls=":", label=label)
     for ax in axes[0]:

@@ -25,7 +25,7 @@ from .beside import small_model
 from .beside.small_model import Cache, steps, whole
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
-from .lab.measure import peers, precompile
+from .lab.measure import counts, peers, precompile
 from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
@@ -372,13 +372,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 def _equal(rows: Sequence[Row]) -> str:
     """How many of the counted numbers are the closed form's."""
-    modelled, counted = (by_length(rows, "traffic", source) for source in ("model", "counted"))
-    pairs = [
-        (value, modelled.get(key, {}).get(n))
-        for key, by in counted.items()
-        for n, value in by.items()
-    ]
-    if not pairs:
+    same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
+    if not counted:
         return ""
-    same = sum(value == other for value, other in pairs)
-    return f" Counted by running the kernels: {same} of {len(pairs)} numbers equal the closed form."
+    return f" Counted by running the kernels: {same} of {counted} numbers equal the closed form."

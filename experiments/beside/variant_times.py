@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from types import CellType, FunctionType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -218,17 +219,11 @@ def _compiled(
 def _empty_caches() -> Iterator[None]:
     """Inside torch keeps what it compiles in a folder of its own."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    before = {name: os.environ.get(name) for name in names}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ |= {name: os.path.join(folder, name) for name in names}
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        caches = {name: os.path.join(folder, name) for name in names}
+        stack.enter_context(mock.patch.dict(os.environ, caches))
+        yield
 
 
 class Alike:
