@@ -609,23 +609,6 @@ def test_gpu_replays_bit_for_bit(real, kept, algorithm, dtype, name):
 
 
 @pytest.mark.gpu
-def test_gpu_runs_on_the_current_stream(real, kept):
-    q, k, v, _ = rows_of(real, 0, real.float32, N=512)
-    want = fa_numba.flash_attention_2(q, k, v)
-    for _ in range(2):
-        side = real.cuda.Stream()
-        real.cuda.synchronize()
-        with real.cuda.stream(side):
-            late = real.zeros_like(q)
-            real.cuda._sleep(50_000_000)
-            late += q  # the kernel must wait for this, on the same stream
-            found = fa_numba.flash_attention_2(late, k, v)
-        real.cuda.synchronize()
-        assert real.equal(found, want)
-    assert len(kept) == 1
-
-
-@pytest.mark.gpu
 def test_gpu_streams_at_once_have_workspaces_of_their_own(real, kept):
     """Standard attention's scores, of two calls that overlap in time."""
     attend = fa_numba.standard_attention

@@ -60,25 +60,6 @@ def test_the_steps_of_all_ranks_are_the_whole_attention(ranks, travels, causal):
     assert len(set(works)) == 1
 
 
-@pytest.mark.parametrize("travels", ring.TRAVELS)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_a_message_has_the_rows_that_were_computed(ranks, travels):
-    """Those of the rank that sends it, which has all that the ranks before had; without a mask all
-    of them. What travels does so as a whole.
-    """
-    causal, plain = (visible.Course(None, ranks, 1, 8, 8, x, travels) for x in (True, False))
-    for owner in range(ranks):
-        before = set()
-        for step in range(1, ranks):
-            (piece,) = causal.pieces(owner, step)
-            moving = piece.rows if travels == "q" else piece.columns
-            assert causal.results(owner, step) == moving and causal.calls(owner, step) == step
-            assert before <= set(range(*moving))
-            before = set(range(*moving))
-            assert plain.results(owner, step) == causal.operands(owner, step) == (0, 8)
-    assert causal.results(ranks - 2, 1) == ((4, 8) if travels == "q" else (0, 4))
-
-
 def test_rows_are_split_among_ranks():
     for ranks, causal in itertools.product((1, 2, 5), (False, True)):
         held = [ring.rows_of(r, ranks, 20 * ranks, causal) for r in range(ranks)]
@@ -149,25 +130,6 @@ def wrong_steps(module, ranks, Nq, Nk, causal):
 def test_a_window_is_that_of_the_whole_sequence(case):
     """Every visible pair once, by a call of its own window; nothing is computed in vain."""
     assert not list(wrong_steps(visible, *case))
-
-
-def test_what_nobody_needs_does_not_travel():
-    """Stops at the ranks that see each other, and the rows that they see."""
-
-    def course(ranks, causal, window, travels="kv", size=8):
-        whole = {"batch": 1, "rows": ranks * size, "columns": ranks * size}
-        mask = visible.mask_of(window, None, None, causal=causal, **whole)
-        return visible.Course(mask, ranks, 1, size, size, causal, travels)
-
-    back = course(8, False, (3, 0))
-    assert back.stops == (0, 1) and course(8, False, (9, 0)).stops == (0, 1, 2)
-    assert [back.hop(0), back.hop(1)] == [1, 7]
-    assert back.operands(3, 1) == (5, 8) and back.operands(7, 1) == (0, 0)
-    queries = course(8, False, (3, 0), "q")
-    assert queries.stops == (0, 7) and queries.operands(3, 1) == queries.results(3, 1) == (0, 3)
-    both = course(8, False, (3, 8))
-    assert both.stops == (0, 1, 7)
-    assert course(4, True, (2, -1)).stops == (0, 1, 3)
 
 
 # --- two parts made one ----------------------------------------------------------------------

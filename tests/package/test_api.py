@@ -89,9 +89,6 @@ REFUSED = {
     },
     "mixed dtypes": ({"k": array(1, 1, 7, 4, dtype="f2")}, TypeError, ["k has", "float16"]),
     "float64 of v": ({"v": array(1, 1, 7, 4, dtype="f8")}, TypeError, ["v has", "float64"]),
-    # shapes
-    "rank": ({"v": array(1, 1, 1, 7, 4)}, ValueError, ["v has", "rank 5", "rank 4"]),
-    "batch": ({"k": array(3, 1, 7, 4)}, ValueError, ["k has batch 3", "allowed is 1"]),
     "heads": ({"k": array(1, 3, 7, 4)}, ValueError, ["k has heads 3", "divisor of 2"]),
     # memory that no float32 access can reach
     "a start between two floats": (
@@ -102,8 +99,6 @@ REFUSED = {
         ["k "],
     ),
     # options
-    "scale nan": ({"scale": float("nan")}, ValueError, ["scale is nan", "finite"]),
-    "causal 1": ({"causal": 1}, TypeError, ["causal is 1", "True or False"]),
     "return_lse None": ({"return_lse": None}, TypeError, ["return_lse is None", "True or False"]),
     "tiles a tuple": ({"tiles": (8, 8)}, TypeError, ["tiles is (8, 8)", "Tiles(Br=..., Bc=...)"]),
     "tiles too large": (
@@ -119,7 +114,6 @@ REFUSED = {
     # out
     "out a list": ({"out": []}, TypeError, ["out is a list", "NumPy"]),
     "out shape": ({"out": array(1, 2, 5, 8)}, ValueError, ["out has", "(1, 2, 5, 8)", "5, 4)"]),
-    "out rank": ({"out": array(10, 4)}, ValueError, ["out has", "(10, 4)", "(1, 2, 5, 4)"]),
     "out dtype": (
         {"out": array(1, 2, 5, 4, dtype="f8")}, TypeError,
         ["out has dtype float64: allowed is float32"],
@@ -189,12 +183,6 @@ def test_out_must_not_share_memory_with_an_input(algorithm, shared, launches):
     assert not launches and (memory == 1).all()
 
 
-def test_out_may_lie_between_the_rows_of_an_input():
-    memory = np.ones((1, 2, 10, 4), np.float32)
-    fa_numba.flash_attention_2(memory[:, :, ::2], GOOD["k"], GOOD["v"], out=memory[:, :, 1::2])
-    assert (memory[:, :, ::2] == 1).all()
-
-
 def test_a_read_only_out_is_refused(launches):
     out = np.ones((1, 2, 5, 4), np.float32)
     out.flags.writeable = False
@@ -215,8 +203,6 @@ def test_read_only_inputs_are_taken():
     "bad, error, says",
     [
         (0, ValueError, ["query_splits is 0", ">= 1"]),
-        (-2, ValueError, ["query_splits is -2", ">= 1"]),
-        (1.5, TypeError, ["query_splits is 1.5", "integer"]),
         (True, TypeError, ["query_splits is True", "integer"]),
     ],
 )
@@ -299,8 +285,6 @@ def test_the_limit_of_the_emulator_is_work_padding_and_blocks_included(launches)
     "q, k, options, error, says",
     [
         ((1, 2, 5, 4), (1, 3, 7, 4), {}, ValueError, ["k has heads 3", "divisor of 2"]),
-        ((1, 2, 5.0, 4), (1, 1, 7, 4), {}, TypeError, ["seqlen of q", "5.0"]),
-        ((1, 2, 5, 4), (1, 1, 7, 4), {"dtype": "float64"}, ValueError, ["dtype", "'float64'"]),
         ((1, 2, 5, 4), (1, 1, 7, 4), {"return_lse": None}, TypeError, ["return_lse is None"]),
         ((1, 2, 5, 4), (1, 1, 7, 4), {"tiles": 8}, TypeError, ["tiles is 8", "Tiles("]),
         ((1, 1, 5, 256), (1, 1, 7, 256), {"tiles": Tiles(64, 256)}, ValueError,

@@ -600,19 +600,10 @@ HIDING = dict(block_mask=np.ones((1, 3), bool), tiles=TILES)
     [
         ({"windo": (1, 1)}, TypeError, "windo is no option"),
         ({"packed": True}, TypeError, "packed is no option"),
-        ({"dropout": 0.1}, TypeError, "dropout is no option"),
-        ({"window": (1,)}, ValueError, r"window is \(1,\): allowed is \(left, right\)"),
-        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ({"bias": np.ones((1, 8), complex)}, TypeError, "bias has dtype complex128: allowed are"),
         ({"attn_mask": np.ones((1, 8), complex)}, TypeError, "attn_mask has dtype complex128"),
         ({"alibi_slopes": [1j]}, TypeError, "alibi_slopes has dtype complex128: allowed are real"),
-        ({"bias": np.ones((2, 8))}, ValueError, r"bias has shape \(2, 8\): .* \(1, 1, 1, 8\)"),
         ({"alibi_slopes": np.ones(2)}, ValueError, r"has shape \(2,\): .* \(1,\) or \(1, 1\)"),
-        ({"alibi_slopes": 1.0}, ValueError, r"alibi_slopes has shape \(\)"),
-        ({"q_lens": [2]}, ValueError, "q_lens holds 2: allowed is 0 to 1"),
-        ({"kv_lens": [8, 8]}, ValueError, r"kv_lens has shape \(2,\): allowed is \(1,\)"),
-        ({"cu_seqlens_q": [0, 1]}, ValueError, "q has shape .* rank 4: allowed is rank 3"),
-        ({"dropout_p": 1}, ValueError, "dropout_p is 1: allowed is .* below 1"),
         ({"seed": -1}, ValueError, r"seed is -1: allowed is .* below 2\*\*64"),
         ({"seed": 0.5}, TypeError, "seed is 0.5: allowed is an integer"),
         ({"offset": 2**32}, ValueError, r"offset is 4294967296: allowed is .* below 2\*\*32"),
@@ -659,15 +650,6 @@ def test_the_gradient_of_no_bias_is_refused(compute):
             compute(Q, Q, K, V, return_dbias=True, **options)
 
 
-@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
-def test_the_shape_of_a_packed_output_gradient_is_checked(compute):
-    q, k, v = (a[0].swapaxes(0, 1) for a in (Q, K, V))
-    starts = dict(cu_seqlens_q=[0, 1], cu_seqlens_k=[0, 8])
-    assert compute(q, q, k, v, **starts)[0].shape == (1, 1, 4)
-    with pytest.raises(ValueError, match=r"dout has shape \(1, 1, 1, 4\): .* \(1, 1, 4\)"):
-        compute(Q, q, k, v, **starts)
-
-
 def test_relative_error():
     ref = np.array([[3.0, 0.0], [0.0, 4.0]])
     assert relative_error(ref, ref) == 0.0
@@ -700,12 +682,6 @@ def test_comparing_different_shapes_is_refused(compare):
         compare(np.ones(3), np.ones(3, complex))
     with pytest.raises(ValueError, match="empty axis"):
         compare(np.ones((0, 3)), np.ones((0, 3)))
-
-
-@pytest.mark.parametrize("compute", ALL)
-def test_shapes_are_checked(compute):
-    with pytest.raises(ValueError, match="v has seqlen 7"):
-        compute(Q, K, V[:, :, :7])
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
