@@ -6,7 +6,6 @@ import argparse
 import functools
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import fa_numba
@@ -14,7 +13,7 @@ from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
 from fa_numba.checks import as_splits
 from fa_numba.choices.units import UNITS
-from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, as_json, tiles, whole
+from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, tiles, whole
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.plans import Plan
@@ -120,7 +119,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why", action="store_true", help="say why this unit, these tiles, so many splits"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead, in single units")
 
 
 def _splits(name: str, text: str) -> int | str:
@@ -155,8 +153,6 @@ def run(args: argparse.Namespace) -> str:
         name: bounds.expected(plan, gpu, compiling=args.registers) for name, plan in found.items()
     }
     answer = _Answer(gpu, said, found, expected, refused)
-    if args.json:
-        return as_json(_dictionary(answer))
     return "\n".join(_text(answer) + (_reasons(found) if args.why else []))
 
 
@@ -212,49 +208,6 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
 
 
 # --- output ------------------------------------------------------------------------------------
-
-
-def _dictionary(answer: _Answer) -> dict[str, Any]:
-    """Bytes, elements, FLOPs and seconds."""
-    gpu, said, found, expected, refused = answer
-    plans = {}
-    for name, plan in found.items():
-        e = expected[name]
-        kernels = [asdict(kernel) for kernel in plan.kernels]
-        for kernel, registers, blocks in zip(kernels, e.registers, e.occupancies, strict=True):
-            kernel |= {"registers": registers, "blocks_a_multiprocessor": asdict(blocks)}
-        plans[name] = {
-            "unit": plan.unit,
-            "tiles": asdict(plan.tiles),
-            "kv_splits": plan.kv_splits,
-            "group_splits": plan.group_splits,
-            "why": plan.why,
-            "kernels": kernels,
-            "workspace_bytes": plan.workspace_bytes,
-            "loads": plan.accesses.loads,
-            "stores": plan.accesses.stores,
-            "accessed_bytes": plan.accesses.bytes,
-            "useful_flops": plan.flops,
-            "computed_flops": bounds.computed_flops(plan),
-            "expected": {
-                "dram_bytes": e.dram.bytes,
-                "working_set_bytes": e.dram.again,
-                "held_by_half_of_l2": e.dram.served,
-                "multiprocessors_busy": e.busy,
-                "compute_s": e.compute,
-                "l2_s": e.l2,
-                "dram_s": e.memory,
-                "at_least_s": e.floor,
-                "bound": e.bound,
-            },
-        }
-    return {
-        "device": asdict(gpu),
-        "note": said.replace("\n", " "),
-        "plans": plans,
-        "refused": refused,
-        "derivation": " ".join(_notes(gpu, list(found.values()))),
-    }
 
 
 def _text(answer: _Answer) -> list[str]:

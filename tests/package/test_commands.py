@@ -17,6 +17,7 @@ from fa_numba import __main__ as command
 from fa_numba import algorithms, bounds, reference
 from fa_numba import device as devices
 from fa_numba.bounds import DEVICES
+from fa_numba.commands import text
 from fa_numba.commands.arguments import WIDTH
 from fa_numba.device import linking
 
@@ -67,7 +68,7 @@ def test_help_explains(module, capsys):
         command.main([module.NAME, "--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    assert module.DESCRIPTION in text and "--json" in text
+    assert module.DESCRIPTION in text
 
 
 def test_it_runs_as_a_module():
@@ -277,7 +278,9 @@ SIZE = ("--seqlen", "1000", "--head-dim", "64", "--heads", "4")
 
 
 def planned(capsys, *arguments):
-    return json.loads(output(capsys, "plan", "--json", *arguments))
+    """The cells of the two tables that are printed, by what a line is of."""
+    lines = [re.split(r"  +", x.strip()) for x in output(capsys, "plan", *arguments).splitlines()]
+    return {what: cells for what, *cells in lines if cells}
 
 
 @pytest.mark.parametrize("device", [x for x in DEVICES if x != "T4"])
@@ -289,21 +292,29 @@ def test_the_plan_is_the_librarys(device, passes, capsys):
         *("--seqlen-k", "900", "--batch", "2", "--heads-k", "2", "--causal", "--device", device),
         *(["--backward"] if passes == "bwd" else []),
     )
-    assert list(found["plans"]) == ["fa1", "fa2", "standard"] and found["refused"] == {}
     shapes, sheet = ((2, 4, 1000, 64), (2, 2, 900, 64)), DEVICES[device]
-    for name, got in found["plans"].items():
-        facts = {"algorithm": name, "dtype": "float16", "passes": passes, "causal": True}
-        with sheet.planning():
-            plan = fa_numba.plan(*shapes, **facts)
-        want = bounds.expected(plan, sheet)
-        assert (got["loads"], got["stores"]) == (plan.accesses.loads, plan.accesses.stores)
-        assert [k["grid"] for k in got["kernels"]] == [list(k.grid) for k in plan.kernels]
-        assert [k["shared_bytes"] for k in got["kernels"]] == [k.shared_bytes for k in plan.kernels]
-        assert (got["tiles"]["Br"], got["tiles"]["Bc"]) == (plan.tiles.Br, plan.tiles.Bc)
-        assert (got["useful_flops"], got["computed_flops"]) == (plan.flops, want.flops)
-        assert got["workspace_bytes"] == plan.workspace_bytes
-        assert got["expected"]["at_least_s"] == want.floor
-        assert got["expected"]["bound"] == want.bound
+    facts = {"dtype": "float16", "passes": passes, "causal": True}
+    with sheet.planning():
+        plans = [fa_numba.plan(*shapes, algorithm=x, **facts) for x in ("fa1", "fa2", "standard")]
+    expected = [bounds.expected(plan, sheet) for plan in plans]
+    for what, want in (
+        ("tiles Br x Bc", [f"{x.tiles.Br} x {x.tiles.Bc}" for x in plans]),
+        ("workspace", [text.mebibytes(x.workspace_bytes) for x in plans]),
+        ("elements loaded", [text.count(x.accesses.total_loads) for x in plans]),
+        ("elements stored", [text.count(x.accesses.total_stores) for x in plans]),
+        ("bytes accessed", [text.in_bytes(x.accesses.bytes) for x in plans]),
+        ("FLOPs, useful", [text.count(x.flops) for x in plans]),
+        ("FLOPs, computed", [text.count(x.flops) for x in expected]),
+        ("working set", [text.mebibytes(x.dram.again) for x in expected]),
+        ("bytes of DRAM, about", [text.in_bytes(x.dram.bytes) for x in expected]),
+        ("time at least", [text.seconds(x.floor) for x in expected]),
+        ("expected bound", [x.bound for x in expected]),
+    ):
+        assert found[what] == want, what
+    for kernel in (x for plan in plans[:2] for x in plan.kernels if x.name.startswith("fa")):
+        grid, threads, shared = found[kernel.name][:3]
+        assert (grid, int(threads)) == ("x".join(map(str, kernel.grid)), kernel.threads)
+        assert shared == f"{kernel.shared_bytes / 1024:.1f} KiB"
 
 
 @pytest.mark.parametrize(
@@ -325,13 +336,11 @@ def test_the_plan_fits_a_terminal(arguments, capsys):
 def test_the_plan_of_the_readmes_result_says_what_was_measured(capsys):
     """One block a head leaves most multiprocessors idle, and nothing of O stays in L2."""
     size = ("--seqlen", "16384", "--head-dim", "64", "--heads", "32", "--device", "H200")
-    found = planned(capsys, *size)["plans"]
-    assert found["fa1"]["expected"]["bound"] == "latency"
-    assert not found["fa1"]["expected"]["held_by_half_of_l2"]
-    assert found["fa2"]["expected"]["bound"] == "compute"
-    assert found["fa2"]["expected"]["held_by_half_of_l2"]
-    split = planned(capsys, *size, "--query-splits", "4", "--algorithm", "fa1")["plans"]["fa1"]
-    assert split["kernels"][0]["grid"] == [4, 32, 1] and split["expected"]["bound"] == "DRAM"
+    found = planned(capsys, *size)
+    assert found["expected bound"][:2] == ["latency", "compute"]
+    assert found["half of L2 holds it"][:2] == ["no", "yes"]
+    split = planned(capsys, *size, "--query-splits", "4", "--algorithm", "fa1")
+    assert split["fa1_forward"][0] == "4x32x1" and split["expected bound"] == ["DRAM"]
 
 
 def test_the_plan_says_how_many_blocks_share_a_tile(capsys):
@@ -353,10 +362,10 @@ def test_a_t4_has_float32_alone(capsys):
         command.main(["plan", *SIZE, "--device", "t4"])
     said = " ".join(capsys.readouterr().err.split())
     assert "capability 7.5: mma needs 8.0; there is simt, which takes float32" in said
-    found = planned(capsys, *SIZE, "--device", "t4", "--dtype", "float32")["plans"]
-    for plan in found.values():
-        assert plan["unit"] == "simt" and plan["expected"]["at_least_s"] > 0
-        assert all(kernel["shared_bytes"] <= 64 * 1024 for kernel in plan["kernels"])
+    found = planned(capsys, *SIZE, "--device", "t4", "--dtype", "float32")
+    assert found["computed on"] == 3 * ["CUDA cores"] and "-" not in found["time at least"]
+    shared = [found[name][2] for name in ("fa1_forward", "fa2_forward", "standard_scores")]
+    assert all(float(x.removesuffix(" KiB")) <= 64 for x in shared)
 
 
 def test_without_a_gpu_it_says_for_which_one_it_plans(capsys, monkeypatch):
@@ -399,11 +408,9 @@ def test_registers_are_compiled_for_when_asked(capsys, monkeypatch):
 def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
     # FA-1 also has a tile of O in shared memory.
     arguments = ("--seqlen=512", "--head-dim=160", "--backward", "--tiles=64x64", "--device=A100")
-    found = planned(capsys, *arguments)
-    assert list(found["plans"]) == ["fa2", "standard"]
-    assert "tiles: Br=64, Bc=64 at head_dim=160 needs" in found["refused"]["fa1"]
     text = output(capsys, "plan", *arguments)
-    assert "FA-1, a block a head: tiles: Br=64, Bc=64" in text and fits(text)
+    assert "FA-1, a block a head: tiles: Br=64, Bc=64 at head_dim=160 needs" in text and fits(text)
+    assert re.search(r"^ +FA-2, a grid over K/V +standard$", text, re.M)
 
 
 @pytest.mark.parametrize(
