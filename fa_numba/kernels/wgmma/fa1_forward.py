@@ -129,7 +129,7 @@ def make_forward(spec):
         fa1_state.write_logsumexp(rl, rm, out.L, out, own_first, out.rows, head, thread)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
-    out = boxed_type(spec.planes, 4)
+    out = boxed_type(spec.planes, 4, spec.features.packed)
     arrays = [queries, keys, keys, out, out, *[array_type(3)] * 3]
 
     @cuda.jit(arguments(arrays, 1, 2, spec.features.argument_type), *spec.launch)

@@ -26,7 +26,7 @@ from fa_numba.intrinsics.shared import (
     store2,
     store_pair,
 )
-from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
+from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP
 from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
 from fa_numba.parts.gradients import make_start_columns as make_start_columns
@@ -48,7 +48,7 @@ from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
 from fa_numba.parts.wgmma.load import make_tile
 from fa_numba.parts.wgmma.pingpong import make_sync_group
-from fa_numba.parts.wgmma.products import make_round_p, pack_p
+from fa_numba.parts.wgmma.products import make_round_p, pack_p, wait_for, wait_with
 from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
@@ -501,40 +501,27 @@ def make_begin_dq(spec):
     return begin_dq
 
 
-@part
+@cache
 def make_wait_dq(spec):
     """``wait_dq(rdQ)``: dQ is there, and all but the last product have ended."""
-    RQ = spec.query_registers
-
-    def wait_dq(rdQ):
-        wait_products(rdQ, RQ, 1)
-
-    return wait_dq
+    return wait_for(spec.query_registers, 1)
 
 
-@part
+@cache
 def make_wait_late_dq(spec):
     """``wait_late_dq(rdQ)``: dQ is there, and no other product is on its way."""
-    RQ = spec.query_registers
-
-    def wait_late_dq(rdQ):
-        wait_products(rdQ, RQ, 0)
-
-    return wait_late_dq
+    return wait_for(spec.query_registers, 0)
 
 
 @part
 def make_wait_columns(spec):
     """``wait_columns(rdK, rdV, more)``: both are there; with ``more`` dQ may be on its way."""
     *_, RK, RV = spec.tile_registers
+    wait_dk, wait_dv = wait_with(RK, 1), wait_with(RV, 1)
 
     def wait_columns(rdK, rdV, more):
-        if more:
-            wait_products(rdK, RK, 1)
-            wait_products(rdV, RV, 1)
-        else:
-            wait_products(rdK, RK, 0)
-            wait_products(rdV, RV, 0)
+        wait_dk(rdK, more)
+        wait_dv(rdV, more)
 
     return wait_columns
 

@@ -5,6 +5,8 @@ barrier for full and one for empty.
 (``tiling.wgmma.Pipeline``). A producer's first slot has phase 1: it is empty.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, uint32
 from fa_numba.intrinsics.mbarrier import (
     arrive_mbarrier,
@@ -16,37 +18,44 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Slot
 
 
-@part
+@cache
 def make_wait(facts):
     """``wait(bars, slot)``: until the slot is full."""
-    full = facts.full
+    return _make_wait_at(facts.full)
 
+
+@cache
+def make_acquire(facts):
+    """``acquire(bars, slot)``: until the slot is empty."""
+    return _make_wait_at(facts.empty)
+
+
+@part
+def _make_wait_at(first):
     def wait(bars, slot):
-        wait_mbarrier(bars, uint32(full + slot.stage), slot.phase)
+        wait_mbarrier(bars, uint32(first + slot.stage), slot.phase)
 
     return wait
 
 
-@part
-def make_acquire(facts):
-    """``acquire(bars, slot)``: until the slot is empty."""
-    empty = facts.empty
-
-    def acquire(bars, slot):
-        wait_mbarrier(bars, uint32(empty + slot.stage), slot.phase)
-
-    return acquire
-
-
-@part
+@cache
 def make_commit(facts):
     """``commit(bars, slot)``: this thread has filled the slot."""
-    full = facts.full
+    return _make_arrive_at(facts.full)
 
-    def commit(bars, slot):
-        arrive_mbarrier(bars, uint32(full + slot.stage))
 
-    return commit
+@cache
+def make_release_alone(facts):
+    """``release_alone(bars, slot)``: this thread, the only one, reads the slot no more."""
+    return _make_arrive_at(facts.empty)
+
+
+@part
+def _make_arrive_at(first):
+    def arrive(bars, slot):
+        arrive_mbarrier(bars, uint32(first + slot.stage))
+
+    return arrive
 
 
 @part
@@ -86,17 +95,6 @@ def make_release_by(facts):
             arrive_mbarrier(bars, uint32(empty + slot.stage))
 
     return release_by
-
-
-@part
-def make_release_alone(facts):
-    """``release_alone(bars, slot)``: this thread, the only one, reads the slot no more."""
-    empty = facts.empty
-
-    def release_alone(bars, slot):
-        arrive_mbarrier(bars, uint32(empty + slot.stage))
-
-    return release_alone
 
 
 @part

@@ -10,7 +10,7 @@ from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import ONE, anew, inverse_power, maximum
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy
 from fa_numba.intrinsics.shared import load4, shared_tile, store2
-from fa_numba.intrinsics.warpgroup import STEP, wait_products
+from fa_numba.intrinsics.warpgroup import STEP
 from fa_numba.parts.grid import make_key_rows, make_query_rows
 from fa_numba.parts.mma.pairs import make_add_two, make_write_two
 from fa_numba.parts.mma.planes import (
@@ -23,6 +23,7 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.wgmma import planes
 from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.parts.wgmma.products import wait_for
 from fa_numba.tiling.spec import FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
@@ -182,42 +183,34 @@ def make_begin_own_dq(spec):
     return planes.multiply_pairs(spec, spec.products, PANEL, a, b, GROUP_ROWS // STEP)
 
 
-@part
-def _wait_for(registers, later):
-    def wait(rT):
-        wait_products(rT, registers, later)
-
-    return wait
-
-
 @cache
 def make_wait_dv(spec):
     """``wait_dv(rT)``: a tile's dV is there, and no other product is on its way."""
-    return _wait_for(spec.column_registers, 0)
+    return wait_for(spec.column_registers, 0)
 
 
 @cache
 def make_wait_tile(spec):
     """``wait_tile(rT)``: a tile's dV or dK is there; a later product may be on its way."""
-    return _wait_for(spec.column_registers, spec.products)
+    return wait_for(spec.column_registers, spec.products)
 
 
 @cache
 def make_wait_dk(spec):
     """``wait_dk(rT)``: a tile's dK is there; dQ and the next S may be on their way."""
-    return _wait_for(spec.column_registers, 2 * spec.products)
+    return wait_for(spec.column_registers, 2 * spec.products)
 
 
 @cache
 def make_wait_own_dq(spec):
     """``wait_own_dq(rdQ)``: dQ is there; a later product may be on its way."""
-    return _wait_for(spec.query_registers, spec.products)
+    return wait_for(spec.query_registers, spec.products)
 
 
 @cache
 def make_wait_last_dq(spec):
     """``wait_last_dq(rdQ)``: the same, and no other product is on its way."""
-    return _wait_for(spec.query_registers, 0)
+    return wait_for(spec.query_registers, 0)
 
 
 @part

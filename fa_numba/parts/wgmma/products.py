@@ -1,5 +1,7 @@
 """Products of a warpgroup: S = Q KT, and O += P V with P in registers."""
 
+from functools import cache
+
 from fa_numba.device import cuda, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
@@ -66,32 +68,43 @@ def make_add_product(spec):
     return add_product
 
 
-@part
+@cache
 def make_wait_scores(spec):
     """``wait_scores(rS, more)``: S is there; with ``more`` a later product may be on its way."""
-    RS, LATER = spec.TM * spec.TN, spec.products
+    return wait_with(spec.TM * spec.TN, spec.products)
 
-    def wait_scores(rS, more):
-        if more:
-            wait_products(rS, RS, LATER)
-        else:
-            wait_products(rS, RS, 0)
 
-    return wait_scores
+@cache
+def make_wait_output(spec):
+    """``wait_output(rO, more)``: O is there; with ``more`` a later product may be on its way."""
+    return wait_with(spec.TM * spec.DN * 4, spec.products)
 
 
 @part
-def make_wait_output(spec):
-    """``wait_output(rO, more)``: O is there; with ``more`` a later product may be on its way."""
-    RO, LATER = spec.TM * spec.DN * 4, spec.products
+def wait_with(registers, later):
+    """``wait(rT, more)``: T is there, of so many registers; with ``more`` so many later products
+    may be on their way.
+    """
 
-    def wait_output(rO, more):
+    def wait(rT, more):
         if more:
-            wait_products(rO, RO, LATER)
+            wait_products(rT, registers, later)
         else:
-            wait_products(rO, RO, 0)
+            wait_products(rT, registers, 0)
 
-    return wait_output
+    return wait
+
+
+@part
+def wait_for(registers, later):
+    """``wait(rT)``: T is there, of so many registers; so many later products may be on their
+    way.
+    """
+
+    def wait(rT):
+        wait_products(rT, registers, later)
+
+    return wait
 
 
 @part

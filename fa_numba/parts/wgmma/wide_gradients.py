@@ -2,12 +2,14 @@
 dS and dK, and S passes between them through shared memory.
 """
 
+from functools import cache
+
 from fa_numba.device import cuda, float32, uint32
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, index_tile, load4, shared_tile, store4
-from fa_numba.intrinsics.warpgroup import wait_products
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import WideShared
+from fa_numba.parts.wgmma.products import wait_for
 from fa_numba.tiling.wgmma import GROUP
 
 
@@ -43,15 +45,10 @@ def make_start_column(spec):
     return start_column
 
 
-@part
+@cache
 def make_wait_column(spec):
     """``wait_column(rT)``: dK, or dV, is there; one product more may be on its way."""
-    RK = spec.column_registers
-
-    def wait_column(rT):
-        wait_products(rT, RK, 1)
-
-    return wait_column
+    return wait_for(spec.column_registers, 1)
 
 
 @part
