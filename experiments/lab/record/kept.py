@@ -15,23 +15,18 @@ from typing import Any
 
 import fa_numba
 
-from . import slices
+from .slices import plain, reached
 from .store import EMULATOR, Row, Store, dump, write_if_changed
 
 # What the JSON beside the rows calls the digest and the commit that it was counted at.
 ENTRY = "counted"
 PACKAGE, EXPERIMENTS = Path(fa_numba.__file__).parent, Path(__file__).resolve().parents[2]
-# Modules that no number depends on: how rows are asked for, kept and shown.
-_NO_PART = {
-    *(f"experiments.lab.record.{name}" for name in ("options", "store", "published")),
-    *(f"experiments.lab.show.{name}" for name in ("tables", "style")),
-    *("experiments", "experiments.beside"),
-    *(f"experiments.lab{room}" for room in ("", ".measure", ".record", ".show")),
-}
-_NO_PART_OF_COUNTS = {
+# Rooms that no number depends on: how rows are asked for, kept and shown.
+_NO_PART = ("experiments.lab.record", "experiments.lab.show")
+_NO_PART_OF_COUNTS = tuple(
     f"experiments.lab.measure.{name}"
     for name in ("counter_target", "peers", "precompile", "speeds")
-}
+)
 # The package's files that what the emulator counts does not come from.
 _NOT_COUNTED = ("algorithms.py", "__main__.py", "commands/", "bounds/", "torch.py", "reference.py")
 # Those that a GPU's times and bytes do come from: what makes the kernels' PTX, which of them is
@@ -42,8 +37,7 @@ _ON_GPU = (
     *("dtypes.py", "integers.py", "options.py"),
     *("device/kernel.py", "device/front_end.py", "device/signature.py", "device/timing.py"),
 )
-# Run by others under Nsight Compute, not imported.
-_TARGET = "experiments.lab.measure.counter_target"
+_COUNTERS, _TARGET = (f"experiments.lab.measure.{x}" for x in ("counters", "counter_target"))
 
 
 def sources(module: Any, *, counts: bool) -> dict[str, str]:
@@ -52,22 +46,37 @@ def sources(module: Any, *, counts: bool) -> dict[str, str]:
     """
     more = () if counts else tuple(getattr(module, "MEASURES", ()))
     found = {
-        f"fa_numba/{name}": _text(path, path.stat().st_mtime_ns)
+        f"fa_numba/{name}": _text(path)
         for name, path in _package(PACKAGE)
         if (not name.startswith(_NOT_COUNTED) if counts else name.startswith(_ON_GPU + more))
     }
-    reached = slices.Slice(_file, _NO_PART | (_NO_PART_OF_COUNTS if counts else set()))
-    reached.take(getattr(module, "__name__", ""), "measure")
-    if "experiments.lab.measure.counters" in reached.texts():
-        reached.take(_TARGET, None)
-    return found | reached.texts()
+    without = _NO_PART + (_NO_PART_OF_COUNTS if counts else ())
+    return found | _reached(getattr(module, "__name__", ""), "measure", without)
 
 
 def trained(module: str, name: str) -> str:
     """The digest of what a function of an experiment reaches, for what it gives and is kept."""
-    reached = slices.Slice(_file, _NO_PART)
-    reached.take(module, name)
-    return digest(reached.texts(), ())
+    return digest(_reached(module, name, _NO_PART), ())
+
+
+def _reached(module: str, name: str, without: tuple[str, ...]) -> dict[str, str]:
+    """Module -> the text of its statements that are reached, all of them where it is used whole."""
+    wanted: dict[str, set[str | None]] = {}
+    found: dict[str, str] = {}
+    todo: list[tuple[str, str | None]] = [(module, name)]
+    while todo:
+        at, asked = todo.pop()
+        path = _file(at)
+        if path is None or at.startswith(without) or asked in wanted.setdefault(at, set()):
+            continue
+        wanted[at].add(asked)
+        found[at], imported = reached(at, path, wanted[at])
+        for base, x in imported:
+            inner = f"{base}.{x}"
+            todo.append((inner, None) if _file(inner) else (base, x))
+        # Run by others under Nsight Compute, not imported.
+        todo += [(_TARGET, None)] if at == _COUNTERS else []
+    return found
 
 
 @functools.cache
@@ -95,11 +104,11 @@ def digest(texts: Mapping[str, str], rows: Sequence[Row]) -> str:
     return found.hexdigest()
 
 
-@functools.cache
-def _text(path: Path, written: int) -> str:
-    """The file's text, read again only when it was written again; Python's without words."""
-    text = path.read_bytes().decode().replace("\r\n", "\n")
-    return slices.plain(text) if path.suffix == ".py" else text
+def _text(path: Path) -> str:
+    """The file's text; Python's without words."""
+    if path.suffix == ".py":
+        return "".join(plain(path, path.stat().st_mtime_ns)[0].values())
+    return path.read_bytes().decode().replace("\r\n", "\n")
 
 
 def stored(store: Store, experiment: str, texts: Mapping[str, str]) -> list[Row] | None:
