@@ -8,13 +8,12 @@ from experiments.lab.record import Row
 from experiments.lab.show.tables import MISSING, Across, Table, markdown
 
 from .evidence import Evidence, MissingRows, Numbers, Quantity, rows
-from .result import equal_tiles, own_tiles
+from .result import WORDS, equal_tiles, moved, took, took_own
 from .rule import FACTORS, span
 
 GPU = "GPU"
 PROFILER = "GPU, Nsight Compute"
 TORCH = "GPU, torch"
-UNITS = ("simt", "mma", "wgmma")
 COUNTED = ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram")
 
 
@@ -33,7 +32,7 @@ def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidenc
     """A ratio of the two orders at every problem of every unit."""
 
     def find(found: Evidence) -> Numbers:
-        of = {unit: ratio(*loop_order.series_of(unit)).find(found) for unit in UNITS}
+        of = {unit: ratio(*loop_order.series_of(unit)).find(found) for unit in WORDS}
         return {(unit, *at): value for unit, each in of.items() for at, value in each.items()}
 
     return find
@@ -75,26 +74,19 @@ LINES = (
     ),
     Line(
         "DRAM bytes, K/V outer over Q outer, equal tiles", PROFILER, ("loop_order",),
-        _span(_over_units(lambda _, a, b: equal_tiles(a, "dram") / equal_tiles(b, "dram")), ".0f"),
-        RATIO,
+        _span(_over_units(moved("dram")), ".0f"), RATIO,
     ),
     Line(
         "time, K/V outer over Q outer, equal tiles and grid", GPU, ("loop_order",),
-        _span(_over_units(
-            lambda _, a, b: equal_tiles(a, "measured") / equal_tiles(b, "measured")
-        )), RATIO,
+        _span(_over_units(took(1))), RATIO,
     ),
     Line(
         "the same on the paper's grid", GPU, ("loop_order",),
-        _span(_over_units(
-            lambda one, _, b: equal_tiles(one, "measured") / equal_tiles(b, "measured")
-        ), ".1f"), RATIO,
+        _span(_over_units(took(0)), ".1f"), RATIO,
     ),
     Line(
         "the same with query splits, each at its own tiles", GPU, ("speed", "speed_fp16"),
-        _span(_over_units(
-            lambda _, a, b: own_tiles(a) / own_tiles(b.removesuffix("-fa1-tiles"))
-        )), RATIO,
+        _span(_over_units(took_own(1))), RATIO,
     ),
     Line("speed of FA-2 on mma.sync, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-mma"),
          _percent("speed")),

@@ -103,16 +103,10 @@ accessed = partial(layer, source="model", metric="traffic", pass_=("fwd", "bwd")
 FIGURE_1 = partial(of_fa1, item="Fig. 1 right")
 PAIRS: dict[str, Pairs] = {
     "fa1-fig1-left": {
-        "times faster": (
-            MEMORIES["times faster"],
-            memory_there(method="SRAM", metric="bandwidth")
-            / memory_there(method="HBM", metric="bandwidth"),
-        ),
-        "times smaller": (
-            MEMORIES["times smaller"],
-            memory_there(method="HBM", metric="capacity")
-            / memory_there(method="SRAM", metric="capacity"),
-        ),
+        how: (MEMORIES[how], memory_there(method=a, metric=what)
+              / memory_there(method=b, metric=what))
+        for how, what, a, b in (("times faster", "bandwidth", "SRAM", "HBM"),
+                                ("times smaller", "capacity", "HBM", "SRAM"))
     },
     "fa1-fig1-right": {
         f"torch's steps / {label}": (

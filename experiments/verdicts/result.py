@@ -33,6 +33,21 @@ def own_tiles(series: str) -> Quantity:
     return rows(experiment, *AT, series=series, metric="time", pass_="fwd", head_dim=(64, 128))
 
 
+# Of the series of a unit, `loop_order.series_of`: FA-1, with query splits, and FA-2 at its tiles.
+
+
+def moved(source: str) -> Callable[..., Quantity]:
+    return lambda _, split, two: equal_tiles(split, source) / equal_tiles(two, source)
+
+
+def took(at: int) -> Callable[..., Quantity]:
+    return lambda *of: equal_tiles(of[at], "measured") / equal_tiles(of[2], "measured")
+
+
+def took_own(at: int) -> Callable[..., Quantity]:
+    return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
+
+
 def sentences(found: Evidence) -> str:
     def each(ratio: Callable[..., Quantity], form: str = ".2f") -> str:
         """Of the units that are there; Hopper's is not everywhere."""
@@ -45,15 +60,6 @@ def sentences(found: Evidence) -> str:
                 if unit != "wgmma":
                     raise
         return ", ".join(words)
-
-    def moved(source: str) -> Callable[..., Quantity]:
-        return lambda _, split, two: equal_tiles(split, source) / equal_tiles(two, source)
-
-    def took(at: int) -> Callable[..., Quantity]:
-        return lambda *of: equal_tiles(of[at], "measured") / equal_tiles(of[2], "measured")
-
-    def took_own(at: int) -> Callable[..., Quantity]:
-        return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
 
     def of_accesses() -> str:
         run = {row.series for row in found.rows("loop_order", source="l2")}

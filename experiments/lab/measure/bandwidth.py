@@ -118,30 +118,31 @@ def global_steps(footprint: int, total: int = BYTES) -> int:
 def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
     """Bytes a second of all threads over `footprint` bytes of X, ones. Raises WrongResult."""
     steps = global_steps(footprint)
-    part, Y = X[: footprint // CHUNK], device.empty((AT_ONCE,))
-    arguments = device.argument(part), device.argument(Y)
-
-    def run() -> None:
-        device.launch(make_read_global(), (BLOCKS, 1, 1), (*arguments, steps))
-
-    run()
-    _check(device.copied_to_host(Y), 4 * steps)
-    times = device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False)
-    return speed_of(AT_ONCE * CHUNK * steps, times)
+    part = device.argument(X[: footprint // CHUNK])
+    return _timed(make_read_global(), BLOCKS, AT_ONCE, steps, repeats, part)
 
 
 def measure_shared(multiprocessors: int, repeats: int) -> Timing:
-    blocks, steps = 2 * multiprocessors, SHARED_STEPS
-    Y = device.empty((blocks * SHARED_THREADS,))
-    argument = device.argument(Y)
+    blocks = 2 * multiprocessors
+    threads = blocks * SHARED_THREADS
+    return _timed(make_read_shared(), blocks, threads, SHARED_STEPS, repeats, then=(SHARED_STRIDE,))
+
+
+def _timed(
+    kernel: Kernel, blocks: int, threads: int, steps: int, repeats: int, *first: Any,
+    then: tuple[int, ...] = (),
+) -> Timing:  # fmt: skip
+    """Bytes a second of a kernel of which each thread reads `steps` chunks."""
+    Y = device.empty((threads,))
+    arguments = (*first, device.argument(Y), steps, *then)
 
     def run() -> None:
-        device.launch(make_read_shared(), (blocks, 1, 1), (argument, steps, SHARED_STRIDE))
+        device.launch(kernel, (blocks, 1, 1), arguments)
 
     run()
     _check(device.copied_to_host(Y), 4 * steps)
     times = device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False)
-    return speed_of(blocks * SHARED_THREADS * CHUNK * steps, times)
+    return speed_of(threads * CHUNK * steps, times)
 
 
 def _check(sums: np.ndarray, expected: float) -> None:

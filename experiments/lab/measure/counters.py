@@ -47,8 +47,11 @@ COMMAND = (
 # Executed warp instructions by opcode, such as LDSM.16.M88.4: its instances.
 OPCODES = "sass__inst_executed_per_opcode_with_modifier_all"
 _INSTANCES = ("--page=raw", "--print-metric-instances=details")
-_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_NANOSECONDS = {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}
+# ncu's base units -> what a value is multiplied by.
+_UNITS = {
+    **dict.fromkeys(("", "byte", "sector", "inst", "request", "cycle", "ns", "nsecond"), 1.0),
+    **{"%": 0.01, "s": 1e9, "second": 1e9},
+}
 
 
 class CountersError(Exception):
@@ -168,30 +171,16 @@ def parse_opcodes(text: str) -> list[dict[str, float]]:
 
 
 def _number(name: str, value: str, unit: str) -> float:
-    factor = _factor(unit)
-    if factor is None:
-        raise CountersError(
-            f"ncu gives {name} in {unit!r}: known are "
-            "byte, sector, inst, request, cycle, s, % and none"
-        )
+    if unit not in _UNITS:
+        known = ", ".join(each or "none" for each in _UNITS)
+        raise CountersError(f"ncu gives {name} in {unit!r}: known are {known}")
     try:
         number = float(value.replace(",", ""))
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
         raise CountersError(f"ncu's value of {name} is {value!r}, no number")
-    return number * factor
-
-
-def _factor(unit: str) -> float | None:
-    """What a value in ncu's unit is multiplied by; None for a unit not known."""
-    if unit in ("", "%"):
-        return 0.01 if unit else 1.0
-    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst|request|cycle)s?", unit):
-        return _PREFIXES[known[1]]
-    if known := re.fullmatch(r"([num]?)s(econd)?", unit):
-        return _NANOSECONDS[known[1]]
-    return None
+    return number * _UNITS[unit]
 
 
 def assign(
