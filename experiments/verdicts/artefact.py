@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from experiments import loop_order
 from experiments.lab.record import Row
-from experiments.lab.show.tables import MISSING, Across, Table, markdown
+from experiments.lab.show.tables import MISSING, Across, Table, markdown, span
 
 from .evidence import Evidence, MissingRows, Numbers, Quantity, rows
 from .result import WORDS, equal_tiles, moved, took, took_own
-from .rule import FACTORS, span
+from .rule import FACTORS
 
 GPU = "GPU"
 PROFILER = "GPU, Nsight Compute"

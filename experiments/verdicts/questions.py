@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.lab.record import registry
-from experiments.lab.show.tables import Across, Table, markdown
+from experiments.lab.show.tables import Across, Table, markdown, span
 
 from . import rule
 from .evidence import Evidence, MissingRows, Quantity
@@ -77,10 +77,10 @@ class Question:
             str(p.published) for p in mine if isinstance(p.published, rule.Bounds)
         )
         numbers = [p.published for p in mine if not isinstance(p.published, rule.Bounds)]
-        said = [rule.span(numbers, self.form)] if numbers else []
+        said = [span(numbers, self.form)] if numbers else []
         times = [p.times for p in mine if p.times is not None]
-        more = f", {rule.span(times)} times" if len(times) > 1 and len(set(numbers)) > 1 else ""
-        ours = rule.span([point.ours for point in mine], self.form)
+        more = f", {span(times)} times" if len(times) > 1 and len(set(numbers)) > 1 else ""
+        ours = span([point.ours for point in mine], self.form)
         return f"{label} {ours} (said {'; '.join([*said, *bounds])}{more})"
 
 

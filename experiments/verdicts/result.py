@@ -5,10 +5,9 @@ from typing import Any
 
 from experiments import loop_order
 from experiments.lab.record import Row
-from experiments.lab.show.tables import Across, Table
+from experiments.lab.show.tables import Across, Table, span
 
 from .evidence import Evidence, MissingRows, Quantity, rows
-from .rule import span
 
 WORDS = {
     "simt": "fp32 on CUDA cores",

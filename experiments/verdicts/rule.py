@@ -143,9 +143,3 @@ def tally(verdicts: Iterable[str]) -> str:
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f"{found.count(name)} {name}" for name in known if name in found]
     return f"{', '.join(shown)}, of {len(found)}."
-
-
-def span(values: Iterable[float], form: str = ".2f") -> str:
-    """The least and the largest: "1.09 to 1.38", or one number where they look the same."""
-    found = list(values)
-    return " to ".join(dict.fromkeys(format(value, form) for value in (min(found), max(found))))

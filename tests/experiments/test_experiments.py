@@ -910,19 +910,8 @@ def test_a_failure_holds_no_memory():
     assert arrays[0]() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-    ],
-)
-def test_machine_names(name, file):
-    assert provenance.slug(name) == file
-
-
 def test_provenance_has_what_a_reader_needs():
+    assert provenance.slug("NVIDIA A100-SXM4-40GB") == "nvidia-a100-sxm4-40gb"
     about = provenance.Provenance(["run", "speed"], {"name": "Some GPU"}).for_machine("some-gpu")
     assert about["command"] == "python -m experiments run speed"
     assert {"commit", "dirty", "date", "seed", "protocol", "device", "torch"} <= set(about)
@@ -962,11 +951,8 @@ def test_query_splits_without_a_mask():
     # 2 splits: 128 blocks, still a round, of 64 (16 + 1/2) = 1056. 4 splits: 256 blocks, 2 rounds
     # of 64 (8 + 1/2) = 544, so 1088. From there on rounds double and K/V weighs more.
     assert best(fa2_setting(4096, 128), 132) == 2
-    assert [makespan(fa2_setting(4096, 128), 128, 64, splits, 132) for splits in (1, 2, 4)] == [
-        2080,
-        1056,
-        1088,
-    ]
+    found = [makespan(fa2_setting(4096, 128), 128, 64, splits, 132) for splits in (1, 2, 4)]
+    assert found == [2080, 1056, 1088]
     # 16 heads, Tr = 128: 8 splits make 128 blocks.
     assert best(fa2_setting(16384, 128), 132) == 8
     # 128 heads fill 128 of 132: 2 splits end no earlier, 2 rounds of 32 (16 + 1/2).

@@ -20,7 +20,7 @@ from experiments.lab.record import registry
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.published import lookup
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
-from experiments.lab.show import report
+from experiments.lab.show import report, tables
 from experiments.verdicts import QUESTIONS, artefact, claims, published, questions, rule
 from experiments.verdicts.evidence import Evidence, MissingRows, rows
 from experiments.verdicts.questions import Question
@@ -264,9 +264,9 @@ def test_quantities_are_made_place_by_place():
 
 
 def test_a_span_is_its_ends():
-    assert rule.span([2.0, 1.5, 1.75]) == "1.50 to 2.00"
-    assert rule.span([1.0, 1.001]) == "1.00"
-    assert rule.span([41.2, 3.0], ".0f") == "3 to 41"
+    assert tables.span([2.0, 1.5, 1.75]) == "1.50 to 2.00"
+    assert tables.span([1.0, 1.001]) == "1.00"
+    assert tables.span([41.2, 3.0], ".0f") == "3 to 41"
 
 
 def asked(**more):

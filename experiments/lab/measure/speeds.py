@@ -99,16 +99,14 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
         for pass_ in study.passes:
             measured: dict[str, list[Row]] = {}
             for series in study.at(problem, pass_):
-                own = {}
-                if series in UNSPLIT:
+                own = _splits(series, pass_, problem, bench.describe["multiprocessors"])
+                if own == {"query_splits": 1}:
+                    # The same launch: measuring it twice would only show noise.
                     unsplit = UNSPLIT[series]
-                    own = _splits(unsplit, pass_, problem, bench.describe["multiprocessors"])
-                    if own == {"query_splits": 1}:
-                        # The same launch: measuring it twice would only show noise.
-                        for row in measured[unsplit]:
-                            note = row.note or f"one split: the run of {unsplit}"
-                            yield replace(row, series=series, note=note)
-                        continue
+                    for row in measured[unsplit]:
+                        note = row.note or f"one split: the run of {unsplit}"
+                        yield replace(row, series=series, note=note)
+                    continue
                 rows = _rows(study, series, pass_, problem, arrays, checks, bench.machine, own)
                 measured[series] = list(rows)
                 yield from measured[series]
@@ -122,16 +120,18 @@ def _planned(
     for problem in cases:
         for pass_ in study.passes:
             for series in (s for s in study.at(problem, pass_) if s in study.ours):
-                own = {}
-                if series in UNSPLIT:
-                    own = _splits(UNSPLIT[series], pass_, problem, multiprocessors)
+                own = _splits(series, pass_, problem, multiprocessors)
                 yield from precompile.calls(series, problem, pass_, **own)
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:
-    """query_splits for a pass, both passes' the backward one's; empty where there is no plan."""
+    """query_splits of a series that has them for a pass, both passes' the backward one's; empty
+    where there is no plan.
+    """
+    if series not in UNSPLIT:
+        return {}
     passes = "fwd" if pass_ == "fwd" else "bwd"
-    splits, failure = attempt(lambda: query_splits(problem, multiprocessors, series, passes))
+    splits, failure = attempt(query_splits, problem, multiprocessors, UNSPLIT[series], passes)
     return {} if failure else {"query_splits": splits}
 
 

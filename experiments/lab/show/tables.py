@@ -80,8 +80,13 @@ def between(values: Sequence[float]) -> str:
     """The smallest and the largest: "5 to 135", "1.1 to 1.4"; empty where there are none."""
     if not values:
         return ""
-    form = ".0f" if min(values) >= 4 else ".1f"
-    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
+    return span(values, ".0f" if min(values) >= 4 else ".1f")
+
+
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    """The least and the largest: "1.09 to 1.38", or one number where they look the same."""
+    found = list(values)
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(found), max(found))))
 
 
 def yes_no(causal: bool) -> str:
@@ -108,14 +113,9 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     few = [row for row in timed if (row.n or least) < least]
     if not few:
         return ""
-
-    def span(values: Iterable[int | None]) -> str:
-        found = sorted({value or 0 for value in values})
-        return " to ".join(dict.fromkeys(str(value) for value in (found[0], found[-1])))
-
-    runs = span(row.n for row in few)
+    runs = span((row.n or 0 for row in few), "d")
     names = ", ".join(sorted({row.series for row in few}))
     return (
         f"{len(few)} of {len(timed)} times are of {runs} run{'s' if runs != '1' else ''}: "
-        f"N={span(row.seqlen_q for row in few)}, {names}"
+        f"N={span((row.seqlen_q for row in few), 'd')}, {names}"
     )
