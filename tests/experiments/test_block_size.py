@@ -1,7 +1,7 @@
 """Accesses and times over the block size: what is run, in which units it is drawn, the table."""
 
 import pytest
-from experiment_helpers import made_up, noted_calls
+from experiment_helpers import cells, made_up, noted_calls
 from test_experiments import store_synthetic
 
 from experiments import block_size
@@ -135,11 +135,10 @@ def test_the_figure_has_accesses_and_runtime():
 def test_the_table_is_in_nd(tmp_path):
     store_synthetic("block_size", tmp_path, report.MACHINE)
     text = report.text("block_size", Store(tmp_path))
-    cells = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
-    (line,) = [c for c in cells if c[0] == "128"]
+    by_size = {line[0]: line for line in cells(text)}
+    line = by_size["128"]
     # 3 N / B_c + 1 = 25; with l and m a little more.
     assert line[1:4] == ["25.0", "25.0", "25.5"]
     assert line[6:] == ["3.8", "4.6", "3.8", "4.6"]
-    (beyond,) = [c for c in cells if c[0] == "512"]
-    assert beyond[6:] == ["failed"] * 4
+    assert by_size["512"][6:] == ["failed"] * 4
     assert "medians of 9 runs" in text

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import no_gpu, recorded
+from experiment_helpers import cells, no_gpu, recorded
 
 import fa_numba
 from experiments import block_sparse
@@ -255,12 +255,7 @@ def test_every_share_keeps_its_row(tmp_path):
 def test_the_table(tmp_path, monkeypatch):
     store = recorded(tmp_path, "block_sparse", synthetic(report.MACHINE))
     table = report.text("block_sparse", store)
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table.splitlines()
-        if line.startswith("|")
-    ]
-    by_share = {line[0]: line[1:] for line in cells[2:]}
+    by_share = {line[0]: line[1:] for line in cells(table)[1:]}
     assert list(by_share) == [*map(str, SHARES), "no mask", "furthest from the share"]
     # The paper's, then forward + backward of FA-1 and FA-2 in both dtypes, and forward of all.
     assert by_share["10"][:6] == ["27.2", "0.14", "14.5", "0.14", "29.0", "0.14"]

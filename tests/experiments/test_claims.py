@@ -5,27 +5,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from experiment_helpers import made_up
 
 import fa_numba
 from experiments import claims as measured
 from experiments.lab.measure import calls
-from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record.store import Row
 
 
 def layer_row(series, source, value, seqlen=8192):
     problem = replace(measured.LAYER, seqlen_q=seqlen, seqlen_k=seqlen)
-    return Row(
-        machine="some-gpu",
-        experiment=measured.NAME,
-        series=series,
-        source=source,
-        metric="traffic",
-        unit="bytes",
-        value=value,
-        **row_fields(problem),
-    )
+    return made_up(measured.NAME, problem, series, value, "traffic", source=source)
 
 
 def synthetic():

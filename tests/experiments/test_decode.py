@@ -1,7 +1,7 @@
 """The decoding benchmark: what it measures, draws and tabulates, without and with rows."""
 
 import pytest
-from experiment_helpers import made_up
+from experiment_helpers import cells, made_up
 
 from experiments import decode
 from experiments.lab.record.options import Options
@@ -56,13 +56,11 @@ def test_the_grid_is_the_benchmarks():
 def test_the_table_has_shares_and_the_best_of_torch():
     table = decode.table(synthetic())
     assert "4.00 TB/s" in table.caption
-    header, _, *lines = table.body.splitlines()
+    header, *lines = cells(table.body)
     assert len(lines) == len(decode.SHOWN) <= 10
     large = [p for p in decode.problems(Options()) if decode.cache_bytes(p) >= decode.LARGE_BYTES]
     assert f"Of all {len(large)} problems" in table.caption and "1.17 to 1.17" in table.caption
-    for line in lines:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[-3:] == ["8", "0.88", "1.17"]
+    assert all(line[-3:] == ["8", "0.88", "1.17"] for line in lines)
     assert "FA-2 on wgmma, columns split" in header
 
 
@@ -70,8 +68,7 @@ def test_what_was_not_measured_is_said():
     rows = synthetic(missing=(*decode.PEERS, "fa2-wgmma", "fa2-wgmma-splits"), read=None)
     table = decode.table(rows)
     assert "not measured" in table.caption and "torch cuDNN" not in table.body
-    for line in table.body.splitlines()[2:]:
-        assert [cell.strip() for cell in line.strip("|").split("|")][-2:] == ["-", "-"]
+    assert all(line[-2:] == ["-", "-"] for line in cells(table.body)[1:])
     failed = [row for row in rows if row.batch == 1 and row.heads_k == 32]
     rows = [row for row in rows if row not in failed and row.batch != 1]
     figure = decode.draw(rows)

@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import noted_calls, recorded
+from experiment_helpers import cells, made_up, noted_calls, recorded
 
 import fa_numba
 from experiments import ladder
 from experiments.beside import ceilings
 from experiments.lab.measure import bandwidth, check, counters, peers, timing, variants, workloads
-from experiments.lab.measure.series import row_fields
-from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.measure.workloads import fa2_setting, one_head
 from experiments.lab.record.options import FIGURES, Bench, Options
-from experiments.lab.record.store import Row, Store
+from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import bounds, emulator
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
@@ -28,31 +27,25 @@ def synthetic(machine="some-gpu", labels=ladder.LABELS, causal=False):
         problem = fa2_setting(4096, d, causal, "float16")
         for n, series in enumerate(labels):
             time = 8 * 0.8**n
-            numbers = [("time", "ms", time), ("speed", "TFLOP/s", 100 / time)]
+            numbers, own = {"time": time, "speed": 100 / time}, {"machine": machine}
             if series != ladder.PEER:
-                numbers += [(name, "1", 1e9 * n) for name in ladder.PROFILED]
-                numbers += [("busy", "1", 0.4 + n / 100)] if causal else []
-            for metric, unit, value in numbers:
-                fields = {"metric": metric, "unit": unit, "value": value, "source": "measured"}
-                size = {} if series == ladder.PEER else {"Br": 128, "Bc": 64}
-                fields |= {"machine": machine, "experiment": "ladder", "series": series}
-                rows.append(Row(**fields, **size, **row_fields(problem)))
+                numbers |= {name: 1e9 * n for name in ladder.PROFILED}
+                numbers |= {"busy": 0.4 + n / 100} if causal else {}
+                own |= {"Br": 128, "Bc": 64}
+            for metric, value in numbers.items():
+                rows.append(made_up("ladder", problem, series, value, metric, **own))
     return rows
 
 
-def limits(machine="some-gpu"):
+def limits():
     """Rows of 1000 TFLOP/s of cuBLAS, 2000 of resident wgmma and 4 10^12 exponentials a second."""
-    fields = {"machine": machine, "experiment": "ladder", "source": "measured", "causal": False}
-    fields |= {"batch": 1, "heads_q": 1, "heads_k": 1, "dtype": "float16"}
-    rows = []
-    for series, value, size in zip(
-        ladder.LIMITS, (1000.0, 2000.0, 4.0), (8192, 64, 64), strict=True
-    ):
-        metric = ("rate", "10^12/s") if series == "exponentials" else ("speed", "TFLOP/s")
-        sizes = {"seqlen_q": size, "seqlen_k": size, "head_dim": size}
-        named = dict(zip(("metric", "unit"), metric, strict=True))
-        rows.append(Row(series=series, value=value, **fields, **sizes, **named))
-    return rows
+    problem = one_head(64, 64, dtype="float16")
+    return [
+        made_up("ladder", problem, series, value, metric)
+        for series, value, metric in zip(
+            ladder.LIMITS, (1000.0, 2000.0, 4.0), ("speed", "speed", "rate"), strict=True
+        )
+    ]
 
 
 def test_each_step_adds_one_measure():
@@ -178,29 +171,24 @@ def test_the_ladders_table(tmp_path):
     store = Store(tmp_path)
     assert report.text("ladder", store) == "no recording yet\n"
     recorded(tmp_path, "ladder", synthetic(report.MACHINE))
-    lines = [line for line in report.text("ladder", store).splitlines() if "| 4096 |" in line]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [c[3] for c in cells] == 2 * list(ladder.LABELS.values())
-    assert cells[0][4:] == ["128 x 64", "12.5", "-", "-", "0.00", "0.00", "0.000", "0.00"]
-    assert cells[1][4:] == ["128 x 64", "15.6", "1.25", "2.00", "1.00", "1.00", "1.000", "32.00"]
-    assert cells[len(ladder.LABELS) - 1][4] == "-"
+    _, *lines = cells(report.text("ladder", store))
+    assert [line[3] for line in lines] == 2 * list(ladder.LABELS.values())
+    assert lines[0][4:] == ["128 x 64", "12.5", "-", "-", "0.00", "0.00", "0.000", "0.00"]
+    assert lines[1][4:] == ["128 x 64", "15.6", "1.25", "2.00", "1.00", "1.00", "1.000", "32.00"]
+    assert lines[len(ladder.LABELS) - 1][4] == "-"
 
 
 def test_the_table_has_shares_of_what_was_measured_beside():
     rows = synthetic(labels=HOPPER)
     assert "of cuBLAS" not in ladder.table(rows).body
-    text = ladder.table(rows + limits()).body
-    lines = [[c.strip() for c in x.strip("|").split("|")] for x in text.splitlines() if "|" in x]
-    header, own = (
-        lines[0],
-        next(c for c in lines if c[3] == "+ tiles of the plan" and "128 x" in c[4]),
-    )
+    header, *lines = cells(ladder.table(rows + limits()).body)
+    own = next(c for c in lines if c[3] == "+ tiles of the plan" and "128 x" in c[4])
     shares = [own[header.index(label)] for label in ladder.LIMITS.values()]
     speed = float(own[header.index("TFLOP/s")])
     wanted = speed / 1000, speed / 2000, speed / (4 * 64) / 4
     for share, value in zip(shares, wanted, strict=True):
         assert share.endswith("%") and float(share[:-1]) == pytest.approx(100 * value, abs=0.6)
-    assert ladder.draw(rows + limits()) and len(lines) == 2 + 2 * len(HOPPER)
+    assert ladder.draw(rows + limits()) and len(lines) == 2 * len(HOPPER)
 
 
 def test_what_the_page_says_of_tiles_ahead_on_hopper():
@@ -227,8 +215,7 @@ def test_the_figure_has_bars_of_hopper_where_they_were_measured():
 def test_steps_with_a_mask_have_a_table_of_their_own():
     rows = synthetic(labels=ladder.HOPPER_LABELS, causal=True)
     assert ladder.table(rows) is None and ladder.masked(synthetic()) is None
-    text = ladder.masked(rows + synthetic(labels=HOPPER)).body
-    header, _, *lines = ([c.strip() for c in x.strip("|").split("|")] for x in text.splitlines())
+    header, *lines = cells(ladder.masked(rows + synthetic(labels=HOPPER)).body)
     assert [line[3] for line in lines] == 2 * list(ladder.HOPPER_LABELS.values())
     late = dict(zip(header, lines[len(ladder.HOPPER_LABELS) - 2], strict=True))
     assert late["step"] == "+ row tiles taken late"
@@ -274,10 +261,8 @@ def test_the_kernels_of_the_ceilings_compute_what_is_checked(make):
 
 def test_the_ablation_of_the_third_paper():
     """All measures but one at the paper's size, in a table of its own."""
-    fields = {"machine": "m", "experiment": "ladder", "source": "measured", "metric": "speed"}
-    fields |= {"unit": "TFLOP/s", **row_fields(ladder.ABLATED)}
     rows = [
-        Row(series=name, value=speed, **fields)
+        made_up("ladder", ladder.ABLATED, name, speed, "speed")
         for name, speed in zip(ladder.ABLATIONS, (500.0, 600.0), strict=True)
     ]
     first, second = ladder.ablation(rows).body.splitlines()[2:]

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up
+from experiment_helpers import cells, made_up
 from test_experiments import store_synthetic
 
 import fa_numba
@@ -297,17 +297,13 @@ def test_what_no_kernel_shows_is_counted(monkeypatch):
 def test_the_table_of_steps(tmp_path):
     store_synthetic("loop_cost", tmp_path, report.MACHINE)
     text = report.text("loop_cost", Store(tmp_path))
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
+    lines = cells(text)
     assert [
         *("fwd", "fp16", "64", "4096", "3.33", "1.10", "1.25", "2.00", "2.00", "1.25"),
         *("1.10", "1.20", "0.95", "1.33", "2.00", "2.00"),
-    ] in cells
+    ] in lines
     # The steps of one problem: in 16 bits, without a mask.
-    times = {line[0]: line[2] for line in cells if len(line) == 9}
+    times = {line[0]: line[2] for line in lines if len(line) == 9}
     assert [times[loop_cost.STEPS[step]] for step in TIMES] == [f"{t:.2f}" for t in TIMES.values()]
     assert "medians of 7 to 20 runs" in text
 

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, no_gpu, recorded
+from experiment_helpers import cells, made_up, no_gpu, recorded
 from test_gpt2_table import exact
 
 import fa_numba
 from experiments import numerics
 from experiments.lab.measure import calls, peers
-from experiments.lab.measure.series import PLANES, row_fields
+from experiments.lab.measure.series import PLANES
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, Row, Store
+from experiments.lab.record.store import EMULATOR, Store
 from experiments.lab.show import report
 from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
 from fa_numba import reference
@@ -20,7 +20,6 @@ from fa_numba.problem import Problem
 def synthetic(machine="some-gpu"):
     """A few rows of each kind: FA-2 is off by a rounding, standard by two, torch's by three."""
     rows = []
-    common = {"experiment": "numerics", "unit": "1"}
     for dtype, ours in numerics.OURS.items():
         shown = (*ours, *numerics.THEIRS[dtype])
         for kind in (NORMAL, OUTLIERS):
@@ -30,24 +29,20 @@ def synthetic(machine="some-gpu"):
                 (16384, machine, "measured"),
             ):
                 problem = Problem(1, 4, 4, N, N, 64, dtype=dtype)
-                fields = {"machine": place, "source": source, **row_fields(problem), **common}
+                own = {"machine": place, "source": source, "note": kind}
                 for n, series in enumerate(shown if place == machine else ours):
                     value = (2.0, 1.5, 1.0, 3.0, 1.5, 1.0, 1.0)[n] * numerics.ROUNDING[dtype]
                     metrics = {"error": value, "rmse": value / 10, "max_error": 2 * value}
                     if n in (1, 2) and place == machine:
                         metrics["identical"] = 0.25
                     for metric, number in metrics.items():
-                        more = {"series": series, "metric": metric, "value": number, "note": kind}
-                        rows.append(Row(**more, **fields))
+                        rows.append(made_up("numerics", problem, series, number, metric, **own))
     for kind in (NORMAL, OUTLIERS):
         for V, share in ((128, 1.0), (16384, 0.5)):
-            problem = Problem(64, 1, 1, V, V, 1)
-            fields = {"machine": machine, "source": "measured", **row_fields(problem), **common}
-            for series in (SAFE, ONLINE):
-                metrics = {"error": 2e-7} | ({"identical": share} if series == ONLINE else {})
-                for metric, number in metrics.items():
-                    more = {"series": series, "metric": metric, "value": number, "note": kind}
-                    rows.append(Row(**more, **fields))
+            own = {"machine": machine, "note": kind}
+            of = ("numerics", Problem(64, 1, 1, V, V, 1))
+            rows += [made_up(*of, series, 2e-7, "error", **own) for series in (SAFE, ONLINE)]
+            rows.append(made_up(*of, ONLINE, share, "identical", **own))
     return rows
 
 
@@ -156,13 +151,10 @@ def test_the_precisions_table_is_of_the_longest_and_of_places_of_their_own():
     """bf16x6 errs half as much as float32, fp16x3 twice; the other series are not its own."""
     error = {"fa2-simt": 1.0, "fa2-mma-fp16x3": 2.0, "fa2-mma-bf16x6": 0.5, "fa2-mma-bf16x3": 90.0}
     places = [(NORMAL, 64, 128), (NORMAL, 64, 16384), *numerics.PLANES_AT]
-    common = {"machine": "some-gpu", "experiment": "numerics", "source": "measured"}
-    common |= {"metric": "error", "unit": "1"}
     rows = [
-        Row(series=series, value=1e-7 * value, note=kind, **common, **row_fields(problem))
+        made_up("numerics", Problem(1, 4, 4, N, N, d), series, 1e-7 * x, "error", note=kind)
         for kind, d, N in places
-        for problem in [Problem(1, 4, 4, N, N, d)]
-        for series, value in error.items()
+        for series, x in error.items()
     ]
     shown = [line[:3] + line[-2:] for line in cells(numerics.precisions(rows).body)[1:]]
     assert shown == [

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from experiment_helpers import cells
 
 from experiments import ring
 from experiments.beside import ring_ranks, ring_rows
@@ -323,9 +324,7 @@ def test_the_figure_takes_any_part_of_the_rows():
 
 def test_tables_have_a_line_for_each_call():
     rows = synthetic()
-    body = [line.strip("|").split("|") for line in ring.table(rows).body.splitlines()]
-    cells = [[cell.strip() for cell in line] for line in body]
-    head, lines = cells[0], cells[2:]
+    head, *lines = cells(ring.table(rows).body)
     assert len(lines) == 2 * 4 + 2 * 3
     (line,) = (x for x in lines if x[:3] == ["fwd", "no", "32k"])
     by = dict(zip(head, line, strict=True))

@@ -304,8 +304,7 @@ def test_what_is_recorded_is_both_orders_in_full():
     """The traced bytes of each array are the closed form's, and the file on show is small."""
     store = Store(FIGURES)
     rows = [row for machine in (EMULATOR, MODEL) for row in store.read("timeline", machine)]
-    lines = timeline.table(rows).body.splitlines()[2:]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    _, *cells = experiment_helpers.cells(timeline.table(rows).body)
     assert {row[0] for row in cells} == {timeline.LABELS[series] for series in timeline.SERIES}
     assert all(row[-2] == row[-1] for row in cells)
     of_o = {row[0]: row[5:7] for row in cells if row[4] == "O"}

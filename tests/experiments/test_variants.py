@@ -9,13 +9,12 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from experiment_helpers import flat
+from experiment_helpers import flat, made_up
 
 import fa_numba
 from experiments import variants
 from experiments.beside import variant_times
 from experiments.lab.measure import flex, peers, timing
-from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Bench
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import Row, Store
@@ -33,18 +32,15 @@ def counted():
 def timed(machine="some-gpu", names=("causal", "softcap")):
     """The nth series takes n ms forward, 2n backward; flex_attention fails at a cap."""
     rows = []
-    common = {"machine": machine, "experiment": "variants", "source": "measured"}
-    common |= row_fields(variant_times.TIMED)
     for name, series, pass_ in itertools.product(names, SERIES, variant_times.PASSES):
-        own, n = common | {"series": series, "pass_": pass_}, 1 + SERIES.index(series)
-        value, note = n * (1 + (pass_ == "bwd")), name
+        n, of = 1 + SERIES.index(series), ("variants", variant_times.TIMED, series)
+        own = {"machine": machine, "pass_": pass_, "note": name}
+        numbers = {"time": n * (1 + (pass_ == "bwd")), "compile": n / 4, "visited": 0.25}
         if (name, series) == ("softcap", peers.FLEX):
-            value, note = None, f"{name}; failed: no"
-        rows.append(Row(metric="time", unit="ms", value=value, n=20, note=note, **own))
-        rows.append(Row(metric="compile", unit="s", value=n / 4, note=name, **own))
-        if series != peers.FLEX:
-            rows.append(Row(metric="visited", unit="1", value=0.25, note=name, **own))
-    return rows
+            rows.append(made_up(*of, None, **own | {"note": f"{name}; failed: no"}))
+            del numbers["time"]
+        rows += [made_up(*of, x, metric, **own) for metric, x in numbers.items()]
+    return [row for row in rows if (row.series, row.metric) != (peers.FLEX, "visited")]
 
 
 def test_the_figure_and_the_table_take_any_part_of_the_rows():
