@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, no_gpu, recorded
+from experiment_helpers import cells, made_up, no_gpu, recorded
 
 import fa_numba
 from experiments import gpt2_table
 from experiments.beside import unfused_steps
 from experiments.gpt2_table import PRODUCTS, SETTING, gflop, paper
 from experiments.lab.measure import calls, check, counters, counts, peers, timing
-from experiments.lab.measure.series import columns
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.record.store import EMULATOR, MODEL, Store
 from experiments.lab.show import report
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
@@ -40,27 +39,20 @@ def synthetic(machine="some-gpu"):
         for n, series in enumerate((*ours, *gpt2_table.PEERS[dtype])):
             factor = (5.0, 3.0, 1.0, 4.0, 0.9, 0.8)[n]
             for pass_, value in TIMES.items():
-                common = columns("gpt2_table", series, problem, machine, pass_=pass_)
-                timed = timing.Timing(factor * value, value, 6 * value, 20, 1e-4)
-                rows.append(calls.time_row(timed, **common))
+                of, own = ("gpt2_table", problem, series), {"machine": machine, "pass_": pass_}
+                rows.append(made_up(*of, factor * value, n=20, **own))
                 if series in ours and pass_ != "fwd+bwd":
-                    for source in ("model", "l2", "dram"):
-                        more = {"source": source, "metric": "traffic", "unit": "bytes"}
-                        rows.append(Row(value=factor * value * 1e9, **common | more))
+                    moved = (*of, factor * value * 1e9, "traffic")
+                    rows += [made_up(*moved, source=s, **own) for s in ("model", "l2", "dram")]
+    steps = [(unfused_steps.THEIRS, s, 0.5 * n) for n, s in enumerate(unfused_steps.STEPS, 1)]
+    kernels = enumerate(unfused_steps.PLACES.values(), 1)
+    steps += [(unfused_steps.OURS, place, 0.5 * n) for n, place in kernels]
+    steps += [(series, unfused_steps.FUSED, 0.7) for series in unfused_steps.FUSED_SERIES]
     causal = replace(SETTING, causal=True)
-    common = columns("gpt2_table", "", causal, machine)
-    for series, parts in (
-        (unfused_steps.THEIRS, unfused_steps.STEPS),
-        (unfused_steps.OURS, unfused_steps.PLACES.values()),
-    ):
-        for n, step in enumerate(parts, 1):
-            timed = timing.Timing(0.5 * n, 0.4, 3.0, 20, 0.0)
-            rows.append(calls.time_row(timed, "", step, **common | {"series": series}))
-    for series in unfused_steps.FUSED_SERIES:
-        timed = timing.Timing(0.7, 0.6, 0.8, 20, 0.0)
-        place = common | {"series": series}
-        rows.append(calls.time_row(timed, "", unfused_steps.FUSED, **place))
-    return rows
+    return rows + [
+        made_up("gpt2_table", causal, series, ms, machine=machine, note=step, n=20)
+        for series, step, ms in steps
+    ]
 
 
 # --- what the paper counts -------------------------------------------------------------------

@@ -4,12 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from experiment_helpers import recorded
+from experiment_helpers import made_up, recorded
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
 from experiments.lab.measure import bandwidth, check, peers, timing, variants
-from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Row
@@ -173,16 +172,12 @@ def test_failures_are_rows(monkeypatch):
 
 
 def test_l2_is_what_fits_it_and_dram_what_does_not():
-    problem = fa2_setting(2048, 64)
+    of = NAME, fa2_setting(2048, 64)
 
     def row(size, value):
-        fields = {"source": "measured", "metric": "bandwidth", "unit": "TB/s", "value": value}
-        fields |= {"machine": "some-gpu", "experiment": NAME, "series": experiment.GLOBAL}
-        return Row(note=f"{size} MiB", **fields, **row_fields(problem))
+        return made_up(*of, experiment.GLOBAL, value, "bandwidth", note=f"{size} MiB")
 
-    capacity = {"metric": "capacity", "unit": "bytes", "source": "measured", "series": "l2"}
-    capacity |= {"machine": "some-gpu", "experiment": NAME, "value": 60 * experiment.MIB}
-    room = Row(**capacity, **row_fields(problem))
+    room = made_up(*of, "l2", 60 * experiment.MIB, "capacity")
     found = experiment.bandwidths([room, row(16, 5.0), row(24, 6.0), row(56, 9.0), row(256, 4.0)])
     assert found == {"L2": 6.0, "DRAM": 4.0}
     assert experiment.bandwidths([room, row(56, 9.0), row(80, 8.0)]) == {}
