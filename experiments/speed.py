@@ -6,12 +6,13 @@ attention, FA-2 by planes of 16 bits on tensor cores; peak memory beside inputs 
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
 from .lab.measure import peers, speeds
 from .lab.measure.series import HOPPER_PLANES, LABELS, PLANES, SPLITS, by_planes, precision
-from .lab.record import Row, values
+from .lab.record import Row, nested
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -61,25 +62,18 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    speed = values(rows, "pass_", "head_dim", "causal", "series", "seqlen_q", metric="speed")
-    hopper = [series for series in HOPPER_PLANES if any(at[3] == series for at in speed)]
+    places = nested(rows, attrgetter("pass_", "head_dim", "causal"), "series", "seqlen_q",
+                    metric="speed")  # fmt: skip
+    places = {at: of for at, of in places.items() if any(map(by_planes, of))}
+    hopper = [s for s in HOPPER_PLANES if any(s in of for of in places.values())]
     shown = ("fa2-simt", *PLANES, *hopper)
     lines = []
-    for at in sorted(
-        {at[:3] for at in speed if by_planes(at[3])}, key=lambda at: (at[0] != "fwd", at)
-    ):
-        mine = {at_[3:]: value for at_, value in speed.items() if at_[:3] == at}
-        cells = []
-        for series in shown:
-            over = [
-                value / mine[peers.EFFICIENT, N]
-                for (name, N), value in sorted(mine.items())
-                if name == series and (peers.EFFICIENT, N) in mine
-            ]
+    for at, of in sorted(places.items(), key=lambda item: (item[0][0] != "fwd", item[0])):
+        cells, theirs = [], of.get(peers.EFFICIENT, {})
+        for mine in (of.get(series, {}) for series in shown):
+            over = [value / theirs[N] for N, value in sorted(mine.items()) if N in theirs]
             spread = f"{np.median(over):.2f} ({tables.between(over)})" if over else tables.MISSING
-            longest = max((N for name, N in mine if name == series), default=None)
-            reached = f"{mine[series, longest]:.0f}" if longest else tables.MISSING
-            cells += [reached, spread]
+            cells += [f"{mine[max(mine)]:.0f}" if mine else tables.MISSING, spread]
         lines.append([speeds.PASSES[at[0]], str(at[1]), tables.yes_no(at[2]), *cells])
     names = [*map(precision, shown[: 1 + len(PLANES)]), *(f"{precision(s)}, wgmma" for s in hopper)]
     header = ["pass", "d", "causal"]

@@ -115,31 +115,19 @@ def _range(ratios: Sequence[float]) -> str:
 
 
 def hopper(rows: Sequence[Row]) -> tables.Table | None:
-    speed = values(rows, "pass_", "head_dim", "causal", "seqlen_q", "series", metric="speed")
     peak = values(rows, "series", metric="speed").get(peers.MATMUL)
     lines = []
-    for pass_, d, causal in sorted({key[:3] for key in speed if key[-1] == HOPPER}):
-        own = {
-            N: value
-            for (*place, N, series), value in speed.items()
-            if (*place, series) == (pass_, d, causal, HOPPER)
-        }
-        published_fa3: Mapping[int, float | None] = {
-            int(line["seqlen"]): float(line["value"])
-            for line in published.lookup(
-                paper="fa3",
-                method="FA-3",
-                metric="speed",
-                head_dim=str(d),
-                causal=str(causal).lower(),
-                **{"pass": pass_},
-            )
-        }
-        others: list[Mapping[int, float | None]] = [
-            {N: speed.get((pass_, d, causal, N, series)) for N in own}
-            for series in ("torch-cudnn", "torch-fa2", "fa2-mma")
-        ]
-        cells = [_spread(own, other) for other in (*others, published_fa3)]
+    at = values(rows, "pass_", "head_dim", "causal", metric="speed", series=HOPPER)
+    for pass_, d, causal in sorted(at):
+        where = {"metric": "speed", "pass_": pass_, "head_dim": d, "causal": causal}
+        own, *others = (
+            values(rows, "seqlen_q", series=series, **where)
+            for series in (HOPPER, "torch-cudnn", "torch-fa2", "fa2-mma")
+        )
+        there = {"pass": pass_, "head_dim": str(d), "causal": str(causal).lower()}
+        fa3 = published.lookup(paper="fa3", method="FA-3", metric="speed", **there)
+        others.append({int(line["seqlen"]): float(line["value"]) for line in fa3})
+        cells = [tables.spread([own[N] / of[N] for N in own if N in of]) for of in others]
         fastest = max(own.values())
         share = tables.MISSING if peak is None else f"{100 * fastest / peak:.0f} %"
         lines.append([pass_, str(d), tables.yes_no(causal), f"{fastest:.0f}", share, *cells])
@@ -153,10 +141,6 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
         "speeds: the smallest, the median and the largest over N."
     )
     return tables.of(caption, header, lines)
-
-
-def _spread(own: Mapping[int, float], other: Mapping[int, float | None]) -> str:
-    return tables.spread([value / under for N, value in own.items() if (under := other.get(N))])
 
 
 def errors(rows: Sequence[Row]) -> tables.Table | None:

@@ -1,7 +1,6 @@
 """The command python -m experiments compare: both loop orders at one size of the reader's own."""
 
 import argparse
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -87,22 +86,17 @@ def sides(setting: Setting, gpu: bounds.Device) -> tuple[list[Side], dict[str, s
 
 
 def measure(
-    setting: Setting, found: Sequence[Side], gpu: bounds.Device, machine: str | None,
-    busy: Callable[[str], contextlib.AbstractContextManager[Any]],
-) -> Iterator[Row]:  # fmt: skip
-    """Closed forms, small counts, times with a GPU; `busy(text)` is entered where it takes long."""
-    name = labels(setting.pass_)
+    setting: Setting, found: Sequence[Side], gpu: bounds.Device, machine: str | None
+) -> Iterator[Row]:
+    """Closed forms, small counts, times with a GPU."""
     for side in found:
         yield from _modelled(setting, side, gpu)
-    for side in found:
-        with busy(f"counting {name[side.series]} on the emulator"):
-            yield from _counted(setting, side)
+        yield from _counted(setting, side)
     if machine is not None:
         inputs = Inputs(gradient=setting.pass_ == "bwd")
         checks = calls.Checks(inputs)
         for side in found:
-            with busy(f"timing {name[side.series]}"):
-                yield from _timed(setting, side, inputs, checks, machine)
+            yield from _timed(setting, side, inputs, checks, machine)
 
 
 def _columns(setting: Setting, side: Side, machine: str) -> dict[str, Any]:
@@ -273,12 +267,8 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Se
     if not any(side.planned.algorithm != "standard" for side in found):
         parser.error(next(iter(refused.values())))
 
-    aside = Console(stderr=True)  # what is printed is the table or the JSON alone
-
-    def busy(what: str) -> contextlib.AbstractContextManager[Any]:
-        return aside.status(f"{what} ...")
-
-    rows = list(measure(setting, found, gpu, machine, busy))
+    with Console(stderr=True).status("counting and measuring ..."):
+        rows = list(measure(setting, found, gpu, machine))
     described = dict(device.describe()) if machine else None
     about = provenance.Provenance(list(arguments), described).for_machine(machine or MODEL)
     values = dictionary(setting, refused, rows, about)

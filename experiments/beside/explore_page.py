@@ -9,7 +9,7 @@ from typing import Any
 
 from ..lab.measure.moves import Trace
 from ..lab.measure.series import BACKWARD_LABELS, LABELS
-from ..lab.record import FIGURES, MODEL, Row, Store, provenance
+from ..lab.record import FIGURES, MODEL, Row, Store, nested, provenance, select
 from ..lab.show import report
 from ..lab.show.style import COLOURS
 from . import explore_panels
@@ -42,14 +42,10 @@ class Recorded:
     def curves(self, figure: str, d: int, causal: str) -> Answer:
         """A recording's lines over N, their source, the verdict. Raises ValueError for none."""
         title, name, wanted, unit, key = CURVES[figure]
-        wanted = {**wanted, "head_dim": d, "causal": causal == "yes"}
         labels = BACKWARD_LABELS if figure == "backward" else LABELS
-        lines: dict[str, list[Row]] = {}
-        for row in self.rows(name):
-            fits = all(getattr(row, column) == value for column, value in wanted.items())
-            if fits and not row.failed and row.batch * row.seqlen_q == 16384:
-                lines.setdefault(row.series, []).append(row)
-        if not lines:
+        every = select(self.rows(name), head_dim=d, causal=causal == "yes", **wanted)
+        every = [row for row in every if row.batch * row.seqlen_q == 16384]
+        if not every:
             raise ValueError(f"{title} is not recorded with d={d}, causal={causal}")
         factor = 1e-9 if unit == "GB" else 1
         found = [
@@ -57,14 +53,11 @@ class Recorded:
                 "series": series,
                 "label": labels.get(series, series),
                 "colour": COLOURS.get(series, "#666666"),
-                "points": [
-                    [row.seqlen_q, row.number * factor]
-                    for row in sorted(rows, key=lambda row: row.seqlen_q)
-                ],
+                "points": [[N, value * factor] for N, value in sorted(points.items())],
             }
-            for series, rows in sorted(lines.items())
+            for series, points in sorted(nested(every, "series", "seqlen_q").items())
         ]
-        gpu, every = report.gpu(self._store, name), [r for rows in lines.values() for r in rows]
+        gpu = report.gpu(self._store, name)
         runs = provenance.of_rows(self._store.runs(name, gpu), every)
         machine = provenance.device_name(runs, gpu)
         where = provenance.when_and_where(runs, f"{machine}, {name}")

@@ -1,6 +1,5 @@
 """python -m experiments compare: both orders at one size, counted, modelled and measured."""
 
-import contextlib
 import json
 from dataclasses import replace
 
@@ -20,10 +19,6 @@ H200 = DEVICES["H200"]
 WIDTH = 100
 
 
-def quiet(what):
-    return contextlib.nullcontext()
-
-
 def setting(pass_="fwd", tiles=None, batch=1, heads=2, N=64, Nk=None, d=16, **options):
     sizes = {"seqlen_q": N, "seqlen_k": Nk or N, "head_dim": d}
     return compare.Setting(Problem(batch, heads, heads, **sizes, **options), pass_, tiles)
@@ -31,7 +26,7 @@ def setting(pass_="fwd", tiles=None, batch=1, heads=2, N=64, Nk=None, d=16, **op
 
 def rows_of(asked, machine=None, gpu=H200):
     found, refused = compare.sides(asked, gpu)
-    return found, refused, list(compare.measure(asked, found, gpu, machine, quiet))
+    return found, refused, list(compare.measure(asked, found, gpu, machine))
 
 
 def text_of(asked, machine=None, gpu=H200):
