@@ -246,9 +246,7 @@ def animate(rows: Sequence[Row], note: str) -> bytes | None:
     pairs = _pairs(rows)
     if not pairs:
         return None
-    series = {name: style.COLOURS[name] for name in SERIES}
-    palette = film.Palette(colour, SHARED, REGISTERS, series, LEGEND)
-    return film.gif([[*pair.values()] for pair in pairs], palette, note)
+    return film.gif([[*pair.values()] for pair in pairs], note)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

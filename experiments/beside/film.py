@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,11 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont  # matplotlib brings it
 
+from experiments import timeline
+
 from ..lab.measure.moves import IN_REGISTERS, ROW_TILES, Event, Move, Trace, events, size
 from ..lab.measure.series import LABELS
+from ..lab.show.style import COLOURS
 
 WIDTH, HEIGHT = 1120, 704
 SQUARE, THICK, THIN, SPACE = 248, 66, 14, 12  # S, a matrix N x d, one value a row, between them
@@ -31,17 +33,6 @@ LOOPS = {
 }
 BLACK, QUIET, EMPTY, WHITE = "#111111", "#555555", "#EDEDED", "#FFFFFF"
 Corners = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class Palette:
-    """Colours: of a move, of what sits in shared memory and in registers, of a series."""
-
-    move: Callable[[Move], str]
-    shared: str
-    registers: str
-    series: dict[str, str]
-    legend: dict[str, str]
 
 
 def ticks(traces: Sequence[Trace], most: int = MOST_FRAMES) -> list[int]:
@@ -65,15 +56,15 @@ def ticks(traces: Sequence[Trace], most: int = MOST_FRAMES) -> list[int]:
         apart = max(1.0, 2 * apart)
 
 
-def gif(problems: Sequence[Sequence[Trace]], palette: Palette, note: str) -> bytes:
+def gif(problems: Sequence[Sequence[Trace]], note: str) -> bytes:
     """The problems one after the other, each with its traces from left to right, as a GIF file."""
     inks = _Inks()
     frames: list[Image.Image] = []
     lasting: list[int] = []
     for pair in problems:
         clocks, end = ticks(pair), max(trace.bytes for trace in pair)
-        sides = [_Side(trace, n * WIDTH // 2, end, palette) for n, trace in enumerate(pair)]
-        background = _background(inks, pair[0], palette, note)
+        sides = [_Side(trace, n * WIDTH // 2, end) for n, trace in enumerate(pair)]
+        background = _background(inks, pair[0], note)
         for side in sides:
             side.rest(background)
         frames.append(background.im)
@@ -139,13 +130,13 @@ def _letters(
     return math.floor(left), math.floor(top), tuple(masks)
 
 
-def _background(inks: _Inks, trace: Trace, palette: Palette, note: str) -> _Sheet:
+def _background(inks: _Inks, trace: Trace, note: str) -> _Sheet:
     sheet = _Sheet(inks, Image.new("P", (WIDTH, HEIGHT), inks(WHITE)))
     masked = ", causal" if trace.causal else ""
     sizes = f"N={trace.seqlen}, d={trace.head_dim}, Br={trace.Br}, Bc={trace.Bc}{masked}"
     sheet.text((WIDTH / 2, 24), f"One head, forward, fp32: {sizes}", 15, QUIET, anchor="ms")
     x = 60
-    for shade, name in palette.legend.items():
+    for shade, name in timeline.LEGEND.items():
         sheet.box((x, HEIGHT - 56, x + 19, HEIGHT - 43), shade)
         sheet.text((x + 27, HEIGHT - 44), name, 15, BLACK)
         x += 52 + round(_font(15, False).getlength(name))
@@ -160,10 +151,10 @@ class _Side:
     right of it, the column tiles of K above and of V below. `longest` is the bytes of a full bar.
     """
 
-    def __init__(self, trace: Trace, left: int, longest: int, palette: Palette) -> None:
-        self.trace, self.longest, self.palette = trace, longest, palette
+    def __init__(self, trace: Trace, left: int, longest: int) -> None:
+        self.trace, self.longest = trace, longest
         self.events = events(trace)
-        self.colour = palette.series[trace.series]
+        self.colour = COLOURS[trace.series]
         self.left = left + 60
         self.x, self.y = self.left + THICK + SPACE, 202
         right = self.x + SQUARE + SPACE
@@ -233,11 +224,11 @@ class _Side:
         for held in trace.held:
             if held.start <= clock < held.stop:
                 registers = held.array in IN_REGISTERS
-                shade = self.palette.registers if registers else self.palette.shared
+                shade = timeline.REGISTERS if registers else timeline.SHARED
                 arrays = "lm" if held.array == "L" else held.array  # L is made of both
                 shades |= {(array, held.tile): shade for array in arrays}
         for move in (move for event in moving for move in event.moves):
-            shades[move.array, trace.tile(move)] = self.palette.move(move)
+            shades[move.array, trace.tile(move)] = timeline.colour(move)
         for (array, tile), shade in shades.items():
             sheet.box(self._tile(array, tile), shade)
         begun = [move for move in trace.moves if move.start <= clock]
@@ -253,7 +244,7 @@ class _Side:
         for tile, times in Counter(stored).items():
             left, top, right, bottom = self._tile("O", tile)
             ground = shades.get(("O", tile), EMPTY)
-            shade = BLACK if ground in (EMPTY, self.palette.registers) else WHITE
+            shade = BLACK if ground in (EMPTY, timeline.REGISTERS) else WHITE
             if bottom - top > 16:
                 place = (left + right) / 2, (top + bottom) / 2
                 sheet.text(place, f"{times}×", 15, shade, ground=ground, anchor="mm", bold=True)
@@ -266,16 +257,16 @@ class _Side:
         move = event.moves[0]
         tiles = ", ".join(f"{m.array}{self.trace.tile(m)}" for m in event.moves)
         text = f"{self.trace.lines(event.moves)}: {move.kind} {tiles}"
-        sheet.text((self.left, y), text, 17, self.palette.move(move), bold=True)
+        sheet.text((self.left, y), text, 17, timeline.colour(move), bold=True)
 
     def _bar(self, sheet: _Sheet, begun: Sequence[Move]) -> None:
         """Bytes moved so far, by what moved, as a bar; and how often O went by."""
         y, x = self.y + SQUARE + SPACE + THICK + 44, float(self.left)
         moved: dict[str, int] = {}
         for move in begun:
-            shade = self.palette.move(move)
+            shade = timeline.colour(move)
             moved[shade] = moved.get(shade, 0) + move.bytes
-        for shade in self.palette.legend:
+        for shade in timeline.LEGEND:
             wide = BAR * moved.get(shade, 0) / self.longest
             if wide >= 1:
                 sheet.box((round(x), y, round(x + wide) - 1, y + 21), shade)

@@ -61,11 +61,8 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
     figure, axes = style.new(len(panels), 1, 1.3 + 2.5 * len(panels))
     fastest: list[str] = []
     for (d, causal), ax in zip(panels, axes[:, 0], strict=True):
-        theirs = [
-            line
-            for line in lines
-            if (int(line["head_dim"]), line["causal"] == "true") == (d, causal)
-        ]
+        at = {"head_dim": str(d), "causal": str(causal).lower()}
+        theirs = published.lookup(paper=paper, item=item, metric="speed", **at)
         here = [r for r in mine if (r.head_dim, r.causal) == (d, causal)]
         curves = {bar: _curve(bar, theirs, here) for bar in BARS[paper]}
         _groups(ax, {bar: curve for bar, curve in curves.items() if curve})

@@ -202,11 +202,11 @@ class _Bench:
             travels = series.removeprefix("ring-")
             return lambda q, k, v: ours.ring_attention(q, k, v, travels=travels, causal=causal)
         if series == ULYSSES:
-            to_heads, to_rows = _all_to_all(torch)
+            exchange = _all_to_all(torch)
 
             def run(q: Any, k: Any, v: Any) -> Any:
-                whole = (to_heads.apply(x) for x in (q, k, v))
-                return to_rows.apply(ours.attention(*whole, causal=causal))
+                whole = (exchange(x, True) for x in (q, k, v))
+                return exchange(ours.attention(*whole, causal=causal), False)
 
             return run
         return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
@@ -324,8 +324,10 @@ def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tupl
     return torch.autograd.grad(out, (q, k, v), whole[3].double())
 
 
-def _all_to_all(torch: Any) -> tuple[Any, Any]:
-    """DeepSpeed-Ulysses' two exchanges (arXiv 2309.14509), each the other's gradient."""
+def _all_to_all(torch: Any) -> Any:
+    """DeepSpeed-Ulysses' exchange (arXiv 2309.14509) of rows for heads, if its second argument is
+    true, or of heads for rows: each is the other's gradient.
+    """
     dist = torch.distributed
 
     def heads(x: Any) -> Any:  # (1, H, n, d) to (1, H / P, P n, d)
@@ -344,22 +346,14 @@ def _all_to_all(torch: Any) -> tuple[Any, Any]:
         dist.all_to_all_single(got, sent)
         return got.reshape(1, P * h, N // P, d)
 
-    class ToHeads(torch.autograd.Function):
+    class Exchange(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
-            return heads(x)
+        def forward(ctx, x, to_heads):
+            ctx.to_heads = to_heads
+            return heads(x) if to_heads else rows(x)
 
         @staticmethod
         def backward(ctx, gradient):
-            return rows(gradient)
+            return (rows(gradient) if ctx.to_heads else heads(gradient)), None
 
-    class ToRows(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return rows(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return heads(gradient)
-
-    return ToHeads, ToRows
+    return Exchange.apply
