@@ -549,21 +549,6 @@ def test_counts_are_printed_as_a_table():
     assert len({len(line) for line in wide}) == 1 and "1,000,000,000,000" in wide[1]
 
 
-@pytest.mark.parametrize("N, d, Br, Bc", [(64, 8, 16, 16), (60, 5, 7, 9), (128, 64, 1, 128)])
-def test_unmasked_totals_in_units_of_Nd(N, d, Br, Bc):
-    p, t = square(N, d), Tiles(Br, Bc)
-    Tr, Tc = math.ceil(N / Br), math.ceil(N / Bc)
-
-    def matrices(accesses):
-        return sum(accesses.loads.get(a, 0) + accesses.stores.get(a, 0) for a in "QKVO")
-
-    assert matrices(io.fa1(p, t)) == (3 * Tc + 1) * N * d
-    assert matrices(io.fa1(p, t)) == io.fa1_paper(p, Bc)
-    assert matrices(io.fa2(p, t)) == (2 * Tr + 2) * N * d
-    # One row tile reads each matrix once, which is how the paper counts the standard algorithm.
-    assert io.standard(p, Tiles(N, Bc)).total == io.standard_paper(p) == 4 * N * d + 4 * N * N
-
-
 def test_every_split_of_a_backward_pass_adds_to_dk_and_dv():
     p, t = square(64, 8), Tiles(16, 16)
     one = io.fa1_backward(p, t)
@@ -646,18 +631,6 @@ def test_the_bound_of_the_backward_pass(d):
         assert io.li_liang(p, M) == pytest.approx(2 * (N * N * d * d + N * d**3) / M)
 
 
-def test_exact_counts_follow_the_bounds():
-    """With the papers' B_c = M / 4d the counts are within known constants of the Thetas."""
-    for N, d, M in product([1024, 4096, 16384], [32, 64, 128], [12288, 24576, 57344]):
-        p = square(N, d)
-        Bc = M // (4 * d)
-        T = N / Bc  # = 4 N d / M, and T <= T_c < T + 1
-        ratio = io.fa1(p, Tiles(min(Bc, d), Bc)).total / io.theta_flash(p, M)
-        # (3 T_c + 1) N d of Q, K, V, O and (4 T_c - 2) N of l and m, over T N d / 4
-        assert 12 <= ratio <= 12 + 16 / T + 16 / d * (1 + 1 / T)
-        assert 1 <= io.standard_paper(p) / io.theta_standard(p) <= 4
-
-
 @pytest.mark.parametrize("passes, factor", [("fwd", 1), ("bwd", 2.5), ("fwd+bwd", 3.5)])
 def test_flops_are_the_published_convention(passes, factor):
     # FA-2 section 4.1: batch 8, N = 2048, 16 heads of d = 128: 16k tokens, hidden dimension 2048.
@@ -666,52 +639,6 @@ def test_flops_are_the_published_convention(passes, factor):
     assert io.flops(replace(p, causal=True), passes) * 2 == io.flops(p, passes)
     assert io.flops(Problem(1, 2, 1, 3, 5, 7), passes) == factor * 4 * 2 * 3 * 5 * 7
     assert io.flops(p) == io.flops(p, "fwd")
-
-
-def test_workspace():
-    p = Problem(2, 4, 2, 10, 7, 8)
-    padded = 8  # rows of S start at 16-byte addresses
-    assert io.workspace("standard", p) == 4 * 2 * 4 * 10 * padded
-    assert io.workspace("standard", p, return_lse=True) == 4 * 2 * 4 * 10 * padded
-    assert io.workspace("fa1", p) == io.workspace("fa1", p, return_lse=True) == 8 * 2 * 4 * 10
-    assert io.workspace("fa2", p) == 4 * 2 * 4 * 10
-    assert io.workspace("fa2", p, return_lse=True) == 0
-    for dtype in ("float16", "bfloat16"):
-        halves = replace(p, dtype=dtype)
-        assert io.workspace("fa1", halves) == (8 + 4 * 8) * 2 * 4 * 10  # O in float32
-        odd = replace(halves, head_dim=7)  # rows at 8-byte addresses
-        assert io.workspace("fa1", odd) == io.workspace("fa1", halves)
-        sums = 4 * 2 * 4 * 10 * 8  # dQ in float32
-        for x in (halves, odd):
-            assert io.workspace("fa1", x, passes="bwd") == sums
-            assert io.workspace("fa2", x, passes="bwd") == sums + 4 * 2 * 4 * 10
-            assert io.workspace("fa2", x, passes="bwd", deterministic=True) == 4 * 2 * 4 * 10
-            split = io.workspace("fa1", x, passes="bwd", query_splits=2)
-            assert split == sums + 2 * 4 * 2 * 2 * 7 * 8  # dK and dV too
-        assert io.workspace("fa2", halves) == 4 * 2 * 4 * 10
-        assert 2 * io.workspace("standard", halves) == io.workspace("standard", p)
-        wide = replace(halves, seqlen_k=9)  # 18 bytes
-        assert io.workspace("standard", wide) == 2 * 2 * 4 * 10 * 16
-        assert io.workspace("standard", wide, passes="bwd") == 2 * 2 * 2 * 4 * 10 * 16
-    assert io.workspace("standard", p, passes="bwd") == 2 * 4 * 2 * 4 * 10 * padded
-    assert io.workspace("fa1", p, passes="bwd") == 0
-    assert io.workspace("fa2", p, passes="bwd") == 4 * 2 * 4 * 10
-
-
-def test_workspace_of_packed_sequences_and_of_lengths():
-    options = {"q_lens": (3, 0, 10), "kv_lens": (7, 4, 1)}
-    p = Problem(3, 4, 2, 10, 7, 8, **options)
-    packed = replace(p, packed=True)
-    for passes in ("fwd", "bwd"):
-        assert io.workspace("fa1", p, passes=passes) == (2 * 4 * 120 if passes == "fwd" else 0)
-        assert io.workspace("fa2", p, passes=passes) == 4 * 120
-        assert io.workspace("fa2", packed, passes=passes) == 4 * 4 * 13
-        matrices = 1 if passes == "fwd" else 2
-        for problem in (p, packed):
-            space = io.workspace("standard", problem, passes=passes)
-            assert space == 4 * matrices * 120 * 8
-    assert io.workspace("fa1", packed) == 2 * 4 * 4 * 13
-    assert io.workspace("fa1", replace(packed, dtype="float16")) == (2 + 8) * 4 * 4 * 13
 
 
 PLAIN, SPARSE = square(4, 4), replace(square(4, 4), sparse=True)

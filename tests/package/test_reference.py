@@ -383,11 +383,6 @@ def test_the_other_layout_is_the_same_call(compute, names):
         np.testing.assert_allclose(out, ref, rtol=0, atol=20 * np.finfo(ref.dtype).eps)
 
 
-def test_no_cap_is_what_0_asks_for():
-    q, k, v = random_inputs(1, 2, 1, 4, 5, 3)
-    np.testing.assert_array_equal(attention(q, k, v, softcap=0.0), attention(q, k, v))
-
-
 # --- gradients -------------------------------------------------------------------------------
 
 IN_FLOAT64 = [attention_backward, partial(unfused_backward, dtype=np.float64)]
