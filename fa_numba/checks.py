@@ -62,6 +62,15 @@ def check_name(name: str, value: Any, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} is {value!r}: allowed is one of {', '.join(allowed)}")
 
 
+def check_alone(mask_shape: Sequence[int], bias: Any) -> None:
+    """Raise ValueError for an ``attn_mask`` beside a ``bias``."""
+    if bias is not None:
+        raise ValueError(
+            f"attn_mask is given, of shape {tuple(mask_shape)}, with a bias: allowed is one of the "
+            "two, and numbers in attn_mask are added as a bias is"
+        )
+
+
 def check_grid_size(name: str, size: int) -> None:
     """Raise ValueError for more than a grid has places for along its second or third axis."""
     if size > 65535:

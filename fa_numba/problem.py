@@ -158,11 +158,7 @@ class Problem:
         shapes do not tell.
         """
         if attn_mask is not None:
-            if options.get("bias") is not None:
-                raise ValueError(
-                    f"attn_mask is given, of shape {tuple(attn_mask)}, with a bias: allowed is one "
-                    "of the two, and numbers in attn_mask are added as a bias is"
-                )
+            checks.check_alone(attn_mask, options.get("bias"))
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
             lens |= {"block_table": block_table}
             found = cls.from_shapes(q_shape, k_shape, v_shape, **lens, **options)

@@ -11,7 +11,7 @@ import numpy as np
 
 import fa_numba
 from fa_numba import mods
-from fa_numba.checks import as_flag, as_splits, kind_of
+from fa_numba.checks import as_flag, as_splits, check_alone, kind_of
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, check_tangent, on_host, operand
@@ -205,11 +205,7 @@ def _held(
 
 def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What ``attn_mask`` adds to the scores, differentiable in a mask of numbers."""
-    if bias is not None:
-        raise ValueError(
-            f"attn_mask is given, of shape {tuple(mask.shape)}, with a bias: allowed is one of the "
-            "two, and numbers in attn_mask are added as a bias is"
-        )
+    check_alone(mask.shape, bias)
     kind = str(mask.dtype).removeprefix("torch.")
     if kind not in MASKS:
         raise TypeError(f"attn_mask has dtype {kind}: allowed is {' or '.join(MASKS)}")

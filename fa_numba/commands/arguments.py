@@ -14,35 +14,42 @@ WIDTH = 100  # columns of a terminal that every output fits into
 MAX_SEQLEN = 1 << 20
 
 
+def saying(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse``, as argparse says what its ValueError says."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
 def whole(least: int, most: int) -> Callable[[str], int]:
     """A parser of an integer from `least` to `most`."""
 
+    @saying
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no integer: allowed is {least} to {most}"
-            ) from None
+            raise ValueError(f"{text!r} is no integer: allowed is {least} to {most}") from None
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is outside: allowed is {least} to {most}")
+            raise ValueError(f"{value} is outside: allowed is {least} to {most}")
         return value
 
     return parse
 
 
+@saying
 def tiles(text: str) -> Tiles:
     """Block sizes such as 64x128: rows of Q times rows of K and V."""
     try:
         Br, Bc = map(int, text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no BRxBC: allowed is such as 64x128"
-        ) from None
-    try:
-        return Tiles(Br, Bc)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise ValueError(f"{text!r} is no BRxBC: allowed is such as 64x128") from None
+    return Tiles(Br, Bc)
 
 
 def finite(text: str) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
 from fa_numba.checks import as_splits
 from fa_numba.choices.units import UNITS
-from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, tiles, whole
+from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, saying, tiles, whole
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.plans import Plan
@@ -99,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         how.add_argument(
             f"--{splits.replace('_', '-')}",
-            type=functools.partial(_splits, splits),
+            type=_splits(splits),
             default="auto",
             metavar="S",
             help=f"thread blocks that share {what} (default auto)",
@@ -107,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     where.add_argument(
         "--device",
-        type=_device,
+        type=saying(bounds.named),
         metavar="GPU",
         help=f"one of {', '.join(bounds.DEVICES)} (default: the GPU here, or {_STAND_IN})",
     )
@@ -121,18 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _splits(name: str, text: str) -> int | str:
-    try:
-        return as_splits(name, int(text) if text.lstrip("-").isdigit() else text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _device(name: str) -> Device:
-    try:
-        return bounds.named(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _splits(name: str) -> Callable[[str], int | str]:
+    return saying(lambda text: as_splits(name, int(text) if text.lstrip("-").isdigit() else text))
 
 
 def run(args: argparse.Namespace) -> str:
