@@ -73,9 +73,8 @@ def with_a_gpu(monkeypatch):
 
 def test_the_sides_are_both_orders_and_standard():
     found, refused = compare.sides(setting(dtype="float16", N=1024, heads=4), H200)
-    assert [side.series for side in found] == [
-        *("fa1-mma", "fa1-mma-splits", "fa2-mma", "standard-mma")
-    ]
+    names = ["fa1-mma", "fa1-mma-splits", "fa2-mma", "standard-mma"]
+    assert [side.series for side in found] == names
     assert refused == {} and found[1].options == {"query_splits": 8}
     assert [side.planned.kernels[0].grid[0] for side in found[:2]] == [1, 8]
     found, _ = compare.sides(setting(N=1024, heads=600), H200)
@@ -285,10 +284,8 @@ def test_a_gpu_measures(arguments, capsys):
 def test_one_head_has_the_accesses_of_every_head():
     for asked in (setting(batch=3, heads=4), setting("bwd", batch=3, heads=4, causal=True)):
         head = replace(asked, problem=compare.one_head(asked.problem))
-        for whole, one in zip(
-            compare.sides(asked, H200)[0], compare.sides(head, H200)[0], strict=True
-        ):
+        (found, _), (heads, _) = (compare.sides(each, H200) for each in (asked, head))
+        for whole, one in zip(found, heads, strict=True):
             assert whole.planned.accesses.total == 12 * one.planned.accesses.total
-            assert np.prod(whole.planned.problem.q_shape) == 12 * np.prod(
-                one.planned.problem.q_shape
-            )
+            sizes = [np.prod(side.planned.problem.q_shape) for side in (whole, one)]
+            assert sizes[0] == 12 * sizes[1]

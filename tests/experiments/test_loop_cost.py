@@ -132,6 +132,10 @@ def measured(monkeypatch, *, counted=True, head_dim=64, causal=False, seqlen=512
     return rows, stub
 
 
+def on(rows, unit, passes="fwd"):
+    return [r for r in rows if (r.pass_, series.unit(r.series)) == (passes, unit)]
+
+
 def test_each_step_runs_as_it_says(monkeypatch):
     rows, stub = measured(monkeypatch)
     forward = [
@@ -158,16 +162,14 @@ def test_each_step_runs_as_it_says(monkeypatch):
     by_tile = [c for c in stub.calls if c["rows"] == 128 and c["unit"] != "wgmma"]
     assert [c["unit"] for c in by_tile] == ["simt"] * 4 + ["mma"] * 4
     assert [c.rows for c in stub.cases if c.rows] == [128, 128, 192]
-    found = loop_cost.by_step(r for r in rows if (r.pass_, series.unit(r.series)) == ("fwd", "mma"))
+    half = on(rows, "mma")
+    found = loop_cost.by_step(half)
     assert found["fa2-one-block", "measured", "instructions"] == 4
     assert found["fa2-fa1-tiles", "measured", "instructions"] == 1
     # FA-1's tiles, threads and all, until the last step.
-    half = [r for r in rows if (r.pass_, series.unit(r.series)) == ("fwd", "mma")]
     tiles = {loop_cost.step_of(r.series): (r.Br, r.Bc) for r in half}
     assert tiles["fa1-splits"] == tiles["fa2-one-block"] == tiles["fa2-fa1-tiles"] == tiles["fa1"]
-    (fa1,) = {
-        fa_numba.plan((2, 2, 512, 64), (2, 2, 512, 64), algorithm="fa1", dtype="float16").tiles
-    }
+    fa1 = fa_numba.plan(*[(2, 2, 512, 64)] * 2, algorithm="fa1", dtype="float16").tiles
     assert {c["tiles"] for c in by_tile if c["unit"] == "mma"} == {fa1} and fa1.threads
 
 
@@ -176,9 +178,9 @@ def test_the_backward_steps(monkeypatch):
     backward = [c for c in stub.calls if c["passes"] == "bwd" and c["unit"] == "mma"]
     assert [c["algorithm"] for c in backward] == ["fa1", "fa1", "fa2", "fa2"]
     assert [c.get("query_splits", 1) > 1 for c in backward] == [False, True, False, False]
-    for on in ("mma", "wgmma"):
-        of = [r.series for r in rows if (r.pass_, series.unit(r.series)) == ("bwd", on)]
-        assert {*map(loop_cost.step_of, of)} == {"fa1", "fa1-splits", "fa2-fa1-tiles", "fa2"}
+    for unit in ("mma", "wgmma"):
+        of = {loop_cost.step_of(r.series) for r in on(rows, unit, "bwd")}
+        assert of == {"fa1", "fa1-splits", "fa2-fa1-tiles", "fa2"}
     assert all(r.causal for r in rows) and not stub.cases  # counters are read without a mask
 
 
@@ -202,15 +204,11 @@ def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
     assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
 
 
-def on_hopper(rows, passes="fwd"):
-    return [r for r in rows if (r.pass_, series.unit(r.series)) == (passes, "wgmma")]
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
     """FA-1 begins at its own, of more columns than FA-2's registers hold."""
     rows, stub = measured(monkeypatch, head_dim=head_dim)
-    tiles = {loop_cost.step_of(r.series): (r.Br, r.Bc) for r in on_hopper(rows)}
+    tiles = {loop_cost.step_of(r.series): (r.Br, r.Bc) for r in on(rows, "wgmma")}
     assert tiles.pop("fa1-own") == (128, 256)
     assert set(tiles.values()) == {(192 if head_dim == 64 else 128, 128)}
     assert {"fa1", "fa1-splits", "fa2-one-block", "fa2-fa1-tiles", "fa2"} < set(tiles)
@@ -220,7 +218,7 @@ def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
     (counted,) = [c for c in stub.cases if c.unit == "wgmma" and c.rows]
     assert (counted.tiles[0], counted.tiles[3]) == (counted.rows, 2)
     # Of FA-2's two runs one is measured.
-    mine, other = ([r.value for r in on_hopper(rows) if r.series == f"fa2-wgmma{x}"
+    mine, other = ([r.value for r in on(rows, "wgmma") if r.series == f"fa2-wgmma{x}"
                     and r.source != MODEL] for x in ("", "-fa1-tiles"))  # fmt: skip
     assert mine == other != []
 
@@ -228,7 +226,7 @@ def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
 def test_without_hopper_its_steps_are_not_measured(monkeypatch):
     monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (8, 9))
     rows, stub = measured(monkeypatch)
-    assert rows and not on_hopper(rows) + on_hopper(rows, "bwd")
+    assert rows and not on(rows, "wgmma") + on(rows, "wgmma", "bwd")
     assert loop_cost.TABLES["loop_cost_hopper"](rows) is None
     assert loop_cost.FIGURES["loop_cost_hopper"](rows) is None
 
@@ -284,7 +282,7 @@ def test_operations_beside_the_products():
 
 def test_what_no_kernel_shows_is_counted(monkeypatch):
     rows, _ = measured(monkeypatch)
-    found = loop_cost.by_step(r for r in rows if (r.pass_, series.unit(r.series)) == ("fwd", "mma"))
+    found = loop_cost.by_step(on(rows, "mma"))
     problem = fa2_setting(512, 64, False, "float16")
     fa1 = io_model.fa1(problem, series.plan("fa1-mma", problem).tiles).bytes
     assert found["fa1-unnormalised", "model", "traffic"] == fa1
@@ -311,7 +309,7 @@ def test_the_table_of_steps(tmp_path):
 def test_hoppers_steps_have_a_table_and_a_figure_of_their_own():
     """Of made-up times: FA-1 from its own tiles to FA-2's, then as the others."""
     rows = [*synthetic(), *synthetic_on_hopper()]
-    found = loop_cost.factors(loop_cost.by_step(on_hopper(rows)))
+    found = loop_cost.factors(loop_cost.by_step(on(rows, "wgmma")))
     assert (found["total"], found["tiles"], found["order"]) == (2.25, 0.9, 1.25)
     for way in (("splits", "order"), ("order_one_block", "grid")):
         assert found["total"] == pytest.approx(math.prod(found[name] for name in (*way, "tiles")))
@@ -321,13 +319,8 @@ def test_hoppers_steps_have_a_table_and_a_figure_of_their_own():
     assert loop_cost.table(rows) == loop_cost.table(synthetic())
     figure = loop_cost.FIGURES["loop_cost_hopper"](rows)
     assert figure.axes[0].get_title().startswith("forward, fp16, wgmma, N=4096, d=64; ")
-    assert said(figure.axes[0]) == [
-        "36 ms",
-        "×0.90, 40 ms",
-        "×2.00, 20 ms",
-        "×1.25, 16 ms",
-        "16 ms",
-    ]
+    shown = ["36 ms", "×0.90, 40 ms", "×2.00, 20 ms", "×1.25, 16 ms", "16 ms"]
+    assert said(figure.axes[0]) == shown
     assert loop_cost.FIGURES["loop_cost_hopper"](synthetic()) is None
 
 

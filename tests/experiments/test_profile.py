@@ -72,6 +72,9 @@ def fake_ncu(monkeypatch, tmp_path):
     return install
 
 
+BENCH = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+
+
 class FakeCounts:
     """Counts as the emulator has them, of one kernel."""
 
@@ -189,8 +192,7 @@ def ladder_options(run):
 def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
     fake_ncu(every_metric())
     monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(run.problem.seqlen_q))
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    rows = list(profile.measure(Options(quick=True), bench))
+    rows = list(profile.measure(Options(quick=True), BENCH))
     assert len({(row.machine, *row.key) for row in rows}) == len(rows)
     measured = {(r.series, r.pass_, r.metric): r for r in rows if r.machine == "some-gpu"}
     kernels = {(run.series, run.pass_) for run in profile.runs()}
@@ -275,8 +277,7 @@ def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch)
         return names
 
     monkeypatch.setattr(profiler, "usable", then_broken)
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    rows = [r for r in profile.measure(Options(quick=True), bench) if r.machine == "some-gpu"]
+    rows = [r for r in profile.measure(Options(quick=True), BENCH) if r.machine == "some-gpu"]
     failed = {row.metric for row in rows if row.failed}
     assert "shared wavefronts" in failed and "fma instructions" not in failed
     assert all("Failed to find metric" in row.note for row in rows if row.failed)
@@ -452,8 +453,7 @@ def test_a_cell_says_where_the_two_differ():
 def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     fake_ncu(every_metric())
     monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(1))
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    rows = list(profile.measure(Options(quick=True), bench))
+    rows = list(profile.measure(Options(quick=True), BENCH))
     tables = [make(rows) for make in (profile.table, *profile.TABLES.values())]
     kernels = len(profile.runs()) - 2  # standard attention's backward passes
     header = [line for t in tables for line in t.body.splitlines()[0].strip("| ").split(" | ")]

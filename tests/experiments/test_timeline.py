@@ -20,7 +20,7 @@ from experiments.lab.record import registry, runner
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.show import style
-from fa_numba import Tiles, algorithms, emulator, io_model
+from fa_numba import Tiles, algorithms, io_model
 
 # N, d, Br, Bc, causal: ragged ends, one tile, more rows or more columns in a tile.
 SHAPES = [
@@ -40,10 +40,14 @@ def options(N, d, Br, Bc, causal):
     return Options(seqlens=(N,), head_dims=(d,), tiles=((Br, Bc),), causal=(causal,))
 
 
+def measured(*shape):
+    return [row for part in timeline.measure(options(*shape), Bench()) for row in part]
+
+
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def traced(request):
     """The rows of both orders at a shape, and the traces in them."""
-    rows = [row for part in timeline.measure(options(*request.param), Bench()) for row in part]
+    rows = measured(*request.param)
     assert not [row.note for row in rows if row.failed]
     return request.param, rows, moves.traces(rows)
 
@@ -133,6 +137,10 @@ def boxes(ax):
     return found
 
 
+def said(ax):
+    return " ".join(text.get_text() for text in ax.texts)
+
+
 def test_the_figure_has_a_box_for_every_move_as_high_as_its_bytes(traced):
     _, rows, traces = traced
     figure = timeline.draw(rows)
@@ -143,22 +151,18 @@ def test_the_figure_has_a_box_for_every_move_as_high_as_its_bytes(traced):
             want = [max(m.bytes / 1e3, thin) for m in trace.moves if timeline.colour(m) == shade]
             np.testing.assert_allclose(drawn.get(shade, []), want)
         assert len(drawn[timeline.SHARED]) == sum(h.array in "QKV" for h in trace.held)
-        said = " ".join(text.get_text() for text in ax.texts)
         stored = trace.select(("O",), "store")
         most = max(sum(move.first == other.first for other in stored) for move in stored)
-        assert ("written once" if most == 1 else f"{most} times, ") in said
-        assert ("never read" in said) == (not trace.select(("O",), "load"))
+        assert ("written once" if most == 1 else f"{most} times, ") in said(ax)
+        assert ("never read" in said(ax)) == (not trace.select(("O",), "load"))
         assert moves.size(trace.bytes) in ax.get_title()
 
 
 def test_fa1_is_shown_to_read_o_again_and_fa2_is_not():
     """Three column tiles: two of three passes read O, all three write it; FA-2 writes it once."""
-    rows = [r for part in timeline.measure(options(24, 4, 8, 8, False), Bench()) for r in part]
-    left, right = timeline.draw(rows).axes
-    assert "written 3 times, and read 6 times in all" in " ".join(
-        text.get_text() for text in left.texts
-    )
-    assert "written once, and never read" in " ".join(text.get_text() for text in right.texts)
+    left, right = timeline.draw(measured(24, 4, 8, 8, False)).axes
+    assert "written 3 times, and read 6 times in all" in said(left)
+    assert "written once, and never read" in said(right)
     assert timeline.AGAIN in boxes(left) and timeline.AGAIN not in boxes(right)
 
 
@@ -215,8 +219,7 @@ def places(data, shade):
 
 def test_the_animation_shows_tiles_where_they_lie():
     """Three by three tiles, FA-1: of O and l, m at the right, level with their rows of S; of S."""
-    rows = [r for part in timeline.measure(options(24, 4, 8, 8, False), Bench()) for r in part]
-    data = timeline.animate(rows, "")
+    data = timeline.animate(measured(24, 4, 8, 8, False), "")
     for shade, passes in ((timeline.WRITTEN, 3), (timeline.AGAIN, 2)):
         assert [i for i, _ in places(data, shade)] == [0, 1, 2] * passes
     computed = places(data, style.COLOURS["fa1-simt"])
@@ -224,7 +227,7 @@ def test_the_animation_shows_tiles_where_they_lie():
 
 
 def test_a_frame_shows_all_that_has_moved_since_the_one_before(monkeypatch):
-    rows = [r for part in timeline.measure(options(16, 4, 8, 8, False), Bench()) for r in part]
+    rows = measured(16, 4, 8, 8, False)
     monkeypatch.setattr(film, "ticks", lambda traces: [film.events(traces[0])[-1].start])
     image = Image.open(io.BytesIO(timeline.animate(rows, "")))
     image.seek(1)
@@ -271,8 +274,7 @@ def test_no_move_falls_between_two_frames(traced):
 
 
 def test_of_the_default_shape_a_frame_has_one_tile_of_each_order():
-    rows = Store(FIGURES).read("timeline", EMULATOR)
-    traces = moves.traces(rows)
+    traces = moves.traces(recorded())
     clocks = [-1, *film.ticks(traces)]
     for trace in traces:
         begun = [event.start for event in film.events(trace)]
@@ -281,8 +283,7 @@ def test_of_the_default_shape_a_frame_has_one_tile_of_each_order():
 
 
 def test_several_problems_are_shown_one_after_the_other():
-    parts = [options(16, 4, 8, 8, False), options(16, 4, 8, 8, True)]
-    rows = [[r for rs in timeline.measure(part, Bench()) for r in rs] for part in parts]
+    rows = [measured(16, 4, 8, 8, causal) for causal in (False, True)]
     counts = [len(frames(timeline.animate(each, ""))) for each in rows]
     both = rows[0] + rows[1]
     assert len(timeline.draw(both).axes) == 4
@@ -353,10 +354,7 @@ def test_bad_tiles_are_refused_before_anything_runs(arguments, message, capsys, 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (
-            (4096, 64, 64, 64, False),
-            "tiles 64x64 at N=4096 make 64 x 64 tiles of S: allowed are 1024",
-        ),
+        ((4096, 64, 64, 64, False), "at N=4096 make 64 x 64 tiles of S: allowed are 1024"),
         ((64, 256, 256, 256, False), "needs 1048576 bytes of shared memory, the device has"),
     ],
 )
@@ -378,9 +376,8 @@ def test_a_shape_of_the_readers_own(tmp_path, monkeypatch):
     assert set(made) == {"timeline.svg", "timeline.png", "timeline.gif"}
     assert command.main(["draw", *wanted]) == 0
     assert made == {path.name: path.read_bytes() for path in tmp_path.glob("timeline.*")}
-    assert {(r.seqlen_q, r.Br, r.Bc) for r in Store(tmp_path).read("timeline", MODEL)} == {
-        (20, 8, 8)
-    }
+    stored = Store(tmp_path).read("timeline", MODEL)
+    assert {(r.seqlen_q, r.Br, r.Bc) for r in stored} == {(20, 8, 8)}
 
 
 def test_tiles_make_a_part_of_an_experiment():
@@ -398,14 +395,9 @@ def test_the_emulator_is_what_is_traced(monkeypatch):
     ran = []
 
     def call(series, problem, *arrays, **given):
-        def run():
-            assert not timeline.device.on_gpu()
-            ran.append(series)
-
-        return run
+        return lambda: ran.append((series, timeline.device.on_gpu()))
 
     monkeypatch.setattr(timeline, "call", call)
-    rows = [r for part in timeline.measure(options(16, 4, 8, 8, False), Bench()) for r in part]
-    assert ran == list(timeline.SERIES)
+    rows = measured(16, 4, 8, 8, False)
+    assert ran == [(series, False) for series in timeline.SERIES]
     assert {row.source for row in rows} == {"model"}  # nothing was accessed
-    assert hasattr(emulator, "TileAccess")

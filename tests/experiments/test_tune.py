@@ -208,12 +208,9 @@ def swept(wrong=(), more=()):
         patch.setattr(tune, "time_call", time_call)
         patch.setattr(tune.peers, "available", lambda: False)
         patch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-        for name, value in (
-            ("SEQLENS", {"mma": (32,), "wgmma": (32,)}),
-            ("CHECKED_SEQLEN", 32),
-            ("THREADS", (32, 64)),
-        ):
-            patch.setattr(tune, name, value)
+        patch.setattr(tune, "SEQLENS", {"mma": (32,), "wgmma": (32,)})
+        patch.setattr(tune, "CHECKED_SEQLEN", 32)
+        patch.setattr(tune, "THREADS", (32, 64))
         blocks = {("mma", "fwd"): ((16, 32), (16, 32)), ("mma", "bwd"): ((16,), (16,))}
         patch.setattr(tune, "BLOCKS", blocks)
         patch.setattr(tune, "fa2_setting", tune.one_head)
@@ -251,10 +248,8 @@ def test_stages_are_told_apart():
     two = Tiles(32, 32, 32, stages=2)
     _, rows = swept(more=((two, 0.5),))
     found = tune.best(rows)
-    assert (found["fa1-mma", "fwd", 16][0], found["fa2-mma", "fwd", 16][0]) == (
-        Tiles(32, 32, 32),
-        two,
-    )
+    chosen = [found[series, "fwd", 16][0] for series in ("fa1-mma", "fa2-mma")]
+    assert chosen == [Tiles(32, 32, 32), two]
     places = {r.place for r in rows if r.series == "fa2-mma" and r.pass_ == "fwd"}
     assert {"threads=32", "threads=32 stages=2"} < places
 
@@ -354,11 +349,7 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     assert {(192, 96, 512, 2), (128, 128, 384, 2)} < {astuple(c.tiles) for c in hopper}
     wanted = zip(kinds, everything, strict=True)
     assert some == [c for kind, c in wanted if kind == ("fa2-mma", "bwd", 64)]
-    for bad in (
-        ["--head-dims", "300"],
-        ["--series", "x"],
-        ["--passes", "both"],
-    ):
+    for bad in (["--head-dims", "300"], ["--series", "x"], ["--passes", "both"]):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
     assert len(calls) == 2
