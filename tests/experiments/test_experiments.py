@@ -704,13 +704,14 @@ def test_a_table_of_counters_is_read_and_added_up_by_call():
         "l1tex__m_xbar2l1tex_read_sectors.sum": 2.5e9,
         "l1tex__m_l1tex2xbar_write_sectors.sum": 4,
     }
-    one, failed, two = counters.assign(launches, [2, "failed: out of memory", 1])
+    found = counters.by_case(launches, [2, "failed: out of memory", 1])
+    one, failed, two = map(counters.total, found)
     assert counters.l2_bytes(one) == 32 * (2.5e9 + 3e6 + 4 + 5)
     assert counters.dram_bytes(one) == 1268.5e6 + 512 + 3000
     assert failed == "failed: out of memory"
     assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * (9 + 6), 15)
     with pytest.raises(counters.CountersError, match="saw 3 kernels where 4 were launched"):
-        counters.assign(launches, [3, 1])
+        counters.by_case(launches, [3, 1])
 
 
 @pytest.mark.parametrize(
@@ -729,7 +730,7 @@ def test_every_unit_of_ncu_has_its_factor(unit, factor):
 
 def test_ratios_are_taken_and_never_added_up():
     launches = [{"a.sum": 1.0, "b.ratio": 0.25}] * 3
-    one, several = counters.assign(launches, [1, 2])
+    one, several = map(counters.total, counters.by_case(launches, [1, 2]))
     assert one == launches[0]
     assert several == "failed: b.ratio of 2 kernels cannot be added up"
 

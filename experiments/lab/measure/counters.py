@@ -183,38 +183,35 @@ def _number(name: str, value: str, unit: str) -> float:
     return number * _UNITS[unit]
 
 
-def assign(
-    launches: Sequence[Mapping[str, float]], kernels: Sequence[int | str]
-) -> list[dict[str, float] | str]:
-    """Each call's values from the launches in order, or why it failed; `kernels` has how many each
-    call launched. Totals (.sum) are added up; a ratio only a call of one kernel has.
-    """
+def by_case(
+    launches: Sequence[dict[str, float]], kernels: Sequence[int | str]
+) -> list[list[dict[str, float]] | str]:
+    """Each call's launches, in order, or why it failed; `kernels` has how many each call made."""
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
         raise CountersError(f"ncu saw {len(launches)} kernels where {expected} were launched")
-    results: list[dict[str, float] | str] = []
-    at = 0
-    for count in kernels:
-        if isinstance(count, str):
-            results.append(count)
-            continue
-        mine = launches[at : at + count]
-        at += count
-        ratios = [name for name in mine[0] if not name.endswith(".sum")] if mine else []
-        if ratios and count > 1:
-            results.append(f"failed: {', '.join(ratios)} of {count} kernels cannot be added up")
-        else:
-            names = mine[0] if mine else ()
-            results.append({name: sum(launch[name] for launch in mine) for name in names})
-    return results
+    left = iter(launches)
+    return [n if isinstance(n, str) else [next(left) for _ in range(n)] for n in kernels]
+
+
+def total(launches: Sequence[dict[str, float]] | str) -> dict[str, float] | str:
+    """A call's values, or why it failed: totals (.sum) are added up, a ratio only a call of one
+    kernel has.
+    """
+    if isinstance(launches, str):
+        return launches
+    names = launches[0] if launches else ()
+    ratios = [name for name in names if not name.endswith(".sum")]
+    if ratios and len(launches) > 1:
+        return f"failed: {', '.join(ratios)} of {len(launches)} kernels cannot be added up"
+    return {name: sum(launch[name] for launch in launches) for name in names}
 
 
 def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
     """Run the cases under ncu, in one process: metric -> value of each, or why it failed. Raises
     CountersError without ncu, and where ncu itself fails.
     """
-    table, kernels = _run(cases, metrics)
-    return assign(parse(table, metrics), kernels)
+    return [total(launches) for launches in count_kernels(cases, metrics)]
 
 
 def count_kernels(
@@ -222,10 +219,7 @@ def count_kernels(
 ) -> list[list[dict[str, float]] | str]:
     """The same for each kernel of a case by itself, in launch order; ratios too."""
     table, kernels = _run(cases, metrics)
-    launches = parse(table, metrics)
-    assign([{}] * len(launches), kernels)  # refuses another number of launches
-    left = iter(launches)
-    return [n if isinstance(n, str) else [next(left) for _ in range(n)] for n in kernels]
+    return by_case(parse(table, metrics), kernels)
 
 
 def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
@@ -233,12 +227,9 @@ def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
     table, kernels = _run(cases, (OPCODES,), _INSTANCES)
     launches = parse_opcodes(table)
     every = sorted(set().union(*launches))
-    sums = [{f"{name}.sum": launch.get(name, 0.0) for name in every} for launch in launches]
     return [
-        result
-        if isinstance(result, str)
-        else {name.removesuffix(".sum"): number for name, number in result.items()}
-        for result in assign(sums, kernels)
+        mine if isinstance(mine, str) else {op: sum(x.get(op, 0.0) for x in mine) for op in every}
+        for mine in by_case(launches, kernels)
     ]
 
 
