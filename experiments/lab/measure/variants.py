@@ -127,32 +127,22 @@ def _profiled(
     experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str],
     counted: Callable[[Problem], bool],
 ) -> Iterator[Row]:  # fmt: skip
-    # By place: a comparison may have several variants of one series.
-    runs = [
-        (at, n, problem, variant)
-        for at, (problem, variants) in enumerate(work)
-        for n, variant in enumerate(variants)
-        if variant.same_as is None
-    ]
-    wanted = [run for run in runs if counted(run[2])]
-    cases = [_case(problem, variant) for _, _, problem, variant in wanted]
+    wanted = [(p, v) for p, variants in work for v in variants if v.same_as is None and counted(p)]
+    cases = [_case(problem, variant) for problem, variant in wanted]
     metrics = (*counters.TRAFFIC, *profiled.values())
     results = counters.count_or_say(cases, metrics, bench.say) if cases else None
-    read = {
-        (at, n): result
-        for (at, n, _, _), result in zip(wanted, results or (), strict=results is not None)
-    }
-    found: dict[tuple[int, int], list[Row]] = {}
-    for at, n, problem, variant in runs:
-        result = read.get((at, n))
-        rows = _counted(experiment, variant, problem, result, bench.machine, profiled)
-        found[at, n] = list(rows)
-    for at, (_, variants) in enumerate(work):
-        first = {variant.series: n for n, variant in reversed(list(enumerate(variants)))}
-        for n, variant in enumerate(variants):
+    read = iter(results or ())
+    for problem, variants in work:
+        # Of several variants of one series a copy is of the first.
+        found: dict[str, list[Row]] = {}
+        for variant in variants:
             if variant.same_as is not None:
-                found[at, n] = copies(variant, found[at, first[variant.same_as]])
-            yield from found[at, n]
+                rows = copies(variant, found[variant.same_as])
+            else:
+                result = next(read) if results is not None and counted(problem) else None
+                rows = list(_counted(experiment, variant, problem, result, bench.machine, profiled))
+            found.setdefault(variant.series, rows)
+            yield from rows
 
 
 def _launches(problem: Problem, variant: Variant) -> int:
