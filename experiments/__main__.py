@@ -275,7 +275,8 @@ def _command(arguments: Sequence[str] | None) -> int:
             if args.command == "draw" or runner.machine is None:
                 side_by_side(runner, chosen)
     except KeyboardInterrupt:
-        console.print("[yellow]interrupted; the rows so far are kept: the same command goes on[/]")
+        kept = "kept: the same command goes on" if options.complete else "stored"
+        console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")
         return 130
     reports = runner.reports
     missing = [name for name in chosen if not reports[name].drawn_from]

@@ -172,18 +172,12 @@ def test_two_runs_at_once_lose_no_row(bench):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_a_part_is_gone_on_with_by_the_same_command(bench, error):
-    bench.stop, bench.error, part = 64, error, {"seqlens": (32, 64)}
+def test_a_part_that_is_cut_off_stores_its_rows(bench, error):
+    bench.stop, bench.error = 64, error
     with contextlib.suppress(KeyboardInterrupt):
-        bench("run", **part)
-    assert not bench.rows and bench.measured == [32]
-    bench.stop = None
-    assert bench("run", "another", **part) == [32, 64, 128, "counters"]
-    bench.stop = 64
-    with contextlib.suppress(KeyboardInterrupt):
-        bench("run", **part)
-    bench.stop = None
-    assert bench("run", **part) == [64, 128, "counters"] and len(bench.rows) == 6
+        bench(seqlens=(32, 64))
+    assert bench.measured == [32] and len(bench.rows) == 2
+    assert not list(bench.partial.iterdir())
 
 
 def test_loops_of_one_label_are_told_apart(tmp_path):

@@ -73,6 +73,7 @@ class Runner:
                     about=self.about(name, module),
                     of=self.described(name, module),
                     complete=self.options.complete,
+                    goes_on=self.options.complete,
                 )
                 if before is None and self.options.complete:
                     self._keep(name, outcomes.get(EMULATOR, Outcome()), texts)
@@ -161,9 +162,11 @@ class Runner:
 
     def _record(
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], about: About,
-        of: Mapping[str, Any], complete: bool,
+        of: Mapping[str, Any], complete: bool, goes_on: bool,
     ) -> dict[str, Outcome]:  # fmt: skip
-        """Keep rows as they come, and put them into the recording at the end."""
+        """Keep rows as they come, and put them into the recording at the end; those of a run that
+        is cut off where no other `goes_on` with it.
+        """
         with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
             start = time.monotonic()
 
@@ -179,7 +182,7 @@ class Runner:
             except StoreError:
                 raise  # nothing more can be stored
             except BaseException:
-                recorder.stop()
+                recorder.stop() if goes_on else recorder.finish(complete=False)
                 raise
             outcomes = recorder.finish(complete=complete)
             for machine, outcome in outcomes.items():
@@ -220,6 +223,7 @@ class Runner:
                 about=self._provenance.for_machine,
                 of=self._provenance.for_machine(self.machine),
                 complete=False,
+                goes_on=True,
             )
             self._keep_fastest(wanted, self.machine, self.gpu["compute_capability"])
         return 1 if report.error else 0
