@@ -363,8 +363,9 @@ class Wgmma(Unit):
         chosen = choices.tiles is not None and not p.sparse  # whose blocks have tiles
         if chosen or choices.ablate or choices.query_splits != 1:
             return "tiles, measures to do without or query_splits were chosen, which units share"
-        if choices.warp_partition != "rows" or choices.algorithm != "fa2":
-            return "it is taken by name alone but for fa2, whose warps share rows"
+        others = choices.algorithm != "fa2" and not request.features.precision
+        if choices.warp_partition != "rows" or others:
+            return "it is taken by name alone but for fa2 and planes, whose warps share rows"
         if request.features.precision and p.seqlen_q <= GROUP_ROWS:
             return "few rows of float32 in planes, which were not timed"
         narrow = request.features.precision and p.largest_dim <= PANEL // 2

@@ -388,9 +388,11 @@ def test_ieee_is_what_a_call_without_the_option_runs():
     with as_gpu("H200"):
         assert fa_numba.plan(Q, K, precision="fp16x3").unit == "mma"
         for d, unit in ((128, "wgmma"), (136, "mma")):
-            assert fa_numba.plan(*[(1, 8, 500, d)] * 2, precision="fp16x3").unit == unit
-        in_fa1s_order = {"precision": "fp16x3", "algorithm": "fa1"}  # by name alone
-        assert fa_numba.plan(*[(1, 8, 500, 64)] * 2, **in_fa1s_order).unit == "mma"
+            for algorithm in ("fa1", "fa2"):
+                how = {"precision": "fp16x3", "algorithm": algorithm}
+                assert fa_numba.plan(*[(1, 8, 500, d)] * 2, **how).unit == unit
+        how |= {"algorithm": "fa1", "warp_partition": "keys"}
+        assert fa_numba.plan(*[(1, 8, 500, 64)] * 2, **how).unit == "mma"
         back = {"precision": "fp16x3", "passes": "bwd"}
         for d, unit in ((32, "mma"), (64, "wgmma"), (128, "wgmma"), (136, "mma")):
             assert fa_numba.plan(*[(1, 8, 500, d)] * 2, **back).unit == unit
