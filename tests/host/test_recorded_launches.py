@@ -384,7 +384,7 @@ def test_seeds_and_offsets_are_no_part_of_a_kept_call(gpu, kept):
     """Words of each call's own: all of the seed's 64 bits and the offset's 32."""
     call = call_of("q", "k", "v", dropout_p=0.5)
     cases = [{}, {"seed": 3}, {"offset": 3}, {"seed": 2**63 + 2**31}, {"seed": 2**64 - 1},
-             {"offset": 2**32 - 1}, {"seed": 1, "offset": 2}]  # fmt: skip
+             {"offset": 2**32 - 1}, {"seed": 1, "offset": 2}, {"seed": 0, "offset": 0}]  # fmt: skip
     for options in cases:
         asked(gpu, call.having(**options), call.made("interface"))
         given, (low, high, offset) = gpu.given[-1], (0, 0, 0)
