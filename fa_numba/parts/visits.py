@@ -163,12 +163,12 @@ def make_next_row(spec):
 
 
 @part
-def make_first_of_heads(spec, single):
+def _make_first_of_heads(spec):
     """``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``: from row tile i0 of head h on,
-    the first visit of column tile j0, of that head or, unless it is the ``single`` one, of those
+    the first visit of column tile j0, of that head or, unless a block has a single one, of those
     behind it up to h_end, which is the head where there is none.
     """
-    sparse, next_row = spec.features.sparse, make_next_row(spec)
+    sparse, single, next_row = spec.features.sparse, spec.single_head, make_next_row(spec)
 
     def first_of_heads(h, i0, head, j0, h_end, i_first, i_end):
         if sparse:
@@ -181,6 +181,39 @@ def make_first_of_heads(spec, single):
         return h, i0
 
     return first_of_heads
+
+
+@part
+def make_first_visit(spec):
+    """``first_visit(head, j0, h_end, i_first, i_end)``: the head and row tile of a column tile's
+    first visit; ``head`` is the first of its query heads.
+    """
+    first_of_heads = _make_first_of_heads(spec)
+
+    def first_visit(head, j0, h_end, i_first, i_end):
+        return first_of_heads(head.h, i_first, head, j0, h_end, i_first, i_end)
+
+    return first_visit
+
+
+@part
+def make_next_visit(spec):
+    """``next_visit(h, i0, head, j0, h_end, i_first, i_end)``: the head and row tile after this one,
+    the next head's first behind the last of a head; of a single head h and i_first are not asked
+    for, and take no registers.
+    """
+    Br, single, sparse = spec.Br, spec.single_head, spec.features.sparse
+    first_of_heads = _make_first_of_heads(spec)
+
+    def next_visit(h, i0, head, j0, h_end, i_first, i_end):
+        h_next, i_next = h, uint32(i0 + Br)
+        if sparse:
+            return first_of_heads(h, i_next, head, j0, h_end, i_first, i_end)
+        if not single and i_next >= i_end:
+            h_next, i_next = uint32(h + 1), i_first
+        return h_next, i_next
+
+    return next_visit
 
 
 @part

@@ -106,6 +106,11 @@ class WgmmaBackwardSpec(GradientSpec):
         return 3 if self.algorithm == "fa1" else 2
 
     @property
+    def single_head(self) -> bool:
+        """Whether a block takes rows of one query head, as the kernel knows."""
+        return not self.grouped if self.algorithm == "fa1" else self.splits_rows
+
+    @property
     def shuffles_group(self) -> bool:
         """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: in
         FlashAttention-2, with a late dQ, or with rows of two boxes and without options but a causal

@@ -255,21 +255,22 @@ def test_backward_twins_on_hoppers_unit():
     assert in_common(*parameters) == in_common(*parameters[::-1])
     used = [parts_used(m, "consume") for m in WGMMA_BACKWARD_TWINS]
     assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 20
-    # One goes over the columns and carries dQ through memory; the other adds to it, and drops.
+    # One goes over the columns, has a word of what comes next, and carries dQ through memory; the
+    # other adds to it, and drops.
     only = [set(a) - set(b) for a, b in (used, used[::-1])]
     own = [{n for n in names if n.startswith(("gradients", "visits"))} for names in only]
     assert own == [
         {"visits.rows_of_pass", "visits.row_sees_more"},
         {
             *("gradients.scale_and_bias", "gradients.add_dq", "gradients.write_columns"),
-            *("gradients.scale_dv", "gradients.write_dv"),
+            *("gradients.scale_dv", "gradients.write_dv", "visits.next_visit"),
         },
     ]
     assert {n.partition(".")[0] for n in only[0]} == {
         *("fa1_gradients", "visits", "grid", "d_pipeline", "kv_pipeline", "scores"),
     }
     names = {n.partition(".")[0] for n in only[1]}
-    assert names == {"gradients", "key_tiles", "drawing", "scores"}
+    assert names == {"gradients", "key_tiles", "drawing", "scores", "visits"}
     taken = [steps(m, "consume", "more") for m in WGMMA_BACKWARD_TWINS]
     assert in_common(*taken) == in_common(*taken[::-1]) and len(in_common(*taken)) >= 17
     # Every line of each algorithm's inner loop, and what stands around it.
@@ -357,7 +358,7 @@ def test_bodies_differ_in_few_lines(twins):
 
 @pytest.mark.parametrize(
     "twins, shared",
-    [(WGMMA_TWINS, 0.42), (WGMMA_BACKWARD_TWINS, 0.4)],
+    [(WGMMA_TWINS, 0.43), (WGMMA_BACKWARD_TWINS, 0.405)],
     ids=["fwd-wgmma", "bwd-wgmma"],
 )
 def test_producers_and_consumers_share_lines(twins, shared):

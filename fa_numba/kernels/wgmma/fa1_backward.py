@@ -34,54 +34,54 @@ def make_backward(spec):
 
     @device_function
     def produce(shared, Q, K, V, O, dO, rows):
-        first, heads, i_begin, i_stop = rows
-        h_end = uint32(first.h + heads)
+        head, heads, i_begin, i_stop = rows
+        h_end = uint32(head.h + heads)
         stage, phase = uint32(0), uint32(1)
         # Alg. 4 line 6: for each column tile j
         j0 = uint32(0)
-        while j0 < first.Nk:
-            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
+        while j0 < head.Nk:
+            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, head)
             # Alg. 4 line 7: load Kj, Vj
             kv_pipeline.acquire(shared.bars, Slot(uint32(0), uint32(j0 // Bc % 2 ^ 1)))
-            fa1_gradients.fa1_load_columns(shared, K, V, j0, first)
-            h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+            fa1_gradients.fa1_load_columns(shared, K, V, j0, head)
+            h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
             h, i0 = h_first, i_start
             while fa1_gradients.is_visit(h, h_end, i0, i_end):
                 # Alg. 4 line 10: load Qi, dOi, Oi
                 slot = Slot(stage, phase)
-                word = fa1_gradients.pass_word(h, i0, first, j0, h_end, i_first, i_end)
+                word = fa1_gradients.pass_word(h, i0, head, j0, h_end, i_first, i_end)
                 q_pipeline.acquire(shared.bars, slot)
                 fa1_gradients.write_pass_word(shared, slot, word)
-                fa1_gradients.load_rows(shared, Q, dO, O, i0, grid.member(first, h), slot)
+                fa1_gradients.load_rows(shared, Q, dO, O, i0, grid.member(head, h), slot)
                 stage, phase = q_pipeline.next(slot)
-                h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+                h, i0 = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             j0 = uint32(j0 + Bc)
 
     @device_function
     def produce_values(shared, L, rows):
-        first, heads, i_begin, i_stop = rows
-        h_end = uint32(first.h + heads)
+        head, heads, i_begin, i_stop = rows
+        h_end = uint32(head.h + heads)
         stage, phase, j0 = uint32(0), uint32(1), uint32(0)
-        while j0 < first.Nk:
-            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
-            h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+        while j0 < head.Nk:
+            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, head)
+            h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
             h, i0 = h_first, i_start
             while fa1_gradients.is_visit(h, h_end, i0, i_end):
                 # Alg. 4 line 10: load Li
                 slot = Slot(stage, phase)
                 q_pipeline.acquire(shared.bars, slot)
-                fa1_gradients.load_lse(shared, L, i0, grid.member(first, h), slot)
+                fa1_gradients.load_lse(shared, L, i0, grid.member(head, h), slot)
                 stage, phase = q_pipeline.next(slot)
-                h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+                h, i0 = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             j0 = uint32(j0 + Bc)
 
     @device_function
     def produce_dots(shared, columns, rows):
-        first, heads, i_begin, i_stop = rows
-        h_end, n, j0 = uint32(first.h + heads), uint32(0), uint32(0)
-        while j0 < first.Nk:
-            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
-            h, i0 = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+        head, heads, i_begin, i_stop = rows
+        h_end, n, j0 = uint32(head.h + heads), uint32(0), uint32(0)
+        while j0 < head.Nk:
+            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, head)
+            h, i0 = visits.first_visit(head, j0, h_end, i_first, i_end)
             n_end = uint32(n + fa1_gradients.visits_of_pass(heads, i_first, i_end))
             while fa1_gradients.is_nth_visit(n, n_end, h, h_end, i0, i_end):
                 # Alg. 4 line 19: Di = rowsum(dOi o Oi), in every pass
@@ -92,7 +92,7 @@ def make_backward(spec):
                     q_pipeline.wait(shared.bars, slot)
                 fa1_gradients.row_dots(shared, slot.stage, columns)
                 n = uint32(n + 1)
-                h, i0 = fa1_gradients.next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+                h, i0 = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             j0 = uint32(j0 + Bc)
 
     @device_function
@@ -103,20 +103,20 @@ def make_backward(spec):
         rdV, rB = cuda.local.array(RV, float32), cuda.local.array(1, float32)
         sK, sV, sQ, sdO, sdS, _, sL, _, bars = shared
         thread = grid.transposed_thread()
-        first, heads, i_begin, i_stop = rows
-        h_end, sums = uint32(first.h + heads), (A, results.dQ)
+        head, heads, i_begin, i_stop = rows
+        h_end, sums = uint32(head.h + heads), (A, results.dQ)
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # Alg. 4 line 5: dQ = 0
-        fa1_gradients.initialise_dq(rdQ, sums, scale, first, h_end, i_begin, i_stop, thread)
+        fa1_gradients.initialise_dq(rdQ, sums, scale, head, h_end, i_begin, i_stop, thread)
         stage, phase = uint32(0), uint32(0)
         # Alg. 4 line 6: for each column tile j
         j0 = uint32(0)
-        while j0 < first.Nk:
-            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
+        while j0 < head.Nk:
+            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, head)
             column0 = uint32(j0 + 64 * thread.w)
             # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
             gradients.start_columns(rdK, rdV)
-            h_first, i_start = fa1_gradients.first_of_pass(first, j0, h_end, i_first, i_end)
+            h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
             h, i0 = h_first, i_start
             more = fa1_gradients.is_visit(h, h_end, i0, i_end)
             kv_pipeline.wait(bars, Slot(uint32(0), uint32(j0 // Bc % 2)))
@@ -127,7 +127,7 @@ def make_backward(spec):
             # FA-1 line 9, FA-2 line 8: for each i that sees column tile j, of each query head
             while more:
                 slot, at = Slot(stage, phase), gradients.places(stage)
-                member = grid.member(first, h)
+                member = grid.member(head, h)
                 tile = Tile(i0, column0, member, thread)
                 fa1_gradients.read_pass_word(rB, shared, slot)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT
@@ -173,15 +173,15 @@ def make_backward(spec):
                 fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, member, thread)
                 transposed.wait_scores(rS, False)
                 stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
-            if fa1_gradients.has_visits(first, j0, h_end, i_first, i_end):
+            if fa1_gradients.has_visits(head, j0, h_end, i_first, i_end):
                 q_pipeline.release(bars, Slot(stage, phase))
                 stage, phase = q_pipeline.next(Slot(stage, phase))
 
             # FA-1 line 24, FA-2 line 18: write dKj, dVj
             pingpong.sync_consumers()  # nobody reads Kj and Vj any more
             gradients.scale_columns(rdK, scale)
-            fa1_gradients.fa1_write_columns(rdK, sK, results.dK, column0, first, thread)
-            fa1_gradients.fa1_write_dv(rdV, sV, results.dV, column0, first, thread)
+            fa1_gradients.fa1_write_columns(rdK, sK, results.dK, column0, head, thread)
+            fa1_gradients.fa1_write_dv(rdV, sV, results.dV, column0, head, thread)
             kv_pipeline.release_by(bars, Slot(uint32(0), uint32(0)), thread)
             j0 = uint32(j0 + Bc)
 

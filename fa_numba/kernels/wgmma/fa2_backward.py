@@ -31,7 +31,7 @@ def make_producers(spec):
     and D.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
-    (drawing,) = bind(spec, wgmma.drawing)
+    drawing, visits = bind(spec, wgmma.drawing, wgmma.visits)
     (q_pipeline,) = bind(spec.pipelines.q, wgmma.pipeline)
 
     @device_function
@@ -39,8 +39,8 @@ def make_producers(spec):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
         # Alg. 2 line 6: load Kj, Vj
         gradients.load_columns(shared, K, V, j0, key_tiles.shared_key_head(head, Q, K))
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_start
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Qi, dOi
             slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
@@ -48,13 +48,13 @@ def make_producers(spec):
             gradients.load_q(shared, Q, i0, member, slot)
             gradients.load_do(shared, dO, i0, member, slot)
             stage, phase = q_pipeline.next(slot)
-            h, i0 = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h, i0 = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
 
     @device_function
     def produce_values(shared, Q, K, L, D, group, options):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_start
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Li, Di
             slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
@@ -62,7 +62,7 @@ def make_producers(spec):
             Lh, Dh = grid.query_rows(L, member), grid.query_rows(D, member)
             gradients.load_values(shared, Lh, Dh, i0, head.Nq, slot)
             stage, phase = q_pipeline.next(slot)
-            h, i0 = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h, i0 = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
 
     @device_function
     def produce_drawing(shared, rows, K, V, group, options):
@@ -72,8 +72,8 @@ def make_producers(spec):
         if first:
             # Alg. 2 line 6: load Kj, Vj
             gradients.load_columns(shared, K, V, j0, key_tiles.shared_key_head(head, Q, K))
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(1), h_first, i_start
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Qi, dOi, Li, Di
             slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
@@ -86,7 +86,7 @@ def make_producers(spec):
                 gradients.load_values(shared, Lh, Dh, i0, head.Nq, slot)
             drawing.draw_tile(shared, i0, j0, member, slot)
             stage, phase = q_pipeline.next(slot)
-            h, i0 = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h, i0 = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
 
     return produce, produce_values, produce_drawing
 
@@ -102,7 +102,7 @@ def make_backward(spec, atomic=True):
     produce, produce_values, produce_drawing = producers
     grid, gradients = bind(spec, wgmma.grid, wgmma.gradients)
     pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
-    key_tiles, drawing = bind(spec, wgmma.key_tiles, wgmma.drawing)
+    key_tiles, drawing, visits = bind(spec, wgmma.key_tiles, wgmma.drawing, wgmma.visits)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
     (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
@@ -124,8 +124,8 @@ def make_backward(spec, atomic=True):
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
         gradients.start_columns(rdK, rdV)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_start
         more = i0 < i_end and h < h_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -166,7 +166,7 @@ def make_backward(spec, atomic=True):
             else:
                 cuda.syncwarp()  # all lanes have read Li and Di
             gradients.wait_columns(rdK, rdV, atomic)
-            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h_next, i_next = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = key_tiles.takes_more(words, h_next, h_end, i_next)

@@ -21,7 +21,8 @@ from fa_numba.parts.records import GroupThread, Slot, Tile
 def make_planes_consumer(spec):
     """``consume`` of ``fa2_backward.make_backward``."""
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
-    pingpong, products, planes = bind(spec, wgmma.pingpong, wgmma.products, wgmma.plane_gradients)
+    pingpong, visits, planes = bind(spec, wgmma.pingpong, wgmma.visits, wgmma.plane_gradients)
+    (products,) = bind(spec, wgmma.products)
     (transposed,) = bind(spec.transposed, wgmma.products)
     (of_values,) = bind(spec.of_values, wgmma.plane_gradients)  # dPT = V dOT, dV = PT dO
     (scores,) = bind(spec.masked_part, wgmma.scores)
@@ -42,8 +43,8 @@ def make_planes_consumer(spec):
         own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
         gradients.start_columns(rdK, rdV)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_start
         more = i0 < i_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -80,7 +81,7 @@ def make_planes_consumer(spec):
             pingpong.sync_group(thread.w)  # dSij is there
             # Alg. 2 line 15: dSij Kj
             planes.begin_own_dq(rdQ, sdS, own, sK, own)
-            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h_next, i_next = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = key_tiles.takes_more(words, h_next, h_end, i_next)
@@ -114,8 +115,9 @@ def make_planes_consumer(spec):
 def make_wide_consumers(spec):
     """``consume`` beyond d = 64: one warpgroup makes S, P and dV, the other dP, dS and dK."""
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
-    pingpong, products, planes = bind(spec, wgmma.pingpong, wgmma.products, wgmma.plane_gradients)
-    (transposed,), (wide,) = bind(spec.transposed, wgmma.products), bind(spec, wgmma.wide_gradients)
+    pingpong, visits, planes = bind(spec, wgmma.pingpong, wgmma.visits, wgmma.plane_gradients)
+    products, wide = bind(spec, wgmma.products, wgmma.wide_gradients)
+    (transposed,) = bind(spec.transposed, wgmma.products)
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, *_ = wgmma.pipelines(spec)
     RS, RP, RQ, RK, _ = spec.tile_registers
@@ -131,8 +133,8 @@ def make_wide_consumers(spec):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
         wide.start_column(rdV)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_start
         more = i0 < i_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -154,7 +156,7 @@ def make_wide_consumers(spec):
             planes.split_pt(rP, rS)
             do_pipeline.wait(bars, slot)
             planes.begin_product(rT, rP, sdO, at.out)
-            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h_next, i_next = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = key_tiles.takes_more(words, h_next, h_end, i_next)
@@ -194,8 +196,8 @@ def make_wide_consumers(spec):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dKj = 0, on chip
         wide.start_column(rdK)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_start
         more = i0 < i_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -225,7 +227,7 @@ def make_wide_consumers(spec):
             # Alg. 2 line 16: dKj += dSijT Qi
             planes.wait_tile(rT)
             planes.add_columns(rdK, rT, of_q)
-            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h_next, i_next = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = key_tiles.takes_more(words, h_next, h_end, i_next)

@@ -23,7 +23,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pipeline, pingpong, wide = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.wide_gradients)
-    (drawing,) = bind(spec, wgmma.drawing)
+    drawing, visits = bind(spec, wgmma.drawing, wgmma.visits)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
     (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (wide_dv,) = bind(spec.of_values, wgmma.wide_gradients)
@@ -42,8 +42,8 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
         wide_dv.start_column(rdV)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_start
         more = i0 < i_end and h < h_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -68,7 +68,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             # Alg. 2 line 12: dVj += PijT dOi
             do_pipeline.wait(bars, slot)
             of_values.add_product(rdV, rP, sdO, at.out)
-            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h_next, i_next = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = h_next < h_end
@@ -99,8 +99,8 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dKj = 0, on chip
         wide.start_column(rdK)
-        h_first, i_begin = key_tiles.first_visit(head, j0, h_end, i_first, i_end)
-        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_begin
+        h_first, i_start = visits.first_visit(head, j0, h_end, i_first, i_end)
+        stage, phase, h, i0 = uint32(0), uint32(0), h_first, i_start
         more = i0 < i_end and h < h_end
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
@@ -125,7 +125,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             gradients.ds_of_columns(rdS, rdS, rdP, rS, sL, at.values, tile)
             # Alg. 2 line 16: dKj += dSijT Qi
             transposed.add_product(rdK, rdS, sQ, at.rows)
-            h_next, i_next = key_tiles.next_visit(h, i0, head, j0, h_end, i_first, i_end)
+            h_next, i_next = visits.next_visit(h, i0, head, j0, h_end, i_first, i_end)
             after = q_pipeline.next(slot)
             next_stage, next_phase = after
             more = h_next < h_end

@@ -20,14 +20,20 @@ from fa_numba.parts.mma.pairs import (
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Fa1BackwardShared, GroupThread, Tile
 from fa_numba.parts.visits import (
-    make_first_of_heads,
+    make_first_visit,
     make_is_unseen,
+    make_next_visit,
     make_row_starts,
     make_visit_ahead,
     next_by,
 )
 from fa_numba.parts.wgmma.epilogue import make_write_tile
-from fa_numba.parts.wgmma.gradients import load_column_tiles, make_places, value_place
+from fa_numba.parts.wgmma.gradients import (
+    column_pairs,
+    load_column_tiles,
+    make_places,
+    value_place,
+)
 from fa_numba.parts.wgmma.listed import make_read_word, make_word
 from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
@@ -80,36 +86,17 @@ def make_rows_of_block(spec):
 
 
 @part
-def make_next_of_pass(spec):
-    """``next_of_pass(h, i0, first, j0, h_end, i_first, i_end)``: the head and row tile after this
-    one; of a single query head h and i_first are not asked for, and take no registers.
-    """
-    Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
-    first_of_heads = make_first_of_heads(spec, not grouped)
-
-    def next_of_pass(h, i0, first, j0, h_end, i_first, i_end):
-        h_next, i_next = h, uint32(i0 + Br)
-        if sparse:
-            return first_of_heads(h, i_next, first, j0, h_end, i_first, i_end)
-        if grouped and i_next >= i_end:
-            h_next, i_next = uint32(h + 1), i_first
-        return h_next, i_next
-
-    return next_of_pass
-
-
-@part
 def make_pass_word(spec):
     """``pass_word(h, i0, first, j0, h_end, i_first, i_end)``: what a slot of Q says to consumers,
-    that read no list of a block mask: ``next_of_pass``'s head, and a word (``listed.word``).
+    that read no list of a block mask: ``next_visit``'s head, and a word (``listed.word``).
     """
-    sparse, word, next_of_pass = spec.features.sparse, make_word(spec), make_next_of_pass(spec)
+    sparse, word, next_visit = spec.features.sparse, make_word(spec), make_next_visit(spec)
     visit_ahead = make_visit_ahead(spec)
 
     def pass_word(h, i0, first, j0, h_end, i_first, i_end):
         if sparse:
             head = member(first, h)
-            h_next, i_next = next_of_pass(h, i0, first, j0, h_end, i_first, i_end)
+            h_next, i_next = next_visit(h, i0, first, j0, h_end, i_first, i_end)
             visit = visit_ahead(i_next, i0, j0, head)
             return h_next, word(visit, Tile(i0, j0, head, uint32(0)))
         return h, i0
@@ -148,7 +135,7 @@ def make_read_pass_word(spec):
 
 @part
 def make_next_by_word(spec):
-    """``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``: ``next_of_pass`` of a
+    """``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``: ``next_visit`` of a
     consumer.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
@@ -165,17 +152,6 @@ def make_next_by_word(spec):
         return h_next, i_next
 
     return next_by_word
-
-
-@part
-def make_first_of_pass(spec):
-    """``first_of_pass(first, j0, h_end, i_first, i_end)``: the head and row tile of the first."""
-    first_of_heads = make_first_of_heads(spec, not spec.grouped)
-
-    def first_of_pass(first, j0, h_end, i_first, i_end):
-        return first_of_heads(first.h, i_first, first, j0, h_end, i_first, i_end)
-
-    return first_of_pass
 
 
 @part
@@ -211,11 +187,11 @@ def make_is_nth_visit(spec):
 def make_has_visits(spec):
     """``has_visits(first, j0, h_end, i_first, i_end)``: whether there is one."""
     sparse = spec.features.sparse
-    first_of_pass, is_visit = make_first_of_pass(spec), make_is_visit(spec)
+    first_visit, is_visit = make_first_visit(spec), make_is_visit(spec)
 
     def has_visits(first, j0, h_end, i_first, i_end):
         if sparse:
-            h, i0 = first_of_pass(first, j0, h_end, i_first, i_end)
+            h, i0 = first_visit(first, j0, h_end, i_first, i_end)
             return is_visit(h, h_end, i0, i_end)
         return i_first < i_end
 
@@ -472,15 +448,9 @@ def make_fa1_write_columns(spec):
 @part
 def _make_add_columns(spec):
     """``add_columns(rdK, sK, A, row0, head, thread)``: A += this thread's part of dK."""
-    TM, DN4, STEP_, add_two = spec.TN, 4 * spec.DN, spec.column_step, make_add_two(spec)
+    add = column_pairs(spec, make_add_two(spec))
 
     def add_columns(rdK, sK, A, row0, head, thread):
-        Ah = A[head.b, head.hk]
-        for i in range(TM):
-            row = uint32(row0 + thread.tx + STEP_ * i)
-            for n in range(DN4 // 2):
-                e = i * DN4 + 2 * n
-                inside = row < uint32(Ah.shape[0])
-                add_two(Ah, row, uint32(8 * n + 2 * thread.ty), inside, rdK[e], rdK[e + 1])
+        add(rdK, A[head.b, head.hk], row0, thread)
 
     return add_columns

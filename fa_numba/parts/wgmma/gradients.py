@@ -685,19 +685,29 @@ def _make_write_part(spec):
     """``write_part(rdK, sK, A, row0, head, thread)``: A = this thread's part of dK, from registers;
     a place of its own for each share, which is the head's hk.
     """
-    TM, DN4, STEP_, write_floats = spec.TN, 4 * spec.DN, spec.column_step, make_write_floats(spec)
-    key_rows = make_key_rows(spec)
+    write, key_rows = column_pairs(spec, make_write_floats(spec)), make_key_rows(spec)
 
     def write_part(rdK, sK, A, row0, head, thread):
         if thread.tx == uint32(0) and thread.ty == uint32(0):
             wait_boxes_read()  # those of dQ, before the thread ends
-        Ah = key_rows(A, head)
-        for i in range(TM):
-            row = uint32(row0 + thread.tx + STEP_ * i)
-            inside = row < uint32(Ah.shape[0])
-            for n in range(DN4 // 2):
-                e = i * DN4 + 2 * n
-                col = uint32(8 * n + 2 * thread.ty)
-                write_floats(Ah, row, col, inside, rdK[e], rdK[e + 1])
+        write(rdK, key_rows(A, head), row0, thread)
 
     return write_part
+
+
+@part
+def column_pairs(spec, put):
+    """``pairs(rdK, A, row0, thread)``: ``put(A, row, col, inside, low, high)`` for each two
+    neighbours of this thread's part of dK.
+    """
+    TN, DN4, STEP_ = spec.TN, 4 * spec.DN, spec.column_step
+
+    def pairs(rdK, A, row0, thread):
+        for i in range(TN):
+            row = uint32(row0 + thread.tx + STEP_ * i)
+            inside = row < uint32(A.shape[0])
+            for n in range(DN4 // 2):
+                e, col = i * DN4 + 2 * n, uint32(8 * n + 2 * thread.ty)
+                put(A, row, col, inside, rdK[e], rdK[e + 1])
+
+    return pairs

@@ -12,7 +12,7 @@ from fa_numba.device import cuda, device_function, uint32
 from fa_numba.parts.grid import make_key_end, make_lengths, make_query_end
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head, KeyTile, KeyTileHead
-from fa_numba.parts.visits import make_first_of_heads, make_row_range
+from fa_numba.parts.visits import make_row_range
 from fa_numba.parts.wgmma.load import make_key_box, make_query_box
 from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 
@@ -223,36 +223,6 @@ def make_takes_more(spec):
         return h < h_end
 
     return takes_more
-
-
-@part
-def make_first_visit(spec):
-    """``first_visit(head, j0, h_end, i_first, i_end)``: the first head and row tile."""
-    first_of_heads = make_first_of_heads(spec, spec.splits_rows)
-
-    def first_visit(head, j0, h_end, i_first, i_end):
-        return first_of_heads(head.h, i_first, head, j0, h_end, i_first, i_end)
-
-    return first_visit
-
-
-@part
-def make_next_visit(spec):
-    """``next_visit(h, i0, head, j0, h_end, i_first, i_end)``: the head and row tile after this one;
-    the next query head's first behind the last of a head.
-    """
-    Br, single, sparse = spec.Br, spec.splits_rows, spec.features.sparse
-    first_of_heads = make_first_of_heads(spec, spec.splits_rows)
-
-    def next_visit(h, i0, head, j0, h_end, i_first, i_end):
-        h_next, i_next = h, uint32(i0 + Br)
-        if sparse:
-            return first_of_heads(h, i_next, head, j0, h_end, i_first, i_end)
-        if not single and i_next >= i_end:
-            h_next, i_next = uint32(h + 1), i_first
-        return h_next, i_next
-
-    return next_visit
 
 
 @device_function
