@@ -773,6 +773,18 @@ def test_a_call_runs_on_the_gpu_of_its_arrays(gpu, torch, library):
         assert all(asked == 1 for x in arrays.values() for asked in x.asked)
 
 
+def test_parts_are_merged_on_one_gpu(gpu):
+    """And in no more blocks than a grid has places for."""
+    x, lse = (on_gpu(np.zeros(n, np.float32)) for n in ((1, 2, 5, 8), (1, 2, 5)))
+    far = Array(aligned((1, 2, 5), gpu=1))
+    with pytest.raises(ValueError, match=r"lses\[1\] is in GPU 1, outputs\[0\] in GPU 0: allowed"):
+        fa_numba.merge([x, x], [lse, far])
+    x, lse = (on_gpu(np.zeros((1, 65536, 1, 1)[:n], np.float32)) for n in (4, 3))
+    with pytest.raises(ValueError, match=r"heads of outputs\[0\] is 65536: allowed is at most"):
+        fa_numba.merge([x, x], [lse, lse])
+    assert not gpu.launches
+
+
 # --- streams ---------------------------------------------------------------------------------
 
 
