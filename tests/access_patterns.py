@@ -82,174 +82,129 @@ def fill_halves(h):
 
 
 @device_function
-def folded(w):
+def one(s, at):
+    return float32(s[at])
+
+
+@device_function
+def four(s, at):
+    x = load4(s, at)
+    return (x[0] + x[1]) + (x[2] + x[3])
+
+
+@device_function
+def matrix(h, at):
+    w = ldmatrix(h, at)
     return float32((w[0] ^ w[1]) ^ (w[2] ^ w[3]))
 
 
-def load_4(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    s = shared_tile(0, WORDS)
-    fill_floats(s)
-    if at != uint32(OUT):
-        Y[t] = s[at]
+@device_function
+def matrix_transposed(h, at):
+    w = ldmatrix_transposed(h, at)
+    return float32((w[0] ^ w[1]) ^ (w[2] ^ w[3]))
 
 
-def load_2(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    h = half_tile(0, HALVES)
-    fill_halves(h)
-    if at != uint32(OUT):
-        Y[t] = float32(h[at])
+def loads(tile, size, fill, load):
+    def kernel(P, S, X, Y):
+        t = uint32(cuda.threadIdx.x)
+        at = uint32(P[t])
+        s = tile(0, size)
+        fill(s)
+        if at != uint32(OUT):
+            Y[t] = load(s, at)
+
+    return kernel
 
 
-def load_16(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    s = shared_tile(0, WORDS)
-    fill_floats(s)
-    if at != uint32(OUT):
-        x = load4(s, at)
-        Y[t] = (x[0] + x[1]) + (x[2] + x[3])
+@device_function
+def store_float(s, at, t):
+    s[at] = float32(t)
 
 
-def load_matrix(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    h = half_tile(0, HALVES)
-    fill_halves(h)
-    Y[t] = folded(ldmatrix(h, at))
+@device_function
+def store_half(s, at, t):
+    s[at] = t
 
 
-def load_matrix_transposed(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    h = half_tile(0, HALVES)
-    fill_halves(h)
-    Y[t] = folded(ldmatrix_transposed(h, at))
+@device_function
+def store_four(s, at, t):
+    store4(s, at, float32(t), float32(t), float32(t), float32(t))
 
 
-def store_4(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    s = shared_tile(0, WORDS)
-    if at != uint32(OUT):
-        s[at] = float32(t)
-    cuda.syncthreads()
-    if at != uint32(OUT):
-        Y[t] = s[at]
+def stores(tile, size, store):
+    def kernel(P, S, X, Y):
+        t = uint32(cuda.threadIdx.x)
+        at = uint32(P[t])
+        s = tile(0, size)
+        if at != uint32(OUT):
+            store(s, at, t)
+        cuda.syncthreads()
+        if at != uint32(OUT):
+            Y[t] = float32(s[at])
+
+    return kernel
 
 
-def store_2(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    h = half_tile(0, HALVES)
-    if at != uint32(OUT):
-        h[at] = t
-    cuda.syncthreads()
-    if at != uint32(OUT):
-        Y[t] = float32(h[at])
+def copies(tile, size, copy, count):
+    """Copies of nothing, where S[t] is OUT, fill with zeros."""
+
+    def kernel(P, S, X, Y):
+        t = uint32(cuda.threadIdx.x)
+        at = uint32(P[t])
+        s = tile(0, size)
+        of = uint32(S[t])
+        read = int32(0)
+        if of != uint32(OUT):
+            read = int32(count)
+        else:
+            of = uint32(0)
+        if at != uint32(OUT):
+            copy(s, at, X, of // uint32(PITCH), of % uint32(PITCH), read)
+        commit_async()
+        wait_async()
+        cuda.syncthreads()
+        if at != uint32(OUT):
+            Y[t] = float32(s[at])
+
+    return kernel
 
 
-def store_16(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    s = shared_tile(0, WORDS)
-    if at != uint32(OUT):
-        store4(s, at, float32(t), float32(t), float32(t), float32(t))
-    cuda.syncthreads()
-    if at != uint32(OUT):
-        Y[t] = s[at]
+@device_function
+def read_one(X, row, col, Y, t):
+    Y[t] = float32(X[row, col])
 
 
-# Copies of nothing, where S[t] is OUT, fill with zeros.
-def copy_4(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    s = shared_tile(0, WORDS)
-    of = uint32(S[t])
-    count = int32(0)
-    if of != uint32(OUT):
-        count = int32(1)
-    else:
-        of = uint32(0)
-    if at != uint32(OUT):
-        copy1_async(s, at, X, of // uint32(PITCH), of % uint32(PITCH), count)
-    commit_async()
-    wait_async()
-    cuda.syncthreads()
-    if at != uint32(OUT):
-        Y[t] = s[at]
+@device_function
+def read_four(X, row, col, Y, t):
+    x = read4(X, row, col)
+    Y[t] = (x[0] + x[1]) + (x[2] + x[3])
 
 
-def copy_16(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    h = half_tile(0, HALVES)
-    of = uint32(S[t])
-    count = int32(0)
-    if of != uint32(OUT):
-        count = int32(8)
-    else:
-        of = uint32(0)
-    if at != uint32(OUT):
-        copy8_async(h, at, X, of // uint32(PITCH), of % uint32(PITCH), count)
-    commit_async()
-    wait_async()
-    cuda.syncthreads()
-    if at != uint32(OUT):
-        Y[t] = float32(h[at])
+@device_function
+def write_one(X, row, col, Y, t):
+    X[row, col] = float32(t)
 
 
-def read_4(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    row, col = at // uint32(PITCH), at % uint32(PITCH)
-    if at != uint32(OUT):
-        Y[t] = X[row, col]
+@device_function
+def write_four(X, row, col, Y, t):
+    x = float32(t)
+    write4(X, row, col, x, x, x, x)
 
 
-def read_2(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    row, col = at // uint32(PITCH), at % uint32(PITCH)
-    if at != uint32(OUT):
-        Y[t] = float32(X[row, col])
+@device_function
+def add_one(X, row, col, Y, t):
+    add_global(X, row, col, float32(1.0))
 
 
-def read_16(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    row, col = at // uint32(PITCH), at % uint32(PITCH)
-    if at != uint32(OUT):
-        x = read4(X, row, col)
-        Y[t] = (x[0] + x[1]) + (x[2] + x[3])
+def of_global(act):
+    def kernel(P, S, X, Y):
+        t = uint32(cuda.threadIdx.x)
+        at = uint32(P[t])
+        row, col = at // uint32(PITCH), at % uint32(PITCH)
+        if at != uint32(OUT):
+            act(X, row, col, Y, t)
 
-
-def write_4(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    row, col = at // uint32(PITCH), at % uint32(PITCH)
-    if at != uint32(OUT):
-        X[row, col] = float32(t)
-
-
-def write_16(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    row, col = at // uint32(PITCH), at % uint32(PITCH)
-    if at != uint32(OUT):
-        x = float32(t)
-        write4(X, row, col, x, x, x, x)
-
-
-def add_4(P, S, X, Y):
-    t = uint32(cuda.threadIdx.x)
-    at = uint32(P[t])
-    row, col = at // uint32(PITCH), at % uint32(PITCH)
-    if at != uint32(OUT):
-        add_global(X, row, col, float32(1.0))
+    return kernel
 
 
 def add_8(P, S, X, Y):
@@ -264,29 +219,38 @@ def add_8(P, S, X, Y):
 class Access:
     """One kind of access: `kernel` makes it once a lane, of `bytes` in elements of `element`."""
 
-    kernel: Callable
     space: str
     kind: str
     bytes: int
-    element: int = 4
+    element: int
+    kernel: Callable
 
     @property
     def dtype(self) -> type:
         return np.float32 if self.element == 4 else np.uint16
 
 
-def _of(space: str, kind: str, *named: tuple[Callable, int, int]) -> dict[str, Access]:
-    return {f.__name__: Access(f, space, kind, size, element) for f, size, element in named}
-
-
+FLOATS, BITS = (shared_tile, WORDS), (half_tile, HALVES)
 ACCESSES = {
-    **_of("shared", "load", (load_4, 4, 4), (load_2, 2, 2), (load_16, 16, 4)),
-    **_of("shared", "load", (load_matrix, 16, 2), (load_matrix_transposed, 16, 2)),
-    **_of("shared", "store", (store_4, 4, 4), (store_2, 2, 2), (store_16, 16, 4)),
-    **_of("shared", "copy", (copy_4, 4, 4), (copy_16, 16, 2)),
-    **_of("global", "load", (read_4, 4, 4), (read_2, 2, 2), (read_16, 16, 4)),
-    **_of("global", "store", (write_4, 4, 4), (write_16, 16, 4)),
-    **_of("global", "atomic", (add_4, 4, 4), (add_8, 8, 4)),
+    "load_4": Access("shared", "load", 4, 4, loads(*FLOATS, fill_floats, one)),
+    "load_2": Access("shared", "load", 2, 2, loads(*BITS, fill_halves, one)),
+    "load_16": Access("shared", "load", 16, 4, loads(*FLOATS, fill_floats, four)),
+    "load_matrix": Access("shared", "load", 16, 2, loads(*BITS, fill_halves, matrix)),
+    "load_matrix_transposed": Access(
+        "shared", "load", 16, 2, loads(*BITS, fill_halves, matrix_transposed)
+    ),
+    "store_4": Access("shared", "store", 4, 4, stores(*FLOATS, store_float)),
+    "store_2": Access("shared", "store", 2, 2, stores(*BITS, store_half)),
+    "store_16": Access("shared", "store", 16, 4, stores(*FLOATS, store_four)),
+    "copy_4": Access("shared", "copy", 4, 4, copies(*FLOATS, copy1_async, 1)),
+    "copy_16": Access("shared", "copy", 16, 2, copies(*BITS, copy8_async, 8)),
+    "read_4": Access("global", "load", 4, 4, of_global(read_one)),
+    "read_2": Access("global", "load", 2, 2, of_global(read_one)),
+    "read_16": Access("global", "load", 16, 4, of_global(read_four)),
+    "write_4": Access("global", "store", 4, 4, of_global(write_one)),
+    "write_16": Access("global", "store", 16, 4, of_global(write_four)),
+    "add_4": Access("global", "atomic", 4, 4, of_global(add_one)),
+    "add_8": Access("global", "atomic", 8, 4, add_8),
 }
 # With every pattern; the others with FEW.
 THOROUGH = ("load_16", "load_matrix", "copy_16")
