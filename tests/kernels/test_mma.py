@@ -659,208 +659,110 @@ def test_the_default_tiles_fit(algorithm, d, limit, passes):
 # --- what is refused -------------------------------------------------------------------------
 
 Q, K = np.ones((1, 2, 5, 8), np.float16), np.ones((1, 1, 7, 8), np.float16)
-SINGLE = [a.astype(np.float32) for a in (Q, K, K)]
-
-REFUSED = {
-    "CUDA cores in 16 bits": (
-        lambda: fa_numba.attention(Q, K, K, unit="simt"), ValueError,
-        ["unit is 'simt'", "float16", "simt takes float32"],
-    ),
-    "tensor cores in float32": (
-        lambda: fa_numba.attention(*SINGLE, unit="mma"), ValueError,
-        ["unit is 'mma'", "float32", "mma takes float16 or bfloat16"],
-    ),
-    "a unit that there is not": (
-        lambda: fa_numba.attention(Q, K, K, unit="tensor"), ValueError,
-        ["unit is 'tensor'", "auto, simt, mma"],
-    ),
-    "no unit": (lambda: fa_numba.attention(Q, K, K, unit=None), ValueError, ["unit is None"]),
-    "units": (
-        lambda: fa_numba.attention(Q, K, K, unit=np.array(["mma", "simt"])), ValueError,
-        ["unit is array", "allowed is 'auto' or the name"],
-    ),
-    "measures in an array": (
-        lambda: fa_numba.attention(Q, K, K, ablate=np.array(["swizzle"])), ValueError,
-        ["ablate is array", "allowed is a tuple"],
-    ),
-    "a unit that there is not, in a plan": (
-        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", unit="MMA"), ValueError,
-        ["unit is 'MMA'", "auto, simt, mma"],
-    ),
-    "CUDA cores in a plan": (
-        lambda: fa_numba.plan(Q.shape, K.shape, dtype="bfloat16", unit="simt"), ValueError,
-        ["unit is 'simt'", "bfloat16"],
-    ),
-    "rows of a tile": (
-        lambda: fa_numba.attention(Q, K, K, tiles=Tiles(24, 16)), ValueError,
-        ["tiles: Br=24, Bc=16", "multiples of 16"],
-    ),
-    "columns of a tile": (
-        lambda: fa_numba.attention(Q, K, K, tiles=Tiles(16, 24)), ValueError,
-        ["tiles: Br=16, Bc=24", "multiples of 16"],
-    ),
-    "threads": (
-        lambda: fa_numba.attention(Q, K, K, tiles=Tiles(64, 16, 96)), ValueError,
-        ["tiles: threads=96", "[64, 128]"],
-    ),
-    "registers": (
-        lambda: fa_numba.attention(
-            np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
-            tiles=Tiles(32, 256),
-        ),
-        ValueError, ["Br=32, Bc=256", "head_dim=256", "registers"],
-    ),
-    "shared memory": (
-        lambda: fa_numba.attention(
-            np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
-            tiles=Tiles(256, 128),
-        ),
-        ValueError, ["Br=256, Bc=128", "head_dim=256", "262144 bytes of shared memory"],
-    ),
-    "shared memory of two stages": (
-        lambda: fa_numba.attention(
-            np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
-            tiles=Tiles(128, 96, stages=2),
-        ),
-        ValueError, ["Br=128, Bc=96, stages=2", "head_dim=256", "262144 bytes of shared memory"],
-    ),
-    "stages of fa1": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 16, stages=2)), ValueError,
-        ["tiles: stages=2", "'fa1'", "'fwd'", "'mma'", "only the forward pass of fa2", "is 1"],
-    ),
-    "stages of standard attention": (
-        lambda: fa_numba.standard_attention(Q, K, K, tiles=Tiles(16, 16, stages=2)), ValueError,
-        ["tiles: stages=2", "'standard'", "only the forward pass of fa2", "is 1"],
-    ),
-    "stages on CUDA cores": (
-        lambda: fa_numba.attention(*SINGLE, tiles=Tiles(16, 16, stages=2)), ValueError,
-        ["tiles: stages=2", "'fa2'", "'simt'", "on tensor cores", "is 1"],
-    ),
-    "stages of the backward pass": (
-        lambda: fa_numba.plan(
-            Q.shape, K.shape, dtype="float16", passes="bwd", tiles=Tiles(32, 32, stages=2)
-        ),
-        ValueError, ["tiles: stages=2", "'fa2'", "'bwd'", "only the forward pass", "is 1"],
-    ),
-    "more stages than this unit has": (
-        lambda: fa_numba.flash_attention_2(Q, K, K, tiles=Tiles(16, 16, stages=3)),
-        ValueError, ["tiles: stages=3 on unit 'mma'", "1 to 2, up to 4 on unit 'wgmma'"],
-    ),
-    "stages without prefetching": (
-        lambda: fa_numba.flash_attention_2(
-            Q, K, K, tiles=Tiles(16, 16, stages=2), ablate=("swizzle", "prefetch")
-        ),
-        ValueError, ["tiles: stages=2", "ablate=('swizzle', 'prefetch')", "allowed is 1"],
-    ),
-    "float32 k": (
-        lambda: fa_numba.attention(Q, SINGLE[1], K), TypeError,
-        ["k has dtype float32", "q float16", "one dtype for all"],
-    ),
-    "16-bit v": (
-        lambda: fa_numba.attention(*SINGLE[:2], K), TypeError,
-        ["v has dtype float16", "q float32"],
-    ),
-    "float32 out": (
-        lambda: fa_numba.attention(Q, K, K, out=np.empty_like(SINGLE[0])), TypeError,
-        ["out has dtype float32: allowed is float16"],
-    ),
-    "16-bit bias": (
-        lambda: fa_numba.attention(Q, K, K, bias=np.ones((5, 7), np.float16)), TypeError,
-        ["bias has dtype float16", "allowed is float32"],
-    ),
-    "16-bit slopes": (
-        lambda: fa_numba.attention(Q, K, K, alibi_slopes=np.ones(2, np.float16)), TypeError,
-        ["alibi_slopes has dtype float16", "allowed is float32"],
-    ),
-    "float64": (
-        lambda: fa_numba.attention(*(a.astype("f8") for a in (Q, K, K))), TypeError,
-        ["q has dtype float64", "float32 or float16 or bfloat16"],
-    ),
-    "the other byte order": (
-        lambda: fa_numba.attention(*(a.astype(">f2") for a in (Q, K, K))), TypeError,
-        ["q has dtype >f2"],
-    ),
-    "query splits of fa2": (
-        lambda: fa_numba.attention(Q, K, K, algorithm="fa2", query_splits=2), TypeError,
-        ["query_splits"],
-    ),
-    "a partition that there is not": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, warp_partition="columns"), ValueError,
-        ["warp_partition is 'columns'", "rows, keys"],
-    ),
-    "no partition": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, warp_partition=None), ValueError,
-        ["warp_partition is None", "rows, keys"],
-    ),
-    "split keys on CUDA cores": (
-        lambda: fa_numba.flash_attention_1(*SINGLE, warp_partition="keys"), ValueError,
-        ["warp_partition is 'keys'", "'simt'", "only fa1 on tensor cores", "'rows'"],
-    ),
-    "split keys of fa2": (
-        lambda: fa_numba.attention(Q, K, K, warp_partition="keys"), TypeError, ["warp_partition"],
-    ),
-    "split keys of fa2 in a plan": (
-        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", warp_partition="keys"), ValueError,
-        ["warp_partition is 'keys'", "'fa2'", "only fa1", "'rows'"],
-    ),
-    "split keys of the backward pass": (
-        lambda: fa_numba.plan(Q.shape, K.shape, passes="bwd", warp_partition="keys"), ValueError,
-        ["warp_partition is 'keys'", "only passes='fwd'"],
-    ),
-    "columns of two warps": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 48), warp_partition="keys"),
-        ValueError, ["tiles: Bc=48", "warp_partition='keys'", "multiples of 32"],
-    ),
-    "warps of split keys": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 64, 256), **KEYS),
-        ValueError, ["tiles: threads=256", "[64, 128]"],
-    ),
-    "registers of split keys": (
-        lambda: fa_numba.flash_attention_1(
-            np.ones((1, 1, 5, 128), np.float16), *np.ones((2, 1, 1, 7, 128), np.float16),
-            tiles=Tiles(64, 64), warp_partition="keys",
-        ),
-        ValueError, ["Br=64, Bc=64", "warps of all its rows", "registers"],
-    ),
-    "a measure that there is not": (
-        lambda: fa_numba.flash_attention_2(Q, K, K, ablate=("prefetch", "tma")), ValueError,
-        ["ablate is ('prefetch', 'tma')", "fa2 on unit 'mma'", "padding, swizzle, prefetch, q_reg"],
-    ),
-    "padding of rows that have none": (
-        lambda: fa_numba.flash_attention_2(Q, K, K, ablate="padding"), ValueError,
-        ["ablate is 'padding'", "swizzled", "allowed together with 'swizzle'"],
-    ),
-    "a measure of fa2": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, ablate=["wide_stores"]), ValueError,
-        ["ablate is ['wide_stores'] with fa1", "padding, swizzle, prefetch, q_registers, folded_"],
-    ),
-    "measures that are no names": (
-        lambda: fa_numba.flash_attention_2(Q, K, K, ablate=None), ValueError, ["ablate is None"],
-    ),
-    "a measure on CUDA cores": (
-        lambda: fa_numba.flash_attention_2(*SINGLE, ablate="padding"), ValueError,
-        ["ablate is 'padding' with fa2", "unit 'simt': allowed is (), as"],
-    ),
-    "a measure of standard attention": (
-        lambda: fa_numba.attention(Q, K, K, algorithm="standard", ablate="padding"), TypeError,
-        ["ablate"],
-    ),
-    "a measure of the backward pass": (
-        lambda: fa_numba.plan(Q.shape, K.shape, passes="bwd", ablate=("padding",)), ValueError,
-        ["ablate is ('padding',)", "only passes='fwd'"],
-    ),
-    "a dtype that there is not": (
-        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float8"), ValueError,
-        ["dtype is 'float8'", "float16"],
-    ),
-}  # fmt: skip
+HALVES, SHAPES = (Q, K, K), (Q.shape, K.shape)
+SINGLE = [a.astype(np.float32) for a in HALVES]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_by_name(case):
-    call, error, says = REFUSED[case]
+def zeros(d):
+    return np.zeros((1, 1, 5, d), np.float16), *np.zeros((2, 1, 1, 7, d), np.float16)
+
+
+REFUSED = [
+    # function, its arrays and what else it is given, error and what its message says
+    ("attention", HALVES, {"unit": "simt"}, ValueError, "unit is 'simt'", "float16",
+     "simt takes float32"),
+    ("attention", SINGLE, {"unit": "mma"}, ValueError, "unit is 'mma'", "float32",
+     "mma takes float16 or bfloat16"),
+    ("attention", HALVES, {"unit": "tensor"}, ValueError, "unit is 'tensor'", "auto, simt, mma"),
+    ("attention", HALVES, {"unit": None}, ValueError, "unit is None"),
+    ("attention", HALVES, {"unit": np.array(["mma", "simt"])}, ValueError, "unit is array",
+     "allowed is 'auto' or the name"),
+    ("attention", HALVES, {"ablate": np.array(["swizzle"])}, ValueError, "ablate is array",
+     "allowed is a tuple"),
+    ("plan", SHAPES, {"dtype": "float16", "unit": "MMA"}, ValueError, "unit is 'MMA'",
+     "auto, simt, mma"),
+    ("plan", SHAPES, {"dtype": "bfloat16", "unit": "simt"}, ValueError, "unit is 'simt'",
+     "bfloat16"),
+    ("attention", HALVES, {"tiles": Tiles(24, 16)}, ValueError, "tiles: Br=24, Bc=16",
+     "multiples of 16"),
+    ("attention", HALVES, {"tiles": Tiles(16, 24)}, ValueError, "tiles: Br=16, Bc=24",
+     "multiples of 16"),
+    ("attention", HALVES, {"tiles": Tiles(64, 16, 96)}, ValueError, "tiles: threads=96",
+     "[64, 128]"),
+    ("attention", zeros(256),
+     {"tiles": Tiles(32, 256)}, ValueError, "Br=32, Bc=256", "head_dim=256", "registers"),
+    ("attention", zeros(256),
+     {"tiles": Tiles(256, 128)}, ValueError, "Br=256, Bc=128", "head_dim=256",
+     "262144 bytes of shared memory"),
+    ("attention", zeros(256),
+     {"tiles": Tiles(128, 96, stages=2)}, ValueError, "Br=128, Bc=96, stages=2", "head_dim=256",
+     "262144 bytes of shared memory"),
+    ("flash_attention_1", HALVES, {"tiles": Tiles(16, 16, stages=2)}, ValueError, "tiles: stages=2",
+     "'fa1'", "'fwd'", "'mma'", "only the forward pass of fa2", "is 1"),
+    ("standard_attention", HALVES, {"tiles": Tiles(16, 16, stages=2)}, ValueError,
+     "tiles: stages=2", "'standard'", "only the forward pass of fa2", "is 1"),
+    ("attention", SINGLE, {"tiles": Tiles(16, 16, stages=2)}, ValueError, "tiles: stages=2",
+     "'fa2'", "'simt'", "on tensor cores", "is 1"),
+    ("plan", SHAPES, {"dtype": "float16", "passes": "bwd", "tiles": Tiles(32, 32, stages=2)},
+     ValueError, "tiles: stages=2", "'fa2'", "'bwd'", "only the forward pass", "is 1"),
+    ("flash_attention_2", HALVES, {"tiles": Tiles(16, 16, stages=3)}, ValueError,
+     "tiles: stages=3 on unit 'mma'", "1 to 2, up to 4 on unit 'wgmma'"),
+    ("flash_attention_2", HALVES,
+     {"tiles": Tiles(16, 16, stages=2), "ablate": ("swizzle", "prefetch")}, ValueError,
+     "tiles: stages=2", "ablate=('swizzle', 'prefetch')", "allowed is 1"),
+    ("attention", (Q, SINGLE[1], K), {}, TypeError, "k has dtype float32", "q float16",
+     "one dtype for all"),
+    ("attention", (*SINGLE[:2], K), {}, TypeError, "v has dtype float16", "q float32"),
+    ("attention", HALVES, {"out": np.empty_like(SINGLE[0])}, TypeError,
+     "out has dtype float32: allowed is float16"),
+    ("attention", HALVES, {"bias": np.ones((5, 7), np.float16)}, TypeError,
+     "bias has dtype float16", "allowed is float32"),
+    ("attention", HALVES, {"alibi_slopes": np.ones(2, np.float16)}, TypeError,
+     "alibi_slopes has dtype float16", "allowed is float32"),
+    ("attention", tuple(a.astype("f8") for a in HALVES), {}, TypeError, "q has dtype float64",
+     "float32 or float16 or bfloat16"),
+    ("attention", tuple(a.astype(">f2") for a in HALVES), {}, TypeError, "q has dtype >f2"),
+    ("attention", HALVES, {"algorithm": "fa2", "query_splits": 2}, TypeError, "query_splits"),
+    ("flash_attention_1", HALVES, {"warp_partition": "columns"}, ValueError,
+     "warp_partition is 'columns'", "rows, keys"),
+    ("flash_attention_1", HALVES, {"warp_partition": None}, ValueError, "warp_partition is None",
+     "rows, keys"),
+    ("flash_attention_1", SINGLE, {"warp_partition": "keys"}, ValueError,
+     "warp_partition is 'keys'", "'simt'", "only fa1 on tensor cores", "'rows'"),
+    ("attention", HALVES, {"warp_partition": "keys"}, TypeError, "warp_partition"),
+    ("plan", SHAPES, {"dtype": "float16", "warp_partition": "keys"}, ValueError,
+     "warp_partition is 'keys'", "'fa2'", "only fa1", "'rows'"),
+    ("plan", SHAPES, {"passes": "bwd", "warp_partition": "keys"}, ValueError,
+     "warp_partition is 'keys'", "only passes='fwd'"),
+    ("flash_attention_1", HALVES, {"tiles": Tiles(16, 48), "warp_partition": "keys"}, ValueError,
+     "tiles: Bc=48", "warp_partition='keys'", "multiples of 32"),
+    ("flash_attention_1", HALVES, {"tiles": Tiles(16, 64, 256), **KEYS}, ValueError,
+     "tiles: threads=256", "[64, 128]"),
+    ("flash_attention_1",
+     zeros(128),
+     {"tiles": Tiles(64, 64), "warp_partition": "keys"}, ValueError, "Br=64, Bc=64",
+     "warps of all its rows", "registers"),
+    ("flash_attention_2", HALVES, {"ablate": ("prefetch", "tma")}, ValueError,
+     "ablate is ('prefetch', 'tma')", "fa2 on unit 'mma'", "padding, swizzle, prefetch, q_reg"),
+    ("flash_attention_2", HALVES, {"ablate": "padding"}, ValueError, "ablate is 'padding'",
+     "swizzled", "allowed together with 'swizzle'"),
+    ("flash_attention_1", HALVES, {"ablate": ["wide_stores"]}, ValueError,
+     "ablate is ['wide_stores'] with fa1", "padding, swizzle, prefetch, q_registers, folded_"),
+    ("flash_attention_2", HALVES, {"ablate": None}, ValueError, "ablate is None"),
+    ("flash_attention_2", SINGLE, {"ablate": "padding"}, ValueError, "ablate is 'padding' with fa2",
+     "unit 'simt': allowed is (), as"),
+    ("attention", HALVES, {"algorithm": "standard", "ablate": "padding"}, TypeError, "ablate"),
+    ("plan", SHAPES, {"passes": "bwd", "ablate": ("padding",)}, ValueError,
+     "ablate is ('padding',)", "only passes='fwd'"),
+    ("plan", SHAPES, {"dtype": "float8"}, ValueError, "dtype is 'float8'", "float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row[0]}-{row[4]}")
+def test_what_cannot_be_is_refused_by_name(row):
+    function, arrays, given_, error, *says = row
     with devices.using("emulator"), pytest.raises(error) as caught:
-        call()
+        getattr(fa_numba, function)(*arrays, **given_)
     assert all(part in str(caught.value) for part in says), str(caught.value)
 
 

@@ -936,167 +936,107 @@ def test_two_sweeps_give_dbias_of_a_bias_of_their_own(device):
 
 MASK = np.ones((1, 1), bool)
 STARTS = np.array([0, 5])
-# Options -> error and what its message says, for q (1, 2, 5, 4) and k (1, 1, 7, 4).
-REFUSED = {
-    "unknown": ({"dropout": 0.1}, TypeError, ["dropout is no option", "allowed are", "dropout_p"]),
-    "misspelt": ({"softcaps": 1.0}, TypeError, ["softcaps is no option (did you mean softcap?)"]),
-    "a number as bias": ({"bias": 7}, TypeError, ["bias is a"]),
-    "q_lens ragged": (
-        {"q_lens": [[1], [2, 3]]}, ValueError, ["q_lens is [[1], [2, 3]]", "rows of one length"],
-    ),
-    "layout of another order": ({"layout": "bnh"}, ValueError, ["layout is 'bnh'", "'bnhd' for"]),
-    "layout no text": ({"layout": ["bhnd"]}, ValueError, ["layout is ['bhnd']", "'bnhd' for"]),
-    "attn_mask of integers": (
-        {"attn_mask": np.ones((5, 7), np.int32)}, TypeError,
-        ["attn_mask has dtype int32", "float32 or float16 or bfloat16 or bool"],
-    ),
-    "attn_mask a list": ({"attn_mask": [[True]]}, TypeError, ["attn_mask is a list", "NumPy"]),
-    "attn_mask of another shape": (
-        {"attn_mask": np.ones((5, 8), bool)}, ValueError,
-        ["attn_mask has shape (5, 8)", "broadcasts to (1, 2, 5, 7)"],
-    ),
-    "attn_mask with a bias": (
-        {"attn_mask": np.ones((5, 7), bool), "bias": normal(5, 7)}, ValueError,
-        ["attn_mask is given, of shape (5, 7), with a bias", "one of the two"],
-    ),
-    "window 3": ({"window": 3}, TypeError, ["window is 3", "(left, right)"]),
-    "window of one": ({"window": (3,)}, ValueError, ["window is (3,)", "(left, right)"]),
-    "window of three": ({"window": (3, 1, 1)}, ValueError, ["window is (3, 1, 1)", "-1"]),
-    "window -2": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1 or None"]),
-    "window of floats": ({"window": (1.5, 0)}, TypeError, ["window is (1.5, 0)"]),
-    "window of bools": ({"window": (True, 0)}, TypeError, ["window is (True, 0)"]),
-    "window text": ({"window": "ab"}, TypeError, ["window is 'ab'"]),
-    "softcap 1e-31": ({"softcap": 1e-31}, ValueError, ["softcap is 1e-31", "0 for none"]),
-    "softcap -1": ({"softcap": -1.0}, ValueError, ["softcap is -1.0", "1e-30 to 1e30"]),
-    "softcap nan": ({"softcap": float("nan")}, ValueError, ["softcap is nan"]),
-    "softcap inf": ({"softcap": INF}, ValueError, ["softcap is inf"]),
-    "softcap True": ({"softcap": True}, TypeError, ["softcap is True", "positive number"]),
-    "softcap text": ({"softcap": "1"}, TypeError, ["softcap is '1'"]),
-    "softcap of a huge scale": (
-        {"softcap": 1e-9, "scale": 1e30}, ValueError, ["softcap is 1e-09", "scale 1e+30"],
-    ),
-    "dropout_p 1": ({"dropout_p": 1.0}, ValueError, ["dropout_p is 1.0", "0 to below 1"]),
-    "dropout_p -0.1": ({"dropout_p": -0.1}, ValueError, ["dropout_p is -0.1"]),
-    "dropout_p nan": ({"dropout_p": float("nan")}, ValueError, ["dropout_p is nan"]),
-    "dropout_p text": ({"dropout_p": "x"}, TypeError, ["dropout_p is 'x'"]),
-    "dropout_p True": ({"dropout_p": True}, TypeError, ["dropout_p is True"]),
-    "seed -1": ({"seed": -1}, ValueError, ["seed is -1", "2**64"]),
-    "seed 2**64": ({"seed": 2**64}, ValueError, [f"seed is {2**64}", "below 2**64"]),
-    "seed 1.0": ({"seed": 1.0}, TypeError, ["seed is 1.0", "integer"]),
-    "seed True": ({"seed": True}, TypeError, ["seed is True"]),
-    "offset 2**32": ({"offset": 2**32}, ValueError, [f"offset is {2**32}", "below 2**32"]),
-    "offset text": ({"offset": "1"}, TypeError, ["offset is '1'"]),
-    "bias a list": ({"bias": [[0.0]]}, TypeError, ["bias is a list", "NumPy"]),
-    "bias of float64": (
-        {"bias": np.zeros((5, 7))}, TypeError, ["bias has dtype float64: allowed is float32"],
-    ),
-    "bias of another shape": (
-        {"bias": normal(5, 8)}, ValueError, ["bias has shape (5, 8)", "(1, 2, 5, 7)"],
-    ),
-    "bias of five axes": (
-        {"bias": normal(1, 1, 1, 5, 7)}, ValueError, ["bias has shape (1, 1, 1, 5, 7)"],
-    ),
-    "bias of too many heads": (
-        {"bias": normal(3, 1, 1)}, ValueError, ["bias has shape (3, 1, 1)", "(1, 2, 5, 7)"],
-    ),
-    "slopes a list": ({"alibi_slopes": [1.0, 2.0]}, TypeError, ["alibi_slopes is a list"]),
-    "slopes of float64": (
-        {"alibi_slopes": np.zeros(2)}, TypeError,
-        ["alibi_slopes has dtype float64: allowed is float32"],
-    ),
-    "slopes of another shape": (
-        {"alibi_slopes": normal(3)}, ValueError, ["alibi_slopes has shape (3,)", "(2,)", "(1, 2)"],
-    ),
-    "slopes of one axis more": (
-        {"alibi_slopes": normal(1, 2, 1)}, ValueError, ["alibi_slopes has shape (1, 2, 1)"],
-    ),
-    "q_lens of two": ({"q_lens": [5, 5]}, ValueError, ["q_lens has shape (2,)", "(1,)"]),
-    "q_lens one number": ({"q_lens": np.array(5)}, ValueError, ["q_lens has shape ()"]),
-    "q_lens beyond": ({"q_lens": [6]}, ValueError, ["q_lens holds 6", "0 to 5"]),
-    "q_lens -1": ({"q_lens": [-1]}, ValueError, ["q_lens holds -1", "0 to 5"]),
-    "q_lens empty": ({"q_lens": []}, ValueError, ["q_lens has shape (0,)", "(1,)"]),
-    "q_lens past 64 bits": (
-        {"q_lens": np.array([2**64 - 1], np.uint64)}, ValueError,
-        [f"q_lens holds {2**64 - 1}", "below 2**63"],
-    ),
-    "q_lens of floats": ({"q_lens": [5.0]}, TypeError, ["q_lens has dtype float64", "integers"]),
-    "q_lens an int": ({"q_lens": 5}, TypeError, ["q_lens is an int", "sequences"]),
-    "kv_lens beyond": ({"kv_lens": [8]}, ValueError, ["kv_lens holds 8", "0 to 7"]),
-    "kv_lens of bools": ({"kv_lens": [True]}, TypeError, ["kv_lens has dtype bool"]),
-    "block_mask without tiles": (
-        {"block_mask": MASK, "tiles": None}, ValueError, ["block_mask is given without tiles"],
-    ),
-    "block_mask of another shape": (
-        {"block_mask": np.ones((2, 1), bool)}, ValueError,
-        ["block_mask has shape (2, 1)", "(1, 1)", "Br=8, Bc=16"],
-    ),
-    "block_mask of too many heads": (
-        {"block_mask": np.ones((3, 1, 1), bool)}, ValueError, ["(3, 1, 1)", "(1, 2)"],
-    ),
-    "block_mask of one axis": (
-        {"block_mask": np.ones(1, bool)}, ValueError, ["block_mask has shape (1,)"],
-    ),
-    "block_mask of five axes": (
-        {"block_mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, ["(1, 1, 1, 1, 1)"],
-    ),
-    "block_mask of integers": (
-        {"block_mask": np.ones((1, 1), np.uint8)}, TypeError,
-        ["block_mask has dtype uint8", "bool"],
-    ),
-    "block_mask text": ({"block_mask": "x"}, TypeError, ["block_mask is a str"]),
-    "causal 1": ({"causal": 1}, TypeError, ["causal is 1", "True or False"]),
-    "packed with four axes": (
-        {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}, ValueError,
-        ["q has shape (1, 2, 5, 4)", "(seqlen, heads, head_dim)"],
-    ),
-}  # fmt: skip
+# Options, their error, and what its message says, for q (1, 2, 5, 4) and k (1, 1, 7, 4).
+REFUSED = [
+    ({"dropout": 0.1}, TypeError, "dropout is no option", "allowed are", "dropout_p"),
+    ({"softcaps": 1.0}, TypeError, "softcaps is no option (did you mean softcap?)"),
+    ({"bias": 7}, TypeError, "bias is a"),
+    ({"q_lens": [[1], [2, 3]]}, ValueError, "q_lens is [[1], [2, 3]]", "rows of one length"),
+    ({"layout": "bnh"}, ValueError, "layout is 'bnh'", "'bnhd' for"),
+    ({"layout": ["bhnd"]}, ValueError, "layout is ['bhnd']", "'bnhd' for"),
+    ({"attn_mask": np.ones((5, 7), np.int32)}, TypeError, "attn_mask has dtype int32",
+     "float32 or float16 or bfloat16 or bool"),
+    ({"attn_mask": [[True]]}, TypeError, "attn_mask is a list", "NumPy"),
+    ({"attn_mask": np.ones((5, 8), bool)}, ValueError, "attn_mask has shape (5, 8)",
+     "broadcasts to (1, 2, 5, 7)"),
+    ({"attn_mask": np.ones((5, 7), bool), "bias": normal(5, 7)}, ValueError,
+     "attn_mask is given, of shape (5, 7), with a bias", "one of the two"),
+    ({"window": 3}, TypeError, "window is 3", "(left, right)"),
+    ({"window": (3,)}, ValueError, "window is (3,)", "(left, right)"),
+    ({"window": (3, 1, 1)}, ValueError, "window is (3, 1, 1)", "-1"),
+    ({"window": (-2, 0)}, ValueError, "window is (-2, 0)", "-1 or None"),
+    ({"window": (1.5, 0)}, TypeError, "window is (1.5, 0)"),
+    ({"window": (True, 0)}, TypeError, "window is (True, 0)"),
+    ({"window": "ab"}, TypeError, "window is 'ab'"),
+    ({"softcap": 1e-31}, ValueError, "softcap is 1e-31", "0 for none"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1.0", "1e-30 to 1e30"),
+    ({"softcap": float("nan")}, ValueError, "softcap is nan"),
+    ({"softcap": INF}, ValueError, "softcap is inf"),
+    ({"softcap": True}, TypeError, "softcap is True", "positive number"),
+    ({"softcap": "1"}, TypeError, "softcap is '1'"),
+    ({"softcap": 1e-9, "scale": 1e30}, ValueError, "softcap is 1e-09", "scale 1e+30"),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0", "0 to below 1"),
+    ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1"),
+    ({"dropout_p": float("nan")}, ValueError, "dropout_p is nan"),
+    ({"dropout_p": "x"}, TypeError, "dropout_p is 'x'"),
+    ({"dropout_p": True}, TypeError, "dropout_p is True"),
+    ({"seed": -1}, ValueError, "seed is -1", "2**64"),
+    ({"seed": 2**64}, ValueError, f"seed is {2**64}", "below 2**64"),
+    ({"seed": 1.0}, TypeError, "seed is 1.0", "integer"),
+    ({"seed": True}, TypeError, "seed is True"),
+    ({"offset": 2**32}, ValueError, f"offset is {2**32}", "below 2**32"),
+    ({"offset": "1"}, TypeError, "offset is '1'"),
+    ({"bias": [[0.0]]}, TypeError, "bias is a list", "NumPy"),
+    ({"bias": np.zeros((5, 7))}, TypeError, "bias has dtype float64: allowed is float32"),
+    ({"bias": normal(5, 8)}, ValueError, "bias has shape (5, 8)", "(1, 2, 5, 7)"),
+    ({"bias": normal(1, 1, 1, 5, 7)}, ValueError, "bias has shape (1, 1, 1, 5, 7)"),
+    ({"bias": normal(3, 1, 1)}, ValueError, "bias has shape (3, 1, 1)", "(1, 2, 5, 7)"),
+    ({"alibi_slopes": [1.0, 2.0]}, TypeError, "alibi_slopes is a list"),
+    ({"alibi_slopes": np.zeros(2)}, TypeError,
+     "alibi_slopes has dtype float64: allowed is float32"),
+    ({"alibi_slopes": normal(3)}, ValueError, "alibi_slopes has shape (3,)", "(2,)", "(1, 2)"),
+    ({"alibi_slopes": normal(1, 2, 1)}, ValueError, "alibi_slopes has shape (1, 2, 1)"),
+    ({"q_lens": [5, 5]}, ValueError, "q_lens has shape (2,)", "(1,)"),
+    ({"q_lens": np.array(5)}, ValueError, "q_lens has shape ()"),
+    ({"q_lens": [6]}, ValueError, "q_lens holds 6", "0 to 5"),
+    ({"q_lens": [-1]}, ValueError, "q_lens holds -1", "0 to 5"),
+    ({"q_lens": []}, ValueError, "q_lens has shape (0,)", "(1,)"),
+    ({"q_lens": np.array([2**64 - 1], np.uint64)}, ValueError, f"q_lens holds {2**64 - 1}",
+     "below 2**63"),
+    ({"q_lens": [5.0]}, TypeError, "q_lens has dtype float64", "integers"),
+    ({"q_lens": 5}, TypeError, "q_lens is an int", "sequences"),
+    ({"kv_lens": [8]}, ValueError, "kv_lens holds 8", "0 to 7"),
+    ({"kv_lens": [True]}, TypeError, "kv_lens has dtype bool"),
+    ({"block_mask": MASK, "tiles": None}, ValueError, "block_mask is given without tiles"),
+    ({"block_mask": np.ones((2, 1), bool)}, ValueError, "block_mask has shape (2, 1)", "(1, 1)",
+     "Br=8, Bc=16"),
+    ({"block_mask": np.ones((3, 1, 1), bool)}, ValueError, "(3, 1, 1)", "(1, 2)"),
+    ({"block_mask": np.ones(1, bool)}, ValueError, "block_mask has shape (1,)"),
+    ({"block_mask": np.ones((1, 1, 1, 1, 1), bool)}, ValueError, "(1, 1, 1, 1, 1)"),
+    ({"block_mask": np.ones((1, 1), np.uint8)}, TypeError, "block_mask has dtype uint8", "bool"),
+    ({"block_mask": "x"}, TypeError, "block_mask is a str"),
+    ({"causal": 1}, TypeError, "causal is 1", "True or False"),
+    ({"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}, ValueError, "q has shape (1, 2, 5, 4)",
+     "(seqlen, heads, head_dim)"),
+]  # fmt: skip
 # The same for q (5, 2, 4) and k (7, 1, 4).
 PACKED = {"cu_seqlens_q": np.array([0, 2, 5]), "cu_seqlens_k": [0, 7, 7]}
-REFUSED_PACKED = {
-    "q alone": (
-        {"cu_seqlens_k": None}, ValueError, ["cu_seqlens_q is given without cu_seqlens_k"],
-    ),
-    "k alone": (
-        {"cu_seqlens_q": None}, ValueError, ["cu_seqlens_k is given without cu_seqlens_q"],
-    ),
-    "and q_lens": ({"q_lens": [2, 3]}, ValueError, ["q_lens is given with cu_seqlens_q"]),
-    "another layout": (
-        {"layout": "bnhd"}, ValueError, ["layout is 'bnhd' with cu_seqlens_q", "(total, heads"],
-    ),
-    "and kv_lens": ({"kv_lens": [7, 0]}, ValueError, ["kv_lens is given with cu_seqlens_q"]),
-    "not from 0": (
-        {"cu_seqlens_q": [1, 2, 5]}, ValueError, ["cu_seqlens_q is [1, 2, 5]", "from 0 to 5"],
-    ),
-    "not to the end": (
-        {"cu_seqlens_k": [0, 3, 6]}, ValueError, ["cu_seqlens_k is [0, 3, 6]", "from 0 to 7"],
-    ),
-    "falling": ({"cu_seqlens_q": [0, 6, 5]}, ValueError, ["[0, 6, 5]", "never fall"]),
-    "one number": ({"cu_seqlens_q": [0]}, ValueError, ["cu_seqlens_q has shape (1,)", "batch + 1"]),
-    "of two axes": ({"cu_seqlens_q": [[0, 5]]}, ValueError, ["cu_seqlens_q has shape (1, 2)"]),
-    "of floats": ({"cu_seqlens_q": [0.0, 2.0, 5.0]}, TypeError, ["cu_seqlens_q has dtype float64"]),
-    "of other batches": (
-        {"cu_seqlens_k": [0, 7]}, ValueError, ["cu_seqlens_k holds 1 sequences", "allowed is 2"],
-    ),
-    "bias of another shape": (
-        {"bias": normal(2, 2, 5, 7)}, ValueError, ["bias has shape (2, 2, 5, 7)", "(2, 2, 3, 7)"],
-    ),
-    "slopes of another batch": (
-        {"alibi_slopes": normal(3, 2)}, ValueError, ["alibi_slopes has shape (3, 2)", "(2, 2)"],
-    ),
-    "block_mask of all rows": (
-        {"block_mask": np.ones((2, 1), bool), "tiles": Tiles(4, 16)}, ValueError,
-        ["block_mask has shape (2, 1)", "(1, 1)"],
-    ),
-}  # fmt: skip
+REFUSED_PACKED = [
+    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_q is given without cu_seqlens_k"),
+    ({"cu_seqlens_q": None}, ValueError, "cu_seqlens_k is given without cu_seqlens_q"),
+    ({"q_lens": [2, 3]}, ValueError, "q_lens is given with cu_seqlens_q"),
+    ({"layout": "bnhd"}, ValueError, "layout is 'bnhd' with cu_seqlens_q", "(total, heads"),
+    ({"kv_lens": [7, 0]}, ValueError, "kv_lens is given with cu_seqlens_q"),
+    ({"cu_seqlens_q": [1, 2, 5]}, ValueError, "cu_seqlens_q is [1, 2, 5]", "from 0 to 5"),
+    ({"cu_seqlens_k": [0, 3, 6]}, ValueError, "cu_seqlens_k is [0, 3, 6]", "from 0 to 7"),
+    ({"cu_seqlens_q": [0, 6, 5]}, ValueError, "[0, 6, 5]", "never fall"),
+    ({"cu_seqlens_q": [0]}, ValueError, "cu_seqlens_q has shape (1,)", "batch + 1"),
+    ({"cu_seqlens_q": [[0, 5]]}, ValueError, "cu_seqlens_q has shape (1, 2)"),
+    ({"cu_seqlens_q": [0.0, 2.0, 5.0]}, TypeError, "cu_seqlens_q has dtype float64"),
+    ({"cu_seqlens_k": [0, 7]}, ValueError, "cu_seqlens_k holds 1 sequences", "allowed is 2"),
+    ({"bias": normal(2, 2, 5, 7)}, ValueError, "bias has shape (2, 2, 5, 7)", "(2, 2, 3, 7)"),
+    ({"alibi_slopes": normal(3, 2)}, ValueError, "alibi_slopes has shape (3, 2)", "(2, 2)"),
+    ({"block_mask": np.ones((2, 1), bool), "tiles": Tiles(4, 16)}, ValueError,
+     "block_mask has shape (2, 1)", "(1, 1)"),
+]  # fmt: skip
 
 
 def _refusals():
     plain = random_gradients(1, 2, 1, 5, 7, 4)
     dense = [np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in plain]
-    for name, case in REFUSED.items():
-        yield pytest.param(plain, {}, *case, id=name)
-    for name, case in REFUSED_PACKED.items():
-        yield pytest.param(dense, PACKED, *case, id=f"packed: {name}")
+    for arrays, others, table in ((plain, {}, REFUSED), (dense, PACKED, REFUSED_PACKED)):
+        for bad, error, *says in table:
+            yield pytest.param(arrays, others, bad, error, says, id=says[0])
 
 
 @pytest.mark.parametrize("arrays, others, bad, error, says", list(_refusals()))
