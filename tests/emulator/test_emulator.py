@@ -134,33 +134,6 @@ def test_matmul_is_right_and_counted():
     assert counts.store_bytes == {"C": 4 * 64 * 64}
 
 
-@pytest.mark.parametrize("dropped", [1, 2])
-def test_matmul_without_one_of_its_barriers_is_reported(dropped):
-    first, second = dropped == 1, dropped == 2
-
-    def faulty(A, B, C):
-        sA = cuda.shared.array((TILE, TILE), float32)
-        sB = cuda.shared.array((TILE, TILE), float32)
-        x, y = cuda.grid(2)
-        tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
-        c = float32(0.0)
-        for i in range(cuda.gridDim.x):
-            sA[ty, tx] = A[y, tx + i * TILE]
-            sB[ty, tx] = B[ty + i * TILE, x]
-            if not first:
-                cuda.syncthreads()
-            for k in range(TILE):
-                c += sA[ty, k] * sB[k, tx]
-            if not second:
-                cuda.syncthreads()
-        C[y, x] = c
-
-    A = ramp(32, 32)
-    with pytest.raises((SharedHazard, UninitialisedRead)) as info:
-        launch(faulty, (2, 2), (TILE, TILE), (A, A, zeros(32, 32)))
-    assert info.value.array in ("sA", "sB")
-
-
 # ---- shared-memory hazards; True leaves the barrier out
 
 
@@ -187,49 +160,6 @@ def test_read_after_write():
             launch(neighbour, 1, 64, (out, True))
         found.add(type(info.value))
     assert found == {SharedHazard, UninitialisedRead}
-
-
-def passed_on(out, faulty):
-    s = cuda.shared.array(1, float32)
-    t = cuda.threadIdx.x
-    if t == 0:
-        s[0] = float32(7.0)
-    if not faulty:
-        cuda.syncthreads()
-    out[t] = s[0]
-
-
-def test_read_after_write_by_another_thread():
-    out = zeros(64)
-    launch(passed_on, 1, 64, (out, False))
-    assert (out == 7).all()
-    error = caught(SharedHazard, passed_on, 64, zeros(64), True)
-    assert error.thread == (1, 0, 0)
-    assert error.array == "s"
-    assert error.line.endswith("out[t] = s[0]")
-    assert "reads s[0], which thread (0, 0, 0) wrote" in str(error)
-
-
-def read_then_overwritten(out, faulty):
-    s = cuda.shared.array(64, float32)
-    t = cuda.threadIdx.x
-    s[t] = t
-    cuda.syncthreads()
-    mine = s[63 - t]
-    if not faulty:
-        cuda.syncthreads()
-    if t >= 32:
-        s[t] = mine
-    out[t] = mine
-
-
-def test_write_after_read():
-    out = zeros(64)
-    launch(read_then_overwritten, 1, 64, (out, False))
-    assert out.tolist() == list(range(63, -1, -1))
-    error = caught(SharedHazard, read_then_overwritten, 64, zeros(64), True)
-    assert "overwrites" in str(error) and error.array == "s"
-    assert error.line.endswith("s[t] = mine")
 
 
 def read_by_all_then_overwritten(out, faulty):
@@ -270,43 +200,6 @@ def test_write_after_write():
     assert "overwrites s[0], which thread (3, 0, 0) wrote" in str(error)
 
 
-def own_element(out):
-    s = cuda.shared.array((2, 32), float32)
-    t = cuda.threadIdx.x
-    s[1, t] = float32(1.0)
-    for _ in range(3):
-        s[1, t] += t
-        s[1, t] = s[1, t] + s[1, t]
-    out[t] = s[1, t]
-
-
-def test_a_thread_needs_no_barrier_against_itself():
-    out = zeros(32)
-    launch(own_element, 1, 32, (out,))
-    t = np.arange(32)
-    assert (out == 2 * (2 * (2 * (1 + t) + t) + t)).all()
-
-
-def test_reads_before_a_barrier_are_forgotten():
-    def kernel(out, faulty):
-        s = cuda.shared.array(1, float32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            s[0] = float32(1.0)
-            out[0] = s[0]
-        if not faulty:
-            cuda.syncthreads()
-        if t == 1:
-            for n in range(2):
-                s[0] = float32(n)
-                out[n] = s[0]
-
-    out = zeros(2)
-    launch(kernel, 1, 32, (out, False))
-    assert out.tolist() == [0, 1]
-    caught(SharedHazard, kernel, 32, out, True)
-
-
 def exchange_in_warp(out, faulty, apart):
     # every thread reads what thread t ^ apart wrote, `rounds` times over the same element
     s = cuda.shared.array(64, float32)
@@ -326,26 +219,6 @@ def test_syncwarp_orders_the_warp():
     out = zeros(64)
     launch(exchange_in_warp, 1, 64, (out, 0, 1))
     assert out.tolist() == [(t ^ 1) + 3 for t in range(64)]
-
-
-@pytest.mark.parametrize("faulty", [1, 2])
-def test_missing_syncwarp(faulty):
-    assert caught(SharedHazard, exchange_in_warp, 64, zeros(64), faulty, 1).array == "s"
-
-
-def test_missing_syncwarp_after_a_write_by_another_lane():
-    def kernel(out, faulty):
-        s = cuda.shared.array(32, float32)
-        t = cuda.threadIdx.x
-        s[t] = float32(t)
-        if not faulty:
-            cuda.syncwarp()
-        out[t] = s[0]
-
-    out = zeros(32)
-    launch(kernel, 1, 32, (out, False))
-    assert (out == 0).all()
-    assert caught(SharedHazard, kernel, 32, out, True).thread == (1, 0, 0)
 
 
 def test_syncwarp_does_not_order_two_warps():
@@ -381,28 +254,6 @@ def test_shuffles_do_not_order_memory():
 
     launch(kernel, 1, 32, (zeros(32), True))
     caught(SharedHazard, kernel, 32, zeros(32), False)
-
-
-def test_reads_of_a_warp_before_its_syncwarp_still_bar_another_warp():
-    # lane 1 reads, the warp synchronises, lane 2 reads: lane 1's read must not be forgotten
-    def kernel(out, writer):
-        s = cuda.shared.array(1, float32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            s[0] = float32(1.0)
-        cuda.syncthreads()
-        if t == 1:
-            out[1] = s[0]
-        cuda.syncwarp()
-        if t == 2:
-            out[2] = s[0]
-        cuda.syncwarp()
-        if t == writer:
-            s[0] = float32(2.0)
-
-    launch(kernel, 1, 64, (zeros(64), 1))
-    launch(kernel, 1, 64, (zeros(64), 31))
-    assert caught(SharedHazard, kernel, 64, zeros(64), 33).thread == (33, 0, 0)
 
 
 def brute_force_hazard(program, threads):
@@ -705,29 +556,6 @@ def test_the_lanes_of_a_warp_are_ordered_by_waiting(waits):
         assert "several" not in str(caught(SharedHazard, kernel, 64, out))
 
 
-@pytest.mark.parametrize("readers", [1, 2, 3])
-def test_a_named_barrier_of_several_readers_and_a_writer(readers):
-    def kernel(out, present):
-        s = cuda.shared.array(1, float32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            s[0] = float32(1.0)
-        cuda.syncthreads()
-        w = t // 32
-        if 1 <= w <= readers:
-            out[t] = s[0]
-            if w <= present:
-                arrive_named(4, 32 + 32 * present)
-        if w == 0:
-            sync_named(4, 32 + 32 * present)
-        if t == 0:
-            s[0] = float32(2.0)
-
-    launch(kernel, 1, 128, (zeros(128), readers))
-    error = caught(SharedHazard, kernel, 128, zeros(128), readers - 1)
-    assert f"warp {readers} reads" in str(error) or error.thread == (32 * readers, 0, 0)
-
-
 def test_a_named_barrier_is_used_again():
     def kernel(out, faulty):
         w = cuda.threadIdx.x // 32
@@ -1028,20 +856,6 @@ def test_lanes_of_both_sides_of_a_branch_shuffle_in_one_function(limit):
     assert (out == np.where(lanes < limit, lanes, 100 + lanes)).all()
 
 
-def test_a_butterfly_sums_each_group_of_lanes():
-    def kernel(values, out):
-        t = cuda.threadIdx.x
-        v = values[t]
-        for n in (4, 2, 1):
-            v += cuda.shfl_xor_sync(FULL, v, n)
-        out[t] = v
-
-    values = np.random.default_rng(0).integers(0, 99, 64).astype(np.float32)
-    out = zeros(64)
-    launch(kernel, 1, 64, (values, out))
-    assert (out == np.repeat(values.reshape(8, 8).sum(axis=1), 8)).all()
-
-
 # ---- bounds and alignment
 
 
@@ -1192,61 +1006,6 @@ def test_vector_access_meets_hazards():
             error = caught(SharedHazard, kernel, 2, zeros(2, 4), faulty, width)
             assert error.thread == (thread, 0, 0)
             assert f"s[{0 if faulty == 3 else width}]" in str(error)
-
-
-def test_a_vector_load_checks_each_element():
-    def kernel(out, e):
-        s = cuda.shared.array(4, float32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            for k in range(4):
-                s[k] = float32(k)
-        cuda.syncthreads()
-        if t == 0:
-            s[e] = float32(1.0)
-        if t == 1:
-            for k in range(4):
-                if k != e:
-                    s[k]
-            load4(s, 0)
-
-    for e in range(4):
-        error = caught(SharedHazard, kernel, 2, zeros(1), e)
-        assert error.thread == (1, 0, 0) and f"reads s[{e}]" in str(error)
-
-
-@pytest.mark.parametrize("read", [0, 3])
-def test_a_vector_load_keeps_who_read_each_element_before(read):
-    def kernel(out, written):
-        s = cuda.shared.array(4, float32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            store4(s, 0, (1.0, 2.0, 3.0, 4.0))
-        cuda.syncthreads()
-        if t == 0:
-            out[0] = s[read]
-        if t == 1:
-            load4(s, 0)
-            s[written] = float32(5.0)
-
-    launch(kernel, 1, 2, (zeros(1), 3 - read))
-    assert caught(SharedHazard, kernel, 2, zeros(1), read).thread == (1, 0, 0)
-
-
-def test_vector_loads_of_two_threads_both_count():
-    def kernel(out, faulty):
-        s = cuda.shared.array(4, float32)
-        t = cuda.threadIdx.x
-        if t == 0:
-            store4(s, 0, (1.0, 2.0, 3.0, 4.0))
-        cuda.syncthreads()
-        if t == 1 or faulty:
-            load4(s, 0)
-        if t == 1:
-            s[2] = float32(5.0)
-
-    launch(kernel, 1, 2, (zeros(1), False))
-    assert caught(SharedHazard, kernel, 2, zeros(1), True).thread == (1, 0, 0)
 
 
 def test_a_read_only_array_is_not_stored_to():
@@ -1421,23 +1180,6 @@ def test_async_copy_over_what_another_thread_reads():
     assert out.tolist() == [3, 2, 1, 0]
     error = caught(SharedHazard, kernel, 4, ramp(1, 4), out, True, shared_bytes=16)
     assert error.thread == (3, 0, 0) and "overwrites s[1]" in str(error)
-
-
-def test_async_copy_over_what_the_thread_itself_has_read():
-    def kernel(A, out, faulty):
-        s = tile(0, 4)
-        for k in range(4):
-            s[k] = float32(k)
-        out[0] = s[0]
-        copy(s, 0, A, (0, 0), 4, 4)
-        commit()
-        if not faulty:
-            wait(0)
-        out[0] = s[0]
-        wait(0)
-
-    launch(kernel, 1, 1, (ramp(1, 4), zeros(1), False), shared_bytes=16)
-    caught(SharedHazard, kernel, 1, ramp(1, 4), zeros(1), True, shared_bytes=16)
 
 
 def test_async_copies_to_one_place():

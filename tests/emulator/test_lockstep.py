@@ -109,99 +109,7 @@ def data(threads, seed=0):
     return np.random.default_rng(seed).integers(-9, 10, (threads, 4))
 
 
-# ---- control flow, statement by statement
-
-
-def branches(x, out):
-    t = cuda.threadIdx.x
-    a = x[t, 0]
-    if a < -4:
-        out[t, 0] = 1
-        if x[t, 1] > 0:
-            out[t, 1] = 2
-        else:
-            out[t, 1] = 3
-            a = a * 2
-    elif a < 0:
-        out[t, 0] = 4
-        a += 10
-    elif a == 3:
-        a = 7
-    else:
-        out[t, 0] = 5
-        if x[t, 2] > x[t, 3]:
-            a -= 1
-    out[t, 2] = a
-
-
-def loops(x, out):
-    t = cuda.threadIdx.x
-    total = 0
-    for i in range(t % 5):
-        for j in range(x[t, 0], x[t, 1]):
-            total += i * j
-        for j in range(x[t, 1], x[t, 0], -2):
-            total -= j
-    out[t, 0] = total
-    for k in range(t % 3, 12, 1 + t % 4):
-        total = total * 3 + k
-        out[t, 1] = k
-    n = x[t, 2]
-    while n < 4:
-        n += 1 + t % 3
-        total += n
-    out[t, 2] = total
-    out[t, 3] = n
-
-
-def jumps(x, out):
-    t = cuda.threadIdx.x
-    rounds = 0
-    total = 0
-    while rounds < 9:
-        rounds += 1
-        if rounds == x[t, 0]:
-            break
-        if (rounds + t) % 3 == 0:
-            continue
-        for j in range(6):
-            if j == x[t, 1]:
-                break
-            if (j ^ t) & 1:
-                continue
-            total += j
-            if total > 40:
-                break
-        total += rounds
-    out[t, 0] = total
-    out[t, 1] = rounds
-    for j in range(4):
-        if j == t % 6:
-            continue
-        total = total * 2 + j
-    out[t, 2] = total
-
-
-def returns(x, out):
-    t = cuda.threadIdx.x
-    if t % 5 == 4:
-        return
-    out[t, 0] = 1
-    for j in range(x[t, 0]):
-        if j == 3:
-            out[t, 1] = 9
-            return
-        while True:
-            if x[t, 2] > 0:
-                return
-            break
-        out[t, 1] += 1
-    if x[t, 1] > 2:
-        out[t, 2] = 5
-        if x[t, 3] > 2:
-            return
-        out[t, 2] = 6
-    out[t, 3] = 8
+# ---- values, statement by statement; control flow is that of the random programs below
 
 
 def first_place(x, t, wanted):
@@ -396,7 +304,7 @@ def wrapping(x, out):
 
 
 KERNELS = [
-    branches, loops, jumps, returns, calls, chosen, compared, truths, augmented, some_assign,
+    calls, chosen, compared, truths, augmented, some_assign,
     arrays, began_again, other_names, wrapping,
 ]  # fmt: skip
 

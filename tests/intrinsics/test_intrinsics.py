@@ -12,12 +12,9 @@ from fa_numba.device import DeviceArray, Kernel, array_type, cuda, float32, int3
 from fa_numba.emulator import (
     BarrierDivergence,
     BarrierMisuse,
-    Deadlock,
     EmulatorError,
     Misaligned,
     OutOfBounds,
-    SharedHazard,
-    UninitialisedRead,
 )
 from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
 from fa_numba.intrinsics.async_copy import (
@@ -199,24 +196,6 @@ def test_shared_load4_at_byte(device):
     assert np.array_equal(y.reshape(16, 2, 4), x.reshape(16, 2, 4)[:, ::-1])
 
 
-def _make_load4_at_byte(offset):
-    def kernel(X, Y):
-        tile = shared_tile(0, 32)
-        t = uint32(cuda.threadIdx.x)
-        tile[t] = X[t]
-        cuda.syncthreads()
-        Y[t] = load4_at_byte(tile, int64(offset))[0]
-
-    return kernel
-
-
-@pytest.mark.parametrize("error, offset", [(Misaligned, 8), (Misaligned, 4), (OutOfBounds, 128)])
-def test_load4_at_byte_is_checked(error, offset):
-    x = ramp(32)
-    with pytest.raises(error):
-        emulator.launch(_make_load4_at_byte(offset), 1, 32, (x, x.copy()), shared_bytes=128)
-
-
 def _global_kernel(X, Y):
     t = uint32(cuda.threadIdx.x)
     row, col = uint32(t // uint32(4)), uint32(4 * (t % uint32(4)))
@@ -232,17 +211,6 @@ def test_global_read4_and_write4(device, pad):
     assert np.array_equal(y[:, :16], want) and (y[:, 16:] == -1).all()
 
 
-def test_wide_accesses_are_counted_and_checked():
-    x = ramp(8, 16)
-    with devices.using("emulator"):
-        counts = emulator.launch(_global_kernel, 1, 32, (x, np.zeros_like(x)))
-    assert (counts.loads["X"], counts.stores["Y"]) == (128, 128)
-    with pytest.raises(Misaligned):
-        emulator.launch(_global_kernel, 1, 32, (ramp(8, 17)[:, 1:], np.zeros_like(x)))
-    with pytest.raises(OutOfBounds):
-        emulator.launch(_global_kernel, 1, 32, (ramp(7, 16), np.zeros_like(x)))
-
-
 def _pair_kernel(X, Y):
     t = uint32(cuda.threadIdx.x)
     row, col = uint32(t // uint32(4)), uint32(2 * (t % uint32(4)))
@@ -256,16 +224,6 @@ def test_global_read_pair_and_write_pair(device, pad):
     _, y = run(device, _pair_kernel, x, np.full_like(x, -1))
     want = x[::-1, :8].reshape(8, 4, 2)[:, :, ::-1].reshape(8, 8)
     assert np.array_equal(y[:, :8], want) and (y[:, 8:] == -1).all()
-
-
-def test_pairs_are_counted_and_checked():
-    x = ramp(8, 8)
-    counts = emulator.launch(_pair_kernel, 1, 32, (x, np.zeros_like(x)))
-    assert (counts.loads["X"], counts.stores["Y"]) == (64, 64)
-    for error, array in ((Misaligned, ramp(8, 9)), (OutOfBounds, ramp(8, 8)[:, :7])):
-        for arrays in ((array, np.zeros_like(x)), (x, array)):
-            with pytest.raises(error):
-                emulator.launch(_pair_kernel, 1, 32, arrays)
 
 
 def _in_pairs_kernel(X, Y):
@@ -372,42 +330,6 @@ def test_a_copy_counts_what_it_reads(count):
     assert counts.loads["X"] == 32 * count
 
 
-def _copy_not_waited_for(X, Y):
-    tile = shared_tile(0, 128)
-    t = uint32(cuda.threadIdx.x)
-    copy4_async(tile, uint32(4 * t), X, t, uint32(0), int32(4))
-    commit_async()
-    Y[t] = tile[4 * t]
-    wait_async()
-
-
-def _copy_not_committed(X, Y):
-    tile = shared_tile(0, 128)
-    t = uint32(cuda.threadIdx.x)
-    copy4_async(tile, uint32(4 * t), X, t, uint32(0), int32(4))
-    wait_async()
-    Y[t] = tile[4 * t]
-    commit_async()
-
-
-def _copy_without_a_barrier(X, Y):
-    tile = shared_tile(0, 128)
-    t = uint32(cuda.threadIdx.x)
-    copy4_async(tile, uint32(4 * t), X, t, uint32(0), int32(4))
-    commit_async()
-    wait_async()
-    Y[t] = tile[4 * (uint32(31) - t)]
-
-
-@pytest.mark.parametrize(
-    "kernel", [_copy_not_waited_for, _copy_not_committed, _copy_without_a_barrier]
-)
-def test_a_copy_used_too_early_is_a_hazard(kernel):
-    with pytest.raises((SharedHazard, UninitialisedRead)) as caught:
-        emulator.launch(kernel, 1, 32, (ramp(32, 4), np.zeros(32, np.float32)), shared_bytes=512)
-    assert caught.value.array == "tile"
-
-
 def test_misaligned_copies_are_refused():
     y = np.zeros((32, 4), np.float32)
     with pytest.raises(Misaligned):
@@ -471,21 +393,6 @@ def test_global_write2(device, pad):
     assert np.array_equal(y[:, :8], x.reshape(8, 8)[::-1]) and (y[:, 8:] == 9).all()
 
 
-def test_write2_is_counted_and_checked():
-    x = halves(32, 2)
-    counts = emulator.launch(_write2_kernel, 1, 32, (x, halves(8, 8)))
-    assert (counts.stores["Y"], counts.store_bytes["Y"]) == (64, 128)
-    for error, target in (
-        (Misaligned, halves(8, 9)[:, 1:]),  # an odd pitch
-        (Misaligned, halves(8, 12)[:, 1:9]),  # an odd start
-        (Misaligned, halves(8, 16)[:, ::2]),
-        (OutOfBounds, halves(7, 8)),
-        (OutOfBounds, halves(8, 8)[:, :7]),
-    ):
-        with pytest.raises(error):
-            emulator.launch(_write2_kernel, 1, 32, (x, target))
-
-
 def _twos_kernel(X, Y):
     """Pairs through shared memory, upside down."""
     tile = half_tile(8, 64)
@@ -501,42 +408,6 @@ def test_global_read2_and_shared_load2(device, pad):
     _, y = run(device, _twos_kernel, x, np.zeros(32, np.uint32), shared=256)
     pairs = x[:, :8].reshape(32, 2)[::-1].astype(np.uint32)
     assert np.array_equal(y, pairs[:, 0] | pairs[:, 1] << 16)
-
-
-def test_read2_is_counted_and_checked():
-    y = np.zeros(32, np.uint32)
-    counts = emulator.launch(_twos_kernel, 1, 32, (halves(8, 8), y), shared_bytes=256)
-    assert (counts.loads["X"], counts.load_bytes["X"]) == (64, 128)
-    for error, source in (
-        (Misaligned, halves(8, 9)[:, 1:]),  # an odd pitch
-        (Misaligned, halves(8, 12)[:, 1:9]),  # an odd start
-        (Misaligned, halves(8, 16)[:, ::2]),
-        (OutOfBounds, halves(7, 8)),
-        (OutOfBounds, halves(8, 8)[:, :7]),
-    ):
-        with pytest.raises(error):
-            emulator.launch(_twos_kernel, 1, 32, (source, y), shared_bytes=256)
-
-
-def _make_load2(first):
-    def kernel(X, Y):
-        tile = half_tile(0, 16)
-        t = uint32(cuda.threadIdx.x)
-        if t < uint32(16):
-            tile[t] = X[t]
-        cuda.syncthreads()
-        Y[t] = load2(tile, uint32(first))
-
-    return kernel
-
-
-@pytest.mark.parametrize("error, first", [(Misaligned, 3), (OutOfBounds, 16)])
-def test_load2_is_checked(error, first):
-    y = np.zeros(32, np.uint32)
-    emulator.launch(_make_load2(14), 1, 32, (halves(16), y), shared_bytes=32)
-    assert (y == (15 | 16 << 16)).all()
-    with pytest.raises(error):
-        emulator.launch(_make_load2(first), 1, 32, (halves(16), y), shared_bytes=32)
 
 
 def _eights_kernel(X, Y):
@@ -558,41 +429,107 @@ def test_eight_halves_at_once(device, pad):
     assert np.array_equal(y[:, :8], want) and (y[:, 8:] == 9).all()
 
 
-def test_eight_halves_are_counted_and_checked():
-    x, y = halves(32, 16), halves(32, 8)
-    counts = emulator.launch(_eights_kernel, 1, 32, (x, y), shared_bytes=528)
-    assert (counts.loads["X"], counts.stores["Y"]) == (256, 256)
-    assert (counts.load_bytes["X"], counts.store_bytes["Y"]) == (512, 512)
-    for error, source, target in (
-        (Misaligned, halves(32, 20), y),
-        (Misaligned, halves(32, 32)[:, 4:20], y),
-        (OutOfBounds, halves(31, 16), y),
-        (OutOfBounds, halves(32, 16)[:, :15], y),
-        (Misaligned, x, halves(32, 12)),
-        (OutOfBounds, x, halves(31, 8)),
-        (OutOfBounds, x, halves(32, 8)[:, :7]),
-    ):
-        with pytest.raises(error):
-            emulator.launch(_eights_kernel, 1, 32, (source, target), shared_bytes=528)
+def _whole(count, load, first):
+    """A tile of so many elements, and what lies from ``first`` on, read at once."""
 
-
-def _make_load8(first):
     def kernel(X, Y):
-        tile = half_tile(0, 16)
+        tile = half_tile(0, count) if load is not load4_at_byte else shared_tile(0, count)
         t = uint32(cuda.threadIdx.x)
-        if t < uint32(16):
+        if t < uint32(count):
             tile[t] = X[t]
         cuda.syncthreads()
-        Y[t] = load8(tile, uint32(first))[0]
+        Y[t] = load(tile, int64(first) if load is load4_at_byte else uint32(first))[0]
 
     return kernel
 
 
-@pytest.mark.parametrize("error, first", [(Misaligned, 4), (OutOfBounds, 16)])
-def test_load8_is_checked(error, first):
-    arrays = (halves(32), np.zeros(32, np.uint32))
-    with pytest.raises(error):
-        emulator.launch(_make_load8(first), 1, 32, arrays, shared_bytes=64)
+def load_pair(tile, first):
+    return (load2(tile, first),)
+
+
+@pytest.mark.parametrize(
+    "count, load, right, wrong",
+    [
+        (32, load4_at_byte, 112, [(Misaligned, 8), (Misaligned, 4), (OutOfBounds, 128)]),
+        (16, load_pair, 14, [(Misaligned, 3), (OutOfBounds, 16)]),
+        (16, load8, 8, [(Misaligned, 4), (OutOfBounds, 16)]),
+    ],
+)
+def test_what_is_read_at_once_lies_whole_in_its_tile(count, load, right, wrong):
+    x, kind = (ramp(32), np.float32) if load is load4_at_byte else (halves(32), np.uint32)
+    y = np.zeros(32, kind)
+    emulator.launch(_whole(count, load, right), 1, 32, (x, y), shared_bytes=128)
+    first = right // 4 if load is load4_at_byte else right
+    assert (y == (x[first] if load is load4_at_byte else first + 1 | first + 2 << 16)).all()
+    for error, first in wrong:
+        with pytest.raises(error):
+            emulator.launch(_whole(count, load, first), 1, 32, (x, y), shared_bytes=128)
+
+
+Z = np.zeros((8, 16), np.float32)
+# Of 16-bit pairs: an odd pitch, an odd start, gaps; a row less, a column less.
+PAIRS = [
+    (Misaligned, halves(8, 9)[:, 1:]),
+    (Misaligned, halves(8, 12)[:, 1:9]),
+    (Misaligned, halves(8, 16)[:, ::2]),
+    (OutOfBounds, halves(7, 8)),
+    (OutOfBounds, halves(8, 8)[:, :7]),
+]
+ACCESSED = {
+    # kernel, its arrays, elements that are loaded from X and stored to Y; faulty arrays
+    "fours": (
+        (_global_kernel, (ramp(8, 16), Z), 128, 128),
+        [
+            (Misaligned, (ramp(8, 17)[:, 1:], Z)),
+            (OutOfBounds, (ramp(7, 16), Z)),
+        ],
+    ),
+    "pairs": (
+        (_pair_kernel, (ramp(8, 8), Z[:, :8]), 64, 64),
+        [
+            (error, arrays)
+            for error, x in ((Misaligned, ramp(8, 9)), (OutOfBounds, ramp(8, 8)[:, :7]))
+            for arrays in ((x, Z[:, :8]), (ramp(8, 8), x))
+        ],
+    ),
+    "write2": (
+        (_write2_kernel, (halves(32, 2), halves(8, 8)), 64, 64),
+        [(error, (halves(32, 2), y)) for error, y in PAIRS],
+    ),
+    "read2": (
+        (_twos_kernel, (halves(8, 8), np.zeros(32, np.uint32)), 64, 32),
+        [(error, (x, np.zeros(32, np.uint32))) for error, x in PAIRS],
+    ),
+    "eights": (
+        (_eights_kernel, (halves(32, 16), halves(32, 8)), 256, 256),
+        [
+            *(
+                (error, (x, halves(32, 8)))
+                for error, x in (
+                    (Misaligned, halves(32, 20)),
+                    (Misaligned, halves(32, 32)[:, 4:20]),
+                    (OutOfBounds, halves(31, 16)),
+                    (OutOfBounds, halves(32, 16)[:, :15]),
+                )
+            ),
+            (Misaligned, (halves(32, 16), halves(32, 12))),
+            (OutOfBounds, (halves(32, 16), halves(31, 8))),
+            (OutOfBounds, (halves(32, 16), halves(32, 8)[:, :7])),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACCESSED)
+def test_accesses_of_several_elements_are_counted_and_checked(name):
+    (kernel, arrays, loads, stores), faulty = ACCESSED[name]
+    counts = emulator.launch(kernel, 1, 32, arrays, shared_bytes=528)
+    assert (counts.loads["X"], counts.stores["Y"]) == (loads, stores)
+    sizes = counts.load_bytes["X"], counts.store_bytes["Y"]
+    assert sizes == (loads * arrays[0].itemsize, stores * arrays[1].itemsize)
+    for error, wrong in faulty:
+        with pytest.raises(error):
+            emulator.launch(kernel, 1, 32, wrong, shared_bytes=528)
 
 
 def _copy8_kernel(X, Y, count):
@@ -699,71 +636,6 @@ def test_ldmatrix_checks_every_row(kind, lane, place, error):
     with pytest.raises(error) as caught:
         emulator.launch(LDMATRIX[kind], 1, 32, arrays, shared_bytes=4096)
     assert caught.value.array == "tile" and caught.value.thread == (lane, 0, 0)
-
-
-def _make_early(waits, barrier, commits_first=True):
-    """Another warp's rows of a copy, read too early unless it is waited for and met."""
-
-    def kernel(X, Y):
-        tile = half_tile(0, 512)
-        t = uint32(cuda.threadIdx.x)
-        copy8_async(tile, uint32(8 * t), X, t, uint32(0), int32(8))
-        if commits_first:
-            commit_async()
-        if waits:
-            wait_async()
-        if barrier:
-            cuda.syncthreads()
-        w = ldmatrix(tile, uint32(8 * ((t + 32) % 64)))
-        Y[t] = w[0]
-        commit_async()
-        wait_async()
-
-    return kernel
-
-
-@pytest.mark.parametrize(
-    "waits, barrier, commits", [(False, True, True), (True, False, True), (True, True, False)]
-)
-def test_ldmatrix_before_a_copy_is_there_is_a_hazard(waits, barrier, commits):
-    arrays = (halves(64, 8), np.zeros(64, np.uint32))
-    with pytest.raises((SharedHazard, UninitialisedRead)) as caught:
-        emulator.launch(_make_early(waits, barrier, commits), 1, 64, arrays, shared_bytes=1024)
-    assert caught.value.array == "tile"
-    assert ("copy in flight" in str(caught.value)) == barrier
-    emulator.launch(_make_early(True, True), 1, 64, arrays, shared_bytes=1024)
-    assert arrays[1].all()
-
-
-def _overwritten(X, Y):
-    """The next tile written with no barrier after the last was read."""
-    tile = half_tile(0, 512)
-    t = uint32(cuda.threadIdx.x)
-    for n in range(8):
-        tile[uint32(8 * t + n)] = X[t, n]
-    cuda.syncthreads()
-    w = ldmatrix(tile, uint32(8 * ((t + 32) % 64)))
-    Y[t] = w[0]
-    copy8_async(tile, uint32(8 * t), X, t, uint32(0), int32(8))
-    commit_async()
-    wait_async()
-
-
-def _unwritten(X, Y):
-    tile = half_tile(0, 512)
-    t = uint32(cuda.threadIdx.x)
-    w = ldmatrix_transposed(tile, uint32(8 * t))
-    Y[t] = w[0]
-
-
-@pytest.mark.parametrize(
-    "kernel, error", [(_overwritten, SharedHazard), (_unwritten, UninitialisedRead)]
-)
-def test_ldmatrix_reads_as_every_lane(kernel, error):
-    arrays = (halves(64, 8), np.zeros(64, np.uint32))
-    with pytest.raises(error) as caught:
-        emulator.launch(kernel, 1, 64, arrays, shared_bytes=1024)
-    assert caught.value.array == "tile"
 
 
 def _ldmatrix_of_some(X, Y):
@@ -1159,68 +1031,6 @@ def test_pairs_added_at_once_are_aligned():
 # --- named barriers --------------------------------------------------------------------------
 
 
-def _make_ping_pong(wrong=""):
-    """Warp 0 puts rows of X into a tile one by one, from which warp 1 takes them backwards."""
-    full, empty = 1, 2
-    waits_for = 3 if wrong == "another barrier" else full
-    partner = 2 if wrong == "another partner" else 0
-
-    def kernel(X, Y):
-        tile = shared_tile(0, 32)
-        t = uint32(cuda.threadIdx.x)
-        lane = uint32(t % uint32(32))
-        warp = uint32(t // uint32(32))
-        for i in range(X.shape[0]):
-            if warp == uint32(0):
-                if i > 0 and wrong != "not emptied":
-                    sync_named(empty, 64)
-                if wrong == "too early":
-                    arrive_named(full, 64)
-                tile[lane] = X[i, lane]
-            if warp == partner and wrong != "too early" and wrong != "not filled":
-                arrive_named(full, 64)
-            if warp == uint32(1):
-                if wrong != "not filled":
-                    sync_named(waits_for, 64)
-                last = i + 1 == X.shape[0]
-                if wrong == "not yet read" and not last:
-                    arrive_named(empty, 64)
-                Y[i, lane] = tile[uint32(31) - lane]
-                if wrong != "not emptied" and wrong != "not yet read" and not last:
-                    arrive_named(empty, 64)
-
-    return kernel
-
-
-def test_a_producer_and_a_consumer_take_turns(device):
-    x = ramp(7, 32)
-    _, y = run(device, _make_ping_pong(), x, np.zeros_like(x), threads=64)
-    assert np.array_equal(y, x[:, ::-1])
-
-
-@pytest.mark.parametrize(
-    "wrong, error",
-    [
-        ("not filled", {SharedHazard, UninitialisedRead}),
-        ("not emptied", {SharedHazard, BarrierMisuse}),
-        ("too early", {SharedHazard, UninitialisedRead}),
-        ("not yet read", {SharedHazard}),
-        ("another partner", {SharedHazard, BarrierMisuse}),
-        ("another barrier", {Deadlock}),
-    ],
-)
-def test_taking_turns_wrongly_is_reported(wrong, error):
-    arrays = ramp(7, 32), np.zeros((7, 32), np.float32)
-    with pytest.raises(EmulatorError) as caught:
-        emulator.launch(_make_ping_pong(wrong), 1, 96, arrays, shared_bytes=128)
-    assert type(caught.value) in error
-    if wrong == "another barrier":
-        assert "barrier 1 is of 64 threads, of which 32 have arrived" in str(caught.value)
-        assert "barrier 3 is of 64 threads, of which 32 have arrived" in str(caught.value)
-    elif type(caught.value) is not BarrierMisuse:
-        assert caught.value.array == "tile"
-
-
 def _pipeline(X, Y, stages, consumers):
     """Warp 0 keeps `stages` rows under way; every consumer adds those before it to its own."""
     tile = shared_tile(0, 128)
@@ -1279,13 +1089,6 @@ def test_halves_of_a_block_wait_each_for_itself(device, first, second):
     _, y = run(device, _halves, x, np.zeros_like(x), threads=128, scalars=(first, second, 0))
     assert np.array_equal(y[:64], np.roll(x[:64], first))
     assert np.array_equal(y[64:], np.roll(x[64:], second))
-
-
-def test_halves_of_a_block_do_not_wait_for_each_other():
-    arrays = ramp(128), np.zeros(128, np.float32)
-    with pytest.raises((SharedHazard, UninitialisedRead)) as caught:
-        emulator.launch(_halves, 1, 128, (*arrays, 2, 2, 1), shared_bytes=512)
-    assert caught.value.array == "tile"
 
 
 def _meet(X, barrier, threads, waits):

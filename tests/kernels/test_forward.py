@@ -304,6 +304,14 @@ def test_rows_of_minus_infinity(device, algorithm, dtype):
         assert (result.O[0, 0, row] == 0).all() and result.L[0, 0, row] == -np.inf
 
 
+@every_algorithm
+@dtypes
+def test_rows_of_one_key_are_that_key_exactly(device, algorithm, dtype):
+    q, k, v = random_inputs(1, 2, 1, 7, 1, 5, dtype=dtype)
+    result = check(device, algorithm, q, k, v, tiles=SMALL[dtype])
+    assert np.array_equal(result.O, np.broadcast_to(v, (1, 2, 7, 5)))
+
+
 def _nan_rows(O):
     return np.flatnonzero(np.isnan(O.astype(np.float32)).any(axis=-1)).tolist()
 

@@ -199,21 +199,6 @@ def test_more_passes_err_no_more(way, Nq, Nk, larger):
 
 # --- what must hold between two calls --------------------------------------------------------
 
-lengths = st.integers(1, 40)
-
-
-@every_flash
-@examples(4)
-@given(lengths, lengths, st.booleans(), st.integers(0, 2**16))
-def test_tile_sizes_do_not_change_the_gradients(way, Nq, Nk, causal, seed):
-    inputs = half_gradients("float16", 1, 2, 1, Nq, Nk, 8)
-    rng = np.random.default_rng(seed)
-    one, other = (Tiles(int(16 * a), int(16 * b)) for a, b in rng.integers(1, 4, (2, 2)))
-    _, bounds = expected(way, *inputs, causal=causal)
-    found = [differentiate("emulator", way, *inputs, tiles=t, causal=causal) for t in (one, other)]
-    for name, a, b, bound in zip(NAMES, *found, bounds, strict=True):
-        assert_within(name, a.astype(np.float64), b.astype(np.float64), 2 * bound)
-
 
 @every_way
 @settings(examples(6), phases=[Phase.explicit, Phase.generate])

@@ -15,7 +15,6 @@ from backward_helpers import (
     differentiate,
     random_gradients,
     saved,
-    true_gradients,
     with_dlse,
 )
 from conftest import examples
@@ -23,12 +22,10 @@ from helpers import (
     GUARD,
     LAYOUTS,
     assert_close_to_float64,
-    assert_within,
     attend,
     check,
     random_inputs,
     to_numpy,
-    truth,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,44 +173,6 @@ def test_gradients_of_an_option_alone(device, way, name):
 
 
 ODD = (1, 2, 2, 21, 11, 3)  # more rows than columns, nothing aligned
-kinds_of_options = pytest.mark.parametrize(
-    "name",
-    [
-        "window of both sides",
-        "window of one key",
-        "causal window",
-        "softcap",
-        "score_mod of an array",
-        "mask_mod",
-        "bias for all batch entries",
-        "bias of -inf",
-        "slopes",
-        "sinks",
-        "q_lens",
-        "kv_lens",
-        "packed, causal",
-        "block mask of each head",
-        "dropout",
-    ],
-)
-
-
-@pytest.mark.in_turn("forward")
-@kinds_of_options
-@every_forward
-def test_an_option_on_an_odd_shape(forward, name):
-    (_, q, k, v), options = given_alone(name, ODD, Tiles(4, 8))
-    check_forward("emulator", forward, q, k, v, layout="odd", out_layout="columns", **options)
-
-
-@pytest.mark.in_turn("way")
-@kinds_of_options
-@every_way
-def test_gradients_of_an_option_on_an_odd_shape(way, name):
-    given_inputs, options = given_alone(name, ODD)
-    check_gradients("emulator", way, *given_inputs, layout="odd", **options)
-
-
 # --- several options -------------------------------------------------------------------------
 
 PAIRS = [
@@ -711,17 +670,6 @@ def test_dropout_leaves_L_alone(forward):
     assert np.array_equal(without, with_it)
 
 
-def test_tile_sizes_and_orders_do_not_change_what_dropout_gives(device):
-    q, k, v = random_inputs(1, 2, 1, 17, 70, 4)
-    options = {"dropout_p": 0.3, "seed": 12, "causal": True}
-    bounds = truth(q, k, v, **options)
-    first, *rest = (
-        run(device, forward, q, k, v, tiles=tiles, **options) for forward, tiles in DROPPED
-    )
-    for other in rest:
-        assert_within("O", other.O, first.O, 2 * bounds.O_bound)
-
-
 # --- what options cost -----------------------------------------------------------------------
 
 COSTS = {
@@ -892,18 +840,6 @@ def test_dbias_is_not_made_unless_asked_for(way):
     assert three.dbias is None
     for name in NAMES:
         assert np.array_equal(getattr(three, name), getattr(four, name))
-
-
-@pytest.mark.parametrize("way", ["standard", "fa1", "fa2"])
-def test_dbias_of_a_broadcast_bias_is_the_sum(device, way):
-    arrays = random_gradients(*TINY)
-    small = normal(1, 2, 1, 21)
-    whole = np.broadcast_to(small, (2, 2, 11, 21)).copy()
-    summed = check_gradients(device, way, *arrays, bias=small, tiles=SMALL).dbias
-    each = check_gradients(device, way, *arrays, bias=whole, tiles=SMALL).dbias
-    bounds = true_gradients(*arrays, bias=small, return_dbias=True, tiles=SMALL).bounds
-    want = each.astype(np.float64).sum(axis=(0, 2), keepdims=True)
-    assert_within("dbias", summed, want, 2 * bounds["dbias"])
 
 
 @every_way
