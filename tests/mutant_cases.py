@@ -37,8 +37,6 @@ import test_torch_stand_in
 import test_value_dim
 import test_wgmma_backward as backward_on_hopper
 import test_wgmma_emulated as on_hopper
-import test_wgmma_fa1 as fa1_on_hopper
-import test_wgmma_fa1_backward as fa1_backward_on_hopper
 from backward_helpers import (
     ALL_WAYS,
     NAMES,
@@ -815,7 +813,6 @@ def runs():
         on_hopper.test_row_tiles_of_many_columns_are_asked_for_one_by_one,
         test_kv_splits.test_splits_on_hoppers_unit,
         test_kv_splits.test_small_calls,
-        fa1_on_hopper.test_results_and_counts,
         backward_on_hopper.test_gradients_and_counts,
         backward_on_hopper.test_a_chunk_of_each_head_and_one_with_a_tile_and_nothing,
         backward_on_hopper.test_gradients_of_sinks,
@@ -835,9 +832,7 @@ def runs():
         test_pages.test_pages_give_the_bits_of_one_piece,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
         test_group_splits.test_gradients_and_counts,
-        fa1_backward_on_hopper.test_gradients_and_counts,
-        fa1_backward_on_hopper.test_a_gradient_of_lse,
-        fa1_backward_on_hopper.test_blocks_that_share_a_head,
+        backward_on_hopper.test_a_gradient_of_lse,
         test_value_dim.test_hopper_against_float64,
         test_value_dim.test_gradients_on_hopper,
     )

@@ -37,7 +37,6 @@ from options_helpers import (
     inputs,
     lengths,
     names_of_options,
-    packed,
     visible,
     visited,
 )
@@ -302,77 +301,6 @@ def test_two_ways_to_say_it_give_the_same_gradients(way, pair):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
 
 
-SEQUENCES = [(11, 5), (0, 4), (6, 0), (0, 0), (1, 21), (9, 9)]
-
-
-def _each_sequence():
-    """(dout, q, k, v) of every sequence alone, and the options that pack them."""
-    heads = (2, 1)
-    alone_ = [
-        random_gradients(1, *heads, max(Nq, 1), max(Nk, 1), 5, seed=n)
-        for n, (Nq, Nk) in enumerate(SEQUENCES)
-    ]
-    alone_ = [
-        [a[:, :, :n] for a, n in zip(x, (Nq, Nq, Nk, Nk), strict=True)]
-        for x, (Nq, Nk) in zip(alone_, SEQUENCES, strict=True)
-    ]
-    together = [
-        np.concatenate([a[0].swapaxes(0, 1) for a in arrays])
-        for arrays in zip(*alone_, strict=True)
-    ]
-    return alone_, together, cumulative(*zip(*SEQUENCES, strict=True))
-
-
-@pytest.mark.in_turn("forward", share=2)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@every_forward
-def test_packed_sequences_are_those_alone(forward, causal):
-    each, (_, q, k, v), starts = _each_sequence()
-    options = {"tiles": SMALL, "causal": causal, "softcap": 2.0}
-    result = check_forward("emulator", forward, q, k, v, **starts, **options)
-    ends = starts["cu_seqlens_q"]
-    for n, (_, *qkv) in enumerate(each):
-        O, L = result.O[ends[n] : ends[n + 1]], result.L[:, ends[n] : ends[n + 1]]
-        if min(SEQUENCES[n]) == 0:
-            assert (O == 0).all() and (L == -INF).all()
-        else:
-            want = run("emulator", forward, *qkv, **options)
-            assert np.array_equal(O.swapaxes(0, 1), want.O[0]) and np.array_equal(L, want.L[0])
-
-
-@every_way
-def test_gradients_of_packed_sequences_are_those_alone(way):
-    each, together, starts = _each_sequence()
-    options = {"tiles": SMALL, "causal": True}
-    result = check_gradients("emulator", way, *together, **starts, **options)
-    for n, arrays in enumerate(each):
-        row, column = (starts[f"cu_seqlens_{x}"] for x in "qk")
-        parts = [
-            g[start[n] : start[n + 1]]
-            for g, start in zip(result, (row, column, column), strict=True)
-        ]
-        if min(SEQUENCES[n]) == 0:
-            assert not any(part.any() for part in parts)
-        else:
-            want = differentiate("emulator", way, *arrays, **options)
-            for part, whole in zip(parts, want, strict=True):
-                assert np.array_equal(part.swapaxes(0, 1), whole[0])
-
-
-@every_forward
-def test_lengths_give_what_packing_gives(forward):
-    options = drawn(["lengths", "bias", "alibi", "dropout"], TINY, seed=5)
-    options |= {"q_lens": [11, 6], "kv_lens": [9, 21], "causal": True}
-    (_, q, k, v), padded = inputs(TINY, options)
-    a = run("emulator", forward, q, k, v, **padded)
-    (_, q, k, v), dense = inputs(
-        TINY, {**options, **cumulative([11, 6], [9, 21]), "q_lens": None, "kv_lens": None}
-    )
-    b = run("emulator", forward, q, k, v, **dense)
-    assert np.array_equal(packed(a.O, [11, 6]), b.O)
-    assert np.array_equal(packed(a.L, [11, 6]).T, b.L)
-
-
 # --- rows, columns and values ----------------------------------------------------------------
 
 BLIND = {
@@ -587,12 +515,6 @@ WIDTHS = {
     "fa2": (Tiles(8, 16), Tiles(16, 24), Tiles(16, 64), Tiles(8, 128), Tiles(16, 64, 64)),
 }
 DROPPED = [(forward, tiles) for forward, all_tiles in WIDTHS.items() for tiles in all_tiles]
-WORDS = {
-    "plain": {"seed": 0, "offset": 0},
-    "low seed": {"seed": 2**32 - 1, "offset": 0},
-    "high seed": {"seed": 2**63 + 2**32, "offset": 0},
-    "offset": {"seed": 0, "offset": 2**31 + 9},
-}
 
 
 def _columns_of_v(B, H, Nq, Nk):
@@ -607,19 +529,6 @@ def test_the_forward_pass_keeps_what_dropout_mask_keeps(device, forward, tiles):
     options = {"dropout_p": 0.4, "seed": 2**40 + 3, "offset": 11}
     result = check_forward(device, forward, q, k, v, tiles=tiles, **options)
     assert np.array_equal(result.O != 0, dropout_mask(1, 2, 5, 70, **options))
-
-
-@pytest.mark.in_turn("forward")
-@pytest.mark.parametrize("words", WORDS)
-@every_forward
-def test_seed_and_offset_choose_the_mask(forward, words):
-    B, H, Nq, Nk = 2, 2, 6, 21
-    q, k, v = _columns_of_v(B, H, Nq, Nk)
-    options = {"dropout_p": 0.5, **WORDS[words]}
-    result = run("emulator", forward, q, k, v, tiles=SMALL, **options)
-    masks = {n: dropout_mask(B, H, Nq, Nk, dropout_p=0.5, **w) for n, w in WORDS.items()}
-    assert np.array_equal(result.O != 0, masks.pop(words))
-    assert all((mask != (result.O != 0)).any() for mask in masks.values())
 
 
 @pytest.mark.in_turn("way", share=2)
@@ -643,31 +552,6 @@ def test_gradients_with_dropout_and_tiles_of_64_columns(device, way, tiles):
     shape = (1, 2, 1, 19, 70, 5)
     arrays, options = inputs(shape, drawn(["dropout", "bias", "causal", "lengths"], shape, tiles))
     check_gradients(device, way, *arrays, **options)
-
-
-@every_way
-def test_dropout_of_packed_sequences_counts_from_their_start(way):
-    lens = [(5, 21), (9, 13)]
-    shape = (2, 2, 2, 9, 21, 9)
-    _, q, k, v = random_gradients(*shape)
-    options = {**cumulative(*zip(*lens, strict=True)), "dropout_p": 0.5, "seed": 4}
-    q, k, v = packed(q, [5, 9]), packed(k, [21, 13]), packed(v, [21, 13])
-    dout = np.concatenate([np.eye(n, 9, dtype=np.float32)[:, None].repeat(2, 1) for n in (5, 9)])
-    found = check_gradients("emulator", way, dout, q, k, v, tiles=SMALL, **options)
-    mask = dropout_mask(2, 2, 9, 21, dropout_p=0.5, seed=4)
-    ends = options["cu_seqlens_k"]
-    for b, (Nq, Nk) in enumerate(lens):
-        dv = found.dv[ends[b] : ends[b + 1], :, :Nq].transpose(1, 2, 0)
-        assert np.array_equal(dv != 0, mask[b, :, :Nq, :Nk])
-
-
-@every_forward
-def test_dropout_leaves_L_alone(forward):
-    q, k, v = random_inputs(*TINY)
-    without, with_it = (
-        run("emulator", forward, q, k, v, tiles=SMALL, dropout_p=p).L for p in (0.0, 0.7)
-    )
-    assert np.array_equal(without, with_it)
 
 
 # --- what options cost -----------------------------------------------------------------------

@@ -30,61 +30,49 @@ OPTIONS = (
 )
 
 
+TILES = {
+    "fa1": (None, Tiles(64, 64), Tiles(128, 128)),
+    "fa2": (None, Tiles(128, 64, stages=2), Tiles(128, 128, stages=1)),
+}
+
+
+@pytest.mark.parametrize("algorithm", TILES)
 @pytest.mark.parametrize("seed", range(60))
-def test_random_calls(seed):
-    """Any lengths, heads, head dimension, layout, option and tiles."""
+def test_random_calls(seed, algorithm):
+    """Any lengths, heads, head dimension, layout, option and tiles; FA-1's O is loaded by boxes
+    where boxes have stored it.
+    """
     rng = np.random.default_rng(seed)
     Nq, Nk = (int(rng.choice(LENGTHS)) for _ in range(2))
     group, Hk, d = int(rng.choice((1, 3))), int(rng.choice((1, 2))), int(rng.choice((64, 80, 128)))
     layout = str(rng.choice(("padded", "transposed", "strided")))
-    tiles = (None, Tiles(128, 64, stages=2), Tiles(128, 128, stages=1))[rng.integers(3)]
+    tiles = TILES[algorithm][rng.integers(3)]
     options = dict(OPTIONS[rng.integers(len(OPTIONS))])
     if "window" in options:
         options["q_lens"] = [int(rng.integers(0, Nq + 1)) for _ in range(2)]
+    if algorithm == "fa1":
+        options["query_splits"] = int(rng.integers(1, 4))
     q, k, v = half_inputs("float16", 2, Hk * group, Hk, Nq, Nk, d)
-    check("gpu", "fa2", q, k, v, unit="wgmma", tiles=tiles, layout=layout, **options)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_random_calls_of_fa1(seed):
-    """The same of FA-1, whose O is loaded by boxes where boxes have stored it."""
-    rng = np.random.default_rng(seed)
-    Nq, Nk = (int(rng.choice(LENGTHS)) for _ in range(2))
-    group, Hk, d = int(rng.choice((1, 3))), int(rng.choice((1, 2))), int(rng.choice((64, 80, 128)))
-    layout = str(rng.choice(("padded", "transposed", "strided")))
-    tiles = (None, Tiles(64, 64), Tiles(128, 128))[rng.integers(3)]
-    options = dict(OPTIONS[rng.integers(len(OPTIONS))])
-    if "window" in options:
-        options["q_lens"] = [int(rng.integers(0, Nq + 1)) for _ in range(2)]
-    options["query_splits"] = int(rng.integers(1, 4))
-    q, k, v = half_inputs("float16", 2, Hk * group, Hk, Nq, Nk, d)
-    check("gpu", "fa1", q, k, v, unit="wgmma", tiles=tiles, layout=layout, **options)
+    check("gpu", algorithm, q, k, v, unit="wgmma", tiles=tiles, layout=layout, **options)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_fa1_gives_the_same_bits_every_time(d):
-    """One row tile and many: the next pass loads what this one has stored."""
-    for N in (64, 1000):
-        arrays = [devices.to_gpu(x) for x in half_inputs("float16", 2, 80, 80, N, N, d)]
-        options = {"unit": "wgmma", "causal": N > 64, "return_lse": True, "tiles": Tiles(64, 16)}
-        first = [devices.copied_to_host(x) for x in fa_numba.flash_attention_1(*arrays, **options)]
-        for _ in range(100):
-            found = fa_numba.flash_attention_1(*arrays, **options)
-            again = [devices.copied_to_host(x) for x in found]
-            assert all(
-                (x.view(np.uint8) == y.view(np.uint8)).all()
-                for x, y in zip(again, first, strict=True)
-            )
-
-
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_a_call_gives_the_same_bits_every_time(d):
-    """Blocks take row tiles in another order each time; nothing of the result is of that."""
-    arrays = [devices.to_gpu(x) for x in half_inputs("float16", 2, 8, 4, 1000, 1000, d)]
-    options = {"unit": "wgmma", "causal": True, "return_lse": True}
-    first = [devices.copied_to_host(x) for x in fa_numba.flash_attention_2(*arrays, **options)]
-    for _ in range(300):
-        again = [devices.copied_to_host(x) for x in fa_numba.flash_attention_2(*arrays, **options)]
+@pytest.mark.parametrize(
+    "algorithm, N, heads, times, options",
+    [
+        # One row tile and many: the next pass loads what this one has stored.
+        ("fa1", 64, (80, 80), 100, {"tiles": Tiles(64, 16)}),
+        ("fa1", 1000, (80, 80), 100, {"tiles": Tiles(64, 16), "causal": True}),
+        # Blocks take row tiles in another order each time; nothing of the result is of that.
+        ("fa2", 1000, (8, 4), 300, {"causal": True}),
+    ],
+)
+def test_a_call_gives_the_same_bits_every_time(algorithm, N, heads, times, options, d):
+    arrays = [devices.to_gpu(x) for x in half_inputs("float16", 2, *heads, N, N, d)]
+    how = {"algorithm": algorithm, "unit": "wgmma", "return_lse": True, **options}
+    first = [devices.copied_to_host(x) for x in fa_numba.attention(*arrays, **how)]
+    for _ in range(times):
+        again = [devices.copied_to_host(x) for x in fa_numba.attention(*arrays, **how)]
         assert all(
             (x.view(np.uint8) == y.view(np.uint8)).all() for x, y in zip(again, first, strict=True)
         )

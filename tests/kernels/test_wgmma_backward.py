@@ -38,10 +38,32 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, options", CASES)
-def test_gradients_and_counts(B, Hq, Hk, Nq, Nk, d, options):
+FA1_CASES = [
+    (1, 1, 1, 1, 1, 64, {}),
+    (1, 1, 1, 77, 200, 64, {}),
+    (1, 1, 1, 200, 77, 128, {"causal": True}),
+    (1, 3, 1, 70, 130, 64, {"causal": True}),
+    (2, 2, 1, 70, 150, 128, {"causal": True}),
+    (1, 1, 1, 300, 300, 64, {"window": (40, 8)}),
+    (1, 2, 1, 150, 150, 80, {"window": (40, -1)}),
+    (1, 1, 1, 70, 260, 40, {}),
+    (1, 2, 1, 128, 256, 64, {"causal": True}),  # no ragged edge
+]
+# Blocks that share a head
+SPLIT_CASES = [(1, 2, 1, 300, 140, 64, x) for x in ({"causal": True}, {"window": (30, 5)})]
+
+
+@pytest.mark.parametrize(
+    "way, B, Hq, Hk, Nq, Nk, d, options",
+    [
+        (way, *case)
+        for way, cases in (("fa2", CASES), ("fa1", FA1_CASES), ("fa1-split", SPLIT_CASES))
+        for case in cases
+    ],
+)
+def test_gradients_and_counts(way, B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients("float16", B, Hq, Hk, Nq, Nk, d)
-    check_gradients("emulator", "fa2", *inputs, **UNIT, **options)
+    check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
 # dQ by a second sweep; a cap on the scores, either way.
@@ -56,11 +78,20 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way, d", [("fa2", 64), ("fa2-deterministic", 72)])
-def test_a_gradient_of_lse(way, d):
-    inputs = half_gradients("float16", 2, 2, 1, 90, 70, d)
-    options = with_dlse(inputs, {"causal": True, "q_lens": [80, 90]})
-    check_gradients("emulator", way, *inputs, **UNIT, **options)
+LENS = {"causal": True, "q_lens": [80, 90]}
+DLSE = [
+    ("fa2", (2, 2, 1, 90, 70, 64), LENS),
+    ("fa2-deterministic", (2, 2, 1, 90, 70, 72), LENS),
+    ("fa1", (1, 3, 1, 200, 130, 64), {"causal": True}),
+    ("fa1", (1, 1, 1, 130, 150, 72), {"window": (30, 5)}),
+    ("fa1", (1, 2, 1, 70, 50, 64), {"causal": True, "sinks": np.float32([-1.0, 2.0])}),
+]
+
+
+@pytest.mark.parametrize("way, sizes, options", DLSE)
+def test_a_gradient_of_lse(way, sizes, options):
+    inputs = half_gradients("float16", *sizes)
+    check_gradients("emulator", way, *inputs, **UNIT, **with_dlse(inputs, options))
 
 
 @pytest.mark.parametrize("way, d", [("fa2", 72), ("fa2-deterministic", 64)])
@@ -325,16 +356,19 @@ def test_one_order_of_sums_whatever_the_schedule():
     assert np.allclose(one.astype("f4"), other.astype("f4"), rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("way, scale", [("fa2", None), ("fa1", -0.3)])
 @pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
-def test_dtypes_and_strides(dtype, layout):
-    inputs = half_gradients(dtype, 1, 2, 2, 70, 90, 64)
-    check_gradients("emulator", "fa2", *inputs, causal=True, layout=layout, **UNIT)
+def test_dtypes_and_strides(way, scale, dtype, layout):
+    inputs = half_gradients(dtype, 1, 2, 2, 70, 150, 64)
+    check_gradients("emulator", way, *inputs, causal=True, layout=layout, scale=scale, **UNIT)
 
 
-def test_rows_that_see_no_column_have_no_gradient():
-    inputs = half_gradients("float16", 1, 1, 1, 90, 20, 64)
-    dq, _, _ = check_gradients("emulator", "fa2", *inputs, causal=True, **UNIT)
-    assert (dq[:, :, :70] == 0).all() and (dq[:, :, 71:] != 0).any(axis=-1).all()
+@pytest.mark.parametrize("way, Nq", [("fa2", 90), ("fa1", 200)])
+def test_rows_that_see_no_column_have_no_gradient(way, Nq):
+    inputs = half_gradients("float16", 1, 1, 1, Nq, 20, 64)
+    dq, _, _ = check_gradients("emulator", way, *inputs, causal=True, **UNIT)
+    first = Nq - 20
+    assert (dq[:, :, :first] == 0).all() and (dq[:, :, first + 1 :] != 0).any(axis=-1).all()
 
 
 @every_dtype
@@ -396,19 +430,27 @@ def _saved(Nq, Nk, d=64):
     return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
 
 
-def _gradients(**options):
+def _gradients(algorithm="fa2", **options):
     """Of three row tiles and two column tiles, or the other way round where a second sweep is."""
     inputs = _saved(200, 300) if options.get("deterministic") else _saved(300, 200)
-    return fa_numba.flash_attention_2_backward(*inputs, causal=True, **options, **UNIT)
+    how = {"algorithm": algorithm, "causal": True, **options, **UNIT}
+    return fa_numba.attention_backward(*inputs, **how)
 
 
-def test_gradients_do_not_depend_on_the_order():
-    first = _gradients()
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_gradients_do_not_depend_on_the_order(algorithm):
+    first = _gradients(algorithm)
     with emulator.schedule(1):
-        second = _gradients()
+        second = _gradients(algorithm)
     for a, b in zip(first[1:], second[1:], strict=True):
         assert (a == b).all()
+    if algorithm == "fa1":
+        assert (first[0] == second[0]).all()
     assert np.allclose(first[0].astype("f4"), second[0].astype("f4"), rtol=2e-3, atol=1e-4)
+
+
+def test_auto_leaves_fa1_backward_to_mma():
+    assert on_h200(4096, 64, passes="bwd", algorithm="fa1")[0] == "mma"
 
 
 @pytest.mark.parametrize(

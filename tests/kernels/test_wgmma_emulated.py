@@ -1,5 +1,6 @@
 """The kernels on Hopper's tensor cores as the emulator runs them: results and counts."""
 
+from contextlib import contextmanager
 from functools import cache
 from unittest import mock
 
@@ -12,10 +13,13 @@ from options_helpers import cumulative
 
 import fa_numba
 from fa_numba import Tiles, emulator
+from fa_numba.choices.tiles import hopper_fa1_tiles
 from fa_numba.host import planning
 from fa_numba.host.arrays import operand
+from fa_numba.problem import Problem
+from fa_numba.tiling import select_wgmma_fa1_spec
 
-UNIT = {"unit": "wgmma"}
+UNIT, TWO_STAGES = {"unit": "wgmma"}, Tiles(128, 32, stages=2)
 SLOPES = np.float32([[0.5, 0.1, 0.02, 1.0], [0.0, 0.3, 0.25, 0.7]])
 SINKS = np.float32([0.5, 4.0, -np.inf, -1.0])
 CASES = [
@@ -32,13 +36,7 @@ CASES = [
     (1, 4, 2, 140, 140, 64, Tiles(64, 64, stages=3), {"causal": True}),
     (2, 2, 2, 140, 77, 64, Tiles(128, 64, stages=2), {"sinks": SINKS[:2], "causal": True}),
     (
-        2,
-        2,
-        1,
-        80,
-        77,
-        72,
-        Tiles(128, 32),
+        *(2, 2, 1, 80, 77, 72, Tiles(128, 32)),
         {"sinks": SINKS[:2], "q_lens": [70, 9], "kv_lens": [0, 77]},
     ),
     (1, 2, 1, 130, 200, 64, Tiles(128, 64), {"sinks": SINKS[1:3], "kv_splits": 3}),
@@ -47,10 +45,29 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, tiles, options", CASES)
-def test_results_and_counts(B, Hq, Hk, Nq, Nk, d, tiles, options):
+FA1_CASES = [
+    (1, 1, 1, 1, 1, 64, Tiles(64, 64), {}),
+    (1, 2, 1, 77, 131, 64, Tiles(128, 64), {"causal": True}),
+    (1, 1, 1, 193, 129, 64, Tiles(192, 128), {}),
+    (1, 1, 1, 127, 63, 128, Tiles(64, 64), {"causal": True}),
+    (1, 1, 1, 200, 90, 64, Tiles(128, 32), {"window": (40, 8)}),
+    (1, 1, 1, 65, 47, 40, Tiles(64, 16), {"softcap": 2.0}),
+    (1, 1, 1, 65, 100, 256, Tiles(64, 80), {}),
+    (2, 1, 1, 129, 97, 80, Tiles(64, 64), {"query_splits": 2}),
+    (2, 1, 1, 130, 40, 64, Tiles(64, 16), {"q_lens": (70, 0)}),
+    (2, 1, 1, 128, 192, 64, Tiles(64, 64), {"q_lens": (128, 64), "query_splits": 2}),
+    (1, 2, 1, 140, 77, 64, Tiles(128, 32), {"causal": True, "sinks": np.float32([3.0, -np.inf])}),
+    (2, 1, 1, 130, 40, 64, Tiles(64, 16), {"q_lens": (70, 0), "sinks": np.float32([1.0])}),
+]
+
+
+@pytest.mark.parametrize(
+    "algorithm, B, Hq, Hk, Nq, Nk, d, tiles, options",
+    [*(("fa2", *case) for case in CASES), *(("fa1", *case) for case in FA1_CASES)],
+)
+def test_results_and_counts(algorithm, B, Hq, Hk, Nq, Nk, d, tiles, options):
     q, k, v = half_inputs("float16", B, Hq, Hk, Nq, Nk, d)
-    check("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
+    check("emulator", algorithm, q, k, v, tiles=tiles, **UNIT, **options)
 
 
 BIASES = [
@@ -89,11 +106,12 @@ def test_a_bias_is_read_ahead_where_it_lies_in_pairs():
     assert places[0].isdisjoint(places[1])
 
 
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 @pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
-def test_dtypes_and_strides(dtype, layout):
+def test_dtypes_and_strides(algorithm, dtype, layout):
     q, k, v = half_inputs(dtype, 1, 2, 2, 70, 90, 64)
-    tiles = Tiles(128, 32, stages=2)
-    check("emulator", "fa2", q, k, v, tiles=tiles, causal=True, layout=layout, **UNIT)
+    tiles = Tiles(64, 32) if algorithm == "fa1" else Tiles(128, 32, stages=2)
+    check("emulator", algorithm, q, k, v, tiles=tiles, causal=True, layout=layout, **UNIT)
 
 
 LENGTHS = [
@@ -141,15 +159,8 @@ BLOCKS = [
     ("fa2", 4, 1, 20, 300, 64, Tiles(64, 64), lambda h, i, j: (j + h) % 3 == 1, {"kv_splits": 2}),
     ("fa2", 1, 1, 200, 260, 64, Tiles(128, 64), lambda h, i, j: False, {"causal": True}),
     (
-        "fa1",
-        2,
-        1,
-        200,
-        260,
-        64,
-        Tiles(64, 64),
-        lambda h, i, j: (i + 2 * j) % 3 == h,
-        {"causal": True},
+        *("fa1", 2, 1, 200, 260, 64, Tiles(64, 64)),
+        *(lambda h, i, j: (i + 2 * j) % 3 == h, {"causal": True}),
     ),
     ("fa1", 1, 1, 300, 200, 64, Tiles(128, 64), lambda h, i, j: i == 1 and j > 1, {}),
 ]
@@ -257,19 +268,23 @@ def test_dropout_of_packed_sequences():
     check("emulator", "fa2", q, k, v, tiles=tiles, causal=True, **words, **starts, **UNIT)
 
 
-def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128, columns=32):
-    """O and L, of some row tiles that so many blocks compute, and the counts."""
-    q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)
-    tiles = Tiles(rows, columns, stages=2)
+@contextmanager
+def multiprocessors(count):
+    """A GPU of so many: a block takes several row tiles."""
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with (
         mock.patch.object(planning, "planned", uncached),
-        mock.patch.object(fa_numba.device, "multiprocessors", lambda: blocks),
-        fa_numba.count_accesses() as counts,
+        mock.patch.object(fa_numba.device, "multiprocessors", lambda: count),
     ):
-        found = fa_numba.flash_attention_2(
-            q, k, v, causal=causal, tiles=tiles, return_lse=True, **UNIT
-        )
+        yield
+
+
+def _attend(algorithm="fa2", Nq=300, Nk=200, blocks=1, tiles=TWO_STAGES, **options):
+    """O and L, of some row tiles that so many blocks compute, and the counts."""
+    q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)
+    how = {"algorithm": algorithm, "tiles": tiles, "return_lse": True, **UNIT, **options}
+    with multiprocessors(blocks), fa_numba.count_accesses() as counts:
+        found = fa_numba.attention(q, k, v, **how)
     return found, counts
 
 
@@ -312,11 +327,7 @@ def _whole(rows, stages):
 def test_places_are_taken_again(rows, stages, heads, Nq, options):
     """Blocks that one multiprocessor has take more row tiles than there are places of Q."""
     q, k, v = half_inputs("float16", 1, heads, 1, Nq, 70, 64)
-    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
-    with (
-        mock.patch.object(planning, "planned", uncached),
-        mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
-    ):
+    with multiprocessors(1):
         tiles = Tiles(rows, 64, stages=stages)
         check("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
 
@@ -324,11 +335,7 @@ def test_places_are_taken_again(rows, stages, heads, Nq, options):
 def test_row_tiles_of_many_columns_are_asked_for_one_by_one():
     """One block has three of them; the next one is asked for as the last columns are loaded."""
     q, k, v = half_inputs("float16", 1, 1, 1, 300, 320, 64)
-    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
-    with (
-        mock.patch.object(planning, "planned", uncached),
-        mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
-    ):
+    with multiprocessors(1):
         check("emulator", "fa2", q, k, v, tiles=Tiles(128, 16, stages=2), **CAUSAL)
 
 
@@ -355,33 +362,78 @@ def test_measures_are_planned():
         grid(ablate="prefetch")
 
 
-def test_results_and_counts_do_not_depend_on_the_order():
-    sizes = {"Nq": 270, "Nk": 100, "blocks": 2}
-    (O, L), counts = _attend(**sizes)
-    for seed in range(3):
+FA1 = {"algorithm": "fa1", "Nk": 40, "tiles": Tiles(64, 16)}  # of three column tiles
+
+
+@pytest.mark.parametrize(
+    "how, seeds",
+    [
+        ({"Nq": 270, "Nk": 100, "blocks": 2, "causal": True}, 3),
+        ({**FA1, "Nq": 150, "query_splits": 2, "causal": True}, 2),
+    ],
+)
+def test_results_and_counts_do_not_depend_on_the_order(how, seeds):
+    (O, L), counts = _attend(**how)
+    for seed in range(seeds):
         with emulator.schedule(seed):
-            (P, M), others = _attend(**sizes)
+            (P, M), others = _attend(**how)
         assert (O == P).all() and (L == M).all()
         assert (others.loads, others.stores) == (counts.loads, counts.stores)
         assert others.instructions == counts.instructions
 
 
-def test_what_moves_is_traced():
+def _traced(arrays, **how):
+    """The counts; what is traced is what is counted, and says which lines load K and V."""
     with emulator.trace() as accesses:
-        _, counts = _attend()
-    moved = {name: sum(a.elements for a in accesses if a.array == name) for name in "QKVO"}
-    assert moved == {n: counts.loads[n] + counts.stores[n] for n in "QKVO"}
+        _, counts = _attend(**how)
+    moved = {name: sum(a.elements for a in accesses if a.array == name) for name in arrays}
+    assert moved == {n: counts.loads[n] + counts.stores[n] for n in arrays}
     lines = {a.line for a in accesses if a.array in "KV"}
     assert lines == {"FA-1 line 6, FA-2 line 7: load Kj, Vj"}
+    return counts, moved
 
 
-def test_the_products_are_those_of_the_tiles():
+def test_the_products_are_those_of_the_tiles_and_what_moves_is_traced():
     """Sums of 16 elements: d / 16 for S and Bc / 16 for O, of two warpgroups in each tile."""
-    _, counts = _attend(causal=False)
+    counts, _ = _traced("QKVO")
     tiles = 3 * 7
     assert counts.instructions["wgmma"] == tiles * 2 * (64 // 16 + 32 // 16)
     boxes = 3 * 2 + 2 * tiles + 3 * 2  # Q, K and V, O
     assert counts.instructions["tma"] == boxes
+
+
+def test_o_of_fa1_passes_through_memory_in_every_pass():
+    """O goes and comes by boxes of 32 columns, 64 rows a consumer; Q once a visit, K and V once."""
+    counts, moved = _traced("QKVOA", **FA1 | {"Nq": 278, "tiles": Tiles(128, 16)})
+    passes, row_tiles, parts = 3, 3, 2
+    visits = passes * row_tiles * parts
+    boxes = visits + 2 * passes + 2 * (visits - row_tiles * parts) * 2 + row_tiles * parts
+    assert counts.instructions["tma"] == boxes
+    assert counts.instructions["wgmma"] == visits * (64 // 16 + 16 // 16)
+    assert moved["A"] == 2 * (passes - 1) * 278 * 64 and moved["O"] == 278 * 64
+
+
+def test_tiles_of_fa1():
+    for d, d_v in ((40, 40), (64, 64), (96, 64), (128, 128), (192, 128), (192, 192), (256, 128)):
+        for features in (fa_numba.options.PLAIN, fa_numba.options.Features(window=True)):
+            problem = Problem(1, 1, 1, 8, 8, d, head_dim_v=d_v)
+            tiles, own = hopper_fa1_tiles(problem, features).value, {"head_dim_v": d_v % d}
+            spec = select_wgmma_fa1_spec(tiles, d, 227 << 10, features=features, **own)
+            assert spec.Br % 64 == 0 and spec.threads == 128 * (1 + spec.consumers)
+            launched = 65536 // spec.threads // 8 * 8
+            few, many = spec.registers
+            assert few + spec.consumers * many <= (1 + spec.consumers) * launched
+    places = [select_wgmma_fa1_spec(Tiles(128, Bc), 128, 227 << 10) for Bc in (128, 256)]
+    assert [(s.stages, s.q_stages) for s in places] == [(2, 1), (1, 1)]
+    for tiles, d, message in (
+        (Tiles(96, 64), 64, "allowed are 64, 128, 192 rows and a multiple of 16 columns up to 256"),
+        (Tiles(64, 24), 64, "a multiple of 16"),
+        (Tiles(64, 64, threads=384), 64, "threads=384 does not fit Br=64"),
+        (Tiles(192, 144), 64, "no registers; take smaller blocks"),
+        (Tiles(128, 64), 256, "needs 262256 bytes of shared memory, the device has 232448"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select_wgmma_fa1_spec(tiles, d, 227 << 10)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
