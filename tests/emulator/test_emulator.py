@@ -200,32 +200,6 @@ def test_write_after_write():
     assert "overwrites s[0], which thread (3, 0, 0) wrote" in str(error)
 
 
-def exchange_in_warp(out, faulty, apart):
-    # every thread reads what thread t ^ apart wrote, `rounds` times over the same element
-    s = cuda.shared.array(64, float32)
-    t = cuda.threadIdx.x
-    mine = float32(t)
-    for _ in range(3):
-        s[t] = mine
-        if faulty != 1:
-            cuda.syncwarp()
-        mine = s[t ^ apart] + 1
-        if faulty != 2:
-            cuda.syncwarp()
-    out[t] = mine
-
-
-def test_syncwarp_orders_the_warp():
-    out = zeros(64)
-    launch(exchange_in_warp, 1, 64, (out, 0, 1))
-    assert out.tolist() == [(t ^ 1) + 3 for t in range(64)]
-
-
-def test_syncwarp_does_not_order_two_warps():
-    with pytest.raises((SharedHazard, UninitialisedRead)):
-        launch(exchange_in_warp, 1, 64, (zeros(64), 0, 32))
-
-
 def test_syncwarp_of_half_a_warp_does_not_order_memory():
     def kernel(out, mask):
         s = cuda.shared.array(1, float32)
@@ -484,53 +458,6 @@ def test_races_in_global_memory_within_a_block(kernel, says, blocks):
 
 
 # ---- named barriers
-
-
-def handed_on(out, faulty):
-    # warp 0 writes, warp 1 reads and hands on to warp 2, which overwrites; warp 3 is not concerned
-    s = cuda.shared.array(1, float32)
-    t = cuda.threadIdx.x
-    if t < 32:
-        if t == 0:
-            s[0] = float32(7.0)
-        arrive_named(1, 64)
-        if faulty == "overwritten" and t == 0:
-            s[0] = float32(8.0)
-    elif t < 64:
-        sync_named(1, 64)
-        out[t] = s[0]
-        arrive_named(2, 64)
-        if faulty == "read again" and t == 63:
-            out[t] = s[0]
-    elif t < 96:
-        if faulty == "not waited for":
-            arrive_named(2, 64)
-        else:
-            sync_named(2, 64)
-        if t == 64:
-            s[0] = float32(9.0)
-    elif faulty == "no part" and t == 96:
-        out[t] = s[0]
-
-
-def test_named_barriers_order_those_who_wait():
-    out = zeros(128)
-    launch(handed_on, 1, 128, (out, ""))
-    assert out.reshape(4, 32).tolist() == [[0] * 32, [7] * 32, [0] * 32, [0] * 32]
-
-
-@pytest.mark.parametrize(
-    "faulty, message",
-    [
-        ("overwritten", "thread (0, 0, 0)"),
-        ("read again", "warp 1 reads"),
-        ("not waited for", "thread (64, 0, 0)"),
-        ("no part", "thread (96, 0, 0)"),
-    ],
-)
-def test_named_barriers_order_nobody_else(faulty, message):
-    error = caught(SharedHazard, handed_on, 128, zeros(128), faulty)
-    assert error.array == "s" and message in str(error)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -963,20 +890,6 @@ def test_vectors_must_be_aligned_and_inside():
         caught(Misaligned, kernel, 1, zeros(2, 18)[:, 1:17], 4)  # rows at odd addresses
 
 
-def test_vectors_carry_their_values():
-    def kernel(A, out):
-        s = cuda.shared.array(8, float32)
-        t = cuda.threadIdx.x
-        store4(s, 4 * t, load4(A, (t, 0)))
-        cuda.syncthreads()
-        store4(out, (t, 0), load4(s, 4 - 4 * t))
-
-    A, out = ramp(2, 4), zeros(2, 4)
-    counts = launch(kernel, 1, 2, (A, out))
-    assert (out == A[::-1]).all()
-    assert counts.loads == {"A": 8} and counts.stores == {"out": 8}
-
-
 def test_vector_access_meets_hazards():
     def kernel(out, faulty, width):
         s = cuda.shared.array(8, float32)
@@ -1384,19 +1297,6 @@ def test_a_factor_that_is_added_at_once_is_not_rounded():
     assert (out == np.float32(np.float64(x[0]) ** 2 - 1)).all()
 
 
-def test_casts_wrap_around():
-    def kernel(out):
-        out[0] = uint32(-1)
-        out[1] = int32(2**31)
-        out[2] = int32(-2.9)
-        out[3] = float32(3)
-        out[4] = uint32(2**32 + 5)
-
-    out = zeros(5, dtype=np.float64)
-    launch(kernel, 1, 1, (out,))
-    assert out.tolist() == [2**32 - 1, -(2**31), -2, 3, 5]
-
-
 def test_arrays_of_integers_wrap_around():
     def kernel(out):
         s = cuda.shared.array(1, uint32)
@@ -1406,15 +1306,6 @@ def test_arrays_of_integers_wrap_around():
     out = zeros(1, dtype=np.int32)
     launch(kernel, 1, 1, (out,))
     assert out[0] == 2**31 - 1
-
-
-def test_half_precision():
-    def kernel(x, out):
-        out[0] = x[0] + x[1]
-
-    x, out = np.array([1, 2**-11], np.float16), np.zeros(1, np.float16)
-    counts = launch(kernel, 1, 1, (x, out))
-    assert out[0] == 1 and counts.load_bytes == {"x": 4}
 
 
 # ---- names, indices, rebinding

@@ -201,31 +201,6 @@ def truths(x, out):
     out[t, 3] = positive * 2 + (not a) * 10 + (not a > 2) * 20
 
 
-def augmented(x, out):
-    t = cuda.threadIdx.x
-    a = x[t, 0]
-    b = t
-    a += b
-    a *= 3
-    if t % 2:
-        a -= 5
-        b <<= 2
-        a //= 4
-    b |= 8
-    a %= 7
-    b ^= 5
-    if b > 12:
-        b >>= 1
-        b &= 11
-    a = c = a + b
-    out[t, 0] += a
-    out[t, 0] *= 2
-    out[t, 1] -= b
-    out[t, 2] = -a // 3 - a % -4 + ~b + (+c)
-    a, out[t, 3] = b, a
-    out[t, 3] += a
-
-
 def some_assign(x, out):
     t = cuda.threadIdx.x
     if t % 3 == 0:
@@ -247,29 +222,6 @@ def some_assign(x, out):
         if v == w:
             continue
         out[t, 3] = out[t, 3] * 10 + v
-
-
-def arrays(x, out):
-    t = cuda.threadIdx.x
-    whole = cuda.local.array(4, int64)
-    real = cuda.local.array((2, 3), float32)
-    for j in range(4):
-        whole[j] = x[t, j]
-        real[j // 2, j % 2] = x[t, j] / 3
-    real[0, 2] = 0.1
-    real[1, 2] = t
-    whole[t % 4] += 100
-    whole[x[t, 0] % 4] = whole[(t + 1) % 4] * 2
-    if t % 3 == 1:
-        whole[t % 2] = -1
-        real[t % 2, x[t, 1] % 3] += 0.7
-    for j in range(t % 4):
-        whole[j] -= whole[j + 1]
-        real[j % 2, 0] += real[0, j % 3] * x[t, 2]
-    out[t, 0] = whole[0] + whole[1] * 1000
-    out[t, 1] = whole[2]
-    out[t, 2] = whole[t % 3]
-    out[t, 3] = int(real[t % 2, t % 3] * 1e6)
 
 
 def began_again(x, out):
@@ -304,8 +256,8 @@ def wrapping(x, out):
 
 
 KERNELS = [
-    calls, chosen, compared, truths, augmented, some_assign,
-    arrays, began_again, other_names, wrapping,
+    calls, chosen, compared, truths, some_assign,
+    began_again, other_names, wrapping,
 ]  # fmt: skip
 
 
