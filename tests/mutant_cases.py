@@ -664,7 +664,10 @@ def runs_of(unit, *tests, quick=True):
                 tables.append([_row(columns, each) for each in mark.args[1]])
         for n, rows in enumerate(itertools.product(*tables)):
             given = {name: value for row in rows if row for name, value in row.items()}
-            if None not in rows and ("'unit': '" not in f"{given}" or f"'{unit}'" in f"{given}"):
+            # The planes of either unit are made on CUDA cores, by a kernel of mma's.
+            ours = unit == "mma" or given.get("on", unit) == unit
+            ours &= "'unit': '" not in f"{given}" or f"'{unit}'" in f"{given}"
+            if None not in rows and ours:
                 yield Run(unit, f"{test.__name__}-{n}", partial(_tested, test, given), quick)
 
 
@@ -787,9 +790,7 @@ def runs():
         test_kv_splits.test_small_calls,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
         test_precision.test_results_and_counts,
-        test_precision.test_results_and_counts_on_hoppers_unit,
         test_precision.test_gradients_and_counts,
-        test_precision.test_gradients_and_counts_on_hoppers_unit,
         test_precision.test_a_row_whose_gradients_are_inf_leaves_the_others,
         test_precision.test_a_heads_largest_element_is_found_in_all_its_rows,
         test_precision.test_heads_have_powers_of_their_own_and_padding_none,
@@ -818,8 +819,8 @@ def runs():
         backward_on_hopper.test_gradients_of_sinks,
         backward_on_hopper.test_a_second_sweep_and_a_cap,
         backward_on_hopper.test_slopes_of_a_function_on_the_scores,
-        test_precision.test_results_and_counts_on_hoppers_unit,
-        test_precision.test_gradients_and_counts_on_hoppers_unit,
+        test_precision.test_results_and_counts,
+        test_precision.test_gradients_and_counts,
         test_mods.test_options_beside_a_function_on_hoppers_unit,
         test_mods.test_blocks_on_hoppers_unit_are_what_the_function_says,
         test_mods.test_each_block_on_hoppers_unit_has_its_own_state,

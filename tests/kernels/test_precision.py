@@ -60,24 +60,6 @@ def inputs(shape, **options):
 OF_FA1, OF_FA2 = ("query_splits", "keys"), ("kv_splits", "stages")
 
 
-@pytest.mark.in_turn("precision")
-@pytest.mark.parametrize("precision", SPLIT)
-@pytest.mark.parametrize(
-    "algorithm, name",
-    [("fa1", name) for name in CASES if name not in OF_FA2]
-    + [("fa2", name) for name in CASES if name not in OF_FA1],
-)
-def test_results_and_counts(device, algorithm, name, precision):
-    """As good as float32; with two planes of bfloat16, 2^-16 of the largest terms worse."""
-    shape, tiles, options = CASES[name]
-    q, k, v = inputs(shape, **options)
-    given = {"tiles": tiles, "precision": precision, "unit": "mma", **options}
-    result = attend(device, algorithm, q, k, v, **given)
-    want = truth(q, k, v, **changing(given))
-    assert_within("O", result.O, want.O, want.O_bound)
-    assert_within("L", result.L, want.L, want.L_bound)
-
-
 # The same on Hopper's unit: one warpgroup or two, one panel a plane or two.
 HOPPERS = {
     "padded d": ((1, 2, 1, 70, 45, 24), Tiles(64, 16), {}),
@@ -108,14 +90,19 @@ OF_HOPPERS_FA2 = ("kv_splits", "two consumers", "window", "unaligned")
 @pytest.mark.in_turn("precision")
 @pytest.mark.parametrize("precision", SPLIT)
 @pytest.mark.parametrize(
-    "algorithm, name",
-    [("fa2", name) for name in HOPPERS if name not in OF_HOPPERS_FA1]
-    + [("fa1", name) for name in HOPPERS if name not in OF_HOPPERS_FA2],
+    "on, algorithm, name",
+    [
+        *(("mma", "fa1", name) for name in CASES if name not in OF_FA2),
+        *(("mma", "fa2", name) for name in CASES if name not in OF_FA1),
+        *(("wgmma", "fa1", name) for name in HOPPERS if name not in OF_HOPPERS_FA2),
+        *(("wgmma", "fa2", name) for name in HOPPERS if name not in OF_HOPPERS_FA1),
+    ],
 )
-def test_results_and_counts_on_hoppers_unit(device, algorithm, name, precision):
-    shape, tiles, options = HOPPERS[name]
+def test_results_and_counts(device, on, algorithm, name, precision):
+    """As good as float32; with two planes of bfloat16, 2^-16 of the largest terms worse."""
+    shape, tiles, options = (CASES if on == "mma" else HOPPERS)[name]
     q, k, v = inputs(shape, **options)
-    given = {"tiles": tiles, "precision": precision, "unit": "wgmma", **options}
+    given = {"tiles": tiles, "precision": precision, "unit": on, **options}
     result, want = attend(device, algorithm, q, k, v, **given), truth(q, k, v, **changing(given))
     assert_within("O", result.O, want.O, want.O_bound)
     assert_within("L", result.L, want.L, want.L_bound)
@@ -144,12 +131,6 @@ BACKWARD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", SPLIT)
-@pytest.mark.parametrize("name", BACKWARD)
-def test_gradients_and_counts(device, name, precision):
-    assert_gradients(device, precision, "mma", *BACKWARD[name])
-
-
 # On Hopper's unit: two consumers with columns of their own, and beyond d = 64 with the same.
 HOPPERS_BACKWARD = {
     "padded d": ((1, 2, 1, 130, 140, 24), None, {"causal": True}),
@@ -166,15 +147,17 @@ HOPPERS_BACKWARD = {
 
 
 @pytest.mark.parametrize(
-    "precision, name",
-    [*(("fp16x3", name) for name in HOPPERS_BACKWARD), ("bf16x3", "packed"), ("bf16x3", "window")],
+    "on, precision, name",
+    [
+        *(("mma", precision, name) for precision in SPLIT for name in BACKWARD),
+        *(("wgmma", "fp16x3", name) for name in HOPPERS_BACKWARD),
+        ("wgmma", "bf16x3", "packed"),
+        ("wgmma", "bf16x3", "window"),
+    ],
 )
-def test_gradients_and_counts_on_hoppers_unit(device, precision, name):
-    assert_gradients(device, precision, "wgmma", *HOPPERS_BACKWARD[name])
-
-
-def assert_gradients(device, precision, unit, shape, tiles, options):
+def test_gradients_and_counts(device, on, precision, name):
     """As good as float32; with two planes of bfloat16, 2^-15 worse."""
+    shape, tiles, options = (BACKWARD if on == "mma" else HOPPERS_BACKWARD)[name]
     q, k, v = inputs(shape, **options)
     sizes = np.float32(10.0) ** np.linspace(4, -6, shape[1])[:, None].astype(np.float32)
     dout = np.random.default_rng(1).standard_normal(q.shape, dtype=np.float32)
@@ -185,7 +168,7 @@ def assert_gradients(device, precision, unit, shape, tiles, options):
     if given.pop("dlse", False):
         given = with_dlse(arrays, given)
     values = saved(q, k, v, **given)
-    facts = {"saved_values": values, "unit": unit, "precision": precision, "layout": layout}
+    facts = {"saved_values": values, "unit": on, "precision": precision, "layout": layout}
     found = differentiate(device, "fa2", *arrays, **facts, **given)
     want = true_gradients(*arrays, saved_values=values, return_dbias="bias" in given, **given)
     lost = 2.0**-14 if precision == "bf16x3" else 0.0

@@ -30,29 +30,6 @@ TILES, HALF_TILES = Tiles(8, 16), Tiles(16, 16)
 PAIRS = [(24, 8), (5, 9), (12, 40), (33, 1)]  # d of Q and K, and of V
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("d", "d_v"), PAIRS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_float32_against_float64(algorithm, d, d_v, causal):
-    q, k, v = random_inputs(1, 4, 2, 19, 37, d, d_v)
-    layout = "padded" if d % 4 == d_v % 4 == 0 else "odd"
-    result = check("emulator", algorithm, q, k, v, tiles=TILES, causal=causal, layout=layout)
-    assert result.O.shape == (1, 4, 19, d_v)
-
-
-BACKWARD = ["standard", "fa1", "fa2", "fa2-deterministic"]
-
-
-@pytest.mark.in_turn("causal")
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d, d_v", [*PAIRS, (16, 136)])
-@pytest.mark.parametrize("way", BACKWARD)
-def test_gradients_in_float32(way, d, d_v, causal):
-    arrays = random_gradients(1, 4, 2, 19, 37, d, d_v)
-    layout = "padded" if d % 4 == d_v % 4 == 0 else "odd"
-    check_gradients("emulator", way, *arrays, tiles=Tiles(8, 32), causal=causal, layout=layout)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients_of_query_splits(dtype):
     arrays = [x.astype(dtype) for x in random_gradients(1, 4, 2, 70, 37, 24, 40)]
@@ -75,23 +52,39 @@ def test_gradients_of_query_splits(dtype):
 HALVES = [(64, 32), (16, 80), (20, 7), (192, 128)]
 
 
-@pytest.mark.in_turn("causal")
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d, d_v", [*HALVES, (64, 128)])
-@pytest.mark.parametrize("way", ["standard", "fa1", "fa2"])
-def test_gradients_in_16_bits(way, d, d_v, causal):
-    arrays = half_gradients("float16", 1, 4, 2, 35, 37, d, d_v)
-    layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
-    check_gradients("emulator", way, *arrays, tiles=Tiles(32, 32), causal=causal, layout=layout)
+either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(("d", "d_v"), HALVES)
+def layout_of(dtype, d, d_v):
+    return "odd" if any(n % (4 if dtype == "float32" else 8) for n in (d, d_v)) else "padded"
+
+
+@either_mask
+@pytest.mark.parametrize(
+    "dtype, d, d_v", [*(("float32", *x) for x in PAIRS), *(("float16", *x) for x in HALVES)]
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_16_bits_against_float64(algorithm, d, d_v, causal):
-    q, k, v = half_inputs("float16", 1, 4, 2, 19, 37, d, d_v)
-    layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
-    check("emulator", algorithm, q, k, v, tiles=HALF_TILES, causal=causal, layout=layout)
+def test_against_float64(algorithm, dtype, d, d_v, causal):
+    q, k, v = random_inputs(1, 4, 2, 19, 37, d, d_v, dtype=dtype)
+    how = {"tiles": TILES if dtype == "float32" else HALF_TILES, "causal": causal}
+    result = check("emulator", algorithm, q, k, v, layout=layout_of(dtype, d, d_v), **how)
+    assert result.O.shape == (1, 4, 19, d_v)
+
+
+@pytest.mark.in_turn("causal")
+@either_mask
+@pytest.mark.parametrize(
+    "dtype, d, d_v",
+    [
+        *(("float32", *x) for x in [*PAIRS, (16, 136)]),
+        *(("float16", *x) for x in [*HALVES, (64, 128)]),
+    ],
+)
+@pytest.mark.parametrize("way", ["standard", "fa1", "fa2", "fa2-deterministic"])
+def test_gradients(way, dtype, d, d_v, causal):
+    arrays = random_gradients(1, 4, 2, 35, 37, d, d_v, dtype=dtype)
+    how = {"tiles": Tiles(8 if dtype == "float32" else 32, 32), "causal": causal}
+    check_gradients("emulator", way, *arrays, layout=layout_of(dtype, d, d_v), **how)
 
 
 def test_choices_of_16_bits():
