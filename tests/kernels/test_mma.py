@@ -185,37 +185,6 @@ def test_q_in_registers_and_q_in_shared_memory(device, algorithm, dtype):
         check(device, algorithm, q, k, v, causal=True, tiles=tiles)
 
 
-# --- one stage of K and V, and two -----------------------------------------------------------
-
-
-def check_stages(device, q, k, v, **options):
-    """Two stages hold to float64 and count as the model says; every bit is that of one stage."""
-    one, two = (
-        run(device, "fa2", q, k, v, tiles=Tiles(16, 16, stages=n), **options)
-        for n, run in ((1, attend), (2, check))
-    )
-    assert np.array_equal(one.O, two.O) and np.array_equal(one.L, two.L)
-
-
-@mostly_float16
-@either_mask
-@pytest.mark.parametrize("Nq, Nk", LENGTHS)
-def test_two_stages_of_many_lengths(device, dtype, causal, Nq, Nk):
-    check_stages(device, *half_inputs(dtype, 1, 1, 1, Nq, Nk, 8), causal=causal)
-
-
-@mostly_float16
-@pytest.mark.parametrize("d", HEAD_DIMS)
-def test_two_stages_of_every_head_dim(device, dtype, d):
-    check_stages(device, *half_inputs(dtype, 1, 1, 1, 18, 51, d))
-
-
-@mostly_float16
-@pytest.mark.parametrize("layout", ["odd", "strided", "reversed"])
-def test_two_stages_in_other_layouts(device, dtype, layout):
-    check_stages(device, *half_inputs(dtype, 2, 4, 2, 17, 50, 8), causal=True, layout=layout)
-
-
 @mostly_float16
 @either_mask
 @pytest.mark.parametrize("threads", [64, 128])
@@ -334,12 +303,6 @@ def test_options_in_bfloat16(algorithm, name):
     check("emulator", algorithm, q, k, v, tiles=SMALL, **OPTIONS[name])
 
 
-@mostly_float16
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_stages_with_options(device, dtype, name):
-    check_stages(device, *half_inputs(dtype, 2, 2, 1, 40, 55, 8), **OPTIONS[name])
-
-
 @every_algorithm
 @mostly_float16
 @pytest.mark.parametrize("causal", [False, True])
@@ -352,8 +315,8 @@ def test_packed_sequences(device, algorithm, dtype, causal):
     )
     starts = {"cu_seqlens_q": [0, 20, 20, 61], "cu_seqlens_k": [0, 33, 40, 70]}
     check(device, algorithm, q, k, v, causal=causal, tiles=SMALL, **starts)
-    if algorithm == "fa2":
-        check_stages(device, q, k, v, causal=causal, **starts)
+    for variant in ["stages"] * (algorithm == "fa2") + ["2 warps"] * (algorithm == "fa1"):
+        check_variant(device, variant, q, k, v, causal=causal, **starts)
 
 
 @pytest.mark.in_turn("algorithm")
@@ -366,32 +329,60 @@ def test_dropout_does_not_depend_on_the_tiles(device, algorithm, Bc):
     check(device, algorithm, q, k, v, **options)
 
 
-# --- keys split over the warps ---------------------------------------------------------------
+# --- two stages of K and V, and keys split over the warps ---------------------------------------
 
 KEYS = {"warp_partition": "keys"}
-# Two, four and eight warps of 16 columns each.
-BY_KEYS = {"2": Tiles(16, 32), "4": Tiles(48, 64), "8": Tiles(32, 128, 256)}
-every_key_split = pytest.mark.parametrize("tiles", BY_KEYS.values(), ids=BY_KEYS)
+# Warps of 16 columns each.
+VARIANTS = {
+    "stages": ("fa2", Tiles(16, 16, stages=2), {}),
+    "2 warps": ("fa1", Tiles(16, 32), KEYS),
+    "4 warps": ("fa1", Tiles(48, 64), KEYS),
+    "8 warps": ("fa1", Tiles(32, 128, 256), KEYS),
+}
+stages_or_keys = pytest.mark.parametrize("variant", ["stages", "2 warps"])
 
 
-@pytest.mark.in_turn("tiles")
-@every_key_split
+def check_variant(device, variant, q, k, v, **options):
+    """Held to float64 and counted; with two stages every bit is that of one stage."""
+    algorithm, tiles, own = VARIANTS[variant]
+    found = check(device, algorithm, q, k, v, tiles=tiles, **own, **options)
+    if variant == "stages":
+        one = attend(device, "fa2", q, k, v, tiles=replace(tiles, stages=1), **options)
+        assert np.array_equal(one.O, found.O) and np.array_equal(one.L, found.L)
+
+
+@pytest.mark.in_turn("variant", share=2)
+@pytest.mark.parametrize("variant", VARIANTS)
 @mostly_float16
 @either_mask
-@pytest.mark.parametrize("Nq, Nk", [(1, 1), (40, 1), (17, 33), (37, 13), (50, 150)])
-def test_split_keys_of_many_lengths(device, dtype, causal, Nq, Nk, tiles):
-    q, k, v = half_inputs(dtype, 1, 1, 1, Nq, Nk, 8)
-    check(device, "fa1", q, k, v, causal=causal, tiles=tiles, **KEYS)
+@pytest.mark.parametrize("Nq, Nk", [*LENGTHS, (50, 150)])
+def test_stages_and_split_keys_of_many_lengths(device, variant, dtype, causal, Nq, Nk):
+    check_variant(device, variant, *half_inputs(dtype, 1, 1, 1, Nq, Nk, 8), causal=causal)
 
 
+@stages_or_keys
 @mostly_float16
 @pytest.mark.parametrize("d", HEAD_DIMS)
-def test_split_keys_of_every_head_dim(device, dtype, d):
-    q, k, v = half_inputs(dtype, 1, 1, 1, 18, 35, d)
-    result = check(device, "fa1", q, k, v, tiles=Tiles(16, 32), **KEYS)
-    layouts = {"layout": "odd", "out_layout": "odd"}
-    same = attend(device, "fa1", q, k, v, tiles=Tiles(16, 32), **KEYS, **layouts)
-    assert np.array_equal(same.O, result.O) and np.array_equal(same.L, result.L)
+def test_stages_and_split_keys_of_every_head_dim(device, variant, dtype, d):
+    check_variant(device, variant, *half_inputs(dtype, 1, 1, 1, 18, 51, d))
+
+
+@stages_or_keys
+@mostly_float16
+@pytest.mark.parametrize("layout", ["odd", "strided", "reversed"])
+def test_stages_and_split_keys_in_other_layouts(device, variant, dtype, layout):
+    inputs = half_inputs(dtype, 2, 4, 2, 17, 50, 8)
+    check_variant(device, variant, *inputs, causal=True, layout=layout)
+
+
+@stages_or_keys
+@mostly_float16
+@pytest.mark.parametrize("name", OPTIONS)
+def test_stages_and_split_keys_with_options(device, variant, dtype, name):
+    options = dict(OPTIONS[name])
+    if variant != "stages" and "block_mask" in options:
+        options["block_mask"] = options["block_mask"][..., 1:3]
+    check_variant(device, variant, *half_inputs(dtype, 2, 2, 1, 40, 55, 8), **options)
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -415,27 +406,6 @@ def test_split_keys_of_shared_heads_and_split_queries(device, dtype, B, Hq, Hk):
     whole = check(device, "fa1", q, k, v, **options)
     split = check(device, "fa1", q, k, v, query_splits=2, **options)
     assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
-
-
-@mostly_float16
-@pytest.mark.parametrize("name", OPTIONS)
-def test_split_keys_with_options(device, dtype, name):
-    q, k, v = half_inputs(dtype, 2, 2, 1, 40, 55, 8)
-    options = dict(OPTIONS[name])
-    if "block_mask" in options:
-        options["block_mask"] = options["block_mask"][..., 1:3]
-    check(device, "fa1", q, k, v, tiles=Tiles(16, 32), **options, **KEYS)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_split_keys_of_packed_sequences(device, causal):
-    rng = np.random.default_rng(2)
-    q, k, v = (
-        rng.standard_normal((n, heads, 8), dtype=np.float32).astype(np.float16)
-        for n, heads in ((61, 4), (70, 2), (70, 2))
-    )
-    starts = {"cu_seqlens_q": [0, 20, 20, 61], "cu_seqlens_k": [0, 33, 40, 70]}
-    check(device, "fa1", q, k, v, causal=causal, tiles=Tiles(16, 32), **starts, **KEYS)
 
 
 # 16, 64 and 48 columns a warp.

@@ -273,72 +273,45 @@ L = np.zeros((1, 2, 5), np.float32)
 GIVEN = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": L}
 SINGLE = {name: x.astype(np.float32) for name, x in GIVEN.items()}
 
-REFUSED = {
-    **{
-        f"query splits of {algorithm} in a plan": (
-            lambda algorithm=algorithm: fa_numba.plan(
-                Q.shape, K.shape, dtype="float16", algorithm=algorithm, passes="bwd", query_splits=2
-            ),
-            ValueError, ["query_splits is 2", f"{algorithm} on mma"],
-        )
+PLAN = {"dtype": "float16", "passes": "bwd"}
+REFUSED = [
+    # What a plan or, of these arrays, a call is given; error, and what its message says
+    *(
+        (PLAN | {"algorithm": algorithm, "query_splits": 2}, ValueError, "query_splits is 2",
+         f"{algorithm} on mma")
         for algorithm in ("standard", "fa2")
-    },
-    **{
-        f"query splits of {algorithm}": (
-            lambda algorithm=algorithm: fa_numba.attention_backward(
-                **GIVEN, algorithm=algorithm, query_splits=2
-            ),
-            TypeError, ["query_splits"],
-        )
+    ),
+    *(
+        ({"algorithm": algorithm, "query_splits": 2}, TypeError, "query_splits")
         for algorithm in ("standard", "fa2")
-    },
-    "no query splits": (
-        lambda: fa_numba.flash_attention_1_backward(**GIVEN, query_splits=0), ValueError,
-        ["query_splits is 0"],
     ),
-    "deterministic fa1": (
-        lambda: fa_numba.attention_backward(**GIVEN, algorithm="fa1", deterministic=True),
-        TypeError, ["deterministic"],
-    ),
-    "rows of a tile": (
-        lambda: fa_numba.attention_backward(**GIVEN, tiles=Tiles(24, 16)), ValueError,
-        ["tiles: Br=24, Bc=16", "head_dim=8", "multiples of 16"],
-    ),
-    "rows of a tile that two warps share": (
-        lambda: fa_numba.plan(
-            (1, 1, 5, 72), (1, 1, 5, 72), dtype="float16", passes="bwd", tiles=Tiles(16, 16)
-        ),
-        ValueError, ["tiles: Br=16, Bc=16", "head_dim=72", "multiples of 32 and 16"],
-    ),
-    "threads": (
-        lambda: fa_numba.attention_backward(**GIVEN, tiles=Tiles(16, 32, 96)), ValueError,
-        ["tiles: threads=96", "[32, 64]"],
-    ),
-    "shared memory": (
-        lambda: fa_numba.plan(
-            (1, 1, 5, 256), (1, 1, 5, 256), dtype="float16", passes="bwd", tiles=Tiles(128, 64)
-        ),
-        ValueError, ["Br=128, Bc=64", "head_dim=256", "bytes of shared memory"],
-    ),
-    **{
-        f"float32 {name}": (
-            lambda name=name: fa_numba.attention_backward(**{**GIVEN, name: SINGLE[name]}),
-            TypeError, [f"{name} has dtype float32", "float16"],
-        )
+    ({"algorithm": "fa1", "query_splits": 0}, ValueError, "query_splits is 0"),
+    ({"algorithm": "fa1", "deterministic": True}, TypeError, "deterministic"),
+    ({"tiles": Tiles(24, 16)}, ValueError, "tiles: Br=24, Bc=16", "head_dim=8",
+     "multiples of 16"),
+    (PLAN | {"d": 72, "tiles": Tiles(16, 16)}, ValueError, "tiles: Br=16, Bc=16", "head_dim=72",
+     "multiples of 32 and 16"),
+    ({"tiles": Tiles(16, 32, 96)}, ValueError, "tiles: threads=96", "[32, 64]"),
+    (PLAN | {"d": 256, "tiles": Tiles(128, 64)}, ValueError, "Br=128, Bc=64", "head_dim=256",
+     "bytes of shared memory"),
+    *(
+        ({name: SINGLE[name]}, TypeError, f"{name} has dtype float32", "float16")
         for name in ("dout", "k", "v", "out")
-    },
-    "16-bit lse": (
-        lambda: fa_numba.attention_backward(**{**GIVEN, "lse": L.astype(np.float16)}),
-        TypeError, ["lse has dtype float16", "float32"],
     ),
-}  # fmt: skip
+    ({"lse": L.astype(np.float16)}, TypeError, "lse has dtype float16", "float32"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_by_name(case):
-    call, error, says = REFUSED[case]
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row[2])
+def test_what_cannot_be_is_refused_by_name(row):
+    given_, error, *says = row
+    given_ = dict(given_)
     with devices.using("emulator"), pytest.raises(error) as caught:
-        call()
+        if "passes" in given_:
+            shape = (1, 1, 5, given_.pop("d", 8))
+            fa_numba.plan(shape, shape, **given_)
+        else:
+            fa_numba.attention_backward(**GIVEN | given_)
     assert all(part in str(caught.value) for part in says), str(caught.value)
 
 

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 from backward_helpers import check_gradients, differentiate, half_gradients, saved_halves, with_dlse
-from mma_helpers import DTYPES_AND_LAYOUTS, every_dtype, no_bfloat16
+from mma_helpers import DTYPES_AND_LAYOUTS, no_bfloat16
 from options_helpers import cumulative
 from test_plans import on_h200
 
@@ -369,12 +369,6 @@ def test_rows_that_see_no_column_have_no_gradient(way, Nq):
     dq, _, _ = check_gradients("emulator", way, *inputs, causal=True, **UNIT)
     first = Nq - 20
     assert (dq[:, :, :first] == 0).all() and (dq[:, :, first + 1 :] != 0).any(axis=-1).all()
-
-
-@every_dtype
-def test_a_negative_scale(dtype):
-    inputs = half_gradients(dtype, 1, 1, 1, 60, 70, 64)
-    check_gradients("emulator", "fa2", *inputs, scale=-0.3, **UNIT)
 
 
 def test_tiles_that_cannot_be_are_refused_by_name():
