@@ -1068,29 +1068,6 @@ def test_a_pipeline_of_several_stages(device, stages, consumers):
     assert np.array_equal(y, np.tile(swapped.cumsum(axis=0), consumers))
 
 
-def _halves(X, Y, first, second, across):
-    """Each half of the block turns its numbers by one place, as many times as it is told."""
-    tile = shared_tile(0, 128)
-    t = uint32(cuda.threadIdx.x)
-    half = uint32(t // uint32(64))
-    left = uint32(uint32(64) * (half ^ uint32(across)) + (t + uint32(63)) % uint32(64))
-    x = X[t]
-    for _ in range(second if half else first):
-        tile[t] = x
-        sync_named(uint32(7 + half), 64)
-        x = tile[left]
-        sync_named(uint32(7 + half), 64)
-    Y[t] = x
-
-
-@pytest.mark.parametrize("first, second", [(1, 1), (0, 5), (40, 3)])
-def test_halves_of_a_block_wait_each_for_itself(device, first, second):
-    x = ramp(128)
-    _, y = run(device, _halves, x, np.zeros_like(x), threads=128, scalars=(first, second, 0))
-    assert np.array_equal(y[:64], np.roll(x[:64], first))
-    assert np.array_equal(y[64:], np.roll(x[64:], second))
-
-
 def _meet(X, barrier, threads, waits):
     if waits:
         sync_named(barrier, threads)

@@ -406,12 +406,6 @@ def test_a_plan_is_what_runs(way, monkeypatch):
     }[algorithm](p.problem, p.tiles, **own)
 
 
-def test_the_plan_of_the_forward_pass_is_the_default():
-    shapes = (1, 2, 64, 8), (1, 1, 64, 8)
-    assert fa_numba.plan(*shapes) == fa_numba.plan(*shapes, passes="fwd")
-    assert fa_numba.plan(*shapes) != fa_numba.plan(*shapes, passes="bwd")
-
-
 # --- bad input -------------------------------------------------------------------------------
 
 

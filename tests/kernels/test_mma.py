@@ -196,16 +196,6 @@ def test_two_stages_of_several_warps(device, dtype, causal, threads):
     assert np.array_equal(one.O, two.O) and np.array_equal(one.L, two.L)
 
 
-def test_two_stages_take_their_shared_memory():
-    shape = (1, 1, 4096, 128)
-    with devices.using("emulator"):
-        bytes_of = [
-            fa_numba.plan(shape, shape, dtype="float16", tiles=Tiles(128, 64, 128, n)).kernels[0]
-            for n in (1, 2)
-        ]
-    assert [kernel.shared_bytes for kernel in bytes_of] == [65536, 65536 + 2 * 2 * 64 * 128]
-
-
 # --- memory ----------------------------------------------------------------------------------
 
 
@@ -730,17 +720,6 @@ def test_one_16_bit_dtype_for_all():
     with devices.using("emulator"), pytest.raises(TypeError) as caught:
         fa_numba.attention(Q, K.astype(numpy_dtype("bfloat16")), K)
     assert all(p in str(caught.value) for p in ("k has dtype bfloat16", "q float16", "one dtype"))
-
-
-@every_algorithm
-@pytest.mark.parametrize("passes", ["fwd", "bwd"])
-def test_every_algorithm_has_every_pass(algorithm, passes):
-    with devices.using("emulator"):
-        how = {"algorithm": algorithm, "passes": passes}
-        single = fa_numba.plan(Q.shape, K.shape, **how)
-        half = fa_numba.plan(Q.shape, K.shape, dtype="float16", **how)
-    assert (single.unit, half.unit) == ("simt", "mma")
-    assert half.passes == passes and half.kernels
 
 
 # --- any problem -----------------------------------------------------------------------------
