@@ -168,11 +168,6 @@ def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
     return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
 
 
-def when_and_where(runs: Sequence[Mapping[str, Any]], name: str) -> str:
-    """One recording in a few words, for footnotes and tables."""
-    return f"{name}, {when(runs)}"
-
-
 def clocks(run: Mapping[str, Any]) -> str:
     """What was seen of the GPU's clocks while the run measured."""
     found = run.get("clocks")
@@ -206,9 +201,9 @@ def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence
         runs = of_rows(recorded.get(machine, ()), mine)
         if machine in (EMULATOR, MODEL):
             label = {MODEL: "closed forms", EMULATOR: "counted on the emulator"}[machine]
-            others.append(when_and_where(runs, label))
+            others.append(f"{label}, {when(runs)}")
         else:
-            gpus.append(when_and_where(runs, f"recorded on {device_name(runs, machine)}"))
+            gpus.append(f"recorded on {device_name(runs, machine)}, {when(runs)}")
             by = l2_counter(runs, mine)
             l2 += [by] if by else []
     return "\n".join("; ".join(line) for line in (gpus, l2, others) if line)

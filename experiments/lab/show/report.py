@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
-from ..record.provenance import clocks, device_name, l2_counter, of_rows, when_and_where
+from ..record.provenance import clocks, device_name, l2_counter, of_rows, when
 from ..record.store import replace_files
 from .tables import Across, Make, fewer_runs
 
@@ -111,7 +111,7 @@ def _source(store: Store, experiment: str, l2: bool) -> list[str]:
     for machine, name in ((gpu(store, experiment),) * 2, counted, (MODEL, "closed forms")):
         if machine in stored:
             rows, runs = store.recorded(experiment, machine)
-            said = when_and_where(runs, device_name(runs, name))
+            said = f"{device_name(runs, name)}, {when(runs)}"
             by = l2_counter(runs, rows) if l2 else ""
             file = f"figures/data/{experiment}/{machine}.csv"
             return ["; ".join(part for part in (said, by, file) if part)]
