@@ -60,7 +60,7 @@ class Recorded:
         gpu = report.gpu(self._store, name)
         runs = provenance.of_rows(self._store.runs(name, gpu), every)
         machine = provenance.device_name(runs, gpu)
-        where = provenance.when_and_where(runs, f"{machine}, {name}")
+        where = f"{machine}, {name}, {provenance.when(runs)}"
         said = {"title": title, "unit": unit, "lines": found, "source": where}
         return {**said, "verdict": self._verdict(key) if key else ""}
 
