@@ -3,8 +3,7 @@
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import provenance
-from experiments.lab.record.options import FIGURES
-from experiments.lab.record.store import MODEL, Row, Store
+from experiments.lab.record.store import Row
 from experiments.lab.show import report, tables
 
 CLOCKS = {"SM clock, MHz": [1095.0, 1620.0, 1980.0], "busy": 102, "held by": {"power cap": 94}}
@@ -35,36 +34,3 @@ def test_rows_of_few_runs_are_named():
     )
     assert tables.fewer_runs([time(1)]) == "1 of 1 times are of 1 run: N=64, fa2-simt"
     assert tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)]) == ""
-
-
-def test_tables_of_times_say_clocks_and_few_runs_and_others_do_not():
-    store = Store(FIGURES)
-    page = report.everywhere()
-    said = {name for name, body in page.items() if "the busy GPU" in body or "o sample" in body}
-    assert said >= {
-        *("result", "loop_order", "loop_cost", "loop_cost_hopper", "speed", "speed_backward"),
-        *(
-            "speed_fp16",
-            "speed_bf16",
-            "hopper",
-            "fa2_figures",
-            "ladder",
-            "shapes",
-            "ring",
-            "decode",
-        ),
-        *("paged", "crossover", "runtime_memory", "runtime_settings"),
-        *("runtime_dropout", "host_cost"),
-        *("block_size", "block_sparse", "gpt2_table", "memory_hierarchy", "online_softmax"),
-    }
-    others = "rule published claims changed traffic io_vs_seqlen numerics timeline cache memory"
-    assert not said & {*others.split(), "errors", "ring_model"}
-    for name in ("ring", "runtime_memory"):
-        assert "times are of 1 to" in page[name]
-        gpu = report.gpu(store, name)
-        few = [r for r in store.read(name, gpu) if r.n is not None and r.n < 5]
-        assert (
-            f"{len([r for r in few if r.metric == 'time' and r.value is not None])} of"
-            in page[name]
-        )
-    assert all(row.n is None for row in store.read("cache", MODEL))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from experiment_helpers import cells
 
-from experiments import shapes, verdicts
+from experiments import shapes
 from experiments.beside import ring_rows, variant_times
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
@@ -20,7 +20,7 @@ from experiments.lab.record import registry
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.published import lookup
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
-from experiments.lab.show import report, tables
+from experiments.lab.show import report
 from experiments.verdicts import QUESTIONS, artefact, claims, published, questions, rule
 from experiments.verdicts.evidence import Evidence, MissingRows, rows
 from experiments.verdicts.questions import Question
@@ -263,12 +263,6 @@ def test_quantities_are_made_place_by_place():
     assert (a / b).experiments == a.steps().experiments == ("some",)
 
 
-def test_a_span_is_its_ends():
-    assert tables.span([2.0, 1.5, 1.75]) == "1.50 to 2.00"
-    assert tables.span([1.0, 1.001]) == "1.00"
-    assert tables.span([41.2, 3.0], ".0f") == "3 to 41"
-
-
 def asked(**more):
     common = {"key": "C0", "name": "C0", "words": "it is fast", "source": "there", "there": "A100",
               "here": "H200", "kind": "ratio", "trend": "words", "form": "g", "before": REFUTED,
@@ -295,29 +289,6 @@ def test_the_table_says_number_verdict_command_and_data():
         pairs=one.pairs, before="")])(recorded).body  # fmt: skip
     assert [line.split(" | ")[2:4] for line in changed.splitlines()[2:]] == [
         ["refuted", "trend only"], ["none", "trend only"]]  # fmt: skip
-
-
-def test_every_changed_verdict_is_on_the_pages():
-    evidence = Evidence([r for name in registry.names() for r in recorded(name)])
-    changed = [q for q in QUESTIONS if q.finding(evidence).verdict != q.before]
-    text = report.text("changed", Store(FIGURES))
-    assert len(changed) > 20 and len(text.splitlines()) == len(changed) + 4
-    page = report.PAGE.read_text()
-    assert page.count("** (was: ") == len(changed)
-    assert all(
-        f"**{q.finding(evidence).verdict}** (was: {q.before or 'none'})" in page for q in changed
-    )
-    assert text.startswith(f"{len(changed)} of {len(QUESTIONS)} questions have another verdict")
-
-
-def test_the_result_has_each_ratio_of_its_rows():
-    text = report.text("result", Store(FIGURES))
-    for word in ("Accesses", "L2", "DRAM", "Time at an equal grid", "Time on the paper's grid",
-                 "Each at its own tiles"):  # fmt: skip
-        assert f"**{word}**" in text
-    assert "figures/data/loop_order/nvidia-h200.csv" in text
-    assert re.search(r"counted at \d+ of the \d+ problems, (none|\d+) of them causal", text)
-    assert verdicts.result.TEXT([]) is None
 
 
 def test_what_the_page_says_of_query_splits_backward():
@@ -625,8 +596,3 @@ def test_the_form_has_each_claim_with_time_value_and_variation():
     )
     assert "| CPU | - |" in artefact.TABLE(found, {"io_vs_sram": 1.0}).body
     assert artefact.TABLE([], {}) is None
-    body = report.text("artefact", Store(FIGURES))
-    assert len(body.splitlines()) == len(artefact.LINES) + 4 and " - |" not in body
-    number, of = re.search(r"(\d+) of (\d+) numbers", body).groups()
-    assert number == of and int(of) > 100
-    assert rule.FACTORS["ratio"] == 1.15 and "| 15 %; elsewhere above 1 |" in body
