@@ -137,7 +137,7 @@ def each(function: Callable[..., Any]) -> Callable[..., Any]:
     def of_lanes(*values: Any) -> Any:
         if not any(x.__class__ is array for x in values):
             return typed(function(*values), *values)
-        lists = [x.tolist() for x in (np.broadcast_arrays(*values) if values[1:] else values)]
+        lists = [x.tolist() for x in np.broadcast_arrays(*values)]
         return typed(np.array(list(map(function, *lists))), *values)
 
     of_lanes.__name__ = of_lanes.__qualname__ = getattr(function, "__name__", "function")
