@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from numba import float32, int32, uint32
 
 from .evaluating import evaluating
-from .rewriting import ONE, Gradient, gradient_of, written
+from .rewriting import INVERSE, ONE, Gradient, gradient_of, inverse_of, written
 from .rewriting import PARAMETERS as PARAMETERS
 from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
@@ -87,7 +87,7 @@ def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
 
 
 class Captured(NamedTuple):
-    """A ``Mod``, and the numbers and arrays that its function captures now, by its names."""
+    """A ``Mod``, and what its function captures now by name: numbers, their inverses, arrays."""
 
     mod: Mod
     values: tuple[tuple[str, Any], ...]
@@ -104,7 +104,10 @@ def captured(option: str, function: Any) -> Captured:
     values = source.outside(function)
     kinds = tuple((name, kind_of_capture(value)) for name, value in values.items())
     mod, names = _written(option, source, kinds)
-    return Captured(mod, tuple((name, values[name]) for name in names))
+    taken = {name: values[name] for name in names if name in values}
+    for name in names[len(taken) :]:
+        taken[name] = inverse_of(int(values[name.removeprefix(INVERSE)]))
+    return Captured(mod, tuple(taken.items()))
 
 
 def as_mod(option: str, value: Any) -> Mod | None:
@@ -140,7 +143,7 @@ def _written(
         of_both = written(option, source, known, slope=True)
         slope, both = Text(*of_slope[:2]), Text(*of_both[:2])
         steady, gradient = of_both.steady, gradient_of(option, source, known)
-    captures = tuple(known[name] for name in value.names)
+    captures = tuple(known.get(name, "int32") for name in value.names)
     texts = Text(*value[:2]), slope, both
     mod = Mod(option, *texts, captures, value.inside, steady, gradient, source.shown)
     return mod, value.names

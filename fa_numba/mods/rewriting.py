@@ -2,7 +2,8 @@
 
 Integers are int32, and unsigned as an index, numbers float32, so that nothing is computed in 64
 bits. What Python does not evaluate, the other side of a conditional expression, of `and`, `or` and
-of a chain of comparisons, stands under an `if`, since an index there may be outside of its array.
+of a chain of comparisons, stands under an `if` where it reads an array, since an index there may be
+outside of it.
 
 The derivative with respect to the score is made by the same walk, in forward mode: each value has
 its slope beside it, or none where the score is no part of it. A library of symbolic mathematics
@@ -29,7 +30,9 @@ PARAMETERS = {
     "score_mod_grad": ("score", "b", "h", "i", "j"),
 }
 ONE = "float32(1.0)"
-_READ = re.compile(r"(?<![\w.])(?!(?:u?int32|float32|math|options)\b)[a-z]\w*")
+_READ = re.compile(
+    r"(?<![\w.])(?!(?:u?int32|float32|math|options|divisor|floor_divide|modulo)\b)[a-z]\w*"
+)
 # Functions of math: the slope by the argument x, as a text of it and of the value y, and its parts.
 _SLOPES = {
     "exp": "{y}",
@@ -59,6 +62,9 @@ _SYMBOLS: dict[type, str] = {
     ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>",
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
 }  # fmt: skip
+# By a number that all elements share: functions of parts/division.py.
+_BY_A_PRODUCT = {"//": "floor_divide", "%": "modulo"}
+INVERSE = "inverse of "  # and a captured integer's name: what the function takes beside that
 _TRUTHS = (ast.BitAnd, ast.BitOr, ast.BitXor)
 ALLOWED = (
     "allowed are assignments to names and a return behind them; arithmetic, comparisons, and, or, "
@@ -71,6 +77,12 @@ _NAMED = {
     ast.FunctionDef: "a function within", ast.Lambda: "a lambda within", ast.Slice: "a slice",
     ast.ListComp: "a loop", ast.GeneratorExp: "a loop", ast.Raise: "a raise",
 }  # fmt: skip
+
+
+def inverse_of(divisor: int) -> int:
+    """By what parts/division.py multiplies, as an int32 of these bits."""
+    inverse = (2**32 - 1) // max(1, abs(divisor))
+    return inverse - 2**32 if inverse >= 2**31 else inverse
 
 
 class Term(NamedTuple):
@@ -90,8 +102,8 @@ class Term(NamedTuple):
 
 class Written(NamedTuple):
     """The text of a function, and of what makes its factor of the score; the names of what it
-    captures, in the order of its fields; whether it may be called inside of the matrix alone, and
-    whether its slope is finite by any finite score.
+    captures, and of inverses of such, in the order of its fields; whether it may be called inside
+    of the matrix alone, and whether its slope is finite by any finite score.
     """
 
     text: str
@@ -348,6 +360,18 @@ class _Writer:
             self.moved.add(name)
         return name
 
+    def divisor(self, text: str) -> str:
+        """What divides by an integer that all elements share; of a captured number or a constant it
+        is made before the call, since compilers leave it to each element.
+        """
+        if text.startswith("int32("):
+            return f"uint32({inverse_of(int(text[6:-1])) % 2**32})"
+        names = [name for name, field in self.captured.items() if field == text]
+        if not names:
+            return self.put(f"divisor({text})")
+        field = f"options.{self.option}_{len(self.captured)}"
+        return f"uint32({self.captured.setdefault(f'{INVERSE}{names[0]}', field)})"
+
     def is_shared(self, text: str) -> bool:
         """Whether all elements of a tile have this value: a number's, or made of such."""
         return "[" not in text and set(_READ.findall(text)) <= self.shared
@@ -574,7 +598,11 @@ class _Writer:
                 return Term("bool", self.put(f"{a.text} {symbol} {b.text}"))
         if "float" not in (a.kind, b.kind):
             left, right = self.integer(a), self.integer(b)
-            value = self.put(f"int32({left} {symbol} {right})")
+            if symbol in _BY_A_PRODUCT and self.is_shared(right):
+                inverse = self.divisor(right)
+                value = self.put(f"{_BY_A_PRODUCT[symbol]}({left}, {right}, {inverse})")
+            else:
+                value = self.put(f"int32({left} {symbol} {right})")
             of = a.of if a.of == b.of or not b.of else b.of if not a.of else "?"
             real = ""
             self.inside = self.inside or (symbol in ("//", "%") and b.of != "")
@@ -657,10 +685,25 @@ class _Writer:
         if not rest:
             return
         (op, other), *rest = rest
-        with self.under(f"if {result}:"):
-            right = self.visit(other)
-            self.lines.append(f"{result} = {self.compared(left, op, right)}")
-            self.chain(result, right, rest)
+        outer, self.lines = self.lines, []
+        right = self.visit(other)
+        self.further(result, True, self.compared(left, op, right), outer)
+        self.chain(result, right, rest)
+
+    def further(self, result: str, conjunction: bool, text: str, outer: list[str]) -> None:
+        """``result`` and, or else or, what ``text`` says behind ``self.lines``, which stand under
+        an `if` where they read an array, and else go to ``outer`` as they are.
+        """
+        inner, self.lines = [*self.lines, text], outer
+        self.shared.discard(result)
+        if not any("[" in line for line in inner):
+            self.lines += [
+                *inner[:-1],
+                f"{result} = {result} {'&' if conjunction else '|'} ({text})",
+            ]
+            return
+        with self.under(f"if {result}:" if conjunction else f"if not {result}:"):
+            self.lines += [*inner[:-1], f"{result} = {text}"]
 
     def compared(self, a: Term, op: ast.cmpop, b: Term) -> str:
         kind = self.same(a, b)
@@ -674,8 +717,9 @@ class _Writer:
         first, *rest = node.values
         result = self.put(self.condition(first, node))
         for value in rest:
-            with self.under(f"if {result}:" if conjunction else f"if not {result}:"):
-                self.lines.append(f"{result} = {self.condition(value, node)}")
+            outer, self.lines = self.lines, []
+            text = self.condition(value, node)
+            self.further(result, conjunction, text, outer)
         return Term("bool", result)
 
     def condition(self, value: ast.expr, node: ast.expr) -> str:

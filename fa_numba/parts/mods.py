@@ -13,6 +13,7 @@ from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LOG2E, LOWEST, NEG_INF, ONE, exp2
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.mods import function_of
+from fa_numba.parts.division import DIVISION
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.namespace import part
 
@@ -328,7 +329,7 @@ def _gradient(features):
 
 def _texted(text):
     """A gradient's function; None of None."""
-    return text and device_function(function_of(text, add_global=add_global))
+    return text and device_function(function_of(text, add_global=add_global, **DIVISION))
 
 
 @part
@@ -447,7 +448,7 @@ def hidden_score(spec):
 
 def _called(text):
     """A text's function; None of None."""
-    return text and device_function(function_of(text.text))
+    return text and device_function(function_of(text.text, **DIVISION))
 
 
 @part
@@ -457,7 +458,7 @@ def make_lead(text):
     def lead(scale, options):
         return scale
 
-    return function_of(text) if text else lead
+    return function_of(text, **DIVISION) if text else lead
 
 
 def _slope_text(features):

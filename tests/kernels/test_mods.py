@@ -27,6 +27,7 @@ from fa_numba.emulator import EmulatorError, launch
 from fa_numba.host.arrays import HOST
 from fa_numba.mods import rewriting
 from fa_numba.options import FEATURES, Bound, Features
+from fa_numba.parts import division
 from fa_numba.problem import Problem
 
 SMALL = Tiles(8, 16)
@@ -37,6 +38,13 @@ slope, cap, width, on = 0.3, 2.5, 5, True
 
 
 # --- what is written says what the function says ------------------------------------------------
+
+
+DIVISION = {
+    "divisor": lambda d: None,
+    "floor_divide": lambda x, d, inverse: x // d,
+    "modulo": lambda x, d, inverse: x % d,
+}
 
 
 def wide(value):
@@ -55,7 +63,7 @@ def written(function, option="score_mod", text="value", scale=1.0, unit=1.0):
     is given that by ``scale``, and returns a value by ``unit``.
     """
     mod, values = mods.captured(option, function)
-    known = {"int32": int, "uint32": int, "float32": float, "math": math}
+    known = {"int32": int, "uint32": int, "float32": float, "math": math, **DIVISION}
     taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
     options, made = SimpleNamespace(**taken), getattr(mod, text)
     lead, own = (_executed(each, known) for each in (made.lead, made.text))
@@ -99,6 +107,7 @@ FUNCTIONS = {
         + math.sinh(s / 3) + math.cosh(s / 3) + math.pow(s * s + 1, 0.3) + math.pow(2, s / 4)
     ),
     "steps": lambda s, b, h, i, j: s * math.floor(s) + math.ceil(s) + math.trunc(s) * math.pi,
+    "a condition as a factor": lambda s, b, h, i, j: s * (on and i > 2 and j < i),
     "the scores left out": lambda s, b, h, i, j: i * slope,
     "statements": several,
 }  # fmt: skip
@@ -220,6 +229,28 @@ def test_a_place_is_divided_and_no_inverse_is_taken():
     assert [own(none, 0, 0, i, 0, 0, options) for i in (40, 41, 82)] == [0, 1, 2]
 
 
+@examples(40)
+@given(
+    st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=1, max_size=40),
+    st.one_of(st.integers(-9, 9), st.integers(-(2**31) + 1, 2**31 - 1)),
+)
+def test_dividing_by_a_shared_number_is_pythons(values, by):
+    """Quotients are rounded down, rests have the divisor's sign, and by 0 both are 0."""
+    near = [n * by + k for n in (-3, 2, (2**31 - 1) // max(1, abs(by))) for k in (-1, 0, 1)]
+    values = [*values, *(n for n in near if abs(n) < 2**31), 2**31 - 1, 1 - 2**31, 0, 1, -1]
+    x, out = np.int32(values), np.zeros((2, len(values)), np.int32)
+
+    def kernel(out, x, by):
+        t = cuda.threadIdx.x
+        inverse = division.divisor(by)
+        out[0, t] = division.floor_divide(x[t], by, inverse)
+        out[1, t] = division.modulo(x[t], by, inverse)
+
+    launch(kernel, 1, len(values), (out, x, np.int32(by)))
+    want = [(n // by, n % by) if by else (0, 0) for n in values]
+    assert out.T.tolist() == [list(pair) for pair in want]
+
+
 def test_comparing_row_and_column_is_of_what_lies_between():
     mod, _ = mods.captured("mask_mod", lambda b, h, i, j: 0 <= i and j <= i < 2 * j)
     known = {"int32": lambda x: (int(x) + 2**31) % 2**32 - 2**31}
@@ -275,7 +306,7 @@ def int32(x):
 def of_single(text):
     """A kernel's function in NumPy's float32."""
     known = {"int32": int32, "float32": np.float32, "math": Single()}
-    known |= {"min": np.fmin, "max": np.fmax}
+    known |= {"min": np.fmin, "max": np.fmax, **DIVISION}
     own, lead = (_executed(each, {**known}) for each in text)
     one = np.float32(1)
     return lambda s, i, j: np.float32(
@@ -285,7 +316,9 @@ def of_single(text):
 
 def emulated(text, places):
     """A kernel's function of these places (score, i, j), a thread each."""
-    mod, lead = (devices.device_function(mods.function_of(each)) for each in text)
+    mod, lead = (
+        devices.device_function(mods.function_of(each, **division.DIVISION)) for each in text
+    )
     s = np.float32([x[0] for x in places])
     i, j = np.int32([x[1:] for x in places]).T
     out = np.zeros(len(s), np.float32)
@@ -511,7 +544,7 @@ def read_from(function, derivative=None):
     taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
     found = {n: np.zeros(np.shape(taken[f])) for n, f in mod.differentiated.items()}
     rows = {n: x.reshape(-1, x.shape[-1]) if x.ndim < 2 else x for n, x in found.items()}
-    known = {"int32": int, "uint32": int, "float32": float, "math": math}
+    known = {"int32": int, "uint32": int, "float32": float, "math": math, **DIVISION}
 
     def add_global(matrix, row, col, value):
         matrix[row, col] += value

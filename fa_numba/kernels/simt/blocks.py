@@ -14,6 +14,7 @@ from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.kernels.simt.softmax import THREADS, WARPS, sum_of_block
 from fa_numba.mods import function_of
 from fa_numba.mods.blocks import EMPTY, FULL, MIXED
+from fa_numba.parts.division import DIVISION
 
 LISTING = 32  # threads of a block that lists
 
@@ -21,7 +22,7 @@ LISTING = 32  # threads of a block that lists
 @cache
 def make_blocks(features, Br, Bc):
     """The kernel for blocks of Br x Bc; launched over (Tr Tc, H, B) thread blocks."""
-    mask_mod = device_function(function_of(features.mask_mod.value.text))
+    mask_mod = device_function(function_of(features.mask_mod.value.text, **DIVISION))
     elements = Br * Bc
     states = array_type(4, types.uint8)
 
