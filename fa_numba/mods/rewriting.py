@@ -687,23 +687,25 @@ class _Writer:
         (op, other), *rest = rest
         outer, self.lines = self.lines, []
         right = self.visit(other)
-        self.further(result, True, self.compared(left, op, right), outer)
-        self.chain(result, right, rest)
+        text = self.compared(left, op, right)
+        self.further(result, True, text, outer, lambda: self.chain(result, right, rest))
 
-    def further(self, result: str, conjunction: bool, text: str, outer: list[str]) -> None:
-        """``result`` and, or else or, what ``text`` says behind ``self.lines``, which stand under
-        an `if` where they read an array, and else go to ``outer`` as they are.
+    def further(
+        self, result: str, conjunction: bool, text: str, outer: list[str], then: Callable[[], None]
+    ) -> None:
+        """``result`` and, or else or, what ``text`` says behind ``self.lines``, and ``then`` what
+        may need these: under an `if` where they read an array, and else in ``outer`` as they are.
         """
-        inner, self.lines = [*self.lines, text], outer
+        inner, self.lines = self.lines, outer
         self.shared.discard(result)
-        if not any("[" in line for line in inner):
-            self.lines += [
-                *inner[:-1],
-                f"{result} = {result} {'&' if conjunction else '|'} ({text})",
-            ]
+        if not any("[" in line for line in (*inner, text)):
+            symbol = "&" if conjunction else "|"
+            self.lines += [*inner, f"{result} = {result} {symbol} ({text})"]
+            then()
             return
         with self.under(f"if {result}:" if conjunction else f"if not {result}:"):
-            self.lines += [*inner[:-1], f"{result} = {text}"]
+            self.lines += [*inner, f"{result} = {text}"]
+            then()
 
     def compared(self, a: Term, op: ast.cmpop, b: Term) -> str:
         kind = self.same(a, b)
@@ -719,7 +721,7 @@ class _Writer:
         for value in rest:
             outer, self.lines = self.lines, []
             text = self.condition(value, node)
-            self.further(result, conjunction, text, outer)
+            self.further(result, conjunction, text, outer, lambda: None)
         return Term("bool", result)
 
     def condition(self, value: ast.expr, node: ast.expr) -> str:

@@ -92,6 +92,7 @@ FUNCTIONS = {
     "powers": lambda s, b, h, i, j: s**3 - s**2 + abs(s) ** 1.5 + 2.0**s + (i + 1) ** 2 / 9,
     "bits": lambda s, b, h, i, j: s + (~i >> 1) + int(s * 3) + (not i),
     "chains": lambda s, b, h, i, j: s if 0 <= i - j < width <= h + 5 else -s if i > j > 2 else 2,
+    "chains of arrays": lambda s, b, h, i, j: s if 0 < i < steps[i] < j < 30 or i > j else -s,
     "conditions": lambda s, b, h, i, j: s if (i < j and flags[i]) or not on else slope,
     "conditions within": lambda s, b, h, i, j: s if j < 9 and (i < 2 or i > 8 or i < j < 8) else -s,
     "index behind a condition": lambda s, b, h, i, j: s + (table[h, i - j] if i >= j else 0),
