@@ -242,9 +242,10 @@ BACKWARD_CASES["shared bias"] = (
 )
 # Functions that differ from place to place, whose mask leaves a row and a tile nothing.
 _far = normal(2, 40)
+_one = 1
 MODS = {
     "score_mod": lambda s, b, h, i, j: s * _far[b, i] + _far[h, j] * s * s,
-    "mask_mod": lambda b, h, i, j: (i + 2 * j + h) % 3 != b and i != 2 and (i > 7 or j < 8),
+    "mask_mod": lambda b, h, i, j: (i - 2 * j + h) % 3 != b and i != 2 and (i > 7 or j < 8),
 }
 CASES["mods"] = (
     Case((2, 2, 1, 13, 19, 4), Tiles(8, 8), {**MODS, "softcap": 1.5}),
@@ -262,7 +263,7 @@ BACKWARD_CASES["mods"] += (
     Case(
         (1, 2, 1, 13, 40, 4),
         Tiles(8, 16),
-        {"score_mod": lambda s, b, h, i, j: s + _far[h, (i // 8 + j // 16) // 2]},
+        {"score_mod": lambda s, b, h, i, j: s + _far[h, (i // 8 + j // 16) // (_one + 1)]},
     ),
     Case(
         (1, 2, 1, 9, 12, 4),

@@ -478,6 +478,8 @@ def functions_from(left, calls):
             of_module = _names(value.__module__).get(key_of(value.__code__), ())
             may = [(of, attributes) for tests, of, attributes in of_module if _may(tests, names)]
             asked = {name for of, _ in may for name in of}
+            if value.__code__.co_filename.startswith("<"):  # a text of a caller's function
+                asked |= {*value.__code__.co_names}
             taken = [names[name] for name in asked if name in names]
             left += taken
             asked = {name for _, attributes in may for name in attributes}

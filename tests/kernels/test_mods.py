@@ -230,15 +230,16 @@ def test_a_place_is_divided_and_no_inverse_is_taken():
     assert [own(none, 0, 0, i, 0, 0, options) for i in (40, 41, 82)] == [0, 1, 2]
 
 
-@examples(40)
-@given(
-    st.lists(st.integers(-(2**31) + 1, 2**31 - 1), min_size=1, max_size=40),
-    st.one_of(st.integers(-9, 9), st.integers(-(2**31) + 1, 2**31 - 1)),
-)
-def test_dividing_by_a_shared_number_is_pythons(values, by):
+DIVISORS = [1, 2, 3, 7, 64, 641, 2**16 + 1, 2**31 - 1, 0, -1, -3, -64, 1 - 2**31]
+
+
+@pytest.mark.parametrize("by", DIVISORS)
+def test_dividing_by_a_shared_number_is_pythons(by):
     """Quotients are rounded down, rests have the divisor's sign, and by 0 both are 0."""
-    near = [n * by + k for n in (-3, 2, (2**31 - 1) // max(1, abs(by))) for k in (-1, 0, 1)]
-    values = [*values, *(n for n in near if abs(n) < 2**31), 2**31 - 1, 1 - 2**31, 0, 1, -1]
+    largest = 2**31 - 1
+    near = [n * by + k for n in (-3, -1, 2, largest // max(1, abs(by))) for k in (-1, 0, 1)]
+    drawn = np.random.default_rng(0).integers(-largest, largest, 40).tolist()
+    values = [n for n in (*near, *drawn, *range(-5, 6), largest, -largest) if abs(n) <= largest]
     x, out = np.int32(values), np.zeros((2, len(values)), np.int32)
 
     def kernel(out, x, by):
@@ -250,6 +251,18 @@ def test_dividing_by_a_shared_number_is_pythons(values, by):
     launch(kernel, 1, len(values), (out, x, np.int32(by)))
     want = [(n // by, n % by) if by else (0, 0) for n in values]
     assert out.T.tolist() == [list(pair) for pair in want]
+    assert np.int32(rewriting.inverse_of(by)).view(np.uint32) == division_of(by)
+
+
+def division_of(by):
+    """By what kernels multiply, as they make it of a number that is no captured one."""
+    out = np.zeros(1, np.uint32)
+
+    def kernel(out, by):
+        out[0] = division.divisor(by)
+
+    launch(kernel, 1, 1, (out, np.int32(by)))
+    return out[0]
 
 
 def test_comparing_row_and_column_is_of_what_lies_between():
