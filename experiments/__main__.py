@@ -26,7 +26,7 @@ from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare, spills
 from .lab.measure import tune
-from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, schedule
+from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, schedule
 from .lab.record.drawing import side_by_side
 from .lab.record.options import CHOICES, QUICK
 from .lab.record.registry import load, names, needs, takes, words
@@ -134,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("spills", help=text, description=text)
     text = "write the tables of paper_repro.md and figures/tables anew from figures/data"
     commands.add_parser("report", help=text, description=text)
+    text = "list recordings whose commit is not in this history, or whose tree may have differed"
+    commands.add_parser("origins", help=text, description=text)
     return parser
 
 
@@ -166,6 +168,14 @@ def _report(console: Console) -> int:
         return 1
     console.print(f"tables: {', '.join(changed) if changed else 'nothing'} changed")
     return 0
+
+
+def _origins(console: Console) -> int:
+    """1 where a commit is lost: such a recording is to be made again."""
+    found = list(origins.unknown(Store(FIGURES), origins.history()))
+    for line, _ in found:
+        console.print(line, soft_wrap=True, highlight=False)
+    return int(any(lost for _, lost in found))
 
 
 def _run_what_changed(runner: Runner, chosen: Sequence[str], seconds: float | None) -> list[str]:
@@ -228,6 +238,8 @@ def _command(arguments: Sequence[str] | None) -> int:
 
         return explore_server.serve(args.port, console.print)
 
+    if args.command == "origins":
+        return _origins(console)
     if args.command == "spills":
         try:
             changed = spills.write(console.print)

@@ -1,9 +1,15 @@
 """What is said of how a recording was made: its commit, clocks, and how many runs."""
 
+import json
+import subprocess
+
+import pytest
+
+from experiments import __main__ as command
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import provenance
-from experiments.lab.record.store import Row
+from experiments.lab.record import origins, provenance
+from experiments.lab.record.store import Row, Store, dump
 from experiments.lab.show import report, tables
 
 CLOCKS = {"SM clock, MHz": [1095.0, 1620.0, 1980.0], "busy": 102, "held by": {"power cap": 94}}
@@ -13,6 +19,49 @@ def time(n, N=64, **fields):
     common = {"machine": report.MACHINE, "experiment": "speed", "source": "measured"}
     common |= {"metric": "time", "unit": "ms", "value": 1.0, **row_fields(one_head(N, 64))}
     return Row(n=n, **{"series": "fa2-simt"} | common | fields)
+
+
+def recorded(folder, runs, rows):
+    store = Store(folder)
+    path = store.path("speed", report.MACHINE)
+    path.parent.mkdir(parents=True)
+    path.write_text(dump(rows))
+    path.with_suffix(".json").write_text(json.dumps({"runs": runs}))
+    return store
+
+
+def test_recordings_of_lost_commits_are_listed(tmp_path):
+    runs = [
+        {"id": "a", "commit": "abcdef1", "dirty": False},
+        {"id": "b", "commit": "abcdef1", "dirty": None},
+        {"id": "c", "commit": "1234567", "dirty": None},
+        {"id": "d"},
+    ]
+    store = recorded(tmp_path, runs, [time(20)])
+    assert list(origins.unknown(store, {"abcdef1" + 33 * "0"})) == [
+        ("speed/nvidia-h200.csv, abcdef1: whether the tree was dirty is not known", False),
+        ("speed/nvidia-h200.csv, 1234567: in no history", True),
+        ("speed/nvidia-h200.csv, no commit: in no history", True),
+    ]
+
+
+def test_the_command_lists_them_and_fails_for_a_lost_commit(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "FIGURES", tmp_path)
+    recorded(tmp_path, [{"commit": "abcdef1", "dirty": None}], [time(20)])
+    monkeypatch.setattr(origins, "history", lambda: {"abcdef1"})
+    assert command.main(["origins"]) == 0 and "is not known" in capsys.readouterr().out
+    monkeypatch.setattr(origins, "history", set)
+    assert command.main(["origins"]) == 1 and "in no history" in capsys.readouterr().out
+
+
+def test_history_has_the_commit_that_is_checked_out():
+    try:
+        head = subprocess.run(
+            ("git", "rev-parse", "HEAD"), capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git")
+    assert head.stdout.strip() in origins.history()
 
 
 def test_clocks_are_said_in_words():
