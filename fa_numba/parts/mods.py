@@ -147,7 +147,7 @@ def _make_inside(features, alone):
 @part
 def _make_changed(spec, unit):
     mod, keeps = spec.features.score_mod, spec.sums_rows
-    score_mod = _called(mod and mod.value)
+    score_mod = called(mod and mod.value)
     inside = _make_inside(spec.features, mod is not None and mod.inside)
 
     def changed(rG, rS, e, scale, place, head):
@@ -165,8 +165,8 @@ def _make_changed(spec, unit):
 @part
 def _make_slope(spec):
     features = spec.features
-    softcap, slope_of = features.softcap, _called(_slope_text(features))
-    of_slope = _slope_text(features)
+    softcap, of_slope = features.softcap, _slope_text(features)
+    slope_of = called(of_slope)
     lead = make_lead(of_slope and of_slope.lead)
     inside = _make_inside(features, features.slope_of is not None and features.slope_of.inside)
     modified, keeps = features.slope_of is not None, features.keeps_scores
@@ -328,7 +328,7 @@ def _gradient(features):
 
 
 def _texted(text):
-    """A gradient's function; None of None."""
+    """A text's function; None of None."""
     return text and device_function(function_of(text, add_global=add_global, **DIVISION))
 
 
@@ -351,7 +351,7 @@ def _make_p_and_ds(spec, values_of, ds_of):
 @part
 def make_times_slope(features):
     """``times_slope(x, g)``: x times a slope g, which may be no number where x is 0."""
-    anywhere = slopes_anywhere(features)
+    anywhere = features.slope_of is not None and not features.slope_of.steady
 
     def times_slope(x, g):
         if anywhere:
@@ -359,11 +359,6 @@ def make_times_slope(features):
         return x * g
 
     return times_slope
-
-
-def slopes_anywhere(features):
-    """Whether slopes of scores may be no numbers."""
-    return features.slope_of is not None and not features.slope_of.steady
 
 
 @part
@@ -404,14 +399,11 @@ def make_p_and_slope(spec):
 @part
 def _make_value_and_slope(features):
     """``value_and_slope(s, i, j, origin, head)``: score_mod of s, in log2's unit, and its slope."""
-    mod, of_slope, at_once = (
-        features.score_mod,
-        _slope_text(features),
-        features.score_mod_grad is None,
-    )
+    mod, at_once = features.score_mod, features.score_mod_grad is None
+    of_slope = _slope_text(features)
     text = mod and (mod.both if at_once else mod.value)
     lead = make_lead("" if features.lead else text and text.lead)
-    score_mod, slope_of = _called(text), _called(of_slope)
+    score_mod, slope_of = called(text), called(of_slope)
     slope_lead = make_lead(of_slope and of_slope.lead)
 
     def value_and_slope(s, i, j, origin, head):
@@ -429,7 +421,7 @@ def _make_value_and_slope(features):
 @part
 def _make_hidden(spec):
     mod, HIDDEN = spec.features.mask_mod, hidden_score(spec)
-    mask_mod = _called(mod and mod.value)
+    mask_mod = called(mod and mod.value)
     inside = _make_inside(spec.features, mod is not None and mod.inside)
 
     def hidden(rG, rS, e, scale, place, head):
@@ -446,9 +438,9 @@ def hidden_score(spec):
     return LOWEST if spec.stays else NEG_INF
 
 
-def _called(text):
-    """A text's function; None of None."""
-    return text and device_function(function_of(text.text, **DIVISION))
+def called(text):
+    """A ``mods.Text``'s function; None of None."""
+    return _texted(text and text.text)
 
 
 @part
@@ -458,7 +450,7 @@ def make_lead(text):
     def lead(scale, options):
         return scale
 
-    return function_of(text, **DIVISION) if text else lead
+    return _texted(text) or lead
 
 
 def _slope_text(features):

@@ -8,13 +8,12 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import cuda, device_function, float32, int32, uint32
+from fa_numba.device import cuda, float32, int32, uint32
 from fa_numba.device.signature import array_type
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.kernels.simt.softmax import THREADS, WARPS, sum_of_block
-from fa_numba.mods import function_of
 from fa_numba.mods.blocks import EMPTY, FULL, MIXED
-from fa_numba.parts.division import DIVISION
+from fa_numba.parts.mods import called
 
 LISTING = 32  # threads of a block that lists
 
@@ -22,7 +21,7 @@ LISTING = 32  # threads of a block that lists
 @cache
 def make_blocks(features, Br, Bc):
     """The kernel for blocks of Br x Bc; launched over (Tr Tc, H, B) thread blocks."""
-    mask_mod = device_function(function_of(features.mask_mod.value.text, **DIVISION))
+    mask_mod = called(features.mask_mod.value)
     elements = Br * Bc
     states = array_type(4, types.uint8)
 
