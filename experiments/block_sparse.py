@@ -4,7 +4,7 @@ At N=4096, both loop orders, forward and with the backward pass, the published p
 accesses from the model, counted at a small size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import counts, peers, precompile
+from .lab.measure import counts, peers
 from .lab.measure.calls import time_row
 from .lab.measure.check import Gate
 from .lab.measure.series import LABELS, call, columns, gradients
@@ -129,7 +129,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
     if bench.machine is None:
         return
-    precompile.compile_ahead(_planned(cases), bench)
     checks = Checks(inputs)
     arrays: dict[Problem, tuple] = {}
     for problem, series, share in bench.each(cases, "timing"):
@@ -140,13 +139,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
             yield _time(problem, series, pass_, share, arrays[problem], checks, bench.machine)
             device.release_memory()
             peers.release()
-
-
-def _planned(cases: Iterable[tuple[Problem, str, int | None]]) -> Iterator[precompile.Call]:
-    """The calls to compile for: a mask is passed to a kernel, so that one stands for all."""
-    one_of_each = {(problem, series, share is None): share for problem, series, share in cases}
-    for (problem, series, _), share in one_of_each.items():
-        yield from precompile.calls(series, problem, "fwd+bwd", **_given(problem, SIZE, share))
 
 
 def _fields(

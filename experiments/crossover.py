@@ -4,14 +4,13 @@ Time of standard attention over that of both loop orders, and of torch's unfused
 fused kernel, N=64 to 4096 in fine steps, fp16 and fp32, few and many heads; bytes by the model.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, peers, precompile
+from .lab.measure import calls, peers
 from .lab.measure.series import columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import FEWEST
@@ -71,8 +70,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     if bench.machine is None:
         return
     peers.say_missing(bench.say)
-    of_all = ((s, p, pass_) for p in problems for s in series_of(p.dtype) for pass_ in PASS_NAMES)
-    precompile.compile_ahead(itertools.chain(*(precompile.calls(*of) for of in of_all)), bench)
     checks = calls.Checks(Inputs(gradient=True), calls.shortened(CHECKED))
     for problem in bench.each(problems, "timing"):
         of = (NAME, problem, PASS_NAMES, series_of(problem.dtype), checks, bench.machine)

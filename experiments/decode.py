@@ -15,7 +15,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import bandwidth, calls, check, peers, precompile
+from .lab.measure import bandwidth, calls, check, peers
 from .lab.measure.series import HOPPER, LABELS, call, columns, plan, unit
 from .lab.measure.timing import FEWEST, Timing, attempt, number, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
@@ -80,10 +80,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     every = problems(options)
     hopper = device.compute_capability() == (9, 0)
     ours = [s for s in OURS if hopper or unit(s) != "wgmma"]
-    planned = (
-        each for p in every for s in ours for each in precompile.calls(s, p, "fwd", **_own(s))
-    )
-    precompile.compile_ahead(planned, bench)
     yield _read(options, bench.machine)
     inputs = Inputs()
     for problem in bench.each(every, "timing"):

@@ -25,7 +25,7 @@ from .beside import small_model
 from .beside.small_model import Cache, steps, whole
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
-from .lab.measure import counts, peers, precompile
+from .lab.measure import counts, peers
 from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
@@ -117,7 +117,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         bench.say("  no torch with CUDA here: a character's time is not measured")
         return
     lengths = options.seqlens or (QUICK_LENGTHS if options.quick else TIMED_LENGTHS)
-    precompile.compile_ahead(_calls(lengths), bench)
     for series in bench.each(list(TIMED), "timing"):
         yield from _timed(series, lengths, bench.machine)
 
@@ -191,21 +190,6 @@ def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
         values: dict[str, Any] = {"machine": MODEL, "metric": "traffic", "unit": "bytes"}
         values["value"] = SIZES.layers * total / SEQUENCES
         yield _row(series, dtype, place, SEQUENCES, n, **values)
-
-
-def _calls(lengths: Sequence[int]) -> Iterator[precompile.Call]:
-    H, d = SIZES.heads, SIZES.head_dim
-    table = (TIMED_SEQUENCES, -(-max(lengths) // PAGE_SIZE))
-    pages = (table[0] * table[1], H, PAGE_SIZE, d)
-    own: dict[str, Any] = {"alibi_slopes": (H,), "kv_splits": "auto"}
-    for series, dtype in TIMED.items():
-        for rows in (PROMPT, 1):
-            q = (TIMED_SEQUENCES, H, rows, d)
-            paged = Problem.from_shapes(q, pages, dtype=dtype, causal=True, block_table=table)
-            yield precompile.Call(series, paged, own | {"block_table": table})
-        for n in lengths:
-            problem = Problem(TIMED_SEQUENCES, H, H, n, n, d, dtype=dtype, causal=True)
-            yield precompile.Call(series, problem, own)
 
 
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:

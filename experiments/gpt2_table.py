@@ -15,7 +15,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .beside import unfused_steps
-from .lab.measure import calls, counters, counts, peers, precompile
+from .lab.measure import calls, counters, counts, peers
 from .lab.measure.series import algorithm, columns, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import attempt
@@ -57,7 +57,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     yield from bench.counted(heads, "counting on the emulator", partial(_count, inputs=inputs))
     if bench.machine is None:
         return
-    precompile.compile_ahead(_calls(problems), bench)
     peers.say_missing(bench.say)
     checks = calls.Checks(inputs)
     for problem in bench.each(problems, "timing"):
@@ -108,16 +107,6 @@ def _count(problem: Problem, series: str, inputs: Inputs) -> Iterator[Row]:
         fa_numba.attention_backward(dout, q, k, v, *kept, **options)
     for pass_, counted in (("fwd", forward), ("bwd", backward)):
         yield from counts.totals(counted, **columns(NAME, series, problem, EMULATOR, pass_=pass_))
-
-
-def _calls(problems: Iterable[Problem]) -> Iterator[precompile.Call]:
-    for problem in problems:
-        for series in SERIES[problem.dtype]:
-            for pass_ in PASSES:
-                yield from precompile.calls(series, problem, pass_)
-            if problem.dtype == "float16":
-                hidden = replace(problem, causal=True)
-                yield precompile.Call(series, hidden, {"dropout_p": unfused_steps.DROPOUT})
 
 
 def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:

@@ -4,7 +4,6 @@ One head of N=128, d=64 on arrays that lie on the GPU, many calls without waitin
 orders, forward and backward, fp32 and fp16, and torch's attention.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, check, peers, precompile
+from .lab.measure import calls, check, peers
 from .lab.measure.series import BACKWARD_LABELS, LABELS, columns
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import Timing, attempt
@@ -50,8 +49,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for series in SERIES[dtype]
         if peers.available() or not calls.theirs(series)
     ]
-    ahead = (precompile.calls(series, problem, pass_) for problem, pass_, series in cases)
-    precompile.compile_ahead(itertools.chain(*ahead), bench)
     inputs = Inputs(gradient=True)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     for problem, pass_, series in bench.each(cases, "timing"):

@@ -12,7 +12,7 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import counters, counts, precompile
+from .lab.measure import counters, counts
 from .lab.measure.scaling import KINDS
 from .lab.measure.series import LABELS, SERIES, call, columns, plan
 from .lab.measure.timing import attempt
@@ -94,8 +94,6 @@ def _count(series: str, problem: Problem, inputs: Inputs) -> Iterator[Row]:
 def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     work = [(series, problem) for problem in cases for series in SERIES]
     wanted = [counters.Case.of(SERIES[series], problem) for series, problem in work]
-    if counters.available():
-        precompile.compile_ahead((precompile.Call(*each) for each in work), bench)
     results = counters.count_or_say(wanted, counters.TRAFFIC, bench.say)
     if results is None:
         return

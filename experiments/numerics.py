@@ -17,7 +17,7 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, peers, precompile
+from .lab.measure import calls, peers
 from .lab.measure.check import ROUNDING, to_host
 from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
@@ -118,10 +118,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     cases = list(_problems(long, HEADS, dtypes))
     if not options.quick:
         cases += [(Problem(1, HEADS, HEADS, N, N, d), kind) for kind, d, N in PLANES_AT]
-    planned = (
-        precompile.Call(s, problem) for problem, kind in cases for s in series_of(problem, kind)
-    )
-    precompile.compile_ahead(planned, bench)
     for item in bench.each([*cases, *_vectors(long)], "comparing with float64"):
         yield from _rows_of(item, bench.machine)
         device.release_memory()

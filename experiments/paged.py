@@ -16,7 +16,7 @@ import fa_numba
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, check, peers, precompile
+from .lab.measure import calls, check, peers
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
@@ -78,12 +78,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     contexts = options.seqlens or (QUICK_CONTEXTS if options.quick else CONTEXTS)
     problems = [_step(N, d) for d in options.head_dims or (HEAD_DIM,) for N in contexts]
     timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
-    ahead = [precompile.Call(series, problem) for series in timed for problem in problems]
-    for problem in problems:
-        for page_size in PAGE_SIZES:
-            paged, table = _paged_step(problem, page_size)
-            ahead += [precompile.Call(series, paged, {"block_table": table}) for series in timed]
-    precompile.compile_ahead(ahead, bench)
     inputs = Inputs()
     for problem in bench.each(problems, "timing"):
         yield from _times(problem, timed, inputs, bench.machine)
@@ -91,15 +85,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 def _step(N: int, d: int) -> Problem:
     return Problem(BATCH, HEADS, KEY_HEADS, 1, N, d, dtype="float16")
-
-
-def _paged_step(problem: Problem, page_size: int) -> tuple[Problem, tuple[int, int]]:
-    table = problem.batch, -(-problem.seqlen_k // page_size)
-    pages = (table[0] * table[1], problem.heads_k, page_size, problem.head_dim)
-    paged = Problem.from_shapes(
-        problem.q_shape, pages, dtype=problem.dtype, scale=problem.scale, block_table=table
-    )
-    return paged, table
 
 
 def _counted(series: str, page_size: int) -> Iterator[Row]:

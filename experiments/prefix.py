@@ -15,7 +15,7 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, check, counts, peers, precompile
+from .lab.measure import calls, check, counts, peers
 from .lab.measure.series import HOPPER, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
@@ -133,12 +133,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     timed_at = list(itertools.product(PREFIXES, SEQUENCES))[: 2 if options.quick else None]
     problems = [step(n, prefix, LARGE) for prefix, n in timed_at]
     timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
-    ahead = []
-    for problem, series, way in itertools.product(problems, timed, WAYS):
-        paged, own = _told(way, problem, LARGE)
-        del own["kv_lens"]
-        ahead.append(precompile.Call(series, paged, {**own, "kv_splits": "auto"}))
-    precompile.compile_ahead(ahead, bench)
     inputs = Inputs()
     for problem in bench.each(problems, "timing"):
         yield from _times(problem, timed, inputs, bench.machine)

@@ -16,7 +16,7 @@ from fa_numba.problem import Problem
 
 from . import ladder
 from .beside import profiler
-from .lab.measure import counters, precompile, series
+from .lab.measure import counters, series
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record import EMULATOR, Bench, Options, Row
 from .lab.show import style, tables
@@ -123,7 +123,6 @@ def _hardware(every: Sequence[Run], bench: Bench) -> Iterator[Row]:
     if not counters.available():
         bench.say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return
-    precompile.compile_ahead(_calls(every), bench)
     cases = [run.case for run in every]
     try:
         names = profiler.usable(cases[0], bench.say)
@@ -132,14 +131,6 @@ def _hardware(every: Sequence[Run], bench: Bench) -> Iterator[Row]:
         return
     for run, *results in zip(every, *profiler.profiled(cases, names, bench.say), strict=True):
         yield from _profiled(run, bench.machine, names, *results)
-
-
-def _calls(every: Sequence[Run]) -> Iterator[precompile.Call]:
-    for run in every:
-        if run.pass_ == "bwd":
-            yield precompile.Call(run.series, run.problem, {"return_lse": True})
-        options = {**run.options, "passes": run.pass_}
-        yield precompile.Call(run.series, run.problem, options)
 
 
 def _profiled(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from fa_numba import device, io_model
+from fa_numba import io_model
 
 from .beside import ring_ranks
 from .beside.ring_ranks import (
@@ -41,8 +41,8 @@ from .beside.ring_rows import (
     sent_bytes,
     whole,
 )
-from .lab.measure import peers, precompile, speeds
-from .lab.measure.series import HOPPER, columns
+from .lab.measure import peers, speeds
+from .lab.measure.series import columns
 from .lab.measure.timing import Timing, number
 from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
@@ -111,7 +111,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         bench.say("  one GPU, or no torch with NCCL: times over several are not measured")
         return
     asked = [task for task in tasks(options) if task.seqlen % (2 * ranks) == 0]
-    precompile.compile_ahead(_planned(asked, ranks), bench)
     bench.say(f"  {len(asked)} calls over {ranks} GPUs")
     for found in ring_ranks.run(asked, ranks):
         yield list(_rows(asked[found.index], found, ranks, bench.machine))
@@ -122,19 +121,6 @@ def _gpus() -> int:
     if not peers.available() or not peers.torch.distributed.is_nccl_available():
         return 0
     return peers.torch.cuda.device_count()
-
-
-def _planned(asked: Sequence[Task], ranks: int) -> Iterator[precompile.Call]:
-    """The kernels of the calls: those of whole problems, and of parts with and without a mask."""
-    series = HOPPER if device.compute_capability() == (9, 0) else "fa2-mma"
-    for task in asked:
-        if task.series != ONE:
-            continue
-        problem = whole(task.seqlen, task.causal)
-        yield from precompile.calls(series, problem, task.pass_)
-        if task.causal:
-            half = replace(problem, causal=False, seqlen_k=problem.seqlen_k // 2)
-            yield from precompile.calls(series, half, task.pass_)
 
 
 def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iterator[Row]:

@@ -14,7 +14,7 @@ import numpy as np
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, check, peers, precompile
+from .lab.measure import calls, check, peers
 from .lab.measure.series import LABELS, algorithm, columns
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
 from .lab.measure.workloads import Inputs, padded_lengths
@@ -85,21 +85,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     # A quick run is of the first two settings, which all lengths of it have.
     names = list(SETTINGS)[: 2 if options.quick else None]
     work = [(p, name) for p in problems for name in names if p.seqlen_q in SETTINGS[name][1]]
-    precompile.compile_ahead(_planned(work), bench)
     session = _Session(bench.machine, problems[-1])
     for problem, name in bench.each(work, "timing"):
         yield from session.rows(problem, name)
     if not options.quick:
         yield from session.longest()
-
-
-def _planned(work: Sequence[tuple[Problem, str]]) -> Iterator[precompile.Call]:
-    """What is compiled ahead; the small problem's kernels too, with which each setting begins."""
-    for problem, name in work:
-        for each in (problem, CHECKED):
-            for series in OURS:
-                yield precompile.Call(series, each, given(name, each))
-                yield from precompile.calls(series, each, "fwd+bwd", **given(name, each))
 
 
 def _results_bytes(problem: Problem, pass_: str) -> int:

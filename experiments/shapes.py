@@ -17,7 +17,7 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, flex, peers, precompile
+from .lab.measure import calls, flex, peers
 from .lab.measure.series import LABELS, backward_options, columns, plan
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
@@ -252,22 +252,6 @@ def _shorter_packed(problem: Problem, longest: int) -> Problem:
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     peers.say_missing(bench.say)
     every = points(options)
-    ahead = (
-        call
-        for point in every
-        for pass_ in point.passes
-        for series in at(point, pass_)
-        if not calls.theirs(series)
-        for call in _planned(series, pass_, point)
-    )
-    flexed = [
-        (point.problem, pass_)
-        for point in every
-        for pass_ in point.passes
-        if peers.FLEX in at(point, pass_)
-    ]
-    with flex.compiling(_flex_call, flexed):
-        precompile.compile_ahead(ahead, bench)
     inputs = Inputs(gradient=True)
     inputs.draw_for([point.problem for point in every])
     checks = calls.Checks(inputs, shorter, call_options)
@@ -279,31 +263,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
             peers.release()
 
 
-def _plan_options(pass_: str, point: Point, problem: Problem | None = None) -> dict[str, Any]:
-    problem = problem or point.problem
-    return plan_options(pass_, problem) | point.given(problem)
-
-
-def _planned(series: str, pass_: str, point: Point) -> Iterator[precompile.Call]:
-    """The calls whose kernels are needed, those of a check among them."""
-    problem = point.problem
-    for each in [problem] if pass_ == "fwd" else [problem, shorter(problem)]:
-        if pass_ == "bwd":
-            yield precompile.Call(series, each, _plan_options("bwd", point, each))
-        forward = _plan_options("fwd", point, each)
-        yield precompile.Call(series, each, forward | {"return_lse": pass_ == "bwd"})
-
-
-def _flex_call(item: tuple[Problem, str]) -> Any:
-    """What `measure` has torch compile for a problem and a pass, and for its check."""
-    problem, pass_ = item
-    every = [problem] if pass_ == "fwd" else [shorter(problem), problem]
-    runs = []
-    for each in every:
-        shapes = (each.q_shape, each.k_shape, each.k_shape, each.q_shape)
-        arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], each.dtype)
-        runs.append(functools.partial(make, peers.FLEX, pass_, each, arrays))
-    return lambda: [run()() for run in runs]
+def _plan_options(pass_: str, point: Point) -> dict[str, Any]:
+    return plan_options(pass_, point.problem) | point.given(point.problem)
 
 
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:

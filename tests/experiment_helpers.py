@@ -43,7 +43,6 @@ def time_on_the_emulator(monkeypatch, experiment):
     monkeypatch.setattr(experiment, "time_call", time_call)
     monkeypatch.setattr(peers, "on_device", on_device)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(experiment.precompile, "compile_ahead", lambda calls, bench: list(calls))
 
 
 def no_gpu(monkeypatch):

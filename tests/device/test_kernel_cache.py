@@ -1,6 +1,5 @@
 """Compiled kernels on disk: what makes one another kernel, and what becomes of bad places."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -12,10 +11,7 @@ import numpy as np
 import pytest
 
 import fa_numba
-from experiments.lab.measure import precompile
-from experiments.lab.measure.precompile import Call
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record.options import Bench
 from fa_numba.choices.requests import Choices
 from fa_numba.device import device_function, kernel_cache
 from fa_numba.emulator import compiling
@@ -305,74 +301,6 @@ def test_a_plan_compiles_its_kernels(monkeypatch):
         monkeypatch.setattr(fa_numba.device, "on_gpu", lambda: True)
         planned.compile()
     assert [kernel.name for kernel in compiled] == [kernel.name for kernel in planned.kernels]
-
-
-# --- ahead of a measurement -------------------------------------------------------------------
-
-
-def calls():
-    problem = one_head(64, 64, dtype="float16")
-    longer = one_head(128, 64, dtype="float16")
-    backward = {"passes": "bwd"}
-    return [
-        Call("fa2-mma", problem),
-        Call("fa2-mma", replace(problem, heads_q=2, heads_k=2)),
-        Call("fa2-mma", problem, {"tiles": Tiles(32, 32, 64)}),
-        Call("fa2-mma", longer, backward),
-        Call("fa2-mma", problem, {"ablate": ("no such measure",)}),
-    ]
-
-
-def test_each_kernel_is_compiled_ahead_once(place, monkeypatch):
-    monkeypatch.setattr(precompile.device, "compute_capability", lambda: (9, 0))
-    with fa_numba.device.using("emulator"):
-        missing = precompile.missing_kernels([*calls(), *calls()])
-        # The backward pass takes longest and is begun first.
-        backward = precompile.plan("fa2-mma", calls()[3].problem, passes="bwd").launched
-        *of_backward, first, other = missing
-        assert of_backward == [(calls()[3], n) for n in range(len(backward))]
-        assert (first, other) == ((calls()[0], 0), (calls()[2], 0))
-        (kernel,) = precompile.plan("fa2-mma", calls()[0].problem).launched
-        kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-        kernel_cache.write(backward[1], (9, 0), b"cubin", "entry")
-        del missing[1], missing[-2]
-        assert precompile.missing_kernels(calls()) == missing
-
-
-def test_a_process_compiles_the_kernel_that_it_is_given(monkeypatch):
-    """And no other of the call: that is another process's."""
-    compiled = []
-    call = calls()[3]
-    with fa_numba.device.using("emulator"):
-        kernels = precompile.plan("fa2-mma", call.problem, **call.options).launched
-        monkeypatch.setattr(type(kernels[0]), "compiled", lambda kernel: compiled.append(kernel))
-        for at in reversed(range(len(kernels))):
-            precompile._compile(call, at)
-        precompile._compile(calls()[4], 0)  # fails where it is measured
-    assert len(kernels) > 2 and compiled == list(reversed(kernels))
-
-
-@pytest.mark.parametrize("reason", ["one process", "no GPU", "nothing kept", "few"])
-def test_nothing_is_compiled_ahead_without_need(place, monkeypatch, reason):
-    monkeypatch.setattr(precompile.device, "gpu_available", lambda: reason != "no GPU")
-    monkeypatch.setattr(
-        precompile, "missing_kernels", lambda wanted: wanted[:1] if reason == "few" else wanted
-    )
-    monkeypatch.setattr(
-        precompile, "ProcessPoolExecutor", functools.partial(pytest.fail, "processes")
-    )
-    if reason == "nothing kept":
-        monkeypatch.setenv(kernel_cache.VARIABLE, "")
-    monkeypatch.setattr(precompile.os, "cpu_count", lambda: 1 if reason == "one process" else 4)
-    precompile.compile_ahead(calls(), Bench())
-
-
-@pytest.mark.gpu
-def test_kernels_compiled_in_processes_are_found(place):
-    wanted = calls()
-    precompile.compile_ahead(wanted, Bench())
-    assert precompile.missing_kernels(wanted) == []
-    fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), dtype="float16").compile()
 
 
 # --- loops for the CPU ------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from experiment_helpers import flat, recorded
 
 from experiments import io_vs_head_dim, io_vs_sram
-from experiments.lab.measure import counters, precompile, scaling
+from experiments.lab.measure import counters, scaling
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL
@@ -37,7 +37,6 @@ def measured(module, monkeypatch, machine="some-gpu", options=None):
 
     monkeypatch.setattr(counters, "available", lambda: False)
     monkeypatch.setattr(counters, "count_or_say", count)
-    monkeypatch.setattr(precompile, "compile_ahead", lambda calls, bench: None)
     kept = [row for row in run(module) if row.source == "counted"]
     bench = Bench(machine=machine, describe={}, say=lambda text: None, kept=kept)
     return flat(module.measure(options or Options(), bench))

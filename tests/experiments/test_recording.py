@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 from experiments import __main__ as command
-from experiments.lab.measure import clocks, counters, peers, precompile
+from experiments.lab.measure import clocks, counters, peers
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import kept, provenance, recorder, registry, runner, schedule
-from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import MODEL, Row, Store, StoreError
 
 NAME, GPU = "standing_in", "some-gpu"
@@ -322,35 +322,6 @@ def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
         time.sleep(0.05)
     else:
         pytest.fail("the profiled program runs on")
-
-
-def test_time_ends_compiling_ahead(monkeypatch):
-    """What has not begun is given up, not waited for."""
-    ended = []
-
-    class Pool:
-        def __init__(self, jobs, context):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def submit(self, function, call, at):
-            return SimpleNamespace(result=lambda: time.sleep(60))
-
-        def shutdown(self, **options):
-            ended.append(options)
-
-    monkeypatch.setattr(precompile, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(precompile, "missing_kernels", list)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(precompile.device, "gpu_available", lambda: True)
-    with pytest.raises(schedule.OutOfTime), schedule.within(0.05):
-        precompile.compile_ahead([(n, 0) for n in range(5)], Bench())
-    assert ended == [{"wait": False, "cancel_futures": True}]
 
 
 @pytest.fixture

@@ -166,8 +166,6 @@ def test_every_task_gives_its_rows(monkeypatch):
 
     monkeypatch.setattr(ring, "_gpus", lambda: 3)
     monkeypatch.setattr(ring.ring_ranks, "run", run)
-    monkeypatch.setattr(ring.precompile, "compile_ahead", lambda calls, bench: list(calls))
-    monkeypatch.setattr(ring.device, "compute_capability", lambda: (9, 0))
     options = Options(seqlens=(6144, 8192))
     bench = Bench(machine="some-gpu", say=lambda text: None)
     _, *found = ring.measure(options, bench)

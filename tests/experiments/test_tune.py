@@ -1,18 +1,20 @@
 """The sweep over block sizes, the table it leaves, and what plans read of it."""
 
 import csv
+import inspect
 import itertools
 from dataclasses import astuple, replace
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
+from experiment_helpers import no_gpu
 from rich.console import Console
 
 import fa_numba
 from experiments import __main__ as command
-from experiments.lab.measure import timing, tune
-from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.measure import timing, tune, variants
+from experiments.lab.measure.workloads import fa2_setting, one_head
 from experiments.lab.record import runner
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
@@ -180,9 +182,11 @@ def swept(wrong=(), more=()):
     kernels = fa_numba.attention, fa_numba.attention_backward
     times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0, **dict(more)}
 
-    def attention(q, k, v, *, tiles, causal, out, **how):
+    def attention(q, k, v, *, causal, tiles=None, **how):
+        if tiles is None:  # before a backward pass
+            return kernels[0](q, k, v, causal=causal, **how)
         if tiles == RUNS["fwd"]:
-            found = kernels[0](q, k, v, tiles=tiles, causal=causal, out=out, **how)
+            found = kernels[0](q, k, v, tiles=tiles, causal=causal, **how)
         else:
             found = reference.attention(q, k, v, causal=causal)
         return (found * (1.1 if tiles in wrong else 1)).astype(q.dtype)
@@ -193,48 +197,47 @@ def swept(wrong=(), more=()):
         return reference.attention_backward(*arrays[:4], causal=causal)
 
     def time_call(run, check, seconds):
-        run()
-        tiles = run.__closure__ and next(
-            cell.cell_contents["tiles"]
-            for cell in run.__closure__
-            if isinstance(cell.cell_contents, dict)
-        )
-        ms = times.get(tiles, 3.0)
-        return timing.Timing(ms, ms, ms, 20, check(None))
+        options = inspect.getclosurevars(run).nonlocals["options"]
+        ms = times.get(options["tiles"], 3.0)
+        return timing.Timing(ms, ms, ms, 20, check(run()))
 
     with pytest.MonkeyPatch.context() as patch, fa_numba.device.using("emulator"):
+        no_gpu(patch)
         patch.setattr(fa_numba, "attention", attention)
         patch.setattr(fa_numba, "attention_backward", attention_backward)
-        patch.setattr(tune, "time_call", time_call)
-        patch.setattr(tune.peers, "available", lambda: False)
-        patch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+        patch.setattr(variants, "time_call", time_call)
         patch.setattr(tune, "SEQLENS", {"mma": (32,), "wgmma": (32,)})
-        patch.setattr(tune, "CHECKED_SEQLEN", 32)
         patch.setattr(tune, "THREADS", (32, 64))
         blocks = {("mma", "fwd"): ((16, 32), (16, 32)), ("mma", "bwd"): ((16,), (16,))}
         patch.setattr(tune, "BLOCKS", blocks)
-        patch.setattr(tune, "fa2_setting", tune.one_head)
-        for cached in (tune._large, tune._small, tune._gate):
-            cached.cache_clear()
+        patch.setattr(tune, "fa2_setting", one_head)
         wanted = tune.candidates((10,))
-        rows = list(tune.measure(wanted, Bench(machine="some-gpu")))
-        tune._large.cache_clear()
+        rows = list(variants.times(tune.NAME, wanted, Bench(machine="some-gpu"), tune.SECONDS))
     return wanted, rows
 
 
+def called(work):
+    """(series, pass, head dimension, mask, tiles) of each call to be timed."""
+    return [
+        (v.series, v.passes, p.head_dim, p.causal, v.options["tiles"]) for p, vs in work for v in vs
+    ]
+
+
 def test_the_sweep_times_what_can_be_planned():
-    wanted, rows = swept()
-    assert {c.head_dim for c in wanted} == {16} and len(set(wanted)) == len(wanted)
-    forward = {c.tiles for c in wanted if (c.series, c.pass_) == ("fa1-mma", "fwd")}
+    work, rows = swept()
+    wanted = called(work)
+    assert {d for _, _, d, _, _ in wanted} == {16} and len(set(wanted)) == len(wanted)
+    forward = {tiles for *kind, _, _, tiles in wanted if kind == ["fa1-mma", "fwd"]}
     assert forward == {
         *(Tiles(16, 16, 32), Tiles(16, 32, 32)),
         *(Tiles(32, Bc, threads) for Bc in (16, 32) for threads in (32, 64)),
     }
-    staged = {c.tiles for c in wanted if (c.series, c.pass_) == ("fa2-mma", "fwd")}
+    staged = {tiles for *kind, _, _, tiles in wanted if kind == ["fa2-mma", "fwd"]}
     assert staged == {replace(tiles, stages=n) for tiles in forward for n in (1, 2)}
     timed = {(r.series, r.pass_, r.causal, r.Br, r.Bc, r.place) for r in rows if r.metric == "time"}
     assert timed == {
-        (c.series, c.pass_, c.causal, c.tiles.Br, c.tiles.Bc, tune.note(c.tiles)) for c in wanted
+        (series, pass_, causal, tiles.Br, tiles.Bc, tune.note(tiles))
+        for series, pass_, _, causal, tiles in wanted
     }
     assert all(0 < r.value < 1e-3 for r in rows if r.metric == "error")
     found = tune.best(rows)
@@ -257,8 +260,8 @@ def test_stages_are_told_apart():
 def test_tiles_with_wrong_results_are_out():
     fast = Tiles(32, 32, 32)
     _, rows = swept(wrong=(fast,))
-    notes = {r.note for r in rows if r.failed and (r.Br, r.Bc, r.place) == (32, 32, "threads=32")}
-    assert notes and all("against float64" in note for note in notes)
+    failed = {r.note for r in rows if r.failed and (r.Br, r.Bc) == (32, 32)}
+    assert failed and all("against float64" in note for note in failed)
     assert tune.best(rows)["fa2-mma", "fwd", 16][0] == Tiles(32, 16, 32)
     one_mask = [r for r in rows if r.causal or (r.Br, r.Bc) != (32, 16)]
     assert tune.best(one_mask)["fa2-mma", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
@@ -295,22 +298,13 @@ def test_the_table_is_updated_line_by_line(table):
     assert not tune.update(found, "9.0", table.path)
 
 
-def test_a_sweep_that_fails_is_rows_that_say_so(monkeypatch):
-    wanted = swept()[0]
-    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(tune, "_time", lambda candidate: (None, "failed: no GPU"))
-    rows = list(tune.measure(wanted, Bench(machine="some-gpu")))
-    assert len(rows) == sum(len(c.problems) for c in wanted) and all(r.failed for r in rows)
-    assert rows[0].note == f"{tune.note(wanted[0].tiles)}; failed: no GPU"
-
-
 # --- the command ------------------------------------------------------------------------------
 
 
 def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
     wanted, rows = swept()
     rows = [replace(row, machine="some-gpu") for row in rows]
-    monkeypatch.setattr(tune, "measure", lambda *_: iter(rows))
+    monkeypatch.setattr(variants, "times", lambda *_: iter(rows))
     monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
     updated = []
     monkeypatch.setattr(tune, "update", lambda *given: updated.append(given) or True)
@@ -341,14 +335,15 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     assert command.main(["tune"]) == command.main(["tune", *part]) == 0
     (everything,), (some,) = calls
     assert everything == tune.candidates()
-    kinds = [(c.series, c.pass_, c.head_dim) for c in everything]
+    kinds = tune.swept(everything)
     swept = set(itertools.product(tune.SERIES, tune.PASSES, tune.HEAD_DIMS))
     # Hopper's backward kernels have one size of tiles.
-    assert set(kinds) == {kind for kind in swept if kind[:2] != ("fa2-wgmma", "bwd")}
-    hopper = [c for c in everything if (c.series, c.head_dim) == ("fa2-wgmma", 80)]
-    assert {(192, 96, 512, 2), (128, 128, 384, 2)} < {astuple(c.tiles) for c in hopper}
-    wanted = zip(kinds, everything, strict=True)
-    assert some == [c for kind, c in wanted if kind == ("fa2-mma", "bwd", 64)]
+    assert kinds == {kind for kind in swept if kind[:2] != ("fa2-wgmma", "bwd")}
+    hopper = {astuple(tiles) for name, _, d, _, tiles in called(everything)
+              if (name, d) == ("fa2-wgmma", 80)}  # fmt: skip
+    assert {(192, 96, 512, 2), (128, 128, 384, 2)} < hopper
+    wanted = [call for call in called(everything) if call[:3] == ("fa2-mma", "bwd", 64)]
+    assert called(some) == wanted
     for bad in (["--head-dims", "300"], ["--series", "x"], ["--passes", "both"]):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
@@ -357,8 +352,10 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-def test_the_sweep_in_processes():
-    bench = Bench(machine="some-gpu")
-    wanted = [c for c in tune.candidates((64,)) if c.tiles == Tiles(64, 64, 128)]
-    rows = list(tune.measure(wanted, bench))
-    assert wanted and not [row.note for row in rows if row.failed]
+def test_the_sweep_on_a_gpu():
+    work = [
+        (problem, [v for v in calls if v.options["tiles"] == Tiles(64, 64, 128)])
+        for problem, calls in tune.candidates((64,))
+    ]
+    rows = list(variants.times(tune.NAME, work, Bench(machine="some-gpu"), tune.SECONDS))
+    assert rows and not [row.note for row in rows if row.failed]

@@ -11,7 +11,6 @@ counters, counter_target    Nsight Compute
 counts      accesses counted on the emulator
 scaling     how they grow
 moves       a traced call: which tile moves when, and what is on the chip meanwhile
-precompile  kernels compiled side by side before anything is timed
 tune        the sweep for the fastest tiles
 clocks      clocks and power of the GPU while it is measured
 """

@@ -1,10 +1,7 @@
 """torch's flex_attention, compiled for a problem: the peer where others lack an option."""
 
-import contextlib
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fa_numba.problem import Problem
@@ -16,8 +13,6 @@ try:
 except ImportError:  # pragma: no cover
     torch = None
 
-# Processes that compile at a time; each has its own context on the GPU.
-MOST_JOBS = 8
 # Tiles that flex_attention's kernel has on their way where a bias is read.
 BIAS_STAGES = 2
 
@@ -105,33 +100,9 @@ def _score_mod(
     return None
 
 
-@contextlib.contextmanager
-def compiling(make: Callable[[Any], Callable], items: Sequence[Any]) -> Iterator[None]:
-    """Other processes run `make(item)()` for every item meanwhile: torch keeps what it compiles."""
-    if not items or not peers.available():
-        yield
-        return
-    jobs = min(MOST_JOBS, len(items), os.cpu_count() or 1)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, spawn, initializer=_compile_alone) as pool:
-        futures = [pool.submit(_run_once, make, item) for item in items]
-        try:
-            yield
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        for future in futures:
-            future.exception()
-
-
 def _compile_alone() -> None:
     """Have torch compile in this process, which is one of many, and in no others of its own."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-
-
-def _run_once(make: Callable[[Any], Callable], item: Any) -> None:
-    make(item)()
-    torch.cuda.synchronize()
 
 
 def options_on_gpu(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fa_numba.problem import Problem
 
 from ..record import EMULATOR, MODEL, Bench, Row
 from ..show import style, tables
-from . import counters, counts, precompile
+from . import counters, counts
 from .series import LABELS as SERIES_LABELS
 from .series import algorithm, call, columns, gradients, plan
 from .timing import attempt
@@ -114,9 +114,6 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
-    calls = [precompile.Call(s.series, s.problem, {"tiles": s.tiles}) for s in settings]
-    if counters.available():
-        precompile.compile_ahead(calls, bench)
     cases = [counters.Case.of(algorithm(s.series), s.problem, s.tiles) for s in settings]
     results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
     for setting, result in zip(settings, results or (), strict=results is not None):

@@ -9,7 +9,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..record import Bench, Options, Row
-from . import bandwidth, calls, peers, precompile
+from . import bandwidth, calls, peers
 from .series import (
     DETERMINISTIC,
     HOPPER_FA1,
@@ -89,7 +89,6 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     peers.say_missing(bench.say)
     make, few = partial(fa2_setting, dtype=study.dtype), options.quick
     cases = options.grid(make, lengths, every[: 1 if few else None], (False, True)[: 2 - few])
-    precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     if peers.available():
         yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)
     inputs = Inputs(gradient=study.passes != ("fwd",))
@@ -112,16 +111,6 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 yield from measured[series]
                 device.release_memory()
                 peers.release()
-
-
-def _planned(
-    study: Study, cases: Sequence[Problem], multiprocessors: int
-) -> Iterator[precompile.Call]:
-    for problem in cases:
-        for pass_ in study.passes:
-            for series in (s for s in study.at(problem, pass_) if s in study.ours):
-                own = _splits(series, pass_, problem, multiprocessors)
-                yield from precompile.calls(series, problem, pass_, **own)
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:

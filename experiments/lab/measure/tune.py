@@ -9,31 +9,23 @@ import contextlib
 import csv
 import io
 import itertools
-import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
-from functools import cache, lru_cache
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 import fa_numba
-from fa_numba import reference
 from fa_numba.choices.tuned import COLUMNS, KEY, TABLE
-from fa_numba.problem import Problem
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS
 
-from ..record import Bench, Row, write_if_changed
-from . import check, peers
-from .precompile import Call, compile_ahead
-from .series import HOPPER, algorithm, columns, plan, unit
-from .timing import Timing, attempt, time_call, timing_rows
-from .workloads import Inputs, fa2_setting, one_head
+from ..record import Row, write_if_changed
+from . import variants
+from .series import HOPPER, algorithm, plan, unit
+from .variants import Variant
+from .workloads import fa2_setting
 
 NAME = "tune"
-DTYPE, CHECKED_SEQLEN = "float16", 512
+DTYPE = "float16"
 # Few blocks of a short sequence, and many of a long one; of short ones Hopper's have a rule.
 SEQLENS = {"mma": (512, 4096), "wgmma": (2048, 8192)}
 # As many fragments of 16 columns as a head dimension can have, the usual ones first.
@@ -50,53 +42,34 @@ BLOCKS = {
 THREADS = (64, 128, 256)
 # Of K and V, where a kernel has a choice.
 STAGES_OF = {("fa2-mma", "fwd"): (1, 2), (HOPPER, "fwd"): (2,)}
-# Of timing for each candidate and length: 20 calls where they take less.
+# Of timing for each call: 20 runs where they take less.
 SECONDS = 0.1
 
 
 Key = tuple[str, str, int]  # series, pass, head dimension
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One call to be timed, at each of its unit's SEQLENS."""
-
-    series: str
-    pass_: str
-    head_dim: int
-    causal: bool
-    tiles: fa_numba.Tiles
-
-    @property
-    def problems(self) -> list[Problem]:
-        lengths = SEQLENS[unit(self.series)]
-        return [fa2_setting(N, self.head_dim, self.causal, DTYPE) for N in lengths]
-
-    @property
-    def swept(self) -> Key:
-        return self.series, self.pass_, self.head_dim
-
-    @property
-    def calls(self) -> list[Call]:
-        how = {"passes": self.pass_, "tiles": self.tiles}
-        return [Call(self.series, problem, how) for problem in self.problems]
-
-
 def candidates(
     head_dims: Sequence[int] = HEAD_DIMS, series: Sequence[str] = SERIES,
     passes: Sequence[str] = PASSES,
-) -> list[Candidate]:  # fmt: skip
+) -> variants.Work:  # fmt: skip
     """The calls to time: all tiles with a plan here; head dimensions in whole fragments."""
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
-    for d, name, pass_ in itertools.product(head_dims, series, passes):
-        for sizes, causal in itertools.product(_sizes(name, pass_), (False, True)):
-            candidate = Candidate(name, pass_, d, causal, fa_numba.Tiles(*sizes))
-            with contextlib.suppress(ValueError):
-                for call in candidate.calls:
-                    plan(call.series, call.problem, **call.options)
-                found.append(candidate)
+    for d, name, pass_, causal in itertools.product(head_dims, series, passes, (False, True)):
+        for N in SEQLENS[unit(name)]:
+            problem, planned = fa2_setting(N, d, causal, DTYPE), []
+            for tiles in itertools.starmap(fa_numba.Tiles, _sizes(name, pass_)):
+                own = Variant(name, {"tiles": tiles}, note=note(tiles), passes=pass_)
+                with contextlib.suppress(ValueError):
+                    plan(name, problem, **own.planned)
+                    planned.append(own)
+            found += [(problem, planned)] if planned else []
     return found
+
+
+def swept(work: variants.Work) -> set[Key]:
+    return {(each.series, each.passes, p.head_dim) for p, calls in work for each in calls}
 
 
 def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
@@ -123,94 +96,6 @@ def _tiles(row: Row) -> fa_numba.Tiles:
         )
     said = dict(word.split("=") for word in row.place.split())
     return fa_numba.Tiles(row.Br, row.Bc, int(said["threads"]), int(said.get("stages", 1)))
-
-
-def _time(candidate: Candidate) -> tuple[list[Timing] | None, str]:
-    """The candidate's times, its result checked at a smaller size; or why there are none."""
-
-    def work() -> list[Timing]:
-        small = one_head(CHECKED_SEQLEN, candidate.head_dim, candidate.causal, DTYPE)
-        host, out, lse = _small(small)
-        run = _call(candidate, (*_on_device(*host, out), *peers.on_device((lse,))))
-        error = _gate(small, candidate.pass_)(run())
-        found = []
-        for problem in candidate.problems:
-            run = _call(candidate, _shaped(problem, _large(candidate.head_dim)))
-            found.append(time_call(run, lambda result: error, seconds=SECONDS))
-        return found
-
-    return attempt(work)
-
-
-def _on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
-    return peers.on_device(arrays, DTYPE)
-
-
-def _call(candidate: Candidate, arrays: Sequence[Any]) -> Callable[..., Any]:
-    q, k, v, dout, O, lse = arrays
-    options: dict[str, Any] = {
-        "algorithm": algorithm(candidate.series),
-        "unit": unit(candidate.series),
-        "causal": candidate.causal,
-        "tiles": candidate.tiles,
-    }
-
-    def forward(out: Any = None) -> Any:
-        return fa_numba.attention(q, k, v, out=out, **options)
-
-    def backward(out: Any = None) -> Any:
-        return fa_numba.attention_backward(dout, q, k, v, O, lse, **options)
-
-    return forward if candidate.pass_ == "fwd" else backward
-
-
-@cache
-def _inputs() -> Inputs:
-    return Inputs(gradient=True)
-
-
-@lru_cache(maxsize=4)
-def _small(problem: Problem) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
-    """(q, k, v, dout), O and L of the problem, computed on the host."""
-    host = _inputs()(problem)
-    out, lse = reference.attention(*host[:3], causal=problem.causal, return_lse=True)
-    return host, out.astype(np.float32), lse.astype(np.float32)
-
-
-@lru_cache(maxsize=4)
-def _gate(problem: Problem, pass_: str) -> check.Gate:
-    return check.gate(problem, pass_, *_inputs()(problem))
-
-
-@lru_cache(maxsize=1)
-def _large(head_dim: int) -> tuple[Any, ...]:
-    """q, k, v, dout, O and L at the largest size; O and L are made up, no time depends on them."""
-    longest = max(N for lengths in SEQLENS.values() for N in lengths)
-    problem = fa2_setting(longest, head_dim, False, DTYPE)
-    host = _inputs()(problem)
-    lse = np.full(problem.lse_shape, math.log(longest), np.float32)
-    return (*_on_device(*host), *_on_device(host[0]), *peers.on_device((lse,)))
-
-
-def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The same numbers as the problem's q, k, v, dout, O and L: every length has as many."""
-    *rows, lse = arrays
-    return (*(x.reshape(problem.q_shape) for x in rows), lse.reshape(problem.lse_shape))
-
-
-def measure(wanted: Sequence[Candidate], bench: Bench) -> Iterator[Row]:
-    """Rows of every candidate, all compiled first."""
-    compile_ahead((call for candidate in wanted for call in candidate.calls), bench)
-    for candidate in bench.each(wanted, "timing"):
-        timings, failure = _time(candidate)
-        said = f"{note(candidate.tiles)}; {failure}" if failure else note(candidate.tiles)
-        own: dict[str, Any] = {"pass_": candidate.pass_, "note": said}
-        for n, problem in enumerate(candidate.problems):
-            of = NAME, candidate.series, problem, bench.machine, candidate.tiles
-            if timings is None:
-                yield Row(metric="speed", unit="TFLOP/s", value=None, **columns(*of, **own))
-            else:
-                yield from timing_rows(timings[n], problem, **columns(*of, **own))
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:

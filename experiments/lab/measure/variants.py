@@ -10,7 +10,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..record import Bench, Row
-from . import calls, counters, peers, precompile
+from . import calls, counters, peers
 from .series import algorithm, call, columns, gradients, plan, row_tiles, unit
 from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
 from .workloads import Inputs
@@ -55,13 +55,13 @@ def measure(
     hardware counters, `profiled` by Nsight Compute's names; the model's bytes alone where `counted`
     is False.
     """
-    planned = [
-        precompile.Call(s.series, problem, s.planned)
-        for problem, variants in work
-        for s in variants
-    ]
+    yield from times(experiment, work, bench, seconds)
+    yield from _profiled(experiment, work, bench, profiled, counted)
+
+
+def times(experiment: str, work: Work, bench: Bench, seconds: float | None = None) -> Iterator[Row]:
+    """Rows of time, speed and error of every problem's variants, each checked first."""
     backwards = any(s.passes == "bwd" for _, variants in work for s in variants)
-    precompile.compile_ahead(planned, bench)
     inputs = Inputs(gradient=backwards)
     checks = calls.Checks(inputs, calls.shortened(CHECKED_SEQLEN))
     for problem, variants in bench.each(work, "timing"):
@@ -75,7 +75,6 @@ def measure(
             else:
                 timed[variant.series] = copies(variant, timed[variant.same_as])
             yield from timed[variant.series]
-    yield from _profiled(experiment, work, bench, profiled, counted)
 
 
 def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:

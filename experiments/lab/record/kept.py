@@ -24,8 +24,7 @@ PACKAGE, EXPERIMENTS = Path(fa_numba.__file__).parent, Path(__file__).resolve().
 # Rooms that no number depends on: how rows are asked for, kept and shown.
 _NO_PART = ("experiments.lab.record", "experiments.lab.show")
 _NO_PART_OF_COUNTS = tuple(
-    f"experiments.lab.measure.{name}"
-    for name in ("counter_target", "peers", "precompile", "speeds")
+    f"experiments.lab.measure.{name}" for name in ("counter_target", "peers", "speeds")
 )
 # The package's files that what the emulator counts does not come from.
 _NOT_COUNTED = ("algorithms.py", "__main__.py", "commands/", "bounds/", "torch.py", "reference.py")

@@ -15,8 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fa_numba import device
 from fa_numba.choices.units import NoUnit
 
-from ..measure import clocks, counters, peers
-from ..measure import tune as sweep
+from ..measure import clocks, counters, peers, tune, variants
 from ..show import style
 from . import kept, provenance, registry, schedule
 from .options import FIGURES, Bench, Options, Refused
@@ -209,36 +208,30 @@ class Runner:
             return []
         return self.recording(name, self.machine).read(name, self.machine)
 
-    def tune(self, wanted: Sequence[sweep.Candidate]) -> int:
+    def tune(self, work: variants.Work) -> int:
         """Time the tiles on this GPU; store the fastest; exit status."""
-        report = self.reports.setdefault(sweep.NAME, Report())
+        report = self.reports.setdefault(tune.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1
-        self.console.print(f"[bold]{sweep.NAME}[/]: {len(wanted)} candidates")
-        with self._reporting(sweep.NAME, report), self.store.alone(sweep.NAME):
+        self.console.print(f"[bold]{tune.NAME}[/]: {sum(len(calls) for _, calls in work)} calls")
+        with self._reporting(tune.NAME, report), self.store.alone(tune.NAME):
             self._record(
-                sweep.NAME,
-                lambda bench: sweep.measure(wanted, bench),
+                tune.NAME,
+                lambda bench: variants.times(tune.NAME, work, bench, tune.SECONDS),
                 about=self._provenance.for_machine,
                 of=self._provenance.for_machine(self.machine),
                 complete=False,
                 goes_on=True,
             )
-            self._keep_fastest(wanted, self.machine, self.gpu["compute_capability"])
+            rows, swept = self.store.read(tune.NAME, self.machine), tune.swept(work)
+            found = tune.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
+            for (name, pass_, d), (tiles, speed) in sorted(found.items()):
+                text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tune.note(tiles)}: {speed:.0f} TFLOP/s"
+                self.console.print(f"  {name} {pass_} d={d}: {text}")
+            changed = tune.update(found, self.gpu["compute_capability"])
+            self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")
         return 1 if report.error else 0
-
-    def _keep_fastest(
-        self, wanted: Sequence[sweep.Candidate], machine: str, capability: str
-    ) -> None:
-        rows = self.store.read(sweep.NAME, machine)
-        swept = {candidate.swept for candidate in wanted}
-        found = sweep.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
-        for (name, pass_, d), (tiles, speed) in sorted(found.items()):
-            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {sweep.note(tiles)}: {speed:.0f} TFLOP/s"
-            self.console.print(f"  {name} {pass_} d={d}: {text}")
-        changed = sweep.update(found, capability)
-        self.console.print(f"  {sweep.TABLE.name}: {'changed' if changed else 'same as before'}")
 
     def draw(self, name: str) -> None:
         """Draw one figure from stored files alone; where that cannot be it is said."""
