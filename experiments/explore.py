@@ -10,21 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import fa_numba
 from fa_numba import device, emulator
 from fa_numba.problem import Problem
 
 from .lab.measure.moves import Move, Trace
 from .lab.measure.series import LABELS, columns, plan, unit
-from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import tables
 
 NAME = "explore"
-TAKES = ("seqlens", "head_dims", "causal", "tiles")
+TAKES = ()
 
 _WORD = re.compile(r"(?P<kind>[<>])(?P<array>[QKVOlmL])(?P<tile>\d+)(:(?P<bytes>\d+))?")
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
@@ -66,42 +63,32 @@ def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    quick = options.quick
+    few = 1 if options.quick else None
     work = [
         (f"{algorithm}-{on}", problem_of(N, d, causal, window, on), fa_numba.Tiles(Br, Bc))
         for on in UNITS
-        for N in options.seqlens or SEQLENS[: 1 if quick else None]
-        for d in options.head_dims or HEAD_DIMS[: 1 if quick else None]
-        for Br, Bc in options.tiles or itertools.product(BLOCKS, BLOCKS)
-        for causal in options.causal or (False, True)
-        for window in WINDOWS
-        if not (options.complete or quick) or traced(N, d, Br, Bc, window, on)
+        for N, d in itertools.product(SEQLENS[:few], HEAD_DIMS[:few])
+        for Br, Bc in itertools.product(BLOCKS, BLOCKS)
+        for causal, window in itertools.product((False, True), WINDOWS)
+        if traced(N, d, Br, Bc, window, on)
         for algorithm in ("fa1", "fa2")
     ]
-    for series, problem, tiles in work:
-        closed, _ = attempt(planned, series, problem, tiles)
-        if closed is not None:  # else the trace fails too, and its row says why
-            moved = closed.accesses.bytes
-            yield _row(series, problem, tiles, moved, MODEL)
-    inputs = Inputs()
-    yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=inputs))
+    for call in work:
+        yield _row(*call, planned(*call).accesses.bytes, MODEL)
+    yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=Inputs()))
 
 
 def _row(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, moved: int | None, machine: str,
-    said: str = "",
-) -> Row:  # fmt: skip
+    series: str, problem: Problem, tiles: fa_numba.Tiles, moved: int, machine: str, said: str = ""
+) -> Row:
     note = f"window {max(problem.window[0], 0)}; {said}"
     common = columns(NAME, series, problem, machine, tiles, note=note)
     return Row(metric="traffic", unit="bytes", value=moved, **common)
 
 
-def _traced(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
-) -> Iterator[list[Row]]:
-    found, failure = attempt(lambda: trace(series, problem, tiles, inputs(problem)))
-    moved, said = (None, failure) if found is None else (found.bytes, pack(found))
-    yield [_row(series, problem, tiles, moved, EMULATOR, said)]
+def _traced(series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs) -> Iterator[Row]:
+    found = trace(inputs, series, problem, tiles)
+    yield _row(series, problem, tiles, found.bytes, EMULATOR, pack(found))
 
 
 def planned(
@@ -119,17 +106,13 @@ def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
 
 
 def trace(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Sequence[np.ndarray],
-    found: list[Any] | None = None, blocks: Any = None,
-) -> Trace:  # fmt: skip
-    """What a call moves; `found` fills while it runs. Raises ValueError as `planned` does."""
+    inputs: Inputs, series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
+) -> Trace:
+    """What a call moves. Raises ValueError as `planned` does."""
     planned(series, problem, tiles, blocks)
-    dtype = np.float32 if problem.dtype == "float32" else np.float16
     with device.using("emulator"), emulator.trace() as accesses:
-        if found is not None:
-            found.append(accesses)
         fa_numba.attention(
-            *(x.astype(dtype) for x in inputs),
+            *(x.astype(problem.dtype) for x in inputs(problem)),
             algorithm=series.split("-")[0],
             unit=unit(series),
             causal=problem.causal,
@@ -212,7 +195,9 @@ def page(rows: Sequence[Row], note: str) -> str | None:
         key: {name: unpack(row) for name, row in both.items()}
         for key, both in _counted(rows).items()
     }
-    return explore_page.static(found, note) if found else None
+    if not found:
+        return None
+    return explore_page.html(explore_page.panels(explore_page.stored(found)), note)
 
 
 def draw(rows: Sequence[Row]) -> Any:

@@ -29,7 +29,6 @@ GPU = "H200"  # where the grids of a trace are looked at
 # Lines that a move stands for beside its own: what is computed with the tile.
 COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
 MOST_SCORES = 64
-OPERAND = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
@@ -136,13 +135,8 @@ def orders(
     return found
 
 
-def orders_panel(
-    traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any],
-    left_out: Callable[..., bool] | None = None, typed: Mapping[str, Axis] | None = None,
-) -> Panel:  # fmt: skip
-    """`traces` gives those of a state, or raises ValueError; `baked` the values that it has,
-    `typed` a mask in words, where somebody computes it.
-    """
+def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:
+    """`traces` gives those of a state, or raises ValueError; `baked` are the values that it has."""
     return Panel(
         name="orders",
         title="Both orders, side by side",
@@ -159,7 +153,6 @@ def orders_panel(
             "unit": Axis("unit", ("simt", "mma", "wgmma"),
                          words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16",
                                 "wgmma": "Hopper's tensor cores, fp16"}),
-            **(typed or {}),
         },
         answer=partial(orders, traces),
         columns=ORDERS,
@@ -177,7 +170,6 @@ def orders_panel(
         "blocks of a grid run side by side. In 16 bits FA-1's O passes through memory as a float32 "
         "sum. The clock of both is the bytes moved. On Hopper's tensor cores a row tile has 64, "
         "128 or 192 rows, and FA-1 loads ahead: two tiles of Q, K and V each are on the chip.",
-        left_out=left_out,
     )  # fmt: skip
 
 
@@ -342,37 +334,20 @@ TILES = Panel(
 
 
 def plans(
-    gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, query_splits: int,
-    causal: str, tiles: str,
-) -> Answer:  # fmt: skip
-    sizes = re.fullmatch(r"(\d{1,4}) ?x ?(\d{1,4})", tiles)
-    if sizes is None and tiles != "auto":
-        raise ValueError(f"tiles is {tiles!r}: allowed is auto, or Br x Bc such as 64x128")
-    chosen = fa_numba.Tiles(int(sizes[1]), int(sizes[2])) if sizes else None
-    shape = (batch, heads, T, d)
-    found: Answer = {"naive.once": 4 * math.prod(shape) * OPERAND[dtype]}
+    gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
+) -> Answer:
+    found: Answer = {}
+    sheet, shape = bounds.DEVICES[gpu], (batch, heads, T, d)
+    options: dict[str, Any] = {"dtype": dtype, "passes": passes, "causal": causal == "yes"}
     for name, _ in ALGORITHMS:
-        splits = query_splits if name == "fa1" else 1
-        one = _planned(gpu, shape, name, dtype, passes, splits, causal == "yes", chosen)
+        try:
+            with sheet.planning():
+                plan = fa_numba.plan(shape, shape, algorithm=name, **options)
+            one = dict(_plan(plan, sheet))
+        except ValueError as error:
+            one = {"refused": str(error)}
         found |= {f"{name}.{key}": value for key, value in one.items()}
     return found
-
-
-@lru_cache(64)
-def _planned(
-    gpu: str, shape: tuple[int, ...], algorithm: str, dtype: str, passes: str, query_splits: int,
-    causal: bool, tiles: fa_numba.Tiles | None,
-) -> Answer:  # fmt: skip
-    sheet = bounds.DEVICES[gpu]
-    try:
-        with sheet.planning():
-            plan = fa_numba.plan(
-                shape, shape, algorithm=algorithm, dtype=dtype, passes=passes, causal=causal,
-                tiles=tiles, query_splits=query_splits,
-            )  # fmt: skip
-    except ValueError as error:
-        return {"refused": str(error)}
-    return dict(_plan(plan, sheet))
 
 
 def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
@@ -382,114 +357,50 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
     yield "unit", plan.unit
     yield "tiles", f"{plan.tiles.Br} x {plan.tiles.Bc}"
     yield "grid", " x ".join(map(str, kernel.grid))
+    yield "splits", max(plan.kv_splits, plan.group_splits)
     yield "threads", kernel.threads
     yield "shared", kernel.shared_bytes
     yield "blocks", str(blocks)
     yield "limit", blocks.limit
-    yield "splits", max(plan.kv_splits, plan.group_splits)
     yield "busy", 100 * expected.busy
     yield "bytes", plan.accesses.bytes
     yield "dram", expected.dram.bytes
     yield "served", "yes" if expected.dram.served else "no"
-    yield "naive", _naive(plan)
     yield "workspace", plan.workspace_bytes
-    for key in ("compute", "l2", "memory", "floor"):
-        time = getattr(expected, key)
-        yield f"{key}_us", None if time is None else 1e6 * time
+    yield "floor", None if expected.floor is None else 1e6 * expected.floor
     yield "bound", expected.bound
-    resident = gpu.multiprocessors * blocks.least
-    for what, half in (("Br", (-(-plan.tiles.Br // 2), plan.tiles.Bc)),
-                       ("Bc", (plan.tiles.Br, -(-plan.tiles.Bc // 2)))):  # fmt: skip
-        other = _with_tiles(plan, *half)
-        yield f"half_{what}", other.accesses.bytes / plan.accesses.bytes
-        yield f"dram_half_{what}", bounds.dram(other, gpu, resident).bytes / expected.dram.bytes
     for what in ("unit", "tiles", "kv_splits", "group_splits"):
         yield f"why_{what}", plan.why.get(what)
 
 
-def _with_tiles(plan: fa_numba.Plan, Br: int, Bc: int) -> fa_numba.Plan:
-    """The plan's counts at other block sizes, also those that no kernel has."""
-    sizes: Any = SimpleNamespace(Br=Br, Bc=Bc)
-    count: Any = plan.count
-    counted = partial(count.func, plan.problem, sizes, **count.keywords)
-    return replace(plan, tiles=sizes, count=counted)
-
-
-def _naive(plan: fa_numba.Plan) -> int | None:
-    """Bytes by the formulas that articles repeat; of the backward pass there is none here."""
-    if plan.passes == "bwd":
-        return None
-    p, size = plan.problem, OPERAND[plan.problem.dtype]
-    if plan.algorithm == "standard":
-        return size * io_model.standard_paper(p)
-    once = 4 * p.heads_q * p.seqlen_q * p.head_dim
-    return size * (io_model.fa1_paper(p, plan.tiles.Bc) if plan.algorithm == "fa1" else once)
-
-
-PLAN_AXES = {
-    "gpu": Axis(
-        "GPU",
-        ("A100", "H100", "H200", "RTX 4090"),
-        first=GPU,
-        words={name: name for name in bounds.DEVICES},
-    ),
-    "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
-    "batch": Axis("batch", (1, 8), 1, 4096),
-    "heads": Axis("heads", (8, 64), 1, 4096),
-    "d": Axis("d, head dimension", (64, 128), 1, 256),
-    "dtype": Axis("dtype", ("float16", "float32")),
-    "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
-    "query_splits": Axis("query_splits, blocks a head of FA-1", (1, 4, 16), 1, 1024),
-    "causal": Axis("causal", YES_NO),
-    "tiles": Axis("tiles Br x Bc", ("auto", "64x64", "128x64", "64x128"), text=True),
-}
-
-
-def _left_out(batch: int, query_splits: int, causal: str, tiles: str, **_: Any) -> bool:
-    """More than one of these: three quarters of the panels' answers."""
-    return (batch != 1) + (query_splits != 1) + (causal != "no") + (tiles != "auto") > 1
-
-
-TRAFFIC = Panel(
-    name="traffic",
-    title="Traffic",
-    question="What moves, and does a block size change it?",
-    sentence="Fewer, larger tiles move less of what is loaded again; what L2 holds never reaches "
-    "DRAM a second time.",
-    axes=PLAN_AXES,
+PLAN = Panel(
+    name="plan",
+    title="Traffic and plan on your GPU",
+    question="What would run on your GPU, what does it move, and why?",
+    sentence="The plan takes the unit, tiles and grid that fit the GPU; what L2 holds never "
+    "reaches DRAM a second time.",
+    axes={
+        "gpu": Axis(
+            "GPU", ("A100", "H100", "H200", "RTX 4090"), first=GPU,
+            words={name: name for name in bounds.DEVICES},
+        ),
+        "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+        "batch": Axis("batch", (1, 8), 1, 4096),
+        "heads": Axis("heads", (8, 64), 1, 4096),
+        "d": Axis("d, head dimension", (64, 128), 1, 256),
+        "dtype": Axis("dtype", ("float16", "float32")),
+        "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
+        "causal": Axis("causal", YES_NO),
+    },
     answer=plans,
     columns=ALGORITHMS,
     rows=(
         ("bytes", "bytes accessed, all served by L2"),
         ("dram", "bytes of DRAM, by a rule"),
         ("served", "half of L2 holds what is gone over"),
-        ("naive", "bytes by the paper's formula"),
-        ("half_Br", "bytes accessed at half Br, times"),
-        ("dram_half_Br", "bytes of DRAM at half Br, times"),
-        ("half_Bc", "bytes accessed at half Bc, times"),
-        ("dram_half_Bc", "bytes of DRAM at half Bc, times"),
         ("workspace", "memory beside Q, K, V, O, bytes"),
-        ("compute_us", "compute takes, µs"),
-        ("l2_us", "L2 takes, µs"),
-        ("memory_us", "DRAM takes, µs"),
-        ("floor_us", "time at least, µs"),
+        ("floor", "time at least, µs"),
         ("bound", "bound by"),
-    ),
-    note="Nothing here is measured: accesses are exact closed forms, DRAM a rule of thumb, times "
-    "follow from data sheets. Formulas that articles repeat: standard 4 T d + 4 T² elements a "
-    "head, FA-1 the paper's Fig. 2, FA-2 Q, K, V and O once; without a mask.",
-    left_out=_left_out,
-)
-
-PLAN = Panel(
-    name="plan",
-    title="Your GPU",
-    question="What would run on your GPU, and why?",
-    sentence="The plan takes the unit, tiles and grid that fit the GPU; it says why.",
-    axes=PLAN_AXES,
-    answer=plans,
-    columns=ALGORITHMS,
-    rows=(
         ("unit", "unit"),
         ("tiles", "tiles Br x Bc"),
         ("grid", "grid, blocks"),
@@ -504,6 +415,6 @@ PLAN = Panel(
         ("why_kv_splits", "why so many blocks, forward"),
         ("why_group_splits", "why so many blocks, backward"),
     ),
-    note="The same inputs as above: the two panels go together.",
-    left_out=_left_out,
-)
+    note="Nothing here is measured: accesses are exact closed forms, DRAM a rule of thumb, times "
+    "follow from data sheets.",
+)  # fmt: skip

@@ -3,17 +3,16 @@
 import itertools
 import json
 import math
-import string
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from fa_numba.commands.arguments import whole
+
 NOT_HERE = "This is not on the page: `python -m experiments explore` answers it."
-# Of the places in a table: printable ASCII without the space, which is none, braces, which say how
-# often one comes, and what JSON or HTML would have to escape.
-DIGITS = "".join(sorted({*string.printable} - {*string.whitespace, *"{}\"\\<>&'"}))
 Value = int | str
 Answer = dict[str, Any]
 
@@ -42,19 +41,17 @@ class Axis:
             if given not in known:
                 raise ValueError(f"{name} is {given!r}: allowed is {', '.join(known)}")
             return known[given]
-        allowed = f"allowed is a whole number from {self.least} to {self.most}"
-        if not (given.isascii() and given.isdigit() and len(given) < 12):
-            raise ValueError(f"{name} is {given!r}: {allowed}")
-        if not self.least <= int(given) <= self.most:
-            raise ValueError(f"{name} is {int(given)}: {allowed}")
-        return int(given)
+        try:
+            return whole(self.least, self.most)(given)
+        except ArgumentTypeError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)
 class Panel:
     """A panel: a `question`, the `sentence` that answers it, inputs, and what `answer` gives of
     them, by key. A table shows `rows`, (key, label), over `columns`, (prefix, label); a key of a
-    column is "prefix.key". States that are `left_out` are answered where the page is served alone.
+    column is "prefix.key".
     """
 
     name: str
@@ -66,8 +63,6 @@ class Panel:
     columns: Sequence[tuple[str, str]] = ()
     rows: Sequence[tuple[str, str]] = ()
     note: str = ""
-    live: bool = True
-    left_out: Callable[..., bool] | None = None
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Value]:
         """A state of a request. Raises ValueError for a wrong, unknown or missing input."""
@@ -85,36 +80,21 @@ class Panel:
         except ValueError as error:
             return {"refused": str(error)}
 
-    def on_page(self, **state: Value) -> Answer:
-        if self.left_out is not None and self.left_out(**state):
-            return {"refused": NOT_HERE}
-        return self.at(**state)
-
     def described(self) -> dict[str, Any]:
         axes = {
-            name: {
-                "label": axis.label,
-                "values": list(axis.values),
-                "words": {str(value): words for value, words in axis.words.items()},
-                "least": axis.least,
-                "most": axis.most,
-                "text": axis.text,
-                "first": axis.values[0] if axis.first is None else axis.first,
-            }
+            name: {**asdict(axis), "first": axis.values[0] if axis.first is None else axis.first}
             for name, axis in self.axes.items()
         }
-        words = {"title": self.title, "question": self.question, "sentence": self.sentence}
-        shown = {"columns": self.columns, "rows": self.rows, "note": self.note, "live": self.live}
-        return {"axes": axes, **words, **shown}
+        words = ("title", "question", "sentence", "columns", "rows", "note")
+        return {"axes": axes, **{name: getattr(self, name) for name in words}}
 
     def baked(self) -> dict[str, Any]:
         """Every answer: key -> the axes that it depends on, slowest first, its different values,
-        and which of them stands where (`packed`), if not one after the other. A key that an answer
-        lacks is as in another.
+        and which of them stands where, -1 for none. A key that an answer lacks is as in another.
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))
-        answers = [self.on_page(**dict(zip(self.axes, state, strict=True))) for state in states]
+        answers = [self.at(**dict(zip(self.axes, state, strict=True))) for state in states]
         texts: dict[str, dict[int, str]] = {}
         for place, answer in enumerate(answers):
             for key, value in answer.items():
@@ -134,25 +114,8 @@ class Panel:
                     codes = most.squeeze(axis)
                 else:
                     over.append(axis)
-            values = [json.loads(text) for text in pool]
-            at = codes.T.ravel().tolist()
-            all_in_order = at == list(range(len(values)))
-            found[key] = [over, values, *([] if all_in_order else [packed(at, len(values))])]
+            found[key] = [over, [json.loads(text) for text in pool], codes.T.ravel().tolist()]
         return found
-
-
-def packed(places: Sequence[int], count: int) -> str:
-    """Places below `count`, or -1, in as many digits each as the largest takes; a place that comes
-    several times is followed by {how many more}.
-    """
-    base = len(DIGITS)
-    width = 1 if count <= base else 2
-    words = []
-    for place, run in itertools.groupby(places):
-        digits = DIGITS[place // base] * (width - 1) + DIGITS[place % base]
-        word, more = " " * width if place < 0 else digits, len(list(run)) - 1
-        words.append(min(word * (more + 1), f"{word}{{{more}}}", key=len))
-    return "".join(words)
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,6 @@ const steps = {};  // panel: the step that is shown
 const touched = {};  // panel: the input that was set last
 const answers = {};  // panel: what it shows now
 
-const owner = name => PANELS[name].shares || name;
 const one = (kind, attributes = {}, ...inside) => fill(document.createElement(kind), attributes, inside);
 const svg = (kind, attributes = {}, ...inside) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", kind), attributes, inside);
@@ -31,34 +30,17 @@ function text(value) {
   return Number.isInteger(value) ? value.toLocaleString("en-US") : String(value);
 }
 const short = x => (typeof x === "number" ? String(Number(x.toPrecision(4))) : x);
-function size(bytes) {
-  for (const [unit, of] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
-    if (bytes >= of) return `${Number((bytes / of).toPrecision(3))} ${unit}`;
-  return `${bytes} B`;
-}
 
 // --- answers ---
 
-// Which value stands at a place: a word of digits, or what {n} repeats.
-const width = values => (values.length > DATA.digits.length ? 2 : 1);
-function unpack(entry) {
-  const every = new RegExp(`(.{${width(entry[1])}})\\{(\\d+)\\}`, "g");
-  entry[2] = entry[2] && entry[2].replace(every, (_, word, more) => word.repeat(1 + Number(more)));
-}
-function valueAt([, values, at], place) {
-  if (!at) return values[place];
-  const wide = width(values), word = at.slice(place * wide, (place + 1) * wide);
-  return values[[...word].reduce((n, digit) => n * DATA.digits.length + DATA.digits.indexOf(digit), 0)];
-}
-
-function valueOf(name, chosen, entry) {
-  const axes = Object.entries(PANELS[owner(name)].axes);
+function valueOf(name, chosen, [over, values, at]) {
+  const axes = Object.entries(PANELS[name].axes);
   const places = axes.map(([axis, { values }]) => values.findIndex(v => String(v) === chosen[axis]));
-  return valueAt(entry, entry[0].reduce((sum, n) => sum * axes[n][1].values.length + places[n], 0));
+  return values[at[over.reduce((sum, n) => sum * axes[n][1].values.length + places[n], 0)]];
 }
 function lookup(name, chosen) {
   const found = {};
-  for (const [key, entry] of Object.entries(PANELS[owner(name)].table)) {
+  for (const [key, entry] of Object.entries(PANELS[name].table)) {
     const value = valueOf(name, chosen, entry);
     if (value !== undefined && !(key.endsWith("refused") && value === "")) found[key] = value;
   }
@@ -67,35 +49,20 @@ function lookup(name, chosen) {
 
 // The inputs to change, as few as can be and not the last one set, for a state that has an answer.
 function nearest(name) {
-  const { axes, table } = PANELS[owner(name)], now = state[owner(name)];
+  const { axes, table } = PANELS[name], now = state[name];
   let states = [{}];
   for (const [axis, { values }] of Object.entries(axes))
-    states = states.flatMap(some => (axis === touched[owner(name)] ? [now[axis]] : values.map(String))
+    states = states.flatMap(some => (axis === touched[name] ? [now[axis]] : values.map(String))
       .map(value => (value === now[axis] ? some : { ...some, [axis]: value })));
   states.sort((a, b) => Object.keys(a).length - Object.keys(b).length);
   return states.find(some => !valueOf(name, { ...now, ...some }, table.refused));
 }
-const asks = name => DATA.live && PANELS[name].live;
-const query = name => new URLSearchParams(state[owner(name)]).toString();
 
-async function answer(name, checking, progress) {
-  if (!asks(name)) return lookup(name, state[owner(name)]);
+async function answer(name, checking) {
+  if (!DATA.live) return lookup(name, state[name]);
   const asked = shown[name].asked = new AbortController();
-  const path = `api/${owner(name)}?${query(name)}${checking ? "&check=1" : ""}`;
-  const reply = await fetch(path, { signal: asked.signal });
-  const reader = reply.body.getReader(), decoder = new TextDecoder();
-  let rest = "", last = {};
-  for (;;) {
-    const { done, value } = await reader.read();
-    rest += done ? "" : decoder.decode(value, { stream: true });
-    const lines = rest.split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      last = JSON.parse(line);
-      if (progress && "progress" in last) progress(last.progress);
-    }
-    if (done) return last;
-  }
+  const path = `api/${name}?${new URLSearchParams(state[name])}${checking ? "&check=1" : ""}`;
+  return (await fetch(path, { signal: asked.signal })).json();
 }
 
 // --- inputs and the address ---
@@ -103,7 +70,6 @@ async function answer(name, checking, progress) {
 function start() {
   for (const [name, panel] of Object.entries(PANELS)) {
     delete steps[name];
-    if (panel.shares) continue;
     state[name] = {};
     for (const [axis, { first }] of Object.entries(panel.axes)) state[name][axis] = String(first);
   }
@@ -115,10 +81,10 @@ function fromAddress() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
     const [name, axis] = key.split(".");
     if (axis === "step" && PANELS[name] && /^\d{1,6}$/.test(value)) steps[name] = Number(value);
-    const known = PANELS[name] && !PANELS[name].shares && PANELS[name].axes[axis];
+    const known = PANELS[name] && PANELS[name].axes[axis];
     if (!known) continue;
     const listed = known.values.some(v => String(v) === value);
-    const free = asks(name) && (known.text || known.least !== null || value in known.words);
+    const free = DATA.live && (known.text || known.least !== null || value in known.words);
     if (listed || free) state[name][axis] = value;
   }
 }
@@ -145,17 +111,17 @@ function showLinked() {
 }
 
 function change(name, some) {
-  Object.assign(state[owner(name)], some);
+  Object.assign(state[name], some);
   steps[name] = 0;
   toAddress(name);
-  for (const other of Object.keys(PANELS)) if (owner(other) === owner(name)) update(other);
+  update(name);
 }
 
 function input(name, axis) {
   const { label, values, words, least, most, text: free } = PANELS[name].axes[axis];
   const id = `${name}-${axis}`;
-  const now = () => state[owner(name)][axis];
-  const set = value => change(name, { [touched[owner(name)] = axis]: String(value) });
+  const now = () => state[name][axis];
+  const set = value => change(name, { [touched[name] = axis]: String(value) });
   const choice = value => words[value] || String(value);
   if (free && !DATA.live && values.length < 2) return null;
   if (free && DATA.live) {
@@ -166,7 +132,7 @@ function input(name, axis) {
     shown[name].sync.push(() => { box.value = now(); });
     return one("label", { class: values.length < 2 ? "wide" : "", for: id }, label, box);
   }
-  if (asks(name) && least !== null) {
+  if (DATA.live && least !== null) {
     const box = one("input", { type: "number", id, min: least, max: most, step: 1, onchange: e => set(e.target.value) });
     const slide = one("input", {
       type: "range", min: least, max: Math.min(most, 2 * values[values.length - 1] || 64), "aria-label": label,
@@ -239,12 +205,8 @@ function say(name, words, bad = false) {
 async function draw(name) {
   if (shown[name].asked) shown[name].asked.abort();
   const parts = shown[name];
-  let now;
-  if (asks(name)) {
-    const bar = one("progress", { max: 1, value: 0, "aria-label": "emulating" });
-    if (name === "orders") parts.said.replaceChildren("emulating ", bar);
-    now = await answer(name, false, done => { bar.value = done; }).catch(failed);
-  } else now = lookup(name, state[owner(name)]);
+  if (DATA.live && name === "orders") say(name, "emulating ...");
+  const now = await answer(name).catch(failed);
   if (!now) return;
   if (parts.stop) parts.stop();
   answers[name] = now;
@@ -252,18 +214,17 @@ async function draw(name) {
   parts.view.replaceChildren();
   parts.table.replaceChildren();
   if (now.refused) {
-    if (!asks(name)) offer(parts, name);
+    if (!DATA.live) offer(parts, name);
     return;
   }
   (VIEWS[name] || (() => {}))(parts, now, name);
-  if (PANELS[name].rows.length) parts.table.append(numbers(name, now));
+  parts.table.append(numbers(name, now));
   if (document.body.dataset.ready && !parts.said.textContent) say(name, summary(name, now));
 }
 
 // What a change did, for those who do not see the table: its first row.
 function summary(name, now) {
-  const { columns, rows, title } = PANELS[name];
-  if (!rows.length) return `${title}: ${now.title}, ${now.lines.length} curves.`;
+  const { columns, rows } = PANELS[name];
   const [key, label] = rows[0];
   return `${label}: ${columns.map(([column, words]) =>
     `${words.split(",")[0]} ${now[`${column}.refused`] ? "none" : text(now[`${column}.${key}`])}`).join(", ")}.`;
@@ -463,65 +424,8 @@ const VIEWS = {
       one("strong", { "data-key": "scores" }, text(now.scores)), " scores; the papers count ",
       one("strong", { "data-key": "flops" }, text(now.flops)), " useful FLOPs."));
   },
-
-  traffic(parts, now) {
-    const kinds = [["bytes", "accessed"], ["dram", "DRAM"], ["naive", "formula"]];
-    const algorithms = PANELS.traffic.columns.filter(([key]) => !now[`${key}.refused`]);
-    const most = Math.max(...algorithms.flatMap(([key]) => kinds.map(([kind]) => now[`${key}.${kind}`] || 0)));
-    parts.view.append(one("div", { class: "bars", "aria-hidden": "true" }, ...algorithms.flatMap(([key, label]) => [
-      one("b", {}, label), ...kinds.filter(([kind]) => now[`${key}.${kind}`] !== null).flatMap(([kind, words]) => {
-        const value = now[`${key}.${kind}`];
-        const width = `width: ${(78 * value) / most}%; --shade: ${DATA.colours[key]}`;
-        return [one("span", {}, words), one("div", { class: `bar ${kind}` }, one("i", { style: width }), size(value))];
-      })])));
-    const says = what => {
-      const key = name => `${name}.${what}`, moved = algorithms.filter(([name]) => now[key(name)] !== 1);
-      const words = moved.map(([name, label]) => `${label.split(",")[0]} ${short(now[key(name)])} times`);
-      if (moved.length < algorithms.length) words.push(moved.length ? "else the same" : "the same");
-      return one("strong", {}, words.join(", "));
-    };
-    const half = what => one("li", {}, `Half of ${what}: bytes accessed `, says(`half_${what}`), ", bytes of DRAM ", says(`dram_half_${what}`), ".");
-    const beyond = algorithms.filter(([key]) => now[`${key}.served`] === "no").map(([, label]) => label.split(",")[0]);
-    parts.view.append(one("ul", {}, half("Br"), half("Bc"),
-      one("li", {}, `A tile can move bytes of DRAM only where L2 does not hold what is gone over: here ${beyond.join(", ") || "nowhere"}.`),
-      one("li", {}, "Q, K, V and O once: ", one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes.")));
-  },
-
-  measured(parts, now) {
-    const points = now.lines.flatMap(line => line.points), W = 640, H = 340, left = 62, right = 34, low = 290;
-    const xs = [...new Set(points.map(([x]) => x))].sort((a, b) => a - b);
-    const logs = now.unit !== "TFLOP/s", ys = points.map(([, y]) => y);
-    const top = Math.max(...ys) * 1.08, base = logs ? Math.min(...ys) / 1.3 : 0;
-    const X = x => left + ((W - left - right) * xs.indexOf(x)) / Math.max(1, xs.length - 1);
-    const part = y => (logs ? Math.log(y / base) / Math.log(top / base) : y / top);
-    const Y = y => low - (low - 20) * part(y);
-    const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, class: "chart", role: "img", "aria-label": `${now.title}; the table below has its numbers` });
-    for (let n = 0; n <= 4; n++) {
-      const y = logs ? base * (top / base) ** (n / 4) : (top * n) / 4;
-      picture.append(svg("line", { x1: left, x2: W - right, y1: Y(y), y2: Y(y), stroke: "#ddd" }),
-        svg("text", { x: left - 6, y: Y(y) + 4, "text-anchor": "end", class: "quiet" }, Number(y.toPrecision(2))));
-    }
-    for (const x of xs) picture.append(svg("text", { x: X(x), y: low + 21, "text-anchor": "middle", class: "quiet" }, x));
-    picture.append(svg("text", { x: left, y: 15, class: "quiet" }, now.unit), svg("text", { x: W / 2, y: H - 4, "text-anchor": "middle" }, "N"));
-    for (const line of now.lines) {
-      picture.append(svg("polyline", { points: line.points.map(([x, y]) => `${X(x)},${Y(y)}`).join(" "), fill: "none", stroke: line.colour, "stroke-width": 2 }));
-      for (const [x, y] of line.points)
-        picture.append(svg("circle", { cx: X(x), cy: Y(y), r: 4, fill: line.colour, stroke: "#fff" },
-          svg("title", {}, `${line.label}, N = ${x}: ${y} ${now.unit}`)));
-    }
-    const body = now.lines.map(line => one("tr", {},
-      one("th", { scope: "row" }, one("span", { class: "dot", style: `background: ${line.colour}` }), line.label),
-      ...xs.map(x => {
-        const point = line.points.find(([at]) => at === x);
-        return one("td", { "data-key": `${line.series}.${x}` }, text(point && point[1]));
-      })));
-    parts.view.append(one("p", {}, `${now.title}, ${now.unit}`), picture, one("div", { class: "scroll" },
-      one("table", { "aria-label": now.title }, one("thead", {}, one("tr", {}, one("th", {}, "N"), ...xs.map(x => one("th", { scope: "col" }, text(x))))),
-        one("tbody", {}, ...body))), one("p", { class: "source" }, `From: ${now.source}. ${now.verdict && `Verdict: ${now.verdict}.`}`));
-  },
 };
 
-for (const { table } of Object.values(PANELS)) Object.values(table || {}).forEach(unpack);
 fromAddress();
 Object.keys(PANELS).forEach(build);
 Promise.all(Object.keys(PANELS).map(update)).then(() => {

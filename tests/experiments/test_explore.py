@@ -10,11 +10,10 @@ import pytest
 
 from experiments import explore
 from experiments.beside import explore_page, explore_panels
-from experiments.beside.panels import DIGITS, Axis, Panel, packed
+from experiments.beside.panels import Axis, Panel
 from experiments.lab.record import provenance
-from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.options import FIGURES
 from experiments.lab.record.store import EMULATOR, MODEL, Store
-from experiments.lab.show import style
 from fa_numba import Tiles, io_model
 
 PAGE = FIGURES / "explore.html"
@@ -25,16 +24,6 @@ LARGEST = 600_000  # bytes
 def recorded():
     store = Store(FIGURES)
     return [row for machine in (MODEL, EMULATOR) for row in store.read(explore.NAME, machine)]
-
-
-@functools.cache
-def synthetic():
-    """A few traces of both orders, with their closed forms."""
-    options = Options(seqlens=(64,), head_dims=(16,), causal=(False,), tiles=((16, 32),))
-    found = []
-    for each in explore.measure(options, Bench()):
-        found += each if isinstance(each, list) else [each]
-    return found
 
 
 @functools.cache
@@ -56,43 +45,31 @@ def traces(rows):
     }
 
 
-@functools.cache
-def unpacked(text, count):
-    """The places of `packed`, as page.js has them: two spaces are below 0."""
-    width = 1 if count <= len(DIGITS) else 2
-    runs = re.compile(rf"(.{{{width}}})\{{(\d+)\}}")
-    text = runs.sub(lambda run: run[1] * (1 + int(run[2])), text)
-    digits = [DIGITS.find(c) for c in text]
-    if width == 1:
-        return digits
-    return [a * len(DIGITS) + b for a, b in zip(digits[::2], digits[1::2], strict=True)]
-
-
 def looked_up(table, panel, state):
     """As page.js does."""
     found = {}
-    for key, (over, values, *at) in table.items():
+    for key, (over, values, at) in table.items():
         place = 0
         for n in over:
             name = list(panel.axes)[n]
             place = place * len(panel.axes[name].values) + panel.axes[name].values.index(
                 state[name]
             )
-        where = unpacked(at[0], len(values))[place] if at else place
+        where = at[place]
         if where >= 0 and not (key.endswith("refused") and values[where] == ""):
             found[key] = values[where]
     return {"refused": found["refused"]} if "refused" in found else found
 
 
 def drawn_states(panel, count, seed=0):
-    """So many states, and between them some of those that are left out of the page."""
-    draw, found, left_out = random.Random(seed), [], 0
-    while len(found) < count + left_out:
+    """So many states, and between them some of those that the page has no answer for."""
+    draw, found, refused = random.Random(seed), [], 0
+    while len(found) < count + refused:
         state = {name: draw.choice(axis.values) for name, axis in panel.axes.items()}
-        here = panel.left_out is None or not panel.left_out(**state)
-        if here or left_out < count // 5:
+        here = "refused" not in panel.at(**state)
+        if here or refused < count // 5:
             found.append(state)
-            left_out += not here
+            refused += not here
     return found
 
 
@@ -103,9 +80,12 @@ def drawn_states(panel, count, seed=0):
 def test_the_page_is_what_the_sources_give(whole, monkeypatch):
     """But for the tables of the package alone, of which a test below draws states."""
     if not whole:
-        monkeypatch.setattr(
-            explore_page, "_baked", lambda name: page_data()["panels"][name]["table"]
-        )
+        baked, found = Panel.baked, page_data()["panels"]
+
+        def kept(self):
+            return baked(self) if self.name == "orders" else found[self.name]["table"]
+
+        monkeypatch.setattr(Panel, "baked", kept)
     store = Store(FIGURES)
     runs = {machine: store.runs(explore.NAME, machine) for machine in (MODEL, EMULATOR)}
     note = provenance.footnote(runs, recorded())
@@ -135,12 +115,12 @@ def test_the_script_has_no_formula():
     assert not re.findall(r"Math\.(?:exp|ceil|sqrt|pow)", script)
 
 
-@pytest.mark.parametrize("name", ["orders", "softmax", "tiles", "traffic", "measured"])
+@pytest.mark.parametrize("name", ["orders", "softmax", "tiles", "plan"])
 def test_what_the_page_looks_up_is_the_answer(name):
     panel, table = panels()[name], page_data()["panels"][name]["table"]
     refused = 0
     for state in drawn_states(panel, 40):
-        answer = panel.on_page(**state)
+        answer = panel.at(**state)
         refused += any(key.endswith("refused") for key in answer)
         found = looked_up(table, panel, state)
         if "refused" in answer:
@@ -149,7 +129,7 @@ def test_what_the_page_looks_up_is_the_answer(name):
         for key, value in answer.items():
             assert found[key] == value, (key, state)
     assert refused < 25
-    assert name not in ("orders", "traffic") or refused
+    assert name != "orders" or refused
 
 
 def test_online_softmax_stands_where_naive_overflows():
@@ -178,22 +158,6 @@ def test_a_table_keeps_what_differs_and_drops_what_does_not():
             assert looked_up(table, panel, {"a": a, "b": b}) == panel.at(a=a, b=b)
 
 
-@pytest.mark.parametrize("count", [1, 5, 86, 87, 3000])
-def test_packed_places_are_the_places(count):
-    draw = random.Random(count)
-    places = [p for _ in range(99) for p in [draw.randrange(-1, count)] * draw.choice((1, 2, 40))]
-    text = packed(places, count)
-    assert [max(-1, place) for place in unpacked(text, count)] == places
-    assert len(text) < (1 + (count > len(DIGITS))) * len(places) and len(DIGITS) == 86
-
-
-def test_what_is_too_large_to_trace_is_a_row_that_says_so(tmp_path):
-    options = Options(seqlens=(2000,), head_dims=(16,), causal=(False,), tiles=((32, 16),))
-    rows = [r for each in explore.measure(options, Bench()) for r in each]
-    assert rows and all(row.failed and "tiles of S: allowed are 400" in row.note for row in rows)
-    assert explore.page(rows, "") is explore.draw(rows) is explore.table(rows) is None
-
-
 # --- traces ----------------------------------------------------------------------------------
 
 
@@ -208,19 +172,15 @@ def test_traces_move_what_the_closed_form_says():
 
 
 def test_a_packed_trace_is_the_trace():
-    (row,) = (
-        row for row in synthetic()
-        if (row.source, row.series, row.place) == ("counted", "fa1-simt", "window 24")
-    )  # fmt: skip
+    row = explore._counted(recorded())[64, 16, 16, 32, "no", 24, "simt"]["fa1"]
     problem = explore.problem_of(64, 16, False, 24, "simt")
-    inputs = explore.Inputs()(problem)
-    found = explore.trace("fa1-simt", problem, Tiles(16, 32), inputs)
+    found = explore.trace(explore.Inputs(), "fa1-simt", problem, Tiles(16, 32))
     assert explore.pack(found) == row.note.partition("; ")[2]
     assert explore.unpack(row) == found
     with pytest.raises(ValueError, match="'Q0' is no move"):
         explore.unpack(replace(row, note="window 24; Q0"))
     ragged = explore.problem_of(50, 16, True, 0, "mma")
-    found = explore.trace("fa2-mma", ragged, Tiles(32, 16), explore.Inputs()(ragged))
+    found = explore.trace(explore.Inputs(), "fa2-mma", ragged, Tiles(32, 16))
     said = replace(
         row,
         series="fa2-mma",
@@ -281,12 +241,3 @@ def test_every_lit_line_is_in_the_text():
         said = explore_panels.steps(trace)["steps"]
         lit = {int(n) for step in said for n in step.split("|")[3].split(",")}
         assert lit <= known and not any("watch" in line for line, _ in text)
-
-
-# --- the picture, the file and what they come from -----------------------------------------------
-
-
-def test_colours_are_those_of_the_figures():
-    assert page_data()["colours"] == {
-        n: style.COLOURS[f"{n}-simt"] for n in ("standard", "fa1", "fa2")
-    }

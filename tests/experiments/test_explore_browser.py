@@ -6,6 +6,8 @@ import threading
 import pytest
 from test_explore import PAGE, drawn_states, panels
 
+from experiments.beside import explore_page
+
 pytestmark = pytest.mark.browser
 api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]' brings it")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -44,7 +46,7 @@ FAINT = """() => {
         && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) && faint(e)
     ).map(e => e.outerHTML.slice(0, 99));
 }"""
-NAMES = ["orders", "softmax", "tiles", "traffic", "plan", "measured"]
+NAMES = ["orders", "softmax", "tiles", "plan"]
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +88,7 @@ def refusal(live, text):
 
 def go_to(page, name, state):
     """Show a state by its address, as a link does."""
-    owner = "traffic" if name == "plan" else name
-    parts = "&".join(f"{owner}.{axis}={value}" for axis, value in state.items())
+    parts = "&".join(f"{name}.{axis}={value}" for axis, value in state.items())
     page.evaluate("""async hash => {
         location.hash = hash;
         await new Promise(done => setTimeout(done, 30));
@@ -107,12 +108,8 @@ def same_to_four(text, value):
     return text == value if isinstance(value, str) else float(text) == float(f"{value:.4g}")
 
 
-def expected(name, answer, key):
+def expected(answer, key):
     """What the page has to show under a key of a panel's table or view."""
-    if name == "measured":
-        series, N = key.rsplit(".", 1)
-        (line,) = (line for line in answer["lines"] if line["series"] == series)
-        return dict(map(tuple, line["points"])).get(int(N))
     if key.endswith(".now"):
         return answer[key.replace(".now", ".bytes")][0]
     head, _, rest = key.partition(".steps.")
@@ -128,14 +125,14 @@ def test_every_number_is_pythons(name, open_page):
     page, panel, numbers = open_page(), panels()[name], 0
     for state in drawn_states(panel, 50):
         go_to(page, name, state)
-        answer = panel.on_page(**state)
+        answer = panel.at(**state)
         if "refused" in answer:
             assert page.inner_text(f"#{name} .said") == answer["refused"]
             assert page.evaluate(SHOWN, name) == []
             continue
         found = page.evaluate(SHOWN, name)
         for key, text in found:
-            assert same(text, expected(name, answer, key)), (state, key, text)
+            assert same(text, expected(answer, key)), (state, key, text)
         numbers += len(found)
         shown = {key for key, _ in found}
         for prefix, _ in panel.columns:
@@ -169,8 +166,7 @@ def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
     page = open_page()
     page.select_option("#orders-d", "32")
     page.click("#orders .transport button:has-text('Step')")
-    page.select_option("#measured-figure", "dram")
-    page.select_option("#traffic-passes", "bwd")
+    page.select_option("#plan-passes", "bwd")
     page.click("#plan table")
     link = page.url
     assert link.partition("#")[2].startswith("plan&orders.N=64&") and "tiles" not in {
@@ -179,10 +175,9 @@ def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
     other = open_page(link)
     assert all(other.evaluate(SHOWN, name) == page.evaluate(SHOWN, name) for name in NAMES)
     assert top(other, "plan") < 2
-    for selector, first in (("#orders-d", "16"), ("#measured-figure", "forward"),
-                            ("#traffic-passes", "fwd")):  # fmt: skip
+    for selector, first in (("#orders-d", "16"), ("#plan-passes", "fwd")):
         other.select_option(selector, first)
-    assert other.url.partition("#")[2] == "traffic"  # what is as the page begins is not said
+    assert other.url.partition("#")[2] == "plan"  # what is as the page begins is not said
     # The same window goes to another link: what that does not say is as the page begins.
     go_to(other, "tiles", {"n": 512})
     assert other.evaluate(SHOWN, "orders") == open_page().evaluate(SHOWN, "orders")
@@ -190,14 +185,17 @@ def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
 
 def test_what_the_page_has_not_it_offers_the_nearest_of(open_page):
     page = open_page()
-    page.select_option("#traffic-causal", "yes")
-    page.select_option("#traffic-tiles", "64x128")
-    assert "is not on the page" in page.inner_text("#traffic .said")
-    page.click("#traffic button:has-text('causal no')")
-    assert page.input_value("#traffic-causal") == "no"
-    assert page.input_value("#traffic-tiles") == "64x128"
-    assert page.inner_text("[data-key='fa2.tiles']") == "64 x 128"
-    assert page.evaluate("document.activeElement.id") == "traffic-causal"
+    page.select_option("#orders-d", "32")
+    page.select_option("#orders-window", "24")
+    assert "is not on the page" in page.inner_text("#orders .said")
+    page.click("#orders button:has-text('d 16')")
+    assert page.input_value("#orders-d") == "16" and page.input_value("#orders-window") == "24"
+    state = dict(zip(explore_page.STATE, (64, 16, 16, 16, "no", 24, "simt"), strict=True))
+    assert (
+        page.inner_text("[data-key='fa2.total']")
+        == f"{panels()['orders'].at(**state)['fa2.total']:,}"
+    )
+    assert page.evaluate("document.activeElement.id") == "orders-d"
 
 
 @pytest.mark.parametrize("name", ["orders", "softmax"])
@@ -293,8 +291,6 @@ def test_every_input_has_a_label_and_numbers_are_announced(open_page):
     visited = [f"{panels()['tiles'].at(**state)[f'{name}.visited']:,}" for name in ("fa1", "fa2")]
     said = page.inner_text("#tiles .said")
     assert said.endswith(f"FA-1 {visited[0]}, FA-2 {visited[1]}.")
-    page.select_option("#measured-figure", "dram")
-    assert "bytes of DRAM" in page.inner_text("#measured .said")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -353,7 +349,7 @@ def test_it_is_there_in_a_second_and_steps_at_once(open_page):
     assert ready < 1000, ready  # milliseconds
     changes = {
         "#orders .transport input": range(9), "#tiles-n": range(6), "#orders-d": (16, 32),
-        "#traffic-gpu": ("A100", "H100", "RTX 4090"),
+        "#plan-gpu": ("A100", "H100", "RTX 4090"),
     }  # fmt: skip
     for selector, values in changes.items():
         taken = sorted(page.evaluate(TIMED, [selector, str(value)]) for value in values)
@@ -421,10 +417,10 @@ def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
 def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
     page = open_page(url)
     for selector, value, message in (
-        ("#orders-N", "513", "N is 513: allowed is a whole number from 1 to 512"),
-        ("#tiles-n", "0", "n is 0: allowed is"),
+        ("#orders-N", "513", "N: 513 is outside: allowed is 1 to 512"),
+        ("#tiles-n", "0", "n: 0 is outside: allowed is"),
         ("#softmax-scores", "1 two", "scores has 'two'"),
-        ("#traffic-tiles", "wide", "tiles is 'wide': allowed is auto"),
+        ("#plan-T", "0", "T: 0 is outside"),
     ):
         enter(page, selector, value)
         name = selector[1:].split("-")[0]
