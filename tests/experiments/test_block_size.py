@@ -5,8 +5,9 @@ from experiment_helpers import cells, made_up, noted_calls
 from test_experiments import store_synthetic
 
 from experiments import block_size
+from experiments.lab.measure import scaling
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import MODEL, Store
+from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import io_model
 
@@ -24,76 +25,63 @@ def measured(problem, series, Br, Bc):
     ]
 
 
-def synthetic(head_dims=(64,)):
+def synthetic():
     rows = []
     for dtype in block_size.UNITS:
-        for d in head_dims:
-            problem = block_size.setting(1024, d, dtype=dtype)
-            for tile in block_size.wanted_tiles(problem):
-                rows += [*block_size._model(problem, *tile), *measured(problem, *tile)]
+        for at in block_size.wanted(block_size.setting(64, dtype)):
+            rows += scaling.model("block_size", at)
+            rows += measured(at.problem, at.series, at.Br, at.Bc)
     return rows
 
 
+def tiles(problem):
+    return [(at.series, at.Br, at.Bc) for at in block_size.wanted(problem)]
+
+
 def test_both_orders_over_both_block_sizes_at_the_papers_head_dimension():
-    found = block_size.wanted_tiles(block_size.setting(1024, 64, dtype="float16"))
+    found = tiles(block_size.setting(64, "float16"))
     for series in ("fa1-mma", "fa2-mma"):
         assert {(64, n) for n in block_size.SIZES} <= {t[1:] for t in found if t[0] == series}
         assert {(n, 64) for n in block_size.SIZES} <= {t[1:] for t in found if t[0] == series}
     assert len(found) == len(set(found)) == 22
-    other = block_size.wanted_tiles(block_size.setting(1024, 128))
+    other = tiles(block_size.setting(128))
     assert {t[1] for t in other if t[0] == "fa1-simt"} == {64}
     assert {t[2] for t in other if t[0] == "fa2-simt"} == {64}
 
 
 def test_every_problem_has_as_many_elements():
-    sizes = {d: block_size.setting(1024, d).q_shape for d in block_size.HEAD_DIMS}
+    sizes = {d: block_size.setting(d).q_shape for d in block_size.HEAD_DIMS}
     assert sizes[64] == (64, 16, 1024, 64)
-    assert len({B * H * N * d for B, H, N, d in sizes.values()}) == 1
+    assert {B * H * N * d for B, H, N, d in sizes.values()} == {block_size.ELEMENTS}
 
 
 def test_the_counts_are_those_of_the_fp32_kernels_alone():
     """What the emulator counts is as much as before fp16 and other head dimensions came."""
-    counted = block_size._counted(Options(), Bench(say=lambda line: None), (False,))
-    assert {series for _, series, _, _ in counted} == {"fa1-simt", "fa2-simt"}
-    at_n = [each[1:] for each in counted if each[0].seqlen_q == 1024]
-    assert {each for each in at_n if 512 not in each} == set(at_n) and len(at_n) == 14
+    counted = block_size.counted(quick=False)
+    assert {at.series for at in counted} == {"fa1-simt", "fa2-simt"}
+    at_n = [at for at in counted if at.problem.seqlen_q == 1024]
+    assert {at for at in at_n if 512 not in (at.Br, at.Bc)} == set(at_n) and len(at_n) == 14
 
 
-def test_accesses_in_nd_are_the_same_in_every_dtype_and_head_dimension():
-    """A model row in N d: FA-1 over B_c is the paper's 3 N / B_c + 1 and l and m, at any d."""
-    curves = {}
-    for dtype in block_size.UNITS:
-        for d in (64, 128):
-            problem = block_size.setting(1024, d, dtype=dtype)
-            tiles = [t for t in block_size.wanted_tiles(problem) if t[0].startswith("fa1")]
-            rows = [row for tile in tiles for row in block_size._model(problem, *tile)]
-            found = block_size.points(rows, "fa1", "Bc", "loads", "stores")
-            curves[dtype, d] = block_size.in_units(found, rows[0])
-    for size, value in curves["float32", 64].items():
-        paper = io_model.fa1_paper(block_size.setting(1024, 64), size)
+def test_accesses_in_nd_are_the_papers_formula():
+    """FA-1 over B_c is the paper's 3 N / B_c + 1 and l and m."""
+    found = block_size.accesses(synthetic(), "fa1", "Bc")
+    for size, value in found.items():
+        paper = io_model.fa1_paper(block_size.setting(64), size)
         assert value == pytest.approx(paper / (64 * 16 * 1024 * 64), rel=0.04)
-    for size in block_size.FEWER_SIZES:
-        values = [curve[size] for curve in curves.values()]
-        assert max(values) < 1.05 * min(values)
-    # Bytes in the same units: two or four of them an element.
-    bytes_ = {
-        dtype: made_up("block_size", block_size.setting(1024, 64, dtype=dtype), "fa1-simt", 0,
-                       "traffic", source="l2")
-        for dtype in block_size.UNITS
-    }  # fmt: skip
-    whole = 64 * 16 * 1024 * 64
-    assert block_size.in_units({16: 8.0 * whole}, bytes_["float32"]) == {16: 2}
-    assert block_size.in_units({16: 8.0 * whole}, bytes_["float16"]) == {16: 4}
+    published = block_size.paper("hbm_accesses")
+    assert set(published) == {64, 128, 256, 512}
+    for size, value in published.items():
+        assert value == pytest.approx(3 * 1024 / size + 1, rel=0.01)
 
 
 def test_each_block_size_is_run_as_it_says(monkeypatch):
     calls, cases = noted_calls(monkeypatch)
-    monkeypatch.setattr(block_size, "HEADS", 1)
-    monkeypatch.setattr(block_size, "WIDTH", 64)
-    monkeypatch.setattr(block_size, "_count", lambda *arguments, inputs: [])
-    options = Options(seqlens=(128,), head_dims=(64, 128))
+    for name, value in (("HEADS", 1), ("WIDTH", 128), ("SEQLEN", 128), ("HEAD_DIMS", (64, 128))):
+        monkeypatch.setattr(block_size, name, value)
+    monkeypatch.setattr(scaling, "count", lambda *arguments, inputs: [])
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    rows = [row for row in block_size.measure(options, bench) if row.machine == "some-gpu"]
+    rows = [row for row in block_size.measure(Options(), bench) if row.machine == "some-gpu"]
     assert len({row.key for row in rows}) == len(rows)
     ran = {
         (f"{c['algorithm']}-{c['unit']}", c["tiles"].Br, c["tiles"].Bc, c["shape"][3])
@@ -106,7 +94,7 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
         (*tile, d)
         for dtype in block_size.UNITS
         for d in (64, 128)
-        for tile in block_size.wanted_tiles(block_size.setting(128, d, dtype=dtype))
+        for tile in tiles(block_size.setting(d, dtype))
     }
     assert set(times) == wanted and timed < wanted
     # Counters belong to their tiles.
@@ -119,17 +107,14 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
 
 
 def test_the_figure_has_accesses_and_runtime():
-    figure = block_size.draw(synthetic(block_size.HEAD_DIMS))
-    titles = [ax.get_title() for ax in figure.axes]
-    assert titles == [
-        "accesses (model), N=1024, d=32, 64, 128, 256",
+    figure = block_size.draw(synthetic())
+    assert [ax.get_title() for ax in figure.axes] == [
+        "accesses (model), N=1024, d=64",
         "runtime, N=1024, d=64",
     ]
+    assert [len(ax.lines) for ax in figure.axes] == [5, 9]
     message = figure.legends[0].get_title().get_text()
     assert message.startswith("Larger blocks make fewer accesses")
-    model = [row for row in synthetic() if row.machine == MODEL]
-    few = block_size.draw(model)
-    assert [ax.get_title() for ax in few.axes][1].endswith("ours not recorded yet")
 
 
 def test_the_table_is_in_nd(tmp_path):

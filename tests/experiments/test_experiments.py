@@ -30,7 +30,6 @@ import experiments
 import fa_numba
 from experiments import __main__ as command
 from experiments import (
-    block_size,
     host_cost,
     io_vs_seqlen,
     loop_cost,
@@ -185,7 +184,10 @@ def test_help_explains(arguments, capsys):
         (["run", "speed", "--causal", "maybe"], "invalid choice: 'maybe'"),
         (["run", "speed", "--out", str(Path(__file__) / "x")], "is a file, not a folder"),
         (["run", "speed", "--out", ""], "'' names no folder"),
-        (["run", "speed", "generate", "--seqlens", "37"], f"generate takes{NO_GPU}, only block_"),
+        (
+            ["run", "speed", "generate", "--seqlens", "37"],
+            f"generate takes{NO_GPU}, only ",
+        ),
         (["run", "paged", "--seqlens", "37"], f"--seqlens is nothing that paged takes{NO_GPU}"),
         (["run", "ring", "--seqlens", "37", "--causal=yes"], f"that ring takes{NO_GPU}, only "),
         (["run", "paged", "--head-dims", "64"], f"--head-dims is nothing that paged takes{NO_GPU}"),
@@ -597,21 +599,23 @@ def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_stops(
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
     monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
-    monkeypatch.setattr(command, "names", lambda: ["block_size", "io_vs_seqlen", "loop_cost"])
+    monkeypatch.setattr(command, "names", lambda: ["io_vs_head_dim", "io_vs_seqlen", "loop_cost"])
     out = tmp_path / "out"
     store_synthetic("loop_cost", out)
-    (out / "data" / "block_size").write_text("in the way")
+    (out / "data" / "io_vs_head_dim").write_text("in the way")
     (out / "loop_cost.png").mkdir()
     arguments = ["--quick", "--seqlens", "32", "--head-dims", "16", "--out", str(out)]
     monkeypatch.setattr(Options, "admits", lambda options, row: True)
     assert command.main(["all", *arguments]) == 1
     said = capsys.readouterr().out
     assert "Traceback" not in said
-    assert re.search(f"block_size: {out}/data/block_size.*: (File exists|Not a directory)", said)
+    assert re.search(
+        f"io_vs_head_dim: {out}/data/io_vs_head_dim.*: (File exists|Not a directory)", said
+    )
     assert re.search(f"loop_cost: {out}/loop_cost.png: Is a directory", said)
     assert (out / "io_vs_seqlen.svg").exists()
     last = said.splitlines()[-2:]
-    assert f"{out}/data/block_size" in last[0] and f"{out}/loop_cost.png" in last[1]
+    assert f"{out}/data/io_vs_head_dim" in last[0] and f"{out}/loop_cost.png" in last[1]
 
 
 def test_a_figure_whose_process_is_killed_is_drawn_by_the_command(tmp_path, monkeypatch):
@@ -646,16 +650,6 @@ def test_options_choose_rows():
     assert {row.seqlen_q for row in rows if options.admits(row)} == {512}
     assert options.admits(replace(rows[0], seqlen_q=1, seqlen_k=512))  # a decoding step
     assert not any(Options(causal=(True,)).admits(row) for row in rows)
-    assert all(Options(seqlens=(7,)).admits(row) for row in block_size.published_rows())
-
-
-def test_published_points_follow_the_papers_formula():
-    points = {r.Bc: r.value for r in block_size.published_rows() if r.metric == "traffic"}
-    assert set(points) == {64, 128, 256, 512}
-    problem = Problem(64, 16, 16, 1024, 1024, 64)
-    for Bc, value in points.items():
-        assert value / 1e9 == pytest.approx(io_model.fa1_paper_gb(problem, Bc), rel=0.01)
-    assert len(published.lookup(paper="fa2", item="Fig. 4")) == 116
 
 
 # --- counters, timing, provenance ------------------------------------------------------------
@@ -981,29 +975,16 @@ def titles(figure):
     return [ax.get_title() for ax in figure.axes]
 
 
-def model_rows(name, head_dims, masks, lengths=(64, 128)):
-    if name == "io_vs_seqlen":
-        problems = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
-        return [row for problem in problems for row in io_vs_seqlen._model(problem)]
-    rows = []
-    for N in lengths:
-        for d in head_dims:
-            for mask in masks:
-                problem = Problem(64, 16, 16, N, N, d, causal=mask)
-                for tile in block_size.sweep((32, 64), 64):
-                    rows += block_size._model(problem, *tile)
-    return rows
+def model_rows(head_dims, masks):
+    problems = [one_head(N, d, mask) for d in head_dims for mask in masks for N in (64, 128)]
+    return [row for problem in problems for row in io_vs_seqlen._model(problem)]
 
 
 def test_every_head_dimension_and_mask_has_its_panels():
     head_dims, masks = (32, 64, 128), (False, True)
     wanted = [f"d={d}{', causal' if mask else ''}" for mask in masks for d in head_dims]
-    figure = io_vs_seqlen.draw(model_rows("io_vs_seqlen", head_dims, masks))
+    figure = io_vs_seqlen.draw(model_rows(head_dims, masks))
     assert [t.split("fp32, ")[1] for t in titles(figure)[::2]] == wanted
-    figure = block_size.draw(model_rows("block_size", head_dims, masks))
-    assert {t.split(", ", 1)[1] for t in titles(figure)[::2]} == {
-        f"N={N}{', causal' if mask else ''}, d=32, 64, 128" for N in (64, 128) for mask in masks
-    }
     problems = [fa2_setting(N, 64) for N in (512, 1024, 2048, 4096, 8192)]
     figure = loop_cost.draw([row_of("loop_cost", p, "fa2-simt", 1.0) for p in problems])
     names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
@@ -1032,34 +1013,6 @@ def test_what_is_asked_for_is_counted_or_said(monkeypatch):
     assert counted == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
     assert "not counted: N=2048" in said
 
-    counted, said = counted_by(block_size, monkeypatch)
-    assert counted == {(96, 16, False), (1024, 64, False)}
-    assert said.endswith("shared memory: 64x512, d=64; 512x64, d=64")
-    counted, said = counted_by(block_size, monkeypatch, **asked)
-    assert counted == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
-    for beyond in ("N=2048, d=16", "N=2048, d=128"):
-        assert beyond in said
-    # Nothing counted is filtered out of the figure.
-    assert all(N in asked["seqlens"] and d in asked["head_dims"] for N, d, _ in counted)
-
-
-def test_quick_computes_only_what_it_times():
-    options = Options(quick=True, causal=(False,))
-    rows = [r for r in block_size.measure(options, Bench()) if r.heads_q == block_size.HEADS]
-    assert {r.Bc for r in rows} == {32, 64, 128}
-
-
-def test_a_panel_without_numbers_has_no_ticks():
-    # Only at the paper's setting are there published times to draw.
-    rows = model_rows("block_size", (64,), (False,))
-    for right in block_size.draw(rows).axes[1::2]:
-        assert not right.axison
-        assert right.texts[0].get_text() == "not recorded yet"
-    problem = Problem(64, 16, 16, 1024, 1024, 64)
-    (left, right) = block_size.draw(list(block_size._model(problem, "fa2-simt", 64, 64))).axes
-    assert left.axison and right.axison
-    assert len(right.lines) == 1
-
 
 def test_the_legend_names_only_what_is_drawn():
     def labels(rows):
@@ -1076,7 +1029,7 @@ def test_the_legend_names_only_what_is_drawn():
 
 
 def test_fa1_is_seen_where_fa2_covers_it():
-    rows = model_rows("io_vs_seqlen", (64,), (False,))
+    rows = model_rows((64,), (False,))
     lines = {
         line.get_color(): line
         for line in io_vs_seqlen.draw(rows).axes[0].lines
