@@ -8,7 +8,7 @@ from experiment_helpers import cells, no_gpu, recorded
 
 import fa_numba
 from experiments import block_sparse
-from experiments.block_sparse import SHARES, block_mask, setting
+from experiments.block_sparse import SHARES, Case, block_mask, setting
 from experiments.lab.measure import calls, counts, timing
 from experiments.lab.measure.series import plan
 from experiments.lab.measure.workloads import Inputs
@@ -17,16 +17,15 @@ from experiments.lab.record.store import MODEL, Store, dump
 from experiments.lab.show import report
 
 
-def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares=(None, *SHARES)):
+def timed(problem, machine="some-gpu"):
     """Rows of a GPU whose time is a constant and a part in proportion to the share."""
     rows = []
     for n, series in enumerate(block_sparse.UNITS[problem.dtype]):
-        for pass_ in passes:
-            for share in shares:
+        for pass_ in block_sparse.PASSES:
+            for share in (None, *SHARES):
                 value = (1 + n) * (5.0 + 0.95 * (100 if share is None else share))
-                given = (problem, series, pass_, block_sparse.SIZE, share, machine)
                 found = timing.Timing(value, value, value, 20)
-                fields = block_sparse._fields(*given)
+                fields = Case(series, problem, share, block_sparse.SIZE).fields(pass_, machine)
                 rows.append(calls.time_row(found, "", fields.pop("note"), **fields))
     return rows
 
@@ -39,7 +38,7 @@ def synthetic(machine="some-gpu"):
         rows += timed(problem, machine)
         for share in (None, 10, 50, 100):
             for series in of_dtype:
-                rows += block_sparse._model(problem, series, block_sparse.SIZE, share)
+                rows += block_sparse._model(Case(series, problem, share, block_sparse.SIZE))
     return rows
 
 
@@ -72,11 +71,9 @@ def test_blocks_are_spread_over_the_matrix():
 
 
 def test_the_papers_points():
-    rows = block_sparse.published_rows()
-    times = block_sparse.curve(rows, "published", ("time",))
+    times = block_sparse.paper()
     assert set(times) == {None, *SHARES[:-1]}
     assert (times[10], times[90], times[None]) == (27.2, 175.6, 188.4)
-    assert {(r.pass_, r.dtype, r.seqlen_q) for r in rows} == {("fwd+bwd", "float16", 4096)}
     # The straight line through them begins near 0: time is about proportional to the share.
     shares = np.array(SHARES[:-1])
     slope, start = np.polyfit(shares, [times[s] for s in SHARES[:-1]], 1)
@@ -92,11 +89,11 @@ def test_accesses_grow_with_the_share_as_the_tiles_visited():
         rows = [
             row
             for share in (None, *SHARES)
-            for row in block_sparse._model(problem, series, block_sparse.SIZE, share)
+            for row in block_sparse._model(Case(series, problem, share, block_sparse.SIZE))
         ]
         for pass_ in block_sparse.PASSES:
             mine = [row for row in rows if row.pass_ == pass_]
-            moved = block_sparse.curve(mine, series, ("loads", "stores"))
+            moved = block_sparse.curve(mine, series, "loads", "stores")
             steps = np.diff([moved[share] for share in SHARES])
             # Blocks are whole, so a tenth of them is not the same number everywhere.
             assert steps.min() == pytest.approx(steps.max(), rel=0.01)
@@ -112,7 +109,7 @@ def test_a_pass_is_the_sum_of_its_calls(series):
     given = {"tiles": fa_numba.Tiles(64, 64), "block_mask": block_mask(4096, 64, 30)}
     forward = plan(series, problem, return_lse=True, **given).accesses
     backward = plan(series, problem, passes="bwd", **given).accesses
-    rows = block_sparse._model(problem, series, 64, 30)
+    rows = block_sparse._model(Case(series, problem, 30, 64))
     found = {(row.pass_, row.metric): row.value for row in rows}
     assert found["fwd+bwd", "loads"] == forward.total_loads + backward.total_loads
     assert found["fwd", "stores"] == forward.total_stores
@@ -123,8 +120,8 @@ def test_counts_equal_the_model():
     rows, inputs = [], Inputs(gradient=True)
     for series in block_sparse.SERIES:
         for share in (None, 60):
-            rows += block_sparse._model(problem, series, 16, share)
-            rows += block_sparse._count(problem, series, 16, share, inputs)
+            case = Case(series, problem, share, 16)
+            rows += [*block_sparse._model(case), *block_sparse._count(case, inputs)]
     assert counts.equal(rows) == (16, 16)
     broken = [
         r if r.source == "model" or r.place != "60 % of blocks" else replace(r, value=1)
@@ -136,15 +133,15 @@ def test_counts_equal_the_model():
 def test_without_a_gpu_it_models_and_counts(monkeypatch):
     counted = []
 
-    def count(problem, series, size, share, inputs):
-        counted.append((series, share))
+    def count(case, inputs):
+        counted.append(case.share)
         return []
 
     monkeypatch.setattr(block_sparse, "_count", count)
     rows = list(block_sparse.measure(Options(), Bench(say=pytest.fail)))
     assert {r.machine for r in rows} == {MODEL}
     assert {(r.seqlen_q, r.head_dim) for r in rows} == {(4096, 64), (96, 16)}
-    assert {share for _, share in counted} == {None, *block_sparse.SMALL_SHARES}
+    assert set(counted) == {None, *block_sparse.SMALL_SHARES}
 
 
 def on_the_emulator(monkeypatch, dtypes=("float32",)):
@@ -199,9 +196,9 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(fa_numba, "attention_backward", wrong)
     rows, timed = on_the_emulator(monkeypatch)
     failed = [row for row in rows if row.failed]
-    assert {(r.pass_, block_sparse.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
+    assert {(r.pass_, block_sparse.share_of(r)) for r in failed} == {("fwd+bwd", 50), ("fwd", 50)}
     assert all("failed: dv: error 1.00e-04 against float64 at N=32" in row.note for row in failed)
-    assert len(timed) == len(rows) - len(failed) == 6
+    assert len(timed) == len(rows) - len(failed) == 4
 
 
 def test_a_mask_that_is_ignored_is_noticed(monkeypatch):
@@ -253,23 +250,19 @@ def test_the_table(tmp_path, monkeypatch):
 # --- the figure ------------------------------------------------------------------------------
 
 
-def test_the_figure_has_a_row_of_panels_a_pass():
+def test_the_figure_is_of_both_passes():
     figure = block_sparse.draw(synthetic())
     assert [ax.get_title() for ax in figure.axes] == [
         "forward + backward, N=4096, d=64",
-        "time over that without a mask, less the share",
-        "forward, N=4096, d=64",
         "time over that without a mask, less the share",
     ]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert any("FA-1 paper" in label for label in labels)
     assert {"FA-1 (K/V outer), fp32", "FA-2 (Q outer), fp16"} <= set(labels)
-    # The paper has no forward pass alone, and no other length.
-    lines = [len([x for x in ax.lines if len(x.get_xdata())]) for ax in figure.axes]
-    assert lines == [10, 6, 8, 5]
-    assert block_sparse.deviations({None: 1.0, 10: 0.13, 50: 0.5}) == {
+    assert [len(ax.lines) for ax in figure.axes] == [10, 6]
+    assert block_sparse.deviations({None: 10, 10: 1.3, 50: 5.0}) == {
         10: pytest.approx(0.03), 50: 0,
     }  # fmt: skip
     other = block_sparse.draw(timed(setting(1024)))
     labels = [text.get_text() for text in other.legends[0].get_texts()]
-    assert not any("paper" in label or "model" in label for label in labels)
+    assert not any("paper" in label for label in labels)
