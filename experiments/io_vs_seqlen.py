@@ -8,22 +8,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import counters, counts
-from .lab.measure.scaling import KINDS
-from .lab.measure.series import LABELS, SERIES, call, columns, plan
-from .lab.measure.timing import attempt
+from .lab.measure import counts, scaling
+from .lab.measure.scaling import KINDS, Setting
+from .lab.measure.series import LABELS, SERIES, columns, plan
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, select
+from .lab.record import MODEL, Bench, Options, Row, select
 from .lab.show import style, tables
 
 NAME = "io_vs_seqlen"
 
 MODEL_SEQLENS = tuple(1 << n for n in range(5, 17))
-COUNTED_SEQLENS = (32, 64, 128, 256, 512, 1024)  # minutes on the emulator beyond
+COUNTED_SEQLENS = (32, 64, 128, 256, 512, 1024)
 BOUNDS = {
     "theta-standard": lambda problem, M: io_model.theta_standard(problem),
     "theta-flash": io_model.theta_flash,
@@ -39,69 +37,44 @@ BOUND_STYLES = {
 }
 
 
+def at(problem: Problem) -> list[Setting]:
+    """Each series at the tiles that are chosen for it."""
+    tiles = {series: plan(series, problem).tiles for series in SERIES}
+    return [Setting(series, problem, of.Br, of.Bc) for series, of in tiles.items()]
+
+
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     lengths = MODEL_SEQLENS[: 6 if options.quick else None]
     cases = options.grid(one_head, lengths, HEAD_DIMS)
     for problem in bench.track(cases, "closed forms"):
         yield from _model(problem)
 
-    inputs = Inputs()
-    cases = _countable(options, bench)
-    work = [(series, problem) for problem in cases for series in SERIES]
-    yield from bench.counted(work, "counting on the emulator", partial(_count, inputs=inputs))
+    lengths = COUNTED_SEQLENS[: 2 if options.quick else None]
+    cases = counts.countable(options.grid(one_head, lengths, HEAD_DIMS), bench)
+    with device.using("emulator"):
+        work = [(setting,) for problem in cases for setting in at(problem)]
+    count = partial(scaling.count, NAME, inputs=Inputs())
+    yield from bench.counted(work, "counting on the emulator", count)
 
     if bench.machine is not None:
         lengths = SEQLENS[: 2 if options.quick else None]
-        yield from _hardware(options.grid(fa2_setting, lengths, HEAD_DIMS), bench)
+        cases = options.grid(fa2_setting, lengths, HEAD_DIMS)
+        yield from scaling.hardware(NAME, [s for problem in cases for s in at(problem)], bench)
 
 
-def _countable(options: Options, bench: Bench) -> list[Problem]:
-    longest = max(COUNTED_SEQLENS)
-    beyond = [N for N in options.seqlens or () if N > longest]
-    if beyond:
-        bench.say(
-            f"  not counted: N={', '.join(map(str, beyond))}; beyond {longest} the emulator "
-            "takes minutes"
-        )
-    every = options.grid(one_head, COUNTED_SEQLENS[: 2 if options.quick else None], HEAD_DIMS)
-    return [problem for problem in every if problem.seqlen_q <= longest]
-
-
-def _model(problem: Problem) -> list[Row]:
+def _model(problem: Problem) -> Iterator[Row]:
     """Closed forms at the emulated device's tiles, so that they are the same on every machine."""
-    rows: list[Row] = []
     with device.using("emulator"):
         M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
-        for series in SERIES:
-            planned = plan(series, problem)
-            common = columns(NAME, series, problem, MODEL, planned.tiles)
-            rows += counts.totals(planned.accesses, **common)
+        for series in SERIES:  # a plan knows whether a row of S fits in shared memory
+            made = plan(series, problem)
+            common = columns(NAME, series, problem, MODEL, made.tiles)
+            yield from counts.totals(made.accesses, **common)
     for series, bound in BOUNDS.items():
         note = "" if series == "theta-standard" else f"M={M}"
         common = columns(NAME, series, problem, MODEL, note=note)
         value = float(bound(problem, M))
-        rows.append(Row(metric="accesses", unit="elements", value=value, **common))
-    return rows
-
-
-def _count(series: str, problem: Problem, inputs: Inputs) -> Iterator[Row]:
-    with fa_numba.count_accesses() as counted:
-        tiles = plan(series, problem).tiles
-        call(series, problem, *inputs(problem))()
-    yield from counts.totals(counted, **columns(NAME, series, problem, EMULATOR, tiles))
-
-
-def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
-    work = [(series, problem) for problem in cases for series in SERIES]
-    wanted = [counters.Case.of(SERIES[series], problem) for series, problem in work]
-    results = counters.count_or_say(wanted, counters.TRAFFIC, bench.say)
-    if results is None:
-        return
-    for (series, problem), result in zip(work, results, strict=True):
-        planned, failure = attempt(plan, series, problem)
-        tiles = None if planned is None else planned.tiles
-        common = columns(NAME, series, problem, bench.machine, tiles)
-        yield from counters.traffic(failure or result, planned, **common)
+        yield Row(metric="accesses", unit="elements", value=value, **common)
 
 
 # What is drawn of a source, one look each; bounds have another, without marks.
@@ -111,7 +84,7 @@ LOOKS = {
     "l2": {"ls": "", "marker": "x"},
     "dram": {"ls": "--", "mfc": "white"},
 }
-_BOUND = {"ls": ":", "lw": 1.4}
+_BOUND: dict[str, Any] = {"ls": ":", "lw": 1.4}
 
 
 def draw(rows: Sequence[Row]) -> Any:
@@ -125,8 +98,14 @@ def draw(rows: Sequence[Row]) -> Any:
         masked = ", causal" if mask else ""
         left.set_title(f"accesses of one head, fp32, d={d}{masked}")
         right.set_title(f"bytes moved, 16k tokens, hidden 2048, d={d}{masked}")
-        _accesses(left, [row for row in mine if row.unit == "elements"])
-        _bytes(right, [row for row in mine if row.metric == "traffic"])
+        _panel(left, select(mine, unit="elements"), ("model", "counted"))
+        for series, (like, _) in BOUND_STYLES.items():
+            points = _over_n(select(mine, series=series))
+            style.line(left, points, color=style.COLOURS[like], **_BOUND)
+        left.set_ylabel("loads + stores (elements)")
+        _panel(right, select(mine, metric="traffic"), ("model", "l2", "dram"))
+        style.byte_axis(right.yaxis)
+        right.set_ylabel("bytes of one forward call")
     notes = {row.series: row.note for row in rows}
     drawn = {row.series for row in rows}
     # The bounds are rows of the model too, but dotted lines of their own.
@@ -153,8 +132,8 @@ def _message(rows: Sequence[Row]) -> str:
     grown: dict[str, list[float]] = {}
     for series in SERIES:
         for d in {row.head_dim for row in rows}:
-            points = _bytes_over_n(rows, series, "dram", d)
-            if len(points) > 1:
+            dram = {"source": "dram", "head_dim": d, "causal": False}
+            if len(points := _over_n(select(rows, series=series, **dram))) > 1:
                 shortest, longest = points[0], points[-1]
                 grown.setdefault(series, []).append(longest[1] / shortest[1])
     if "fa2-simt" not in grown or len(grown) < 2:
@@ -168,42 +147,25 @@ def _message(rows: Sequence[Row]) -> str:
     )
 
 
-def _accesses(ax: Any, rows: Sequence[Row]) -> None:
+def _panel(ax: Any, rows: Sequence[Row], sources: Sequence[str]) -> None:
     if not rows:
-        style.empty(ax, "no counts")
+        style.empty(ax, "nothing recorded yet")
         return
     for series in SERIES:
-        for source in ("model", "counted"):
-            points = _per_head(r for r in rows if (r.series, r.source) == (series, source))
-            ax.plot(*style.xy(points), **_look(series, source))
-    for series, (like, _) in BOUND_STYLES.items():
-        points = _per_head(r for r in rows if r.series == series)
-        ax.plot(*style.xy(points), color=style.COLOURS[like], **_BOUND)
+        for source in sources:
+            points = _over_n(select(rows, series=series, source=source))
+            style.line(ax, points, **_look(series, source))
     lengths = sorted({row.seqlen_q for row in rows})
     style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N")
-    ax.set(xlim=(None, max(lengths) * 1.2), yscale="log", ylabel="loads + stores (elements)")
+    ax.set(xlim=(None, max(lengths) * 1.2), yscale="log")
 
 
-def _bytes(ax: Any, rows: Sequence[Row]) -> None:
-    if not rows:
-        style.empty(ax, "no hardware counters\nrecorded yet")
-        return
-    for series in SERIES:
-        for source in ("model", "l2", "dram"):
-            points = _bytes_over_n(rows, series, source)
-            ax.plot(*style.xy(points), **_look(series, source))
-    style.sizes(ax, sorted({row.seqlen_q for row in rows}), "sequence length N")
-    ax.set_yscale("log")
-    style.byte_axis(ax.yaxis)
-    ax.set_ylabel("bytes of one forward call")
-
-
-def _bytes_over_n(
-    rows: Sequence[Row], series: str, source: str, d: int | None = None
-) -> list[tuple[int, float]]:
-    of = {} if d is None else {"head_dim": d, "causal": False}
-    found = select(rows, series=series, source=source, metric="traffic", **of)
-    return sorted((row.seqlen_q, row.number) for row in found)
+def _over_n(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """Loads and stores, or bytes, added up."""
+    totals: dict[int, float] = {}
+    for row in rows:
+        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + row.number
+    return sorted(totals.items())
 
 
 def _look(series: str, source: str) -> dict[str, Any]:
@@ -212,15 +174,6 @@ def _look(series: str, source: str) -> dict[str, Any]:
     if source != "model":
         look |= {"marker": style.MARKERS[series], "ms": 1.6 * WIDTHS[series] + 3, "lw": 1.4}
     return look | LOOKS[source]
-
-
-def _per_head(rows: Any) -> list[tuple[int, float]]:
-    """Loads and stores added up, for one batch entry and head, over N."""
-    totals: dict[int, float] = {}
-    for row in rows:
-        share = row.value / (row.batch * row.heads_q)
-        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + share
-    return sorted(totals.items())
 
 
 # Of the lengths measured, those that the page shows.

@@ -39,7 +39,7 @@ from experiments import (
     speed_fp16,
 )
 from experiments.beside import paper_bars
-from experiments.lab.measure import calls, check, counters, counts, peers, speeds, timing
+from experiments.lab.measure import calls, check, counters, counts, peers, scaling, speeds, timing
 from experiments.lab.measure.series import (
     HOPPER_PLANES,
     LABELS,
@@ -991,27 +991,22 @@ def test_every_head_dimension_and_mask_has_its_panels():
     assert all(f"N={p.seqlen_q}, " in t for p, t in zip(problems, names, strict=True))
 
 
-def counted_by(experiment, monkeypatch, **options):
-    """The problems that a run on a machine without a GPU counts, and what it says."""
-    said, counted = [], []
-
-    def count(*arguments, inputs):
-        counted.append(next(x for x in arguments if isinstance(x, Problem)))
-        return []
-
-    monkeypatch.setattr(experiment, "_count", count)
-    list(experiment.measure(Options(**options), Bench(say=said.append)))
-    return {(p.seqlen_q, p.head_dim, p.causal) for p in counted}, " ".join(said)
-
-
 def test_what_is_asked_for_is_counted_or_said(monkeypatch):
-    counted, said = counted_by(io_vs_seqlen, monkeypatch)
+    said, counted = [], []
+    monkeypatch.setattr(
+        scaling, "count", lambda name, setting, inputs: counted.append(setting.problem) or []
+    )
+
+    def counts(**options):
+        said.clear(), counted.clear()
+        list(io_vs_seqlen.measure(Options(**options), Bench(say=said.append)))
+        return {(p.seqlen_q, p.head_dim, p.causal) for p in counted}
+
     lengths = (32, 64, 128, 256, 512, 1024)
-    assert (counted, said) == ({(N, d, False) for N in lengths for d in (64, 128)}, "")
+    assert counts() == {(N, d, False) for N in lengths for d in (64, 128)} and not said
     asked = {"seqlens": (48, 1024, 2048), "head_dims": (16, 128), "causal": (True,)}
-    counted, said = counted_by(io_vs_seqlen, monkeypatch, **asked)
-    assert counted == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
-    assert "not counted: N=2048" in said
+    assert counts(**asked) == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
+    assert "not counted, minutes on the emulator: N=2048" in said[0]
 
 
 def test_the_legend_names_only_what_is_drawn():
