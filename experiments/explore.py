@@ -201,14 +201,14 @@ def page(rows: Sequence[Row], note: str) -> str | None:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    from .beside import explore_picture
+    from .beside import film
 
     found = _counted(rows)
     if not found:
         return None
     plain = {key: both for key, both in found.items() if key[4:6] == ("no", 0)} or found
     most = max(plain, key=lambda key: (key[0] ** 2 // (key[2] * key[3]), -key[1], key))
-    return explore_picture.draw([unpack(row) for row in plain[most].values()])
+    return film.draw([unpack(row) for row in plain[most].values()])
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

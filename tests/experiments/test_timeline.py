@@ -19,7 +19,6 @@ from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import registry, runner
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
-from experiments.lab.show import style
 from fa_numba import Tiles, algorithms, io_model
 
 # N, d, Br, Bc, causal: ragged ends, one tile, more rows or more columns in a tile.
@@ -169,75 +168,45 @@ def test_fa1_is_shown_to_read_o_again_and_fa2_is_not():
 # --- the animation -----------------------------------------------------------------------------
 
 
-STRONG = {timeline.INPUT, timeline.AGAIN, timeline.WRITTEN}
-ON_CHIP = {timeline.SHARED, timeline.REGISTERS}
+def colours(side):
+    return {key: to_hex(box.get_facecolor()).upper() for key, box in side.boxes.items()}
 
 
-def frames(data):
-    """Of every frame the colours in the matrices, above the captions, and how long it lasts."""
-    image = Image.open(io.BytesIO(data))
-    found = []
-    for n in range(image.n_frames):
-        image.seek(n)
-        matrices = image.crop((0, 110, image.width, 530)).convert("RGB")
-        colours = {"#" + bytes(rgb).hex().upper() for _, rgb in matrices.getcolors(1 << 16)}
-        found.append((colours, image.info["duration"]))
-    return found
+def test_a_moment_shows_what_moves_and_what_is_done(traced):
+    for side in film._sides(traced[2])[1]:
+        trace, begun = side.trace, []
+        for n, event in enumerate(moves.events(trace)):
+            assert side.at(event.start) == n
+            shown = colours(side)
+            strong = {
+                key
+                for key, shade in shown.items()
+                if shade in (timeline.INPUT, timeline.AGAIN, timeline.WRITTEN)
+            }
+            assert strong == {f"{move.array}{trace.tile(move)}" for move in event.moves}
+            assert {shown[key] for key in strong} == {timeline.colour(m) for m in event.moves}
+            computed = {f"S{v.i},{v.j}" for v in trace.visits if v.start <= event.start}
+            done = {key for key in shown if shown[key] in (film.SEEN, film.NOW)}
+            assert done == computed
+            begun += [(m.array, m.kind) for m in event.moves]
+            read, written = begun.count(("O", "load")), begun.count(("O", "store"))
+            line = f"{trace.lines(event.moves)}: {event.moves[0].kind} "
+            assert side.said(n).startswith(line)
+            assert side.said(n).endswith(f"tiles of O: {read} read, {written} written")
+        assert side.said(side.at(trace.bytes)).startswith("done")
+        assert moves.size(trace.bytes) in side.ax.get_title()
 
 
-def test_the_animation_shows_every_move(traced):
-    _, rows, traces = traced
-    shown = frames(timeline.animate(rows, "from a test"))
-    assert len(shown) == len(film.ticks(traces)) + 2
-    # The first and last frames stand still for longer, and every other one shows a move.
-    for colours, lasts in (shown[0], shown[-1]):
-        assert not colours & (STRONG | ON_CHIP) and lasts >= film.START
-    assert all(colours & STRONG for colours, _ in shown[1:-1])
-    seen = set().union(*(colours for colours, _ in shown))
-    moved = {timeline.colour(move) for trace in traces for move in trace.moves}
-    assert seen & STRONG == moved and ON_CHIP <= seen
-
-
-def places(data, shade):
-    """In the left half: where the middle of the colour lies, in thirds of S, down and to the right.
-
-    A frame without the colour, and one that shows the same as the one before it, are left out.
-    """
-    image, found = Image.open(io.BytesIO(data)), []
-    rgb = [int(shade[at : at + 2], 16) for at in (1, 3, 5)]
-    for n in range(image.n_frames):
-        image.seek(n)
-        left = np.asarray(
-            image.convert("RGB").crop((138, 202, image.width // 2, 202 + film.SQUARE))
-        )
-        where = np.argwhere((left == rgb).all(axis=-1))
-        if where.size:
-            place = tuple(int(x * 3 // film.SQUARE) for x in where.mean(axis=0))
-            found += [place] if found[-1:] != [place] else []
-    return found
-
-
-def test_the_animation_shows_tiles_where_they_lie():
-    """Three by three tiles, FA-1: of O and l, m at the right, level with their rows of S; of S."""
-    data = timeline.animate(measured(24, 4, 8, 8, False), "")
-    for shade, passes in ((timeline.WRITTEN, 3), (timeline.AGAIN, 2)):
-        assert [i for i, _ in places(data, shade)] == [0, 1, 2] * passes
-    computed = places(data, style.COLOURS["fa1-simt"])
-    assert computed == [(i, j) for j in range(3) for i in range(3)]
-
-
-def test_a_frame_shows_all_that_has_moved_since_the_one_before(monkeypatch):
-    rows = measured(16, 4, 8, 8, False)
-    monkeypatch.setattr(film, "ticks", lambda traces: [film.events(traces[0])[-1].start])
-    image = Image.open(io.BytesIO(timeline.animate(rows, "")))
-    image.seek(1)
-    picture = np.asarray(image.convert("RGB").crop((0, 110, image.width, 530)))
-    # But for gaps between tiles: Q, K and V of both orders; O of both, l and m of FA-1, L of FA-2.
-    wide = {timeline.INPUT: 6 * film.THICK, timeline.WRITTEN: 2 * film.THICK + 3 * film.THIN}
-    for shade, thickness in wide.items():
-        rgb = [int(shade[at : at + 2], 16) for at in (1, 3, 5)]
-        area = (picture == rgb).all(axis=-1).sum()
-        assert 0.95 < area / (film.SQUARE * thickness) <= 1
+def test_boxes_lie_as_the_matrices_do():
+    """Three by three tiles: K and V above S, Q left and O right of it."""
+    (side, _) = film._sides(moves.traces(measured(24, 4, 8, 8, False)))[1]
+    at = {key: box.get_xy() for key, box in side.boxes.items()}
+    for i in range(3):
+        assert at[f"Q{i}"][0] < 0 and at[f"O{i}"][0] > 1
+        assert at[f"Q{i}"][1] == at[f"O{i}"][1] == at[f"S{i},0"][1] == 1 - (i + 1) / 3
+        for j in range(3):
+            assert at[f"S{i},{j}"][0] == at[f"K{j}"][0] == at[f"V{j}"][0] == j / 3
+    assert min(at["K0"][1], at["V0"][1]) > 1
 
 
 def test_blocks_are_shown_in_the_order_of_the_grid():
@@ -258,42 +227,48 @@ def test_blocks_are_shown_in_the_order_of_the_grid():
 
 
 def test_the_animation_on_show_is_of_the_recording():
-    data, kept = timeline.animate(recorded(), ""), (FIGURES / "timeline.gif").read_bytes()
-    assert [lasts for _, lasts in frames(data)] == [lasts for _, lasts in frames(kept)]
-    assert len(kept) < 1_000_000
+    """A frame a moment, and the last one longer: pictures that are the same would be one."""
+    image = Image.open(FIGURES / "timeline.gif")
+    shown = []
+    for n in range(image.n_frames):
+        image.seek(n)
+        shown.append(image.info["duration"])
+    clocks = film.clocks(moves.traces(recorded()))
+    assert shown == [film.FRAME] * (len(clocks) - 1) + [film.END]
+    assert (FIGURES / "timeline.gif").stat().st_size < 1_000_000
 
 
-def test_no_move_falls_between_two_frames(traced):
+def test_no_move_falls_between_two_frames(traced, monkeypatch):
     """However few frames there may be, every event starts between one and the next."""
-    traces = traced[2]
-    starts = {event.start for trace in traces for event in film.events(trace)}
+    starts = {event.start for trace in traced[2] for event in moves.events(trace)}
     for most in (240, 5, 1):
-        clocks = film.ticks(traces, most)
-        assert len(clocks) <= most and clocks == sorted(set(clocks))
-        assert clocks[-1] == max(starts) and set(clocks) <= starts
+        monkeypatch.setattr(film, "MOST_FRAMES", most)
+        *clocks, end = film.clocks(traced[2])
+        assert len(clocks) <= most and clocks == sorted(set(clocks)) and set(clocks) <= starts
+        assert end == max(trace.bytes for trace in traced[2])
 
 
 def test_of_the_default_shape_a_frame_has_one_tile_of_each_order():
     traces = moves.traces(recorded())
-    clocks = [-1, *film.ticks(traces)]
+    clocks = [-1, *film.clocks(traces)]
     for trace in traces:
-        begun = [event.start for event in film.events(trace)]
+        begun = [event.start for event in moves.events(trace)]
         for before, clock in zip(clocks, clocks[1:], strict=False):
             assert sum(before < start <= clock for start in begun) <= 1
 
 
 def test_several_problems_are_shown_one_after_the_other():
-    rows = [measured(16, 4, 8, 8, causal) for causal in (False, True)]
-    counts = [len(frames(timeline.animate(each, ""))) for each in rows]
-    both = rows[0] + rows[1]
+    one = measured(16, 4, 8, 8, False)
+    both = one + measured(16, 4, 8, 8, True)
     assert len(timeline.draw(both).axes) == 4
-    assert len(frames(timeline.animate(both, ""))) == sum(counts)
+    image = Image.open(io.BytesIO(timeline.animate(both, "from a test")))
+    assert image.n_frames > len(film.clocks(moves.traces(one)))
 
 
 def test_a_part_of_a_trace_can_be_shown():
     rows = recorded()
     for part in (rows[:1], rows[-1:], [r for r in rows if r.series == "fa2-simt"]):
-        assert timeline.draw(part).axes and timeline.animate(part, "")
+        assert timeline.draw(part).axes
     for part in ([], [r for r in rows if r.source == "model"]):
         assert timeline.draw(part) is timeline.animate(part, "") is timeline.table(part) is None
 
