@@ -1,7 +1,6 @@
 """The papers' algorithms as text: against the reference, step by step, and as twins."""
 
 import ast
-import dataclasses
 import inspect
 import math
 import re
@@ -10,7 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from fa_numba import algorithms, io_model
+from fa_numba import io_model
 from fa_numba.algorithms import (
     fa1_backward,
     fa1_forward,
@@ -23,7 +22,6 @@ from fa_numba.algorithms import (
 from fa_numba.problem import Problem
 from fa_numba.reference import attention, attention_backward, relative_error
 
-EPS = np.finfo(np.float64).eps
 TIGHT = 1e-12
 
 
@@ -56,16 +54,14 @@ def gradients(backward, Q, K, V, dO, *, Br=2, Bc=3, **options):
 
 
 FORWARD = [standard, fa1, fa2_forward]
-TILED = [fa1, fa2_forward]
 BACKWARD = [standard_backward, fa1_backward, fa2_backward]
 
 
-def random_inputs(Nq, Nk, d, *, seed=0, size=1.0):
+def random_inputs(Nq, Nk, d, *, seed=0):
     """Q, K, V and dO."""
     rng = np.random.default_rng(seed)
     shapes = ((Nq, d), (Nk, d), (Nk, d), (Nq, d))
     arrays = [rng.standard_normal(shape) for shape in shapes]
-    arrays[0] *= size
     for a in arrays:
         a.setflags(write=False)
     return arrays
@@ -119,66 +115,13 @@ def test_every_backward_is_the_gradient_of_attention(backward, shape, scale, cau
         np.testing.assert_allclose(out, ref, rtol=TIGHT, atol=TIGHT)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_huge_logits(shape, causal):
-    Q, K, V, dO = random_inputs(*shape, size=1e4)
-    want = one_head(attention, Q, K, V, causal=causal, return_lse=True)
-    bound = 1e4 * shape[-1] * 10 * EPS  # a score's rounding is a relative error of its weight
-    for compute in FORWARD:
-        agree(compute(Q, K, V, Br=3, Bc=2, causal=causal), want, bound)
-    want = one_head(attention_backward, dO, Q, K, V, causal=causal)
-    for backward in BACKWARD:
-        got = gradients(backward, Q, K, V, dO, causal=causal)
-        np.testing.assert_allclose(
-            np.concatenate(got), np.concatenate(want), rtol=bound, atol=1e4 * bound
-        )
-
-
 # --- step by step -----------------------------------------------------------------------------
-
-# q, K, V and the states after each block of 4 keys, scores q.k; printed to three decimals.
-WORKED_Q = np.array([[1.0, 0, 2, 1]])
-WORKED_K = np.array(
-    [
-        *([1.0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0]),
-        *([2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]),
-    ]
-)
-WORKED_V = np.array(
-    [
-        *([2.0, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0]),
-        *([1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3]),
-    ]
-)
-HALF_DIGIT = 5.0e-4
 
 
 def watched(function, *arrays, **options):
     """(the steps, what the function gives)"""
     steps = []
     return steps, function(*arrays, **options, watch=steps.append)
-
-
-@pytest.mark.parametrize("forward", [fa1_forward, fa2_forward])
-def test_the_worked_example_step_by_step(forward):
-    arrays = WORKED_Q, WORKED_K, WORKED_V
-    steps, (O, *_) = watched(forward, *arrays, Br=1, Bc=4, scale=1.0)
-    assert [(s.algorithm, s.i, s.j) for s in steps] == [(forward.__name__, 0, j) for j in (0, 1)]
-    printed = [
-        ([1, 2, 4, 2], 4.0, 1.320, 0.0, [0.641, 2.185, 1.135, 1.420]),
-        ([5, 1, 3, 1], 5.0, 1.657, 0.368, [1.525, 3.822, 2.553, 0.749]),
-    ]
-    for step, (scores, m, l, factor, o) in zip(steps, printed, strict=True):
-        at = step.on_chip
-        np.testing.assert_array_equal(at["Sij"], [scores])
-        assert at["mi"].item() == m
-        # l is cut, not rounded: 1.6577 is printed as 1.657
-        assert math.floor(at["li"].item() * 1000) == round(l * 1000)
-        assert at["factor"].item() == pytest.approx(factor, abs=HALF_DIGIT)
-        unnormalised = at["Oi"] * at["li"] if forward is fa1_forward else at["Oi"]
-        np.testing.assert_allclose(unnormalised, [o], rtol=0, atol=HALF_DIGIT)
-    np.testing.assert_allclose(O, [[0.920, 2.306, 1.540, 0.452]], rtol=0, atol=HALF_DIGIT)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -259,22 +202,6 @@ def test_what_steps_read_and_write_is_what_the_access_model_counts():
         assert read[name] == model.loads[array]
     assert read["dOi"] == model.loads["dO"] - Nq * d  # once more, for D
     assert sizes(steps, "written") == {"dQi": model.stores["dQ"] - Nq * d}  # the zeros
-
-
-def test_a_step_stays_as_it_was():
-    Q, K, V, _ = random_inputs(4, 8, 2)
-    copies = []
-
-    def keep(step):
-        copies.append({name: tile.copy() for name, tile in step.read.items()})
-
-    kept = []
-    fa1_forward(Q, K, V, Br=2, Bc=2, watch=lambda step: (kept.append(step), keep(step)))
-    for step, copied in zip(kept, copies, strict=True):
-        for name, tile in step.read.items():
-            np.testing.assert_array_equal(tile, copied[name])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        kept[0].i = 1
 
 
 # --- how the text reads ------------------------------------------------------------------------
@@ -412,9 +339,3 @@ def test_bad_shapes_are_named_backward():
         fa2_backward(Q, K, V, K, dO, m, **tiles)
     with pytest.raises(ValueError, match=r"P has shape \(2, 2\): allowed is \(2, 3\)"):
         standard_backward(Q, K, V, np.ones((2, 2)), dO)
-
-
-def test_the_text_imports_no_kernel():
-    tree = ast.parse(inspect.getsource(algorithms))
-    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level}
-    assert imported == {"checks", "masks", "problem"}

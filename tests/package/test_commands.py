@@ -71,16 +71,6 @@ def test_help_explains(module, capsys):
     assert module.DESCRIPTION in text
 
 
-def test_it_runs_as_a_module():
-    done = subprocess.run(
-        [sys.executable, "-m", "fa_numba", "trace", "--example", "3"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "0.032   0.087   0.237   0.644" in done.stdout and done.stderr == ""
-
-
 @pytest.mark.parametrize("module", ["fa_numba", "fa_numba plan --help", "experiments list"])
 def test_an_interrupt_while_it_is_imported_shows_no_traceback(module, tmp_path):
     """As NumPy is imported, which sends it here."""
@@ -117,16 +107,6 @@ def test_the_worked_example(capsys):
     assert found["q_outer"]["between"] == {"read": 0, "written": 0}
     # o has four numbers, l and m one each, in two passes
     assert found["k_outer"]["between"] == {"read": 12, "written": 12}
-
-
-def test_the_second_example(capsys):
-    found = traced(capsys, "--example", "2")
-    for order in ("k_outer", "q_outer"):
-        first, second = found[order]["blocks"]
-        assert (first["scores"], second["scores"]) == ([3, 1, 2, 4], [5, 1, 3, 1])
-        assert (first["m"], second["m"]) == (4.0, 5.0)
-        assert first["l"] == pytest.approx(1.553, abs=HALF_DIGIT)
-        assert second["factor"] * first["l"] == pytest.approx(0.571, abs=HALF_DIGIT)
 
 
 def test_the_numbers_are_those_of_the_algorithms(capsys, monkeypatch):
@@ -167,14 +147,6 @@ def test_any_row_is_that_row_of_attention(arguments, row, capsys, tmp_path):
     seen = row + 9 if options["causal"] else 31
     assert found["keys_seen"] == seen == found["q_outer"]["blocks"][-1]["keys"][1]
     np.testing.assert_allclose(found["reference"], want, rtol=1e-12)
-
-
-def test_a_single_row_may_have_one_axis(capsys, tmp_path):
-    path = tmp_path / "row.npz"
-    np.savez(path, q=[1, 0], K=np.eye(2, dtype=int), V=np.eye(2))
-    found = traced(capsys, "--file", str(path), "--scale", "1")
-    assert found["rows"] == 1
-    np.testing.assert_allclose(found["q_outer"]["output"]["o"], [np.e / (1 + np.e), 1 / (1 + np.e)])
 
 
 def test_random_rows_have_their_seed(capsys):
