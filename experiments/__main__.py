@@ -230,7 +230,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "report":
         return _report(console)
     if args.command == "compare":
-        return compare.run(args, parser, arguments)
+        return compare.run(args, parser)
     if args.command == "explore":
         from .beside import (
             explore_server,  # which draws nothing, and needs the colours of what does
