@@ -1,7 +1,7 @@
 """The command python -m experiments compare: both loop orders at one size of the reader's own."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ class Line:
     """A line of the table: what, by series, how a number is written, and where it is from."""
 
     what: str
-    values: dict[str, float]
+    values: Mapping[str, float]
     shown: Callable[[float], str]
     source: str
 
@@ -112,7 +112,7 @@ def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
     yield Line("time, at least", floors, text_of.seconds, "data sheet")
 
 
-def _over(what: str, values: dict[str, float], source: str) -> Iterator[Line]:
+def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]:
     fa2 = next((x for series, x in values.items() if series.startswith("fa2")), None)
     if fa2:
         ratios = {series: x / fa2 for series, x in values.items()}
