@@ -52,17 +52,6 @@ def tiles(text: str) -> Tiles:
     return Tiles(Br, Bc)
 
 
-def finite(text: str) -> float:
-    """A finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
-    return value
-
-
 def as_json(value: Any) -> str:
     """JSON text; what JSON has no number for becomes "inf", "-inf" or "nan"."""
     return json.dumps(_plain(value), indent=2, allow_nan=False)
