@@ -3,7 +3,6 @@
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare, spills
 from .lab.measure import tune
-from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, schedule
+from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins
 from .lab.record.drawing import side_by_side
 from .lab.record.options import CHOICES, QUICK
 from .lab.record.registry import load, names, needs, takes, words
@@ -108,15 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         about = f"any of: {', '.join(names())}"
         sub.add_argument("names", nargs="+", choices=names(), metavar="NAME", help=about)
     text = "run every experiment that this machine can run, draw every figure, say what is new"
-    every = commands.add_parser(
-        "all",
-        help=text,
-        description=f"{text}. On a GPU: what changed since its recording, the most out of date "
-        f"first, for {schedule.ALL_MINUTES} minutes; the next time goes on.",
-        epilog=chosen,
-        parents=[choices],
-    )
-    every.add_argument("--full", action="store_true", help="measure on a GPU until all is done")
+    about = f"{text}. On a GPU: what fa_numba's sources changed since; interrupted, it goes on."
+    commands.add_parser("all", help=text, description=about, epilog=chosen, parents=[choices])
     compare.add(commands)
     text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
     serving = commands.add_parser("explore", help=text, description=text)
@@ -176,30 +168,6 @@ def _origins(console: Console) -> int:
     for line, _ in found:
         console.print(line, soft_wrap=True, highlight=False)
     return int(any(lost for _, lost in found))
-
-
-def _run_what_changed(runner: Runner, chosen: Sequence[str], seconds: float | None) -> list[str]:
-    """Measure on a GPU what changed since its recording, draw everything; gives what is left."""
-    end = None if seconds is None else time.monotonic() + seconds
-    due = runner.due(chosen)
-    names = [each.name for each in due]
-    others = [name for name in chosen if name not in names]
-    same = [name for name in others if not runner.lacking(name)]
-    for line in schedule.said(due, same, seconds):
-        runner.console.print(line, soft_wrap=True, highlight=False)
-    left = []
-    for name in [*names, *others]:
-        rest = None if end is None else end - time.monotonic()
-        if name in names and rest is not None and rest <= 0:
-            left.append(name)
-        elif name not in same:
-            try:
-                with schedule.within(rest):
-                    runner.measure(name)
-            except schedule.OutOfTime:
-                left.append(name)
-        runner.draw(name)
-    return left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -274,21 +242,15 @@ def _command(arguments: Sequence[str] | None) -> int:
         where = FILTERED.relative_to(REPOSITORY)
         console.print(f"a part of it: figures and data go to {where}", highlight=False)
     runner = Runner(options, arguments, console)
-    left: list[str] = []
     try:
-        if args.command == "all" and runner.machine is not None and options.complete:
-            limit = None if args.full else schedule.SECONDS
-            left = _run_what_changed(runner, chosen, limit)
-        else:
-            for name in chosen if args.command != "draw" else ():
-                runner.measure(name)
-                if runner.machine is not None:  # minutes may pass before the next is done
-                    runner.draw(name)
-            if args.command == "draw" or runner.machine is None:
-                side_by_side(runner, chosen)
+        for name in chosen if args.command != "draw" else ():
+            runner.measure(name, again=args.command == "run")
+            if runner.machine is not None:  # minutes may pass before the next is done
+                runner.draw(name)
+        if args.command == "draw" or runner.machine is None:
+            side_by_side(runner, chosen)
     except KeyboardInterrupt:
-        kept = "kept: the same command goes on" if options.complete else "stored"
-        console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")
+        console.print("[yellow]interrupted; with the rows so far the same command goes on[/]")
         return 130
     reports = runner.reports
     missing = [name for name in chosen if not reports[name].drawn_from]
@@ -296,8 +258,6 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "all":
         for line in failed:
             console.print(f"[red]{escape(line)}[/]", soft_wrap=True)
-        if left:
-            console.print(f"left for the next time: {', '.join(left)}", soft_wrap=True)
         return 1 if failed else 0
     # What was asked for by name and is not there is an error.
     unable = [name for name in reports if reports[name].not_measured]

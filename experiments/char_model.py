@@ -36,7 +36,6 @@ except ImportError:  # pragma: no cover
 NAME = "char_model"
 NEEDS = ("GPU", "torch")
 TAKES = ()
-MEASURES = ("host/", "torch.py")
 PROTOCOL = "nothing is timed: losses of training in fp32 without TF32"
 
 CONTEXT, BATCH, HEAD_DIM, D_MODEL, LAYERS = 256, 32, 64, 256, 2

@@ -30,7 +30,7 @@ from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, kept, nested, write_if_changed
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, Store, nested, write_if_changed
 from .lab.record import FIGURES as RECORDED
 from .lab.show import style, tables
 
@@ -56,9 +56,8 @@ PROTOCOL = (
 
 
 # Beside the rows: sums of another processor round otherwise, and after STEPS steps the likeliest
-# character may be another. The file has the digest of what trained them.
+# character may be another. Without the file they are trained anew.
 WEIGHTS = Store(RECORDED).path(NAME, "weights", ".npz")
-_SOURCES = "sources"
 
 
 @cache
@@ -73,19 +72,21 @@ def train() -> dict[str, np.ndarray]:
 
 
 @cache
-def model() -> dict[str, np.ndarray]:
-    """The weights that are stored, where the code that trained them is the same; or trained now."""
+def _stored() -> dict[str, np.ndarray]:
     with suppress(OSError, ValueError, EOFError, BadZipFile), np.load(WEIGHTS) as stored:
-        found = dict(stored)
-        if str(found.pop(_SOURCES, "")) == kept.trained(__name__, "train"):
-            return found
+        return dict(stored)
     return train()
+
+
+def model() -> dict[str, np.ndarray]:
+    """The weights that are stored, without what files from before say of their sources."""
+    return {name: x for name, x in _stored().items() if name != "sources"}
 
 
 def keep(folder: Path) -> None:
     """Write the weights to the data in the folder. Raises StoreError where that cannot be."""
     content = io.BytesIO()
-    arrays: dict[str, Any] = {**model(), _SOURCES: np.array(kept.trained(__name__, "train"))}
+    arrays: dict[str, Any] = _stored()
     np.savez(content, **arrays)
     path = Store(folder).path(NAME, WEIGHTS.stem, WEIGHTS.suffix)
     Store(folder).make(NAME)

@@ -23,7 +23,6 @@ from .lab.show import style, tables
 NAME = "host_cost"
 NEEDS = ("GPU",)
 TAKES = ()
-MEASURES = ("host/", "ops.py", "torch.py")
 PROTOCOL = (
     "host clock around each of 1000 calls, outputs allocated in it, the GPU waited for every 100 "
     "calls outside of it; torch's backward is its autograd engine's"

@@ -48,7 +48,6 @@ from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "ring"
-MEASURES = ("host/", "ring/", "torch.py")
 TAKES, TAKES_ON_GPU = (), ("seqlens",)
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "

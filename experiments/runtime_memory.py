@@ -23,7 +23,6 @@ from .lab.show import style, tables
 
 NAME = "runtime_memory"
 TAKES = ()
-MEASURES = ("host/",)
 BATCH, HEADS, HEAD_DIM, DTYPE = 16, 8, 64, "float16"
 SEQLENS = tuple(128 << n for n in range(10))
 QUICK_SEQLENS = (128, 512)

@@ -3,15 +3,16 @@
 import ast
 import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from experiments import block_sparse, host_cost, io_vs_seqlen, ladder, profile, timeline
+from experiments import block_sparse, io_vs_seqlen, profile, timeline
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import kept, registry, runner, slices
+from experiments.lab.record import kept, registry, runner
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from fa_numba import emulator
@@ -24,7 +25,7 @@ def counting(tmp_path, monkeypatch):
     """Runs a stand-in experiment with one source file and gives the lengths that were counted."""
     source, counted = tmp_path / "source.py", []
     source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source": source.read_text()})
+    monkeypatch.setattr(kept, "sources", source.read_text)
 
     def rows(N, source, machine, value):
         common = row_fields(one_head(N, 16, False)) | {"unit": "elements", "metric": "loads"}
@@ -144,153 +145,81 @@ def test_rows_of_a_broken_or_failed_run_are_not_taken(counting):
     assert counting() == []
 
 
-def test_the_digest_is_of_names_texts_and_rows():
-    row = Store(FIGURES).read("io_vs_seqlen", EMULATOR)[0]
-    digests = [
-        kept.digest(texts, rows)
-        for texts in ({"a.py": "x = 1"}, {"b.py": "x = 1"}, {"a.py": "x = 2"})
-        for rows in ((), (row,))
-    ]
-    assert len(set(digests)) == 6
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Gives the digest of a package of these files."""
+    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
+
+    def digest(**files):
+        for name, text in files.items():
+            path = tmp_path / name.replace("_csv", ".csv").replace("__", "/")
+            path = path if path.suffix else path.with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        kept.sources.cache_clear()
+        return kept.sources()
+
+    yield digest
+    kept.sources.cache_clear()
 
 
-def test_the_sources_are_what_counts_come_from():
-    found = kept.sources(io_vs_seqlen, counts=True)
-    assert {
-        "fa_numba/kernels/simt/fa1_forward.py", "fa_numba/parts/softmax.py",
-        "fa_numba/intrinsics/shared.py", "fa_numba/emulator/run.py", "fa_numba/host/planning.py",
-        "fa_numba/choices/tuned.csv", "experiments.lab.measure.series",
-        "experiments.lab.measure.workloads", "experiments.io_vs_seqlen",
-    } <= set(found)  # fmt: skip
-    assert not {"fa_numba/torch.py", "experiments.profile"} & set(found)
-    assert not [name for name in found if name.startswith("experiments.lab.show.")]
-    assert "experiments.ladder" in kept.sources(profile, counts=True)
-    left_out = kept._NO_PART + kept._NO_PART_OF_COUNTS
-    assert all(kept._file(name) for name in left_out)
-    assert all((kept.PACKAGE / name).exists() for name in (*kept._NOT_COUNTED, *kept._ON_GPU))
-
-
-def test_the_sources_of_what_a_gpu_measures():
-    """The peers and what Nsight Compute runs, what makes the kernels, but no emulator, nothing that
-    draws, and of the host's part of a call only what an experiment measures.
-    """
-    found = set(kept.sources(ladder, counts=False))
-    lab = {
-        f"experiments.lab.measure.{n}" for n in ("variants", "peers", "timing", "counter_target")
-    }
-    package = {
-        f"fa_numba/{n}" for n in ("choices/tuned.csv", "parts/softmax.py", "device/kernel.py")
-    }
-    assert lab | package | {"experiments.ladder"} <= found
-    assert not {name for name in found if name.startswith(("fa_numba/emulator/", "fa_numba/host/"))}
-    assert not found & {"experiments.lab.measure.speeds", "experiments.loop_cost"}
-    assert not [
-        n for n in found if n.startswith(("experiments.lab.show.", "experiments.lab.record."))
-    ]
-    assert "fa_numba/host/binding.py" in kept.sources(host_cost, counts=False)
-
-
-MODULES = {
-    "__init__": "",
-    "lab.__init__": "",
-    "one": """
+MODULE = """
 \"\"\"Words.\"\"\"
 from functools import cache
-from .lab import tables
-from .lab.two import helper, other
-from .lab import three
 
 SIZES = (1, 2)  # words
-LOOKS = {}
-LOOKS["a"] = 3
 
-def measure(options, bench):
-    # words
-    return helper(SIZES) * three.factor
-
-def draw(rows):
-    return tables.shown(rows) + other
-""",
-    "lab.two": """
-from .three import factor
-
+@cache
 def helper(x):
+    # words
     \"\"\"Words.
 
     More.\"\"\"
     text = \"\"\"one
-
 two # no comment\"\"\"
-    return inner(x) * factor
-
-@cache
-def inner(x):
-    from .late import last
-    return last
-
-other = 1
-""",
-    "lab.three": "factor = 2\nunused = 3\n",
-    "lab.late": "last = 1\n",
-    "lab.tables": "def shown(rows):\n    return rows\n",
-}
-
-
-@pytest.fixture
-def taken(tmp_path, monkeypatch):
-    """Gives the digest of `MODULES`, some pieces of their text replaced."""
-    monkeypatch.setattr(kept, "EXPERIMENTS", tmp_path / "experiments")
-    monkeypatch.setattr(kept, "PACKAGE", tmp_path / "fa_numba")
-
-    def digest(module="one", old="", new=""):
-        for name, text in MODULES.items():
-            path = kept.EXPERIMENTS.joinpath(*name.split(".")).with_suffix(".py")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            assert name != module or old in text
-            path.write_text(text.replace(old, new) if name == module else text)
-        slices.plain.cache_clear()
-        return kept.digest(
-            kept.sources(SimpleNamespace(__name__="experiments.one"), counts=True), ()
-        )
-
-    return digest
+    return inner(
+        x,  # words
+        "three"  # words
+    )
+"""
 
 
 @pytest.mark.parametrize(
-    ("module", "old", "new", "changes"),
+    ("old", "new", "changes"),
     [
-        ("one", "Words.", "Other words.", False),
-        ("one", "  # words", "", False),
-        ("one", "    # words\n", "", False),
-        ("one", "SIZES = (1, 2)", "\n\nSIZES = (1, 2)", False),
-        ("one", "+ other", "+ 2 * other", False),
-        ("lab.two", "Words.", "Other words.", False),
-        ("lab.two", "other = 1", "other = 2", False),
-        ("lab.tables", "return rows", "return []", False),
-        ("one", "SIZES = (1, 2)", "SIZES = (1, 3)", True),
-        ("one", "= 3", "= 4", True),
-        ("one", "* three", "+ three", True),
-        ("lab.two", "import factor", "import unused as factor", True),
-        ("one", "import helper, other", "import inner as helper, other", True),
-        ("lab.two", "@cache\n", "", True),
-        ("lab.two", "one\n\ntwo", "one\ntwo", True),
-        ("lab.two", "# no comment", "", True),
-        ("lab.two", "return last", "return last + 1", True),
-        ("lab.three", "factor = 2", "factor = 3", True),
-        ("lab.three", "unused = 3", "unused = 4", True),
-        ("lab.late", "last = 1", "last = 2", True),
+        ("Words.", "Other words.", False),
+        ("  # words", "", False),
+        ("    # words\n", "", False),
+        ("SIZES = (1, 2)", "\n\nSIZES = (1, 2)", False),
+        ("SIZES = (1, 2)", "SIZES = (1, 3)", True),
+        ("@cache\n", "", True),
+        ("one\ntwo", "one\nother", True),
+        ("# no comment", "", True),
+        ('"three"', '"four"', True),
     ],
-)  # fmt: skip
-def test_only_what_measuring_reaches_changes_the_digest(taken, module, old, new, changes):
-    """Of a module that is imported itself, all of it."""
-    assert (taken() != taken(module, old, new)) == changes
+)
+def test_the_sources_are_programs_without_words(package, old, new, changes):
+    assert old in MODULE
+    assert (package(a=MODULE) != package(a=MODULE.replace(old, new))) == changes
+
+
+def test_the_sources_are_what_counts_come_from(package):
+    first = package(kernels__a="x = 1", choices__t_csv="1,2")
+    assert package(kernels__a="x = 2") != first == package(kernels__a="x = 1")
+    assert package(choices__t_csv="1,3") != first != package(kernels__b="x = 1")
+    kept.PACKAGE.joinpath("kernels/b.py").unlink()
+    kept.PACKAGE.joinpath("choices/t.csv").write_text("1,2")
+    assert package(torch="x = 1", commands__a="x = 1") == first
+
+
+def test_what_has_no_part_is_there():
+    assert all((kept.PACKAGE / name).exists() for name in kept._NO_PART)
 
 
 def test_texts_without_words_are_the_same_programs():
-    for path in sorted(kept.PACKAGE.rglob("*.py"))[::16]:
-        text = path.read_text()
-        said = "".join(slices.plain(path, 0)[0].values())
-        assert _tree(said) == _tree(text), path
+    for path in sorted(kept.PACKAGE.rglob("kernels/*/*.py"))[::4]:
+        text = re.sub(r"\n\s*\n", "\n", path.read_text())  # within strings too
+        assert _tree(kept.without_words(text)) == _tree(text), path
 
 
 def _tree(text):
@@ -300,19 +229,8 @@ def _tree(text):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
             node
         ):
-            alone = len(node.body) == 1 and not isinstance(node, ast.Module)
-            node.body[:1] = ast.parse("...").body if alone else []
+            node.body = node.body[1:]
     return ast.dump(tree)
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_what_draws_has_no_part(name):
-    """It is imported where it is used, by functions that no measuring calls."""
-    module = registry.load(name)
-    for counts in (True, False):
-        found = kept.sources(module, counts=counts)
-        assert f"experiments.{name}" in found and "experiments.beside.film" not in found
-        assert not [each for each in found if each.startswith("experiments.lab.show.")]
 
 
 @pytest.mark.parametrize("name", ["io_vs_seqlen", "block_size", "block_sparse", "timeline",

@@ -1,11 +1,9 @@
-"""A recording on a GPU: whole or not at all, gone on with, compared; what is measured first."""
+"""A recording on a GPU: whole or not at all, gone on with; what is measured anew."""
 
-import contextlib
 import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -19,7 +17,7 @@ from experiments import __main__ as command
 from experiments.lab.measure import clocks, counters, peers
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import kept, provenance, recorder, registry, runner, schedule
+from experiments.lab.record import kept, provenance, recorder, registry, runner
 from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import MODEL, Row, Store, StoreError
 
@@ -37,7 +35,7 @@ def bench(tmp_path, monkeypatch):
     """Runs a stand-in experiment on a GPU that there is not; `measured` are the lengths timed."""
     source = tmp_path / "source.py"
     source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source": source.read_text()})
+    monkeypatch.setattr(kept, "sources", source.read_text)
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
     for module in (counters, peers):
         monkeypatch.setattr(module, "available", lambda: True)
@@ -56,7 +54,7 @@ def bench(tmp_path, monkeypatch):
     module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=lambda rows: None)
     monkeypatch.setattr(runner, "load", lambda name: module)
 
-    def run(*command, **options):
+    def run(*command, again=True, **options):
         run.measured = []
         console = Console(record=True, width=200, file=io.StringIO())
         running = runner.Runner(Options(out=tmp_path / "out", **options), list(command), console)
@@ -65,7 +63,7 @@ def bench(tmp_path, monkeypatch):
         running._provenance._common |= {"commit": run.commit, "dirty": False}
         run.running, run.report = running, running.reports.setdefault(NAME, runner.Report())
         try:
-            running.measure(NAME)
+            running.measure(NAME, again=again)
         finally:
             run.text = console.export_text()
             run.rows = run.store.read(NAME, GPU)
@@ -147,44 +145,11 @@ def test_a_broken_run_leaves_the_recording(bench):
     assert bench.report.error == "RuntimeError: broken" and bench.rows == before
 
 
-def test_two_runs_at_once_lose_no_row(bench):
-    """The second is refused, whichever it is, and leaves the first its rows."""
-    second = []
-
-    def meanwhile():
-        for options in ({"seqlens": (32,)}, {}):
-            other = runner.Runner(
-                Options(out=bench.store.root, **options), [], Console(file=io.StringIO())
-            )
-            other.machine = GPU
-            other.measure(NAME)
-            second.append(other.reports[NAME].error)
-        yield timed(256, 1.0)
-
-    bench.beside = meanwhile()
-    bench()
-    folder = bench.store.root / "data" / NAME
-    why = f"{folder}: another run measures this here: wait for it, or give another --out"
-    assert second == [why, why] and bench.report.error == ""
-    assert [row.seqlen_q for row in bench.rows if row.series == "fa2-simt"] == [32, 64, 128, 256]
-    bench.beside = []
-    assert bench() and bench.report.error == ""
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("broken")])
-def test_a_part_that_is_cut_off_stores_its_rows(bench, error):
-    bench.stop, bench.error = 64, error
-    with contextlib.suppress(KeyboardInterrupt):
-        bench(seqlens=(32, 64))
-    assert bench.measured == [32] and len(bench.rows) == 2
-    assert not list(bench.partial.iterdir())
-
-
 def test_loops_of_one_label_are_told_apart(tmp_path):
     def begun(of):
         return recorder.Recorder(Store(tmp_path), NAME, lambda m: {"id": "a", "seconds": 2.5}, of)
 
-    of, path = {"commit": 1}, recorder.partial(Store(tmp_path), NAME)
+    of = {"commit": 1}
     first = begun(of)
     for _ in range(2):
         for item in first.each(first.left("ab", "timing")):
@@ -195,8 +160,7 @@ def test_loops_of_one_label_are_told_apart(tmp_path):
     assert [item for _, item in again.left("ab", "timing")] == ["a", "b"]
     assert again.outcomes[GPU].measured == 2
     # Without regard to what may differ in a run of the same.
-    assert recorder.spent(path, of | {"date": "later"}) == 2.5
-    assert recorder.spent(path, {"commit": 2}) is None and not begun({"commit": 2}).outcomes
+    assert begun(of | {"date": "later"}).outcomes and not begun({"commit": 2}).outcomes
 
 
 def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
@@ -244,73 +208,45 @@ def test_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatc
     assert bench() == ["counters"] and len(bench.rows) == 6 and not bench.report.error
 
 
-# --- what is due -----------------------------------------------------------------------------
+# --- what changed -----------------------------------------------------------------------------
 
 
-def due(bench):
-    return bench.running.due([NAME])
+def measures_again(bench):
+    """Whether `experiments all` would measure it."""
+    bench(again=False)
+    assert not bench.report.error
+    return bool(bench.measured)
 
 
-def test_what_is_due(bench):
-    bench.stop = 32
-    with pytest.raises(KeyboardInterrupt):
-        bench()
-    assert [str(each) for each in due(bench)] == [f"{NAME} (begun, 0 s so far)"]
-    recorder.partial(bench.store, NAME).unlink()
-    assert [str(each) for each in due(bench)] == [f"{NAME} (not recorded here)"]
-    bench.stop = None
-    bench()
-    assert due(bench) == []
+def test_what_changed_is_measured(bench):
+    assert measures_again(bench) and not measures_again(bench)
+    assert "as recorded here, from the same sources" in bench.text
     bench.source.write_text("n = 2\n")
-    assert [str(each) for each in due(bench)] == [f"{NAME} (its sources changed)"]
-    bench()
-    assert due(bench) == []
-    bench.running.options = Options(out=bench.running.options.out, recount=True)
-    assert [each.why for each in due(bench)] == ["to be counted again"]
+    assert measures_again(bench) and not measures_again(bench)
+    assert bench() and bench(again=False, recount=True) and bench(again=False, seqlens=(32,))
 
 
-def test_a_recording_that_does_not_say_its_sources_is_due(bench):
+def test_a_recording_that_does_not_say_its_sources_is_measured(bench):
     bench()
     path = bench.store.path(NAME, GPU, ".json")
     (about,) = bench.store.runs(NAME, GPU)
     path.write_text(json.dumps({k: about[k] for k in ("commit", "date", "id")}))
-    assert [each.why for each in due(bench)] == ["its sources changed"]
+    assert measures_again(bench)
 
 
-def test_the_most_out_of_date_comes_first():
-    ages = {"c": ("2026-01-02", 0.0), "b": ("2026-01-01", 0.0), "new": ("", 0.0)}
-    ages |= {"long": ("", 300.0), "short": ("2026-01-02", 9.0)}
-    every = [schedule.Due(name, "why", *age) for name, age in ages.items()]
-    assert [each.name for each in schedule.in_order(every)] == ["new", "b", "c", "short", "long"]
-    assert list(schedule.said(every[:2], ["same"], 300.0)) == [
-        "as recorded, from the same sources: same",
-        "to measure: c (why), b (why)",
-        "measuring ends after 300 s, the command after 6 min; what is left is for the next time, "
-        "--full has no limit",
-    ]
-    assert list(schedule.said([], [], 300.0)) == ["to measure: nothing"]
-
-
-def test_time_ends_what_takes_longer():
-    start = time.monotonic()
-    with pytest.raises(schedule.OutOfTime), schedule.within(0.05):
-        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
-    with schedule.within(None):
-        pass
-    assert time.monotonic() - start < 20
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-
-
-def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
+def test_an_interruption_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
     tool, pid = tmp_path / "ncu", tmp_path / "pid"
-    # It says itself when the time is spent: once the program runs and is waited for.
+    # It interrupts itself: once the program runs and is waited for.
     tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nsleep 1\nkill -ALRM $PPID\nwait\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     case = counters.Case("fa2", (1, 1, 64, 64))
-    with pytest.raises(schedule.OutOfTime), schedule.within(60.0):
-        counters.count([case], counters.TRAFFIC)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            counters.count([case], counters.TRAFFIC)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     child, end = int(pid.read_text()), time.monotonic() + 20
     while time.monotonic() < end:
         try:
@@ -324,69 +260,30 @@ def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
         pytest.fail("the profiled program runs on")
 
 
-@pytest.fixture
-def everything(monkeypatch, tmp_path):
-    """`experiments all` over three stand-ins of which one is as recorded."""
+def test_all_measures_what_changed_and_draws_everything(monkeypatch):
+    """`run` measures in any case."""
     done = []
 
     class Running:
         machine, reports = GPU, {}
 
         def __init__(self, options, arguments, console):
-            self.console, self.options = console, options
+            pass
 
-        def due(self, names):
-            return [
-                schedule.Due("b", "not recorded here"),
-                schedule.Due("a", "its sources changed"),
-            ]
-
-        def lacking(self, name):
-            return name == "d"
-
-        def measure(self, name):
-            done.append(name)
-            if name == Running.slow:
-                time.sleep(30)
+        def measure(self, name, *, again):
+            done.append((name, again))
 
         def draw(self, name):
             done.append(f"drawn {name}")
             self.reports[name] = runner.Report(drawn_from=[GPU])
 
-    Running.slow = None
     monkeypatch.setattr(command, "Runner", Running)
-    monkeypatch.setattr(command, "names", lambda: ["a", "b", "c", "d"])
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments):
-        done.clear()
-        assert command.main(["all", *arguments]) == 0
-        return list(done)
-
-    run.Running = Running
-    return run
-
-
-def test_all_measures_what_changed_and_draws_everything(everything, capsys):
-    want = ["b", "drawn b", "a", "drawn a", "drawn c", "d", "drawn d"]
-    assert everything() == want
-    said = capsys.readouterr().out
-    assert "as recorded, from the same sources: c" in said and "left" not in said.split("--full")[1]
-    assert everything("--full") == want
-    assert "--full" not in capsys.readouterr().out
-
-
-def test_all_ends_in_time_and_says_what_is_left(everything, capsys, monkeypatch):
-    monkeypatch.setattr(schedule, "SECONDS", 0.1)
-    everything.Running.slow = "b"
-    start = time.monotonic()
-    assert everything() == ["b", "drawn b", "drawn a", "drawn c", "d", "drawn d"]
-    assert time.monotonic() - start < 20
-    assert "left for the next time: b, a" in capsys.readouterr().out
-
-
-def test_the_time_for_all_leaves_some_for_drawing():
-    assert schedule.SECONDS + 60 <= 60 * schedule.ALL_MINUTES == 360
+    monkeypatch.setattr(command, "names", lambda: ["speed", "ring"])
+    assert command.main(["all"]) == command.main(["run", "ring"]) == 0
+    assert done == [
+        *(("speed", False), "drawn speed", ("ring", False), "drawn ring"),
+        *(("ring", True), "drawn ring"),
+    ]
 
 
 # --- another card ----------------------------------------------------------------------------
@@ -419,15 +316,14 @@ def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, 
     about = {"name": card, "multiprocessors": 4, "compute_capability": capability}
     monkeypatch.setattr(runner.device, "gpu_available", lambda: True)
     monkeypatch.setattr(runner.device, "describe", lambda: about)
-    monkeypatch.setattr(kept, "sources", lambda module, counts: {})
+    monkeypatch.setattr(kept, "sources", lambda: "")
     drawn = registry.load(name)
     module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=drawn.draw)
     monkeypatch.setattr(runner, "load", lambda name: module)
 
     def run():
         running = runner.Runner(Options(out=tmp_path), ["all"], Console(file=io.StringIO()))
-        assert [each.name for each in running.due([name])] == [name]
-        running.measure(name)
+        running.measure(name, again=False)
         return running
 
     with pytest.raises(KeyboardInterrupt):

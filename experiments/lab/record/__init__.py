@@ -5,8 +5,7 @@ options     what a run was asked for, and where it runs
 runner, drawing     measuring, storing and drawing for the command line
 store, provenance   rows in CSV files, and where they come from
 recorder    the rows of a run until it is whole
-kept, slices    what numbers come from, and what need not be counted again
-schedule    what to measure anew and in which order
+kept        what numbers come from, and what need not be counted again
 published   the papers' own numbers
 """
 

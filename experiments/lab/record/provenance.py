@@ -15,6 +15,7 @@ from typing import Any
 from ..measure import counters, peers
 from ..measure.timing import PROTOCOL
 from ..measure.workloads import SEED
+from . import kept
 from .options import REPOSITORY
 from .store import EMULATOR, MODEL, Row
 
@@ -110,11 +111,9 @@ class Provenance:
         }
         self._gpu = gpu
 
-    def for_machine(
-        self, machine: str, own: Mapping[str, str] | None = None, sources: str = ""
-    ) -> dict[str, Any]:
+    def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The run as the JSON beside the machine's rows lists it; `own` is what the experiment adds
-        to the protocol, `sources` the digest of the sources of what a GPU measures.
+        to the protocol.
         """
         about = dict(self._common)
         if machine == MODEL:
@@ -134,7 +133,7 @@ class Provenance:
                 "nvidia_smi": _smi(),
                 "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
                 "seed": SEED,
-                "sources": sources,
+                "sources": kept.sources(),
                 "torch": peers.version(),
                 "system": f"{platform.system()} {platform.machine()}",
             }

@@ -156,15 +156,6 @@ def partial(store: Store, experiment: str) -> Path:
     return store.root / "partial" / f"{experiment}.jsonl"
 
 
-def spent(path: Path, of: Mapping[str, Any]) -> float | None:
-    """Seconds that processes were at an unfinished run of the same; None where there is none."""
-    entries = _of(path, _comparable(of))
-    if entries is None:
-        return None
-    runs = {e["run"].get("id", ""): e["run"].get("seconds", 0.0) for e in entries if "run" in e}
-    return sum(runs.values())
-
-
 def _comparable(of: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps({name: of[name] for name in of if name not in _OWN}))
 

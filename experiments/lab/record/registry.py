@@ -29,7 +29,6 @@ class Experiment(Protocol):
     NEEDS           ("GPU",) or ("GPU", "torch"), without which nothing is measured
     TAKES           which of `options.CHOICES` it takes; all but tiles without it
     TAKES_ON_GPU    which more it takes for what a GPU measures
-    MEASURES        what it measures of fa_numba besides kernels, such as "host/"; `kept.sources`
     PROTOCOL        a sentence on how it measures, kept with its rows
     """
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from fa_numba.choices.units import NoUnit
 
 from ..measure import clocks, counters, peers, tune, variants
 from ..show import style
-from . import kept, provenance, registry, schedule
+from . import kept, provenance, registry
 from .options import FIGURES, Bench, Options, Refused
-from .recorder import Outcome, Recorder, partial
+from .recorder import Outcome, Recorder
 from .registry import Experiment, load
 from .store import EMULATOR, MODEL, Row, Store, StoreError, write_if_changed
 
@@ -49,7 +49,10 @@ class Runner:
         self._provenance = provenance.Provenance(list(arguments), self.gpu)
         self.reports: dict[str, Report] = {}
 
-    def measure(self, name: str) -> None:
+    def measure(self, name: str, *, again: bool = True) -> None:
+        """Measure and store what the options ask for, unless `again` what this GPU has recorded
+        from the same sources too.
+        """
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
             module = load(name)
@@ -57,25 +60,28 @@ class Runner:
             if report.not_measured:
                 self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
                 return
+            if not again and self._recorded_now(name):
+                self.console.print(f"[bold]{name}[/]: as recorded here, from the same sources")
+                return
             if (why := lost(self._recorded(name))) and not self.options.replace:
                 raise Refused(f"the recording has {why}: --replace replaces it without")
-            with self.store.alone(name):  # or else minutes of measuring would be for nothing
-                self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
-                if self.machine is None and self._on_gpus(name):
-                    self.console.print("  no CUDA GPU here: what one measures is left out")
-                texts, before = kept.sources(module, counts=True), None
-                if self.options.complete and not self.options.recount:
-                    before = kept.stored(self.store, name, texts)
-                outcomes = self._record(
-                    name,
-                    lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
-                    about=self.about(name, module),
-                    of=self.described(name, module),
-                    complete=self.options.complete,
-                    goes_on=self.options.complete,
-                )
-                if before is None and self.options.complete:
-                    self._keep(name, outcomes.get(EMULATOR, Outcome()), texts)
+            self.store.make(name)  # or else minutes of measuring would be for nothing
+            self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
+            if self.machine is None and self._on_gpus(name):
+                self.console.print("  no CUDA GPU here: what one measures is left out")
+            before = None
+            if self.options.complete and not self.options.recount:
+                before = kept.stored(self.store, name)
+            outcomes = self._record(
+                name,
+                lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
+                self.about(name, module),
+                self.options.complete,
+            )
+            counted, complete = outcomes.get(EMULATOR), self.options.complete
+            rows = self.store.read(name, EMULATOR)
+            if complete and counted and counted.measured == len(rows) and not counted.failed:
+                kept.keep(self.store, name, self._provenance.for_machine(EMULATOR))
 
     def _on_gpus(self, name: str) -> bool:
         machines = {m for store in (Store(FIGURES), self.store) for m in store.machines(name)}
@@ -83,34 +89,19 @@ class Runner:
 
     def about(self, name: str, module: Experiment) -> About:
         """What describes a run of the experiment by the machine whose rows it is of."""
-        texts = kept.sources(module, counts=False) if self.machine else {}
-        sources = kept.digest(texts, ())
         own = {name: module.PROTOCOL} if hasattr(module, "PROTOCOL") else {}
-        return functools.partial(self._provenance.for_machine, own=own, sources=sources)
-
-    def described(self, name: str, module: Experiment) -> dict[str, Any]:
-        """What two runs have in common of which the second may go on where the first stopped: of
-        parts the command too.
-        """
-        found = self.about(name, module)(self.machine or EMULATOR)
-        found["sources of counts"] = kept.digest(kept.sources(module, counts=True), ())
-        return found | ({"command": ""} if self.options.complete else {})
+        return functools.partial(self._provenance.for_machine, own=own)
 
     def recording(self, name: str, machine: str) -> Store:
         """The last recording of the machine: in --out, or else the one that is with the project."""
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
-    def _keep(self, name: str, counted: Outcome, texts: Mapping[str, str]) -> None:
-        """Write the digest of rows that this run counted, all that there are and none failed."""
-        rows = self.store.read(name, EMULATOR)
-        if rows and len(rows) == counted.measured and not counted.failed:
-            kept.keep(self.store, name, texts, self._provenance.for_machine(EMULATOR))
-
-    def lacking(self, name: str) -> bool:
-        try:
-            return bool(self._lacking(load(name)))
-        except Exception:  # said when it is measured
+    def _recorded_now(self, name: str) -> bool:
+        """Whether this GPU has a recording, all of it from the sources of now."""
+        if self.machine is None or self.options.recount or not self.options.complete:
             return False
+        runs = self.recording(name, self.machine).runs(name, self.machine)
+        return bool(runs) and all(run.get("sources") == kept.sources() for run in runs)
 
     def _lacking(self, module: Experiment) -> str:
         """What the experiment needs to measure and this machine has not; empty for nothing."""
@@ -120,25 +111,6 @@ class Runner:
         if "torch" in needs and not peers.available():
             return "needs torch with CUDA"
         return ""
-
-    def due(self, names: Iterable[str]) -> list[schedule.Due]:
-        """What of these is to be measured on this GPU, the most out of date first."""
-        assert self.machine is not None
-        found = []
-        for name in names:
-            try:
-                module = load(name)
-                if self._lacking(module):
-                    continue
-                store, of = self.recording(name, self.machine), self.described(name, module)
-                begun = partial(self.store, name)
-                each = schedule.due(name, store, self.machine, of, begun)
-                if self.options.recount and each is None:
-                    each = schedule.Due(name, "to be counted again")
-            except Exception:  # said when it is measured
-                each = schedule.Due(name, "not to be read")
-            found += [each] if each else []
-        return schedule.in_order(found)
 
     @contextlib.contextmanager
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
@@ -161,11 +133,13 @@ class Runner:
 
     def _record(
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], about: About,
-        of: Mapping[str, Any], complete: bool, goes_on: bool,
+        complete: bool,
     ) -> dict[str, Outcome]:  # fmt: skip
-        """Keep rows as they come, and put them into the recording at the end; those of a run that
-        is cut off where no other `goes_on` with it.
+        """Keep rows as they come, and put them into the recording at the end; what is cut off the
+        next run of the same goes on with, which for a part is one by the same command.
         """
+        of = about(self.machine or EMULATOR) | {"sources": kept.sources()}
+        of |= {"command": ""} if complete else {}
         with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
             start = time.monotonic()
 
@@ -178,10 +152,8 @@ class Runner:
             recorder = Recorder(self.store, name, now, of)
             try:
                 self._measure(measure, recorder)
-            except StoreError:
-                raise  # nothing more can be stored
             except BaseException:
-                recorder.stop() if goes_on else recorder.finish(complete=False)
+                recorder.stop()
                 raise
             outcomes = recorder.finish(complete=complete)
             for machine, outcome in outcomes.items():
@@ -215,14 +187,12 @@ class Runner:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1
         self.console.print(f"[bold]{tune.NAME}[/]: {sum(len(calls) for _, calls in work)} calls")
-        with self._reporting(tune.NAME, report), self.store.alone(tune.NAME):
+        with self._reporting(tune.NAME, report):
             self._record(
                 tune.NAME,
                 lambda bench: variants.times(tune.NAME, work, bench, tune.SECONDS),
-                about=self._provenance.for_machine,
-                of=self._provenance.for_machine(self.machine),
+                self._provenance.for_machine,
                 complete=False,
-                goes_on=True,
             )
             rows, swept = self.store.read(tune.NAME, self.machine), tune.swept(work)
             found = tune.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])

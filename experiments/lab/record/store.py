@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import io
 import json
 import math
@@ -265,23 +264,6 @@ class Store:
         with naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-
-    @contextlib.contextmanager
-    def alone(self, experiment: str) -> Iterator[None]:
-        """Keep other runs from the experiment's folder as long as the process lives. Raises
-        StoreError where one is at it, and what `make` raises.
-        """
-        self.make(experiment)
-        folder = self.root / "data" / experiment
-        with contextlib.ExitStack() as stack:
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                how = "wait for it, or give another --out"
-                raise StoreError(f"{folder}: another run measures this here: {how}") from None
-            yield
 
     def machines(self, experiment: str) -> list[str]:
         """Machines with stored rows of the experiment: GPUs, `emulator` and `model`."""
