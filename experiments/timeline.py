@@ -15,9 +15,8 @@ from fa_numba.problem import Problem
 
 from .lab.measure.moves import IN_REGISTERS, Move, Trace, notes, size, traces
 from .lab.measure.series import LABELS, call, columns, plan
-from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row
+from .lab.record import EMULATOR, MODEL, Bench, Options, Refused, Row
 from .lab.show import style, tables
 
 NAME = "timeline"
@@ -43,14 +42,24 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         for size in sizes
         for series in SERIES
     ]
-    inputs = Inputs()
     for series, problem, tiles in work:
-        planned, _ = attempt(_closed, series, problem, tiles)
-        if planned is not None:  # else the trace fails too, and its row says why
-            yield _model(planned, columns(NAME, series, problem, MODEL, tiles))
-    yield from bench.counted(
-        work, "tracing on the emulator", partial(_traced, inputs=inputs, bench=bench)
-    )
+        yield _model(_closed(series, problem, tiles), columns(NAME, series, problem, MODEL, tiles))
+    yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=Inputs()))
+
+
+def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:
+    """A call's closed form. Raises Refused for tiles without a kernel or too many to draw."""
+    rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
+    if rows * columns > MOST_TILES:
+        raise Refused(
+            f"tiles {tiles.Br}x{tiles.Bc} at N={problem.seqlen_q} make {rows} x {columns} tiles of "
+            f"S: allowed are {MOST_TILES}, so choose larger --tiles or a shorter N"
+        )
+    try:
+        with device.using("emulator"):
+            return plan(series, problem, tiles=tiles).accesses
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _model(closed: io_model.Accesses, common: dict[str, Any]) -> list[Row]:
@@ -62,38 +71,13 @@ def _model(closed: io_model.Accesses, common: dict[str, Any]) -> list[Row]:
 
 
 def _traced(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs, bench: Bench
-) -> Iterator[list[Row]]:
-    common = columns(NAME, series, problem, EMULATOR, tiles)
-    common |= {"metric": "traffic", "unit": "bytes"}
-    moves, failure = attempt(_trace, series, problem, tiles, inputs)
-    if moves is None:
-        bench.say(f"  {LABELS[series]}: {failure}")
-        yield [Row(value=None, note=failure, **common)]
-    else:
-        yield [Row(value=moved, note=note, **common) for note, moved in moves]
-
-
-def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:
-    """A call's closed form. Raises ValueError for tiles without a kernel or too many to draw."""
-    rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
-    if rows * columns > MOST_TILES:
-        raise ValueError(
-            f"tiles {tiles.Br}x{tiles.Bc} at N={problem.seqlen_q} make {rows} x {columns} tiles of "
-            f"S: allowed are {MOST_TILES}, so choose larger --tiles or a shorter N"
-        )
-    with device.using("emulator"):
-        return plan(series, problem, tiles=tiles).accesses
-
-
-def _trace(
     series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
-) -> list[tuple[str, int]]:
-    """What a call moves. Raises ValueError as `_closed` does."""
-    _closed(series, problem, tiles)
+) -> Iterator[list[Row]]:
     with device.using("emulator"), emulator.trace() as accesses:
         call(series, problem, *inputs(problem), tiles=tiles)()
-    return list(notes(accesses))
+    common = columns(NAME, series, problem, EMULATOR, tiles)
+    common |= {"metric": "traffic", "unit": "bytes"}
+    yield [Row(value=moved, note=note, **common) for note, moved in notes(accesses)]
 
 
 # Lanes of the figure: the arrays of a group share its lanes, a lane a tile.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,6 @@ from .panels import Answer, Axis, Panel
 ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
 ALGORITHMS = (("standard", "standard"), *ORDERS)
 YES_NO = ("no", "yes")
-GPU = "H200"  # where the grids of a trace are looked at
 # Lines that a move stands for beside its own: what is computed with the tile.
 COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
 MOST_SCORES = 64
@@ -85,13 +85,10 @@ def steps(trace: Trace) -> Answer:
     return {"steps": said, "bytes": clock}
 
 
-def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answer:
+def order(trace: Trace, plan: fa_numba.Plan) -> Answer:
     def moved(arrays: str, kind: str) -> int:
         return sum(move.bytes for move in trace.select(tuple(arrays), kind))
 
-    kernel = max(range(len(plan.kernels)), key=lambda n: plan.kernels[n].shared_bytes)
-    blocks = math.prod(plan.kernels[kernel].grid)
-    holds = expected.device.multiprocessors * expected.occupancies[kernel].least
     return {
         **steps(trace),
         "total": trace.bytes,
@@ -100,8 +97,7 @@ def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answe
         "again": moved("Olm", "load"),
         "written": moved("OlmL", "store"),
         "visited": len({(v.i, v.j) for v in _passes(trace).visits}),
-        "grid": " x ".join(map(str, plan.kernels[kernel].grid)),
-        "at_once": min(blocks, holds),
+        "grid": " x ".join(map(str, max(plan.kernels, key=attrgetter("shared_bytes")).grid)),
     }
 
 
@@ -118,19 +114,10 @@ def orders(
 ) -> Answer:  # fmt: skip
     """Both traces, and the size of the grid of tiles."""
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
-    gpu, tiles = bounds.DEVICES[GPU], fa_numba.Tiles(Br, Bc)
+    problem, tiles = explore.problem_of(N, d, causal == "yes", window, unit), fa_numba.Tiles(Br, Bc)
     blocks, typed = typed_mask.blocks_of(mask, N, tiles), (mask,) if mask else ()
     for name, trace in traces(N, d, Br, Bc, causal, window, unit, *typed).items():
-        with gpu.planning():
-            options: dict[str, Any] = {"kv_splits": 1} if name == "fa2" else {}
-            options |= {"window": (window, window)} if window else {}
-            options |= explore.sizes(tiles, blocks)
-            shape = (1, 1, N, d)
-            plan = fa_numba.plan(
-                shape, shape, algorithm=name, unit=unit, causal=causal == "yes",
-                dtype="float32" if unit == "simt" else "float16", **options,
-            )  # fmt: skip
-        one = order(trace, plan, bounds.expected(plan, gpu))
+        one = order(trace, explore.planned(f"{name}-{unit}", problem, tiles, blocks))
         found |= {f"{name}.{key}": value for key, value in one.items()}
     return found
 
@@ -164,7 +151,6 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
             ("written", "O, l, m, L stored"),
             ("visited", "tiles of S visited"),
             ("grid", "thread blocks, grid"),
-            ("at_once", f"blocks that run at a time, {GPU}"),
         ),
         note="One head, traced on the emulator, one thread block after the other; on a GPU the "
         "blocks of a grid run side by side. In 16 bits FA-1's O passes through memory as a float32 "
@@ -352,8 +338,9 @@ def plans(
 
 def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
     expected = bounds.expected(plan, gpu)
-    main = max(range(len(plan.kernels)), key=lambda n: plan.kernels[n].shared_bytes)
-    kernel, blocks = plan.kernels[main], expected.occupancies[main]
+    # Of the kernel with the largest tiles, which has the products.
+    both = zip(plan.kernels, expected.occupancies, strict=True)
+    kernel, blocks = max(both, key=lambda each: each[0].shared_bytes)
     yield "unit", plan.unit
     yield "tiles", f"{plan.tiles.Br} x {plan.tiles.Bc}"
     yield "grid", " x ".join(map(str, kernel.grid))
@@ -381,7 +368,7 @@ PLAN = Panel(
     "reaches DRAM a second time.",
     axes={
         "gpu": Axis(
-            "GPU", ("A100", "H100", "H200", "RTX 4090"), first=GPU,
+            "GPU", ("A100", "H100", "H200", "RTX 4090"), first="H200",
             words={name: name for name in bounds.DEVICES},
         ),
         "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),

@@ -54,19 +54,20 @@ def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterat
 
 
 def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> Iterator[Row]:
-    steps, failure = attempt(torch_steps, problem, *arrays)
-    if not failure:
+    def timed() -> dict[str, Timing]:
+        steps = torch_steps(problem, *arrays)
         # What is timed is checked: the steps together, with nothing dropped.
-        out, failure = attempt(run_all, steps)
-        if not failure:
-            _, failure = attempt(check.gate(problem, "fwd", *host).peer, out)
+        for step in steps.values():
+            out = step()
+        check.gate(problem, "fwd", *host).peer(out)
         del out
+        return {
+            name: Timing.of(device.time_ms(step, repeats=REPEATS)) for name, step in steps.items()
+        }
+
+    timings, failure = attempt(timed)
     for step in STEPS:
-        timing = None
-        if not failure:
-            samples, failure = attempt(device.time_ms, steps[step], repeats=REPEATS)
-        if not failure:
-            timing = Timing.of(samples)
+        timing = None if failure else timings[step]
         yield calls.time_row(timing, failure, step, **common | {"series": THEIRS})
 
 
@@ -99,32 +100,24 @@ def torch_steps(problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[
     return dict(zip(STEPS, (scores, mask, softmax, dropout, output), strict=True))
 
 
-def run_all(steps: dict[str, Callable[[], Any]]) -> Any:
-    """O by the steps in their order; what dropout gives is not used."""
-    made = None
-    for step in steps.values():
-        made = step()
-    return made
-
-
 def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator[Row]:
     if not counters.available():
         bench.say("  no Nsight Compute (ncu) here: our kernels' steps are not timed one by one")
         return
-    case = counters.Case.of(algorithm(OURS), problem, dropout_p=DROPOUT)
-    planned, failure = attempt(plan, OURS, problem, dropout_p=DROPOUT)
-    if not failure:
-        results, failure = attempt(counters.count_kernels, [case], (DURATION,))
-    if failure:
-        yield calls.time_row(None, failure, PLACES["standard_scores"], **common)
-        return
-    (result,) = results
-    for number, kernel in enumerate(planned.kernels):
-        timing, why = None, result if isinstance(result, str) else ""
-        if not why:
-            milliseconds = result[number][DURATION] / 1e6
-            timing = Timing.of([milliseconds])
-        yield calls.time_row(timing, why, PLACES[kernel.name], **common)
+
+    def launched() -> dict[str, float]:
+        """Milliseconds of each of the kernels."""
+        case = counters.Case.of(algorithm(OURS), problem, dropout_p=DROPOUT)
+        kernels = plan(OURS, problem, dropout_p=DROPOUT).kernels
+        (found,) = counters.count_kernels([case], (DURATION,))
+        if isinstance(found, str):
+            raise counters.CountersError(found)
+        return {k.name: x[DURATION] / 1e6 for k, x in zip(kernels, found, strict=True)}
+
+    times, failure = attempt(launched)
+    for kernel, place in PLACES.items():
+        timing = None if failure else Timing.of([times[kernel]])
+        yield calls.time_row(timing, failure, place, **common)
 
 
 # The paper's names of the steps.
