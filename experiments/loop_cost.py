@@ -265,28 +265,17 @@ WATERFALL = {
     "fa2-fa1-tiles": "loop order: Q outer",
     "fa2": "tiles: its own",
 }
-# Of `factors`: a step's name in the figure, the step whose colour it has, its mark.
-FACTORS = {
-    "warps": ("warps over Q", "fa1", "s"),
-    "retiled": ("tiles: FA-2's for FA-1", "fa1-own", "P"),
-    "splits": ("grid: query splits", "fa1-splits", "D"),
-    "order": ("loop order, equal grid", "fa2-fa1-tiles", "o"),
-    "order_one_block": ("loop order, a block a head (hollow)", "fa2-fa1-tiles", "^"),
-    "tiles": ("tiles: FA-2's own", "fa2", ">"),
-}
 
 
 def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
     found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:
         return None
-    heights = [2.8, 0.8 + 0.36 * len(found)]
-    figure, ((above,), (below,)) = style.new(2, 1, 1.0 + sum(heights), height_ratios=heights)
     (passes, problem), mine = _example(found, largest=True)
-    above.set_title(f"{_said(passes, problem, units)}; DRAM bytes beside the times")
-    _waterfall(above, mine)
-    _gains(below, found, units)
-    style.legend(figure, list(style.handles(below).values()), _message(mine))
+    figure, ((ax,),) = style.new(1, 1, 3.6)
+    ax.set_title(f"{_said(passes, problem, units)}; DRAM bytes beside the times")
+    _waterfall(ax, mine)
+    figure.suptitle(_message(mine))
     return figure
 
 
@@ -308,61 +297,33 @@ def _named(dtype: str, units: Sequence[str]) -> str:
 
 
 def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
-    found, failed = by_step(rows), {step_of(r.series) for r in rows if r.failed}
-    tiles = {step_of(r.series): f"{r.Br} x {r.Bc}" for r in rows if r.Br is not None}
-    colours = {step_of(r.series): style.COLOURS.get(r.series) for r in rows}
+    found = by_step(rows)
+    known = {step_of(row.series): row for row in rows}
     steps = [s for s in WATERFALL if (s, "measured", "time") in found]
     if "fa1-own" in steps and "fa2-fa1-tiles" in steps:  # which are FA-2's own
         steps.remove("fa2")
     if not steps:
-        style.empty(ax, "failed" if failed else "no time")
+        style.empty(ax, "no time")
         return
-    lines: list[tuple[str, float, float, str, str]] = []  # name, left, width, text, step
-    before = None
-    for step in steps:
-        time = found[step, "measured", "time"]
+    times = [found[step, "measured", "time"] for step in steps]
+    tiles = [f"{known[step].Br} x {known[step].Bc}" for step in steps]
+    names, colours = [], [style.COLOURS[known[step].series] for step in steps]
+    for at, (step, time) in enumerate(zip(steps, times, strict=True)):
+        before = times[at - 1] if at else 0.0
         moved = found.get((step, "dram", "traffic"))
         text = f"{time:.3g} ms" + ("" if moved is None else f", {gigabytes(moved)} GB")
-        if before is None:
-            lines.append((f"FA-1, a block a head, {tiles.get(step)}", 0.0, time, text, step))
-        else:
-            left, width = min(before, time), abs(before - time)
-            lines.append((WATERFALL[step], left, width, f"×{before / time:.2f}, {text}", step))
-        before = time
-    if len(lines) > 1:
-        lines.append((f"FA-2, {tiles.get(steps[-1])}", 0.0, time, f"{time:.3g} ms", "fa2"))
-    longest = max(left + width for _, left, width, _, _ in lines)
-    for at, (_, left, width, text, step) in enumerate(lines):
-        ax.barh(at, width, left=left, height=0.62, color=colours[step])
-        ax.text(left + width, at, f"  {text}", va="center", fontsize=10)
+        text = f"×{before / time:.2f}, {text}" if at else text
+        names.append(WATERFALL[step] if at else f"FA-1, a block a head, {tiles[0]}")
+        ax.barh(at, abs(time - before), left=min(time, before), height=0.62, color=colours[at])
+        ax.text(max(time, before), at, f"  {text}", va="center", fontsize=10)
         if at:  # where the change begins is where the one before ended
-            edge = found[steps[at - 1], "measured", "time"]
-            ax.plot([edge, edge], [at - 1, at], color="#777777", lw=0.8, zorder=0)
-    ax.set_yticks(range(len(lines)), [name for name, *_ in lines])
-    ax.set(ylim=(len(lines) - 0.4, -0.6), xlim=(0, longest * 1.38), xlabel="ms")
+            ax.plot([before, before], [at - 1, at], color="#777777", lw=0.8, zorder=0)
+    last = known.get("fa2", known[steps[-1]])
+    ax.barh(len(steps), times[-1], height=0.62, color=style.COLOURS[last.series])
+    ax.text(times[-1], len(steps), f"  {times[-1]:.3g} ms", va="center", fontsize=10)
+    ax.set_yticks(range(len(steps) + 1), [*names, f"FA-2, {tiles[-1]}"])
+    ax.set(ylim=(len(steps) + 0.6, -0.6), xlim=(0, max(times) * 1.38), xlabel="ms")
     ax.grid(False, axis="y")
-
-
-def _gains(ax: Any, found: Problems, units: Sequence[str]) -> None:
-    for key, (name, step, marker) in FACTORS.items():
-        points = [
-            (gain, at)
-            for at, mine in enumerate(found.values())
-            for gains in [factors(by_step(mine))]
-            if (gain := gains[key]) is not None and (key != "tiles" or gains["retiled"] is None)
-        ]
-        colour = style.COLOURS.get(series_of(step, HOPPER if HOPPER in units else "mma"))
-        hollow = {"mfc": "white", "mew": 1.6} if marker == "^" else {}
-        look: dict[str, Any] = {"color": colour, "marker": marker, "ms": 8, "ls": "", **hollow}
-        style.line(ax, points, label=name, **look)
-    ax.axvline(1, color="#555555", lw=0.9, zorder=1)
-    style.log(ax.xaxis, 2)
-    ax.set_yticks(range(len(found)), [_said(*at, units) for at in found])
-    ax.set(
-        ylim=(len(found) - 0.5, -0.5),
-        xlabel="times as fast as without it",
-        title="each step in every problem",
-    )
 
 
 # What the tables show: metric -> its column and format; source of bytes, and factor, -> column.

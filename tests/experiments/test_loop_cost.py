@@ -332,7 +332,7 @@ def test_the_figure_names_each_gain():
     """The waterfall goes from FA-1's time to FA-2's, each bar from where the one before ended."""
     rows = synthetic()
     figure = loop_cost.draw(rows)
-    above, below = figure.axes
+    (above,) = figure.axes
     assert above.get_title() == "forward, fp16, N=4096, d=64; DRAM bytes beside the times"
     assert said(above) == [
         *("40 ms, 2.00 GB", "×2.00, 20 ms, 2.00 GB", "×1.25, 16 ms, 2.00 GB"),
@@ -340,13 +340,9 @@ def test_the_figure_names_each_gain():
     ]
     ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in above.patches]
     assert ends == [(0, 40), (20, 40), (16, 20), (12, 16), (0, 12)]
-    assert figure.legends[0].get_title().get_text() == (
+    assert figure.get_suptitle() == (
         "FA-2 is 3.3 times as fast as FA-1: grid ×2.00, loop order ×1.25, tiles ×1.33"
     )
-    names = [label.get_text() for label in below.get_yticklabels()]
-    assert names == ["forward, fp32, N=4096, d=64", "forward, fp16, N=4096, d=64"]
-    marks = {line.get_label(): list(line.get_xydata()[:, 0]) for line in below.lines[:-1]}
-    assert marks["loop order, equal grid"] == [1.25] * 2 and marks["warps over Q"] == [1.1]
     assert loop_cost.draw([r for r in rows if r.causal]) is None
     failed = [made_up("loop_cost", fa2_setting(4096, 64), "fa1-simt", None, note="failed: why")]
-    assert said(loop_cost.draw(failed).axes[0]) == ["failed"]
+    assert said(loop_cost.draw(failed).axes[0]) == ["no time"]
