@@ -198,27 +198,19 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
     if not over:
         style.empty(ax, "not recorded yet")
         return
-    sizes = [size / MIB for size in over]
-    ax.plot(sizes, [row.number for row in over.values()], "o-", ms=4, color="#333333")
-    shared = bandwidths(rows).get("shared")
-    if shared:
+    points = {size / MIB: row.number for size, row in over.items()}
+    style.line(ax, points, ls="-", marker="o", ms=4, color="#333333")
+    beside: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9}
+    if shared := bandwidths(rows).get("shared"):
         ax.axhline(shared, color="#333333", ls=":")
-        ax.annotate(f"shared memory, {shared:.3g}", (0.98, shared), (0, 3), fontsize=9, ha="right",
-                    xycoords=ax.get_yaxis_transform(), textcoords="offset points")  # fmt: skip
-    for (what, metric), value in paper().items():
-        if metric == "bandwidth":
-            ax.axhline(value, color=style.COLOURS["published"], lw=1, ls=(0, (5, 3)))
-            ax.annotate(f"A100 {what}, {value:g}", (0.02, value), (0, 3), fontsize=8.5,
-                        color=style.COLOURS["published"], textcoords="offset points",
-                        xycoords=ax.get_yaxis_transform())  # fmt: skip
+        place = {"xycoords": ax.get_yaxis_transform(), "ha": "right"}
+        ax.annotate(f"shared memory, {shared:.3g}", (0.98, shared), (0, 3), **place, **beside)
     if "L2" in room:
-        ax.axvline(room["L2"] / MIB, color="#999999", lw=0.8)
-        ax.annotate("L2", (room["L2"] / MIB, 0.12), (3, 0), fontsize=9,
-                    xycoords=ax.get_xaxis_transform(), textcoords="offset points")  # fmt: skip
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    style.plain_ticks(ax.xaxis)
-    style.plain_ticks(ax.yaxis)
+        at, place = room["L2"] / MIB, {"xycoords": ax.get_xaxis_transform()}
+        ax.axvline(at, color="#999999", lw=0.8)
+        ax.annotate("L2", (at, 0.12), (3, 0), **place, **beside)
+    style.log(ax.xaxis, 2)
+    style.log(ax.yaxis)
     ax.set(xlabel="footprint, MiB", ylabel="TB/s")
 
 
@@ -226,52 +218,31 @@ def _roofline(
     ax: Any, rows: Sequence[Row], found: Mapping[Place, Mapping[str, float]], dtype: str
 ) -> None:
     speeds, peak = bandwidths(rows), products(rows).get(dtype)
-    shown = [(place, of) for place, of in found.items() if "speed" in of]
+    shown = {place: of for place, of in found.items() if {"speed", "DRAM", "L2"} <= of.keys()}
     ax.set_title(f"roofline, {DTYPE_NAMES[dtype]}")
-    if not shown:
+    if not shown or not peak:
         style.empty(ax, "not recorded yet")
         return
-    for (series, pass_, _), of in shown:
-        look: dict[str, Any] = {"marker": style.MARKERS[series], "ls": ""}
+    for (series, pass_, _), of in shown.items():
         name = f"{LABELS[series].split(' (')[0]}, {'backward' if pass_ == 'bwd' else 'forward'}"
-        look |= {"color": style.COLOURS[series], "mew": 0, "alpha": 1 if pass_ == "fwd" else 0.4}
-        there = [of[level] for level in ("DRAM", "L2") if level in of]
-        ax.plot(there, [of["speed"]] * len(there), color=style.COLOURS[series], lw=0.9, zorder=1)
-        for level, size in (("DRAM", 8), ("L2", 4.5)):
-            if level in of:
-                label = name if level == "DRAM" else None
-                ax.plot([of[level]], [of["speed"]], ms=size, label=label, **look)
-    xs = [of[level] for _, of in shown for level in ("DRAM", "L2") if level in of] or [1, 1000]
-    low, high = min(xs) / 2, max(xs) * 3
+        ends, color = {of["DRAM"]: of["speed"], of["L2"]: of["speed"]}, style.COLOURS[series]
+        style.line(ax, ends, color=color, lw=0.9, zorder=1)
+        look = {"ls": "", "mew": 0, "alpha": 1 if pass_ == "fwd" else 0.4}
+        for level, size, label in (("DRAM", 8, name), ("L2", 4.5, None)):
+            style.line(ax, {of[level]: of["speed"]}, series, ms=size, label=label, **look)
+    every = [of[level] for of in shown.values() for level in ("DRAM", "L2")]
+    low, high = min(every) / 2, max(every) * 3
     for level, ls in (("DRAM", "-"), ("L2", "--"), ("shared", ":")):
-        if level in speeds:
-            _roof(ax, low, high, speeds[level], peak, color="#333333", ls=ls, lw=1.3,
-                  label=f"{level}, measured")  # fmt: skip
-    published_peak = paper().get((dtype, "peak"))
-    for (what, metric), value in paper().items():
-        if metric == "bandwidth":
-            dashes = (0, (5, 3)) if what == "HBM" else (0, (1, 2))
-            _roof(ax, low, high, value, published_peak, color=style.COLOURS["published"], ls=dashes,
-                  lw=1, label=f"A100 {what}, published")  # fmt: skip
-    ax.set(xscale="log", yscale="log", xlim=(low, high))
-    lowest = min(of["speed"] for _, of in shown)
-    ax.set_ylim(
-        lowest / 3, max(peak or 0, published_peak or 0, *(o["speed"] for _, o in shown)) * 2
-    )
-    style.plain_ticks(ax.xaxis)
-    style.plain_ticks(ax.yaxis)
+        if level in speeds:  # min(bandwidth times FLOP a byte, peak)
+            ridge = min(max(low, peak / speeds[level]), high)
+            roof = {x: min(speeds[level] * x, peak) for x in (low, ridge, high)}
+            label = f"{level}, measured"
+            style.line(ax, roof, color="#333333", ls=ls, lw=1.3, zorder=0.5, label=label)
+    style.log(ax.xaxis)
+    style.log(ax.yaxis)
+    lowest = min(of["speed"] for of in shown.values())
+    ax.set(xlim=(low, high), ylim=(lowest / 3, 2 * peak), ylabel="TFLOP/s")
     ax.set_xlabel("FLOP/byte: large marks DRAM, small L2", fontsize=9.5)
-    ax.set_ylabel("TFLOP/s")
-
-
-def _roof(ax: Any, low: float, high: float, tb_s: float, peak: float | None, **look: Any) -> None:
-    """min(bandwidth times FLOP a byte, peak)."""
-    if peak is None:
-        ax.plot([low, high], [tb_s * low, tb_s * high], zorder=0.5, **look)
-        return
-    ridge = peak / tb_s
-    xs = [low, *([ridge] if low < ridge < high else []), high]
-    ax.plot(xs, [min(tb_s * x, peak) for x in xs], zorder=0.5, **look)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -32,7 +32,6 @@ from experiments import __main__ as command
 from experiments import (
     host_cost,
     io_vs_seqlen,
-    loop_cost,
     speed,
     speed_backward,
     speed_bf16,

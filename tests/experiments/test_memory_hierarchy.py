@@ -205,7 +205,6 @@ def test_the_figure(monkeypatch):
     labels = {line.get_label() for ax in (fp32, fp16) for line in ax.lines}
     assert {
         "DRAM, measured",
-        "A100 HBM, published",
         "FA-1, backward",
         "standard, forward",
     } <= labels
