@@ -2,10 +2,9 @@
 
 N=128 to 16384, fp32 (by planes of 16 bits too), fp16 and bf16, normal inputs and FlashAttention-3's
 with outliers: RMSE, the largest error, the share of elements that are bit for bit those of standard
-attention; on the emulator at small sizes.
+attention.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,15 +22,15 @@ from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
-from .lab.record import EMULATOR, Bench, Options, Row, nested, published
+from .lab.record import Bench, Options, Row, nested, published
 from .lab.show import style, tables
 
 NAME = "numerics"
+NEEDS = ("GPU",)
 TAKES: tuple[str, ...] = ()
 HEADS, HEAD_DIM, VECTORS = 4, 64, 64
 SEQLENS = tuple(128 << n for n in range(8))
-QUICK_SEQLENS, EMULATED_SEQLENS = (128, 1024), (64, 128)
-EMULATED_VECTORS = (128, 4096)
+QUICK_SEQLENS = (128, 1024)
 NORMAL, OUTLIERS, LARGE = "normal", "outliers", "scores of 10^4"
 # FA-3: N(0, 1), and with a chance of 0.001 N(0, 100) added, whose standard deviation is 10.
 CHANCE, DEVIATION, SCORES = 0.001, 10.0, 1e4
@@ -41,8 +40,7 @@ SAMPLED = 128  # rows of a head that are computed in float64
 PROTOCOL = (
     f"{HEADS} heads, results held against float64 of the same rounded inputs on {SAMPLED} rows "
     "of each head, spread evenly; softmaxes of vectors in fp32; shares of equal elements are of "
-    "whole results; the emulator's exponentials are not a GPU's, and its bits are not "
-    "compared; without a GPU the softmaxes are computed in NumPy, step by step in float32"
+    "whole results"
 )
 OURS = {
     "float32": ("standard-simt", "fa1-simt", "fa2-simt"),
@@ -103,13 +101,7 @@ class Exact:
         return errors_of(out[:, :, self._rows].astype(np.float64), self._right)
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    # NumPy has no bfloat16.
-    small = [*_problems(EMULATED_SEQLENS, 1, ("float32", "float16")), *_vectors(EMULATED_VECTORS)]
-    work = [(item, EMULATOR) for item in small]
-    yield from bench.counted(work, "running on the emulator", _rows_of)
-    if bench.machine is None:
-        return
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
     long = QUICK_SEQLENS if options.quick else SEQLENS
     dtypes = tuple(OURS)
     if not peers.available():
@@ -141,7 +133,7 @@ def _rows_of(item: Item, machine: str) -> Iterator[Row]:
     problem, kind = item
     make = _softmaxes if problem.head_dim == 1 and problem.batch > 1 else _attention
     found: dict[str, np.ndarray] = {}
-    for series, run, errors, ordinary in make(problem, kind, machine):
+    for series, run, errors, ordinary in make(problem, kind):
         out, failure = attempt(run)
         if failure:
             common = columns(NAME, series, problem, machine, note=f"{kind}; {failure}")
@@ -149,80 +141,52 @@ def _rows_of(item: Item, machine: str) -> Iterator[Row]:
             continue
         found[series] = out
         values = errors(out)
-        # A GPU has other exponentials, and makes one operation of a product and a sum.
-        bits = machine != EMULATOR or series == ONLINE
-        if bits and ordinary in found and ordinary != series:
+        if ordinary in found and ordinary != series:
             values["identical"] = float(np.mean(out == found[ordinary]))
         for metric, value in values.items():
-            # NumPy's exponentials differ between CPUs in bits that nobody should have to look at.
-            value = float(f"{value:.3g}")
             common = columns(NAME, series, problem, machine, note=kind)
-            yield Row(metric=metric, unit="1", value=value, **common)
+            yield Row(metric=metric, unit="1", value=float(f"{value:.3g}"), **common)
 
 
 Made = tuple[str, Callable[[], np.ndarray], Callable[[np.ndarray], dict[str, float]], str]
 
 
-def _attention(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
+def _attention(problem: Problem, kind: str) -> Iterator[Made]:
     host = inputs(kind, problem)
-    exact = Exact(problem, *host)
+    exact, arrays = Exact(problem, *host), peers.on_device(host, problem.dtype)
     ours = series_of(problem, kind)
-    if machine == EMULATOR:
-        arrays: Sequence[Any] = [x.astype(problem.dtype) for x in host]
-    else:
-        arrays = peers.on_device(host, problem.dtype)
-        others = THEIRS[problem.dtype] if OURS[problem.dtype][0] in ours else (peers.EFFICIENT,)
-        ours = (*ours, *(others if peers.available() else ()))
-    for series in ours:
+    others = THEIRS[problem.dtype] if OURS[problem.dtype][0] in ours else (peers.EFFICIENT,)
+    for series in (*ours, *(others if peers.available() else ())):
         ordinary = peers.UNFUSED if calls.theirs(series) else ours[0]
-        run = partial(_output, series, problem, arrays, machine)
+        run = partial(_output, series, problem, arrays)
         yield series, run, exact.errors, ordinary
 
 
-def _output(series: str, problem: Problem, arrays: Sequence[Any], machine: str) -> np.ndarray:
-    with device.using(EMULATOR) if machine == EMULATOR else contextlib.nullcontext():
-        return to_host(calls.make(series, "fwd", problem, arrays)())
+def _output(series: str, problem: Problem, arrays: Sequence[Any]) -> np.ndarray:
+    return to_host(calls.make(series, "fwd", problem, arrays)())
 
 
-def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
+def _softmaxes(problem: Problem, kind: str) -> Iterator[Made]:
     rng = np.random.default_rng([SEED, problem.seqlen_q])
     x = _drawn(rng, kind, (problem.batch, problem.seqlen_q))
     wide = x.astype(np.float64)
     right = np.exp(wide - wide.max(axis=1, keepdims=True))
     right /= right.sum(axis=1, keepdims=True)
 
-    def run(series: str) -> np.ndarray:
-        if machine == EMULATOR:
-            return stepwise(x, online=series == ONLINE)
-        algorithm = series.removeprefix("softmax-")
+    def run(algorithm: str) -> np.ndarray:
         return to_host(fa_numba.softmax(peers.on_device((x,))[0], algorithm=algorithm))
 
     for series in (SAFE, ONLINE):
-        yield series, partial(run, series), partial(errors_of, right=right), SAFE
-
-
-def stepwise(x: np.ndarray, online: bool) -> np.ndarray:
-    """Softmax of the rows of x by Algorithm 2 or 3 of arXiv 1805.02867 in float32, stepwise."""
-
-    def e(difference: np.ndarray) -> np.ndarray:
-        return np.exp(difference.astype(np.float64)).astype(np.float32)
-
-    m = np.full(len(x), -np.inf, np.float32) if online else x.max(axis=1)
-    d = np.zeros(len(x), np.float32)
-    for xj in x.T:
-        if online:  # Alg. 3 lines 4, 5: d e^(m_old - m) + e^(x - m)
-            m_old, m = m, np.maximum(m, xj)
-            d = d * e(m_old - m)
-        d = d + e(xj - m)
-    return e(x - m[:, None]) / d[:, None]
+        algorithm = series.removeprefix("softmax-")
+        yield series, partial(run, algorithm), partial(errors_of, right=right), SAFE
 
 
 Found = dict[tuple[str, str, str, str], dict[int, float]]
 
 
-def curves(rows: Sequence[Row], emulated: bool) -> Found:
+def curves(rows: Sequence[Row]) -> Found:
     """(dtype, inputs, series, metric) -> N -> value, of d=64."""
-    mine = [r for r in rows if (r.machine == EMULATOR) == emulated and r.head_dim in (1, HEAD_DIM)]
+    mine = [r for r in rows if r.head_dim in (1, HEAD_DIM)]
     mine.sort(key=lambda row: row.seqlen_q)
     return nested(mine, lambda row: (row.dtype, row.place, row.series, row.metric), "seqlen_q")
 
@@ -235,49 +199,37 @@ _DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    on_gpu, emulated = curves(rows, False), curves(rows, True)
-    keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]
-    keys = [key for key in keys if key[2] in (*OURS[key[0]], _DRAWN[key[0]])]
-    dtypes = [dtype for dtype in OURS if any(key[0] == dtype for key in keys)]
+    found = curves(rows)
+    dtypes = [d for d, ours in OURS.items() if (d, NORMAL, ours[2], "error") in found]
     if not dtypes:
         return None
-    lengths = {N for key in keys for found in (on_gpu, emulated) for N in found.get(key, ())}
     figure, axes = style.new(2, len(dtypes), 7.0, sharex=True, sharey="col")
+    lengths = sorted({N for (*_, metric), line in found.items() if metric == "error" for N in line})
     for kind, across in zip((NORMAL, OUTLIERS), axes, strict=True):
         for dtype, ax in zip(dtypes, across, strict=True):
-            _panel(ax, dtype, kind, on_gpu, emulated)
+            for series in (_DRAWN[dtype], *OURS[dtype]):
+                look: dict[str, Any] = {"ls": "--" if calls.theirs(series) else "-", "lw": 1.5}
+                points = found.get((dtype, kind, series, "error"), {})
+                style.line(ax, points, series, label=LABELS[series], ms=5, **look)
             ax.axhline(ROUNDING[dtype], color="#555555", lw=0.9, ls=":", label="one rounding")
             if dtype == "float32":
                 ax.axhline(1e-5, color="#CC79A7", lw=1.2, ls="--", label="claimed, fp32")
             ax.set(yscale="log", title=f"{DTYPES[dtype]}, {_KINDS[kind]}")
-            style.sizes(ax, sorted(lengths), "N", 2 if len(lengths) > 6 else 1)
+            style.sizes(ax, lengths, "N", 2)
         across[0].set_ylabel("error, relative to float64")
-    handles = style.handles(axes)
     halves = [
-        value / on_gpu[dtype, kind, "fa2-mma", "error"][N]
-        for dtype in ("float16", "bfloat16")
-        for kind in (NORMAL, OUTLIERS)
-        for N, value in on_gpu.get((dtype, kind, "standard-mma", "error"), {}).items()
-        if N in on_gpu.get((dtype, kind, "fa2-mma", "error"), {})
+        value / found[dtype, kind, "fa2-mma", "error"][N]
+        for (dtype, kind, series, metric), line in found.items()
+        for N, value in line.items()
+        if (series, metric) == ("standard-mma", "error")
     ]
-    title = "relative error of O (norms); full marks: GPU, hollow: emulator"
-    if halves:
-        title = (
-            f"In 16 bits standard attention errs {min(halves):.1f} to {max(halves):.1f} times as "
-            f"much as the fused kernels\n{title}"
-        )
-    style.legend(figure, list(handles.values()), title, ncols=4)
+    title = (
+        f"In 16 bits standard attention errs {tables.span(halves, '.1f')} times as much as the "
+        "fused kernels\n"
+    ) if halves else ""  # fmt: skip
+    title += "relative error of O (norms)"
+    style.legend(figure, list(style.handles(axes).values()), title, ncols=4)
     return figure
-
-
-def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found) -> None:
-    for series in (_DRAWN[dtype], *OURS[dtype]):
-        looks: dict[str, Any] = {"ms": 5, "ls": "--" if calls.theirs(series) else "-"}
-        for found, hollow in ((on_gpu, False), (emulated, True)):
-            more = {"mfc": "white", "lw": 0.8} if hollow else {"lw": 1.5}
-            label = LABELS[series] if not hollow or not on_gpu else None
-            points = found.get((dtype, kind, series, "error"), {})
-            style.line(ax, points, series, label=label, **looks, **more)
 
 
 def paper_ratio() -> float:
@@ -292,14 +244,9 @@ def _latest(line: dict[int, float] | None) -> tuple[int, float] | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    lines = []
-    for dtype in OURS:
-        for kind in (NORMAL, OUTLIERS):
-            for emulated in (False, True):
-                line = _line(curves(rows, emulated), dtype, kind)
-                if line:
-                    lines.append([*line[:3], "emulator" if emulated else "GPU", *line[3:]])
-                    break
+    found = curves(rows)
+    every = [_line(found, dtype, kind) for dtype in OURS for kind in (NORMAL, OUTLIERS)]
+    lines = [line for line in every if line]
     header = ["dtype", "inputs", "N", "run on", "RMSE: standard", "FA-1", "FA-2", "torch unfused"]
     header += ["torch's fused", "standard / FA-2", "torch unfused / fused", "published ratio"]
     header += ["largest error, FA-2", "relative error, FA-2, worst N"]
@@ -312,7 +259,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _line(found: Found, dtype: str, kind: str) -> list[str]:
-    """The cells of the table but where they are from; empty without FA-2's."""
+    """The cells of the table; empty without FA-2's."""
     ours, fused = OURS[dtype], THEIRS[dtype][1]
     at = _latest(found.get((dtype, kind, ours[2], "rmse")))
     if at is None:
@@ -329,7 +276,7 @@ def _line(found: Found, dtype: str, kind: str) -> list[str]:
     worst = max(found[dtype, kind, ours[2], "error"].values())
     paper = f"{paper_ratio():.2f}" if (dtype, kind) == ("float16", OUTLIERS) else tables.MISSING
     return [
-        *(DTYPES[dtype], kind, str(N)),
+        *(DTYPES[dtype], kind, str(N), "GPU"),
         *(tables.number(rmse, s, ".1e") for s in shown),
         *(over(ours[0], ours[2]), over(peers.UNFUSED, fused), paper),
         tables.MISSING if largest is None else f"{largest:.1e}",
@@ -348,21 +295,15 @@ PAIRS = (
 
 
 def identical(rows: Sequence[Row]) -> tables.Table | None:
-    lines = []
+    lines, found = [], curves(rows)
     for dtype, series, name, ordinary, other in PAIRS:
         for kind in (NORMAL, OUTLIERS):
-            for emulated in (False, True):
-                found = curves(rows, emulated)
-                shares = found.get((dtype, kind, series, "identical"))
-                if not shares:
-                    continue
+            if shares := found.get((dtype, kind, series, "identical")):
                 both = [found.get((dtype, kind, s, "error")) for s in (series, ordinary)]
                 errors = [_latest(line) for line in both]
                 cells = [tables.MISSING if e is None else f"{e[1]:.1e}" for e in errors]
                 ends = [f"{100 * shares[N]:.1f} % (N={N})" for N in (min(shares), max(shares))]
-                where = "NumPy" if emulated else "GPU"
-                lines.append([f"{name} and {other}", DTYPES[dtype], kind, where, *ends, *cells])
-                break
+                lines.append([f"{name} and {other}", DTYPES[dtype], kind, "GPU", *ends, *cells])
     header = ["bit for bit", "dtype", "inputs", "run on", "equal elements, shortest"]
     header += ["longest", "relative error, the first", "the second"]
     caption = "Errors are against float64, at the longest length."
@@ -373,19 +314,17 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     """The relative error of FA-2's float32 in each precision, at the longest N and PLANES_AT."""
     found = nested(
         [r for r in rows if r.head_dim > 1],
-        lambda r: (r.machine == EMULATOR, r.place, r.head_dim, r.seqlen_q),
+        lambda r: (r.place, r.head_dim, r.seqlen_q),
         "series", metric="error", dtype="float32",
     )  # fmt: skip
     found = {at: line for at, line in found.items() if not line.keys().isdisjoint(PLANES)}
-    emulated = all(at[0] for at in found)
-    found = {at: line for at, line in found.items() if at[0] == emulated}
     longest: dict[tuple[str, int], int] = {}
-    for _, kind, d, N in found:
+    for kind, d, N in found:
         if (kind, d, N) not in PLANES_AT:
             longest[kind, d] = max(N, longest.get((kind, d), 0))
     shown = ("fa2-simt", *PLANES, peers.EFFICIENT)
     lines = []
-    for (_, kind, d, N), line in sorted(found.items()):
+    for (kind, d, N), line in sorted(found.items()):
         if (kind, d, N) in PLANES_AT or N == longest[kind, d]:
             cells = [tables.number(line, s, ".1e") for s in shown]
             over = {s: line[s] / line["fa2-simt"] for s in shown if {s, "fa2-simt"} <= set(line)}
@@ -396,7 +335,7 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (
         "FA-2's relative error in float32 by how its products are computed, against float64, "
-        f"{'on the emulator' if emulated else 'on a GPU'}."
+        "on a GPU."
     )
     return tables.of(caption, header, lines)
 

@@ -8,9 +8,8 @@ from test_gpt2_table import exact
 import fa_numba
 from experiments import numerics
 from experiments.lab.measure import calls, peers
-from experiments.lab.measure.series import PLANES
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import EMULATOR, Store
+from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
 from fa_numba import reference
@@ -23,19 +22,14 @@ def synthetic(machine="some-gpu"):
     for dtype, ours in numerics.OURS.items():
         shown = (*ours, *numerics.THEIRS[dtype])
         for kind in (NORMAL, OUTLIERS):
-            for N, place, source in (
-                (64, EMULATOR, "counted"),
-                (128, machine, "measured"),
-                (16384, machine, "measured"),
-            ):
+            for N in (128, 16384):
                 problem = Problem(1, 4, 4, N, N, 64, dtype=dtype)
-                own = {"machine": place, "source": source, "note": kind}
-                for n, series in enumerate(shown if place == machine else ours):
+                for n, series in enumerate(shown):
                     value = (2.0, 1.5, 1.0, 3.0, 1.5, 1.0, 1.0)[n] * numerics.ROUNDING[dtype]
                     metrics = {"error": value, "rmse": value / 10, "max_error": 2 * value}
-                    if n in (1, 2) and place == machine:
-                        metrics["identical"] = 0.25
+                    metrics |= {"identical": 0.25} if n in (1, 2) else {}
                     for metric, number in metrics.items():
+                        own = {"machine": machine, "note": kind}
                         rows.append(made_up("numerics", problem, series, number, metric, **own))
     for kind in (NORMAL, OUTLIERS):
         for V, share in ((128, 1.0), (16384, 0.5)):
@@ -94,57 +88,7 @@ def test_a_long_result_is_sampled_evenly(monkeypatch):
     assert sampled.errors(out)["error"] > 0.05
 
 
-# --- softmax, step by step ----------------------------------------------------------------------
-
-
-def test_the_steps_are_softmax():
-    x = np.random.default_rng(1).standard_normal((3, 50)).astype(np.float32)
-    right = np.exp(x.astype(np.float64))
-    right /= right.sum(axis=1, keepdims=True)
-    for online in (False, True):
-        y = numerics.stepwise(x, online)
-        assert y.dtype == np.float32 and reference.relative_error(y, right) < 3e-7
-    # A maximum that comes first never changes again: then they are the same.
-    falling = -np.sort(-x, axis=1)
-    same = [numerics.stepwise(falling, online) for online in (False, True)]
-    np.testing.assert_array_equal(*same)
-    # Large numbers overflow neither.
-    assert np.isfinite(numerics.stepwise(x + 1000, True)).all()
-
-
-def test_online_softmax_is_not_the_ordinary_one_bit_for_bit():
-    x = np.random.default_rng(2).standard_normal((16, 400)).astype(np.float32)
-    equal = numerics.stepwise(x, True) == numerics.stepwise(x, False)
-    assert 0.05 < equal.mean() < 0.95
-
-
 # --- rows ------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_the_emulator_and_numpy(monkeypatch):
-    monkeypatch.setattr(numerics, "EMULATED_SEQLENS", (24,))
-    monkeypatch.setattr(numerics, "EMULATED_VECTORS", (24, 4096))
-    monkeypatch.setattr(numerics, "HEAD_DIM", 8)
-    rows = list(numerics.measure(Options(), Bench()))
-    assert {(r.machine, r.source) for r in rows} == {(EMULATOR, "counted")}
-    assert not [r.note for r in rows if r.failed]
-    assert len({(*r.key, r.place) for r in rows}) == len(rows)
-    attention = [r for r in rows if r.head_dim == 8]
-    assert {(r.dtype, r.series, r.place, r.metric, r.seqlen_q) for r in attention} == {
-        (dtype, series, kind, metric, 24)
-        for dtype in ("float32", "float16")
-        for series in numerics.OURS[dtype] + (PLANES if dtype == "float32" else ())
-        for kind in (NORMAL, OUTLIERS)
-        for metric in ("error", "rmse", "max_error")
-    }
-    # The rounding of the dtype, and no more than a few of them; two bfloat16 round at 16 bits.
-    for r in attention:
-        if r.metric == "error":
-            rounding = 2.0**-16 if r.series.endswith("bf16x3") else numerics.ROUNDING[r.dtype]
-            assert 0.03 < r.value / rounding < 8
-    shares = {(r.seqlen_q, r.place): r.value for r in rows if r.metric == "identical"}
-    assert set(shares) == {(V, kind) for V in (24, 4096) for kind in (NORMAL, OUTLIERS)}
-    assert all(0 < share < 1 for share in shares.values())
 
 
 def test_the_precisions_table_is_of_the_longest_and_of_places_of_their_own():
@@ -175,7 +119,7 @@ def on_a_gpu(monkeypatch, attention=exact):
     """Rows of a GPU's run with stand-ins for its kernels."""
     no_gpu(monkeypatch)
     monkeypatch.setattr(fa_numba, "attention", attention)
-    lengths = {"SEQLENS": (16,), "EMULATED_SEQLENS": (), "EMULATED_VECTORS": (), "PLANES_AT": ()}
+    lengths = {"SEQLENS": (16,), "PLANES_AT": ()}
     for name, value in (lengths | {"HEAD_DIM": 8}).items():
         monkeypatch.setattr(numerics, name, value)
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
@@ -244,9 +188,6 @@ def test_the_tables(tmp_path):
         *("online softmax and safe softmax", "fp32", NORMAL, "GPU"),
         *("100.0 % (N=128)", "50.0 % (N=16384)", "2.0e-07", "2.0e-07"),
     ]
-    # What the emulator alone has comes from there, and says so.
-    alone = [row for row in synthetic() if row.machine == EMULATOR]
-    assert "| fp32 | normal | 64 | emulator |" in numerics.table(alone).body
     for name in ("numerics", "numerics_identical"):
         assert report.text(name, Store(tmp_path / "none")) == "no recording yet\n"
 
@@ -258,15 +199,13 @@ def test_the_figure():
         for kind in ("normal inputs", "inputs with outliers")
         for dtype in ("fp32", "fp16", "bf16")
     ]
-    # Lines of a GPU, those of the emulator, a rounding, and in fp32 what is claimed.
-    counts = [4 + 3 + 2, 4 + 3 + 1, 4 + 3 + 1]
-    assert [len(ax.lines) for ax in figure.axes] == counts * 2
+    # Four series, a rounding, and in fp32 what is claimed.
+    assert [len(ax.lines) for ax in figure.axes] == [6, 5, 5] * 2
     # No point lies outside the axes.
     for ax in figure.axes:
         low, high = ax.get_xlim()
         assert all(low < x < high for line in ax.lines[:-2] for x in line.get_xdata() if x > 1)
-    alone = [row for row in synthetic() if row.machine == EMULATOR]
-    half = [row for row in alone if row.dtype == "float16"]
+    half = [row for row in synthetic() if row.dtype == "float16"]
     assert [ax.get_title() for ax in numerics.draw(half).axes] == [
         "fp16, normal inputs",
         "fp16, inputs with outliers",
@@ -279,7 +218,7 @@ def test_torch_is_held_against_its_own_unfused(monkeypatch):
     monkeypatch.setattr(peers, "available", lambda: True)
     monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
     monkeypatch.setattr(calls, "make", lambda *_: lambda: np.zeros(problem.q_shape))
-    made = {s: ordinary for s, _, _, ordinary in numerics._attention(problem, NORMAL, "some-gpu")}
+    made = {s: ordinary for s, _, _, ordinary in numerics._attention(problem, NORMAL)}
     assert made == dict.fromkeys(numerics.OURS["float16"], "standard-mma") | dict.fromkeys(
         numerics.THEIRS["float16"], peers.UNFUSED
     )
