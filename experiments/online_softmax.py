@@ -22,7 +22,7 @@ from .lab.measure.series import LABELS as ATTENTION_LABELS
 from .lab.measure.series import call, columns, plan
 from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published, select, values
 from .lab.show import style, tables
 
 NAME = "online_softmax"
@@ -71,8 +71,8 @@ def algorithm(series: str) -> str:
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     counted = QUICK_LENGTHS if options.quick else COUNTED_LENGTHS
     problems = [one_head(N, 64) for N in COUNTED_SEQLENS[: 1 if options.quick else None]]
-    vectors = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES]
-    for item in vectors:
+    softmaxes = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES]
+    for item in softmaxes:
         yield from _model(*item)
     for problem in (*problems, one_head(LONG_SEQLEN, 64)):
         for series in ATTENTION:
@@ -80,7 +80,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
                 planned = plan(series, problem)
             yield from _attention(series, problem, planned.tiles, planned.accesses, MODEL)
 
-    work: list[tuple[Callable, Any, Any, Any]] = [(_count, *item) for item in vectors]
+    work: list[tuple[Callable, Any, Any, Any]] = [(_count, *item) for item in softmaxes]
     work += [(_overflow, series, 1, QUICK_LENGTHS[0]) for series in SERIES]
     inputs = Inputs()
     work += [(_count_attention, s, p, inputs) for p in problems for s in ATTENTION]
@@ -101,13 +101,13 @@ def _model(series: str, batch: int, V: int) -> Iterator[Row]:
 
 def _count(series: str, batch: int, V: int) -> Iterator[Row]:
     with fa_numba.count_accesses() as counted:
-        fa_numba.softmax(values(batch * V).reshape(batch, V), algorithm=algorithm(series))
+        fa_numba.softmax(vectors(batch * V).reshape(batch, V), algorithm=algorithm(series))
     yield from counts.totals(counted, **of_vectors(series, batch, V, EMULATOR))
 
 
 def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
     """How many elements of softmax(x + 100) are NaN."""
-    x = np.clip(values(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
+    x = np.clip(vectors(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
     with device.using("emulator"), np.errstate(all="ignore"):
         y = fa_numba.softmax(x, algorithm=algorithm(series))
     nan = int(np.isnan(y).sum())
@@ -134,7 +134,7 @@ def _attention(
         yield Row(metric=f"{metric} of scores", unit="elements", value=value, **fields)
 
 
-def values(size: int) -> np.ndarray:
+def vectors(size: int) -> np.ndarray:
     drawn = np.random.default_rng(SEED).standard_normal(min(size, 1 << 20), dtype=np.float32)
     return np.resize(drawn, size)
 
@@ -153,7 +153,7 @@ def vector_gate(x: Any) -> Gate:
 
 def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
     largest = max(BATCHES) * max(lengths)
-    everything, failure = attempt(lambda: device.to_gpu(values(largest)))
+    everything, failure = attempt(lambda: device.to_gpu(vectors(largest)))
     shown = [*SERIES, *([PEER] if peers.available() else [])]
     for batch, V in bench.each([(batch, V) for batch in BATCHES for V in lengths], "timing"):
         x, gate = None, None
@@ -196,15 +196,13 @@ def _call(series: str, x: Any) -> Callable[..., Any]:
 def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
     """Series -> loads and stores, of an element of a vector or of a score: the largest size's."""
     found: dict[str, dict[str, float]] = {}
-    for row in sorted(rows, key=lambda r: r.seqlen_q):
+    for row in sorted(select(rows, source=source), key=lambda r: r.seqlen_q):
         vectors = row.series in SERIES
-        metric = row.metric.removesuffix(" of scores")
-        if row.source != source or row.value is None or (metric == row.metric) != vectors:
-            continue
-        if metric not in ("loads", "stores") or row.seqlen_q == LONG_SEQLEN:
-            continue
-        elements = row.batch * row.seqlen_q * (1 if vectors else row.seqlen_k)
-        found.setdefault(row.series, {})[metric] = row.value / elements
+        metric = row.metric if vectors else row.metric.partition(" of scores")[0]
+        scored = vectors or row.metric != metric
+        if scored and metric in ("loads", "stores") and row.seqlen_q != LONG_SEQLEN:
+            elements = row.batch * row.seqlen_q * (1 if vectors else row.seqlen_k)
+            found.setdefault(row.series, {})[metric] = row.number / elements
     return {name: each for name, each in found.items() if {"loads", "stores"} <= each.keys()}
 
 
@@ -215,23 +213,19 @@ def paper() -> dict[str, float]:
     return {series: named[series] for series in SERIES if series in named}
 
 
-Times = dict[tuple[str, int, int], Row]
+Times = dict[tuple[str, int, int], float]
 
 
 def times(rows: Sequence[Row]) -> Times:
-    """(series, batch, V) -> the row of its time, none that failed."""
-    return {
-        (r.series, r.batch, r.seqlen_q): r
-        for r in rows
-        if r.metric == "time" and r.value is not None
-    }
+    """(series, batch, V) -> ms."""
+    return values(rows, "series", "batch", "seqlen_q", metric="time")
 
 
 def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
     """V -> the safe softmax's time over that of the series."""
     return {
-        V: found[SERIES[1], batch, V].number / row.number
-        for (name, vectors, V), row in sorted(found.items(), key=lambda item: item[0][2])
+        V: found[SERIES[1], batch, V] / ms
+        for (name, vectors, V), ms in sorted(found.items())
         if (name, vectors) == (series, batch) and (SERIES[1], batch, V) in found
     }
 
@@ -239,7 +233,7 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 def draw(rows: Sequence[Row]) -> Any:
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
-    if not counted:
+    if not counted or not found:
         return None
     figure, axes = style.new(1, 1 + len(BATCHES), 4.2, width_ratios=(1.1, 1, 1))
     left, *others = axes[0]
@@ -283,22 +277,15 @@ def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
 
 def _speeds(ax: Any, found: Times, batch: int) -> None:
     looks = colours()
-    lengths = sorted({V for _, vectors, V in found if vectors == batch})
-    if not lengths:
-        style.empty(ax, "times not recorded yet")
-        return
     for series, label in LABELS.items():
-        mine = [found[series, batch, V] for V in lengths if (series, batch, V) in found]
-        if not mine:
-            continue
-        y = [batch * row.seqlen_q / row.number / 1e6 for row in mine]
-        low = [batch * row.seqlen_q / (row.p80 or row.number) / 1e6 for row in mine]
-        high = [batch * row.seqlen_q / (row.p20 or row.number) / 1e6 for row in mine]
-        spread = [[a - b for a, b in zip(y, low, strict=True)],
-                  [b - a for a, b in zip(y, high, strict=True)]]  # fmt: skip
-        look = {"color": looks[series], "marker": "o", "ms": 4, "elinewidth": 1, "label": label}
-        x, ls = [row.seqlen_q for row in mine], "--" if series == PEER else "-"
-        ax.errorbar(x, y, yerr=np.maximum(spread, 0), ls=ls, **look)
+        points = [
+            (V, batch * V / ms / 1e6)
+            for (name, vectors, V), ms in sorted(found.items())
+            if (name, vectors) == (series, batch)
+        ]
+        look = {"color": looks[series], "ls": "--" if series == PEER else "-", "label": label}
+        style.line(ax, points, marker="o", ms=4, **look)
+    lengths = sorted({V for _, vectors, V in found if vectors == batch})
     style.sizes(ax, lengths, "elements of a vector, V", 2 if len(lengths) > 7 else 1)
     ax.set(ylim=(0, None), ylabel="10⁹ elements/s")
 
@@ -359,7 +346,7 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     lengths = sorted({N for series, _, N in found if series in UNFUSED})
     lines = []
     for N in lengths:
-        took = {s: found[s, 1, N].number for s in UNFUSED if (s, 1, N) in found}
+        took = {s: found[s, 1, N] for s in UNFUSED if (s, 1, N) in found}
         over = {
             s: ms / took["unfused-online"] for s, ms in took.items() if "unfused-online" in took
         }

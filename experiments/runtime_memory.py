@@ -11,17 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import device, io_model
+from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, peers
-from .lab.measure.series import LABELS, algorithm, columns
+from .lab.measure.series import LABELS, columns
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
 from .lab.measure.workloads import Inputs, padded_lengths
-from .lab.record import MODEL, Bench, Options, Row, published
+from .lab.record import Bench, Options, Row, published, select
 from .lab.show import style, tables
 
 NAME = "runtime_memory"
+NEEDS = ("GPU",)
 TAKES = ()
 BATCH, HEADS, HEAD_DIM, DTYPE = 16, 8, 64, "float16"
 SEQLENS = tuple(128 << n for n in range(10))
@@ -74,12 +75,6 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     problems = [setting(N) for N in (QUICK_SEQLENS if options.quick else SEQLENS)]
-    for problem in problems:
-        for series in OURS:
-            for pass_ in ("fwd", "fwd+bwd"):
-                yield _memory(_model_bytes(problem, series, pass_), problem, series, pass_)
-    if bench.machine is None:
-        return
     peers.say_missing(bench.say)
     # A quick run is of the first two settings, which all lengths of it have.
     names = list(SETTINGS)[: 2 if options.quick else None]
@@ -102,22 +97,6 @@ def input_bytes(problem: Problem, pass_: str) -> int:
     """Bytes of q, k and v and, of a pass with gradients, of dout."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     return (3 if pass_ == "fwd" else 4) * 2 * rows * problem.head_dim
-
-
-def _model_bytes(problem: Problem, series: str, pass_: str) -> int:
-    """Results and, of both passes, the larger workspace."""
-    name = algorithm(series)
-    workspace = io_model.workspace(name, problem, return_lse=pass_ != "fwd")
-    if pass_ != "fwd":
-        workspace = max(workspace, io_model.workspace(name, problem, passes="bwd"))
-    return _results_bytes(problem, pass_) + workspace
-
-
-def _memory(
-    taken: int, problem: Problem, series: str, pass_: str, machine: str = MODEL, note: str = PLAIN
-) -> Row:
-    common = columns(NAME, series, problem, machine, pass_=pass_, note=note)
-    return Row(metric="memory", unit="MiB", value=taken / 2**20, **common)
 
 
 class _Session:
@@ -176,7 +155,8 @@ class _Session:
                 self._ended.add((series, name, pass_))
             yield self._time(times.get(pass_), why, name, problem, series, pass_)
             if taken is not None:
-                yield _memory(taken, problem, series, pass_, self._machine, name)
+                common = columns(NAME, series, problem, self._machine, pass_=pass_, note=name)
+                yield Row(metric="memory", unit="MiB", value=taken / 2**20, **common)
             device.release_memory()
             peers.release()
         if not repeated and len(times) == 2:
@@ -256,13 +236,9 @@ def shown(row: Row) -> float:
 
 
 def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
-    """N -> what `shown` gives, of rows that did not fail; the model's where nothing is measured."""
-    mine = [
-        r
-        for r in sorted(rows, key=lambda r: r.source != "model")
-        if (r.series, r.metric, r.pass_, r.place) == (series, metric, pass_, name) and not r.failed
-    ]
-    return dict(sorted({r.seqlen_q: shown(r) for r in mine}.items()))
+    """N -> what `shown` gives."""
+    mine = select(rows, series=series, metric=metric, pass_=pass_, place=name)
+    return {r.seqlen_q: shown(r) for r in sorted(mine, key=lambda r: r.seqlen_q)}
 
 
 # What is drawn: the two that the paper compares, there and here, and FA-2.
@@ -281,12 +257,9 @@ def draw(rows: Sequence[Row]) -> Any:
             points, look = paper(metric, pass_, name, method), {"ls": ":", "lw": 1.1}
             label = f"{'PyTorch' if 'PyTorch' in method else 'FA-1'}, published, A100"
             style.line(ax, points, like, label=label, mfc="white", **look)
-        measured = {r.series for r in rows if r.metric == metric and r.source == "measured"}
         for series in _DRAWN:
-            points, known = curve(rows, series, metric, pass_, name), series in measured
-            look = {"lw": 1.4} if known else {"lw": 1.4, "marker": None}
-            label = LABELS[series] + ("" if known else ", closed form")
-            style.line(ax, points, series, ms=4.5, label=label, **look)
+            points = curve(rows, series, metric, pass_, name)
+            style.line(ax, points, series, lw=1.4, ms=4.5, label=LABELS[series])
         ax.set_title(f"{title} ({item})", fontsize=11)
         style.sizes(ax, sorted({*lengths, *SEQLENS}), "sequence length N")
         style.log(ax.yaxis)

@@ -1,6 +1,5 @@
 """Time and memory over the sequence length: settings, rows, the published curves and the tables."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ import fa_numba
 from experiments import runtime_memory
 from experiments.lab.measure import calls, check, peers, timing
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import MODEL, Store
+from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from experiments.runtime_memory import BOTH, DROPPED, MASKED, OURS, PLAIN, given, setting
 from fa_numba import io_model, reference
@@ -39,8 +38,9 @@ def synthetic(machine="some-gpu"):
                     rows.append(made_up("runtime_memory", problem, series, value, **own))
                     if not failed and pass_ != "bwd" and name == PLAIN:
                         taken = N * (N if factor >= 6 else 1024) * 2**10
-                        of = (taken, problem, series, pass_, machine, name)
-                        rows.append(runtime_memory._memory(*of))
+                        own = {"machine": machine, "pass_": pass_, "note": name}
+                        of = ("runtime_memory", problem, series, taken / 2**20, "memory")
+                        rows.append(made_up(*of, **own))
     return rows
 
 
@@ -96,23 +96,6 @@ def test_the_papers_memory_is_so_many_arrays():
 
 
 # --- rows ------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_there_is_the_models_memory():
-    rows = list(runtime_memory.measure(Options(), Bench()))
-    assert {(r.machine, r.source, r.metric) for r in rows} == {(MODEL, "model", "memory")}
-    assert {r.seqlen_q for r in rows} == set(runtime_memory.SEQLENS)
-    found = {(r.series, r.pass_): r.number for r in rows if r.seqlen_q == 65536}
-    rows_of_q = 16 * 8 * 65536
-    array = 2 * rows_of_q * 64 / 2**20
-    L = 4 * rows_of_q / 2**20
-    # O and nothing else but L; O, dq, dk, dv, L, D and dq in float32.
-    assert found["fa2-mma", "fwd"] == array + L
-    assert found["fa2-mma", "fwd+bwd"] == 4 * array + L + L + 2 * array
-    # S, and in the backward pass P and dP.
-    matrix = 2 * rows_of_q * 65536 / 2**20
-    assert found["standard-mma", "fwd"] == array + matrix
-    assert found["standard-mma", "fwd+bwd"] == 4 * array + L + 2 * matrix
 
 
 def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failing=None):
@@ -328,20 +311,6 @@ def test_the_figure_has_the_published_curves():
     # Inputs are drawn with ours, as the paper counts.
     (N, value), *_ = marks["FA-2 (Q outer)"].get_xydata().tolist()
     assert (N, value) == (128, 128 + runtime_memory.input_bytes(setting(128), "fwd+bwd") / 2**20)
-    model = list(runtime_memory.measure(Options(), Bench()))
-    drawn = runtime_memory.draw(model).axes
-    assert [len(ax.lines) for ax in drawn] == [2, 2, 2, 4]
-    # A closed form is a line without marks, and says so.
-    forms = [line for line in drawn[3].lines if "closed form" in line.get_label()]
-    assert len(forms) == 2 and {line.get_marker() for line in forms} == {"None"}
-
-
-def test_the_models_memory_gives_way_to_the_measured():
-    rows = [r for r in synthetic() if r.metric == "memory" and r.series == "fa2-mma"]
-    model = [replace(r, source="model", machine=MODEL, value=1.0) for r in rows]
-    for both in (rows + model, model + rows):
-        drawn = runtime_memory.curve(both, "fa2-mma", "memory", "fwd", PLAIN)
-        assert drawn == runtime_memory.curve(rows, "fa2-mma", "memory", "fwd", PLAIN)
 
 
 def test_the_models_workspace_is_the_calls():
