@@ -133,51 +133,6 @@ def in_words(gain: Mapping[int, float] | None) -> str:
     return f"all, from {won}" if won == min(gain) else str(won)
 
 
-def draw(rows: Sequence[Row]) -> Any:
-    timed, moved = gains(rows), gains(rows, "model")
-    every = {**moved, **timed}
-    if not every:
-        return None
-    dtypes = [dtype for dtype in OVER if any(case[0] == dtype for case in every)]
-    d = min(case[1] for case in every)
-    figure, axes = style.new(len(dtypes), 2, 1.3 + 3.2 * len(dtypes), sharey="row", sharex=True)
-    lengths: set[int] = set()
-    for dtype, across in zip(dtypes, axes, strict=True):
-        for pass_, ax in zip(PASS_NAMES, across, strict=True):
-            mine = [case for case in every if (case[0], case[1], case[3]) == (dtype, d, pass_)]
-            for case in sorted(mine, key=lambda case: -case[2]):
-                lengths |= _panel(ax, case, timed.get(case, {}), moved.get(case, {}))
-            ax.axhline(1, color="#555555", lw=0.9, zorder=1)
-            ax.axvline(2 * d, zorder=1, **_TWO_D)
-            ax.axvspan(*CLAIMED, color=BAND, zorder=0)
-            style.log(ax.yaxis, 2)
-            ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
-        across[0].set_ylabel("times as fast" if timed else "times as many bytes")
-    powers = [N for N in sorted(lengths) if N & (N - 1) == 0]
-    for ax in axes[-1]:
-        style.sizes(ax, powers or sorted(lengths), "sequence length N")
-    ahead = [
-        value > 1
-        for curves in timed.values()
-        for series, gain in curves.items()
-        if series.startswith("fa2")
-        for value in gain.values()
-    ]
-    low, high = (style.short(N) for N in CLAIMED)
-    message = f"FA-2 is ahead of standard attention at {sum(ahead)} of {len(ahead)} points"
-    if not ahead:
-        message = "Bytes of standard attention over those of FlashAttention, model"
-    handles = [
-        *style.handles(axes).values(),
-        *(style.key(f"{heads} heads", **_look(heads))
-          for heads in sorted({case[2] for case in timed}, reverse=True)),
-        style.patch(f"claimed: gains open at {low} to {high}", color=BAND),
-        style.key("N = 2d", **_TWO_D),
-    ]  # fmt: skip
-    style.legend(figure, handles, message)
-    return figure
-
-
 BAND = "#F3EBD8"
 _TWO_D: dict[str, Any] = {"color": "#555555", "lw": 0.9, "ls": ":"}
 _NAMES = {
@@ -189,19 +144,45 @@ _NAMES = {
 
 def _look(heads: int) -> dict[str, Any]:
     if heads < FEW:
-        return {"ls": "--", "lw": 1.2, "marker": "o", "ms": 5, "mfc": "white"}
-    return {"ls": "-", "lw": 1.8, "marker": "o", "ms": 5}
+        return {"ls": "--", "lw": 1.2, "ms": 5, "mfc": "white"}
+    return {"ls": "-", "lw": 1.8, "ms": 5}
 
 
-def _panel(ax: Any, case: Case, timed: Curves, moved: Curves) -> set[int]:
-    """The lines of a case, one name for both numbers of heads; gives the lengths drawn."""
-    heads = case[2]
-    # Bytes are drawn where no time is.
-    curves = timed or ({} if heads < FEW else moved)
-    for series, gain in curves.items():
-        looks = _look(heads) | {"marker": style.MARKERS[series]} if timed else {"marker": None}
-        style.line(ax, gain, series, label=_NAMES[series], **looks)
-    return {N for gain in curves.values() for N in gain}
+def draw(rows: Sequence[Row]) -> Any:
+    timed = gains(rows)
+    if not timed:
+        return None
+    dtypes = [dtype for dtype in OVER if any(case[0] == dtype for case in timed)]
+    d = min(case[1] for case in timed)
+    figure, axes = style.new(len(dtypes), 2, 1.3 + 3.2 * len(dtypes), sharey="row", sharex=True)
+    for dtype, across in zip(dtypes, axes, strict=True):
+        for pass_, ax in zip(PASS_NAMES, across, strict=True):
+            mine = [case for case in timed if (case[0], case[1], case[3]) == (dtype, d, pass_)]
+            for case in sorted(mine, key=lambda case: -case[2]):
+                for series, gain in timed[case].items():
+                    style.line(ax, gain, series, label=_NAMES[series], **_look(case[2]))
+            ax.axhline(1, color="#555555", lw=0.9, zorder=1)
+            ax.axvline(2 * d, zorder=1, **_TWO_D)
+            ax.axvspan(*CLAIMED, color=BAND, zorder=0)
+            style.log(ax.yaxis, 2)
+            ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
+        across[0].set_ylabel("times as fast")
+    every = [(series, gain) for curves in timed.values() for series, gain in curves.items()]
+    lengths = sorted({N for _, gain in every for N in gain})
+    for ax in axes[-1]:
+        style.sizes(ax, [N for N in lengths if N & (N - 1) == 0] or lengths, "sequence length N")
+    ahead = [x > 1 for series, gain in every if series.startswith("fa2") for x in gain.values()]
+    low, high = (style.short(N) for N in CLAIMED)
+    handles = [
+        *style.handles(axes).values(),
+        *(style.key(f"{heads} heads", marker="o", **_look(heads))
+          for heads in sorted({case[2] for case in timed}, reverse=True)),
+        style.patch(f"claimed: gains open at {low} to {high}", color=BAND),
+        style.key("N = 2d", **_TWO_D),
+    ]  # fmt: skip
+    message = f"FA-2 is ahead of standard attention at {sum(ahead)} of {len(ahead)} points"
+    style.legend(figure, handles, message)
+    return figure
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

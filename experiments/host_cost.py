@@ -97,36 +97,26 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    panels: dict[str, list[Row]] = {}
-    for row in shown(rows):
-        panels.setdefault(row.pass_, []).append(row)
-    if not panels:
+    mine = [row for row in shown(rows) if not row.failed]
+    if not mine:
         return None
-    figure, axes = style.new(len(panels), 1, 0.7 + 2.5 * len(panels), sharex=True)
-    known = [(row.series.startswith("torch"), 1e3 * row.number)
-             for mine in panels.values() for row in mine if row.value is not None]  # fmt: skip
+    figure, ((ax,),) = style.new(1, 1, 1.0 + 0.34 * len(mine))
+    for at, row in enumerate(mine):
+        ax.barh(at, 1e3 * row.number, height=0.6, color=style.COLOURS[row.series])
+        ax.text(1e3 * row.number, at, f" {1e3 * row.number:.3g}", va="center")
+    names = [f"{label(row)}, {PASSES[row.pass_]}" for row in mine]
+    ax.set_yticks(range(len(mine)), names)
+    ax.set_ylim(len(mine) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    longest = max(1e3 * row.number for row in mine)
+    ax.set(xlim=(0, 1.15 * longest), xlabel="microseconds of the host a call")
     ours, theirs = (
-        tables.between([us for peer, us in known if peer == of]) for of in (False, True)
+        tables.between([1e3 * row.number for row in mine if calls.theirs(row.series) == peer])
+        for peer in (False, True)
     )
     message = f"A call costs the host {ours} microseconds" if ours else "What a call costs the host"
-    figure.suptitle(f"{message}, of torch {theirs}" if theirs else message, fontsize=12)
-    for (pass_, mine), ax in zip(panels.items(), axes[:, 0], strict=True):
-        for at, row in enumerate(mine):
-            if row.value is None:
-                ax.text(0, at, " failed", va="center", fontsize=9.5)
-                continue
-            value = 1e3 * row.value
-            ax.barh(at, value, height=0.6, color=style.COLOURS[row.series])
-            if row.p20 is not None and row.p80 is not None:
-                ax.plot([1e3 * row.p20, 1e3 * row.p80], [at, at], color="#555555", lw=1.2)
-            ax.text(1e3 * (row.p80 or row.value), at, f" {value:.3g}", va="center")
-        ax.set_yticks(range(len(mine)), [label(row) for row in mine])
-        ax.set_ylim(len(mine) - 0.4, -0.6)
-        ax.grid(False, axis="y")
-        ax.set_title(f"{PASSES[pass_]}, one head, N={SEQLEN}, d={HEAD_DIM}")
-    # The axis is shared, and limits set on a panel would not see the next; room for the numbers.
-    longest = max(1e3 * (row.p80 or row.value or 0) for mine in panels.values() for row in mine)
-    axes[-1, 0].set(xlim=(0, 1.15 * longest), xlabel="microseconds of the host a call")
+    message += f", of torch {theirs}" if theirs else ""
+    figure.suptitle(f"{message}\none head, N={SEQLEN}, d={HEAD_DIM}", fontsize=12)
     return figure
 
 

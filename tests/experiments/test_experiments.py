@@ -1334,7 +1334,7 @@ def test_a_wrong_call_has_no_host_time(monkeypatch):
 
 def test_the_figure_of_host_times():
     figure = host_cost.draw(synthetic("host_cost"))
-    assert titles(figure) == [f"{p}, one head, N=128, d=64" for p in ("forward", "backward")]
+    assert len(figure.axes[0].patches) == 12
     assert figure.get_suptitle().startswith("A call costs the host 10 ")
 
 
