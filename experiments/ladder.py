@@ -8,6 +8,7 @@ instructions, bank conflicts, sectors from L2, shares of the fastest products an
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import fa_numba
@@ -220,12 +221,10 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    timed, times = [r for r in rows if r.metric == "time"], values(rows, "series", metric="time")
+    times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     for ladder in (LADDER, HOPPER_LADDER):
-        # Older recordings have fewer steps.
-        there = [step.series for step in ladder if step.series in {r.series for r in timed}]
-        pairs += zip(there, there[1:], strict=False)
+        pairs += [(a.series, b.series) for a, b in pairwise(ladder)]
     return {b: times[a] / times[b] for a, b in pairs if a in times and b in times}
 
 
@@ -250,19 +249,14 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    found = [part for part in (_split(rows, False), _split(rows, True)) if part[0]]
-    if not found:
+    problems, labels = _split(rows, False)
+    if not problems:
         return None
-    bars = [len(labels) for _, labels in found]
-    wide = max(len(problems) for problems, _ in found)
-    height, ratios = 0.8 * len(bars) + 0.26 * sum(bars), {"height_ratios": bars}
-    figure, axes = style.new(len(found), wide, height, sharey="row", gridspec_kw=ratios)
-    for (problems, labels), panels in zip(found, axes, strict=True):
-        for ax in panels[len(problems) :]:
-            ax.set_axis_off()
-        for (problem, mine), ax in zip(problems.items(), panels, strict=False):
-            _bars(ax, problem, mine, labels)
-    figure.suptitle(_message(*found[0]))
+    height = 0.8 + 0.26 * len(labels)
+    figure, (axes,) = style.new(1, len(problems), height, sharey=True)
+    for ax, (problem, mine) in zip(axes, problems.items(), strict=True):
+        _bars(ax, problem, mine, labels)
+    figure.suptitle(_message(problems, labels))
     return figure
 
 
@@ -293,50 +287,40 @@ def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, s
     ax.set(ylim=(len(labels) - 0.4, -0.6), xlim=(0, 1.36 * max(speeds.values(), default=1.0)))
     ax.grid(False, axis="y")
     ax.set_xlabel("TFLOP/s, × gain over the step before")
-    masked = ", causal" if problem.causal else ""
-    ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}{masked}")
+    ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}")
 
 
-_MEASURED: dict[str, Callable[[float], str]] = {
-    "speed": lambda v: f"{v:.1f}",
-    "instructions": lambda v: f"{v / 1e9:.2f}",
-    "wavefronts": lambda v: f"{v / 1e9:.2f}",
-    "conflicts": lambda v: f"{v / 1e9:.3f}",
-    "sectors": lambda v: f"{v * 32 / 1e9:.2f}",
-    **dict.fromkeys(OCCUPIED, lambda v: f"{v:.0%}"),
+# Metric -> its column and format.
+_MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "instructions": ("warp instructions, 10^9", lambda v: f"{v / 1e9:.2f}"),
+    "wavefronts": ("shared-memory wavefronts, 10^9", lambda v: f"{v / 1e9:.2f}"),
+    "conflicts": ("bank conflicts, 10^9", lambda v: f"{v / 1e9:.3f}"),
+    "sectors": ("read from L2, GB", lambda v: f"{v * 32 / 1e9:.2f}"),
+    "busy": ("cycles with a block", lambda v: f"{v:.0%}"),
+    "tensor": ("with tensor cores", lambda v: f"{v:.0%}"),
 }
-_HEADER = (
-    *("TFLOP/s", "warp instructions, 10^9", "shared-memory wavefronts, 10^9"),
-    *("bank conflicts, 10^9", "read from L2, GB", "cycles with a block", "with tensor cores"),
-)
 
 
 def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
-    predicted = predictions(causal)
-    lines = []
+    predicted, lines = predictions(causal), []
     problems, labels = _split(rows, causal)
-    metrics = {r.metric for r in rows if r.value is not None} | (set(_MEASURED) - set(OCCUPIED))
-    columns = {metric: shown for metric, shown in _MEASURED.items() if metric in metrics}
-    limits = {name: label for name, label in LIMITS.items() if shares(rows, 1.0, 1).get(name)}
     for problem, mine in problems.items():
         found = {(r.series, r.metric): r for r in mine if r.source == "measured"}
         gained = gains(mine)
         for series, label in labels.items():
-            speed, *counted = (
-                tables.cell(found.get((series, metric)), shown) for metric, shown in columns.items()
-            )
             at = found.get((series, "speed"))
             block = f"{at.Br} x {at.Bc}" if at is not None and at.Br else tables.MISSING
-            pair = [tables.number(values, series, ".2f") for values in (gained, predicted)]
-            where = tables.problem_cells(problem)
-            reached = None if at is None else at.value
-            share = {} if reached is None else shares(rows, reached, problem.head_dim)
-            of = [f"{share[name]:.0%}" if name in share else tables.MISSING for name in limits]
-            lines.append([*where, label, block, speed, *pair, *of, *counted])
-    names = dict(zip(_MEASURED, _HEADER, strict=True))
-    speed, *counted = (names[metric] for metric in columns)
-    header = [*tables.PROBLEM, "step", "Br x Bc", speed, "gain", "predicted", *limits.values()]
-    header += counted
+            share = {} if at is None or at.failed else shares(rows, at.number, problem.head_dim)
+            cells = [block, tables.cell(at, lambda v: f"{v:.1f}")]
+            cells += [tables.number(each, series, ".2f") for each in (gained, predicted)]
+            cells += [tables.number(share, name, ".0%") for name in LIMITS]
+            cells += [
+                tables.cell(found.get((series, metric)), shown)
+                for metric, (_, shown) in _MEASURED.items()
+            ]
+            lines.append([*tables.problem_cells(problem), label, *cells])
+    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
+    header += [*LIMITS.values(), *(name for name, _ in _MEASURED.values())]
     mask = " with a causal mask" if causal else ""
     caption = (
         f"Forward{mask}, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; "
