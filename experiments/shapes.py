@@ -9,7 +9,8 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from .lab.measure.series import LABELS, backward_options, columns, plan
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
-from .lab.record import Bench, Options, Row
+from .lab.record import Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "shapes"
@@ -310,62 +311,42 @@ def _timed(
 Place = tuple[Any, ...]  # class and name of a point, and its sizes
 
 
-@dataclass
-class Ratios:
-    """Of one class and pass: another series' time over ours by auto, at each place where both were
-    measured; `points` are those where ours was, or failed, `failed` those where ours did.
-    """
-
-    points: int = 0
-    failed: int = 0
-    over: dict[str, dict[Place, float]] = field(default_factory=dict)
+Over = dict[str, dict[Place, float]]  # series -> place -> its time over ours by auto
 
 
-def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Ratios]:
-    times: dict[tuple[str, str], dict[Place, dict[str, Row]]] = {}
-    for row in rows:
-        if row.metric != "time" or row.source != "measured":
-            continue
-        kind = row.place.partition(":")[0]
-        sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)
-        place = (row.place, *sizes, row.causal)
-        times.setdefault((kind, row.pass_), {}).setdefault(place, {})[row.series] = row
-    found = {}
-    for key in itertools.product(KINDS, ("fwd", "bwd")):
-        mine = {p: by for p, by in times.get(key, {}).items() if AUTO in by}
-        if not mine:
-            continue
-        found[key] = own = Ratios(len(mine), sum(by[AUTO].failed for by in mine.values()))
-        for place, by in mine.items():
-            ours = by[AUTO].value
-            for series, row in by.items():
-                if series != AUTO and ours and row.value:
-                    own.over.setdefault(series, {})[place] = row.value / ours
+def kind_of(row: Row) -> str:
+    return row.place.partition(":")[0]
+
+
+def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
+    """(class, pass) -> ratios where both were measured."""
+    sizes = ("place", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "causal")
+    times = nested(rows, kind_of, "pass_", attrgetter(*sizes), "series", metric="time")
+    found: dict[tuple[str, str], Over] = {}
+    for kind, pass_ in itertools.product(KINDS, ("fwd", "bwd")):
+        for place, by in times.get(kind, {}).get(pass_, {}).items():
+            for series in by.keys() - {AUTO} if AUTO in by else ():
+                over = found.setdefault((kind, pass_), {}).setdefault(series, {})
+                over[place] = by[series] / by[AUTO]
     return found
 
 
 def draw(rows: Sequence[Row]) -> Any:
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
-    every = [x for own in found.values() for s in shown for x in own.over.get(s, {}).values()]
+    every = [x for over in found.values() for s in shown for x in over.get(s, {}).values()]
     if not every:
         return None
     figure, ((ax,),) = style.new(1, 1, 0.8 + 0.55 * len(found))
     ax.set_xscale("log")
     ax.axvline(1.0, color="#555555", lw=1.0)
-    for line, own in enumerate(found.values()):
-        for series in shown:
-            values = sorted(own.over.get(series, {}).values())
-            if not values:
-                continue
-            y = line + (0.2 if series == peers.CUDNN else -0.2)
-            looks: dict[str, Any] = {"color": style.COLOURS[series]}
-            ax.plot(
-                values, [y] * len(values), ls="", marker=style.MARKERS[series], alpha=0.6,
-                label=LABELS[series], **looks,
-            )  # fmt: skip
+    for line, over in enumerate(found.values()):
+        for series in (s for s in shown if s in over):
+            values, y = over[series].values(), line + (0.2 if series == peers.CUDNN else -0.2)
+            look: dict[str, Any] = {"ls": "", "alpha": 0.6, "label": LABELS[series]}
+            style.line(ax, [(x, y) for x in sorted(values)], series, **look)
             middle = statistics.median(values)
-            ax.plot([middle] * 2, [y - 0.17, y + 0.17], lw=3.0, **looks)
+            ax.plot([middle] * 2, [y - 0.17, y + 0.17], lw=3.0, color=style.COLOURS[series])
     labels = [f"{KINDS[name].title}, {PASSES[pass_]}" for name, pass_ in found]
     ax.set_yticks(range(len(found)), labels)
     ax.set_ylim(len(found) - 0.5, -0.5)
@@ -380,30 +361,29 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _message(found: Mapping[tuple[str, str], Any]) -> str:
-    medians: dict[bool, list[float]] = {}
-    for (name, _), own in found.items():
-        if values := own.over.get(peers.FLASH):
-            medians.setdefault("dropout" in name, []).append(statistics.median(values.values()))
-    if not medians:
-        return "torch's time over ours"
-    said = [f"{tables.between(medians[False])} times our time"] if False in medians else []
-    said += [f"with dropout {tables.between(medians[True])} times"] if True in medians else []
-    return f"torch's FA-2 takes {', '.join(said)} in a class's median"
+def _message(found: Mapping[tuple[str, str], Over]) -> str:
+    medians: dict[bool, list[float]] = {False: [], True: []}
+    for (name, _), over in found.items():
+        if values := over.get(peers.FLASH):
+            medians["dropout" in name].append(statistics.median(values.values()))
+    plain, dropped = (tables.between(medians[at]) for at in (False, True))
+    return (
+        f"torch's FA-2 takes {plain} times our time, with dropout {dropped} times in a class's "
+        "median"
+    ) if plain and dropped else "torch's time over ours"  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    found = ratios(rows)
     lines = []
-    for (name, pass_), own in found.items():
+    for (name, pass_), over in ratios(rows).items():
         kind = KINDS[name]
-        over = own.over.get(kind.peer, {})
-        failed = f", {own.failed} failed" if own.failed else ""
-        last = min(over, key=lambda place: over[place]) if over else None
-        cells = [kind.title, PASSES[pass_], f"{own.points}{failed}", LABELS[kind.peer]]
-        cells += [_pair(over), _where(last) if last else tables.MISSING]
-        cells += [_pair(own.over.get(series, {})) for series in (peers.CUDNN, MMA)]
-        lines.append(cells)
+        ours = [r for r in rows if (r.series, r.pass_, kind_of(r)) == (AUTO, pass_, name)]
+        failed = sum(row.failed for row in ours)
+        points = f"{len(ours)}, {failed} failed" if failed else str(len(ours))
+        beside = over.get(kind.peer, {})
+        cells = [kind.title, PASSES[pass_], points, LABELS[kind.peer], _pair(beside)]
+        cells.append(_where(min(beside, key=lambda at: beside[at])) if beside else tables.MISSING)
+        lines.append([*cells, *(_pair(over.get(series, {})) for series in (peers.CUDNN, MMA))])
     header = ["class", "pass", "points", "over", "median / worst", "worst at"]
     header += [f"over {LABELS[peers.CUDNN]}", "over ours by mma"]
     caption = (

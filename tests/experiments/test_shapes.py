@@ -1,7 +1,6 @@
 """Shapes beyond the papers': what is measured, how it is checked, drawn and tabulated."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,9 +45,7 @@ def cells(table):
 def test_nothing_measured_is_nothing_drawn():
     assert shapes.draw([]) is None and shapes.table([]) is None
     ours = [row for row in synthetic() if row.series == shapes.AUTO]
-    assert shapes.draw(ours) is None
-    for line in cells(shapes.table(ours)):
-        assert line["median / worst"] == line["worst at"] == "-"
+    assert shapes.draw(ours) is None and shapes.table(ours) is None
 
 
 def test_every_class_has_its_points_and_can_be_planned():
@@ -112,8 +109,7 @@ def test_one_slow_point_and_one_that_failed_are_seen():
     rows = synthetic()
     at = next(n for n, row in enumerate(rows) if row.series == peers.FLASH)
     del rows[at]
-    own = shapes.ratios(rows)["shared", rows[at].pass_]
-    assert (own.points, own.failed, len(own.over[peers.FLASH])) == (6, 0, 5)
+    assert len(shapes.ratios(rows)["shared", rows[at].pass_][peers.FLASH]) == 5
 
 
 def test_torch_missing_is_said():
@@ -129,7 +125,7 @@ def test_the_figure_has_a_line_a_class_and_pass():
     (ax,) = figure.axes
     assert message == shapes._message(shapes.ratios(synthetic()))
     medians = {("dims", "fwd"): 1.5, ("lengths", "bwd"): 2.0, ("dropout", "fwd"): 0.5}
-    found = {at: SimpleNamespace(over={peers.FLASH: {1: x}}) for at, x in medians.items()}
+    found = {at: {peers.FLASH: {1: x}} for at, x in medians.items()}
     assert shapes._message(found) == (
         "torch's FA-2 takes 1.5 to 2.0 times our time, with dropout 0.5 times in a class's median"
     )
