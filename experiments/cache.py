@@ -5,7 +5,6 @@ for an H200's L2, over the cache's size, for an A100, an H100 and a GPU without 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -26,11 +25,8 @@ TAKES: tuple[str, ...] = ()
 
 MIB = 2**20
 H200 = lru.Device("H200", 60 * MIB, 132)
-OTHERS = (
-    lru.Device("A100", 40 * MIB, 108),
-    lru.Device("H100", 50 * MIB, 132),
-    lru.Device("no L2", 0, 132),
-)
+NO_L2 = lru.Device("no L2", 0, 132)
+OTHERS = (lru.Device("A100", 40 * MIB, 108), lru.Device("H100", 50 * MIB, 132), NO_L2)
 SIZES = (0, 2, 4, 8, 12, 16, 24, 32, 40, 44, 48, 52, 56, 60, 64, 80, 96, 128)
 SERIES = {"float32": ("fa1-simt", "fa2-simt"), "float16": ("fa1-mma-splits", "fa2-mma-fa1-tiles")}
 DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
@@ -49,78 +45,50 @@ RECORDINGS = ("io_vs_seqlen", "loop_order")
 NEAR = 0.05
 
 
-@dataclass(frozen=True)
-class Call:
-    """A forward call as it is launched on an H200: block sizes are the emulated device's, an
-    H100's, which are the same; query splits are those for the H200's multiprocessors.
-    """
-
-    series: str
-    problem: Problem
-
-    @property
-    def base(self) -> str:
-        return f"{algorithm(self.series)}-{unit(self.series)}"
-
-    @property
-    def planned(self) -> Any:
-        return _planned(self.base, self.series, self.problem, self.splits)
-
-    @property
-    def splits(self) -> int:
-        if not self.series.endswith("-splits"):
-            return 1
-        with device.using("emulator"):
-            return query_splits(self.problem, H200.multiprocessors, self.base)
-
-    def dram(self, gpu: lru.Device, capacity: int | None = None) -> int:
-        made = self.planned
-        if not (gpu.l2_bytes if capacity is None else capacity):
-            return made.accesses.bytes
-        return lru.dram_bytes(
-            algorithm(self.series),
-            self.problem,
-            made.tiles,
-            made.launched[0].threads,
-            gpu,
-            query_splits=self.splits,
-            capacity=capacity,
-        )
-
-
 @cache
-def _planned(base: str, series: str, problem: Problem, splits: int) -> Any:
-    own: dict[str, Any] = {} if splits == 1 else {"query_splits": splits}
+def planned(series: str, problem: Problem) -> tuple[Any, int]:
+    """The plan of a forward call, and its query splits, as it is launched on an H200: block sizes
+    are the emulated device's, an H100's, which are the same.
+    """
+    base, splits = f"{algorithm(series)}-{unit(series)}", 1
+    own: dict[str, Any] = {}
     with device.using("emulator"):
+        if series.endswith("-splits"):
+            splits = query_splits(problem, H200.multiprocessors, base)
+            own |= {"query_splits": splits} if splits > 1 else {}
         if series.endswith("-fa1-tiles"):
             own["tiles"] = plan(base.replace("fa2", "fa1"), problem).tiles
-        return plan(base, problem, **own)
+        return plan(base, problem, **own), splits
+
+
+def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
+    """Bytes that a call moves with a cache of so many; with none all that it accesses."""
+    made, splits = planned(series, problem)
+    if not capacity:
+        return made.accesses.bytes
+    of = (algorithm(series), problem, made.tiles, made.launched[0].threads, gpu)
+    return lru.dram_bytes(*of, query_splits=splits, capacity=capacity)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """The model over N, for other GPUs, over L2's size."""
     calls = [
-        Call(series, fa2_setting(N, d, dtype=dtype))
+        (series, fa2_setting(N, d, dtype=dtype))
         for dtype, shown in SERIES.items()
         for d in HEAD_DIMS
         for N in SEQLENS[: 2 if options.quick else None]
         for series in shown
     ]
-    for call in bench.track(calls, "model of L2"):
-        p = call.problem
-        for gpu in (H200, *OTHERS):
-            if gpu is H200 or (p.dtype, p.head_dim, p.seqlen_q) in SHOWN or not gpu.l2_bytes:
-                yield _row(call, gpu.name, call.dram(gpu))
-    for call in bench.track(calls, "over the size of L2"):
-        p = call.problem
+    for series, p in bench.track(calls, "model of L2"):
+        common = columns(NAME, series, p, MODEL, planned(series, p)[0].tiles)
+        shown = (p.dtype, p.head_dim, p.seqlen_q) in SHOWN
+        places = [(gpu.name, gpu, gpu.l2_bytes) for gpu in (H200, *(OTHERS if shown else (NO_L2,)))]
         if p.head_dim == HEAD_DIMS[0] and p.seqlen_q in OVER_SIZE[p.dtype]:
-            for size in SIZES[:: 3 if options.quick else 1]:
-                yield _row(call, f"{size} MiB", call.dram(H200, size * MIB))
-
-
-def _row(call: Call, note: str, value: int) -> Row:
-    common = columns(NAME, call.series, call.problem, MODEL, call.planned.tiles, note=note)
-    return Row(metric="dram", unit="bytes", value=value, **common)
+            sizes = SIZES[:: 3 if options.quick else 1]
+            places += [(f"{size} MiB", H200, size * MIB) for size in sizes]
+        for note, gpu, capacity in places:
+            value = dram(series, p, gpu, capacity)
+            yield Row(metric="dram", unit="bytes", value=value, note=note, **common)
 
 
 Key = tuple[Any, ...]
@@ -260,16 +228,15 @@ def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | No
 def _table(rows: Sequence[Row]) -> tables.Table | None:
     found, known = predicted(rows), measured(rows)
     errors = {at: f"{100 * error:+.1f} %" for at, error in _errors(found, known).items()}
+    calls = {(at[1], at[4], at[3], at[0]): at for at in found}
     lines = []
     for dtype, d, N in SHOWN:
         for series in SERIES[dtype]:
-            for at, places in found.items():
-                if (at[0], at[1], at[3], at[4]) != (series, dtype, N, d):
-                    continue
+            if at := calls.get((dtype, d, N, series)):
+                moved = [found[at].get("no L2"), found[at].get("H200"), known.get(at)]
                 cells = [DTYPE_NAMES[dtype].split(",")[0], str(d), str(N), LABELS[series]]
-                moved = [places.get("no L2"), places.get("H200"), known.get(at)]
                 cells += [*map(_gb, moved), errors.get(at, tables.MISSING)]
-                lines.append([*cells, *(_gb(places.get(name)) for name in ("A100", "H100"))])
+                lines.append([*cells, *(_gb(found[at].get(name)) for name in ("A100", "H100"))])
     header = ["dtype", "d", "N", "algorithm", "accessed, GB (a GPU without L2)", "LRU of 60 MiB"]
     header += ["measured, H200", "model's error", "A100 (40 MiB)", "H100 (50 MiB)"]
     caption = (
