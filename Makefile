@@ -55,8 +55,7 @@ lint: $(VENV)/.lint-$(WHEELS)
 
 # The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
 # calls that fail: cuda.core makes one as it opens a memory pool.
-SANITIZED := -m pytest -q -m gpu -k "layouts and not large or packed or all_options" \
-	$(addprefix tests/kernels/test_,options.py forward.py backward.py mma.py mma_backward.py)
+SANITIZED := -m pytest -q -m gpu -k "layouts or packed or all_options" tests/kernels/test_calls.py
 
 sanitize: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) $(SANITIZED) -n $(JOBS)

@@ -294,14 +294,9 @@ def all_diagnosed(chosen, shares=1):
 # --- the tests -------------------------------------------------------------------------------
 
 
-def some_slow(runs, step):
-    """Each of them, all but every so many marked as slow."""
-    for n, run in enumerate(runs):
-        marks = [pytest.mark.slow] if n % step else []
-        yield pytest.param(run, id=f"{run.unit}-{run.title}", marks=marks)
-
-
-@pytest.mark.parametrize("run", some_slow(mutant_cases.own_runs(), 3))
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=f"{run.unit}-{run.title}") for run in mutant_cases.own_runs()]
+)
 def test_the_source_as_it_is_passes(run):
     run()
 

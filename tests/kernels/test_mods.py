@@ -1,5 +1,5 @@
 """The caller's own functions: how they are read, written for kernels and differentiated; what is
-refused; kernels that they share. What they do to results is `test_options`' too.
+refused; kernels that they share. What they do to results is `test_calls`' too.
 """
 
 import linecache

@@ -1,8 +1,6 @@
-"""Every option of attention, alone and together: results, gradients, cost and errors."""
+"""What options cost, which of them a kernel takes, and what is refused, forward and backward."""
 
-import itertools
-import math
-from contextlib import nullcontext
+import inspect
 
 import numpy as np
 import pytest
@@ -10,548 +8,38 @@ from backward_helpers import (
     NAMES,
     WAYS,
     asks_for_dbias,
-    assert_gradients,
     check_gradients,
     differentiate,
     random_gradients,
     saved,
-    with_dlse,
 )
-from conftest import examples
-from helpers import (
-    GUARD,
-    LAYOUTS,
-    assert_close_to_float64,
-    attend,
-    check,
-    random_inputs,
-    to_numpy,
-)
-from hypothesis import given
-from hypothesis import strategies as st
-from options_helpers import (
-    DRAWS,
-    SMALL,
-    cumulative,
-    drawn,
-    inputs,
-    lengths,
-    names_of_options,
-    visible,
-    visited,
-)
+from helpers import GUARD, numpy_dtype, random_inputs
+from mma_helpers import no_bfloat16
+from options_helpers import SMALL, inputs, lengths, visited
+from test_calls import FORWARD, INF, TINY, _random_mask, normal
 
 import fa_numba
-from fa_numba import Tiles, dropout_mask
+from fa_numba import Tiles
 from fa_numba import device as devices
 
-# Every way to O and L: (algorithm, what its function takes beside).
-FORWARD = {
-    "standard": ("standard", {}),
-    "fa1": ("fa1", {}),
-    "fa1-split": ("fa1", {"query_splits": 2}),
-    "fa2": ("fa2", {}),
+FUNCTIONS = {
+    "standard": fa_numba.standard_attention_backward,
+    "fa1": fa_numba.flash_attention_1_backward,
+    "fa2": fa_numba.flash_attention_2_backward,
 }
-every_forward = pytest.mark.parametrize("forward", FORWARD)
-every_flash = pytest.mark.parametrize("forward", list(FORWARD)[1:])
 every_way = pytest.mark.parametrize("way", WAYS)
 flash_way = pytest.mark.parametrize("way", list(WAYS)[1:])
-TINY = (2, 2, 1, 11, 21, 4)  # B, Hq, Hk, Nq, Nk, d: two tiles each way, both ragged
-INF = float("inf")
 
 
-def run(device, forward, q, k, v, **options):
-    algorithm, own = FORWARD[forward]
-    return attend(device, algorithm, q, k, v, **own, **options)
-
-
-def check_forward(device, forward, q, k, v, **options):
-    algorithm, own = FORWARD[forward]
-    return check(device, algorithm, q, k, v, **own, **options)
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, dtype=np.float32)
-
-
-# --- one option ------------------------------------------------------------------------------
-
-
-def _infinite_bias(B, Hq, Nq, Nk):
-    """-inf here and there, and in all of two rows."""
-    bias = normal(B, Hq, Nq, Nk)
-    bias[bias > 0.7] = -INF
-    bias[0, 0, 3] = bias[B - 1, Hq - 1, Nq - 1] = -INF
-    return bias
-
-
-def _random_mask(*shape, seed=0):
-    return np.random.default_rng([seed, *shape]).random(shape) < 0.6
-
-
-def alone(B, Hq, Nq, Nk, tiles):
-    """Every option by itself, for this problem."""
-    Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
-    some_q, some_k = [Nq, Nq // 2][:B], [Nk // 3, Nk][:B]
-    far = normal(B, Hq, Nq + Nk)
-    return {
-        "causal": {"causal": True},
-        "window of both sides": {"window": (3, 2)},
-        "window to the left": {"window": (4, -1)},
-        "window to the right": {"window": (-1, 1)},
-        "window of one key": {"window": (0, 0)},
-        "window wider than the sequence": {"window": (99, 2**40)},
-        "causal window": {"window": (5, -1), "causal": True},
-        "causal window with a right side": {"window": (2, 7), "causal": True},
-        "softcap": {"softcap": 1.5},
-        "softcap below the scores": {"softcap": 0.125},
-        "score_mod of an array": {"score_mod": lambda s, b, h, i, j: s - far[b, h, i - j + Nk]},
-        "score_mod of a power": {"score_mod": lambda s, b, h, i, j: s * s - abs(s) ** 1.5 / 2},
-        "score_mod of 0 here and there": {"score_mod": lambda s, b, h, i, j: s if i < j else 0},
-        "score_mod of a kink, and softcap": {
-            "score_mod": lambda s, b, h, i, j: max(s, h / 8) + math.sin(s * i),
-            "softcap": 1.5,
-        },
-        "mask_mod": {"mask_mod": lambda b, h, i, j: (i + 2 * j + h) % 3 != b},
-        "mask_mod of an array": {"mask_mod": lambda b, h, i, j: far[b, h, i] < 0.5 or i == j},
-        "mask_mod of nothing": {"mask_mod": lambda b, h, i, j: i < 0},
-        "bias": {"bias": normal(B, Hq, Nq, Nk)},
-        "bias for all batch entries": {"bias": normal(1, Hq, Nq, Nk)},
-        "bias for all heads": {"bias": normal(B, 1, Nq, Nk)},
-        "bias for all rows": {"bias": normal(B, Hq, 1, Nk)},
-        "bias for all columns": {"bias": normal(B, Hq, Nq, 1)},
-        "bias of two axes": {"bias": normal(Nq, Nk)},
-        "bias of a head": {"bias": normal(Hq, 1, 1)},
-        "bias of one number": {"bias": normal(1)},
-        "bias of -inf": {"bias": _infinite_bias(B, Hq, Nq, Nk)},
-        "slopes": {"alibi_slopes": np.abs(normal(Hq))},
-        "slopes of each batch entry": {"alibi_slopes": normal(B, Hq)},
-        "sinks": {"sinks": normal(Hq)},
-        "sinks that are large, and none": {"sinks": np.float32([9, -INF])[-Hq:], "causal": True},
-        "sinks, lengths": {"sinks": normal(Hq), "q_lens": some_q, "kv_lens": (0, Nk)[:B]},
-        "sinks, packed": {"sinks": normal(Hq), **cumulative(some_q, (0, Nk)[:B])},
-        "q_lens": {"q_lens": some_q},
-        "q_lens of 0 and all": {"q_lens": np.array([0, Nq], np.int32)[-B:]},
-        "kv_lens": {"kv_lens": np.array(some_k)},
-        "kv_lens of 0 and all": {"kv_lens": (0, Nk)[:B]},
-        "both lengths, causal": {"q_lens": some_q, "kv_lens": some_k, "causal": True},
-        "packed": cumulative(some_q, some_k[::-1]),
-        "packed, causal": {**cumulative(some_q[::-1], some_k[::-1]), "causal": True},
-        "block mask": {"block_mask": _random_mask(Tr, Tc, seed=2)},
-        "block mask of each head": {"block_mask": _random_mask(Hq, Tr, Tc)},
-        "block mask of each batch entry": {"block_mask": _random_mask(B, 1, Tr, Tc)},
-        "block mask of nothing": {"block_mask": np.zeros((Tr, Tc), bool)},
-        "dropout": {"dropout_p": 0.3, "seed": 2**63 + 5, "offset": 2**32 - 1},
-        "much dropout": {"dropout_p": 0.9, "seed": 7},
-    }
-
-
-ALONE = list(alone(2, 2, 11, 21, SMALL))
-each_option = pytest.mark.parametrize("name", ALONE)
-
-
-def given_alone(name, shape, tiles=SMALL):
-    B, Hq, _, Nq, Nk, _ = shape
-    return inputs(shape, {**alone(B, Hq, Nq, Nk, tiles)[name], "tiles": tiles})
-
-
-@pytest.mark.in_turn("forward")
-@each_option
-@every_forward
-def test_an_option_alone(device, forward, name):
-    (_, q, k, v), options = given_alone(name, TINY)
-    check_forward(device, forward, q, k, v, **options)
-
-
-@pytest.mark.in_turn("way")
-@each_option
-@every_way
-def test_gradients_of_an_option_alone(device, way, name):
-    given_inputs, options = given_alone(name, TINY)
-    check_gradients(device, way, *given_inputs, **options)
-
-
-ODD = (1, 2, 2, 21, 11, 3)  # more rows than columns, nothing aligned
-# --- several options -------------------------------------------------------------------------
-
-PAIRS = [
-    pair for pair in itertools.combinations(sorted(DRAWS), 2) if set(pair) != {"lengths", "packed"}
-]
-every_pair = pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-PAIRED = (2, 1, 1, 9, 18, 4)
-
-
-@pytest.mark.in_turn("forward")
-@every_pair
-@every_forward
-def test_two_options(forward, pair):
-    (_, q, k, v), options = inputs(PAIRED, drawn(pair, PAIRED))
-    check_forward("emulator", forward, q, k, v, **options)
-
-
-@pytest.mark.in_turn("way")
-@every_pair
-@every_way
-def test_gradients_of_two_options(way, pair):
-    given_inputs, options = inputs(PAIRED, drawn(pair, PAIRED, seed=1))
-    check_gradients("emulator", way, *given_inputs, **options)
-
-
-EVERYTHING = {
-    "lengths": sorted(DRAWS.keys() - {"packed"}),
-    "packed": sorted(DRAWS.keys() - {"lengths"}),
-    "window not causal": sorted(DRAWS.keys() - {"packed", "causal"}),
-}
-everything = pytest.mark.parametrize("names", EVERYTHING.values(), ids=EVERYTHING)
-
-
-@pytest.mark.in_turn("forward", share=2)
-@everything
-@every_forward
-def test_all_options(device, forward, names):
-    shape = (2, 2, 1, 13, 37, 6)
-    (_, q, k, v), options = inputs(shape, drawn(names, shape, seed=3))
-    options["window"] = (9, 5)
-    check_forward(device, forward, q, k, v, **options)
-
-
-@pytest.mark.in_turn("way", share=2)
-@everything
-@every_way
-def test_gradients_of_all_options(device, way, names):
-    shape = (2, 2, 1, 13, 37, 6)
-    given_inputs, options = inputs(shape, drawn(names, shape, seed=3))
-    options["window"] = (9, 5)
-    check_gradients(device, way, *given_inputs, **with_dlse(given_inputs, options))
-
-
-shapes = st.builds(
-    lambda B, Hk, group, Nq, Nk, d: (B, Hk * group, Hk, Nq, Nk, d),
-    st.integers(1, 2),
-    st.integers(1, 2),
-    st.integers(1, 2),
-    st.integers(1, 22),
-    st.integers(1, 22),
-    st.integers(1, 8),
-)
-seeds = st.integers(0, 2**32 - 1)
-layouts = st.sampled_from([name for name in LAYOUTS if name != "broadcast"])
-
-
-@every_forward
-@examples(20)
-@given(
-    shapes, names_of_options, st.sampled_from([Tiles(4, 8), SMALL, Tiles(16, 24)]), seeds, layouts
-)
-def test_any_problem(forward, shape, names, tiles, seed, layout):
-    (_, q, k, v), options = inputs(shape, drawn(names, shape, tiles, seed))
-    check_forward("emulator", forward, q, k, v, layout=layout, **options)
-
-
-@every_way
-@examples(12)
-@given(
-    shapes, names_of_options, st.sampled_from([Tiles(4, 16), SMALL, Tiles(8, 32)]), seeds, layouts
-)
-def test_gradients_of_any_problem(way, shape, names, tiles, seed, layout):
-    given_inputs, options = inputs(shape, drawn(names, shape, tiles, seed))
-    if seed % 2:
-        options = with_dlse(given_inputs, options)
-    check_gradients("emulator", way, *given_inputs, layout=layout, **options)
-
-
-# --- options that say the same ---------------------------------------------------------------
-# To the last bit on the emulator: a GPU's compiler may fuse other products and sums.
-
-ARRAYS = ("bias", "alibi_slopes", "q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_mask")
-SAME = {
-    "a wide window": ({"window": (21, 21)}, {}),
-    "a window open on both sides": ({"window": (-1, -1)}, {}),
-    "a window of what came before": ({"window": (-1, 0)}, {"causal": True}),
-    "a causal window of all": ({"window": (21, -1), "causal": True}, {"causal": True}),
-    "full lengths": ({"q_lens": [11], "kv_lens": [21]}, {}),
-    "a mask of all blocks": ({"block_mask": np.ones((2, 2), bool)}, {}),
-    "no dropout": ({"dropout_p": 0.0, "seed": 3}, {}),
-    "a bias of 0": ({"bias": np.zeros((1, 21), np.float32)}, {}),
-    "slopes of 0": ({"alibi_slopes": np.zeros(2, np.float32)}, {}),
-    "None": (dict.fromkeys(("scale", "softcap", *ARRAYS)), {}),
-}
-ONE = (1, *TINY[1:])
-saying_the_same = pytest.mark.parametrize("pair", SAME.values(), ids=SAME)
-
-
-@pytest.mark.in_turn("forward")
-@saying_the_same
-@every_forward
-def test_two_ways_to_say_it_give_the_same_bits(forward, pair):
-    q, k, v = random_inputs(*ONE)
-    a, b = (run("emulator", forward, q, k, v, tiles=SMALL, **options) for options in pair)
-    assert np.array_equal(a.O, b.O) and np.array_equal(a.L, b.L)
-
-
-@pytest.mark.in_turn("way")
-@saying_the_same
-@every_way
-def test_two_ways_to_say_it_give_the_same_gradients(way, pair):
-    given_inputs = random_gradients(*ONE)
-    a, b = (
-        differentiate("emulator", way, *given_inputs, tiles=SMALL, **options) for options in pair
+@pytest.fixture
+def kernels(monkeypatch):
+    """The last argument's fields of every kernel launched; none is."""
+    made = []
+    monkeypatch.setattr(
+        devices, "launch", lambda kernel, *_: made.append(set(kernel.argument_types[-1].fields))
     )
-    for name in NAMES:
-        assert np.array_equal(getattr(a, name), getattr(b, name)), name
-
-
-# --- rows, columns and values ----------------------------------------------------------------
-
-BLIND = {
-    "window": {"window": (2, 1)},
-    "causal": {"causal": True},
-    "lengths": {"q_lens": [23, 4], "kv_lens": [3, 0], "causal": True},
-    "bias": {"bias": np.where(np.arange(23)[:, None] % 3 == 0, -INF, 0.5).astype(np.float32)},
-    "block mask": {"block_mask": np.array([[True], [False], [True]])},
-    "bias and dropout": {
-        "bias": np.where(np.arange(23)[:, None] < 9, -INF, 0.5).astype(np.float32),
-        "dropout_p": 0.5,
-    },
-}
-
-
-def _blind(name):
-    shape = (2, 1, 1, 23, 7, 4)
-    arrays, options = inputs(shape, {**BLIND[name], "tiles": SMALL})
-    seen = visible(shape, options)
-    if "bias" in options:
-        seen &= options["bias"] > -INF
-    return arrays, options, ~seen.any(axis=3)
-
-
-@pytest.mark.in_turn("forward")
-@pytest.mark.parametrize("name", BLIND)
-@every_forward
-def test_rows_that_see_no_column(device, forward, name):
-    (_, q, k, v), options, blind = _blind(name)
-    assert blind.any() and not blind.all()
-    result = check_forward(device, forward, q, k, v, **options)
-    assert (result.O[blind] == 0).all() and (result.L[blind] == -INF).all()
-    assert np.isfinite(result.L[~blind]).all()
-
-
-@pytest.mark.in_turn("way")
-@pytest.mark.parametrize("name", BLIND)
-@every_way
-def test_rows_that_see_no_column_have_no_gradient(device, way, name):
-    (dout, q, k, v), options, blind = _blind(name)
-    found = check_gradients(device, way, dout, q, k, v, **options)
-    assert (found.dq[blind] == 0).all()
-    dout[blind] = 1e6
-    other = differentiate(device, way, dout, q, k, v, **options)
-    assert np.array_equal(other.dk, found.dk) and np.array_equal(other.dv, found.dv)
-
-
-HUGE = {
-    "window": {"window": (5, 3)},
-    "softcap": {"softcap": 40.0},
-    "softcap of huge scores": {"softcap": 1e4},
-    "bias": {"bias": 1e4 * normal(1, 2, 11, 21)},
-    "alibi": {"alibi_slopes": np.float32([300.0, -300.0])},
-    "dropout": {"dropout_p": 0.25, "seed": 1},
-    "block mask": {"block_mask": np.array([[True, False], [True, True]])},
-    "lengths": {"q_lens": [9], "kv_lens": [20]},
-}
-
-
-@pytest.mark.in_turn("forward")
-@pytest.mark.parametrize("name", HUGE)
-@every_forward
-def test_huge_logits(device, forward, name):
-    q, k, v = random_inputs(*ONE, q_size=3e3)
-    assert 1e4 < np.abs(q @ k.swapaxes(2, 3)).max() / 2 < 4e4
-    check_forward(device, forward, q, k, v, tiles=SMALL, **HUGE[name])
-
-
-@pytest.mark.in_turn("way")
-@pytest.mark.parametrize("name", HUGE)
-@every_way
-def test_gradients_of_huge_logits(device, way, name):
-    arrays = random_gradients(*ONE, q_size=3e3)
-    check_gradients(device, way, *arrays, tiles=SMALL, **HUGE[name])
-
-
-def _poisoned(options):
-    """A problem with lengths whose every padding holds NaN, also in what the forward pass left."""
-    shape = (2, 2, 1, 11, 37, 4)
-    options = {"q_lens": [11, 7], "kv_lens": [5, 30], "tiles": SMALL, **options}
-    arrays, options = inputs(shape, options)
-    out, lse = saved(*arrays[1:], **options)
-    out[1, :, 7:], lse[1, :, 7:] = GUARD, np.nan
-    return arrays, options, (out, lse)
-
-
-POISONED = {
-    "lengths": {},
-    "causal": {"causal": True},
-    "window": {"window": (3, 3)},
-    "bias": {"bias": normal(2, 2, 11, 37)},
-    "softcap and slopes": {"softcap": 2.0, "alibi_slopes": np.abs(normal(2))},
-    "dropout": {"dropout_p": 0.2},
-    "block mask": {"block_mask": _random_mask(2, 3)},
-}
-every_poison = pytest.mark.parametrize("name", POISONED)
-
-
-@pytest.mark.in_turn("forward")
-@every_poison
-@every_forward
-def test_nan_behind_the_lengths_reaches_nothing(device, forward, name):
-    (_, q, k, v), options, _ = _poisoned(POISONED[name])
-    result = check_forward(device, forward, q, k, v, **options)
-    assert np.isfinite(result.O).all() and not np.isnan(result.L).any()
-    assert (result.O[1, :, 7:] == 0).all() and (result.L[1, :, 7:] == -INF).all()
-
-
-@pytest.mark.in_turn("way")
-@every_poison
-@every_way
-def test_nan_behind_the_lengths_reaches_no_gradient(device, way, name):
-    arrays, options, values = _poisoned(POISONED[name])
-    found = check_gradients(device, way, *arrays, saved_values=values, **options)
-    assert all(np.isfinite(g).all() for g in found)
-    assert not found.dq[1, :, 7:].any()
-    for g in (found.dk, found.dv):
-        assert not g[0, :, 5:].any() and not g[1, :, 30:].any()
-    if found.dbias is not None:
-        assert not found.dbias[1, :, 7:].any() and not found.dbias[0, :, :, 5:].any()
-
-
-SKIPPED = {
-    "window": {"window": (4, 4)},
-    "block mask": {"block_mask": np.array([[True, False, True], [True, False, True]])},
-}
-
-
-@pytest.mark.parametrize("name", SKIPPED)
-@every_flash
-def test_nan_in_a_tile_that_is_not_visited_reaches_nothing(device, forward, name):
-    q, k, v = random_inputs(1, 2, 1, 11, 48, 4)
-    options = {"tiles": SMALL, **SKIPPED[name]}
-    _, columns = visited((1, 2, 1, 11, 48, 4), options)
-    dead = np.repeat(~columns.any(axis=(0, 1, 2)), 16)
-    assert dead.any() and not dead.all()
-    clean = run(device, forward, q, k, v, **options)
-    k[:, :, dead], v[:, :, dead] = np.nan, np.nan
-    dirty = run(device, forward, q, k, v, **options)
-    assert np.array_equal(dirty.O, clean.O) and np.array_equal(dirty.L, clean.L)
-
-
-@pytest.mark.parametrize("name", SKIPPED)
-@flash_way
-def test_nan_in_a_tile_that_is_not_visited_reaches_no_gradient(device, way, name):
-    dout, q, k, v = random_gradients(1, 2, 1, 11, 48, 4)
-    options = {"tiles": SMALL, **SKIPPED[name]}
-    values = saved(q, k, v, **options)
-    _, columns = visited((1, 2, 1, 11, 48, 4), options)
-    dead = np.repeat(~columns.any(axis=(0, 1, 2)), 16)
-    k[:, :, dead], v[:, :, dead] = np.nan, np.nan
-    found = differentiate(device, way, dout, q, k, v, saved_values=values, **options)
-    assert np.isfinite(found.dq).all()
-    assert not found.dk[:, :, dead].any() and not found.dv[:, :, dead].any()
-
-
-@every_forward
-def test_a_nan_in_the_bias_reaches_its_row_alone(device, forward):
-    q, k, v = random_inputs(*TINY)
-    bias = normal(2, 2, 11, 21)
-    clean = run(device, forward, q, k, v, bias=bias, tiles=SMALL)
-    bias[1, 0, 4, 18] = np.nan
-    dirty = run(device, forward, q, k, v, bias=bias, tiles=SMALL)
-    row = np.zeros((2, 2, 11), bool)
-    row[1, 0, 4] = True
-    assert np.isnan(dirty.O[row]).all() and np.isnan(dirty.L[row]).all()
-    assert np.array_equal(dirty.O[~row], clean.O[~row])
-
-
-# --- layouts ---------------------------------------------------------------------------------
-
-
-@pytest.mark.in_turn("forward")
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
-@every_forward
-def test_layouts(device, forward, layout):
-    options = drawn(["alibi", "lengths"], TINY, seed=2)
-    options["bias"] = normal(2, 2, 11, 21)
-    (_, q, k, v), options = inputs(TINY, options)
-    check_forward(device, forward, q, k, v, layout=layout, out_layout=layout, **options)
-
-
-@pytest.mark.in_turn("way")
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
-@every_way
-def test_layouts_of_packed_sequences(way, layout):
-    options = drawn(["packed", "dropout"], TINY, seed=2)
-    options["bias"] = normal(2, 2, 11, 21)
-    arrays, options = inputs(TINY, options)
-    check_gradients("emulator", way, *arrays, layout=layout, **options)
-
-
-def test_a_broadcast_bias_is_read_where_it_is():
-    """Strides of 0 from the caller, and a number without an axis."""
-    q, k, v = random_inputs(*TINY)
-    options = {"algorithm": "fa2", "tiles": SMALL}
-    for bias in (normal(21), normal()):
-        with devices.using("emulator"):
-            whole = np.broadcast_to(bias, (2, 2, 11, 21))
-            a, b = (fa_numba.attention(q, k, v, bias=x, **options) for x in (whole, bias))
-        assert np.array_equal(a, b)
-        assert_close_to_float64(a, q, k, v, bias=bias)
-
-
-# --- dropout ---------------------------------------------------------------------------------
-
-# Widths of 64 columns and their multiples share random words, others draw one an element.
-WIDTHS = {
-    "standard": (Tiles(8, 16), Tiles(16, 64)),
-    "fa1": (Tiles(8, 16), Tiles(16, 24), Tiles(16, 64), Tiles(8, 128), Tiles(16, 64, 64)),
-    "fa1-split": (Tiles(8, 16), Tiles(16, 64)),
-    "fa2": (Tiles(8, 16), Tiles(16, 24), Tiles(16, 64), Tiles(8, 128), Tiles(16, 64, 64)),
-}
-DROPPED = [(forward, tiles) for forward, all_tiles in WIDTHS.items() for tiles in all_tiles]
-
-
-def _columns_of_v(B, H, Nq, Nk):
-    """q and k small, v the unit matrix: O is P without what is dropped."""
-    q, k, _ = random_inputs(B, H, H, Nq, Nk, Nk, q_size=0.3)
-    return q, k, np.broadcast_to(np.eye(Nk, dtype=np.float32), k.shape).copy()
-
-
-@pytest.mark.parametrize("forward, tiles", DROPPED, ids=lambda x: x if x in FORWARD else None)
-def test_the_forward_pass_keeps_what_dropout_mask_keeps(device, forward, tiles):
-    q, k, v = _columns_of_v(1, 2, 5, 70)
-    options = {"dropout_p": 0.4, "seed": 2**40 + 3, "offset": 11}
-    result = check_forward(device, forward, q, k, v, tiles=tiles, **options)
-    assert np.array_equal(result.O != 0, dropout_mask(1, 2, 5, 70, **options))
-
-
-@pytest.mark.in_turn("way", share=2)
-@pytest.mark.parametrize("tiles", [SMALL, Tiles(16, 64), Tiles(8, 64, 64)], ids=str)
-@every_way
-def test_the_backward_pass_keeps_what_dropout_mask_keeps(device, way, tiles):
-    """dout the unit matrix: dV is the transpose of P without what is dropped."""
-    B, H, Nq, Nk = 1, 1, 9, 70
-    q, k, v = random_inputs(B, H, H, Nq, Nk, Nq, q_size=0.3)
-    dout = np.broadcast_to(np.eye(Nq, dtype=np.float32), q.shape)
-    options = {"dropout_p": 0.4, "seed": 2**40 + 3, "offset": 11}
-    found = check_gradients(device, way, dout, q, k, v, tiles=tiles, **options)
-    mask = dropout_mask(B, H, Nq, Nk, **options)
-    assert np.array_equal(found.dv.swapaxes(2, 3) != 0, mask)
-
-
-@pytest.mark.in_turn("way", share=2)
-@pytest.mark.parametrize("tiles", [Tiles(16, 64), Tiles(8, 64, 64)], ids=str)
-@every_way
-def test_gradients_with_dropout_and_tiles_of_64_columns(device, way, tiles):
-    shape = (1, 2, 1, 19, 70, 5)
-    arrays, options = inputs(shape, drawn(["dropout", "bias", "causal", "lengths"], shape, tiles))
-    check_gradients(device, way, *arrays, **options)
+    with devices.using("emulator"):
+        yield made
 
 
 # --- what options cost -----------------------------------------------------------------------
@@ -630,17 +118,6 @@ def test_a_plan_takes_shapes_for_biases_and_slopes():
         assert by_shape.accesses.loads["bias"] > 0
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """The last argument's fields of every kernel launched; none is."""
-    made = []
-    monkeypatch.setattr(
-        devices, "launch", lambda kernel, *_: made.append(set(kernel.argument_types[-1].fields))
-    )
-    with devices.using("emulator"):
-        yield made
-
-
 ARGUMENTS = {
     "plain": ({}, set()),
     "causal": ({"causal": True}, set()),
@@ -679,20 +156,6 @@ def test_a_kernel_takes_the_options_that_are_on(name, kernels):
         kernels.clear()
 
 
-# --- the gradient of L -----------------------------------------------------------------------
-
-WITH_DLSE = ("causal", "q_lens of 0 and all", "kv_lens of 0 and all", "packed, causal", "dropout")
-
-
-@every_way
-@pytest.mark.parametrize("name", WITH_DLSE)
-def test_a_gradient_of_lse(device, way, name):
-    """It takes part where a column is seen, and only there."""
-    arrays, options = given_alone(name, ODD if name == "causal" else TINY)
-    found = check_gradients(device, way, *arrays, **with_dlse(arrays, options))
-    assert all(np.isfinite(g).all() for g in found)
-
-
 def test_a_gradient_of_lse_that_is_wrong_is_refused(kernels):
     dout, q, k, v = random_gradients(1, 2, 1, 5, 7, 4)
     given_ = (dout, q, k, v, q, q[..., 0])
@@ -712,6 +175,23 @@ def test_a_gradient_of_lse_that_is_wrong_is_refused(kernels):
     assert not kernels
 
 
+@every_way
+def test_a_backward_plan_is_what_runs(way, monkeypatch):
+    made = []
+    monkeypatch.setattr(devices, "launch", lambda *args: made.append(args))
+    dout, q, k, v = random_gradients(2, 4, 2, 37, 53, 8)
+    algorithm, own = WAYS[way]
+    options = {"tiles": SMALL, "causal": True, **own}
+    with devices.using("emulator"):
+        p = fa_numba.plan(q.shape, k.shape, algorithm=algorithm, passes="bwd", **options)
+        FUNCTIONS[algorithm](dout, q, k, v, *saved(q, k, v), **options)
+    found = [(x.name, tuple(grid), x.threads, x.shared_bytes) for x, grid, *_ in made]
+    assert found == [(x.name, x.grid, x.threads, x.shared_bytes) for x in p.kernels]
+    names = [name for name, *_ in found]
+    assert ("fa2_backward_dq" in names) == (way == "fa2-deterministic")
+    assert (p.algorithm, p.unit, p.flops) == (algorithm, "simt", 5 * 2 * 4 * 37 * 53 * 8)
+
+
 # --- the gradient of a bias ------------------------------------------------------------------
 
 
@@ -724,16 +204,6 @@ def test_dbias_is_not_made_unless_asked_for(way):
     assert three.dbias is None
     for name in NAMES:
         assert np.array_equal(getattr(three, name), getattr(four, name))
-
-
-@every_way
-def test_dbias_is_0_where_nothing_is_seen(device, way):
-    arrays = random_gradients(*TINY)
-    bias = _infinite_bias(2, 2, 11, 21)
-    options = {"bias": bias, "window": (4, 4), "tiles": SMALL}
-    found = check_gradients(device, way, *arrays, **options)
-    hidden = ~visible(TINY, options) | (bias == -INF)
-    assert not found.dbias[hidden].any() and found.dbias[~hidden].all()
 
 
 def test_two_sweeps_give_dbias_of_a_bias_of_their_own(device):
@@ -941,82 +411,352 @@ def test_sequences_too_long_for_a_window_are_refused():
         fa_numba.plan(shape, shape, window=(3, 3))
 
 
-# --- arrays of other libraries, large problems -----------------------------------------------
+# --- a backward call ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_torch_tensors_as_options(place):
-    torch = pytest.importorskip("torch")
-    dout, q, k, v = random_gradients(*TINY)
-    options = {
-        "bias": normal(2, 11, 21),
-        "alibi_slopes": np.abs(normal(2)),
-        "kv_lens": np.array([21, 9], np.int32),
-        "block_mask": _random_mask(2, 2),
-    }
-    tensors = {name: torch.tensor(a, device=place) for name, a in options.items()}
-    arrays = [torch.tensor(a, device=place) for a in (dout, q, k, v)]
-    with devices.using("emulator") if place == "cpu" else nullcontext():
-        out, lse = fa_numba.attention(*arrays[1:], tiles=SMALL, return_lse=True, **tensors)
-        found = fa_numba.attention_backward(
-            *arrays, out, lse, tiles=SMALL, return_dbias=True, **tensors
-        )
-    assert all(isinstance(g, torch.Tensor) and g.device == arrays[0].device for g in found)
-    O, L, *gradients = (a.cpu().numpy() for a in (out, lse, *found))
-    options["tiles"] = SMALL
-    assert_close_to_float64(O, q, k, v, L, **options)
-    assert_gradients(gradients, dout, q, k, v, saved_values=(O, L), **options)
+def ones(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
 
 
-@pytest.mark.gpu
-def test_lengths_and_masks_may_be_on_the_gpu():
-    q, k, v = random_inputs(*TINY)
-    options = {"kv_lens": np.array([21, 9], np.int32), "block_mask": _random_mask(2, 2)}
-    want = run("gpu", "fa2", q, k, v, tiles=SMALL, **options)
-    there = {name: devices.to_gpu(a) for name, a in options.items()}
-    arrays = [devices.to_gpu(a) for a in (q, k, v)]
-    got = fa_numba.attention(*arrays, tiles=SMALL, **there)
-    assert np.array_equal(to_numpy(got), want.O)
-
-
-LARGE = {
-    "window": ({"window": (100, 20)}, (1, 4, 2, 1000, 1100, 64)),
-    "softcap and dropout": (
-        {"softcap": 3.0, "dropout_p": 0.2, "seed": 5},
-        (1, 4, 2, 777, 513, 128),
-    ),
-    "bias and slopes": (
-        {"bias": normal(1, 4, 500, 700), "alibi_slopes": np.abs(normal(4)), "causal": True},
-        (1, 4, 4, 500, 700, 64),
-    ),
-    "lengths": (
-        {"q_lens": [600, 3, 0], "kv_lens": [1, 700, 333], "causal": True},
-        (3, 2, 1, 600, 700, 64),
-    ),
-    "packed": (
-        {**cumulative([600, 3, 0, 129], [300, 700, 1, 128]), "dropout_p": 0.1},
-        (4, 2, 1, 600, 700, 64),
-    ),
-    "block mask": (
-        {"block_mask": _random_mask(2, 10, 10), "tiles": Tiles(64, 64)},
-        (1, 2, 2, 640, 600, 64),
-    ),
+GOOD = {
+    "dout": ones(1, 2, 5, 4),
+    "q": ones(1, 2, 5, 4),
+    "k": ones(1, 1, 7, 4),
+    "v": ones(1, 1, 7, 4),
+    "out": ones(1, 2, 5, 4),
+    "lse": ones(1, 2, 5),
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", LARGE)
-@every_forward
-def test_large_problems(forward, name):
-    options, shape = LARGE[name]
-    (_, q, k, v), options = inputs(shape, options)
-    check_forward("gpu", forward, q, k, v, **options)
+class FakeGpuArray:
+    """Claims to be in GPU memory."""
+
+    def __init__(self, shape):
+        self.__cuda_array_interface__ = {
+            "data": (4096, False),
+            "shape": shape,
+            "strides": None,
+            "typestr": "<f4",
+            "version": 3,
+        }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", LARGE)
-@every_way
-def test_gradients_of_large_problems(way, name):
-    options, shape = LARGE[name]
-    arrays, options = inputs(shape, options)
-    check_gradients("gpu", way, *arrays, **options)
+BACKWARD = {
+    **{
+        f"{name} a list": ({name: [[1.0]]}, TypeError, [f"{name} is a list", "NumPy"])
+        for name in GOOD
+    },
+    **{
+        f"{name} None": ({name: None}, TypeError, [f"{name} is a NoneType", "NumPy"])
+        for name in GOOD
+    },
+    **{
+        f"{name} of {dtype}": (
+            {name: GOOD[name].astype(dtype)}, TypeError, [f"{name} has dtype {dtype}", "float32"],
+        )
+        for name in GOOD
+        for dtype in ("float64", "float16", "int32")
+        if (name, dtype) != ("q", "float16")
+    },
+    "q of float16": (
+        {"q": GOOD["q"].astype("float16")}, TypeError, ["k has dtype float32", "q float16"],
+    ),
+    **{
+        f"{name} on the GPU": (
+            {name: FakeGpuArray(GOOD[name].shape)}, (TypeError, ValueError), [f"{name} is "],
+        )
+        for name in GOOD
+        if name != "q"
+    },
+    **{
+        f"{name} {what}": (
+            {name: ones(*shape)}, ValueError, [f"{name} has", str(shape), "(1, 2, 5, 4)"],
+        )
+        for name in ("dout", "out")
+        for what, shape in (
+            ("batch", (2, 2, 5, 4)),
+            ("heads", (1, 1, 5, 4)),
+            ("length", (1, 2, 7, 4)),
+            ("head_dim", (1, 2, 5, 8)),
+            ("rank", (10, 4)),
+            ("order", (1, 5, 2, 4)),
+        )
+    },
+    **{
+        f"lse {what}": ({"lse": ones(*shape)}, ValueError, ["lse has", str(shape), "(1, 2, 5)"])
+        for what, shape in (
+            ("batch", (2, 2, 5)),
+            ("heads", (1, 1, 5)),
+            ("length", (1, 2, 7)),
+            ("rank", (1, 2, 5, 1)),
+            ("order", (1, 5, 2)),
+        )
+    },
+    "batch of k": (
+        {"k": ones(3, 1, 7, 4), "v": ones(3, 1, 7, 4)}, ValueError, ["k has batch 3", "is 1"],
+    ),
+    "length of v": ({"v": ones(1, 1, 8, 4)}, ValueError, ["v has seqlen 8", "allowed is 7"]),
+    "rank of q": ({"q": ones(2, 5, 4)}, ValueError, ["q has", "(2, 5, 4)", "rank 3"]),
+    "scale nan": ({"scale": float("nan")}, ValueError, ["scale is nan", "finite"]),
+    "scale text": ({"scale": "1"}, TypeError, ["scale is '1'", "finite"]),
+    "causal 1": ({"causal": 1}, TypeError, ["causal is 1", "True or False"]),
+    "tiles a tuple": ({"tiles": (8, 16)}, TypeError, ["tiles is (8, 16)", "Tiles("]),
+    "tiles too large": ({"tiles": Tiles(512, 512)}, ValueError, ["tiles", "Br=512, Bc=512"]),
+    "threads": ({"tiles": Tiles(8, 16, 7)}, ValueError, ["tiles", "threads=7", "allowed"]),
+    "stream": ({"stream": 1}, ValueError, ["stream is 1", "emulator"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", FUNCTIONS)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_bad_backward_call_is_refused_before_any_launch(algorithm, name, kernels):
+    replaced, error, says = BACKWARD[name]
+    with pytest.raises(error) as caught:
+        FUNCTIONS[algorithm](**{**GOOD, **replaced})
+    message = str(caught.value)
+    assert all(part in message for part in says), message
+    assert not kernels
+
+
+def test_a_good_backward_call_is_taken(kernels):
+    for function in FUNCTIONS.values():
+        function(**GOOD)
+    assert kernels
+
+
+@pytest.mark.parametrize("bad", [1, None, "yes"])
+def test_deterministic_is_checked(bad, kernels):
+    for call_ in (
+        lambda: fa_numba.flash_attention_2_backward(**GOOD, deterministic=bad),
+        lambda: fa_numba.plan((1, 2, 5, 4), (1, 1, 7, 4), passes="bwd", deterministic=bad),
+    ):
+        with pytest.raises(TypeError) as caught:
+            call_()
+        assert "deterministic" in str(caught.value) and repr(bad) in str(caught.value)
+    assert not kernels
+
+
+def test_options_that_a_function_does_not_have_are_refused(kernels):
+    shapes = (1, 2, 5, 4), (1, 1, 7, 4)
+    for algorithm in ("standard", "fa1"):
+        with pytest.raises(TypeError, match="deterministic"):
+            FUNCTIONS[algorithm](**GOOD, deterministic=True)
+        with pytest.raises(TypeError, match="deterministic"):
+            fa_numba.attention_backward(**GOOD, algorithm=algorithm, deterministic=True)
+        with pytest.raises(ValueError, match="deterministic"):
+            fa_numba.plan(*shapes, algorithm=algorithm, passes="bwd", deterministic=True)
+    with pytest.raises(ValueError, match="deterministic"):
+        fa_numba.plan(*shapes, deterministic=True)
+    with pytest.raises(ValueError, match="return_lse"):
+        fa_numba.plan(*shapes, passes="bwd", return_lse=True)
+    with pytest.raises(ValueError, match="query_splits"):
+        fa_numba.plan(*shapes, algorithm="fa2", passes="bwd", query_splits=2)
+    with pytest.raises(ValueError, match="passes is 'back': allowed is"):
+        fa_numba.plan(*shapes, passes="back")
+    for algorithm in FUNCTIONS:
+        for option in ({"dropout": 0.1}, {"return_lse": True}, {"query_splits": 2}):
+            if (algorithm, *option) == ("fa1", "query_splits"):
+                continue
+            with pytest.raises(TypeError, match=next(iter(option))):
+                fa_numba.attention_backward(**GOOD, algorithm=algorithm, **option)
+    with pytest.raises(ValueError, match="algorithm is .fa3.: allowed is"):
+        fa_numba.attention_backward(**GOOD, algorithm="fa3")
+    assert not kernels
+
+
+@pytest.mark.parametrize("algorithm", FUNCTIONS)
+def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, kernels):
+    big = np.zeros((1, 1, 4096, 64), np.float32)
+    with pytest.raises(ValueError) as caught:
+        FUNCTIONS[algorithm](big, big, big, big, big, big[..., 0])
+    message = str(caught.value)
+    for part in ("q has shape (1, 1, 4096, 64)", "emulator takes at most", "fa_numba.reference"):
+        assert part in message
+    assert not kernels
+
+
+def test_documentation():
+    whole = inspect.getdoc(fa_numba.flash_attention_2_backward)
+    assert "as ``flash_attention_2``" in whole
+    explained = inspect.signature(fa_numba.flash_attention_2).parameters
+    for name in inspect.signature(fa_numba.flash_attention_2_backward).parameters:
+        assert name in explained or f"``{name}``" in whole, f"{name} is not explained"
+    for function in FUNCTIONS.values():
+        assert function.__name__ in fa_numba.__all__
+        text = inspect.getdoc(function)
+        assert "Raises" in text or "errors as" in text
+    assert "attention_backward" in fa_numba.__all__
+
+
+def test_the_three_functions_share_one_signature():
+    want = dict(inspect.signature(fa_numba.standard_attention_backward).parameters)
+    first = dict(inspect.signature(fa_numba.flash_attention_1_backward).parameters)
+    assert first.pop("query_splits").default == 1
+    second = dict(inspect.signature(fa_numba.flash_attention_2_backward).parameters)
+    assert second.pop("deterministic").default is False
+    assert second.pop("group_splits").default == "auto"
+    assert first == second == want
+
+
+# --- units, tiles and measures -----------------------------------------------------------------
+
+Q, K = np.ones((1, 2, 5, 8), np.float16), np.ones((1, 1, 7, 8), np.float16)
+HALVES, SHAPES = (Q, K, K), (Q.shape, K.shape)
+SINGLE = [a.astype(np.float32) for a in HALVES]
+
+
+def zeros(d):
+    return np.zeros((1, 1, 5, d), np.float16), *np.zeros((2, 1, 1, 7, d), np.float16)
+
+
+KEYS = {"warp_partition": "keys"}
+UNITS = [
+    # function, its arrays and what else it is given, error and what its message says
+    ("attention", HALVES, {"unit": "simt"}, ValueError, "unit is 'simt'", "float16",
+     "simt takes float32"),
+    ("attention", SINGLE, {"unit": "mma"}, ValueError, "unit is 'mma'", "float32",
+     "mma takes float16 or bfloat16"),
+    ("attention", HALVES, {"unit": "tensor"}, ValueError, "unit is 'tensor'", "auto, simt, mma"),
+    ("attention", HALVES, {"unit": None}, ValueError, "unit is None"),
+    ("attention", HALVES, {"unit": np.array(["mma", "simt"])}, ValueError, "unit is array",
+     "allowed is 'auto' or the name"),
+    ("attention", HALVES, {"ablate": np.array(["swizzle"])}, ValueError, "ablate is array",
+     "allowed is a tuple"),
+    ("plan", SHAPES, {"dtype": "float16", "unit": "MMA"}, ValueError, "unit is 'MMA'",
+     "auto, simt, mma"),
+    ("plan", SHAPES, {"dtype": "bfloat16", "unit": "simt"}, ValueError, "unit is 'simt'",
+     "bfloat16"),
+    ("attention", HALVES, {"tiles": Tiles(24, 16)}, ValueError, "tiles: Br=24, Bc=16",
+     "multiples of 16"),
+    ("attention", HALVES, {"tiles": Tiles(16, 24)}, ValueError, "tiles: Br=16, Bc=24",
+     "multiples of 16"),
+    ("attention", HALVES, {"tiles": Tiles(64, 16, 96)}, ValueError, "tiles: threads=96",
+     "[64, 128]"),
+    ("attention", zeros(256),
+     {"tiles": Tiles(32, 256)}, ValueError, "Br=32, Bc=256", "head_dim=256", "registers"),
+    ("attention", zeros(256),
+     {"tiles": Tiles(256, 128)}, ValueError, "Br=256, Bc=128", "head_dim=256",
+     "262144 bytes of shared memory"),
+    ("attention", zeros(256),
+     {"tiles": Tiles(128, 96, stages=2)}, ValueError, "Br=128, Bc=96, stages=2", "head_dim=256",
+     "262144 bytes of shared memory"),
+    ("flash_attention_1", HALVES, {"tiles": Tiles(16, 16, stages=2)}, ValueError, "tiles: stages=2",
+     "'fa1'", "'fwd'", "'mma'", "only the forward pass of fa2", "is 1"),
+    ("standard_attention", HALVES, {"tiles": Tiles(16, 16, stages=2)}, ValueError,
+     "tiles: stages=2", "'standard'", "only the forward pass of fa2", "is 1"),
+    ("attention", SINGLE, {"tiles": Tiles(16, 16, stages=2)}, ValueError, "tiles: stages=2",
+     "'fa2'", "'simt'", "on tensor cores", "is 1"),
+    ("plan", SHAPES, {"dtype": "float16", "passes": "bwd", "tiles": Tiles(32, 32, stages=2)},
+     ValueError, "tiles: stages=2", "'fa2'", "'bwd'", "only the forward pass", "is 1"),
+    ("flash_attention_2", HALVES, {"tiles": Tiles(16, 16, stages=3)}, ValueError,
+     "tiles: stages=3 on unit 'mma'", "1 to 2, up to 4 on unit 'wgmma'"),
+    ("flash_attention_2", HALVES,
+     {"tiles": Tiles(16, 16, stages=2), "ablate": ("swizzle", "prefetch")}, ValueError,
+     "tiles: stages=2", "ablate=('swizzle', 'prefetch')", "allowed is 1"),
+    ("attention", (Q, SINGLE[1], K), {}, TypeError, "k has dtype float32", "q float16",
+     "one dtype for all"),
+    ("attention", (*SINGLE[:2], K), {}, TypeError, "v has dtype float16", "q float32"),
+    ("attention", HALVES, {"out": np.empty_like(SINGLE[0])}, TypeError,
+     "out has dtype float32: allowed is float16"),
+    ("attention", HALVES, {"bias": np.ones((5, 7), np.float16)}, TypeError,
+     "bias has dtype float16", "allowed is float32"),
+    ("attention", HALVES, {"alibi_slopes": np.ones(2, np.float16)}, TypeError,
+     "alibi_slopes has dtype float16", "allowed is float32"),
+    ("attention", tuple(a.astype("f8") for a in HALVES), {}, TypeError, "q has dtype float64",
+     "float32 or float16 or bfloat16"),
+    ("attention", tuple(a.astype(">f2") for a in HALVES), {}, TypeError, "q has dtype >f2"),
+    ("attention", HALVES, {"algorithm": "fa2", "query_splits": 2}, TypeError, "query_splits"),
+    ("flash_attention_1", HALVES, {"warp_partition": "columns"}, ValueError,
+     "warp_partition is 'columns'", "rows, keys"),
+    ("flash_attention_1", HALVES, {"warp_partition": None}, ValueError, "warp_partition is None",
+     "rows, keys"),
+    ("flash_attention_1", SINGLE, {"warp_partition": "keys"}, ValueError,
+     "warp_partition is 'keys'", "'simt'", "only fa1 on tensor cores", "'rows'"),
+    ("attention", HALVES, {"warp_partition": "keys"}, TypeError, "warp_partition"),
+    ("plan", SHAPES, {"dtype": "float16", "warp_partition": "keys"}, ValueError,
+     "warp_partition is 'keys'", "'fa2'", "only fa1", "'rows'"),
+    ("plan", SHAPES, {"passes": "bwd", "warp_partition": "keys"}, ValueError,
+     "warp_partition is 'keys'", "only passes='fwd'"),
+    ("flash_attention_1", HALVES, {"tiles": Tiles(16, 48), "warp_partition": "keys"}, ValueError,
+     "tiles: Bc=48", "warp_partition='keys'", "multiples of 32"),
+    ("flash_attention_1", HALVES, {"tiles": Tiles(16, 64, 256), **KEYS}, ValueError,
+     "tiles: threads=256", "[64, 128]"),
+    ("flash_attention_1",
+     zeros(128),
+     {"tiles": Tiles(64, 64), "warp_partition": "keys"}, ValueError, "Br=64, Bc=64",
+     "warps of all its rows", "registers"),
+    ("flash_attention_2", HALVES, {"ablate": ("prefetch", "tma")}, ValueError,
+     "ablate is ('prefetch', 'tma')", "fa2 on unit 'mma'", "padding, swizzle, prefetch, q_reg"),
+    ("flash_attention_2", HALVES, {"ablate": "padding"}, ValueError, "ablate is 'padding'",
+     "swizzled", "allowed together with 'swizzle'"),
+    ("flash_attention_1", HALVES, {"ablate": ["wide_stores"]}, ValueError,
+     "ablate is ['wide_stores'] with fa1", "padding, swizzle, prefetch, q_registers, folded_"),
+    ("flash_attention_2", HALVES, {"ablate": None}, ValueError, "ablate is None"),
+    ("flash_attention_2", SINGLE, {"ablate": "padding"}, ValueError, "ablate is 'padding' with fa2",
+     "unit 'simt': allowed is (), as"),
+    ("attention", HALVES, {"algorithm": "standard", "ablate": "padding"}, TypeError, "ablate"),
+    ("plan", SHAPES, {"passes": "bwd", "ablate": ("padding",)}, ValueError,
+     "ablate is ('padding',)", "only passes='fwd'"),
+    ("plan", SHAPES, {"dtype": "float8"}, ValueError, "dtype is 'float8'", "float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", UNITS, ids=lambda row: f"{row[0]}-{row[4]}")
+def test_what_a_unit_cannot_is_refused_by_name(row):
+    function, arrays, given_, error, *says = row
+    with devices.using("emulator"), pytest.raises(error) as caught:
+        getattr(fa_numba, function)(*arrays, **given_)
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+
+
+@no_bfloat16
+def test_one_16_bit_dtype_for_all():
+    with devices.using("emulator"), pytest.raises(TypeError) as caught:
+        fa_numba.attention(Q, K.astype(numpy_dtype("bfloat16")), K)
+    assert all(p in str(caught.value) for p in ("k has dtype bfloat16", "q float16", "one dtype"))
+
+
+L = np.zeros((1, 2, 5), np.float32)
+HALF_GIVEN = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": L}
+SINGLES = {name: x.astype(np.float32) for name, x in HALF_GIVEN.items()}
+
+PLAN = {"dtype": "float16", "passes": "bwd"}
+UNITS_BACKWARD = [
+    # What a plan or, of these arrays, a call is given; error, and what its message says
+    *(
+        (PLAN | {"algorithm": algorithm, "query_splits": 2}, ValueError, "query_splits is 2",
+         f"{algorithm} on mma")
+        for algorithm in ("standard", "fa2")
+    ),
+    *(
+        ({"algorithm": algorithm, "query_splits": 2}, TypeError, "query_splits")
+        for algorithm in ("standard", "fa2")
+    ),
+    ({"algorithm": "fa1", "query_splits": 0}, ValueError, "query_splits is 0"),
+    ({"algorithm": "fa1", "deterministic": True}, TypeError, "deterministic"),
+    ({"tiles": Tiles(24, 16)}, ValueError, "tiles: Br=24, Bc=16", "head_dim=8",
+     "multiples of 16"),
+    (PLAN | {"d": 72, "tiles": Tiles(16, 16)}, ValueError, "tiles: Br=16, Bc=16", "head_dim=72",
+     "multiples of 32 and 16"),
+    ({"tiles": Tiles(16, 32, 96)}, ValueError, "tiles: threads=96", "[32, 64]"),
+    (PLAN | {"d": 256, "tiles": Tiles(128, 64)}, ValueError, "Br=128, Bc=64", "head_dim=256",
+     "bytes of shared memory"),
+    *(
+        ({name: SINGLES[name]}, TypeError, f"{name} has dtype float32", "float16")
+        for name in ("dout", "k", "v", "out")
+    ),
+    ({"lse": L.astype(np.float16)}, TypeError, "lse has dtype float16", "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", UNITS_BACKWARD, ids=lambda row: row[2])
+def test_what_a_unit_cannot_do_backward_is_refused_by_name(row):
+    given_, error, *says = row
+    given_ = dict(given_)
+    with devices.using("emulator"), pytest.raises(error) as caught:
+        if "passes" in given_:
+            shape = (1, 1, 5, given_.pop("d", 8))
+            fa_numba.plan(shape, shape, **given_)
+        else:
+            fa_numba.attention_backward(**HALF_GIVEN | given_)
+    assert all(part in str(caught.value) for part in says), str(caught.value)

@@ -1,6 +1,6 @@
 """More passes, blocks that share columns or heads, or ranks err no more: sums stay in float32 until
-the last part has come, and are rounded to 16 bits once. Passes on unit mma are test_mma's and
-test_mma_backward's.
+the last part has come, and are rounded to 16 bits once. Passes on unit mma are
+mutant_cases'.
 """
 
 import numpy as np

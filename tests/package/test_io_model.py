@@ -457,7 +457,7 @@ def test_standard_backward_is_the_walk(case, row_resident, forward_resident):
 @given(CASES)
 def test_fa1_backward_is_the_walk(case):
     problem, tiles, mask, dbias = case
-    problem = replace(problem, dtype="float32")  # in 16 bits test_mma_backward.py counts
+    problem = replace(problem, dtype="float32")  # in 16 bits test_calls.py counts
     walk = Walk(problem, tiles, mask).fa1_backward(dbias=dbias)
     walk.agrees_with(io.fa1_backward(problem, tiles, block_mask=mask, dbias=dbias))
     visited = io.tiles_visited("fa1", problem, tiles, passes="bwd", block_mask=mask)
@@ -468,7 +468,7 @@ def test_fa1_backward_is_the_walk(case):
 @given(CASES, st.booleans())
 def test_fa2_backward_is_the_walk(case, deterministic):
     problem, tiles, mask, dbias = case
-    problem = replace(problem, dtype="float32")  # in 16 bits test_mma_backward.py counts
+    problem = replace(problem, dtype="float32")  # in 16 bits test_calls.py counts
     options = {"deterministic": deterministic, "dbias": dbias}
     walk = Walk(problem, tiles, mask).fa2_backward(**options)
     walk.agrees_with(io.fa2_backward(problem, tiles, **options, block_mask=mask))
