@@ -149,18 +149,9 @@ class Context(Active):
         """Raise for a division by zero, if a lane that takes part makes it."""
         here = self.active() if zero is None else self.active() & zero
         if here.any():
-            raise self._at(ZeroDivisionError(text), here)
-
-    def require(self, condition: Any, text: str) -> None:
-        """`assert`, for every lane that takes part."""
-        failed = self.active() & (np.asarray(condition) == 0)
-        if failed.any():
-            raise self._at(AssertionError(text), failed)
-
-    def _at(self, error: Exception, lanes: np.ndarray) -> Exception:
-        """An error of Python's, of the first of these lanes."""
-        error.lane = int(np.flatnonzero(lanes)[0])  # type: ignore[attr-defined]
-        return error
+            error: Any = ZeroDivisionError(text)
+            error.lane = int(np.flatnonzero(here)[0])
+            raise error
 
     # ---- what happened before what: see shared_memory.py
 

@@ -87,13 +87,6 @@ class Expressions(ast.NodeTransformer):
             return self.visit(ast.BoolOp(ast.And(), pairs))
         left, right = self.visit(node.left), self.visit(node.comparators[0])
         (op,) = node.ops
-        if isinstance(op, ast.In):
-            return call("contained", left, right)
-        if isinstance(op, ast.NotIn):
-            return call("negation", call("contained", left, right))
-        if isinstance(op, (ast.Eq, ast.NotEq)) and ast.Tuple in (type(left), type(right)):
-            equal = call("equal", left, right)
-            return equal if isinstance(op, ast.Eq) else call("negation", equal)
         return ast.Compare(left, [op], [right])
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:

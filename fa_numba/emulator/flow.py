@@ -1,8 +1,7 @@
 """Which lanes take part: masks for what lanes decide differently.
 
-The mask of a context is None while all lanes of its group take part, a bool a lane while some do,
-and `nobody` from where the last of them left a block by `break`, `continue` or `return` until the
-loop or function that they left ends. A rewritten function calls what stands here, see rewrite.py.
+The mask of a context is None while all lanes of its group take part, a bool a lane while some do. A
+rewritten function calls what stands here, see rewrite.py.
 """
 
 from __future__ import annotations
@@ -12,45 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from .lanes import Mask, array, either, merge, nobody, truth, undefined
+from .lanes import Mask, array, merge, truth, undefined
 
 
 class Split:
     """An `if` that lanes take different sides of: first those that it is true for."""
 
-    __slots__ = ("flow", "outer", "here", "others", "left")
+    __slots__ = ("flow", "outer", "others")
 
-    def __init__(self, flow: Flow, outer: Mask, here: np.ndarray, condition: np.ndarray) -> None:
-        self.flow, self.outer, self.here = flow, outer, here
-        self.others = ~condition if outer is None else outer & ~condition
-        self.left: Mask = self.others
+    def __init__(self, flow: Flow, condition: np.ndarray) -> None:
+        self.flow, self.outer = flow, flow.mask
+        self.others = ~condition if flow.mask is None else flow.mask & ~condition
 
     def turn(self) -> None:
         """The body has run: now the others."""
-        self.left, self.flow.mask = self.flow.mask, self.others
+        self.flow.mask = self.others
 
     def join(self) -> None:
-        """Both sides have run: go on with all that are left of either."""
-        flow = self.flow
-        one, other = flow.mask, self.left
-        if (one is self.here and other is self.others) or (
-            one is self.others and other is self.here
-        ):
-            flow.mask = self.outer
-        else:
-            flow.mask = either(one, other)
-
-
-class Jump:
-    """The lanes that go on with the next round of a loop."""
-
-    __slots__ = ("lanes",)
-
-    def __init__(self) -> None:
-        self.lanes: Mask = nobody
-
-    def add(self, mask: Mask) -> None:
-        self.lanes = either(self.lanes, mask)
+        """Both sides have run: go on with all."""
+        self.flow.mask = self.outer
 
 
 class Flow:
@@ -72,8 +51,9 @@ class Flow:
             return False
         if count == (condition.size if mask is None else np.count_nonzero(mask)):
             return True
+        divided = Split(self, condition)
         self.mask = here
-        return Split(self, mask, here, condition)
+        return divided
 
     def narrow(self, condition: np.ndarray) -> bool:
         """Keep the lanes for which a loop goes on; False where it does for none."""
@@ -87,29 +67,17 @@ class Flow:
             self.mask = here
         return True
 
-    def resume(self, jump: Jump) -> None:
-        """Take those that continued back in, for the next round."""
-        self.mask, jump.lanes = either(self.mask, jump.lanes), nobody
-
-    def range(self, jump: Jump | None, *places: Any) -> Any:
+    def range(self, *places: Any) -> Any:
         """Python's range, whose ends may be other ones for every lane."""
         if not any(place.__class__ is array for place in places):
             return range(*places)
-        start, stop, step = (0, *places, 1) if len(places) == 1 else (*places, 1)[:3]
-        return self._range(jump, start, stop, step)
+        return self._range(*((0, *places, 1) if len(places) == 1 else (*places, 1)[:3]))
 
-    def _range(self, jump: Jump | None, start: Any, stop: Any, step: Any) -> Iterator[Any]:
+    def _range(self, start: Any, stop: Any, step: Any) -> Iterator[Any]:
         up = step > 0
         while True:
-            if jump is not None:
-                self.resume(jump)
-            if self.mask is nobody:
-                return
             ahead = np.where(up, start < stop, start > stop)
-            if ahead.ndim == 0:
-                if not ahead:
-                    return
-            elif not self.narrow(ahead):
+            if not (self.narrow(ahead) if ahead.ndim else ahead):
                 return
             yield start
             start = start + step

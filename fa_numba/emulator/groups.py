@@ -49,7 +49,7 @@ class Group:
 
     __slots__ = (
         "tids", "blocks", "count", "everyone", "x", "y", "z", "laneid", "warp_of", "warps", "slot",
-        "whole", "exited", "some_exited", "state", "site", "operation", "value", "mask", "outer",
+        "whole", "state", "site", "operation", "value", "mask", "outer",
         "run", "committed", "copies", "full_arrays", "present", "_crossed",
     )  # fmt: skip
 
@@ -74,8 +74,6 @@ class Group:
 
     def begin(self) -> None:
         """What the lanes have done is forgotten, as at the beginning of a block."""
-        self.exited = np.zeros(self.count, bool)
-        self.some_exited = False
         self.state = READY
         self.site: Site = (0, 0)
         self.operation = ""
@@ -105,9 +103,6 @@ class Group:
     def lanes(self, value: Any) -> np.ndarray:
         """An integer as an array over the lanes."""
         return value if value.__class__ is np.ndarray else self.full(int(value))
-
-    def alive(self) -> np.ndarray:
-        return ~self.exited
 
     def in_warps(self, value: Any, fill: Any = 0) -> np.ndarray:
         """A value of every lane as (warps, 32)."""

@@ -25,7 +25,6 @@ class Undefined:
 
 
 undefined = Undefined()
-nobody = np.zeros(0, bool)  # the mask in which no lane is left, known by its identity
 array = np.ndarray
 FLOATS = (float, np.floating)
 MAX_INT64 = (1 << 63) - 1
@@ -34,25 +33,6 @@ MAX_INT64 = (1 << 63) - 1
 def truth(value: Any) -> np.ndarray:
     """An array as bool."""
     return value if value.dtype == np.bool_ else value != 0
-
-
-def either(a: Mask, b: Mask) -> Mask:
-    """The lanes of two masks together."""
-    if a is nobody:
-        return b
-    if b is nobody:
-        return a
-    return None if a is None or b is None else a | b
-
-
-def without(a: Mask, b: Mask) -> Mask:
-    """The lanes of `a` that are not in `b`."""
-    if b is nobody or a is nobody:
-        return a
-    if b is None:
-        return nobody
-    left = ~b if a is None else a & ~b
-    return left if left.any() else nobody
 
 
 def merge(mask: Mask, old: Any, new: Any) -> Any:
@@ -98,22 +78,6 @@ def negation(value: Any) -> Any:
     if value.__class__ is array:
         return ~truth(value)
     return not value
-
-
-def contained(value: Any, among: Any) -> Any:
-    if value.__class__ is array:
-        return np.isin(value, list(among))
-    return value in among
-
-
-def equal(a: Any, b: Any) -> Any:
-    """Whether tuples are the same."""
-    if a.__class__ is not tuple or b.__class__ is not tuple:
-        return a == b
-    found: Any = len(a) == len(b)
-    for one, other in zip(a, b, strict=False):
-        found = equal(one, other) & found
-    return found
 
 
 def typed(made: Any, *given: Any) -> Any:

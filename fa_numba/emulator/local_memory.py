@@ -10,14 +10,14 @@ import numpy as np
 from . import checks
 from .conversions import converter
 from .errors import EmulatorError, UninitialisedRead
-from .lanes import Mask, fma, nobody
+from .lanes import Mask, fma
 
 if TYPE_CHECKING:
     from .context import Context
     from .products import Product
 
 MOST_WAITING = 2048
-# What waits while products fly: never empty, and of nobody's lanes.
+# What waits while products fly: never empty, and of no mask's lanes.
 FLIGHT: tuple[list[Any], list[Any], list[Any]] = ([None], [], [])
 FLYING: Any = object()
 
@@ -105,7 +105,7 @@ class LocalArray:
         faster.
         """
         mask = self.ctx.mask
-        if mask is not nobody and not self.flying:
+        if not self.flying:
             if mask is not self.waiting_for:
                 if self.waiting[0]:
                     self._compute()

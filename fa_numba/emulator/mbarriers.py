@@ -280,12 +280,11 @@ class Mbarriers(Knowledge):
         """
         waiting = [g for g in self._groups if g.state == AT_MBARRIER]
         for g in waiting:
-            if g.mask is not None and (g.alive() & ~g.mask).any():
+            if g.mask is not None and not g.mask.all():
                 self.group = g
                 raise Parting(g.mask)
         if not waiting:
             return super()._stalled()
         text = "; ".join(dict.fromkeys(str(g.value) for g in waiting))
         g = waiting[0]
-        tid = int(g.tids[np.argmin(g.exited)])
-        return self.fault_at(Deadlock, f"{text}: {self._waiters()}", tid, g.site)
+        return self.fault_at(Deadlock, f"{text}: {self._waiters()}", int(g.tids[0]), g.site)

@@ -121,7 +121,7 @@ class Products(Boxes):
         for number in np.unique(numbers).tolist():
             mine = lanes[numbers == number]
             if mine.size != WARPGROUP:
-                everywhere = group.tids[~group.exited] // WARPGROUP == number
+                everywhere = group.tids // WARPGROUP == number
                 if np.count_nonzero(everywhere) == mine.size and len(self._groups) > 1:
                     self._parted(operation, number)
                 text = f"{mine.size} threads of warpgroup {number} call {operation}, not all"

@@ -13,7 +13,7 @@ import numpy as np
 from numba import cuda
 
 from . import lanes
-from .flow import Jump, Split
+from .flow import Split
 from .local_memory import LocalArray
 from .namespace import CASTS, MATH
 from .rewrite import rewritten
@@ -62,20 +62,19 @@ class Rebinder:
                 if name in original.__dict__ and not name.startswith("_") and name != "laneid":
                     self._known[id(original.__dict__[name])] = getattr(emulated, name)
         names = {
-            "C": context, "Split": Split, "Jump": Jump, "kernel": False, "array": np.ndarray,
-            "undefined": lanes.undefined, "nobody": lanes.nobody, "merge": lanes.merge,
-            "either": lanes.either, "without": lanes.without, "where": lanes.where,
+            "C": context, "Split": Split, "array": np.ndarray, "LocalArray": LocalArray,
+            "undefined": lanes.undefined, "merge": lanes.merge, "where": lanes.where,
             "both": lanes.both, "any": lanes.any_, "negation": lanes.negation,
-            "contained": lanes.contained, "equal": lanes.equal, "number": lanes.number,
-            "LocalArray": LocalArray,
+            "number": lanes.number,
             "divide": lanes.divide,
             "floor_divide": partial(lanes.floor_divide, context),
             "modulo": partial(lanes.modulo, context), "power": lanes.power,
             "multiply_add": _multiply_add, "double": np.float64,
         }  # fmt: skip
         self._runtime = {PREFIX + name: value for name, value in names.items()}
+        self._runtime["range"] = context.range
 
-    def function(self, function: Any, kernel: bool = False) -> Any:
+    def function(self, function: Any) -> Any:
         """`function` rewritten, its globals and closure rebound, and so on for all it calls."""
         done = self._functions.get(id(function))
         if done is not None:
@@ -83,8 +82,6 @@ class Rebinder:
         code, taken = rewritten(function.__code__)
         names: dict[str, Any] = {"__builtins__": _BUILTINS, "__name__": function.__module__}
         names |= self._runtime
-        if kernel:
-            names[PREFIX + "kernel"] = True
         done = FunctionType(code, names, function.__name__, function.__defaults__)
         done.__kwdefaults__ = function.__kwdefaults__
         done.__module__, done.__qualname__ = function.__module__, function.__qualname__

@@ -6,7 +6,8 @@ compute.
 In the rewritten function a value is a Python number where all lanes have the same, and a NumPy
 array over the lanes where they may not. What Python decides by one value, `if`, `while`, `and`, a
 conditional expression, is handed to `flow.py` where that value is an array: each side then runs for
-the lanes that take it, under a mask, and what it assigns is merged into what the others keep.
+the lanes that take it, under a mask, and what it assigns is merged into what the others keep. Lanes
+that disagree on a `break`, `continue` or `return` go on as groups of their own instead.
 Operators, calls and subscripts stay as they are: arrays and the emulator's memory understand them.
 
 Names that begin with `_fa_` are the emulator's; line numbers stay those of the source.
@@ -22,14 +23,13 @@ from typing import Any
 from .expressions import Expressions
 from .source_lines import definition
 from .syntax import (
-    BLOCKS,
     assign,
     assigned_within,
     call,
     class_is,
     context,
     is_same,
-    jumps,
+    leaves,
     method,
     multiply_add_chain,
     negated,
@@ -96,9 +96,6 @@ class _Function(Expressions):
         super().__init__(node)
         self.node = node
         self.depth = 0
-        body = node.body
-        last = body[-1]
-        self.returns_early = returns(body[:-1] if isinstance(last, ast.Return) else body)
 
     def rewritten(self) -> ast.FunctionDef:
         node = self.node
@@ -108,16 +105,10 @@ class _Function(Expressions):
         if assigned:
             targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in assigned]
             start.append(ast.Assign(targets, runtime("undefined")))
-        end: list[ast.stmt] = []
-        if self.returns_early:
-            start.append(assign(runtime("returned", True), runtime("nobody")))
-            start.append(assign(runtime("result", True), ast.Constant(None)))
-            end.append(set_mask(runtime("entry")))
-            end.append(ast.Return(runtime("result")))
         body = self.block(node.body)
         for name, constant in self.doubles.items():
             start.append(assign(runtime(name, True), call("double", constant)))
-        for line in (*start, *end):
+        for line in start:
             self.at(node.body[0], line)
         for each in ast.walk(node.args):
             if isinstance(each, ast.arg):
@@ -125,7 +116,7 @@ class _Function(Expressions):
         node.args.defaults = [ast.Constant(None) for _ in node.args.defaults]
         node.args.kw_defaults = [d and ast.Constant(None) for d in node.args.kw_defaults]
         node.decorator_list, node.returns = [], None
-        node.body = [*start, *body, *end]
+        node.body = [*start, *body]
         return node
 
     def at(self, place: ast.AST, node: ast.AST) -> ast.AST:
@@ -133,7 +124,7 @@ class _Function(Expressions):
         return node if hasattr(node, "lineno") else ast.copy_location(node, place)
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        """Rewritten statements; those after one that lanes may leave by are guarded."""
+        """Rewritten statements."""
         made: list[ast.stmt] = []
         taken = 0
         for n, statement in enumerate(statements):
@@ -149,22 +140,7 @@ class _Function(Expressions):
             for each in new:
                 self.at(statement, each)
             made += new
-            rest = statements[n + 1 :]
-            if rest and isinstance(statement, BLOCKS) and self.leaves(statement):
-                guard = when(is_same(context("mask"), runtime("nobody"), True), self.block(rest))
-                made.append(self.at(rest[0], guard))  # type: ignore[arg-type]
-                break
-            if isinstance(statement, (ast.Break, ast.Continue, ast.Return)):
-                break
         return made
-
-    def leaves(self, statement: ast.stmt) -> bool:
-        """Whether lanes may leave the block that `statement` stands in from within it."""
-        if returns([statement]):
-            return True
-        if isinstance(statement, (ast.While, ast.For)):
-            return False
-        return jumps([statement], ast.Break, ast.Continue)
 
     def inner(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         self.depth += 1
@@ -175,10 +151,8 @@ class _Function(Expressions):
     visit_FunctionDef = _refused("a function within")
     visit_Try, visit_With = _refused("a try statement"), _refused("a with statement")
     visit_NamedExpr = _refused("an assignment within an expression")
-    visit_Yield = _refused("a generator")
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        return node
+    visit_Yield, visit_Lambda = _refused("a generator"), _refused("a function within")
+    visit_AnnAssign, visit_Assert = _refused("an annotation"), _refused("an assertion")
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
         value = self.visit(node.value)
@@ -189,9 +163,6 @@ class _Function(Expressions):
         for target in node.targets:
             made += self.store(target, runtime(one))
         return made
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> list[ast.stmt]:
-        return [] if node.value is None else self.store(node.target, self.visit(node.value))
 
     def store(self, target: ast.expr, value: ast.expr) -> list[ast.stmt]:
         """`target = value`, for the lanes of the mask."""
@@ -254,6 +225,9 @@ class _Function(Expressions):
         name = self.temporary("b")
         test = self.visit(node.test)
         made: list[ast.stmt] = [assign(runtime(name, True), test)]
+        if leaves([node]):
+            made.append(self.agreed(name))
+            return [*made, ast.If(runtime(name), self.inner(node.body), self.inner(node.orelse))]
         divide = assign(runtime(name, True), method(runtime("C"), "split", runtime(name)))
         made.append(when(class_is(runtime(name), "array"), [divide]))
         joins = when(class_is(runtime(name), "Split"), [ast.Expr(method(runtime(name), "join"))])
@@ -267,89 +241,36 @@ class _Function(Expressions):
         either = ast.BoolOp(ast.Or(), [negated(runtime(name)), class_is(runtime(name), "Split")])
         return [*made, when(either, otherwise), joins]
 
-    def loop(self, node: ast.While | ast.For) -> tuple[list, list, list, str]:
-        """What stands before a loop, at the head of its body and after it, and who continues."""
-        if node.orelse:
-            raise _Unsupported("the else of a loop")
-        whole, again = self.temporary("w"), self.temporary("k")
-        before: list[ast.stmt] = [assign(runtime(whole, True), context("mask"))]
-        head: list[ast.stmt] = []
-        restored: ast.expr = runtime(whole)
-        continues = jumps(node.body, ast.Continue)
-        if continues:
-            before.append(assign(runtime(again, True), call("Jump")))
-            head.append(ast.Expr(method(runtime("C"), "resume", runtime(again))))
-        if continues or jumps(node.body, ast.Break) or returns(node.body):
-            head.append(when(is_same(context("mask"), runtime("nobody")), [ast.Break()]))
-        if returns(node.body):
-            restored = call("without", runtime(whole), runtime("returned"))
-        return before, head, [set_mask(restored)], again if continues else ""
+    def agreed(self, name: str, how: str = "uniform") -> ast.stmt:
+        """A variable that is an array as what a method of the context makes of it."""
+        one = assign(runtime(name, True), method(runtime("C"), how, runtime(name)))
+        return when(class_is(runtime(name), "array"), [one])
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
-        before, head, after, again = self.loop(node)
         name = self.temporary("b")
-        test: list[ast.stmt] = [
+        test = [
             assign(runtime(name, True), self.visit(node.test)),
-            when(
-                class_is(runtime(name), "array"),
-                [assign(runtime(name, True), method(runtime("C"), "narrow", runtime(name)))],
-            ),
+            self.agreed(name, "uniform" if returns(node.body) else "narrow"),
             when(negated(runtime(name)), [ast.Break()]),
         ]
-        outer, self.again = getattr(self, "again", ""), again
-        body = self.inner(node.body)
-        self.again = outer
-        whole = ast.While(ast.Constant(True), [*head, *test, *body], [])
-        return [*before, whole, *after]
+        return self.loop(
+            ast.While(ast.Constant(True), [*test, *self.inner(node.body)], node.orelse)
+        )
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        before, head, after, again = self.loop(node)
-        source = node.iter
-        if (
-            isinstance(source, ast.Call)
-            and isinstance(source.func, ast.Name)
-            and source.func.id == "range"
-        ):
-            jump = runtime(again) if again else ast.Constant(None)
-            places = [self.visit(arg) for arg in source.args]
-            iterated: ast.expr = method(runtime("C"), "range", jump, *places)
-        else:
-            iterated = self.visit(source)
+        if returns(node.body) and isinstance(node.iter, ast.Call):
+            node.iter.args = [method(runtime("C"), "uniform", x) for x in node.iter.args]
+        iterated = self.visit(node.iter)
         one = self.temporary("t")
-        outer, self.again = getattr(self, "again", ""), again
         self.depth += 1
         taken = self.store(node.target, runtime(one))
         self.depth -= 1
-        body = self.inner(node.body)
-        self.again = outer
-        whole = ast.For(runtime(one, True), iterated, [*head, *taken, *body], [])
-        return [*before, whole, *after]
+        body = [*taken, *self.inner(node.body)]
+        return self.loop(ast.For(runtime(one, True), iterated, body, node.orelse))
 
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        what = ast.Constant("") if node.msg is None else self.visit(node.msg)
-        return ast.Expr(method(runtime("C"), "require", self.visit(node.test), what))
-
-    def visit_Break(self, node: ast.Break) -> list[ast.stmt]:
-        return [set_mask(runtime("nobody"))]
-
-    def visit_Continue(self, node: ast.Continue) -> list[ast.stmt]:
-        return [
-            ast.Expr(method(runtime(self.again), "add", context("mask"))),
-            set_mask(runtime("nobody")),
-        ]
-
-    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
-        value = ast.Constant(None) if node.value is None else self.visit(node.value)
-        if not self.returns_early:
-            return [ast.Return(value)]
-        new = self.temporary("t")
-        merged = call("merge", context("mask"), runtime("result"), runtime(new))
-        whole = is_same(context("mask"), runtime("entry"))
-        joined = call("either", runtime("returned"), context("mask"))
-        return [
-            assign(runtime(new, True), value),
-            assign(runtime("result", True), ast.IfExp(whole, runtime(new), merged)),
-            assign(runtime("returned", True), joined),
-            when(runtime("kernel"), [ast.Expr(method(runtime("C"), "leave"))]),
-            set_mask(runtime("nobody")),
-        ]
+    def loop(self, made: ast.While | ast.For) -> list[ast.stmt]:
+        """A loop, after which all go on that have come to it."""
+        if made.orelse:
+            raise _Unsupported("the else of a loop")
+        whole = self.temporary("w")
+        return [assign(runtime(whole, True), context("mask")), made, set_mask(runtime(whole))]

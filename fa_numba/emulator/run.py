@@ -206,17 +206,8 @@ class Launch(Products):
                 self._place(error)
             raise
         self.mask = None
-        if not group.exited.all():
-            self.mask = None if not group.some_exited else group.alive()
-            self._exit()
-        group.state = DONE
-
-    def leave(self) -> None:
-        """The lanes that take part return from the kernel."""
         self._exit()
-        group = self.group
-        group.exited = group.exited | self.active()
-        group.some_exited = True
+        group.state = DONE
 
     def _exit(self) -> None:
         """Nothing of these lanes may be in flight."""
@@ -312,7 +303,7 @@ def launch(
 
     values = [passed(name, value) for name, value in zip(names, args, strict=True)]
     track_owners(arrays, prod(extent))
-    rebound = rebinder.function(function, kernel=True)
+    rebound = rebinder.function(function)
     context._codes = rebinder.codes
     context.trace = started(context, function)
     running.contexts.append(context)

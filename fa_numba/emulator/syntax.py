@@ -16,9 +16,9 @@ PURE = frozenset(
 OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo", ast.Pow: "power"}
 BITWISE = (ast.BitAnd, ast.BitOr, ast.BitXor)
 # Calls that give truth values.
-TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "contained", "equal", "both", "any")))
+TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "both", "any")))
 MOST_ADDS = 8
-BLOCKS = (ast.If, ast.While, ast.For, ast.With, ast.Try)
+LEAVING = (ast.Break, ast.Continue, ast.Return)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
@@ -68,22 +68,20 @@ def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
     return [] if isinstance(node, DEFINITIONS) else found
 
 
-def jumps(statements: Iterable[ast.stmt], *kinds: type[ast.stmt]) -> bool:
-    """Whether there is a `break` or `continue` of the loop that these are the body of."""
-    for node in statements:
-        if isinstance(node, kinds):
-            return True
-        if isinstance(node, (ast.While, ast.For)):
-            continue
-        if any(jumps(block, *kinds) for block in blocks(node)):
-            return True
-    return False
+def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) -> bool:
+    """Whether there is a `return`, or a `break` or `continue` of a loop around these."""
+    return any(
+        isinstance(node, kinds)
+        or any(
+            leaves(block, (ast.Return,) if isinstance(node, (ast.While, ast.For)) else kinds)
+            for block in blocks(node)
+        )
+        for node in statements
+    )
 
 
 def returns(statements: Iterable[ast.stmt]) -> bool:
-    return any(
-        isinstance(node, ast.Return) or any(map(returns, blocks(node))) for node in statements
-    )
+    return leaves(statements, (ast.Return,))
 
 
 def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:

@@ -73,16 +73,14 @@ class Waiting(Context):
         self.group, self.mask, self._outer = group, group.mask, group.outer
 
     def _all_here(self) -> bool:
-        """Whether all lanes of the group take part that have not returned."""
-        if self.mask is None:
-            return True
-        return not (self.group.alive() & ~self.mask).any()
+        """Whether all lanes of the group take part."""
+        return self.mask is None or bool(self.mask.all())
 
     def _open_if_all_wait(self) -> bool:
         """Open the block's barrier if all its threads stand at it."""
         groups = self._groups
         first = groups[0].site
-        if any(g.state != AT_BARRIER or g.site != first or g.some_exited for g in groups):
+        if any(g.state != AT_BARRIER or g.site != first for g in groups):
             return False
         self._release()
         self._open_barrier()
@@ -140,7 +138,7 @@ class Waiting(Context):
             number = int(group.tids[lane] % WARP)
             text = f"lane {number} calls {operation} with mask {mask:#010x}, which leaves it out"
             raise self.fault(BarrierDivergence, text, None, lane)
-        missing = group.alive() & ~active & bits & np.isin(group.warp_of, group.warp_of[active])
+        missing = ~active & bits & np.isin(group.warp_of, group.warp_of[active])
         if missing.any():
             raise Parting(active)
         here = group.in_warps(active, False)
@@ -343,8 +341,7 @@ class Waiting(Context):
         else:
             g, kind = in_warp[0], Deadlock
             text = f"lanes wait for one another in {g.operation} with different masks"
-        tid = int(g.tids[np.argmin(g.exited)])  # the first that has not returned
-        return self.fault_at(kind, f"{text}: {self._waiters()}", tid, g.site)
+        return self.fault_at(kind, f"{text}: {self._waiters()}", int(g.tids[0]), g.site)
 
     def _deserted(self, group: Group) -> bool:
         """Whether a lane that `group` waits for in a warp collective is somewhere else."""
@@ -352,7 +349,7 @@ class Waiting(Context):
             shared = np.isin(other.warp_of, group.warps)
             named = shared & (group.value >> other.tids % WARP & 1 != 0)
             elsewhere = other.state != AT_WARP or other.site != group.site
-            if (named if elsewhere else named & other.exited).any():
+            if elsewhere and named.any():
                 return True
         return False
 
@@ -363,10 +360,7 @@ class Waiting(Context):
             text = {READY: "can run", DONE: "returned"}.get(g.state)
             if text is None:
                 text = f"wait in {g.operation} at {self.line_of(g.site)}"
-            states += [
-                (int(tid), "returned" if gone else text)
-                for tid, gone in zip(g.tids, g.exited, strict=True)
-            ]
+            states += [(tid, text) for tid in g.tids.tolist()]
         for tid, text in sorted(states):
             where.setdefault(text, []).append(tid)
         return "; ".join(f"{self._names(tids)} {text}" for text, tids in where.items())

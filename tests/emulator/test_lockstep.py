@@ -170,12 +170,6 @@ def compared(x, out):
         out[t, 0] += 4
     if not a < b:
         out[t, 0] += 8
-    if a in (1, 3, -5):
-        out[t, 0] += 16
-    if b not in (2, -7, 0):
-        out[t, 0] += 32
-    if (a, b % 2) == (b, 0) or (a % 2, c % 3) != (b % 2, 1):
-        out[t, 0] += 64
     out[t, 1] = min(a, b, c) * 100 + max(a, b) - abs(c)
     out[t, 2] = max(a, 2) - min(3, b) + int(float(c) / 2)
     out[t, 3] = int(-7.5 + a) + int(a > b) + round(c / 4)
@@ -478,7 +472,7 @@ class Program:
         made = [
             f"{self.value(1)} {order} {self.value(1)}",
             f"{self.value(0)} {order} {self.value(0)} {self.pick('<', '>=')} {self.value(0)}",
-            f"{self.value(0)} {self.pick('in', 'not in')} (0, 3, -2)",
+            f"{self.value(0)} % 3 {self.pick('==', '!=')} 0",
             f"not {self.value(0)}",
         ]
         if not self.inside:
