@@ -22,7 +22,7 @@ from .groups import WARP, Copy, OneByOne, Site, alike
 from .lanes import Mask
 from .local_memory import LocalArray
 from .namespace import Namespace, element_type
-from .shared_memory import SharedArray, SharedArrays, SharedBuffer
+from .shared_memory import SharedArray, SharedBuffer
 from .source_lines import assigned_name, source_line
 from .trace import Trace
 
@@ -212,8 +212,8 @@ class Context(Active):
         offset = self.uniform_in_block(offset)
         if offset.__class__ is np.ndarray:
             taken = np.unique(offset[self.active()]).tolist()
-            parts = [(self.shared_tile(one, length, dtype), offset == one) for one in taken]
-            return SharedArrays(self, parts)
+            *_, one = (self.shared_tile(each, length, dtype) for each in taken)
+            return SharedArray(self, one.name, one.shape, one.dtype, one.buffer, offset)
         site = self.site()
         key = (site, offset, length, dtype)
         known = self._dynamics.get(key)
@@ -221,7 +221,7 @@ class Context(Active):
             return known
         element = element_type(dtype)
         size = element.itemsize
-        name = self.target(site, f"shared[{offset}:{offset + length}]")
+        name = self.target(site, "shared")
         if offset < 0 or length < 0 or (offset + length) * size > self.shared_bytes:
             raise self.fault(
                 EmulatorError,

@@ -15,7 +15,7 @@ at a time. Of blocks that run at once each has a row of a buffer's arrays, and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from .checks import IN_FLIGHT, READING, SEVERAL, UNWRITTEN
 from .conversions import converter
 from .errors import EmulatorError, Misaligned, SharedHazard, UninitialisedRead
 from .groups import Copy, OneByOne
+from .lanes import merge
 
 if TYPE_CHECKING:
     from .context import Context
@@ -60,7 +61,9 @@ class SharedBuffer:
 
 
 class SharedArray:
-    """An array in shared memory: elements of a buffer from element `first` on."""
+    """An array in shared memory: elements of a buffer from element `first` on, which of blocks that
+    run at once may be another for each.
+    """
 
     __slots__ = (
         "name", "shape", "dtype", "itemsize", "length", "first", "buffer", "convert", "ctx",
@@ -68,7 +71,7 @@ class SharedArray:
 
     def __init__(
         self, ctx: Context, name: str, shape: tuple[int, ...], dtype: np.dtype,
-        buffer: SharedBuffer, first: int = 0,
+        buffer: SharedBuffer, first: Any = 0,
     ) -> None:  # fmt: skip
         self.ctx, self.name, self.shape, self.dtype = ctx, name, shape, dtype
         self.itemsize, self.length, self.first = dtype.itemsize, prod(shape), first
@@ -111,8 +114,9 @@ class SharedArray:
         mask = group.everyone if ctx.mask is None else ctx.mask
         out = np.empty((n, group.count), buffer.data.dtype)
         stats = ctx.statistics(self.name, "shared", "load")
+        e, first, length = self._from(e, n)
         lane = checks.shared_load(
-            buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+            buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length,
             self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(out),
             pairs, stats,
         )  # fmt: skip
@@ -123,6 +127,16 @@ class SharedArray:
                     self._reads(p, k)
                 out[:, k] = buffer.data[0, first : first + n]
         return out
+
+    def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
+        """Places of accesses of n elements, the element that they count from, and how many follow:
+        they count from the buffer's where the array begins elsewhere for each block.
+        """
+        if self.first.__class__ is not np.ndarray:
+            return e, self.first, self.length
+        if self.ctx.first_outside(e, self.length - n + 1) >= 0:
+            raise OneByOne
+        return e + self.first, 0, self.buffer.data.shape[1]
 
     def _lanes_from(self, lane: int, mask: np.ndarray) -> list[int]:
         """The lanes that take part from this one on, which are of one block."""
@@ -138,8 +152,9 @@ class SharedArray:
         values = self.convert(values)
         stats = ctx.statistics(self.name, "shared", "store")
         n = len(values)
+        e, first, length = self._from(e, n)
         lane = checks.shared_store(
-            buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+            buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length,
             self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(values),
             stats,
         )  # fmt: skip
@@ -201,9 +216,10 @@ class SharedArray:
         e = self.ctx.group.lanes(e)
         site = ctx.numbered_site()
         stats = ctx.statistics(self.name, "shared", "copy")
+        places, first, length = self._from(e, n)
         lane = checks.depart(
-            buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites, self.first,
-            self.length, self.itemsize, e, n, mask, group.tids, ctx.seen, ctx.base, site, stats,
+            buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites, first,
+            length, self.itemsize, places, n, mask, group.tids, ctx.seen, ctx.base, site, stats,
         )  # fmt: skip
         if lane >= 0:
             for k in self._lanes_from(lane, mask):
@@ -219,17 +235,24 @@ class SharedArray:
         """The copies of `lanes` arrive."""
         ctx, buffer = self.ctx, self.buffer
         values = copy.read(lanes).astype(buffer.data.dtype)
+        e, first, _ = self._from(copy.e, copy.n)
         checks.land(
-            buffer.bits, buffer.written, self.first, copy.e, copy.n, bits_of(values), lanes,
+            buffer.bits, buffer.written, first, e, copy.n, bits_of(values), lanes,
             ctx.group.tids, ctx.starts,
         )  # fmt: skip
 
-    def merged(self, mask: Any, other: Any) -> SharedArray | SharedArrays:
-        """This array, where the lanes that are not in `mask` hold the same by another name."""
+    def merged(self, mask: Any, other: Any) -> SharedArray:
+        """This array, where the lanes that are not in `mask` hold the same by another name; of
+        blocks that run at once each may have another part of the buffer.
+        """
+        same = other.__class__ is SharedArray and self.buffer is other.buffer
+        same = same and self.shape == other.shape
         if self.ctx.several:
-            return SharedArrays(self.ctx, [(self, self.ctx.whole_blocks(mask))]).over(other)
-        mine = (self.buffer, self.first, self.shape)
-        if other.__class__ is not SharedArray or mine != (other.buffer, other.first, other.shape):
+            if not same or self.name != other.name:
+                raise OneByOne
+            first = merge(self.ctx.whole_blocks(mask), other.first, self.first)
+            return SharedArray(self.ctx, self.name, self.shape, self.dtype, self.buffer, first)
+        if not same or self.first != other.first:
             raise TypeError(f"lanes hold {self.name} and another array: not emulated")
         return self
 
@@ -279,85 +302,3 @@ class SharedArray:
         else:
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, no barrier between"
         return ctx.fault(SharedHazard, text, self.name, lane)
-
-
-class SharedArrays:
-    """Of blocks that run at once: each has one of several arrays, of all its lanes."""
-
-    __slots__ = ("ctx", "parts", "itemsize", "shape", "dtype")
-
-    def __init__(self, ctx: Context, parts: list[tuple[SharedArray, np.ndarray]]) -> None:
-        self.ctx, self.parts = ctx, parts
-        one = parts[0][0]
-        self.itemsize, self.shape, self.dtype = one.itemsize, one.shape, one.dtype
-        if any((one.shape, one.dtype) != (other.shape, other.dtype) for other, _ in parts):
-            raise OneByOne
-
-    @property
-    def first(self) -> np.ndarray:
-        """The element of the buffer that each lane's begins at."""
-        found = np.zeros(self.ctx.group.count, np.int64)
-        for part, lanes in self.parts:
-            found[lanes] = part.first
-        return found
-
-    def _each(self) -> Iterator[tuple[SharedArray, np.ndarray]]:
-        """Each array with its lanes, under their mask."""
-        ctx = self.ctx
-        outer = ctx.mask
-        for part, lanes in self.parts:
-            here = lanes if outer is None else lanes & outer
-            if here.any():
-                ctx.mask = here
-                yield part, here
-                ctx.mask = outer
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        found = np.zeros(self.ctx.group.count, self.parts[0][0].buffer.data.dtype)
-        for part, here in self._each():
-            found[here] = np.broadcast_to(part[index], here.shape)[here]
-        return found
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        for part, _ in self._each():
-            part[index] = value
-
-    def load(self, e: Any, n: int, pairs: bool = True) -> tuple[np.ndarray, ...]:
-        found = np.zeros((n, self.ctx.group.count), self.parts[0][0].buffer.data.dtype)
-        for part, here in self._each():
-            found[:, here] = np.array(part.load(e, n, pairs))[:, here]
-        return tuple(found)
-
-    def store(self, e: Any, values: Sequence[Any]) -> None:
-        for part, _ in self._each():
-            part.store(e, values)
-
-    def depart(self, e: Any, n: int) -> np.ndarray:
-        for part, _ in self._each():
-            part.depart(e, n)
-        return self.ctx.group.lanes(e)
-
-    def land(self, copy: Copy, lanes: np.ndarray) -> None:
-        for part, of in self.parts:
-            if (of & lanes).any():
-                part.land(copy, of & lanes)
-
-    def merged(self, mask: Any, other: Any) -> SharedArray | SharedArrays:
-        whole = self.ctx.whole_blocks(mask)
-        return SharedArrays(self.ctx, [(a, lanes & whole) for a, lanes in self.parts]).over(other)
-
-    def over(self, other: Any) -> SharedArray | SharedArrays:
-        """These, and for the lanes that have none of them others."""
-        ctx = self.ctx
-        others = [(other, ctx.group.everyone)] if other.__class__ is SharedArray else other.parts
-        found: dict[tuple[str, int], tuple[SharedArray, np.ndarray]] = {}
-        left = ctx.group.everyone
-        for _, lanes in self.parts:
-            left = left & ~lanes
-        for part, lanes in (*self.parts, *((a, lanes & left) for a, lanes in others)):
-            if lanes.any():
-                key = (part.name, part.first)
-                known = found.get(key)
-                found[key] = (part, lanes if known is None else lanes | known[1])
-        parts = list(found.values())
-        return parts[0][0] if len(parts) == 1 else SharedArrays(ctx, parts)
