@@ -177,7 +177,7 @@ class Boxes(Mbarriers):
             raise self.fault(EmulatorError, text, array.name, lane)
         if index < 0 or index + size > array.length:
             end = index if index < 0 else index + size - 1
-            raise self.outside(array.name, array.shape, end, lane)
+            raise self.outside(array.name, (array.length,), end, lane)
         first = array.first + index
         if first * array.itemsize % REPEAT:
             text = f"{array._element(first)} lies at byte {first * array.itemsize}"

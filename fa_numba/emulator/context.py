@@ -190,17 +190,16 @@ class Context(Active):
     # ---- shared and local arrays
 
     def static_array(self, shape: Any, dtype: Any) -> SharedArray:
-        """`cuda.shared.array` with a shape: one array a block and call site; 0: all dynamic."""
+        """`cuda.shared.array` of so many elements: one a block and call site; 0: all dynamic."""
         element = element_type(dtype)
         if shape == 0:
             return self.shared_tile(0, self.shared_bytes // element.itemsize, dtype)
         site = self.site()
         known = self._statics.get(site)
         if known is None:
-            axes = shape if isinstance(shape, tuple) else (shape,)
             name = self.target(site, f"shared{len(self._statics)}")
-            buffer = self._buffer(site, prod(axes), element)
-            known = self._statics[site] = SharedArray(self, name, axes, element, buffer)
+            buffer = self._buffer(site, shape, element)
+            known = self._statics[site] = SharedArray(self, name, shape, element, buffer)
         return known
 
     def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> Any:
@@ -213,7 +212,7 @@ class Context(Active):
         if offset.__class__ is np.ndarray:
             taken = np.unique(offset[self.active()]).tolist()
             *_, one = (self.shared_tile(each, length, dtype) for each in taken)
-            return SharedArray(self, one.name, one.shape, one.dtype, one.buffer, offset)
+            return SharedArray(self, one.name, length, one.dtype, one.buffer, offset)
         site = self.site()
         key = (site, offset, length, dtype)
         known = self._dynamics.get(key)
@@ -236,7 +235,7 @@ class Context(Active):
                 raise self.fault(EmulatorError, text, name)
         self._tiles.append((first, last, element, name))
         buffer = self._buffer(element, self.shared_bytes // size, element)
-        tile = SharedArray(self, name, (length,), element, buffer, offset)
+        tile = SharedArray(self, name, length, element, buffer, offset)
         self._dynamics[key] = tile
         return tile
 
@@ -262,8 +261,7 @@ class Context(Active):
         place.x, place.y, place.z = alike(at % x), alike(at // x % y), alike(at // (x * y))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
-        axes = shape if isinstance(shape, tuple) else (shape,)
-        return LocalArray(self, self.site(), axes, element_type(dtype))
+        return LocalArray(self, self.site(), shape, element_type(dtype))
 
     def target(self, site: Site, otherwise: str) -> str:
         """The variable that the result of the call at `site` goes to."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import checks
 from .conversions import converter
-from .errors import EmulatorError, UninitialisedRead
+from .errors import UninitialisedRead
 from .lanes import Mask, fma
 
 if TYPE_CHECKING:
@@ -23,22 +22,20 @@ FLYING: Any = object()
 
 
 class LocalArray:
-    """An array of every lane, 1-D or n-D: an element is a value of all lanes.
+    """An array of every lane: an element is a value of all lanes.
 
     None marks an element that no lane has written; `partial` says which lanes have written one
     that only some have.
     """
 
     __slots__ = (
-        "shape", "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting",
+        "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting",
         "waiting_for", "summed", "flying",
     )  # fmt: skip
 
-    def __init__(
-        self, ctx: Context, site: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype
-    ) -> None:
-        self.ctx, self.site, self.shape, self.dtype = ctx, site, shape, dtype
-        self.data: list[Any] = [None] * prod(shape)
+    def __init__(self, ctx: Context, site: tuple[int, int], length: int, dtype: np.dtype) -> None:
+        self.ctx, self.site, self.dtype = ctx, site, dtype
+        self.data: list[Any] = [None] * length
         self.single = dtype == np.float32
         self.convert = converter(dtype)
         self.partial: dict[int, np.ndarray] = {}
@@ -202,19 +199,13 @@ class LocalArray:
     # ---- what is not the common case
 
     def _place(self, index: Any) -> Any:
-        """A flat index, which may be other ones by lane, within the array."""
-        axes = index if index.__class__ is tuple else (index,)
-        if len(axes) != len(self.shape):
-            raise TypeError(f"{self.name} has {len(self.shape)} dimensions, indexed with {index!r}")
-        e: Any = 0
-        for i, n in zip(axes, self.shape, strict=True):
-            lane = self.ctx.first_outside(i, n)
-            if lane >= 0:
-                raise self._outside(lane, index)
-            e = e * n + i
-        if e.__class__ is np.ndarray and (e == e[0]).all():
-            return int(e[0])
-        return e
+        """An index, which may be other ones by lane, within the array."""
+        lane = self.ctx.first_outside(index, len(self.data))
+        if lane >= 0:
+            raise self.ctx.outside(self.name, (len(self.data),), index, lane)
+        if index.__class__ is np.ndarray and (index == index[0]).all():
+            return int(index[0])
+        return index
 
     def _get(self, index: Any) -> Any:
         e = self._place(index)
@@ -259,6 +250,3 @@ class LocalArray:
                 self.partial[one] = here
             elif written is not None and not (written | here).all():
                 self.partial[one] = written | here
-
-    def _outside(self, lane: int, index: Any) -> EmulatorError:
-        return self.ctx.outside(self.name, self.shape, index, lane)

@@ -101,7 +101,7 @@ class Mbarriers(Knowledge):
     def _element_of(self, tile: MbarrierTile, index: Any) -> tuple[int, str]:
         array, lane = tile.array, self.first_lane()
         if not 0 <= index < array.length:
-            raise self.outside(array.name, array.shape, index, lane)
+            raise self.outside(array.name, (array.length,), index, lane)
         return array.first + index, f"{array.name}[{index}]"
 
     def mbarrier(self, tile: MbarrierTile, index: Any) -> Mbarrier:

@@ -225,7 +225,7 @@ class Products(Boxes):
         low, high = int(places.min()) + first, int(places.max()) + first
         if low < array.first or high >= array.first + array.length:
             end = (low if low < array.first else high) - array.first
-            raise self.outside(array.name, array.shape, end, int(lanes[0]))
+            raise self.outside(array.name, (array.length,), end, int(lanes[0]))
         bits = np.empty(places.size, np.int64)
         warps, row = WARPGROUP // WARP, self.warps + 2 * warpgroup + left
         code = (SEVERAL if left else PRODUCT) + self.warps + warps * warpgroup

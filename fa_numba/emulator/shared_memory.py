@@ -16,7 +16,6 @@ at a time. Of blocks that run at once each has a row of a buffer's arrays, and a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,20 +65,19 @@ class SharedArray:
     """
 
     __slots__ = (
-        "name", "shape", "dtype", "itemsize", "length", "first", "buffer", "convert", "ctx",
+        "name", "dtype", "itemsize", "length", "first", "buffer", "convert", "ctx",
     )  # fmt: skip
 
     def __init__(
-        self, ctx: Context, name: str, shape: tuple[int, ...], dtype: np.dtype,
+        self, ctx: Context, name: str, length: int, dtype: np.dtype,
         buffer: SharedBuffer, first: Any = 0,
     ) -> None:  # fmt: skip
-        self.ctx, self.name, self.shape, self.dtype = ctx, name, shape, dtype
-        self.itemsize, self.length, self.first = dtype.itemsize, prod(shape), first
+        self.ctx, self.name, self.length, self.dtype = ctx, name, length, dtype
+        self.itemsize, self.first = dtype.itemsize, first
         self.buffer = buffer
         self.convert = converter(dtype)
 
-    def __getitem__(self, index: Any) -> Any:
-        e = self._flat(index)
+    def __getitem__(self, e: Any) -> Any:
         if e.__class__ is not np.ndarray:
             out = self._read(self.ctx.group.full(int(e)), 1)
             if self.ctx.several:
@@ -88,8 +86,7 @@ class SharedArray:
             return value if self.dtype.kind == "f" else value.item()
         return self._read(e, 1)[0]
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        e = self._flat(index)
+    def __setitem__(self, e: Any, value: Any) -> None:
         if value.__class__ is not np.ndarray:
             value = np.full(self.ctx.group.count, self.convert(value))
         self._write(e, value.reshape(1, -1))
@@ -246,40 +243,23 @@ class SharedArray:
         blocks that run at once each may have another part of the buffer.
         """
         same = other.__class__ is SharedArray and self.buffer is other.buffer
-        same = same and self.shape == other.shape
+        same = same and self.length == other.length
         if self.ctx.several:
             if not same or self.name != other.name:
                 raise OneByOne
             first = merge(self.ctx.whole_blocks(mask), other.first, self.first)
-            return SharedArray(self.ctx, self.name, self.shape, self.dtype, self.buffer, first)
+            return SharedArray(self.ctx, self.name, self.length, self.dtype, self.buffer, first)
         if not same or self.first != other.first:
             raise TypeError(f"lanes hold {self.name} and another array: not emulated")
         return self
 
     # ---- places and words
 
-    def _flat(self, index: Any) -> Any:
-        """The element of an index a dimension, within the array."""
-        if len(self.shape) == 1:
-            return index[0] if index.__class__ is tuple else index
-        axes = index if index.__class__ is tuple else (index,)
-        if len(axes) != len(self.shape):
-            raise TypeError(f"{self.name} has {len(self.shape)} dimensions, indexed with {index!r}")
-        ctx = self.ctx
-        e: Any = None
-        for i, n in zip(axes, self.shape, strict=True):
-            lane = ctx.first_outside(i, n)
-            if lane >= 0:
-                raise self._outside(lane, index)
-            e = i if e is None else e * n + i
-        return e
-
     def _element(self, p: int) -> str:
-        index = np.unravel_index(p - self.first, self.shape)
-        return f"{self.name}[{', '.join(str(int(i)) for i in index)}]"
+        return f"{self.name}[{p - self.first}]"
 
     def _outside(self, lane: int, index: Any) -> EmulatorError:
-        return self.ctx.outside(self.name, self.shape, index, lane)
+        return self.ctx.outside(self.name, (self.length,), index, lane)
 
     def _hazard(self, p: int, lane: int, stamp: int, does: str, did: str) -> EmulatorError:
         ctx = self.ctx

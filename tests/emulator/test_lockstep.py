@@ -587,7 +587,7 @@ def test_random_programs(part):
 
 def pipeline(x, out):
     # warp 0 fills two halves of s in turn, warp 1 empties them
-    s = cuda.shared.array((2, 32), float32)
+    s = cuda.shared.array(64, float32)
     t = cuda.threadIdx.x
     lane = t % 32
     out[cuda.blockIdx.x, 64 + t] += 1
@@ -595,13 +595,13 @@ def pipeline(x, out):
         for n in range(x.shape[0]):
             if n > 1:
                 sync_named(3 + n % 2, 64)
-            s[n % 2, lane] = x[n, lane]
+            s[n % 2 * 32 + lane] = x[n, lane]
             arrive_named(1 + n % 2, 64)
     else:
         total = 0.0
         for n in range(x.shape[0]):
             sync_named(1 + n % 2, 64)
-            total = total * 2 + s[n % 2, 31 - lane]
+            total = total * 2 + s[n % 2 * 32 + 31 - lane]
             if n + 2 < x.shape[0]:
                 arrive_named(3 + n % 2, 64)
         out[cuda.blockIdx.x, lane] = total
@@ -1122,18 +1122,18 @@ def doubled(x, n, t):
 
 def tiles(x, w, y, total):
     t = cuda.threadIdx.x
-    s = cuda.shared.array((3, 16), float32)
+    s = cuda.shared.array(48, float32)
     # Alg. 7, line 1: load
     for n in range(3):
-        s[n, t] = x[n + 1, t]
+        s[16 * n + t] = x[n + 1, t]
     cuda.syncthreads()
     # FA-9: scale
     for n in range(2):
         if t < 9:
-            s[n, t] += doubled(x, n, t) * w[t]
+            s[16 * n + t] += doubled(x, n, t) * w[t]
         cuda.syncthreads()
     for n in range(2):
-        y[n, 2 + t] = s[n, t]
+        y[n, 2 + t] = s[16 * n + t]
         cuda.syncthreads()
     # any other comment
     cuda.atomic.add(total, cuda.blockIdx.x, 1)
@@ -1156,7 +1156,7 @@ def test_a_trace_is_of_tiles():
         launch(tiles, 1, 16, (x, w, y, total))
         launch(tiles, 1, 16, (x, w, y, total))
     load, scale = "Alg. 7, line 1: load", "FA-9: scale"
-    first, second = "s[n, t] = x[n + 1, t]", "s[n, t] += doubled(x, n, t) * w[t]"
+    first, second = "s[16 * n + t] = x[n + 1, t]", "s[16 * n + t] += doubled(x, n, t) * w[t]"
     once = [
         tile(0, "x", (1, 4), (0, 16), "load", 48, 4, load, first),
         # a barrier between
@@ -1164,8 +1164,8 @@ def test_a_trace_is_of_tiles():
         tile(2, "w", (0, 9), (0, 1), "load", 9, 8, scale, second),
         tile(3, "x", (1, 2), (0, 9), "load", 9, 4, scale, second),
         tile(4, "w", (0, 9), (0, 1), "load", 9, 8, scale, second),
-        tile(5, "y", (0, 1), (2, 18), "store", 16, 4, scale, "y[n, 2 + t] = s[n, t]"),
-        tile(6, "y", (1, 2), (2, 18), "store", 16, 4, scale, "y[n, 2 + t] = s[n, t]"),
+        tile(5, "y", (0, 1), (2, 18), "store", 16, 4, scale, "y[n, 2 + t] = s[16 * n + t]"),
+        tile(6, "y", (1, 2), (2, 18), "store", 16, 4, scale, "y[n, 2 + t] = s[16 * n + t]"),
         tile(
             7, "total", (0, 1), (0, 1), "atomic", 16, 4, scale,
             "cuda.atomic.add(total, cuda.blockIdx.x, 1)",
