@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -17,11 +18,10 @@ NUMBERS = {
     "power.draw": "power, W",
     "temperature.gpu": "temperature, C",
 }
-BUSY = "utilization.gpu"
+FIELDS = (*NUMBERS, "utilization.gpu", "clocks_event_reasons.active")
 # Percent of the time before a sample in which the GPU worked: below, its clock says nothing.
 LEAST_BUSY = 50
-# One name or the other, by the driver's age; a bit for each reason why clocks are below their most.
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+# A bit for each reason why clocks are below their most.
 BITS = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -40,13 +40,17 @@ class Sampling:
     def __enter__(self) -> Sampling:
         self._file = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by __exit__
         self._process: subprocess.Popen | None = None
-        fields = next((f for f in map(_fields, REASONS) if _query(f) is not None), None)
-        if fields is not None:
+        if shutil.which("nvidia-smi"):
             # Lines must be in the file as they come: what is buffered dies with the process.
             by_line = ("stdbuf", "-oL") if shutil.which("stdbuf") else ()
-            command = (*by_line, *_command(fields), f"--loop-ms={PERIOD}")
+            # The first GPU that CUDA is allowed to see is the one that experiments run on.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+            which, query = f"--id={visible or '0'}", f"--query-gpu={','.join(FIELDS)}"
+            how = ("--format=csv,noheader,nounits", f"--loop-ms={PERIOD}")
             self._process = subprocess.Popen(
-                command, stdout=self._file, stderr=subprocess.DEVNULL, text=True
+                (*by_line, "nvidia-smi", which, query, *how),
+                stdout=self._file,
+                stderr=subprocess.DEVNULL,
             )
         return self
 
@@ -65,50 +69,19 @@ def summarize(text: str) -> dict[str, Any]:
     """[least, median, most] of each number, and in how many samples what held the clocks: of the
     lines in which the GPU was busy, or of all where it never was. Empty without a sample.
     """
-    samples = [cells for cells in map(_cells, text.splitlines()) if cells]
-    busy = [cells for cells in samples if cells[BUSY] >= LEAST_BUSY]
+    samples = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):  # one that is cut off, or says something else
+            *numbers, busy, reasons = line.split(",")
+            of = dict(zip(NUMBERS.values(), map(float, numbers), strict=True))
+            samples.append((of, float(busy) >= LEAST_BUSY, int(reasons, 16)))
     if not samples:
         return {}
-    found: dict[str, Any] = {"samples": len(samples), "busy": len(busy)}
+    busy_ones = [sample for sample in samples if sample[1]]
+    found: dict[str, Any] = {"samples": len(samples), "busy": len(busy_ones)}
     for name in NUMBERS.values():
-        values = [cells[name] for cells in busy or samples]
+        values = [numbers[name] for numbers, _, _ in busy_ones or samples]
         found[name] = [min(values), statistics.median(values), max(values)]
-    reasons = [cells[REASONS[0]] for cells in busy or samples]
-    counts = {name: sum(bool(each & bit) for each in reasons) for bit, name in BITS.items()}
-    found["held by"] = {name: count for name, count in counts.items() if count}
+    held = [[name for bit, name in BITS.items() if x & bit] for _, _, x in busy_ones or samples]
+    found["held by"] = {name: n for name in BITS.values() if (n := sum(name in x for x in held))}
     return found
-
-
-def _cells(line: str) -> dict[str, Any] | None:
-    """A sample's numbers by name; None for a line that is cut off or has something else."""
-    cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) != len(NUMBERS) + 2:
-        return None
-    try:
-        *numbers, busy = map(float, cells[:-1])
-        reasons = int(cells[-1], 16)
-    except ValueError:
-        return None
-    return dict(zip(NUMBERS.values(), numbers, strict=True), **{BUSY: busy, REASONS[0]: reasons})
-
-
-def _fields(reasons: str) -> str:
-    return ",".join((*NUMBERS, BUSY, reasons))
-
-
-def _command(fields: str) -> tuple[str, ...]:
-    """The first GPU that CUDA is allowed to see is the one that experiments run on."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    query = f"--query-gpu={fields}"
-    return "nvidia-smi", f"--id={visible or '0'}", query, "--format=csv,noheader,nounits"
-
-
-def _query(fields: str) -> str | None:
-    """What nvidia-smi says once; None where it is not there or does not know a field."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    try:
-        done = subprocess.run(_command(fields), capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode == 0 else None

@@ -153,7 +153,7 @@ class Runner:
             try:
                 self._measure(measure, recorder)
             except BaseException:
-                recorder.stop()
+                recorder.keep()
                 raise
             outcomes = recorder.finish(complete=complete)
             for machine, outcome in outcomes.items():
