@@ -116,7 +116,7 @@ def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         for series in SERIES[problem.dtype]
         for pass_ in ("fwd", "bwd")
     ]
-    cases = [counters.Case.of(algorithm(s), p, passes=pass_) for p, s, pass_ in work]
+    cases = [counters.Case(s, p, pass_=pass_) for p, s, pass_ in work]
     results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
     for (problem, series, pass_), result in zip(work, results or (), strict=results is not None):
         common = columns(NAME, series, problem, bench.machine, pass_=pass_)

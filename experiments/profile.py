@@ -51,9 +51,7 @@ class Run:
 
     @property
     def case(self) -> counters.Case:
-        options = {**self.options, "passes": self.pass_}
-        algorithm = series.algorithm(self.series)
-        return counters.Case.of(algorithm, self.problem, options.pop("tiles"), **options)
+        return counters.Case(self.series, self.problem, self.options, self.pass_)
 
     def columns(self, machine: str | None) -> dict[str, Any]:
         own = {"tiles": self.options["tiles"], "pass_": self.pass_}

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 
 from experiments.beside import profiler  # noqa: E402
 from experiments.lab.measure import counters  # noqa: E402
+from experiments.lab.measure.workloads import one_head  # noqa: E402
 from fa_numba import device as devices  # noqa: E402
 from fa_numba.device import (  # noqa: E402
     DeviceArray,
@@ -511,7 +512,7 @@ def main() -> None:
     if args.launch:
         _launch_all()
         return
-    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    case = counters.Case("fa2-simt", one_head(64, 64))
     names = profiler.usable(case, print)
     with tempfile.TemporaryDirectory() as folder:
         rows = profiled(names, args.log or Path(folder) / "ncu.csv")

@@ -7,7 +7,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..lab.measure import calls, check, counters, peers
-from ..lab.measure.series import LABELS, algorithm, columns, plan
+from ..lab.measure.series import LABELS, columns, plan
 from ..lab.measure.timing import REPEATS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
 from ..lab.record import Bench, Row, published
@@ -107,7 +107,7 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
 
     def launched() -> dict[str, float]:
         """Milliseconds of each of the kernels."""
-        case = counters.Case.of(algorithm(OURS), problem, dropout_p=DROPOUT)
+        case = counters.Case(OURS, problem, {"dropout_p": DROPOUT})
         kernels = plan(OURS, problem, dropout_p=DROPOUT).kernels
         (found,) = counters.count_kernels([case], (DURATION,))
         if isinstance(found, str):

@@ -174,10 +174,10 @@ def test_every_series_pass_and_step_is_measured(monkeypatch):
     moved = {(r.series, r.pass_, r.source) for r in rows if r.metric == "traffic"}
     assert len(moved) == 2 * 3 * 2 * 3
     # One call of standard attention with what the steps have; forward and backward of the others.
-    assert [(c.options.get("dropout_p", 0.0), c.causal) for c in cases] == [(0.1, True)] + [
+    assert [(c.options.get("dropout_p", 0.0), c.problem.causal) for c in cases] == [(0.1, True)] + [
         (0.0, False)
     ] * 12
-    assert [c.passes for c in cases[1:]] == ["fwd", "bwd"] * 6
+    assert [c.pass_ for c in cases[1:]] == ["fwd", "bwd"] * 6
     by_kernel = [r.value for r in rows if r.series == "standard-mma" and r.place]
     assert by_kernel == [1.0, 2.0, 3.0]
 

@@ -11,7 +11,6 @@ from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL
 from experiments.lab.show import report
 from fa_numba import io_model
-from fa_numba.problem import Problem
 
 QUICK = {
     io_vs_sram: Options(quick=True, seqlens=(40,)),
@@ -25,7 +24,8 @@ def measured(module, monkeypatch, machine="some-gpu", options=None):
     def count(cases, metrics, say):
         found = []
         for case in cases:
-            setting = scaling.Setting(f"{case.algorithm}-simt", problem_of(case), *case.tiles[:2])
+            tiles = case.options["tiles"]
+            setting = scaling.Setting(case.series, case.problem, tiles.Br, tiles.Bc)
             bytes_ = scaling.made(setting).accesses.bytes
             found.append(
                 {
@@ -40,11 +40,6 @@ def measured(module, monkeypatch, machine="some-gpu", options=None):
     kept = [row for row in run(module) if row.source == "counted"]
     bench = Bench(machine=machine, describe={}, say=lambda text: None, kept=kept)
     return flat(module.measure(options or Options(), bench))
-
-
-def problem_of(case):
-    batch, heads, N, d = case.sizes
-    return Problem(batch, heads, heads, N, N, d, dtype=case.dtype)
 
 
 _runs = {}

@@ -10,6 +10,7 @@ import fa_numba
 from experiments import ladder
 from experiments.beside import ceilings
 from experiments.lab.measure import bandwidth, check, counters, peers, timing, variants, workloads
+from experiments.lab.measure.series import unit
 from experiments.lab.measure.workloads import fa2_setting, one_head
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import Store
@@ -144,15 +145,13 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     # The counted calls are those timed, each with its measures and its partition.
     assert len(cases) == len(calls)
     for case, call in zip(cases, calls, strict=True):
-        for name in ("ablate", "warp_partition"):
+        for name in ("ablate", "warp_partition", "tiles"):
             assert case.options.get(name) == call.get(name)
-        tiles = call.get("tiles")
-        assert case.tiles == (tiles and (tiles.Br, tiles.Bc, tiles.threads, tiles.stages))
-        assert case.unit == call["unit"]
-    ablated = {(case.unit, case.options.get("ablate", ())) for case in cases}
-    assert sum(unit == "mma" for unit, _ in ablated) == 1 + len(MEASURES)
+        assert unit(case.series) == call["unit"]
+    ablated = {(unit(case.series), case.options.get("ablate", ())) for case in cases}
+    assert sum(on == "mma" for on, _ in ablated) == 1 + len(MEASURES)
     # Blocks stay for several row tiles before a counter hands these out, not after.
-    assert sum(unit == "wgmma" for unit, _ in ablated) == 1 + len(WGMMA_MEASURES)
+    assert sum(on == "wgmma" for on, _ in ablated) == 1 + len(WGMMA_MEASURES)
 
 
 def test_gains_are_over_the_step_before():

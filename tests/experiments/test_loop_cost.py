@@ -161,7 +161,7 @@ def test_each_step_runs_as_it_says(monkeypatch):
     # FA-2 with a block a head: a call a row tile, at FA-1's tiles; its counters are the first's.
     by_tile = [c for c in stub.calls if c["rows"] == 128 and c["unit"] != "wgmma"]
     assert [c["unit"] for c in by_tile] == ["simt"] * 4 + ["mma"] * 4
-    assert [c.rows for c in stub.cases if c.rows] == [128, 128, 192]
+    assert [c.problem.seqlen_q for c in by_row_tile(stub.cases)] == [128, 128, 192]
     half = on(rows, "mma")
     found = loop_cost.by_step(half)
     assert found["fa2-one-block", "measured", "instructions"] == 4
@@ -204,6 +204,10 @@ def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
     assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
 
 
+def by_row_tile(cases):
+    return [c for c in cases if c.problem.seqlen_q < c.problem.seqlen_k]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
     """FA-1 begins at its own, of more columns than FA-2's registers hold."""
@@ -215,8 +219,9 @@ def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
     # Q outer with a block a head: a call a row tile, with FA-2's stages.
     first = [c for c in stub.calls if c["unit"] == "wgmma" and c["rows"] in (128, 192)]
     assert {(c["algorithm"], c["tiles"].stages) for c in first} == {("fa2", 2)}
-    (counted,) = [c for c in stub.cases if c.unit == "wgmma" and c.rows]
-    assert (counted.tiles[0], counted.tiles[3]) == (counted.rows, 2)
+    (counted,) = [c for c in by_row_tile(stub.cases) if series.unit(c.series) == "wgmma"]
+    tiles = counted.options["tiles"]
+    assert (tiles.Br, tiles.stages) == (counted.problem.seqlen_q, 2)
     # Of FA-2's two runs one is measured.
     mine, other = ([r.value for r in on(rows, "wgmma") if r.series == f"fa2-wgmma{x}"
                     and r.source != MODEL] for x in ("", "-fa1-tiles"))  # fmt: skip

@@ -69,13 +69,14 @@ def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
     assert splits[0] == 1 and max(splits) > 1
     # The counted calls are those timed.
     assert len(cases) == len(calls)
-    assert {(c.algorithm, c.unit, c.sizes[2], c.options.get("query_splits", 1)) for c in cases} == {
-        (c["algorithm"], c["unit"], c["shape"][2], c.get("query_splits", 1)) for c in calls
-    }
+    assert {
+        (*c.series.split("-")[:2], c.problem.seqlen_q, c.options.get("query_splits", 1))
+        for c in cases
+    } == {(c["algorithm"], c["unit"], c["shape"][2], c.get("query_splits", 1)) for c in calls}
     assert all(
-        case.tiles[2] == planned.tiles.threads
+        case.options["tiles"].threads == planned.tiles.threads
         for case in cases
-        if (case.algorithm, case.unit) == ("fa2", "mma")
+        if case.series.startswith("fa2-mma")
     )
     # On wgmma FA-1 is told FA-2's: the same rows, columns and threads, without FA-2's stages.
     planned = fa_numba.plan((4, 2, 512, 64), (4, 2, 512, 64), dtype="float16", unit="wgmma")
@@ -97,7 +98,7 @@ def test_the_orders_are_compared_over_heads_too(monkeypatch):
     rows, _, cases = measured_orders(monkeypatch, quick=True)
     assert {r.heads_q for r in rows if r.seqlen_q == 256} == set(loop_order.HEADS[:2])
     # Counters are read in FA-2's setting alone; there is a model for all.
-    assert {case.sizes[2] for case in cases} == {512, 1024}
+    assert {case.problem.seqlen_q for case in cases} == {512, 1024}
     model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
     assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 27
     figure = loop_order.detail(rows)

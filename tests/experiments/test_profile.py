@@ -22,7 +22,7 @@ from fa_numba import device
 
 # An ncu of one kernel a call. It does not know what is named in REFUSED, nor say so beforehand.
 FAKE_NCU = """#!{python}
-import json, os, re, sys
+import json, os, pickle, re, sys
 arguments = sys.argv[1:]
 if arguments == ["--query-metrics"]:
     print("Device NVIDIA H200 (GH100)")
@@ -34,7 +34,8 @@ refused = [name for name in metrics if name.partition(".")[0] in {refused!r}]
 if refused:
     print(f"==ERROR== Failed to find metric {{refused[0]}}")
     sys.exit(1)
-cases = json.load(open(arguments[-2]))
+sys.path.insert(0, ".")
+cases = pickle.load(open(arguments[-2], "rb"))
 json.dump([1] * len(cases), open(arguments[-1], "w"))
 log = open(arguments[arguments.index("--log-file") + 1], "w")
 if "--page=raw" in arguments:
@@ -42,14 +43,14 @@ if "--page=raw" in arguments:
     print(f'"ID","Kernel Name","{{name}}"', file=log)
     print('"","","inst"', file=log)
     for i, case in enumerate(cases):
-        n = case["sizes"][2]
+        n = case.problem.seqlen_q
         cell = f"{{3 * n}} (FFMA: {{n}}; LDS: 3; LDSM.16.M88.4: {{2 * n - 3}})"
         print(f'"{{i}}","k","{{cell}}"', file=log)
 else:
     print('"ID","Metric Name","Metric Unit","Metric Value"', file=log)
     for i, case in enumerate(cases):
         for name in metrics:
-            print(f'"{{i}}","{{name}}","request","{{case["sizes"][3]}}"', file=log)
+            print(f'"{{i}}","{{name}}","request","{{case.problem.head_dim}}"', file=log)
 """
 
 
@@ -177,9 +178,8 @@ def test_every_kernel_is_run_once_at_the_tiles_of_its_plan():
             assert given.kernels == planned.kernels
     assert len({(run.series, run.pass_) for run in found}) == len(found)
     assert all(profile.label((run.series, run.pass_)) for run in found)
-    first = found[0].case
-    assert (first.passes, first.tiles[0]) == ("fwd", found[0].options["tiles"].Br)
-    assert found[-1].case.passes == "bwd"
+    assert (found[0].case.pass_, found[0].case.options) == ("fwd", found[0].options)
+    assert found[-1].case.pass_ == "bwd"
 
 
 def ladder_options(run):
@@ -229,7 +229,7 @@ def test_the_profiled_range_holds_the_call_alone(monkeypatch, passes):
     monkeypatch.setattr(device, "profile_start", lambda: seen.append(len(launches)))
     monkeypatch.setattr(device, "profile_stop", lambda: seen.append(len(launches)))
     problem = one_head(16, 16, True, "float16")
-    case = counters.Case.of("fa2", problem, passes=passes)
+    case = counters.Case("fa2-mma", problem, pass_=passes)
     with device.using("emulator"):
         kernels = counter_target.run(case, counter_target.Arrays())
         planned = series.plan("fa2-mma", problem, passes=passes)
@@ -249,7 +249,8 @@ def test_what_is_counted_has_the_papers_grid(monkeypatch, algorithm):
     monkeypatch.setattr(fa_numba, "attention", attention)
     for name in ("to_gpu", "synchronize", "profile_start", "profile_stop"):
         monkeypatch.setattr(device, name, lambda *array: array[0] if array else None)
-    case = counters.Case.of(algorithm, one_head(16, 16, True, "float16"))
+    monkeypatch.setattr(device, "planned_for_gpu", lambda: True)
+    case = counters.Case(f"{algorithm}-mma", one_head(16, 16, True, "float16"))
     with device.using("emulator"):
         counter_target.run(case, counter_target.Arrays())
     assert asked == [1 if algorithm == "fa2" else "auto"] * 2

@@ -242,7 +242,7 @@ def test_an_interruption_ends_the_profiler_and_what_it_profiles(tmp_path, monkey
     tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nsleep 1\nkill -ALRM $PPID\nwait\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    case = counters.Case("fa2", (1, 1, 64, 64))
+    case = counters.Case("fa2-simt", one_head(64, 64))
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +61,12 @@ class CountersError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted: `sizes` are batch, heads, rows and head dimension, `tiles` Br, Bc,
-    threads and stages. `rows` are the first of q alone, `unit` is by dtype where None.
-    """
+    """One call to be counted: of a series in a pass, "fwd" or "bwd", with options."""
 
-    algorithm: str
-    sizes: Sequence[int]
-    dtype: str = "float32"
-    causal: bool = False
-    tiles: Sequence[int | None] | None = None
-    passes: str = "fwd"
-    rows: int | None = None
-    unit: str | None = None
+    series: str
+    problem: Problem
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, algorithm: str, p: Problem, tiles: Any = None, passes: str = "fwd",
-           rows: int | None = None, unit: str | None = None, **options: Any) -> Case:  # fmt: skip
-        """A call for the problem; as many heads and rows of K and V as of Q."""
-        if (p.heads_q, p.seqlen_q) != (p.heads_k, p.seqlen_k):
-            raise ValueError(f"problem is {p}: heads and lengths of q and k must be equal")
-        sizes = p.batch, p.heads_q, p.seqlen_q, p.head_dim
-        own = None if tiles is None else (tiles.Br, tiles.Bc, tiles.threads, tiles.stages)
-        return cls(algorithm, sizes, p.dtype, p.causal, own, passes, rows, unit, options)
+    pass_: str = "fwd"
 
 
 def available() -> bool:
@@ -254,8 +238,8 @@ def _run(
     if not available():
         raise CountersError("ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
-        wanted, done = Path(folder) / "cases.json", Path(folder) / "kernels.json"
-        wanted.write_text(json.dumps([asdict(case) for case in cases]), "utf-8")
+        wanted, done = Path(folder) / "cases.pickle", Path(folder) / "kernels.json"
+        wanted.write_bytes(pickle.dumps(list(cases)))
         log = Path(folder) / "ncu.csv"
         command = (*COMMAND, *options, f"--metrics={','.join(metrics)}", "--log-file", str(log))
         target = (sys.executable, "-m", "experiments.lab.measure.counter_target")

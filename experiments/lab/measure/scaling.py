@@ -114,7 +114,7 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
-    cases = [counters.Case.of(algorithm(s.series), s.problem, s.tiles) for s in settings]
+    cases = [counters.Case(s.series, s.problem, {"tiles": s.tiles}) for s in settings]
     results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
     for setting, result in zip(settings, results or (), strict=results is not None):
         planned, failure = attempt(plan, setting.series, setting.problem, tiles=setting.tiles)

@@ -11,7 +11,7 @@ from fa_numba.problem import Problem
 
 from ..record import Bench, Row
 from . import calls, counters, peers
-from .series import algorithm, call, columns, gradients, plan, row_tiles, unit
+from .series import call, columns, gradients, plan, row_tiles
 from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
 from .workloads import Inputs
 
@@ -151,13 +151,11 @@ def _launches(problem: Problem, variant: Variant) -> int:
 
 def _case(problem: Problem, variant: Variant) -> counters.Case:
     """What is counted of a variant: its call or, of calls by row tile, the first."""
-    own: dict[str, Any] = {}
     if variant.by_row_tile:
         if problem.causal:
             raise ValueError("problem is causal: its row tiles are not alike, and one is counted")
-        own["rows"] = variant.options["tiles"].Br
-    own |= {"passes": variant.passes, "unit": unit(variant.series)}
-    return counters.Case.of(algorithm(variant.series), problem, **variant.options, **own)
+        problem = replace(problem, seqlen_q=variant.options["tiles"].Br)
+    return counters.Case(variant.series, problem, variant.options, variant.passes)
 
 
 def _counted(
