@@ -98,8 +98,11 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
     }
     assert set(times) == wanted and timed < wanted
     # Counters belong to their tiles.
-    number = {(f"{c.algorithm}-{'mma' if c.dtype == 'float16' else 'simt'}", *c.tiles[:2],
-               c.sizes[3]): n for n, c in enumerate(cases, 1)}  # fmt: skip
+    tiles_of = [c.options["tiles"] for c in cases]
+    number = {
+        (c.series, t.Br, t.Bc, c.problem.head_dim): n
+        for n, (c, t) in enumerate(zip(cases, tiles_of, strict=True), 1)
+    }
     for row in rows:
         place = (row.series, row.Br, row.Bc, row.head_dim)
         if row.source == "l2" and place in timed:
