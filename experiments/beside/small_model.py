@@ -1,5 +1,5 @@
-"""A small language model: trained in NumPy on the host, run with NumPy or torch and any attention,
-and its text, character by character, with a cache of keys and values or none.
+"""A small language model, run with NumPy or torch and any attention, and its text, character by
+character, with a cache of keys and values or none.
 
 Pre-norm by root mean squares, without parameters; ReLU; no vectors of places, but ALiBi: each head
 takes off its slope times the distance, so that a text may be longer than those that were learned.
@@ -22,8 +22,6 @@ Weights = Mapping[str, Any]
 Attend = Callable[[int, Any, Any, Any], Any]
 
 EPSILON = 1e-5
-LEARNING_RATE, WARMUP = 3e-3, 20
-BETAS = (0.9, 0.99)
 
 
 @dataclass(frozen=True)
@@ -62,125 +60,15 @@ def _norm(x: Any) -> Any:
 
 def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
     """(B, N, 3 H d) as three of (B, H, N, d)."""
-    D = sizes.width
-    return [_apart(qkv[:, :, n * D : (n + 1) * D], sizes) for n in range(3)]
-
-
-def _apart(x: Any, sizes: Sizes) -> Any:
-    """(B, N, H d) as (B, H, N, d)."""
-    B, N, _ = x.shape
-    return x.reshape(B, N, sizes.heads, sizes.head_dim).swapaxes(1, 2)
+    B, N, D = *qkv.shape[:2], sizes.width
+    parts = (qkv[:, :, n * D : (n + 1) * D] for n in range(3))
+    return [x.reshape(B, N, sizes.heads, sizes.head_dim).swapaxes(1, 2) for x in parts]
 
 
 def _joined(x: Any) -> Any:
     """(B, H, N, d) as (B, N, H d)."""
     B, H, N, d = x.shape
     return x.swapaxes(1, 2).reshape(B, N, H * d)
-
-
-def weights(sizes: Sizes, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Normal, of deviation 1 over the root of what is summed; the last of a layer less."""
-    D = sizes.width
-    shapes = {"characters": (sizes.alphabet, D), "head": (D, sizes.alphabet)}
-    for layer in range(sizes.layers):
-        shapes |= {f"{layer}.qkv": (D, 3 * D), f"{layer}.out": (D, D)}
-        shapes |= {f"{layer}.up": (D, 4 * D), f"{layer}.down": (4 * D, D)}
-    return {
-        name: (draw.standard_normal(shape) * shape[0] ** -0.5).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-
-
-def train(
-    sizes: Sizes, text: np.ndarray, steps: int, batch: int, context: int, seed: int
-) -> Iterator[tuple[float, dict[str, np.ndarray]]]:
-    """After each step by Adam: the loss of its batch, in nats a character, and the weights, which
-    the next step changes. `text`: characters as numbers.
-    """
-    draw = np.random.default_rng(seed)
-    w = weights(sizes, draw)
-    means = {name: np.zeros_like(x) for name, x in w.items()}
-    squares = {name: np.zeros_like(x) for name, x in w.items()}
-    for step in range(1, steps + 1):
-        starts = draw.integers(0, len(text) - context, (batch, 1))
-        window = text[starts + np.arange(context + 1)]
-        loss, gradients = loss_and_gradients(w, sizes, window)
-        rate = LEARNING_RATE * min(1.0, step / WARMUP)
-        for name, g in gradients.items():
-            means[name] += (1 - BETAS[0]) * (g - means[name])
-            squares[name] += (1 - BETAS[1]) * (g * g - squares[name])
-            mean, square = means[name] / (1 - BETAS[0] ** step), squares[name]
-            w[name] -= rate * mean / (np.sqrt(square / (1 - BETAS[1] ** step)) + 1e-8)
-        yield loss, w
-
-
-def loss_and_gradients(
-    w: Weights, sizes: Sizes, window: np.ndarray
-) -> tuple[float, dict[str, np.ndarray]]:
-    """Mean cross entropy of windows (B, context + 1), in nats, and its gradient by each weight."""
-    characters, wanted = window[:, :-1], window[:, 1:]
-    B, N = characters.shape
-    bias = _bias(sizes, N)
-    x = w["characters"][characters]
-    kept = []
-    for layer in range(sizes.layers):
-        y = _norm(x)
-        q, k, v = _heads(y @ w[f"{layer}.qkv"], sizes)
-        P = _softmax(q @ k.swapaxes(2, 3) * sizes.head_dim**-0.5 + bias)
-        heads = _joined(P @ v)
-        middle = x + heads @ w[f"{layer}.out"]
-        z = _norm(middle)
-        hidden = z @ w[f"{layer}.up"]
-        kept.append((x, y, q, k, v, P, heads, middle, z, hidden))
-        x = middle + np.maximum(hidden, 0) @ w[f"{layer}.down"]
-    last = _norm(x)
-    chances = _softmax(last @ w["head"])
-    at = (*np.indices((B, N)), wanted)
-    loss = -np.log(chances[at]).mean()
-
-    chances[at] -= 1
-    dlogits = chances / (B * N)
-    found = {"head": _by_weight(last, dlogits)}
-    dx = _norm_backward(x, dlogits @ w["head"].T)
-    for layer in reversed(range(sizes.layers)):
-        x, y, q, k, v, P, heads, middle, z, hidden = kept[layer]
-        found[f"{layer}.down"] = _by_weight(np.maximum(hidden, 0), dx)
-        dhidden = (dx @ w[f"{layer}.down"].T) * (hidden > 0)
-        found[f"{layer}.up"] = _by_weight(z, dhidden)
-        dx = dx + _norm_backward(middle, dhidden @ w[f"{layer}.up"].T)
-        found[f"{layer}.out"] = _by_weight(heads, dx)
-        dO = _apart(dx @ w[f"{layer}.out"].T, sizes)
-        dP = dO @ v.swapaxes(2, 3)
-        dS = P * (dP - (P * dP).sum(-1, keepdims=True)) * sizes.head_dim**-0.5
-        parts = (dS @ k, dS.swapaxes(2, 3) @ q, P.swapaxes(2, 3) @ dO)
-        dqkv = np.concatenate([_joined(part) for part in parts], -1)
-        found[f"{layer}.qkv"] = _by_weight(y, dqkv)
-        dx = dx + _norm_backward(x, dqkv @ w[f"{layer}.qkv"].T)
-    found["characters"] = np.zeros_like(w["characters"])
-    np.add.at(found["characters"], characters, dx)
-    return float(loss), found
-
-
-def _bias(sizes: Sizes, N: int) -> np.ndarray:
-    """(H, N, N): ALiBi, and -inf above the diagonal."""
-    distance = np.arange(N)[:, None] - np.arange(N)
-    bias = -sizes.slopes[:, None, None] * np.abs(distance)
-    return np.where(distance < 0, np.float32(-np.inf), bias.astype(np.float32))
-
-
-def _softmax(S: np.ndarray) -> np.ndarray:
-    P = np.exp(S - S.max(-1, keepdims=True))
-    return P / P.sum(-1, keepdims=True)
-
-
-def _by_weight(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    return x.reshape(-1, x.shape[-1]).T @ dy.reshape(-1, dy.shape[-1])
-
-
-def _norm_backward(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
-    factor = ((x * x).mean(-1, keepdims=True) + EPSILON) ** -0.5
-    y = x * factor
-    return factor * (dy - y * (dy * y).mean(-1, keepdims=True))
 
 
 def _like(x: Any, other: Any) -> Any:
