@@ -1,7 +1,6 @@
 """What the page's panels answer: every number of the package's own functions."""
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,7 +27,6 @@ ALGORITHMS = (("standard", "standard"), *ORDERS)
 YES_NO = ("no", "yes")
 # Lines that a move stands for beside its own: what is computed with the tile.
 COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
-MOST_SCORES = 64
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
@@ -164,21 +162,19 @@ def examples() -> dict[str, worked.Rows]:
     """The worked examples of `python -m fa_numba trace`, and two more."""
     Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
     large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
+    every = np.eye(len(large))  # as V, so that O is the softmax
     return worked.examples() | {
         "random": worked.Rows("32 keys, d = 8, standard normal", Q[:1], K, V, 8, None),
-        "large": _row_of(large, "scores beyond what e^x has in float32"),
-    }
+        "large": worked.Rows(
+            "scores beyond what e^x has in float32; V = I",
+            np.ones((1, len(large))), np.diag(large), every, 4, 1.0,
+        ),
+    }  # fmt: skip
 
 
-def _row_of(scores: list[float], title: str) -> worked.Rows:
-    """The scores themselves; V is the unit matrix, so that O is their softmax."""
-    one, every = np.ones((1, len(scores))), np.eye(len(scores))
-    return worked.Rows(f"{title}; V = I", one, np.diag(scores), every, 4, 1.0)
-
-
-def softmax(example: str, block: int, scores: str) -> Answer:
+def softmax(example: str, block: int) -> Answer:
     """A row in steps, by both orders, and the softmax of its scores by three algorithms."""
-    rows = own_scores(scores) if example == "own" else examples()[example]
+    rows = examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V
     block = block or rows.block
     if block > len(K):
@@ -215,23 +211,6 @@ def _in_float32(scores: tuple[float, ...], name: str) -> np.ndarray:
         return fa_numba.softmax(np.array([scores], np.float32), algorithm=name)[0]
 
 
-def own_scores(text: str) -> worked.Rows:
-    """A row of the reader's own scores. Raises ValueError with what is wrong in the text."""
-    parts = text.replace(",", " ").split()
-    if not 1 <= len(parts) <= MOST_SCORES:
-        raise ValueError(f"scores has {len(parts)} numbers: allowed are 1 to {MOST_SCORES}")
-    values = []
-    for part in parts:
-        try:
-            value = float(part)
-        except ValueError:
-            value = math.nan
-        if not abs(value) <= 1e4:
-            raise ValueError(f"scores has {part!r}: allowed are numbers from -10000 to 10000")
-        values.append(value)
-    return _row_of(values, "your scores")
-
-
 SOFTMAX = Panel(
     name="softmax",
     title="Online softmax, row by row",
@@ -242,9 +221,8 @@ SOFTMAX = Panel(
         "example": Axis("row of scores", ("1", "2", "3", "random", "large"), words={
             "1": "worked example 1: four dimensions", "2": "worked example 2: 3 1 2 4 | 5 1 3 1",
             "3": "worked example 3: 1 2 | 3 4, V = I", "random": "32 random keys, d = 8",
-            "large": "large scores: naive overflows", "own": "your own"}),
-        "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, MOST_SCORES),
-        "scores": Axis("your scores", ("3 1 2 4 5 1 3 1",), text=True),
+            "large": "large scores: naive overflows"}),
+        "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, 32),
     },
     answer=softmax,
     columns=(("naive", "naive"), ("safe", "safe"), ("online", "online")),

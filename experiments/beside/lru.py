@@ -56,7 +56,8 @@ def _unlink(tile, before, after, box):
 
 
 @register_jitable
-def _touch(tile, kind, sizes, state, before, after, box, capacity):
+def _touch(lru, tile, kind):
+    sizes, state, before, after, box, capacity = lru
     size = sizes[tile]
     if state[tile] != ABSENT:
         _unlink(tile, before, after, box)
@@ -96,6 +97,7 @@ def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, cap
     before, after = np.full(len(sizes), NONE, np.int64), np.full(len(sizes), NONE, np.int64)
     box = np.zeros(5, np.int64)
     box[NEWEST] = box[OLDEST] = NONE
+    lru = sizes, state, before, after, box, capacity
     blocks = heads * (splits if k_outer else Tr)
     block, row = np.full(places, NONE, np.int64), np.full(places, NONE, np.int64)
     column = np.zeros(places, np.int64)
@@ -133,21 +135,17 @@ def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, cap
                 if found:
                     i = row[place]
                     if fresh:
-                        tile = bases[KV] + of_column + j
-                        _touch(tile, LOAD, sizes, state, before, after, box, capacity)
-                    tile = bases[Q] + of_row + i
-                    _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                        _touch(lru, bases[KV] + of_column + j, LOAD)
+                    _touch(lru, bases[Q] + of_row + i, LOAD)
                     kind = UPDATE if j > 0 else STORE
-                    tile = bases[STATISTICS] + of_row + i
-                    _touch(tile, kind, sizes, state, before, after, box, capacity)
+                    _touch(lru, bases[STATISTICS] + of_row + i, kind)
                     if halves and j >= ends[i] - 1:  # the last visit rounds the sum to O
                         if j > 0:
-                            tile = bases[A] + of_row + i
-                            _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                            _touch(lru, bases[A] + of_row + i, LOAD)
                         kind, tile = STORE, bases[O] + of_row + i
                     else:
                         tile = bases[A if halves else O] + of_row + i
-                    _touch(tile, kind, sizes, state, before, after, box, capacity)
+                    _touch(lru, tile, kind)
                     row[place] = i + 1
                     if i + 1 == last:
                         column[place], row[place] = j + 1, first
@@ -155,17 +153,14 @@ def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, cap
             else:
                 i, j = part, column[place]
                 if j == 0:
-                    tile = bases[Q] + of_row + i
-                    _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                    _touch(lru, bases[Q] + of_row + i, LOAD)
                 if j < ends[i]:
-                    tile = bases[KV] + of_column + j
-                    _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                    _touch(lru, bases[KV] + of_column + j, LOAD)
                 column[place] = j + 1
                 done = j + 1 >= ends[i]
                 if done:
                     for array in (O, LSE):
-                        tile = bases[array] + of_row + i
-                        _touch(tile, STORE, sizes, state, before, after, box, capacity)
+                        _touch(lru, bases[array] + of_row + i, STORE)
             if done:
                 block[place] = NONE
                 running -= 1

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..lab.measure.check import PEER_BOUND, ROUNDING
+from ..lab.measure.check import PEER_BOUND, ROUNDING, WrongResult
 from ..lab.measure.timing import attempt
 
 # Series: what runs a whole problem on every GPU alone, both orders, and others' ways.
@@ -108,6 +108,10 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
     dist.destroy_process_group()
 
 
+class _Failed(Exception):
+    """Why a task fails, the same on every rank."""
+
+
 class _Bench:
     def __init__(self, rank: int, ranks: int, device: Any) -> None:
         import torch
@@ -115,32 +119,29 @@ class _Bench:
         self.torch, self.dist = torch, torch.distributed
         self.rank, self.ranks, self.device = rank, ranks, device
         self.flushed = torch.empty(2**28, device=device)
-        self.checked: dict[tuple[str, bool, str], str] = {}
+        self.passed: set[tuple[str, bool, str]] = set()
         self.mesh = None
 
     def found(self, index: int, task: Task) -> Found:
         """Check the task's kind of call once, then time it; every rank comes to the same end."""
-        within, failure = attempt(self._within, task.series, task.causal)
-        failure = self._shared(failure)
-        if failure:
-            return Found(index, [], failure=failure)
-        with within:
-            failure = self._checked(task) if task.series in SERIES else ""
-            if failure:
-                return Found(index, [], failure=failure)
-            self.torch.cuda.empty_cache()
-            call, failure = attempt(self._call, task)
-            failure = self._shared(failure)
-            if failure:
-                return Found(index, [], failure=failure)
-            samples, sent, memory, failure = self._timed(call, task)
-            return Found(index, samples, sent, memory, failure)
+        try:
+            with self._all(self._within, task.series, task.causal):
+                if task.series in SERIES:
+                    self._check(task)
+                self.torch.cuda.empty_cache()
+                call = self._all(self._call, task)
+                return Found(index, *self._timed(call, task))
+        except _Failed as error:
+            return Found(index, [], failure=str(error))
 
-    def _shared(self, failure: str) -> str:
-        """The failure of any rank, known to all."""
-        means: list[Any] = [None] * self.ranks
-        self.dist.all_gather_object(means, failure)
-        return next((each for each in means if each), "")
+    def _all(self, work: Callable[..., Any], *given: Any) -> Any:
+        """This rank's result. Raises _Failed on all ranks where the work fails on any."""
+        result, failure = attempt(work, *given)
+        every: list[Any] = [None] * self.ranks
+        self.dist.all_gather_object(every, failure)
+        if why := next((each for each in every if each), ""):
+            raise _Failed(why)
+        return result
 
     def _call(self, task: Task) -> Callable[[], Any]:
         torch = self.torch
@@ -235,7 +236,7 @@ class _Bench:
         stack.enter_context(sdpa_kernel(getattr(SDPBackend, _BACKENDS[series])))
         return stack
 
-    def _timed(self, call: Callable[[], Any], task: Task) -> tuple[list[float], int, float, str]:
+    def _timed(self, call: Callable[[], Any], task: Task) -> tuple[list[float], int, float]:
         from fa_numba import device as own
         from fa_numba.ring import count_link
 
@@ -249,10 +250,7 @@ class _Bench:
             peak = torch.cuda.max_memory_allocated() - self.flushed.nbytes
             return moved.sent, (peak + workspace.peak_bytes) / 2**20
 
-        first, failure = attempt(once)
-        failure = self._shared(failure)
-        if failure:
-            return [], 0, 0.0, failure
+        first = self._all(once)
         if task.repeats > 2:
             call()
         times = []
@@ -271,17 +269,16 @@ class _Bench:
         every = torch.tensor([*times, *first], dtype=torch.float64, device=self.device)
         dist.all_reduce(every, op=dist.ReduceOp.MAX)
         *times, sent, memory = every.tolist()
-        return times, int(sent), memory, ""
+        return times, int(sent), memory
 
-    def _checked(self, task: Task) -> str:
-        """Why such a call is not to be timed: once of a short problem, against float64."""
+    def _check(self, task: Task) -> None:
+        """Hold such a call of a short problem to float64, once. Raises _Failed."""
         key = (task.series, task.causal, task.pass_)
-        if key not in self.checked:
-            problem, failure = attempt(self._compare, *key)
-            self.checked[key] = self._shared(failure or problem)
-        return self.checked[key]
+        if key not in self.passed:
+            self._all(self._compare, *key)
+            self.passed.add(key)
 
-    def _compare(self, series: str, causal: bool, pass_: str) -> str:
+    def _compare(self, series: str, causal: bool, pass_: str) -> None:
         torch = self.torch
         from fa_numba.torch import ring_split
 
@@ -304,8 +301,7 @@ class _Bench:
             bound = 2 * _relative(single, right) + 2 * ROUNDING["float16"]
             bound = PEER_BOUND["float16"] if series in _BACKENDS else bound
             if not error <= bound:
-                return f"failed: error {error:.2e} against float64, allowed {bound:.2e}"
-        return ""
+                raise WrongResult(f"error {error:.2e} against float64, allowed {bound:.2e}")
 
 
 def _relative(found: Any, right: Any) -> float:

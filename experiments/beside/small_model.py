@@ -60,7 +60,8 @@ def _norm(x: Any) -> Any:
 
 def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
     """(B, N, 3 H d) as three of (B, H, N, d)."""
-    B, N, D = *qkv.shape[:2], sizes.width
+    B, N, _ = qkv.shape
+    D = sizes.width
     parts = (qkv[:, :, n * D : (n + 1) * D] for n in range(3))
     return [x.reshape(B, N, sizes.heads, sizes.head_dim).swapaxes(1, 2) for x in parts]
 

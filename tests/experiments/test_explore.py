@@ -133,7 +133,7 @@ def test_what_the_page_looks_up_is_the_answer(name):
 
 
 def test_online_softmax_stands_where_naive_overflows():
-    found = panels()["softmax"].at(example="large", block=0, scores="")
+    found = panels()["softmax"].at(example="large", block=0)
     assert found["naive.nan"] > 0 == found["safe.nan"] == found["online.nan"]
     assert found["fa1.O"] == found["fa2.O"] and abs(sum(found["fa2.O"]) - 1) < 1e-5
     assert [step["m"] for step in found["fa1.steps"]] == [98, 98]

@@ -16,7 +16,7 @@ from experiment_helpers import cells
 from experiments import ring
 from experiments.beside import ring_ranks, ring_rows
 from experiments.beside.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
-from experiments.lab.measure import peers
+from experiments.lab.measure import peers, timing
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL
 from fa_numba import io_model
@@ -255,7 +255,33 @@ def checked(monkeypatch, series, off, one=2e-3, causal=True, pass_="fwd+bwd"):
     bench.torch = SimpleNamespace(Generator=lambda device: generator, randn=randn, float16=None)
     monkeypatch.setattr(ring_ranks, "_float64", lambda *_: exact)
     monkeypatch.setitem(sys.modules, "fa_numba.torch", SimpleNamespace(ring_split=ring_split))
-    return bench._compare(series, causal, pass_), set(split)
+    return timing.attempt(bench._compare, series, causal, pass_)[1], set(split)
+
+
+def test_a_kind_of_call_is_checked_once_and_who_fails_anywhere_fails_everywhere(monkeypatch):
+    """Each rank has the others' failures, in their order; what did not pass is checked again."""
+    compared, theirs = [], ["", ""]
+
+    def all_gather_object(every, own):
+        every[:] = [own, *theirs]
+
+    bench = object.__new__(ring_ranks._Bench)
+    bench.ranks, bench.passed = 3, set()
+    bench.torch = SimpleNamespace(cuda=SimpleNamespace(empty_cache=lambda: None))
+    bench.dist = SimpleNamespace(all_gather_object=all_gather_object)
+    bench._compare = lambda *key: compared.append(key)
+    bench._call = lambda task: task.seqlen
+    bench._timed = lambda call, task: ([call], 7, 5.0)
+    one, other = ring_ranks.Task(KV, 64, True, "fwd", 2), ring_ranks.Task(Q, 64, True, "fwd", 2)
+    assert bench.found(0, one) == bench.found(0, one) == Found(0, [64], 7, 5.0)
+    theirs[1] = "failed: out of memory"
+    assert bench.found(1, other) == Found(1, [], failure="failed: out of memory")
+    theirs[1] = ""
+    assert bench.found(1, other).samples == [64]
+    assert compared == [(KV, True, "fwd"), (Q, True, "fwd")]
+    bench._compare = lambda *key: 1 / 0
+    again = bench.found(2, ring_ranks.Task(Q, 64, False, "fwd", 2))
+    assert again.failure == "failed: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize("series", SERIES[1:])
