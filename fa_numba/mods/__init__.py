@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from numba import float32, int32, uint32
 
 from .evaluating import evaluating
-from .rewriting import INVERSE, ONE, Gradient, gradient_of, inverse_of, written
+from .rewriting import ONE, Gradient, gradient_of, made_of, written
 from .rewriting import PARAMETERS as PARAMETERS
 from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
@@ -87,7 +87,9 @@ def slope_of(score_mod: Mod | None, score_mod_grad: Mod | None) -> Mod | None:
 
 
 class Captured(NamedTuple):
-    """A ``Mod``, and what its function captures now by name: numbers, their inverses, arrays."""
+    """A ``Mod``, and what its function captures now by name: numbers, what is made of these, and
+    arrays.
+    """
 
     mod: Mod
     values: tuple[tuple[str, Any], ...]
@@ -104,9 +106,9 @@ def captured(option: str, function: Any) -> Captured:
     values = source.outside(function)
     kinds = tuple((name, kind_of_capture(value)) for name, value in values.items())
     mod, names = _written(option, source, kinds)
-    taken = {name: values[name] for name in names if name in values}
-    for name in names[len(taken) :]:
-        taken[name] = inverse_of(int(values[name.removeprefix(INVERSE)]))
+    taken: dict[str, Any] = {}
+    for name in names:
+        taken[name] = values[name] if name in values else made_of(name, option, [*taken.values()])
     return Captured(mod, tuple(taken.items()))
 
 
@@ -136,17 +138,19 @@ def _written(
     option: str, source: Source, kinds: tuple[tuple[str, str], ...]
 ) -> tuple[Mod, tuple[str, ...]]:
     """The function as kernels have it, and the names of what it captures."""
-    value, known = written(option, source, dict(kinds)), dict(kinds)
+    known, fields = dict(kinds), dict[str, str]()
+    value = written(option, source, known, fields)
     slope, both, steady, gradient = Text(), Text(), False, None
     if option == "score_mod":
-        of_slope = written(option, source, known, value=False, slope=True)
-        of_both = written(option, source, known, slope=True)
+        of_slope = written(option, source, known, fields, value=False, slope=True)
+        of_both = written(option, source, known, fields, slope=True)
         slope, both = Text(*of_slope[:2]), Text(*of_both[:2])
-        steady, gradient = of_both.steady, gradient_of(option, source, known)
-    captures = tuple(known.get(name, "int32") for name in value.names)
+        steady, gradient = of_both.steady, gradient_of(option, source, known, fields)
+    made = {name: "int32" if name.startswith("inverse_of") else "float32" for name in fields}
+    captures = tuple(known.get(name, kind) for name, kind in made.items())
     texts = Text(*value[:2]), slope, both
     mod = Mod(option, *texts, captures, value.inside, steady, gradient, source.shown)
-    return mod, value.names
+    return mod, tuple(fields)
 
 
 @functools.cache

@@ -20,7 +20,10 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .source import NUMBERS, Source
 
@@ -64,7 +67,9 @@ _SYMBOLS: dict[type, str] = {
 }  # fmt: skip
 # By a number that all elements share: functions of parts/division.py.
 _BY_A_PRODUCT = {"//": "floor_divide", "%": "modulo"}
-INVERSE = "inverse of "  # and a captured integer's name: what the function takes beside that
+# What captured numbers alone decide, which is computed before the call.
+_OF_NUMBERS = re.compile(r"(?=.*options\.)(?:options\.\w+|float32\(-?[\w.+-]+\)|[ +*/-])+")
+_LOG2E = f"float32({math.log2(math.e)!r})"
 _TRUTHS = (ast.BitAnd, ast.BitOr, ast.BitXor)
 ALLOWED = (
     "allowed are assignments to names and a return behind them; arithmetic, comparisons, and, or, "
@@ -81,8 +86,20 @@ _NAMED = {
 
 def inverse_of(divisor: int) -> int:
     """By what parts/division.py multiplies, as an int32 of these bits."""
-    inverse = (2**32 - 1) // max(1, abs(divisor))
+    inverse = (2**32 - 1) // max(1, abs(int(divisor)))
     return inverse - 2**32 if inverse >= 2**31 else inverse
+
+
+def made_of(text: str, option: str, values: list[Any]) -> int | float:
+    """What ``text``, one of the names of a writer's ``captured``, says of the ``values`` of those
+    before it, computed as a GPU would, in float32.
+    """
+    numbers = (np.float32(x) if isinstance(x, float) else x for x in values)
+    options = SimpleNamespace(**{f"{option}_{n}": x for n, x in enumerate(numbers)})
+    known = {"float32": np.float32, "math": math, "inverse_of": inverse_of, "options": options}
+    with np.errstate(all="ignore"):
+        made = eval(text, known)
+    return made if isinstance(made, int) else float(made)
 
 
 class Term(NamedTuple):
@@ -101,14 +118,12 @@ class Term(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The text of a function, and of what makes its factor of the score; the names of what it
-    captures, and of inverses of such, in the order of its fields; whether it may be called inside
-    of the matrix alone, and whether its slope is finite by any finite score.
+    """The text of a function, and of what makes its factor of the score; whether it may be called
+    inside of the matrix alone, and whether its slope is finite by any finite score.
     """
 
     text: str
     lead: str
-    names: tuple[str, ...]
     inside: bool
     steady: bool = False
 
@@ -145,13 +160,19 @@ class _Refused(Exception):
 
 
 def written(
-    option: str, source: Source, kinds: dict[str, str], value: bool = True, slope: bool = False
+    option: str,
+    source: Source,
+    kinds: dict[str, str],
+    captured: dict[str, str],
+    value: bool = True,
+    slope: bool = False,
 ) -> Written:
     """The function given as ``option``, its derivative by the score, or both, a pair; ``kinds`` are
-    those of the values from outside, by name (``source.kind_of_capture``). Raises as
-    ``mods.captured``.
+    those of the values from outside, by name (``source.kind_of_capture``). ``captured`` are the
+    fields of what it captures by name, and of what is made of numbers among these (``made_of``) by
+    how: it is added to. Raises as ``mods.captured``.
     """
-    writer = _Writer(option, source, kinds)
+    writer = _Writer(option, source, kinds, captured)
     try:
         text, lead = writer.function(value, slope)
     except _Refused as refused:
@@ -159,12 +180,14 @@ def written(
         raise ValueError(
             f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
         ) from None
-    return Written(text, lead, tuple(writer.captured), writer.inside, writer.steady)
+    return Written(text, lead, writer.inside, writer.steady)
 
 
-def gradient_of(option: str, source: Source, kinds: dict[str, str]) -> Gradient | None:
+def gradient_of(
+    option: str, source: Source, kinds: dict[str, str], captured: dict[str, str]
+) -> Gradient | None:
     """The gradients of the float32 arrays that the result depends on; None without any."""
-    return _Writer(option, source, kinds).gradient()
+    return _Writer(option, source, kinds, captured).gradient()
 
 
 class _Place(NamedTuple):
@@ -215,12 +238,13 @@ _UNPACKED = "sums, at = kept"
 class _Writer:
     """Writes one function."""
 
-    def __init__(self, option: str, source: Source, kinds: dict[str, str]) -> None:
-        self.option, self.source, self.kinds = option, source, kinds
+    def __init__(
+        self, option: str, source: Source, kinds: dict[str, str], captured: dict[str, str]
+    ) -> None:
+        self.option, self.source, self.kinds, self.captured = option, source, kinds, captured
         self.lines: list[str] = []
         self.count = 0
         self.inside = False
-        self.captured: dict[str, str] = {}  # the fields of captured values, by the function's names
         self.known: dict[str, Term] = {}
         # What slopes are by: the score, or the element that is read at the place of this number.
         self.by: str | int = ""
@@ -237,7 +261,7 @@ class _Writer:
         self.place: _Place | None = None  # the one that slopes are by
         for name, kind in kinds.items():
             if kind.partition("[")[0] in ("int32", "float32", "bool"):
-                self.captured[name] = f"options.{option}_{len(self.captured)}"
+                self.field(name)
 
     def result(self, by: str | int) -> Term:
         """What the function returns, whose slope is by that."""
@@ -286,7 +310,13 @@ class _Writer:
 
     def in_unit(self, value: str) -> str:
         factor, rest = self.products.get(value, ("", value))
-        return f"{self.put(f'unit * {factor}')} * {rest}" if factor else f"unit * {rest}"
+        if not factor:
+            return f"unit * {rest}"
+        made = self.put(f"{_LOG2E} * {factor}")
+        whole = f"unit * {factor}"
+        if made in self.captured.values():
+            whole = f"{made} if unit != {ONE} else {factor}"
+        return f"{self.put(whole)} * {rest}"
 
     def gradient(self) -> Gradient | None:
         self.result("")
@@ -349,8 +379,14 @@ class _Writer:
                 raise _Refused(f"an assignment to {ast.unparse(each)}", each)
             self.known[each.id] = term
 
+    def field(self, name: str) -> str:
+        """The field of what is captured, or made of numbers that are."""
+        return self.captured.setdefault(name, f"options.{self.option}_{len(self.captured)}")
+
     def put(self, text: str) -> str:
         """A new name for what ``text`` says."""
+        if _OF_NUMBERS.fullmatch(text):
+            return self.field(text)
         self.count += 1
         name = f"t{self.count}"
         self.lines.append(f"{name} = {text}")
@@ -366,11 +402,9 @@ class _Writer:
         """
         if text.startswith("int32("):
             return f"uint32({inverse_of(int(text[6:-1])) % 2**32})"
-        names = [name for name, field in self.captured.items() if field == text]
-        if not names:
-            return self.put(f"divisor({text})")
-        field = f"options.{self.option}_{len(self.captured)}"
-        return f"uint32({self.captured.setdefault(f'{INVERSE}{names[0]}', field)})"
+        if text in self.captured.values():
+            return f"uint32({self.field(f'inverse_of({text})')})"
+        return self.put(f"divisor({text})")
 
     def is_shared(self, text: str) -> bool:
         """Whether all elements of a tile have this value: a number's, or made of such."""

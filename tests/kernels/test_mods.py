@@ -64,8 +64,11 @@ def written(function, option="score_mod", text="value", scale=1.0, unit=1.0):
     """
     mod, values = mods.captured(option, function)
     known = {"int32": int, "uint32": int, "float32": float, "math": math, **DIVISION}
-    taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
-    options, made = SimpleNamespace(**taken), getattr(mod, text)
+    options, made = SimpleNamespace(), getattr(mod, text)
+    for field, (name, value) in zip(mod.fields, values, strict=True):
+        of_numbers = name.startswith("float32(")  # in float64 here
+        own = eval(name, known | {"options": options}) if of_numbers else wide(value)
+        setattr(options, field, own)
     lead, own = (_executed(each, known) for each in (made.lead, made.text))
     if option == "mask_mod":
         return lambda *args: own(*args, 3, options)
@@ -110,6 +113,8 @@ FUNCTIONS = {
     "steps": lambda s, b, h, i, j: s * math.floor(s) + math.ceil(s) + math.trunc(s) * math.pi,
     "a condition as a factor": lambda s, b, h, i, j: s * (on and i > 2 and j < i),
     "the scores left out": lambda s, b, h, i, j: i * slope,
+    "a cap": lambda s, b, h, i, j: cap * math.tanh(s / cap),
+    "numbers alone": lambda s, b, h, i, j: s * (cap / width) - j * (slope * -cap) + 1 / slope,
     "statements": several,
 }  # fmt: skip
 places = [(0, 0, 0, 0), (1, 2, 3, 0), (0, 1, 7, 9), (1, 0, 12, 12), (0, 2, 20, 4)]
@@ -127,13 +132,21 @@ def test_what_is_written_gives_what_the_function_gives(name):
             )
 
 
+@pytest.mark.parametrize("number, inverse", [(4.0, 0.25), (0.0, math.inf), (1e-45, math.inf)])
+def test_what_captured_numbers_alone_decide_is_made_before_the_call(number, inverse):
+    mod, values = mods.captured("score_mod", lambda s, b, h, i, j: math.sin(s / number))
+    assert dict(values) == {"number": number, "float32(1.0) / options.score_mod_0": inverse}
+    assert mod.value.lead == "def mod(scale, options):\n    return scale * options.score_mod_1\n"
+
+
 @every_function
 def test_a_value_and_its_derivative_are_made_at_once_of_a_scaled_score_in_any_unit(name):
     function, slope_ = FUNCTIONS[name], written(FUNCTIONS[name], text="slope", scale=0.5)
-    both = written(function, text="both", scale=0.5, unit=4.0)
+    log2_e = math.log2(math.e)
+    both = written(function, text="both", scale=0.5, unit=log2_e)
     for place in places:
         for score in scores:
-            value = 4 * exact(function)(score, *place), slope_(score, *place)
+            value = log2_e * exact(function)(score, *place), slope_(score, *place)
             assert both(score, *place) == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
