@@ -22,7 +22,7 @@ from numba import types
 
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
-from fa_numba.mods import Mod, slope_of
+from fa_numba.mods import Mod, Text, slope_of
 from fa_numba.problem import UNBOUNDED, Problem
 
 
@@ -551,12 +551,13 @@ class Features:
         return self.score_mod is not None and beside
 
     @property
-    def lead(self) -> str:
-        """The text of the factor by which scores that stay are given to a function, if that and its
-        slope alone are made of them; else empty, and they are given by their scale.
+    def given(self) -> Text:
+        """The function whose score those that stay are at once, by its factor and what is done
+        first with that, if it and its slope alone are made of them; else none, and they stay by
+        their scale.
         """
         mod, others = self.score_mod, self.softcap or self.keeps_scores
-        return "" if mod is None or self.score_mod_grad or others else mod.both.lead
+        return Text() if mod is None or self.score_mod_grad or others else mod.both
 
     @property
     def crowds(self) -> bool:

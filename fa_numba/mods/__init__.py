@@ -27,10 +27,13 @@ from .source import is_array as is_array
 
 
 class Text(NamedTuple):
-    """A function's, and of the function that makes its factor of the score; empty without one."""
+    """A function's; of the function that makes its factor of the score; and what is done ``first``
+    with that product, before a value and a slope are made of it. Empty without one.
+    """
 
     text: str = ""
     lead: str = ""
+    first: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,11 +147,11 @@ def _written(
     if option == "score_mod":
         of_slope = written(option, source, known, fields, value=False, slope=True)
         of_both = written(option, source, known, fields, slope=True)
-        slope, both = Text(*of_slope[:2]), Text(*of_both[:2])
+        slope, both = Text(*of_slope[:3]), Text(*of_both[:3])
         steady, gradient = of_both.steady, gradient_of(option, source, known, fields)
     made = {name: "int32" if name.startswith("inverse_of") else "float32" for name in fields}
     captures = tuple(known.get(name, kind) for name, kind in made.items())
-    texts = Text(*value[:2]), slope, both
+    texts = Text(*value[:3]), slope, both
     mod = Mod(option, *texts, captures, value.inside, steady, gradient, source.shown)
     return mod, tuple(fields)
 

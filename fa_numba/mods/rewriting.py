@@ -57,6 +57,7 @@ _SLOPES = {
 }
 _STEPS = ("floor", "ceil", "trunc")  # which give an integer
 _BOUNDED = ("tanh", "atan", "erf")  # with their slopes, by any number and by infinity
+_FIRST = ("tanh", "exp", "expm1", "sqrt")  # whose slope is one of the value, which is above -2
 _CONSTANTS = ("pi", "e", "tau", "inf", "nan")
 _CALLS = ("min", "max", "abs", "int", "float", "bool", "len")
 _LARGEST_POWER = 4
@@ -118,12 +119,14 @@ class Term(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The text of a function, and of what makes its factor of the score; whether it may be called
-    inside of the matrix alone, and whether its slope is finite by any finite score.
+    """The text of a function, of what makes its factor of the score and of what is done first with
+    that; whether it may be called inside of the matrix alone, and whether its slope is finite by
+    any finite score.
     """
 
     text: str
     lead: str
+    first: str
     inside: bool
     steady: bool = False
 
@@ -174,13 +177,13 @@ def written(
     """
     writer = _Writer(option, source, kinds, captured)
     try:
-        text, lead = writer.function(value, slope)
+        texts = writer.function(value, slope)
     except _Refused as refused:
         line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
         raise ValueError(
             f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
         ) from None
-    return Written(text, lead, writer.inside, writer.steady)
+    return Written(*texts, writer.inside, writer.steady)
 
 
 def gradient_of(
@@ -276,7 +279,7 @@ class _Writer:
             raise _Refused(f"{_what(last)} where it should return a value", last)
         return self.visit(last.value)
 
-    def function(self, value: bool, slope: bool) -> tuple[str, str]:
+    def function(self, value: bool, slope: bool) -> tuple[str, str, str]:
         result, last = self.result("score" if slope else ""), self.source.body[-1]
         if self.option == "mask_mod":
             if result.kind == "float":
@@ -293,20 +296,31 @@ class _Writer:
         head = f"def mod({', '.join((*of_score, b, h, i, j, 'origin', 'options'))}):"
         factor, lines = self.led([*self.lines, f"return {found}"])
         lead = _needed("def mod(scale, options):", [*self.lines, f"return {factor}"])[0]
-        return _needed(head, ["score, unit = given", *lines] if of_score else lines)[0], lead
+        first, lines = self.begun(lines) if value and slope else ("", lines)
+        return _needed(head, ["score, unit = given", *lines] if of_score else lines)[0], lead, first
 
     def led(self, lines: list[str]) -> tuple[str, list[str]]:
         """The factor by which the score is given, and what is done with that: its scale; times what
         all elements share, where the score has a part as that product alone.
         """
-        needed = _needed("def mod():", lines)[0].splitlines()
-        found = [line.strip() for line in needed if "score" in _READ.findall(line)]
-        name, _, value = found[0].partition(" = ") if len(found) == 1 else ("", "", "")
+        name, value = _alone("score", lines)
         factor, of_score = self.products.get(name, ("", ""))
-        if of_score != "score" or f"{name} = {value}" not in lines:
+        if of_score != "score":
             return "scale", lines
-        at = lines.index(f"{name} = {value}")
-        return f"scale * {factor}", [*lines[:at], f"{name} = score", *lines[at + 1 :]]
+        return f"scale * {factor}", _with("score", name, value, lines)
+
+    def begun(self, lines: list[str]) -> tuple[str, list[str]]:
+        """What is done first with the score that is given, and what with the value of that: a
+        function of math, where the score has a part as its argument alone, nothing more.
+        """
+        score, (name, value) = "score", _alone("score", lines)
+        if value == "score":  # by a factor
+            score, (name, value) = name, _alone(name, lines)
+        for function in _FIRST:
+            if value == f"float32(math.{function}({score}))":
+                first = f"def mod(score):\n    return float32(math.{function}(score))\n"
+                return first, _with("score", name, value, lines)
+        return "", lines
 
     def in_unit(self, value: str) -> str:
         factor, rest = self.products.get(value, ("", value))
@@ -862,6 +876,19 @@ class _Writer:
         if term.slope is not None:
             slope = self.put(f"-{term.slope} if {text} < float32(0.0) else {term.slope}")
         return Term(kind, value, slope)
+
+
+def _alone(name: str, lines: list[str]) -> tuple[str, str]:
+    """The one assignment that reads this name, and what it assigns; nothing where more do."""
+    needed = (line.strip().partition(" = ") for line in _needed("def mod():", lines)[0].splitlines())
+    found = [(own, value) for own, _, value in needed if name in _READ.findall(value or own)]
+    own, value = found[0] if len(found) == 1 else ("", "")
+    return (own, value) if f"{own} = {value}" in lines else ("", "")
+
+
+def _with(new: str, name: str, value: str, lines: list[str]) -> list[str]:
+    """``lines`` with another value for this name."""
+    return [f"{name} = {new}" if line == f"{name} = {value}" else line for line in lines]
 
 
 def _needed(head: str, lines: list[str], flat: bool = False) -> tuple[str, set[str]]:

@@ -29,7 +29,7 @@ def make_apply_score_mod(spec, unit):
     """``apply_score_mod(rS, scale, tile)``: rS to ``unit`` times score_mod of ``scale`` rS."""
     RS, mod = spec.TM * spec.TN, spec.features.score_mod
     each = _make_each(spec, 0, _make_changed(spec, unit), _chunk_of(mod))
-    lead = make_lead(mod and mod.value.lead)
+    lead = make_lead(mod and mod.value)
 
     def apply_score_mod(rS, scale, tile):
         factor = lead(scale, tile.head.options)
@@ -167,7 +167,7 @@ def _make_slope(spec):
     features = spec.features
     softcap, of_slope = features.softcap, _slope_text(features)
     slope_of = called(of_slope)
-    lead = make_lead(of_slope and of_slope.lead)
+    lead = make_lead(of_slope)
     inside = _make_inside(features, features.slope_of is not None and features.slope_of.inside)
     modified, keeps = features.slope_of is not None, features.keeps_scores
     slopes, AT = features.slopes, spec.TM * spec.TN if features.slopes else 0
@@ -372,11 +372,12 @@ def make_p_and_slope(spec):
     alibi, bias, dropout = features.alibi, features.bias, features.dropout
     mods = [mod for mod in (features.score_mod, features.slope_of) if mod is not None]
     inside = _make_inside(spec.features, any(mod.inside for mod in mods))
+    HIDDEN = hidden_score(features.given)
 
     def p_and_slope(score, shift, kept, place, head):
         row, col, origin = place
         i, j = inside(row, col, head)
-        hidden = score == LOWEST
+        hidden = score == HIDDEN
         s, g = score, float32(1.0)
         if softcap:
             t = math.tanh(s)
@@ -402,13 +403,14 @@ def _make_value_and_slope(features):
     mod, at_once = features.score_mod, features.score_mod_grad is None
     of_slope = _slope_text(features)
     text = mod and (mod.both if at_once else mod.value)
-    lead = make_lead("" if features.lead else text and text.lead)
+    led = bool(features.given.lead)
+    lead, first = make_lead(None if led else text), make_first(None if led else text)
     score_mod, slope_of = called(text), called(of_slope)
-    slope_lead = make_lead(of_slope and of_slope.lead)
+    slope_lead = make_lead(of_slope)
 
     def value_and_slope(s, i, j, origin, head):
         b, h, options = int32(head.b), int32(head.h), head.options
-        given = lead(ONE, options) * s, LOG2E
+        given = first(lead(ONE, options) * s), LOG2E
         if at_once:
             return score_mod(given, b, h, i, j, origin, options)
         for_slope = slope_lead(ONE, options) * s, ONE
@@ -420,7 +422,7 @@ def _make_value_and_slope(features):
 
 @part
 def _make_hidden(spec):
-    mod, HIDDEN = spec.features.mask_mod, hidden_score(spec)
+    mod, HIDDEN = spec.features.mask_mod, hidden_score(spec.stays)
     mask_mod = called(mod and mod.value)
     inside = _make_inside(spec.features, mod is not None and mod.inside)
 
@@ -433,9 +435,13 @@ def _make_hidden(spec):
     return hidden
 
 
-def hidden_score(spec):
-    """What stands for a score that is not seen: a finite one, where functions are still to come."""
-    return LOWEST if spec.stays else NEG_INF
+def hidden_score(stays):
+    """What stands for a score that is not seen: a finite one, where a function is still to come,
+    which what is done first does not give.
+    """
+    if stays is None:
+        return NEG_INF
+    return float32(-2.0) if stays.first else LOWEST
 
 
 def called(text):
@@ -445,12 +451,24 @@ def called(text):
 
 @part
 def make_lead(text):
-    """``lead(scale, options)``: the factor of the score that a text says; without one its scale."""
+    """``lead(scale, options)``: the factor of the score of a ``mods.Text``, or without one its
+    scale.
+    """
 
     def lead(scale, options):
         return scale
 
-    return _texted(text) or lead
+    return _texted(text and text.lead) or lead
+
+
+@part
+def make_first(text):
+    """``first(score)``: what is done first with the score of a ``mods.Text``."""
+
+    def first(score):
+        return score
+
+    return _texted(text and text.first) or first
 
 
 def _slope_text(features):

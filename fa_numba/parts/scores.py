@@ -13,7 +13,7 @@ from fa_numba.mods.blocks import FULL
 from fa_numba.parts.bias import make_add_bias, make_block_state
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
-from fa_numba.parts.mods import hidden_score, make_apply_score_mod, make_hide, make_lead
+from fa_numba.parts.mods import hidden_score, make_apply_score_mod, make_first, make_hide, make_lead
 from fa_numba.parts.mods import make_slopes as make_slopes
 from fa_numba.parts.namespace import part
 from fa_numba.problem import UNBOUNDED
@@ -69,13 +69,14 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
-    COLUMNS, HIDDEN = spec.warp_columns or spec.Bc, hidden_score(spec)
+    COLUMNS, HIDDEN = spec.warp_columns or spec.Bc, hidden_score(spec.stays)
     sparse, hides_blocks = features.sparse, hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
     # A function alone scales them, by what it multiplies them by too.
     scales = not spec.folds_scale and (softcap or not score_mod)
-    lead = make_lead(spec.lead)
+    lead, begin = make_lead(spec.stays), make_first(spec.stays)
+    begins = bool(spec.stays and spec.stays.first)
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
     state_ahead, block_state = ahead and spec.reads_state, make_block_state(spec)
 
@@ -88,6 +89,9 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
             factor = lead(scale, options)
             for e in range(TM * TN):
                 rS[e] *= factor
+        if begins:
+            for e in range(TM * TN):
+                rS[e] = begin(rS[e])
         if softcap:
             for e in range(TM * TN):
                 rS[e] = options.softcap * math.tanh(rS[e])

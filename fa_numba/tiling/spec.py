@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fa_numba.integers import ceil_div
+from fa_numba.mods import Text
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.tiles import Tiles
 
@@ -182,10 +183,10 @@ class Spec(ABC):
         """Registers for that; 1 where there is none, since an array of registers has one."""
         return self.TM * self.TN if self.reads_bias else 1
 
-    # Whether functions of scores are still to come when these are masked, and the ``lead`` by which
-    # they are given then.
-    stays = False
-    lead = ""
+    @property
+    def stays(self) -> Text | None:
+        """The function to which scores are given as they are masked, where it is still to come."""
+        return None
 
     @property
     def sums_rows(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div, round_up
+from fa_numba.mods import Text
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.spec import GradientSpec, ValuesSpec, check_shared
 from fa_numba.tiling.tiles import Tiles
@@ -88,8 +89,7 @@ class WgmmaBackwardSpec(GradientSpec):
     splits_group: bool = False
     splits_rows: bool = False
     chunk_tiles: int = 0
-    stays: bool = False
-    lead: str = ""
+    stays: Text | None = None
 
     TN = 2
     row_width = 2
@@ -395,8 +395,7 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
     features = replace(added, score_mod=None, score_mod_grad=None)
-    lead = spec.features.lead
-    return replace(spec, features=features, positive_scale=False, stays=True, lead=lead)
+    return replace(spec, features=features, positive_scale=False, stays=spec.features.given)
 
 
 @dataclass(frozen=True)
@@ -630,8 +629,7 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
     the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
     """
 
-    stays: bool = False
-    lead: str = ""
+    stays: Text | None = None
 
     slots_name_next = False
 

@@ -69,15 +69,20 @@ def written(function, option="score_mod", text="value", scale=1.0, unit=1.0):
         of_numbers = name.startswith("float32(")  # in float64 here
         own = eval(name, known | {"options": options}) if of_numbers else wide(value)
         setattr(options, field, own)
-    lead, own = (_executed(each, known) for each in (made.lead, made.text))
+    lead, own, first = (_executed(each, known) for each in (made.lead, made.text, made.first))
     if option == "mask_mod":
         return lambda *args: own(*args, 3, options)
-    return lambda s, *args: own((lead(scale, options) * (s / scale), unit), *args, 3, options)
+
+    def of_score(s, *args):
+        given = lead(scale, options) * (s / scale)
+        return own((first(given) if first else given, unit), *args, 3, options)
+
+    return of_score
 
 
 def _executed(text, known):
     exec(text, known)
-    return known["mod"]
+    return known["mod"] if text else None
 
 
 def several(score, b, h, i, j):
@@ -334,7 +339,7 @@ def of_single(text):
     """A kernel's function in NumPy's float32."""
     known = {"int32": int32, "float32": np.float32, "math": Single()}
     known |= {"min": np.fmin, "max": np.fmax, **DIVISION}
-    own, lead = (_executed(each, {**known}) for each in text)
+    own, lead = (_executed(each, {**known}) for each in text[:2])
     one = np.float32(1)
     return lambda s, i, j: np.float32(
         own((lead(one, None) * np.float32(s), one), 0, 0, i, j, 0, ())
@@ -344,7 +349,7 @@ def of_single(text):
 def emulated(text, places):
     """A kernel's function of these places (score, i, j), a thread each."""
     mod, lead = (
-        devices.device_function(mods.function_of(each, **division.DIVISION)) for each in text
+        devices.device_function(mods.function_of(each, **division.DIVISION)) for each in text[:2]
     )
     s = np.float32([x[0] for x in places])
     i, j = np.int32([x[1:] for x in places]).T
