@@ -111,16 +111,6 @@ class WgmmaBackwardSpec(GradientSpec):
         return not self.grouped if self.algorithm == "fa1" else self.splits_rows
 
     @property
-    def shuffles_group(self) -> bool:
-        """Whether a consumer has its warpgroup's number by a shuffle, as it was timed: in
-        FlashAttention-2, with a late dQ, or with rows of two boxes and without options but a causal
-        mask.
-        """
-        plain = self.features == Features(causal=self.features.causal)
-        wide = self.panels > 1 and not self.wide
-        return self.late or (plain and self.algorithm == "fa2" and wide)
-
-    @property
     def late(self) -> bool:
         """Whether dQ's product is begun behind the next S (``WgmmaLateBackwardSpec``)."""
         return False
@@ -500,7 +490,6 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
     query_floats = 0
     query_columns = PANEL
-    shuffles_group = True
     adders = CONSUMERS  # to dQ, each of its own columns
 
     @property

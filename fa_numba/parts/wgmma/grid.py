@@ -27,15 +27,13 @@ def make_thread(spec):
 def make_transposed_thread(spec):
     """``transposed_thread()``: the same of ST: where in 64 columns of S, and in their rows.
 
-    With ``shuffles_group`` the warpgroup is by a shuffle: the assembler sees that it is one for a
-    warp, and computes operands' places once, in uniform registers.
+    The warpgroup is by a shuffle: the assembler sees that it is one for a warp, and computes
+    operands' places once, in uniform registers.
     """
     thread = make_thread(spec)
-    SHUFFLED = spec.shuffles_group
 
     def transposed_thread():
         own = thread()
-        w = uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0)) if SHUFFLED else own.w
-        return GroupThread(own.tx, own.ty, w)
+        return GroupThread(own.tx, own.ty, uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0)))
 
     return transposed_thread
