@@ -880,7 +880,9 @@ class _Writer:
 
 def _alone(name: str, lines: list[str]) -> tuple[str, str]:
     """The one assignment that reads this name, and what it assigns; nothing where more do."""
-    needed = (line.strip().partition(" = ") for line in _needed("def mod():", lines)[0].splitlines())
+    needed = (
+        line.strip().partition(" = ") for line in _needed("def mod():", lines)[0].splitlines()
+    )
     found = [(own, value) for own, _, value in needed if name in _READ.findall(value or own)]
     own, value = found[0] if len(found) == 1 else ("", "")
     return (own, value) if f"{own} = {value}" in lines else ("", "")

@@ -303,16 +303,17 @@ def make_visit_ahead(spec):
 
 @part
 def make_row_ahead(spec):
-    """``row_ahead(i0, i_end, j0, head)``: ``visit_ahead`` of the row tile at i0; without a block
-    mask a number that those below do not look at.
+    """``row_ahead(i0, i_end, j0, head)``: ``visit_ahead`` of the row tile at i0, if there is one;
+    without a block mask a number that those below do not look at.
     """
     Br, Bc, sparse, visit_ahead = spec.Br, spec.Bc, spec.features.sparse, make_visit_ahead(spec)
 
     def row_ahead(i0, i_end, j0, head):
         if sparse:
             rows, j = head.options.next_row, j0 // uint32(Bc)
-            i_next = rows[head.b, head.h, j, uint32(i0 // uint32(Br) + uint32(1))]
-            return visit_ahead(uint32(i_next * Br), i0, j0, head)
+            at = i0 if i0 < i_end else uint32(0)
+            i_next = rows[head.b, head.h, j, uint32(at // uint32(Br) + uint32(1))]
+            return visit_ahead(uint32(i_next * Br), at, j0, head)
         return i0
 
     return row_ahead

@@ -40,11 +40,6 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     column_width = 1
 
     @property
-    def reads_state(self) -> bool:
-        asked = self.features.sparse and self.features.mask_mod is not None
-        return asked
-
-    @property
     def columns_k(self) -> int:
         return self.columns
 

@@ -155,8 +155,11 @@ class Spec(ABC):
 
     @property
     def reads_state(self) -> bool:
-        """Whether the state of a tile's block is in a register before its scores are."""
-        return False
+        """Whether the state of a tile's block is in a register before its scores are, which a
+        mask_mod asks for: in that of a bias.
+        """
+        asked = self.features.sparse and self.features.mask_mod is not None
+        return asked and not self.reads_bias
 
     @property
     def slots_name_next(self) -> bool:

@@ -294,11 +294,6 @@ class WgmmaSpec(Spec):
         return self.positive_scale and not self.features.changes_scores
 
     @property
-    def reads_state(self) -> bool:
-        asked = self.features.sparse and self.features.mask_mod is not None
-        return asked and not self.reads_bias
-
-    @property
     def slots_name_next(self) -> bool:
         return self.features.sparse
 

@@ -244,8 +244,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def reads_state(self) -> bool:
-        asked = self.features.sparse and self.features.mask_mod is not None
-        return asked and self.algorithm == "fa1"
+        return super().reads_state and self.algorithm == "fa1"
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:

@@ -76,13 +76,15 @@ def make_backward(spec):
                 if i0 < i_end:
                     row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i0, i_stop)
                 commit_async()
+                visit = visits.row_ahead(i0, i_end, j0, head)
                 # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
                 while i0 < i_end:
                     sQ, sdO, sO, sL = row_tiles.at_with_o(stage)
                     stage = uint32(stage ^ uint32(1))
                     tile = Tile(i0, j0, head, thread)
                     scores.read_bias(rB, tile)
-                    visit = visits.row_ahead(i0, i_end, j0, head)
+                    if EARLY:
+                        visit = visits.row_ahead(i0, i_end, j0, head)
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
@@ -116,6 +118,7 @@ def make_backward(spec):
                         if i_next < i_end:
                             row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
+                        visit_next = visits.row_ahead(i_next, i_end, j0, head)
                     cuda.syncthreads()  # Pij and dSij are there
                     # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
                     products.add_dv(rdV, rS, sP, sdO, warp.column, warp.chunk, options)
@@ -125,6 +128,8 @@ def make_backward(spec):
                     gradients.read_dq(rdQ, Ah, visit, tile, i_stop, 0)
                     products.dq(rdQ, sdS, sK, 0)
                     gradients.write_dq(rdQ, (sdS, sK), (Ah, dQh), scale, visit, tile, i_stop)
+                    if not EARLY:
+                        visit = visit_next
                     i0 = i_next
                 g = uint32(g + 1)
 

@@ -28,12 +28,13 @@ def make_transposed_thread(spec):
     """``transposed_thread()``: the same of ST: where in 64 columns of S, and in their rows.
 
     The warpgroup is by a shuffle: the assembler sees that it is one for a warp, and computes
-    operands' places once, in uniform registers.
+    operands' places once, in uniform registers; but where consumers share columns, as was timed.
     """
-    thread = make_thread(spec)
+    thread, SHUFFLED = make_thread(spec), not spec.wide
 
     def transposed_thread():
         own = thread()
-        return GroupThread(own.tx, own.ty, uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0)))
+        w = uint32(cuda.shfl_sync(FULL_WARP, int32(own.w), 0)) if SHUFFLED else own.w
+        return GroupThread(own.tx, own.ty, w)
 
     return transposed_thread
