@@ -82,9 +82,9 @@ def make_backward(spec):
                     sQ, sdO, sO, sL = row_tiles.at_with_o(stage)
                     stage = uint32(stage ^ uint32(1))
                     tile = Tile(i0, j0, head, thread)
-                    scores.read_bias(rB, tile)
                     if EARLY:
                         visit = visits.row_ahead(i0, i_end, j0, head)
+                    scores.read_bias(rB, tile)
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
