@@ -144,6 +144,23 @@ def test_what_captured_numbers_alone_decide_is_made_before_the_call(number, inve
     assert mod.value.lead == "def mod(scale, options):\n    return scale * options.score_mod_1\n"
 
 
+@pytest.mark.parametrize(
+    "function, first",
+    [
+        (lambda s, b, h, i, j: cap * math.tanh(s / cap) + i, "tanh"),
+        (lambda s, b, h, i, j: math.exp(s) * slope, "exp"),
+        (lambda s, b, h, i, j: math.sin(s), ""),  # whose slope is not one of its value
+        (lambda s, b, h, i, j: math.tanh(s) + s, ""),
+        (lambda s, b, h, i, j: math.tanh(s + i), ""),
+        (lambda s, b, h, i, j: math.tanh(s) if i > j else 0.0, ""),
+    ],
+)
+def test_what_a_function_does_first_with_its_score_is_told(function, first):
+    mod = mods.captured("score_mod", function).mod
+    text = f"def mod(score):\n    return float32(math.{first}(score))\n" if first else ""
+    assert (mod.both.first, mod.value.first, mod.slope.first) == (text, "", "")
+
+
 @every_function
 def test_a_value_and_its_derivative_are_made_at_once_of_a_scaled_score_in_any_unit(name):
     function, slope_ = FUNCTIONS[name], written(FUNCTIONS[name], text="slope", scale=0.5)

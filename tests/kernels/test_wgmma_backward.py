@@ -1,5 +1,6 @@
 """The backward kernels on Hopper's tensor cores as the emulator runs them: gradients and counts."""
 
+import math
 from functools import cache
 
 import numpy as np
@@ -108,6 +109,8 @@ TURNS = {"score_mod": lambda s, b, h, i, j: s * FAR[h, j] - s * s / 9 if i != j 
 ALONE = {"return_dcaptured": False}
 # Without an array whose gradient is asked for.
 BENDS = {"score_mod": lambda s, b, h, i, j: s - s * s / 9 if i != j else 2 * s}
+# Whose tanh is taken of a score at once, hidden ones beside it.
+CAPS = {"score_mod": lambda s, b, h, i, j: 2.5 * math.tanh(s / 2.5)}
 FUNCTIONS = [
     # way, Hq, Hk, Nq, Nk, d, options
     ("fa2", 2, 1, 77, 150, 64, TURNS | {"mask_mod": lambda b, h, i, j: (i + j) % 7 != h}),
@@ -119,7 +122,8 @@ FUNCTIONS = [
     ("fa1", 2, 1, 77, 140, 64, TURNS | {"causal": True}),
     ("fa1", 2, 1, 150, 130, 128, ADDS),  # as many rows as are read
     ("fa2", 2, 1, 77, 150, 64, BENDS | {"causal": True}),
-    ("fa1", 1, 1, 77, 70, 64, BENDS),
+    ("fa1", 1, 1, 77, 70, 64, CAPS | {"causal": True}),
+    ("fa2", 2, 1, 77, 90, 64, CAPS | {"mask_mod": lambda b, h, i, j: i != j, "kv_lens": [80]}),
 ]
 
 
