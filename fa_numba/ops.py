@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from fa_numba.choices.requests import check_algorithm, choices_of
-from fa_numba.choices.units import documents_units
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.blocks import create
@@ -160,7 +159,6 @@ def flash_attention_2(
 
 
 @documents_options
-@documents_units
 def attention(q, k, v, *, algorithm="fa2", **options):
     """Attention, softmax(scale q kT) v, by one of three algorithms; the results differ by rounding.
 
@@ -177,8 +175,9 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     ``out``: an array like q that takes O; None for a new one.
     ``tiles``: a ``fa_numba.Tiles`` with block sizes, threads and stages; None for what suits.
     ``unit``: "auto" for the last of these that can compute the call and suits it, as
-        ``fa_numba.plan(...).why`` says, or by name; the emulator runs all:
-        {units}
+        ``fa_numba.plan(...).why`` says, or by name: "simt", CUDA cores, float32; "mma", tensor
+        cores, float16 or bfloat16; "wgmma", Hopper's tensor cores, the same dtypes, on compute
+        capability 9.0 alone and not for every option. The emulator runs all.
     ``stream``: a CUDA stream of torch, CuPy or Numba or its address; None for the current one of
         q's library.
     ``query_splits`` and ``warp_partition`` of "fa1", ``kv_splits`` of "fa2", ``ablate`` of both:

@@ -145,7 +145,8 @@ def call(
 def _saved(make: Variant, problem: Problem, arrays: Sequence[Any]) -> Any:
     """O and L, which the backward passes of both orders take."""
     options = options_of(make, "fa2-mma", "fwd", problem)
-    return fa_numba.attention(*arrays[:3], return_lse=True, **_how("fa2-mma"), **options)
+    q, k, v = arrays[:3]
+    return fa_numba.attention(q, k, v, return_lse=True, **_how("fa2-mma"), **options)
 
 
 def compile_ours(make: Variant, series: str, pass_: str) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -76,11 +74,6 @@ class Unit(ABC):
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     splits_columns: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
-
-    @property
-    def about(self) -> str:
-        """What it is and takes, in words."""
-        return f'"{self.name}", {self.title}, {" or ".join(self.dtypes)}'
 
     def lacks(self, request: Request) -> str:
         """What this unit cannot do of a request, in words; an empty string if it can do all."""
@@ -317,17 +310,6 @@ class Wgmma(Unit):
         ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
         ("fa2", "bwd"): ("fp16x3", "bf16x3"),
     }
-
-    @property
-    def about(self) -> str:
-        major, minor = self.capability
-        kernels = []
-        for (algorithm, passes), names in self.features.items():
-            to = self.largest.get((algorithm, passes), MAX_HEAD_DIM)
-            options = ", ".join(map(argument_of, names))
-            kernels.append(f"{algorithm} {_PASSES[passes]}, d to {to}: {options}")
-        only = f"on compute capability {major}.{minor} alone, with these options"
-        return f"{super().about}, {only} ({'; '.join(kernels)})"
 
     def lacks(self, request: Request) -> str:
         pair = algorithm, passes = request.kernel
@@ -581,13 +563,3 @@ def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = 
         for algorithm, pass_ in sorted(choices(unit))
     )
     return " or ".join(dict.fromkeys(f"{who} on {where}" for who, where in pairs))
-
-
-def documents_units(function: Callable) -> Callable:
-    """Put what units there are, and what each takes, in the place of {units} in the docstring."""
-    text = f"{'; '.join(unit.about for unit in UNITS.values())}."
-    given = function.__doc__ or ""
-    indent = re.search(r"( *)\{units\}", given)[1]  # type: ignore[index]
-    lines = textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
-    function.__doc__ = given.replace(f"{indent}{{units}}", lines)
-    return function

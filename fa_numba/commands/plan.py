@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
-from fa_numba.checks import as_splits
 from fa_numba.choices.units import UNITS
 from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, saying, tiles, whole
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
@@ -33,16 +32,6 @@ _BACKWARD = TITLES | {"fa1": "FA-1, a block a head", "fa2": "FA-2, a grid over K
 # Whose limits the emulator has, where there is no GPU.
 _STAND_IN = "H200"
 _MOST_BATCH = 65535
-# The algorithm that takes them, and whether it is its backward pass; None for either.
-_SPLITS = {
-    "query_splits": ("fa1", None),
-    "kv_splits": ("fa2", False),
-    "group_splits": ("fa2", True),
-}
-_ALLOWED = {
-    False: "of the forward pass: allowed without",
-    True: "of the backward pass: allowed with",
-}
 
 _HOW = """\
 useful FLOPs: the papers' convention; computed: the products of all visited tiles, whole ones.
@@ -85,24 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--algorithm", choices=("all", *ALGORITHMS), default="all", help="default all")
     how.add_argument("--unit", choices=("auto", *UNITS), default="auto", help="default: by dtype")
     how.add_argument("--tiles", type=tiles, metavar="BRxBC", help="block sizes, such as 64x128")
-    how.add_argument(
-        "--query-splits",
-        type=whole(1, MAX_SEQLEN),
-        default=1,
-        metavar="S",
-        help="thread blocks that share a head of FA-1 (default 1, the paper's)",
-    )
-    for splits, what in (
-        ("kv_splits", "the columns of a row tile of FA-2"),
-        ("group_splits", "a column tile of FA-2's backward pass"),
-    ):
-        how.add_argument(
-            f"--{splits.replace('_', '-')}",
-            type=_splits(splits),
-            default="auto",
-            metavar="S",
-            help=f"thread blocks that share {what} (default auto)",
-        )
     where = parser.add_argument_group("where")
     where.add_argument(
         "--device",
@@ -120,13 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _splits(name: str) -> Callable[[str], int | str]:
-    return saying(lambda text: as_splits(name, int(text) if text.lstrip("-").isdigit() else text))
-
-
 def run(args: argparse.Namespace) -> str:
     """The command's output. Raises ValueError for a call that cannot be planned."""
-    _check_splits(args)
     gpu, said = _where(args.device)
     found: dict[str, Plan] = {}
     refused: dict[str, str] = {}
@@ -143,18 +109,6 @@ def run(args: argparse.Namespace) -> str:
     }
     answer = _Answer(gpu, said, found, expected, refused)
     return "\n".join(_text(answer) + (_reasons(found) if args.why else []))
-
-
-def _check_splits(args: argparse.Namespace) -> None:
-    """Raise ValueError for splits that nothing takes of what is asked for."""
-    for name, (algorithm, backward) in _SPLITS.items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        if value == ("auto" if name != "query_splits" else 1):
-            continue
-        if args.algorithm not in ("all", algorithm):
-            raise ValueError(f"argument {flag}: {value} is of {algorithm}, not {args.algorithm}")
-        if backward is not None and args.backward != backward:
-            raise ValueError(f"argument {flag}: {value} is {_ALLOWED[backward]} --backward")
 
 
 class _Answer(NamedTuple):
@@ -185,11 +139,6 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
     heads_k, seqlen_k = args.heads_k or args.heads, args.seqlen_k or args.seqlen
     options: dict[str, Any] = {"dtype": args.dtype, "causal": args.causal, "tiles": args.tiles}
     options |= {"unit": args.unit, "passes": "bwd" if args.backward else "fwd"}
-    if name == "fa1":
-        options["query_splits"] = args.query_splits
-    if name == "fa2":
-        splits = "group_splits" if args.backward else "kv_splits"
-        options[splits] = getattr(args, splits)
     with gpu.planning():
         k_shape = (args.batch, heads_k, seqlen_k, args.head_dim)
         v_shape = (*k_shape[:-1], args.head_dim_v or args.head_dim)

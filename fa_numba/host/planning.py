@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from dataclasses import replace
-
-import numpy as np
 
 from fa_numba.checks import check_grid_size
 from fa_numba.choices.requests import Choices, Request
@@ -39,22 +36,6 @@ def planned(request: Request) -> Plan:
     plan = (algorithm.forward if request.choices.passes == "fwd" else algorithm.backward)(request)
     _check_stages(plan.tiles, request)
     return plan
-
-
-# --- pickle ------------------------------------------------------------------------------------
-
-
-def _restored(request: Request, block_mask: np.ndarray | None) -> Plan:
-    return replace(planned(request), block_mask=block_mask)
-
-
-def _reduced(plan: Plan) -> tuple:
-    return _restored, (plan.request, plan.block_mask)
-
-
-# Kernels are functions made at run time, which pickle cannot find: a plan is made again of what it
-# was asked for.
-copyreg.pickle(Plan, _reduced)
 
 
 # --- checks ------------------------------------------------------------------------------------

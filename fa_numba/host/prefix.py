@@ -9,10 +9,9 @@ own keys what it sees without one.
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ class PrefixPlan(Plan):
     own: Plan
     merge: LaunchPlan
     between: tuple[Buffer, ...]
-    made_of: tuple = field(compare=False, repr=False)
 
     @property
     def why(self) -> Reasons:
@@ -230,11 +228,7 @@ def _planned(
         "workspace": (*between, *(buffer for part in parts for buffer in part.workspace)),
         "outputs": own.outputs if return_lse else own.outputs[:1],
         "count": count,
-        "made_of": (of_own, of_prefix, return_lse, aligned, gathered),
     }
     kept = {f.name: getattr(own, f.name) for f in fields(own)} | changed
     its = {"gather": gather, "prefix": prefix, "own": own, "merge": merge}
     return PrefixPlan(**kept, **its, between=tuple(between))
-
-
-copyreg.pickle(PrefixPlan, lambda plan: (_planned, plan.made_of))

@@ -1,8 +1,7 @@
-"""Plans: what their launches name, the workspace, units, pickled and printed."""
+"""Plans: what their launches name, the workspace, units, and what is printed."""
 
 import inspect
 import itertools
-import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -305,22 +304,6 @@ def test_a_unit_has_all_kernels():
 
 
 # --- kept and shown ----------------------------------------------------------------------------
-
-
-def test_a_plan_is_pickled():
-    for made, _ in PLANS:
-        plan = pickle.loads(pickle.dumps(made))  # with today's kernels: planted faults made others
-        again = pickle.loads(pickle.dumps(plan))
-        assert made == plan and again == plan and hash(again) == hash(plan)
-        assert again.launched == plan.launched and again.kernels == plan.kernels
-        assert (again.accesses, again.flops) == (plan.accesses, plan.flops)
-
-
-def test_a_block_mask_is_pickled_with_its_plan():
-    mask = np.array([[True, False], [True, True]])
-    plan = fa_numba.plan((1, 1, 32, 8), (1, 1, 32, 8), block_mask=mask, tiles=Tiles(16, 16))
-    again = pickle.loads(pickle.dumps(plan))
-    assert (again.block_mask == mask).all() and again.flops == plan.flops == 3 * 4 * 16 * 16 * 8
 
 
 def test_a_plan_of_other_tiles_is_another():

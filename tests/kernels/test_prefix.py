@@ -1,7 +1,5 @@
 """A prefix that all sequences share: values, counts, what is read once, refusals, kept calls."""
 
-import pickle
-
 import helpers
 import numpy as np
 import pytest
@@ -238,8 +236,6 @@ def test_a_plan_is_of_both_passes():
     said = str(plan)
     assert "prefix     37 keys, read once for 15 rows a head" in said and "gather_rows" in said
     assert set(plan.why) > {"unit", "tiles", "prefix: unit"}
-    again = pickle.loads(pickle.dumps(plan))
-    assert again == plan and again.accesses == plan.accesses
     assert plan_of(arrays, prefix, given).accesses is plan.accesses  # made once
 
 

@@ -198,22 +198,23 @@ def test_the_plan_of_the_readmes_result_says_what_was_measured(capsys):
     found = planned(capsys, *size)
     assert found["expected bound"][:2] == ["latency", "compute"]
     assert found["half of L2 holds it"][:2] == ["no", "yes"]
-    split = planned(capsys, *size, "--query-splits", "4", "--algorithm", "fa1")
-    assert split["fa1_forward"][0] == "4x32x1" and split["expected bound"] == ["DRAM"]
+    shape, split = (1, 32, 16384, 64), {"algorithm": "fa1", "dtype": "float16", "query_splits": 4}
+    with DEVICES["H200"].planning():
+        plan = fa_numba.plan(shape, shape, **split)
+    assert plan.kernels[0].grid == (4, 32, 1)
+    assert bounds.expected(plan, DEVICES["H200"]).bound == "DRAM"
 
 
 def test_the_plan_says_how_many_blocks_share_a_tile(capsys):
     size = ("--seqlen=4096", "--head-dim=64", "--heads=8", "--device=H200", "--algorithm=fa2")
     shared = (*size, "--heads-k=2", "--backward", "--causal")
     for arguments, row in (
-        ((*size, "--kv-splits=3"), ["blocks a row tile", "3"]),
+        ((*size, "--seqlen=64", "--seqlen-k=16384"), ["blocks a row tile", "16"]),
         ((*shared, "--batch=2"), ["blocks a column tile", "2"]),
-        ((*shared, "--group-splits=4"), ["blocks a column tile", "4"]),
     ):
         text = output(capsys, "plan", *arguments)
         assert row in [re.split(r"  +", line.strip()) for line in text.splitlines()]
-    for arguments in ((*size, "--kv-splits=1"), (*shared, "--group-splits=1")):
-        assert "blocks a" not in output(capsys, "plan", *arguments)
+    assert "blocks a" not in output(capsys, "plan", *size)
 
 
 def test_a_t4_has_float32_alone(capsys):
@@ -284,12 +285,6 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
         ([*SIZE, "--tiles", "512x512"], "leaves no split over warps"),
         ([*SIZE, "--unit", "simt"], "unit is 'simt' with dtype float16: simt takes float32"),
         ([*SIZE, "--dtype", "float64"], "invalid choice: 'float64'"),
-        ([*SIZE, "--kv-splits=0"], "argument --kv-splits: kv_splits is 0: allowed is an integer"),
-        ([*SIZE, "--group-splits=x"], "argument --group-splits: group_splits is 'x': allowed"),
-        ([*SIZE, "--backward", "--kv-splits=4"], "4 is of the forward pass: allowed without --b"),
-        ([*SIZE, "--group-splits=4"], "4 is of the backward pass: allowed with --b"),
-        ([*SIZE, "--algorithm=fa1", "--kv-splits=4"], "argument --kv-splits: 4 is of fa2, not fa1"),
-        ([*SIZE, "--algorithm=fa2", "--query-splits=4"], "--query-splits: 4 is of fa1, not fa2"),
         ([*SIZE, "--batch", "65536"], "argument --batch: 65536 is outside: allowed is 1 to 65535"),
     ],
 )
