@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from helpers import random_inputs
 from stand_in_device import (
-    CONTEXT,
     Address,
     aligned,
     no_calls_kept,
@@ -19,7 +18,7 @@ from stand_in_device import (
     on_gpu,
     owner_of,
 )
-from stand_in_torch import Parameter, Subclass, Tensor, no_torch_but_its_names
+from stand_in_torch import Tensor, no_torch_but_its_names
 
 import fa_numba
 from fa_numba import Tiles
@@ -220,30 +219,7 @@ def test_backward_by_tensor_maps(gpu, name, own):
     assert_replayed(gpu, fa_numba.attention_backward, [half_case(*call, backward=True)], own)
 
 
-def test_one_array_for_all_and_then_three(gpu, kept):
-    """An address does not tell which array of the call it is."""
-    one, (q, k, v) = inputs(1, (1, 2, 2, 9, 9, 4))[0], inputs(2, (1, 2, 2, 9, 9, 4))
-    same = on_gpu(one)
-    attend = fa_numba.flash_attention_2
-    assert_same(attend(same, same, same), emulated(attend, one, one, one))
-    assert_same(attend(*map(on_gpu, (q, k, v))), emulated(attend, q, k, v))
-    assert len(kept) == 1
-
-
 # --- what makes another call -----------------------------------------------------------------
-
-
-def test_layouts_of_equal_shapes_are_two_calls(gpu, kept):
-    q, k, v = inputs(sizes=(1, 4, 4, 4, 4, 4))
-    there = [on_gpu(x) for x in (q, k, v)]
-    found = {}
-    for _ in range(2):
-        for layout in ("bhnd", "bnhd"):
-            found[layout] = fa_numba.flash_attention_2(*there, layout=layout)
-            want = emulated(fa_numba.flash_attention_2, q, k, v, layout=layout)
-            assert_same(found[layout], want)
-    assert len(kept) == 2
-    assert not np.array_equal(found["bhnd"].values, found["bnhd"].values)
 
 
 # Arguments that equal those of a kept call and are refused: (those of the call, the refused ones)
@@ -342,29 +318,6 @@ def test_a_call_with_other_blocks_is_not_planned(gpu, kept, algorithm, backward)
         np.testing.assert_array_equal(blocks.blocks, mask.blocks)
 
 
-def test_blocks_beside_other_arrays(gpu, kept):
-    """Each finds its own address."""
-
-    def adding(x):
-        return lambda s, b, h, i, j: s + x[j]
-
-    made = functools.partial(fa_numba.create_block_mask, tiles=Tiles(16, 16))
-    for seed in range(3):
-        arrays = inputs(seed, (1, 2, 1, 40, 40, 4))
-        rows = (np.arange(40) // (seed + 7)).astype(np.int32)
-        bias, added = np.cos(arrays[0][:, :, :, :1]), np.sin(arrays[1][0, 0, :, 0])
-        with devices.using("emulator"):
-            mask = made(near(rows, 1), 1, 1, 40, 40)
-        options = {"bias": bias, "score_mod": adding(added), "block_mask": mask}
-        want = emulated(fa_numba.flash_attention_2, *arrays, **options)
-        options = {"bias": on_gpu(bias), "score_mod": adding(on_gpu(added))}
-        options["block_mask"] = made(near(on_gpu(rows), 1), 1, 1, 40, 40)
-        out = on_gpu(np.zeros_like(want[0]))
-        found = fa_numba.flash_attention_2(*map(on_gpu, arrays), out=out, **options)
-        assert_same(found, want)
-        assert found is out and len(kept) == 1
-
-
 def test_what_blocks_are_kept_by(gpu, kept):
     """Their shape, and what their function is and captures, here nothing that lies on a GPU."""
     there, tiles = [on_gpu(x) for x in inputs(0, (1, 2, 2, 40, 40, 4))], Tiles(16, 16)
@@ -388,41 +341,11 @@ def test_what_blocks_are_kept_by(gpu, kept):
             attend(*there, block_mask=mask, tiles=wrong)
 
 
-def test_host_arrays_go_there_and_back(gpu, kept):
-    for seed in range(2):
-        q, k, v = inputs(seed)
-        found = fa_numba.flash_attention_2(q, k, v, dropout_p=0.5, seed=seed)
-        want = emulated(fa_numba.flash_attention_2, q, k, v, dropout_p=0.5, seed=seed)
-        np.testing.assert_array_equal(found, want[0])
-    assert not kept and len(gpu.launches) == 2
-
-
-def test_the_emulator_keeps_nothing(kept):
-    with devices.using("emulator"):
-        assert launch_cache.describe_call(("fwd",), inputs(), {}) is None
-        fa_numba.flash_attention_2(*inputs())
-    assert not kept
-
-
 # --- streams, contexts, memory, threads ------------------------------------------------------
 
 
 def tensors(arrays, **facts):
     return [Tensor.of(aligned(x.shape, values=x), **facts) for x in arrays]
-
-
-def test_the_gpu_of_the_arrays_is_made_the_current_one(gpu, kept):
-    there = [on_gpu(x) for x in inputs()]
-    fa_numba.flash_attention_2(*there)
-    assert gpu.entered == [0] and gpu.context == CONTEXT
-    fa_numba.flash_attention_2(*there)
-    assert gpu.entered == [0]
-    for other in (0, CONTEXT + 1):
-        gpu.context = other
-        with mock.patch.object(gpu, "entered", []):
-            fa_numba.flash_attention_2(*there)
-            assert gpu.entered == [0] and gpu.context == other
-    gpu.context = CONTEXT
 
 
 def test_the_workspace_is_the_plans(gpu):
@@ -526,28 +449,6 @@ def test_a_tensor_that_is_like_one_but_refused(gpu, torch, kept, case):
     with pytest.raises(error, match=message):
         fa_numba.flash_attention_2(q, *rest)
     assert len(kept) == len(gpu.launches) == 1
-
-
-def test_without_gradients_a_leaf_is_as_any_tensor(gpu, torch, kept):
-    arrays = inputs()
-    fa_numba.flash_attention_2(*tensors(arrays))
-    torch.grad = False
-    with mock.patch.object(launch_cache, "run_and_keep") as first:
-        found = fa_numba.flash_attention_2(*tensors(arrays, requires_grad=True))
-    assert not first.called
-    assert_same(found, emulated(fa_numba.flash_attention_2, *arrays))
-    assert len(kept) == 1
-
-
-@pytest.mark.parametrize("kind, keeps", [(Parameter, 1), (Subclass, 0)])
-def test_tensors_of_other_types(gpu, torch, kept, kind, keeps):
-    arrays = inputs()
-    for _ in range(2):
-        there = [kind.of(aligned(x.shape, values=x)) for x in arrays]
-        found = fa_numba.flash_attention_2(*there)
-        assert type(found) is Tensor
-        assert_same(found, emulated(fa_numba.flash_attention_2, *arrays))
-    assert len(kept) == keeps
 
 
 # --- on a GPU --------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from fa_numba import Tiles, bounds, io_model
 from fa_numba import device as devices
 from fa_numba.choices import units
 from fa_numba.choices.requests import Choices, Request
-from fa_numba.device import DeviceArray, Kernel, array_type
+from fa_numba.device import Kernel, array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import execution
-from fa_numba.host.plans import Buffer, Grouped, Launch, Untouched, parameters
+from fa_numba.host.plans import Grouped, Launch, Untouched, parameters
 from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
@@ -108,18 +108,6 @@ def test_what_holds_sums_of_several_blocks_begins_at_zero():
     assert zeroed == {"float32": {"dbias", "dK", "dV"}, "float16": sums, "bfloat16": sums}
 
 
-def test_kernels_are_in_the_order_of_their_launches():
-    shape = (1, 1, 32, 16)
-    plan = fa_numba.plan(shape, shape, algorithm="standard", passes="bwd", softcap=3.0)
-    named = [(launch.kernel.name, dict(launch.arguments)) for launch in plan.launches]
-    assert [k.name for k in plan.kernels] == [name for name, _ in named]
-    assert named[3:6] == [
-        ("standard_score_gradients", {"P": "P", "dP": "dP", "dS": "dP", "scale": "scale"}),
-        ("standard_scores", dict(Q="Q", K="K", S="dP", scale="score_scale", group="group")),
-        ("standard_transposed_output", {"P": "P", "dO": "dO", "dV": "dV", "group": "group"}),
-    ]
-
-
 def test_a_launch_binds_parameters_that_there_are():
     plan = fa_numba.plan((1, 1, 8, 4), (1, 1, 8, 4))
     (kernel,) = plan.launched
@@ -129,11 +117,6 @@ def test_a_launch_binds_parameters_that_there_are():
 
 
 # --- arrays ------------------------------------------------------------------------------------
-
-
-def test_a_buffers_bytes():
-    assert Buffer("S", (2, 3, 5, 7), "float16", pitch=8).nbytes == 2 * 2 * 3 * 5 * 8
-    assert Buffer("L", (2, 3, 5)).nbytes == 4 * 2 * 3 * 5
 
 
 def run(function, *arguments):
@@ -157,13 +140,6 @@ def test_what_is_untouched_is_nan_and_cannot_be_written():
     assert np.isnan(copy[0, 0]) and not copy.ravel()[1:].any()
     with pytest.raises((EmulatorError, ValueError)):
         run(copied, copy, untouched)
-
-
-def test_what_is_untouched_lies_in_an_array_of_the_call():
-    q = DeviceArray(16, (1, 2, 5, 8), (160, 80, 16, 2), None, 2, slot=3)
-    found = execution._untouched(Untouched((1, 2, 5)), q)
-    assert (found.pointer, found.slot) == (16, 3)
-    assert (found.shape, found.strides, found.itemsize) == ((1, 2, 5), (0, 0, 0), 4)
 
 
 # --- units -------------------------------------------------------------------------------------
@@ -201,12 +177,6 @@ def test_auto_takes_the_last_unit_that_can(monkeypatch):
         of("float32", unit="newer")
     with pytest.raises(ValueError, match="unit is 'new': allowed is one of auto, simt, mma"):
         of("float32", unit="new")
-
-
-def test_every_dtype_has_a_unit():
-    for name, dtype in DTYPES.items():
-        unit, _ = units.unit_of(asked(name, (8, 0)))
-        assert name in unit.dtypes and unit.name == ("mma" if dtype.matrix else "simt")
 
 
 def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
@@ -289,18 +259,6 @@ def test_what_hoppers_unit_was_not_compiled_with_is_refused_by_its_arguments_nam
             assert hopper.lacks(call) == f"the option {names[flag]}"
             refused.add(flag)
     assert {"dropout", "dbias"} <= refused
-
-
-def test_a_unit_has_all_kernels():
-    names = ["standard", "fa1_forward", "fa2_forward"]
-    names += ["standard_backward", "fa1_backward", "fa2_backward"]
-    for unit in units.UNITS.values():
-        hoppers = ["fa1_forward", "fa2_forward", "fa1_backward", "fa2_backward"]
-        own = hoppers if unit.name == "wgmma" else names
-        assert [name for name in names if hasattr(unit.kernels, name)] == [
-            name for name in names if name in own
-        ]
-        assert unit.title and unit.capability >= devices.MIN_COMPUTE_CAPABILITY
 
 
 # --- kept and shown ----------------------------------------------------------------------------
@@ -434,38 +392,6 @@ def test_short_row_tiles_have_more_places(sizes, options, tiles, blocks):
     assert kernel.grid == (min(132 * blocks, 128 * -(-sizes[0] // found.Br)), 1, 1)
 
 
-def test_low_tiles_share_a_multiprocessor_as_far_as_they_fit():
-    def blocks(tiles, d=64, **options):
-        options |= {"tiles": tiles, "unit": "wgmma"}
-        return forward_spec(9000, 9000, d, **options)[1].grid[0] / 132
-
-    assert blocks(Tiles(64, 64)) == blocks(Tiles(64, 64, stages=3)) == 3
-    assert blocks(Tiles(64, 96, stages=2)) == 3 > blocks(Tiles(64, 128, stages=2)) == 2
-    assert blocks(Tiles(64, 96, stages=2), window=(128, 0)) == 2  # whose registers three lack
-    assert blocks(Tiles(64, 64, stages=2), 128) == 2 > blocks(Tiles(64, 64, stages=2), 256) == 1
-    assert blocks(Tiles(64, 64, stages=2), softcap=9.0) == blocks(Tiles(128, 64, stages=2)) == 1
-
-
-@pytest.mark.parametrize(
-    "passes, options", [("fwd", {"softcap": 9.0}), ("bwd", {"causal": True}), ("bwd", {})]
-)
-def test_one_tile_goes_to_smaller_ones(passes, options):
-    """But for those of which more are on their way."""
-
-    def unit(N, d, Nk=None):
-        return on_h200(N, d, Nk, passes=passes, **options)[0]
-
-    assert unit(128, 64) == unit(70, 32) == unit(64, 128) == "mma"
-    assert {unit(129, 64), unit(128, 80)} == {"wgmma"}
-    assert unit(100, 64, 4096) == "wgmma"  # one of many tiles
-
-
-def test_short_backward_passes_take_small_tiles():
-    assert on_h200(64, 128, passes="bwd") == ("mma", 32, 64)
-    assert on_h200(128, 128, passes="bwd", unit="mma", alibi_slopes=(128,)) == ("mma", 32, 64)
-    assert on_h200(129, 128, passes="bwd", unit="mma", alibi_slopes=(128,)) == ("mma", 64, 128)
-
-
 def test_a_bias_takes_tiles_without_spills():
     def tiles(d, **options):
         return on_h200(1000, d, bias=(1, 1, 1000, 1000), **options)
@@ -481,12 +407,3 @@ def test_a_bias_takes_tiles_without_spills():
             assert tiles(d, **more, **named) == ("wgmma", 128, fewer)
     assert tiles(64, unit="mma") == ("mma", 64, 64)
     assert tiles(128, unit="mma") == ("mma", 128, 64)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{}, {"kv_lens": (50,)}, {"softcap": 9.0}, {"window": (9, 0)}, {"bias": (1, 1, 1, 1)}],
-)
-def test_hoppers_default_tiles_fit_at_every_size(option):
-    for d, Nq, Nk in itertools.product(range(1, 257, 5), (100, 300, 4096), (50, 77, 100, 4096)):
-        assert on_h200(Nq, d, Nk, heads=2, unit="wgmma", **option)[0] == "wgmma"

@@ -308,17 +308,6 @@ def maps_of(gpu):
     return [word[0] for word in gpu.launches[-1][3] if isinstance(word, tuple)]
 
 
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_kept_call_has_the_tensor_maps_of_a_first_one(gpu, kept, algorithm, backward):
-    plain = on_hopper(backward, algorithm=algorithm)
-    cases = {"plain": plain, "causal": plain.having(causal=True), "scale": plain.having(scale=0.5)}
-    for name in plain.arrays.keys() - {"lse"}:
-        for layout in ("heads last", "far rows"):
-            cases[f"{name}: {layout}"] = plain.changed(name, layout=layout)
-    assert not check_kept_calls(gpu, kept, cases, "interface")
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_maps_say_the_dtypes_of_arrays(gpu, torch, dtype):
     """And that boxes are swizzled as products read them, with zeros around the array."""
@@ -462,23 +451,6 @@ def test_kernels_get_arrays_as_the_caller_has_them(gpu, plain, layout, library):
         assert seen == want.keys()
 
 
-@pytest.mark.parametrize(
-    "shape, strides",
-    [
-        ((2, 2, NQ, NK), (360, 180, 36, 4)), ((1, 2, NQ, NK), (0, 180, 36, 4)),
-        ((2, 1, NQ, 1), (20, 0, 4, 0)), ((NQ, NK), (0, 0, 36, 4)), ((NK,), (0, 0, 0, 4)),
-        ((2, 1, 1, 1), (4, 0, 0, 0)),
-    ],
-)  # fmt: skip
-def test_axes_that_a_bias_repeats_have_no_stride(gpu, shape, strides):
-    call = FORWARD.changed("bias", shape=shape)
-    arrays = call.made("interface")
-    call.run(arrays)
-    (given,) = gpu.given
-    expected = (arrays["bias"].values.ctypes.data, SHAPES["bias"], strides)
-    assert seen_as(given["bias"]) == expected
-
-
 @pytest.mark.parametrize("library", [Array, Dlpack])
 def test_strides_that_are_left_out_are_those_of_dense_rows(gpu, library):
     arrays = FORWARD.made("interface")
@@ -580,16 +552,6 @@ def test_one_unaligned_array_makes_the_kernel_one_for_all(gpu, kept, plain, dtyp
     assert len(kept) == len(cases)
 
 
-def test_a_head_dimension_of_no_whole_chunks_is_unaligned(gpu):
-    """Rows of 6 floats, 32 bytes apart: the last chunk of 16 bytes is no row's own."""
-    q = Array(aligned((2, 2, 5, 8), values=0.0)[..., :6])
-    k = Array(aligned((2, 2, 9, 8), values=0.0)[..., :6])
-    problem = Problem.from_shapes(q.shape, k.shape, k.shape, dtype="float32")
-    plans = [planning.plan_of(problem, Choices("fa2"), x) for x in (False, True)]
-    fa_numba.flash_attention_2(q, k, k)
-    assert tuple(gpu.launched) == plans[0].launched != plans[1].launched
-
-
 # --- which bytes are whose -------------------------------------------------------------------
 
 
@@ -680,30 +642,6 @@ def everywhere(call, gpu, library="interface"):
     return call.changed(list(call.arrays), gpu=gpu).made(library)
 
 
-def test_small_arrays_are_kept_for_each_gpu(gpu):
-    """The lengths that a kernel reads are on its own GPU; the driver asks for that."""
-    call = call_of("q", "k", "v", q_lens=(5, 1), kv_lens=(9, 4))
-    for ordinal in (0, 1, 0, 1):
-        gpu.given.clear()
-        with no_calls_kept():
-            call.run(everywhere(call, ordinal))
-        (given,) = gpu.given
-        assert owner_of(given["kv_lens"].ctypes.data) == ordinal
-        assert given["q_lens"].tolist() == [5, 1] and given["kv_lens"].tolist() == [9, 4]
-    assert sum(step[0] == "to gpu" for step in gpu.log) == 4
-
-
-def test_small_arrays_of_equal_bytes_differ_in_their_shape(gpu):
-    """A column and a row of blocks, both True and False."""
-    long, short = np.zeros((2, 1, 1, 32, 8), np.float32)[0], np.zeros((1, 1, 16, 8), np.float32)
-    for q, k, shape in ((long, short, (2, 1)), (short, long, (1, 2)), (long, short, (2, 1))):
-        mask = np.array([True, False]).reshape(shape)
-        there = [on_gpu(x) for x in (q, k, k)]
-        fa_numba.flash_attention_2(*there, block_mask=mask, tiles=Tiles(16, 16))
-        found = gpu.given[-1]["block_mask"]
-        assert found.shape == (1, 1, *shape) and (found == mask).all()
-
-
 def reached(function):
     """The instructions that a kernel or a device function calls, by way of others too."""
     found, seen, waiting = set(), set(), [function]
@@ -741,18 +679,6 @@ def test_a_kernel_adds_two_at_once_where_its_gpu_can(gpu, kept, options):
     assert len(kept) == 2
     keys = {kernel_cache.key_of(kernel, (9, 0)) for kernel, *_ in gpu.loaded}
     assert len(keys) == len({kernel for kernel, *_ in gpu.loaded})
-
-
-def test_a_kernel_is_loaded_once_on_each_gpu(gpu):
-    call = call_of("q", "k", "v")
-    for ordinal in (0, 1, 0, 1):
-        with no_calls_kept():
-            call.run(everywhere(call, ordinal))
-    assert [(capability, place) for _, capability, place in gpu.loaded] == [
-        ((9, 0), 0),
-        ((8, 0), 1),
-    ]
-    assert all(size == gpu.launched[0].shared_bytes for size in gpu.allowed.values())
 
 
 @pytest.mark.parametrize("library", ["interface", "torch", "dlpack"])
@@ -813,17 +739,6 @@ def test_the_stream_is_the_current_one_of_the_arrays_gpu(gpu, torch):
         gpu.log.clear()
         MANY.having(stream=given).run(everywhere(MANY, ordinal, "torch"))
         assert streams_of(gpu) == 6 * [want]
-
-
-def test_a_stream_of_another_gpu_is_the_drivers_to_refuse(gpu, torch):
-    gpu.streams = {5: 0, 6: 1}
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="failed: CUDA_ERROR_INVALID_HANDLE"):
-            FORWARD.having(stream=6).run(FORWARD.made("torch"))
-        assert not gpu.launches
-        torch.current = {0: 5, 1: 6}
-        FORWARD.run(FORWARD.made("torch"))
-        gpu.launches.clear()
 
 
 def test_a_mask_is_converted_on_the_stream_of_its_gpu(gpu, torch):
@@ -950,31 +865,6 @@ def test_launches_are_the_plans(gpu):
                 gpu.launches.clear()
                 plain.having(algorithm=algorithm).run(plain.made("interface"))
                 assert [x[:2] for x in gpu.launches] == [(k.name, k.grid) for k in plan.kernels]
-
-
-def test_host_arrays_are_sent_before_and_fetched_after(gpu):
-    given = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    q, k, v = (given[n] for n in "qkv")
-    gpu.streams = {6: 0}
-    O, L = fa_numba.flash_attention_2(q, k, v, return_lse=True, stream=6)
-    assert [step[0] for step in gpu.log] == [*["to gpu"] * 3, "launch", *["to host", "wait"] * 2]
-    assert all(step[-2] == 6 for step in gpu.log if step[0] in ("to gpu", "to host", "wait"))
-    assert type(O) is type(L) is np.ndarray
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_tensors_in_host_memory_go_by_the_default_stream(gpu, torch, dtype):
-    """torch has no stream for them; results are in host memory too."""
-    host = {"bfloat16": "uint16"}.get(dtype, dtype)
-    arrays = [Tensor.of(np.ones(SHAPES[n], host), dtype) for n in "qkv"]
-    unit = "simt" if dtype == "float32" else "mma"  # whose arrays are no boxes
-    results = fa_numba.flash_attention_2(*arrays, return_lse=True, unit=unit)
-    assert [x.device.type for x in results] == ["cpu", "cpu"]
-    assert [str(x.dtype) for x in results] == [f"torch.{dtype}", "torch.float32"]
-    (given,) = gpu.given
-    for name, x in zip("QKV", arrays, strict=True):
-        assert given[name].tobytes() == x.values.tobytes()
-    assert streams_of(gpu) == [0] and not torch.entered
 
 
 def _with_functions(x, table):

@@ -5,11 +5,8 @@ torch and torch.distributed are stand-ins, whose ranks are threads; ``test_ring_
 processes over the real ones, where they are installed.
 """
 
-import doctest
-import importlib
 import itertools
 import re
-import sys
 import weakref
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -26,7 +23,6 @@ from fa_numba import device as devices
 from fa_numba import io_model, reference, ring
 from fa_numba.host import merging
 from fa_numba.problem import Problem
-from fa_numba.ring import call as ring_call
 from fa_numba.ring import link, visible
 
 # --- who computes what -----------------------------------------------------------------------
@@ -195,26 +191,6 @@ def test_added_parts_are_those_of_float64(case):
     assert (dict(counts.loads), dict(counts.stores)) == ({"X": n, "Y": n}, {"X": n})
 
 
-def test_a_part_without_columns_changes_nothing():
-    """Not one bit of O and L."""
-    x, x_lse, y, y_lse = merged_inputs(16, "float16", "float16", "bhnd")
-    y_lse[...], y[...] = -np.inf, 0
-    out, lse = x.copy(), np.empty_like(x_lse)
-    merging.merge(out, x_lse, y, y_lse, lse)
-    assert out.tobytes() == x.tobytes() and lse.tobytes() == x_lse.tobytes()
-
-
-def test_halves_of_rows_are_merged_in_place():
-    """A view of the last rows, as a causal step has them; the first keep their bits."""
-    x, x_lse, y, y_lse = merged_inputs(16, "float32", "float16", "bhnd")
-    want, _ = merged_truth(x, x_lse, y, y_lse, "bhnd")
-    out, lse = x.copy(), x_lse.copy()
-    views = out[:, :, 20:], x_lse[:, :, 20:], y[:, :, 20:], y_lse[:, :, 20:], lse[:, :, 20:]
-    merging.merge(*views)
-    assert out[:, :, :20].tobytes() == x[:, :, :20].tobytes()
-    np.testing.assert_allclose(out[:, :, 20:], want[:, :, 20:], atol=1e-4)
-
-
 def test_parts_that_do_not_fit_are_refused():
     x, x_lse, y, y_lse = merged_inputs(16, "float32", "float32", "bhnd")
     for change, says in (
@@ -380,61 +356,6 @@ def test_both_passes_are_those_of_one_device(torch, case):
         assert sent[rank] == sum(each.sent for each in traffic)
 
 
-@pytest.mark.parametrize("travels", ring.TRAVELS)
-def test_losses_of_some_ranks_are_of_O_and_of_others_of_L(torch, travels):
-    """What travels is the same for both: a gradient that a rank does not have is 0."""
-    ft, size = fa_numba_torch(), (1, 2, 8, 8)
-    q, k, v, dout = np.random.default_rng(3).standard_normal((4, *size)).astype(np.float32)
-    dlse = dout[..., 0].copy()
-    dout[:, :, :4], dlse[:, :, 4:] = 0, 0
-
-    def work(rank):
-        mine = slice(4 * rank, 4 * rank + 4)
-        given = [Tensor.of(x[:, :, mine].copy(), requires_grad=True) for x in (q, k, v)]
-        made = ft.ring_attention(*given, travels=travels, return_lse=True)
-        gradient = (dlse, dout)[rank][:, :, mine]
-        made[1 - rank].backward(Tensor.of(gradient.copy()))
-        return [x.grad.values for x in given]
-
-    with ranks_of(torch, 2) as distributed:
-        found = distributed.run(work)
-    exact = reference.attention_backward(dout, q, k, v, dlse=dlse)
-    for got, want in zip(zip(*found, strict=True), exact, strict=True):
-        np.testing.assert_allclose(np.concatenate(got, axis=2), want, atol=2e-6)
-
-
-def test_a_call_without_gradients_sends_the_forward_pass_alone(torch):
-    ft = fa_numba_torch()
-    x = np.ones((1, 1, 4, 8), np.float32)
-
-    def work(rank):
-        torch.grad = False
-        out = ft.ring_attention(*(Tensor.of(x, requires_grad=True) for _ in "qkv"))
-        assert out.node is None
-        return out.values
-
-    with ranks_of(torch, 2) as distributed:
-        found = distributed.run(work)
-    assert all(np.array_equal(each, x) for each in found)
-    assert [nbytes for _, _, nbytes in distributed.sent] == 4 * [x.nbytes]
-
-
-@pytest.mark.parametrize("learns", ["q", "k", "v", "sinks"])
-def test_one_argument_that_learns_is_enough(learns, torch):
-    ft = fa_numba_torch()
-    shapes = {name: (1, 1, 4, 8) for name in "qkv"} | {"sinks": (1,)}
-
-    def work(rank):
-        given = {
-            name: Tensor.of(np.ones(shape, np.float32), requires_grad=name == learns)
-            for name, shape in shapes.items()
-        }
-        return ft.ring_attention(**given).node
-
-    with ranks_of(torch, 2) as distributed:
-        assert None not in distributed.run(work)
-
-
 def call_of(rank, changes, ft, **common):
     """A call that ``changes[rank]`` has its own arguments of."""
     given = {name: Tensor.of(np.ones((1, 1, 4, 8), np.float32)) for name in "qkv"}
@@ -530,26 +451,6 @@ def test_lengths_are_those_of_the_call(torch):
     # Columns end at 1, rows at 8: the last row's diagonal is column 0.
     assert second[2] == [0.0] * 4 and first[2] == [0.0] * 4
     assert first[3] + second[3] == [0.0, 8.0, 16.0, 24.0, 1000.0, 1008.0, 1016.0, 1024.0]
-
-
-def test_any_failure_of_a_rank_is_told_to_the_others(torch):
-    """Not of arguments alone."""
-    ft, check = fa_numba_torch(), ring_call._check_plans
-
-    def fails_on_one(*arguments):
-        if torch.distributed.get_rank() == 1:
-            raise KeyError("what nobody thought of")
-        check(*arguments)
-
-    with (
-        ranks_of(torch, 3) as distributed,
-        mock.patch.object(ring_call, "_check_plans", fails_on_one),
-    ):
-        found = distributed.run(lambda rank: call_of(rank, {}, ft))
-    assert not distributed.sent
-    for error in found:
-        assert isinstance(error, ValueError), error
-        assert "refused: rank 1: KeyError: 'what nobody thought of'" in str(error)
 
 
 REFUSED = [
@@ -660,13 +561,6 @@ def test_break_even_is_where_both_send_the_same(dtype, passes):
                 t: io_model.ring(p, ranks, 0, travels=t, passes=passes).sent for t in ("kv", "q")
             }
             assert max(sent, key=sent.get) == more
-
-
-@pytest.mark.parametrize("name", ["fa_numba.io_model.ring", "fa_numba.ring.schedule"])
-def test_examples_say_what_comes_back(name):
-    importlib.import_module(name)
-    found = doctest.testmod(sys.modules[name])
-    assert found.attempted and not found.failed
 
 
 def test_the_model_refuses_what_is_no_ring():

@@ -164,12 +164,6 @@ def test_both_passes_have_the_tensors_among_the_options(gpu, attention, algorith
         check_both_passes(gpu, attention, tensors | added, {"causal": True}, algorithm)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_both_passes_in_16_bits(gpu, attention, dtype):
-    tensors = leaves(dtype=dtype) | {"bias": tensor((Hq, Nq, Nk))}
-    check_both_passes(gpu, attention, tensors, {"causal": True})
-
-
 def test_the_backward_pass_has_options_of_its_own(gpu, attention, torch):
     for own, backward in (
         ({"deterministic": True}, {"deterministic": True}),
@@ -188,12 +182,6 @@ def test_the_backward_pass_has_options_of_its_own(gpu, attention, torch):
 
 
 # --- gradients -------------------------------------------------------------------------------
-
-
-def test_a_bias_alone_can_have_a_gradient(gpu, attention):
-    for name, shape in (("bias", (Hq, 1, Nk)), ("attn_mask", (Nq, Nk))):
-        tensors = {n: tensor(x.shape, gradient=False) for n, x in leaves().items()}
-        check_both_passes(gpu, attention, tensors | {name: tensor(shape)}, {})
 
 
 @pytest.mark.parametrize("name", ADDED)
@@ -306,28 +294,6 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
         with pytest.raises(ValueError, match=says):
             attention(**leaves(shapes), **options)
     assert not gpu.log
-
-
-def test_what_has_one_order_or_need_not_is_taken(gpu, attention, torch):
-    torch.deterministic = True
-    row, whole = (Hq, 1, Nk), (B, Hq, Nq, Nk)
-    for bias, options in (
-        (tensor(row, gradient=False), {"deterministic": True}),
-        (tensor(row, gradient=False), {"deterministic": None, "algorithm": "fa1"}),
-        (tensor(whole), {"deterministic": None, "algorithm": "fa1"}),
-        (tensor(whole), {"deterministic": None}),
-        (tensor(row), {"deterministic": False}),
-    ):
-        out = attention(**leaves(), bias=bias, **options)
-        out.backward(tensor(Q, gradient=False))
-        assert (bias.grad is not None) == bias.requires_grad
-    torch.deterministic = False
-    attention(**leaves(), bias=tensor(row), deterministic=None, algorithm="fa1")
-
-
-def test_the_stages_of_tiles_are_the_forward_passes(gpu, attention):
-    tiles, backward = {"tiles": Tiles(32, 32, stages=2)}, {"tiles": Tiles(32, 32)}
-    check_both_passes(gpu, attention, leaves(dtype="float16"), tiles, backward=backward)
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -453,44 +419,7 @@ def test_dropout_without_a_seed_draws_one_from_torch(gpu, attention, torch):
     assert drawn == [(FIRST_SEED + n, 0, 3) for n in range(3)]
 
 
-def test_large_seeds_are_drawn_whole(gpu, attention, torch):
-    torch.drawn = iter([2**62 + 2**31 + 5, 2**63 - 2])
-    for low, high in ((-(2**31) + 5, 2**30), (-2, 2**31 - 1)):
-        attention(**leaves(), dropout_p=0.5)
-        assert words(gpu) == (low, high, 0)
-
-
-def test_without_need_none_is_drawn(gpu, attention, torch):
-    for options in ({}, {"dropout_p": 0.0}, {"dropout_p": None}, {"dropout_p": 0.5, "seed": 7}):
-        out = attention(**leaves(), **options)
-        if options.get("seed"):
-            assert words(gpu) == (7, 0, 0)
-        out.backward(tensor(Q, gradient=False))
-    assert next(torch.drawn) == FIRST_SEED
-
-
 # --- values ----------------------------------------------------------------------------------
-
-
-def test_values_and_gradients_are_those_of_float64(torch, attention):
-    """On torch's CPU, with a seed that was drawn and a bias that has a gradient."""
-    dout, q, k, v = random_gradients(*SIZES)
-    bias = np.random.default_rng(3).standard_normal((1, Hq, Nq, Nk), np.float32)
-    values = {"q": q, "k": k, "v": v, "bias": bias}
-    options = {"causal": True, "dropout_p": 0.25, "softcap": 2.0}
-    with devices.using("emulator"):
-        tensors = {name: Tensor.of(x, requires_grad=True) for name, x in values.items()}
-        out, lse = attention(**tensors, **options, return_lse=True)
-        out.backward(Tensor.of(dout))
-        options |= {"seed": FIRST_SEED, "bias": bias}
-        want = truth(q, k, v, **options)
-        assert_within("O", out.values, want.O, want.O_bound)
-        assert_within("L", lse.values, want.L, want.L_bound)
-        saved = (out.values, lse.values)
-        right = true_gradients(dout, q, k, v, saved_values=saved, return_dbias=True, **options)
-    for name, bound in right.bounds.items():
-        got = tensors["bias" if name == "dbias" else name[1:]].grad.values
-        assert_within(name, got, getattr(right, name), bound)
 
 
 TABLES = np.random.default_rng(4).standard_normal((2, Hq, Nq + Nk), np.float32)

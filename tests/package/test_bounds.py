@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import fa_numba
@@ -16,7 +15,6 @@ from experiments.lab.measure.series import by_planes
 from fa_numba import Tiles, bounds
 from fa_numba import device as devices
 from fa_numba.bounds import cache, occupancy
-from fa_numba.bounds.multiprocessor import share
 from fa_numba.device import assembling
 
 DATA = Path(__file__).resolve().parents[2] / "figures" / "data"
@@ -147,31 +145,6 @@ def test_plans_fit_the_gpu_they_are_made_for(dtype, algorithm, passes, d):
     assert fa_numba.plan(shape, shape, **facts).tiles == before
 
 
-def test_a_call_that_would_not_fit_a_card_is_refused_on_the_emulator():
-    q = np.ones((1, 1, 4, 64), np.float32)
-    for name in ("RTX 3060", "A100", "B200"):
-        with bounds.as_gpu(name):
-            assert devices.compute_capability() == bounds.named(name).capability
-            fa_numba.flash_attention_2(q, q, q)
-            if name == "RTX 3060":
-                with pytest.raises(ValueError, match="163840 bytes of shared memory, the device"):
-                    fa_numba.flash_attention_2(q, q, q, tiles=Tiles(128, 128))
-            else:
-                fa_numba.flash_attention_2(q, q, q, tiles=Tiles(128, 128))
-
-
-def test_a_t4_computes_in_float32_alone():
-    """In tiles for its 64 KiB; its calls run on the emulator too."""
-    q = np.ones((1, 1, 4, 64), np.float32)
-    with bounds.as_gpu("T4"):
-        with pytest.raises(ValueError, match=r"7\.5: mma needs 8\.0; there is simt, which takes"):
-            fa_numba.flash_attention_2(*[q.astype(np.float16)] * 3)
-        for call in (fa_numba.flash_attention_1, fa_numba.flash_attention_2):
-            assert (call(q, q, q) == 1).all()
-            with pytest.raises(ValueError, match="98304 bytes of shared memory, the device has 65"):
-                call(q, q, q, tiles=Tiles(128, 64))
-
-
 def test_the_gpu_that_is_here(monkeypatch):
     found = dict(name="NVIDIA H200", multiprocessors=131, shared_bytes=1000, l2_bytes=5)
     limits = dict(shared_bytes=1, registers=2, threads=3, blocks=4)
@@ -212,15 +185,6 @@ def test_blocks_of_a_multiprocessor(threads, shared, registers, blocks, limit):
     found = occupancy(H200, kernel, registers)
     assert (found.least, found.most, found.limit) == (blocks, blocks, limit)
     assert str(found) == str(blocks)
-
-
-def test_unknown_registers_leave_a_range():
-    kernel = SimpleNamespace(threads=256, shared_bytes=50 * 1024, min_blocks=1)
-    assert str(occupancy(H200, kernel)) == "1 to 4"
-    assert str(occupancy(H200, SimpleNamespace(**vars(kernel) | {"min_blocks": 2}))) == "2 to 4"
-    for registers in (255, 128, 64, 32):
-        known = occupancy(H200, kernel, registers)
-        assert 1 <= known.least == known.most <= 4
 
 
 def test_registers_come_from_a_compile_alone(monkeypatch):
@@ -275,14 +239,6 @@ def test_the_data_sheet_of_the_gpu_that_is_here():
         assert getattr(device, name) == getattr(sheet, name), name
 
 
-def test_the_share_of_the_multiprocessors():
-    assert share(H200, 132) == 1.0 == share(H200, 264)
-    assert share(H200, 33) == 0.25
-    assert share(H200, 133) == pytest.approx(133 / 264)
-    assert share(H200, 133, even=False) == 1.0
-    assert share(H200, 66, even=False) == 0.5
-
-
 # --- what is expected ------------------------------------------------------------------------
 
 
@@ -309,14 +265,6 @@ def test_times_by_hand():
     assert unknown.l2 is None and unknown.bound == "compute"
 
 
-def test_computed_flops_are_of_whole_tiles():
-    assert bounds.computed_flops(small(N=100, tiles=Tiles(64, 64))) == 4 * 128 * 128 * 16
-    causal = small(N=128, tiles=Tiles(64, 64), causal=True)
-    assert bounds.computed_flops(causal) == 4 * 3 * 64 * 64 * 16
-    backward = small(N=64, passes="bwd", tiles=Tiles(64, 64))
-    assert bounds.computed_flops(backward) == 10 * 64 * 64 * 16 == backward.flops
-
-
 @pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
 @pytest.mark.parametrize("passes", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -332,19 +280,6 @@ def test_device_memory_has_at_least_inputs_and_outputs(algorithm, passes, dtype)
     assert least <= always.bytes <= never.bytes <= plan.accesses.bytes
     if algorithm != "fa2":
         assert always.bytes < never.bytes
-
-
-def test_what_standard_attention_moves_where_l2_holds_its_matrices():
-    """Every kernel then takes its inputs and gives its outputs once, N x N matrices are only
-    written: S, P and O forward, S, P, dP and dS and three gradients backward.
-    """
-    shape, matrix = (1, 2, 256, 32), 4 * 2 * 256 * 256
-    own, endless = 4 * math.prod(shape), replace(H200, l2_bytes=1 << 40)
-    forward = fa_numba.plan(shape, shape, algorithm="standard")
-    assert cache.dram(forward, endless, 132).bytes == 4 * own + 2 * matrix
-    backward = fa_numba.plan(shape, shape, algorithm="standard", passes="bwd")
-    # Q, K; dO, V; dO; K; Q, and dV, dQ, dK
-    assert cache.dram(backward, endless, 132).bytes == 10 * own + 4 * matrix
 
 
 @pytest.mark.parametrize(

@@ -217,17 +217,6 @@ def test_the_plan_says_how_many_blocks_share_a_tile(capsys):
     assert "blocks a" not in output(capsys, "plan", *size)
 
 
-def test_a_t4_has_float32_alone(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["plan", *SIZE, "--device", "t4"])
-    said = " ".join(capsys.readouterr().err.split())
-    assert "capability 7.5: mma needs 8.0; there is simt, which takes float32" in said
-    found = planned(capsys, *SIZE, "--device", "t4", "--dtype", "float32")
-    assert found["computed on"] == 3 * ["CUDA cores"] and "-" not in found["time at least"]
-    shared = [found[name][2] for name in ("fa1_forward", "fa2_forward", "standard_scores")]
-    assert all(float(x.removesuffix(" KiB")) <= 64 for x in shared)
-
-
 def test_without_a_gpu_it_says_for_which_one_it_plans(capsys, monkeypatch):
     monkeypatch.setattr(devices, "on_gpu", lambda: False)
     text = output(capsys, "plan", *SIZE)

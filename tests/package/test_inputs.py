@@ -12,7 +12,7 @@ import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
 from fa_numba.host.arrays import on_host
-from fa_numba.options import FEATURES, NAMES, Features
+from fa_numba.options import NAMES
 
 B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 11, 4
 SIZES = (B, Hq, Hk, Nq, Nk, d)
@@ -62,30 +62,6 @@ def test_a_layout_changes_where_axes_lie_and_nothing_else(algorithm, dtype):
     assert_same(both_passes(algorithm, dtype, layout=None, **options), want)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_out_and_plan_have_the_layout(algorithm):
-    _, q, k, v = (x.swapaxes(1, 2) for x in random_gradients(*SIZES))
-    out = np.full(q.shape, np.nan, np.float32)
-    given = {"algorithm": algorithm, "layout": "bnhd"}
-    assert fa_numba.attention(q, k, v, out=out, **given) is out
-    assert np.array_equal(out, fa_numba.attention(q, k, v, **given))
-    planned = fa_numba.plan(q.shape, k.shape, **given)
-    plain = fa_numba.plan((B, Hq, Nq, d), (B, Hk, Nk, d), algorithm=algorithm)
-    assert planned.accesses == plain.accesses and planned.kernels == plain.kernels
-    assert planned.problem.q_shape == (B, Nq, Hq, d)
-    with pytest.raises(ValueError, match="out has shape"):
-        fa_numba.attention(q, k, v, out=out.swapaxes(1, 2), **given)
-
-
-def test_shape_errors_say_which_layout_is_meant():
-    q, k = np.zeros((1, 5, 4, 8), np.float32), np.zeros((1, 7, 2, 8), np.float32)
-    with pytest.raises(ValueError, match=r"k has heads 7 .* layout='bnhd' is \(batch, seqlen, h"):
-        fa_numba.flash_attention_2(q, k, k)
-    fa_numba.flash_attention_2(q, k, k, layout="bnhd")
-    with pytest.raises(ValueError, match=r"heads 7 .*layout='bhnd' is \(batch, heads, seqlen"):
-        fa_numba.flash_attention_2(q.swapaxes(1, 2), k.swapaxes(1, 2), k, layout="bnhd")
-
-
 # --- attn_mask -------------------------------------------------------------------------------
 
 
@@ -111,21 +87,6 @@ def test_a_boolean_mask_is_a_bias_of_minus_infinity(algorithm, shape):
         finite = np.isfinite(b)
         assert np.array_equal(finite, np.isfinite(a))
         assert abs(a[finite] - b[finite]).max() < 1e-5
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_mask_of_numbers_is_added(algorithm, dtype):
-    mask = np.random.default_rng(6).standard_normal((Hq, 1, Nk)).astype(dtype)
-    want = both_passes(algorithm, bias=mask.astype(np.float32))
-    assert_same(both_passes(algorithm, attn_mask=mask), want)
-
-
-def test_a_plan_takes_the_shape_of_a_mask():
-    shapes = (B, Hq, Nq, d), (B, Hk, Nk, d)
-    want = fa_numba.plan(*shapes, bias=(Nq, Nk))
-    assert fa_numba.plan(*shapes, attn_mask=(Nq, Nk)) == want
-    assert fa_numba.plan(*shapes, attn_mask=np.ones((Nq, Nk), bool)) == want
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -158,16 +119,6 @@ def test_obvious_values_are_taken(algorithm, name):
     assert_same(both_passes(algorithm, of=reference, **given), exact)
 
 
-def test_flags_of_numpy_are_taken():
-    dout, q, k, v = random_gradients(1, 1, 1, 5, 7, 4)
-    bias = np.zeros((5, 7), np.float32)
-    out, lse = fa_numba.flash_attention_2(q, k, v, return_lse=np.True_, bias=bias)
-    flags = {"deterministic": np.False_, "return_dbias": np.True_}
-    assert (
-        len(fa_numba.flash_attention_2_backward(dout, q, k, v, out, lse, bias=bias, **flags)) == 4
-    )
-
-
 # --- names -----------------------------------------------------------------------------------
 
 FUNCTIONS = [
@@ -182,10 +133,6 @@ def test_every_option_is_in_the_help_of_every_function():
         for name in NAMES:
             assert f"``{name}``" in inspect.getdoc(function), (function.__name__, name)
     assert len(FUNCTIONS) == 8
-
-
-def test_every_flag_has_its_feature():
-    assert tuple(FEATURES) == tuple(Features.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -209,15 +156,6 @@ def test_a_name_of_another_function_is_said_to_be_there(call, name, says):
     assert f"{name} is no option" in str(caught.value) and says in str(caught.value)
 
 
-def test_the_dtypes_of_sums_are_their_own():
-    dout, q, k, v = (x.astype(np.float16) for x in random_gradients(1, 1, 1, 5, 7, 4))
-    out, lse = fa_numba.flash_attention_2(q, k, v, return_lse=True)
-    with pytest.raises(TypeError, match="lse has dtype float16: allowed is float32$"):
-        fa_numba.flash_attention_2_backward(dout, q, k, v, out, lse.astype(np.float16))
-    with pytest.raises(TypeError, match="bias has dtype float16: allowed is float32$"):
-        fa_numba.flash_attention_2(q, k, v, bias=np.zeros((5, 7), np.float16))
-
-
 # --- what the package says of itself ---------------------------------------------------------
 
 
@@ -231,23 +169,6 @@ def test_the_version_is_that_of_the_source_tree():
     assert f"\nversion: {fa_numba.__version__}\n" in cited.read_text(encoding="utf-8")
     changes = Path(__file__).parents[2] / "CHANGELOG.md"
     assert f"\n## {fa_numba.__version__}\n" in changes.read_text(encoding="utf-8")
-
-
-def test_counts_print_as_a_table():
-    q = np.ones((1, 1, 40, 32), np.float32)
-    with fa_numba.count_accesses() as counts:
-        fa_numba.flash_attention_2(q, q, q)
-    head, *rows, total = str(counts).splitlines()
-    assert head.split() == ["array", "loads", "stores", "bytes", "loaded", "bytes", "stored"]
-    found = {row.split()[0]: [int(n.replace(",", "")) for n in row.split()[1:]] for row in rows}
-    assert found == {
-        name: [counts.loads[name], counts.stores[name], counts.load_bytes[name],
-               counts.store_bytes[name]]
-        for name in {*counts.loads, *counts.stores}
-    }  # fmt: skip
-    sums = [sum(column) for column in zip(*found.values(), strict=True)]
-    assert total.split() == ["all", *(f"{n:,}" for n in sums)] and sums[0] > 1000
-    assert len({len(row) for row in (head, *rows, total)}) == 1
 
 
 # --- JAX -------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fa_numba.masks import distance, visible_causal, visible_window
 from fa_numba.problem import MAX_SEQLEN, UNBOUNDED, Problem
 
 SIZES = dict(batch=2, heads_q=6, heads_k=3, seqlen_q=5, seqlen_k=7, head_dim=4)
@@ -38,13 +37,6 @@ def test_numpy_sizes_become_ints_and_equal_problems_are_one_key():
     assert p != Problem(**SIZES, causal=True)
     with pytest.raises(dataclasses.FrozenInstanceError):
         p.batch = 3
-
-
-def test_from_shapes_is_the_constructor():
-    q, k = (2, 6, 5, 4), (2, 3, 7, 4)
-    want = Problem(**SIZES, scale=3.0, causal=True)
-    assert Problem.from_shapes(q, k, k, scale=3.0, causal=True) == want
-    assert Problem.from_shapes(list(q), list(k), scale=3.0, causal=True) == want
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -137,13 +129,6 @@ def test_a_bad_option_is_refused(bad, error, says):
     assert all(part in str(e.value) for part in says)
 
 
-def test_the_limits_themselves_are_allowed():
-    assert Problem(**{**SIZES, "head_dim": 256}).head_dim == 256
-    # times log2(e) it must be a float32
-    largest = float(np.finfo(np.float32).max) / np.log2(np.e)
-    assert Problem(**SIZES, scale=-largest).scale == -largest
-
-
 def test_options_are_stored_as_what_they_mean():
     p = Problem(**SIZES)
     assert (p.window, p.softcap, p.bias, p.dropout_p) == ((-1, -1), None, None, 0.0)
@@ -165,32 +150,6 @@ def test_options_are_stored_as_what_they_mean():
     assert [lengths.lengths(b) for b in range(2)] == [(0, 7), (5, 0)]
     assert Problem(**SIZES, q_lens=[1, 2]).lengths(1) == (2, 7)
     assert {lengths: 1}[Problem(**SIZES, q_lens=(0, 5), kv_lens=np.array([7, 0]))] == 1
-
-
-@pytest.mark.parametrize(
-    "given, stored",
-    [
-        ((), (1, 1, 1, 1)),
-        ((7,), (1, 1, 1, 7)),
-        ([5, 1], (1, 1, 5, 1)),
-        ((6, 1, 7), (1, 6, 1, 7)),
-        ((2, 1, 5, 7), (2, 1, 5, 7)),
-        ((2, 6, 5, 7), (2, 6, 5, 7)),
-    ],
-)
-def test_a_bias_broadcasts_to_the_scores(given, stored):
-    assert Problem(**SIZES, bias=given).bias == stored
-
-
-def test_sides_of_a_window():
-    def sides(window, causal=False):
-        p = Problem(**SIZES, window=window, causal=causal)
-        return p.left, p.right
-
-    assert sides((-1, -1)) == (None, None) and sides((2, 3)) == (2, 3)
-    assert sides((0, -1)) == (0, None) and sides((-1, 0)) == (None, 0)
-    # both must hold
-    assert sides((2, 3), causal=True) == (2, 0) and sides((-1, -1), causal=True) == (None, 0)
 
 
 def test_the_longest_sequences():
@@ -342,22 +301,6 @@ def test_the_columns_of_a_row(window, causal):
                 assert type(begin) is int and type(end) is int
                 assert list(range(begin, end)) == seen, (p, entry, i)
                 assert (begins[i], ends[i]) == (begin, end) and 0 <= begin <= end <= Nk
-
-
-@pytest.mark.parametrize("Nq, Nk", [(4, 4), (3, 6), (6, 3)])
-def test_windows_and_distances_are_aligned_to_the_bottom_right(Nq, Nk):
-    rows, cols = np.arange(Nq)[:, None], np.arange(Nk)[None, :]
-    before = [[(Nk - 1 - j) - (Nq - 1 - i) for j in range(Nk)] for i in range(Nq)]
-    np.testing.assert_array_equal(distance(rows, cols, Nk - Nq), np.abs(before))
-    want = [[n >= 0 for n in row] for row in before]
-    np.testing.assert_array_equal(visible_causal(rows, cols, Nk - Nq), want)
-    assert want == [[visible_causal(i, j, Nk - Nq) for j in range(Nk)] for i in range(Nq)]
-    for left, right in itertools.product((0, 1, 4, UNBOUNDED), repeat=2):
-        want = [[-right <= n <= left for n in row] for row in before]
-        np.testing.assert_array_equal(visible_window(rows, cols, Nk - Nq, left, right), want)
-        assert want == [
-            [visible_window(i, j, Nk - Nq, left, right) for j in range(Nk)] for i in range(Nq)
-        ]
 
 
 def test_the_options_of_a_problem_are_those_that_are_on():

@@ -7,14 +7,10 @@ import pytest
 
 from fa_numba import Tiles
 from fa_numba.choices.tiles import paper_rule, simt_tiles
-from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import Features
 from fa_numba.tiling import (
     MAX_THREADS,
-    MmaBackwardSpec,
-    SimtBackwardSpec,
     SimtSpec,
-    select_mma_spec,
     select_spec,
     splits,
 )
@@ -55,25 +51,6 @@ def test_tiles_are_values():
 def test_the_backward_pass_has_no_stages():
     assert Tiles(64, 32, 64, stages=2).for_backward() == Tiles(64, 32, 64)
     assert Tiles(64, 32).for_backward() == Tiles(64, 32)
-
-
-def test_whole_numbers_are_rounded_up():
-    for n in range(1, 300):
-        assert ceil_div(n, 16) == len(range(0, n, 16)) and round_up(n, 16) == 16 * ceil_div(n, 16)
-        power = power_of_two(n)
-        assert power // 2 < n <= power and power.bit_count() == 1
-    assert ceil_div(0, 16) == round_up(0, 16) == 0
-
-
-def test_a_unit_has_pitches_in_its_own_elements_alone():
-    forward, backward = select_mma_spec(Tiles(64, 64), 64, 227 * KB), MmaBackwardSpec
-    assert forward.rows.pitch == 64
-    assert select_spec(Tiles(64, 64), 64, 227 * KB).rows_q.pitch == 64
-    for name in ("rows_q", "rows_k", "rows_v", "rows_p", "tile_floats", "d4"):
-        assert hasattr(SimtSpec, name) and not hasattr(forward, name)
-        assert not hasattr(backward, name)
-    for name in ("rows", "tile_halves"):
-        assert not hasattr(SimtBackwardSpec, name)
 
 
 # FlashAttention, Algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d)
@@ -124,25 +101,6 @@ def test_every_split_covers_the_block_exactly_once(d):
     assert found > 50
 
 
-def test_tiles_in_shared_memory_are_aligned_and_as_the_kernels_say():
-    for d, (Br, Bc) in itertools.product([1, 8, 30, 64, 256], TILINGS):
-        for s in splits(Br, Bc, d):
-            # 16-byte accesses: every array and every row begins at a multiple of 4 floats
-            assert all(n % 4 == 0 for n in s.tile_floats)
-            rows = (s.rows_q, s.rows_k, s.rows_v, s.rows_p)
-            assert all(r.pitch % 4 == 0 and r.unit % 4 == 0 for r in rows)
-            assert s.rows_q.pitch == s.rows_k.pitch == s.d4 >= d and s.rows_p.pitch == Bc
-            counts = (Br, Bc, Bc, Br)
-            assert s.shared_bytes == 4 * sum(n * r.pitch for n, r in zip(counts, rows, strict=True))
-            assert s.min_blocks >= 1
-
-
-def test_splits_are_sorted_by_shared_memory_reads():
-    for Br, Bc in TILINGS:
-        reads = [s.reads_per_fma for s in splits(Br, Bc, 64)]
-        assert reads == sorted(reads)
-
-
 LIMITS = [48 * KB, 64 * KB, 99 * KB, 100 * KB, 163 * KB, 227 * KB]
 
 
@@ -167,11 +125,6 @@ def test_the_default_follows_the_papers_where_memory_allows():
     for N in (1, 15, 16, 33, 100):
         tiles = simt_tiles("fa2", "fwd", N, N, 64, 227 * KB).value
         assert max(tiles.Br, tiles.Bc) <= max(16, 2 * N)
-
-
-@pytest.mark.parametrize("threads", [32, 64, 128, 256])
-def test_threads_are_taken_where_a_split_has_them(threads):
-    assert select_spec(Tiles(16, 16, threads), 8, 227 * KB).threads == threads
 
 
 def test_tiles_without_a_split_are_refused():
