@@ -13,38 +13,12 @@ from typing import Any
 
 from fa_numba import io_model
 
-from .beside import ring_ranks
-from .beside.ring_ranks import (
-    CP_CUDNN,
-    CP_FLASH,
-    HEAD_DIM,
-    KV,
-    LINK,
-    MERGE,
-    ONE,
-    OURS,
-    SERIES,
-    ULYSSES,
-    Q,
-    Task,
-)
-from .beside.ring_rows import (
-    Key,
-    Measured,
-    by_key,
-    efficiency,
-    gains,
-    measured,
-    place,
-    predicted,
-    ranks_of,
-    sent_bytes,
-    whole,
-)
+from .beside import ring_ranks, ring_rows
+from .beside.ring_ranks import HEAD_DIM, KV, ONE, OURS, SERIES, Q, Task
 from .lab.measure import peers, speeds
 from .lab.measure.series import columns
 from .lab.measure.timing import Timing, number
-from .lab.record import MODEL, Bench, Options, Row, nested
+from .lab.record import MODEL, Bench, Options, Row, nested, select
 from .lab.show import style, tables
 
 NAME = "ring"
@@ -68,24 +42,29 @@ SHOWN_RANKS = (16, 64, 256, 1024)
 # One direction of one GPU's link, bytes a second: 400 Gb/s, NDR InfiniBand.
 INFINIBAND = 50e9
 FILLS = 2**15  # rows from which on a part of them fills a GPU
-LABELS = {
-    ONE: "one GPU",
-    KV: "K, V travel (Q outer)",
-    Q: "Q, O, L travel (K/V outer)",
-    ULYSSES: "all-to-all (Ulysses)",
-    CP_FLASH: "torch's ring, FA-2",
-    CP_CUDNN: "torch's ring, cuDNN",
-}
-COLOURS = {
-    ONE: "#BABABA", KV: "#009E73", Q: "#0072B2", ULYSSES: "#CC79A7", CP_FLASH: "#000000",
-    CP_CUDNN: "#E69F00",
-}  # fmt: skip
-MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"}
+# What figures and tables call a series, its colour and its marks.
+LOOKS = dict(
+    zip(
+        SERIES,
+        (
+            ("one GPU", "#BABABA", "."),
+            ("K, V travel (Q outer)", "#009E73", "h"),
+            ("Q, O, L travel (K/V outer)", "#0072B2", "o"),
+            ("all-to-all (Ulysses)", "#CC79A7", "^"),
+            ("torch's ring, FA-2", "#000000", "v"),
+            ("torch's ring, cuDNN", "#E69F00", "X"),
+        ),
+        strict=True,
+    )
+)
 
 
 def tasks(options: Options) -> list[Task]:
     lengths = SEQLENS[:1] if options.quick else options.seqlens or SEQLENS
-    found = [Task(LINK, 0, False, "fwd", 20), Task(MERGE, 2**17, False, "fwd", 20)]
+    found = [
+        Task(ring_ranks.LINK, 0, False, "fwd", 20),
+        Task(ring_ranks.MERGE, 2**17, False, "fwd", 20),
+    ]
     halves = () if options.quick else (SHORTEST, *(N // 2 for N in lengths))
     kinds = itertools.product((False, True), PASSES, SERIES, sorted({*lengths, *halves}))
     for causal, pass_, series, N in kinds:
@@ -123,8 +102,8 @@ def _gpus() -> int:
 
 
 def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iterator[Row]:
-    problem = whole(max(1, task.seqlen), task.causal)
-    note = f"{place(ranks)}; {found.failure}" if found.failure else place(ranks)
+    problem = ring_rows.whole(max(1, task.seqlen), task.causal)
+    note = f"{ring_rows.place(ranks)}; {found.failure}" if found.failure else ring_rows.place(ranks)
     common = columns(NAME, task.series, problem, machine, pass_=task.pass_, note=note)
     timing = Timing.of(found.samples) if found.samples else None
     yield Row(metric="time", unit="ms", **number(timing), **common)
@@ -139,9 +118,9 @@ def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iter
 def _modelled() -> Iterator[Row]:
     choices = itertools.product((False, True), PASSES, MODEL_RANKS, OURS)
     for causal, pass_, ranks, series in choices:
-        problem = whole(MODEL_SEQLEN, causal)
-        common = columns(NAME, series, problem, MODEL, pass_=pass_, note=place(ranks))
-        value = sent_bytes(problem, ranks, series, pass_)
+        problem = ring_rows.whole(MODEL_SEQLEN, causal)
+        common = columns(NAME, series, problem, MODEL, pass_=pass_, note=ring_rows.place(ranks))
+        value = ring_rows.sent_bytes(problem, ranks, series, pass_)
         yield Row(metric="sent", unit="bytes", value=value, **common)
 
 
@@ -149,9 +128,8 @@ def draw(rows: Sequence[Row]) -> Any:
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
-    gained, machine = gains(rows), measured(rows)
-    ranks = max((ranks_of(row) for row in rows if row.series in OURS and row.source == "measured"),
-                default=0)  # fmt: skip
+    gained, machine = ring_rows.gains(rows), ring_rows.measured(rows)
+    ranks = _ranks(rows)
     panels = (("fwd", False), ("fwd", True), ("fwd+bwd", True))
     for ax, (pass_, causal) in zip(axes[0], panels, strict=True):
         ax.set_title(f"{speeds.PASSES[pass_]}, {'causal' if causal else 'not causal'}")
@@ -161,7 +139,7 @@ def draw(rows: Sequence[Row]) -> Any:
             continue
         for series in SERIES[1:]:
             points = sorted((k[3], x) for k, x in here.items() if k[0] == series)
-            style.line(ax, points, label=LABELS[series], **_look(series))
+            style.line(ax, points, label=LOOKS[series][0], **_look(series))
         ax.axhline(ranks, color="#555555", lw=0.9, ls=":")
         lengths = sorted({k[3] for k in here})
         style.sizes(ax, lengths, "N", 1 + len(lengths) // 6)
@@ -175,11 +153,17 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
+def _ranks(rows: Sequence[Row]) -> int:
+    ours = select(rows, source="measured", series=OURS)
+    return max(map(ring_rows.ranks_of, ours), default=0)
+
+
 def _look(series: str) -> dict[str, Any]:
-    return {"color": COLOURS[series], "marker": MARKERS[series]}
+    _, colour, marker = LOOKS[series]
+    return {"color": colour, "marker": marker}
 
 
-def _message(gained: Mapping[Key, float], ranks: int) -> str:
+def _message(gained: Mapping[ring_rows.Key, float], ranks: int) -> str:
     long = {k: x for k, x in gained.items() if k[0] in OURS and k[3] >= FILLS}
     if not long:
         return "Which operand travels is the loop order of the GPUs together"
@@ -193,7 +177,7 @@ def _message(gained: Mapping[Key, float], ranks: int) -> str:
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
     wanted: dict[str, Any] = {"metric": "sent", "source": "model", "causal": False}
-    found = nested(rows, attrgetter("series", "pass_"), ranks_of, **wanted)
+    found = nested(rows, attrgetter("series", "pass_"), ring_rows.ranks_of, **wanted)
     if not found:
         style.empty(ax, "not modelled")
         return
@@ -210,7 +194,7 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     style.byte_axis(ax.yaxis)
 
 
-def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
+def _draw_model(ax: Any, machine: ring_rows.Measured | None, pass_: str) -> None:
     ax.set_title(f"model, N={SHORTER >> 20}M, causal, {pass_}")
     if machine is None:
         style.empty(ax, "no link measured")
@@ -218,7 +202,9 @@ def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
     links = {"the link measured": (machine, "-"), "InfiniBand": (_infiniband(machine), "--")}
     # At the longer length nothing is seen below 1; its numbers are in the table.
     for series, (at, ls) in itertools.product(reversed(OURS), links.values()):
-        found = [(P, efficiency(at, SHORTER, P, series, True, pass_)) for P in MODEL_RANKS]
+        found = [
+            (P, ring_rows.efficiency(at, SHORTER, P, series, True, pass_)) for P in MODEL_RANKS
+        ]
         points = [(P, x) for P, x in found if x is not None]
         style.line(ax, points, ls=ls, ms=8 if series == Q else 5, **_look(series))
     keys = [style.key(label, ls=ls) for label, (_, ls) in links.items()]
@@ -227,7 +213,7 @@ def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
     ax.set(ylim=(0, 1.05), ylabel="share of time computed" if pass_ == "fwd" else "")
 
 
-def _infiniband(machine: Measured) -> Measured:
+def _infiniband(machine: ring_rows.Measured) -> ring_rows.Measured:
     return replace(machine, link=INFINIBAND / 1e3)
 
 
@@ -236,10 +222,10 @@ SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    times, gained = by_key(rows, "time"), gains(rows)
-    right = {key: time / times[key] for key, time in predicted(rows).items()}
-    sent = {key: moved / 1e6 for key, moved in by_key(rows, "sent").items()}
-    memory = by_key(rows, "memory")
+    times, gained = ring_rows.by_key(rows, "time"), ring_rows.gains(rows)
+    right = {key: time / times[key] for key, time in ring_rows.predicted(rows).items()}
+    sent = {key: moved / 1e6 for key, moved in ring_rows.by_key(rows, "sent").items()}
+    memory = ring_rows.by_key(rows, "memory")
     series = [s for s in SERIES if any(k[0] == s for k in times)]
     places = sorted({k[1:] for k in times if k[0] in OURS and k[3] in SHOWN})
     if not places:
@@ -253,9 +239,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         name = f"{N >> 20}M" if N >= 2**20 else f"{N >> 10}k"
         peak = tables.number(memory, (KV, *at), ".0f")
         lines.append([pass_, tables.yes_no(causal), name, *cells, peak])
-    machine = measured(rows)
-    ranks = max(ranks_of(row) for row in rows if row.series in OURS and row.source == "measured")
-    header = ["pass", "causal", "N", *(f"{LABELS[s]}, ms" for s in series)]
+    machine = ring_rows.measured(rows)
+    ranks = _ranks(rows)
+    header = ["pass", "causal", "N", *(f"{LOOKS[s][0]}, ms" for s in series)]
     header += ["K, V: gain over one GPU", "Q: gain"]
     header += ["K, V: model / time", "Q: model / time"]
     header += ["K, V: MB sent", "Q: MB sent", "K, V: MiB a GPU"]
@@ -271,12 +257,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
     """(how many measured numbers of bytes the closed form has, how many there are)."""
-    found = [row for row in rows if (row.metric, row.source) == ("sent", "measured")]
-    form = [
-        sent_bytes(whole(row.seqlen_q, row.causal), ranks_of(row), row.series, row.pass_)
+    found = select(rows, source="measured", metric="sent")
+    same = [
+        row.value == ring_rows.sent_bytes(
+            ring_rows.whole(row.seqlen_q, row.causal), ring_rows.ranks_of(row), row.series,
+            row.pass_,
+        )
         for row in found
-    ]
-    return sum(row.value == x for row, x in zip(found, form, strict=True)), len(found)
+    ]  # fmt: skip
+    return sum(same), len(same)
 
 
 def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
@@ -302,18 +291,18 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def model_table(rows: Sequence[Row]) -> tables.Table | None:
-    machine = measured(rows)
+    machine = ring_rows.measured(rows)
     if machine is None:
         return None
     lines = []
     for N, ranks in itertools.product((SHORTER, MODEL_SEQLEN), SHOWN_RANKS):
         cells = []
         for at, series, pass_ in itertools.product((machine, _infiniband(machine)), OURS, PASSES):
-            share = efficiency(at, N, ranks, series, True, pass_)
+            share = ring_rows.efficiency(at, N, ranks, series, True, pass_)
             cells.append(tables.MISSING if share is None else f"{share:.3f}")
         lines.append([f"{N >> 20}M", str(ranks), *cells])
     names = [
-        f"{link}, {LABELS[series]}, {pass_}"
+        f"{link}, {LOOKS[series][0]}, {pass_}"
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
     ]
     caption = (

@@ -44,10 +44,12 @@ def found(task, ranks):
     else:
         time = 2 * alone(pass_, causal, N) / ranks
     if task.series in OURS:
-        sent = ring.sent_bytes(ring.whole(N, causal), ranks, task.series, pass_)
+        sent = ring_rows.sent_bytes(ring_rows.whole(N, causal), ranks, task.series, pass_)
         passes = ("fwd", "bwd") if pass_ == "fwd+bwd" else ("fwd",)
         travels = task.series.removeprefix("ring-")
-        modelled = ring_rows.milliseconds(machine(), ring.whole(N, causal), ranks, travels, passes)
+        modelled = ring_rows.milliseconds(
+            machine(), ring_rows.whole(N, causal), ranks, travels, passes
+        )
         time = modelled if modelled is not None else time
     return [time, 0.9 * time, 1.2 * time], sent
 
@@ -78,7 +80,7 @@ def synthetic(ranks=2, options=None, failing=()):
 def test_without_a_link_to_wait_for_ranks_share_the_time():
     free = replace(machine(), link=float("inf"), merging=float("inf"))
     for ranks, causal, travels in product((1, 2, 4), (False, True), ("kv", "q")):
-        problem = ring.whole(2**16, causal)
+        problem = ring_rows.whole(2**16, causal)
         time = ring_rows.milliseconds(free, problem, ranks, travels, ("fwd", "bwd"))
         assert time == pytest.approx(alone("fwd+bwd", causal, 2**16) / ranks)
 
@@ -87,7 +89,7 @@ def test_a_slow_link_is_what_takes_the_time():
     """Each message is waited for: as many as the closed form has bytes of."""
     slow = replace(machine(), link=1.0, merging=float("inf"))
     for ranks, travels, passes in product((2, 3, 4), ("kv", "q"), ("fwd", "bwd")):
-        problem = ring.whole(4096 * ranks, False)
+        problem = ring_rows.whole(4096 * ranks, False)
         part = replace(problem, seqlen_q=4096, seqlen_k=4096)
         time = ring_rows.milliseconds(slow, problem, ranks, travels, (passes,))
         nbytes = io_model.ring(part, ranks, travels=travels, passes=passes).sent
@@ -137,7 +139,7 @@ def test_without_a_gpu_bytes_are_modelled_alone():
     (rows,) = ring.measure(Options(), Bench(machine=None))
     assert {row.machine for row in rows} == {MODEL}
     by = {(r.series, r.pass_, r.causal, r.place): r.value for r in rows}
-    part = replace(ring.whole(ring.MODEL_SEQLEN, False), seqlen_q=2**22, seqlen_k=2**22)
+    part = replace(ring_rows.whole(ring.MODEL_SEQLEN, False), seqlen_q=2**22, seqlen_k=2**22)
     assert by[KV, "fwd", False, "16 ranks"] == io_model.ring(part, 16).sent
 
 
@@ -304,25 +306,27 @@ def test_only_what_is_right_is_timed(monkeypatch, series, pass_):
 
 def test_the_model_gives_back_what_it_was_measured_with():
     rows = synthetic()
-    one = ring.measured(rows)
+    one = ring_rows.measured(rows)
     assert one.link == pytest.approx(LINK_SPEED)
     assert one.merging == pytest.approx(MERGE_SPEED, rel=1e-3)
-    times, said = ring.by_key(rows, "time"), ring.predicted(rows)
+    times, said = ring_rows.by_key(rows, "time"), ring_rows.predicted(rows)
     assert len(said) == len([k for k in times if k[0] in OURS])
     for key, time in said.items():
         assert time == pytest.approx(times[key], rel=1e-3)
-    gains = ring.gains(rows)
+    gains = ring_rows.gains(rows)
     assert gains["ulysses", "fwd", True, 2**14] == pytest.approx(1.0)
     assert 1.9 < gains[KV, "fwd", False, 2**17] < 2.0
     assert ring_rows.measured([row for row in rows if row.series != LINK]) is None
 
 
 def test_efficiency_falls_with_the_ranks_that_share_a_sequence():
-    shares = [ring.efficiency(machine(), 2**22, P, KV, True, "fwd") for P in (2, 64, 256, 1024)]
+    shares = [
+        ring_rows.efficiency(machine(), 2**22, P, KV, True, "fwd") for P in (2, 64, 256, 1024)
+    ]
     assert shares == sorted(shares, reverse=True) and 0.9 < shares[0] <= 1 and shares[-1] > 0
     slow = replace(machine(), link=ring.INFINIBAND / 1e3)
-    assert ring.efficiency(slow, 2**22, 1024, KV, True, "fwd") < shares[-1]
-    assert ring.efficiency(machine(), 2**11, 2, KV, True, "fwd") is None
+    assert ring_rows.efficiency(slow, 2**22, 1024, KV, True, "fwd") < shares[-1]
+    assert ring_rows.efficiency(machine(), 2**11, 2, KV, True, "fwd") is None
 
 
 def test_the_figure_takes_any_part_of_the_rows():
@@ -334,10 +338,10 @@ def test_the_figure_takes_any_part_of_the_rows():
         assert texts.count("not measured") == unmeasured
         assert texts.count("no link measured") == (2 if rows is modelled else 0)
     (top, *_, below) = ring.draw(whole).axes
-    assert [line.get_label() for line in top.lines][:-1] == [ring.LABELS[s] for s in SERIES[1:]]
+    assert [line.get_label() for line in top.lines][:-1] == [ring.LOOKS[s][0] for s in SERIES[1:]]
     # Both orders over either link, each line with its order's marks.
     marks = [line.get_marker() for line in below.lines]
-    assert sorted(marks) == sorted([ring.MARKERS[KV], ring.MARKERS[Q]] * 2)
+    assert sorted(marks) == sorted([ring.LOOKS[KV][2], ring.LOOKS[Q][2]] * 2)
     gained = {(KV, "fwd", False, 2**n): float(n - 13) for n in (14, 15, 16)}
     gained[Q, "fwd", False, 2**15] = 1.5
     assert ring._message(gained, 3) == (
