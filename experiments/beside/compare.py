@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 import fa_numba
 from fa_numba import Tiles, bounds, device, io_model
 from fa_numba.commands import text as text_of
-from fa_numba.commands.arguments import MAX_SEQLEN, as_json, tiles, whole
+from fa_numba.commands.arguments import MAX_SEQLEN, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM, Problem
 
 from ..lab.measure import calls, counts, peers
@@ -246,7 +246,6 @@ def add(commands: Any) -> None:
             "the same block sizes for both orders (default: what each takes)",
             {"type": tiles, "metavar": "BRxBC"},
         ),
-        "--json": ("print the JSON in place of the table", {"action": "store_true"}),
     }
     for option, (text, how) in sizes.items():
         sub.add_argument(option, help=text, **how)
@@ -270,11 +269,6 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         lines, said = with_counts(problem, pass_, found, list(modelled(found, gpu)))
         times, failed = measured(problem, pass_, found) if machine else ([], {})
     lines += times
-    if args.json:
-        numbers = [{"what": x.what, "from": x.source, **x.values} for x in lines]
-        about = {"problem": asdict(problem), "pass": pass_, "refused": refused, "failed": failed}
-        print(as_json({**about, "said": said, "numbers": numbers}))
-        return int(bool(failed))
     # In the backward pass both orders have K/V outside.
     names = {s: x.partition(" (")[0] for s, x in LABELS.items()} if args.backward else LABELS
     mask = "causal" if problem.causal else "not causal"

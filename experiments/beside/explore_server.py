@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,22 +31,17 @@ NOTE = "Served by python -m experiments explore: any size, the emulator runs her
 _EMULATOR = threading.Lock()
 
 
-def _calls(
+def _traces(
     N: int, d: int, Br: int, Bc: int, causal: str, window: int, unit: str, *typed: str
-) -> dict[str, tuple[Any, ...]]:
-    """What runs, by algorithm. Raises ValueError for what the emulator would not."""
+) -> dict[str, Trace]:
+    """By algorithm. Raises ValueError for what the emulator would take long for."""
     problem, tiles = explore.problem_of(N, d, causal == "yes", window, unit), fa_numba.Tiles(Br, Bc)
     explore.check(N, d, Br, Bc)
-    blocks = typed_mask.blocks_of("".join(typed), N, tiles)
-    found = {name: (f"{name}-{unit}", problem, tiles, blocks) for name, _ in explore_panels.ORDERS}
-    for call in found.values():
-        explore.planned(*call)
-    return found
-
-
-def _traces(*state: Any) -> Mapping[str, Trace]:
-    inputs = Inputs()
-    return {name: explore.trace(inputs, *call) for name, call in _calls(*state).items()}
+    blocks, inputs = typed_mask.blocks_of("".join(typed), N, tiles), Inputs()
+    return {
+        name: explore.trace(inputs, f"{name}-{unit}", problem, tiles, blocks)
+        for name, _ in explore_panels.ORDERS
+    }
 
 
 def _orders() -> Panel:
@@ -94,16 +89,10 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, name: str, query: str) -> None:
         panel = self.server.panels[name]
         try:
-            inputs = dict(parse_qsl(query, keep_blank_values=True, max_num_fields=20))
-            checking = inputs.pop("check", "")
-            state = panel.parse(inputs)
-            if checking:
-                _calls(*state.values())  # type: ignore[arg-type]
+            given = parse_qsl(query, keep_blank_values=True, max_num_fields=20)
+            state = panel.parse(dict(given))
         except ValueError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-            return
-        if checking:
-            self._json({})
             return
         with _EMULATOR if name in ("orders", "softmax") else contextlib.nullcontext():
             self._json(panel.at(**state))

@@ -58,11 +58,10 @@ function nearest(name) {
   return states.find(some => !valueOf(name, { ...now, ...some }, table.refused));
 }
 
-async function answer(name, checking) {
+async function answer(name) {
   if (!DATA.live) return lookup(name, state[name]);
   const asked = shown[name].asked = new AbortController();
-  const path = `api/${name}?${new URLSearchParams(state[name])}${checking ? "&check=1" : ""}`;
-  return (await fetch(path, { signal: asked.signal })).json();
+  return (await fetch(`api/${name}?${new URLSearchParams(state[name])}`, { signal: asked.signal })).json();
 }
 
 // --- inputs and the address ---
@@ -183,13 +182,8 @@ function build(name) {
 
 async function update(name) {
   shown[name].sync.forEach(sync => sync());
-  if (shown[name].run && answers[name]) {  // a run takes long: only whether it can is asked
-    const checked = await answer(name, true).catch(failed);
-    shown[name].run.disabled = Boolean(checked && checked.refused);
-    if (checked) say(name, checked.refused || "press Run: the page still shows the run before", Boolean(checked.refused));
-    return;
-  }
-  await draw(name);
+  if (shown[name].run && answers[name]) say(name, "press Run: the page still shows the run before");
+  else await draw(name);
 }
 
 const failed = error => error.name === "AbortError" ? null : { refused: `no answer: ${error.message}` };

@@ -1,6 +1,5 @@
 """python -m experiments compare: both orders at one size, counted, modelled and measured."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -183,8 +182,6 @@ def test_times_are_measured_where_a_gpu_is(with_a_gpu, capsys, monkeypatch):
     assert cells["TFLOP/s"][1] == f"{4 * 4 * 2048**2 * 64 / 4e9:.3g}"
     assert "standard: failed: out of memory" in lines
     assert not any("not measured" in line for line in lines)
-    found = json.loads(printed(capsys, *size, "--json", status=1))
-    assert found["failed"] == {"standard-mma": "failed: out of memory"}
 
 
 def test_inputs_too_large_for_the_host_are_not_made(with_a_gpu, monkeypatch):
@@ -207,9 +204,6 @@ def test_the_command_prints(capsys, monkeypatch):
     assert "FA-1 (K/V outer)" in lines[2] and "time: not measured, no GPU was found." in lines
     (line,) = [line for line in lines if line.startswith("time, at least")]
     assert line.endswith("data sheet")
-    found = json.loads(printed(capsys, *size, "--json"))
-    assert found["problem"]["seqlen_q"] == 48 and found["pass"] == "fwd"
-    assert {line["from"] for line in found["numbers"]} == {"model", "counted", "data sheet"}
 
 
 @pytest.mark.parametrize(
@@ -253,12 +247,9 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
     "arguments", [("--causal", "--seqlen-k=700"), ("--backward",), ("--dtype=float32",)]
 )
 def test_a_gpu_measures(arguments, capsys):
-    size = ("--seqlen=500", "--head-dim=64", "--heads=4", "--json")
-    found = json.loads(printed(capsys, *size, *arguments))
-    by = {line["what"]: line for line in found["numbers"]}
-    series = [name for name in by["time"] if name not in ("what", "from")]
-    assert len(series) >= 3
-    assert all(by["time"][name] >= by["time, at least"][name] for name in series)
+    lines = printed(capsys, "--seqlen=500", "--head-dim=64", "--heads=4", *arguments).splitlines()
+    (times,) = [line for line in lines if re.match("time  ", line)]
+    assert times.endswith("measured") and len(re.findall(r"[\d.]+ [mu]s", times)) >= 3
 
 
 def test_one_head_has_the_accesses_of_every_head():

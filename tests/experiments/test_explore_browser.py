@@ -421,7 +421,8 @@ def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
     ):
         enter(page, selector, value)
         name = selector[1:].split("-")[0]
+        if name == "orders":
+            page.click("#orders button:has-text('Run')")
         until(page, f"#{name} .said.bad", message)
-    assert page.is_disabled("#orders button:has-text('Run')")
     enter(page, "#tiles-n", "77")
     page.wait_for_selector("#tiles [data-key='fa1.bytes']")
