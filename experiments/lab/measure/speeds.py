@@ -1,29 +1,25 @@
 """Speed over the length in FA-2's setting: a `Study` says what `measure` measures."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..record import Bench, Options, Row
-from . import bandwidth, calls, peers
+from . import bandwidth, peers, variants
 from .series import (
     DETERMINISTIC,
     HOPPER_FA1,
     HOPPER_SPLITS,
     MMA_SPLITS,
     SPLITS,
-    backward_options,
     by_planes,
-    columns,
-    plan,
     query_splits,
 )
-from .timing import CHECKED_SEQLEN, SECONDS, attempt, time_call, timing_rows
-from .workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
+from .timing import SECONDS, attempt
+from .variants import Variant
+from .workloads import HEAD_DIMS, SEQLENS, fa2_setting
 
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -91,65 +87,18 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     cases = options.grid(make, lengths, every[: 1 if few else None], (False, True)[: 2 - few])
     if peers.available():
         yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)
-    inputs = Inputs(gradient=study.passes != ("fwd",))
-    checks = calls.Checks(inputs, calls.shortened(CHECKED_SEQLEN))
-    for problem in bench.each(cases, "timing"):
-        arrays = peers.on_device(inputs(problem), study.dtype)
-        for pass_ in study.passes:
-            measured: dict[str, list[Row]] = {}
-            for series in study.at(problem, pass_):
-                own = _splits(series, pass_, problem, bench.describe["multiprocessors"])
-                if own == {"query_splits": 1}:
-                    # The same launch: measuring it twice would only show noise.
-                    unsplit = UNSPLIT[series]
-                    for row in measured[unsplit]:
-                        note = row.note or f"one split: the run of {unsplit}"
-                        yield replace(row, series=series, note=note)
-                    continue
-                rows = _rows(study, series, pass_, problem, arrays, checks, bench.machine, own)
-                measured[series] = list(rows)
-                yield from measured[series]
-                device.release_memory()
-                peers.release()
+    multiprocessors = bench.describe["multiprocessors"]
+    work = [(problem, list(_calls(study, problem, multiprocessors))) for problem in cases]
+    yield from variants.times(study.name, work, bench, SECONDS, memory=True)
 
 
-def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:
-    """query_splits of a series that has them for a pass, both passes' the backward one's; empty
-    where there is no plan.
-    """
-    if series not in UNSPLIT:
-        return {}
-    passes = "fwd" if pass_ == "fwd" else "bwd"
-    splits, failure = attempt(query_splits, problem, multiprocessors, UNSPLIT[series], passes)
-    return {} if failure else {"query_splits": splits}
-
-
-def _rows(
-    study: Study, series: str, pass_: str, problem: Problem, arrays: Sequence[Any],
-    checks: calls.Checks, machine: str, own: dict[str, int],
-) -> Iterator[Row]:  # fmt: skip
-    tiles: dict[str, int | None] = {}
-
-    def work() -> tuple:
-        if series in study.ours:
-            more = {} if pass_ == "fwd" else {"passes": "bwd", **backward_options(series)}
-            chosen = plan(series, problem, **own, **more).tiles
-            tiles.update(Br=chosen.Br, Bc=chosen.Bc)
-        check = checks(series, pass_, problem, **own)
-        run = calls.make(series, pass_, problem, arrays, **own)
-        timing = time_call(run, check, seconds=SECONDS)
-        if pass_ != "fwd":
-            return timing, None
-        return timing, (peers.peak_bytes if series in study.theirs else calls.workspace_bytes)(run)
-
-    result, failure = attempt(work)
-    note = failure or ", ".join(f"{name}={value}" for name, value in own.items())
-    more: dict[str, Any] = {"pass_": pass_, "note": note, **tiles}
-    common = columns(study.name, series, problem, machine, **more)
-    if failure:
-        yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
-        return
-    timing, peak = result
-    yield from timing_rows(timing, problem, **common)
-    if peak is not None:
-        yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)
+def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:
+    """Of a series with splits, both passes have the backward one's; none where there is no plan."""
+    for pass_ in study.passes:
+        for series in study.at(problem, pass_):
+            own = Variant(series, passes=pass_)
+            if fa1 := UNSPLIT.get(series):
+                of = "fwd" if pass_ == "fwd" else "bwd"
+                splits, failure = attempt(query_splits, problem, multiprocessors, fa1, of)
+                own = own if failure else variants.splits_of(fa1, splits, pass_)
+            yield own

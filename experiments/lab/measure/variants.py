@@ -11,7 +11,7 @@ from fa_numba.problem import Problem
 
 from ..record import Bench, Row
 from . import calls, counters, peers
-from .series import call, columns, gradients, plan, row_tiles
+from .series import backward_options, columns, plan, row_tiles
 from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
 from .workloads import Inputs
 
@@ -32,7 +32,9 @@ class Variant:
 
     @property
     def planned(self) -> dict[str, Any]:
-        return self.options | ({} if self.passes == "fwd" else {"passes": self.passes})
+        """The options of its plan, of several passes the backward one's."""
+        backward = {"passes": "bwd", **backward_options(self.series)}
+        return self.options | ({} if self.passes == "fwd" else backward)
 
 
 Work = Sequence[tuple[Problem, list[Variant]]]
@@ -59,9 +61,13 @@ def measure(
     yield from _profiled(experiment, work, bench, profiled, counted)
 
 
-def times(experiment: str, work: Work, bench: Bench, seconds: float | None = None) -> Iterator[Row]:
-    """Rows of time, speed and error of every problem's variants, each checked first."""
-    backwards = any(s.passes == "bwd" for _, variants in work for s in variants)
+def times(
+    experiment: str, work: Work, bench: Bench, seconds: float | None = None, memory: bool = False
+) -> Iterator[Row]:
+    """Rows of time, speed, error and, of forward calls with `memory`, its peak, of every problem's
+    variants, each checked first.
+    """
+    backwards = any(s.passes != "fwd" for _, variants in work for s in variants)
     inputs = Inputs(gradient=backwards)
     checks = calls.Checks(inputs, calls.shortened(CHECKED_SEQLEN))
     for problem, variants in bench.each(work, "timing"):
@@ -69,20 +75,21 @@ def times(experiment: str, work: Work, bench: Bench, seconds: float | None = Non
         timed: dict[str, list[Row]] = {}
         for variant in variants:
             if variant.same_as is None:
-                rows = _timed(experiment, variant, problem, arrays, checks, bench.machine, seconds)
-                timed[variant.series] = list(rows)
+                of = (experiment, variant, problem, arrays, checks, bench.machine)
+                timed[variant.series] = list(_timed(*of, seconds, memory))
                 device.release_memory()
+                peers.release()
             else:
                 timed[variant.series] = copies(variant, timed[variant.same_as])
             yield from timed[variant.series]
 
 
 def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
-    if variant.passes == "bwd":
-        own = {"before": {}, **variant.options}  # the forward pass is the plan's
-        return gradients(variant.series, problem, "bwd", *arrays, **own)
-    run = row_tiles if variant.by_row_tile else call
-    return run(variant.series, problem, *arrays[:3], **variant.options)
+    if variant.by_row_tile:
+        return row_tiles(variant.series, problem, *arrays[:3], **variant.options)
+    # The forward pass before a backward pass alone is the plan's.
+    own = variant.options | ({"before": {}} if variant.passes == "bwd" else {})
+    return calls.make(variant.series, variant.passes, problem, arrays, **own)
 
 
 def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
@@ -94,7 +101,9 @@ def _common(
     experiment: str, variant: Variant, problem: Problem, machine: str | None
 ) -> tuple[dict[str, Any], Any, str]:
     """(columns of the variant's rows, its plan, "") or (columns, None, why there is no plan)."""
-    planned, failure = attempt(lambda: plan(variant.series, problem, **variant.planned))
+    planned, failure = None, ""
+    if not calls.theirs(variant.series):
+        planned, failure = attempt(plan, variant.series, problem, **variant.planned)
     tiles = variant.options.get("tiles") if planned is None else planned.tiles
     common = columns(experiment, variant.series, problem, machine, tiles, pass_=variant.passes)
     return common, planned, failure
@@ -102,24 +111,32 @@ def _common(
 
 def _timed(
     experiment: str, variant: Variant, problem: Problem, arrays: tuple, checks: calls.Checks,
-    machine: str | None, seconds: float | None,
+    machine: str | None, seconds: float | None, memory: bool,
 ) -> Iterator[Row]:  # fmt: skip
     common, _, failure = _common(experiment, variant, problem, machine)
-    timing = None
+    found = None
     if not failure:
 
         def work() -> Any:
-            run = partial(_run, variant)
+            make = partial(_run, variant)
             name = " ".join(map(str, (variant.series, *variant.options.items())))
-            check = checks(name, variant.passes, problem, run)
-            return time_call(run(problem, arrays), check, seconds=seconds)
+            check, run = checks(name, variant.passes, problem, make), make(problem, arrays)
+            timing = time_call(run, check, seconds=seconds)
+            if not memory or variant.passes != "fwd":
+                return timing, None
+            theirs = calls.theirs(variant.series)
+            return timing, (peers.peak_bytes if theirs else calls.workspace_bytes)(run)
 
-        timing, failure = attempt(work)
+        found, failure = attempt(work)
     common["note"] = failure or variant.note
-    if timing is None:
-        yield Row(metric="time", unit="ms", value=None, **common)
-    else:
-        yield from timing_rows(timing, problem, **common)
+    if found is None:
+        for metric, unit_ in (("time", "ms"), ("speed", "TFLOP/s")):
+            yield Row(metric=metric, unit=unit_, value=None, **common)
+        return
+    timing, peak = found
+    yield from timing_rows(timing, problem, **common)
+    if peak is not None:
+        yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)
 
 
 def _profiled(
