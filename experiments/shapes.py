@@ -254,7 +254,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     peers.say_missing(bench.say)
     every = points(options)
     inputs = Inputs(gradient=True)
-    inputs.draw_for([point.problem for point in every])
     checks = calls.Checks(inputs, shorter, call_options)
     for point in bench.each(every, "timing"):
         arrays = peers.on_device(inputs(point.problem), point.problem.dtype)

@@ -261,7 +261,6 @@ def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Seq
         for chosen in bench.each([tuple(variants)], "compiling"):
             yield _compiled({name: variants[name] for name in chosen}, timed, bench, bench.machine)
         inputs = Inputs(gradient=True)
-        inputs.draw_for([TIMED])
         arrays = peers.on_device(inputs(TIMED), TIMED.dtype)
         for name in bench.each(list(variants), "timing"):
             yield from _times(name, variants[name], timed, inputs, arrays, bench.machine)

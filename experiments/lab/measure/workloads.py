@@ -89,15 +89,6 @@ class Inputs:
             for stream, size, shape in zip(drawn, sizes, shapes, strict=True)
         )
 
-    def draw_for(self, problems: Sequence[Problem]) -> None:
-        """Draw what the largest of them takes, so that no longer streams are drawn later."""
-        most: dict[str, int] = {}
-        for p in problems:
-            size = max(math.prod(p.q_shape), math.prod(p.k_shape))
-            most[p.dtype] = max(size, most.get(p.dtype, 0))
-        for dtype, size in most.items():
-            self._draw(size, dtype)
-
     def _draw(self, size: int, dtype: str) -> tuple[np.ndarray, ...]:
         def stream(seed: np.random.SeedSequence) -> np.ndarray:
             return held(np.random.default_rng(seed).standard_normal(size, np.float32), dtype)

@@ -9,5 +9,5 @@ kept        what numbers come from, and what need not be counted again
 published   the papers' own numbers
 """
 
-from .options import FIGURES, FILTERED, MASKS, PUBLISHED, REPOSITORY, Bench, Options, Refused
+from .options import FIGURES, FILTERED, PUBLISHED, REPOSITORY, Bench, Options, Refused
 from .store import EMULATOR, MODEL, Row, Store, StoreError, nested, select, values, write_if_changed

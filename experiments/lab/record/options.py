@@ -20,8 +20,6 @@ QUICK, FILTERED = FIGURES / "quick", FIGURES / "filtered"
 # Fields of `Options` by which a part of an experiment is asked for.
 CHOICES = ("seqlens", "head_dims", "causal", "tiles")
 
-MASKS = {False: "not causal", True: "causal"}
-
 T = TypeVar("T")
 
 

@@ -5,7 +5,6 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -67,8 +66,6 @@ class Runner:
                 raise Refused(f"the recording has {why}: --replace replaces it without")
             self.store.make(name)  # or else minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
-            if self.machine is None and self._on_gpus(name):
-                self.console.print("  no CUDA GPU here: what one measures is left out")
             before = None
             if self.options.complete and not self.options.recount:
                 before = kept.stored(self.store, name)
@@ -82,10 +79,6 @@ class Runner:
             rows = self.store.read(name, EMULATOR)
             if complete and counted and counted.measured == len(rows) and not counted.failed:
                 kept.keep(self.store, name, self._provenance.for_machine(EMULATOR))
-
-    def _on_gpus(self, name: str) -> bool:
-        machines = {m for store in (Store(FIGURES), self.store) for m in store.machines(name)}
-        return bool(machines - {*_NOT_GPUS})
 
     def about(self, name: str, module: Experiment) -> About:
         """What describes a run of the experiment by the machine whose rows it is of."""
@@ -224,28 +217,25 @@ class Runner:
             what = " of what was asked for" if stored and not rows else ""
             self.console.print(f"[yellow]{name}: no data{what}, no figure[/]")
             return []
-        stem = self.options.out / name
-        note = provenance.footnote(runs, rows)
-        changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
-        film = module.animate(rows, note) if hasattr(module, "animate") else None
-        if film is not None:
-            changed |= write_if_changed(stem.with_suffix(".gif"), film)
-            kinds = ".svg, .png and .gif"
-        page = module.page(rows, note) if hasattr(module, "page") else None
-        if page is not None:
-            changed |= write_if_changed(stem.with_suffix(".html"), page)
-            kinds = ".svg, .png and .html"
-        self._say_drawn(stem, kinds, changed)
+        note, stem = provenance.footnote(runs, rows), self.options.out / name
+        changed, kinds = bool(style.save(figure, stem, note)), [".svg", ".png"]
+        for kind, make in ((".gif", "animate"), (".html", "page")):
+            made = getattr(module, make, lambda *_: None)(rows, note)
+            if made is not None:
+                changed |= write_if_changed(stem.with_suffix(kind), made)
+                kinds.append(kind)
+        self._say_drawn(name, kinds, changed)
         for other, draw in registry.figures(module).items():
             further = draw(rows)
             if further is not None:
-                stem = self.options.out / other
-                self._say_drawn(stem, ".svg and .png", bool(style.save(further, stem, note)))
+                changed = bool(style.save(further, self.options.out / other, note))
+                self._say_drawn(other, kinds[:2], changed)
         return sorted({row.machine for row in rows})
 
-    def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
+    def _say_drawn(self, name: str, kinds: Sequence[str], changed: bool) -> None:
         state = "drawn" if changed else "drawn, same as before"
-        self.console.print(f"  {escape(str(stem))}{kinds}: {state}", soft_wrap=True)
+        said = f"  {self.options.out / name}{', '.join(kinds[:-1])} and {kinds[-1]}: {state}"
+        self.console.print(escape(said), soft_wrap=True)
 
     def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
         """Closed forms, counts and one GPU's rows to draw, with their runs: those in --out, else

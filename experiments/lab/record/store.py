@@ -97,14 +97,13 @@ _FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
 _KEY = _FIELDS[: _FIELDS.index("metric") + 1]
 COLUMNS = tuple(name.rstrip("_") for name in _FIELDS)
 _SETTING = tuple(name for name in _KEY if name not in ("metric", "Br", "Bc"))
-# What a cell is read as, if not as text; these may be empty.
+# What a cell is read as, if not as text; of these, some may be empty.
 _READ: dict[str, Callable[[str], Any]] = {
     "causal": {"true": True, "false": False}.__getitem__,
     **dict.fromkeys(("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"), int),
-    **dict.fromkeys(("Br", "Bc", "n"), int),
-    **dict.fromkeys(("value", "p20", "p80"), lambda text: _number(text)),
+    **dict.fromkeys(("Br", "Bc", "n"), lambda text: int(text) if text else None),
+    **dict.fromkeys(("value", "p20", "p80"), lambda text: _number(text) if text else None),
 }
-_OPTIONAL = ("Br", "Bc", "value", "p20", "p80", "n")
 
 
 def _text(value: Any) -> str:
@@ -122,16 +121,6 @@ def _number(text: str) -> Number:
         return int(text)
     except ValueError:
         return float(text)
-
-
-def _field(name: str, text: str) -> Any:
-    """A cell as its column has it. Raises ValueError that names the column."""
-    if name in _OPTIONAL and not text:
-        return None
-    try:
-        return _READ.get(name, str)(text)
-    except (KeyError, ValueError):
-        raise ValueError(f"{name.rstrip('_')} is {text!r}, which it cannot be") from None
 
 
 def impossible(row: Row) -> str:
@@ -199,8 +188,9 @@ def parse(text: str, machine: str) -> list[Row]:
             if len(line) != len(header):
                 raise ValueError(f"it has {len(line)} columns: expected {len(header)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
-            rows.append(Row(machine=machine, **{name: _field(name, cell) for name, cell in named}))
-        except ValueError as error:
+            read = {name: _READ.get(name, str)(cell) for name, cell in named}
+            rows.append(Row(machine=machine, **read))
+        except (KeyError, ValueError) as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
     return rows
 
@@ -217,30 +207,24 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
-    """Replace each file in one step unless it holds just that; gives those changed. All are on the
-    disk before the first is replaced: where one cannot be written, each is as it was. Raises
-    StoreError.
+    """Replace each file in one step unless it holds just that; gives those changed. All are written
+    before the first is replaced: where one cannot be, each is as it was. Raises StoreError.
     """
-    beside: dict[Path, str] = {}
+    beside: dict[Path, Path] = {}
     try:
         for path, content in contents.items():
             data = content.encode("utf-8") if isinstance(content, str) else content
             with naming(path):
-                if path.exists() and path.read_bytes() == data:
-                    continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                handle, beside[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-                with os.fdopen(handle, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(handle)
-                os.chmod(beside[path], 0o644)
-        for path, name in beside.items():
+                if not path.exists() or path.read_bytes() != data:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    beside[path] = path.with_name(f".{path.name}.{os.getpid()}")
+                    beside[path].write_bytes(data)
+        for path, new in beside.items():
             with naming(path):
-                os.replace(name, path)
+                new.replace(path)
     finally:
-        for name in beside.values():
-            Path(name).unlink(missing_ok=True)
+        for new in beside.values():
+            new.unlink(missing_ok=True)
     return list(beside)
 
 

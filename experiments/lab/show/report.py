@@ -4,12 +4,11 @@
     ...
     <!-- end: NAME -->
 
-What stands between two markers is replaced; all other text is written by hand. An experiment whose
-tables stand nowhere yet gets a page figures/tables/<experiment>.md.
+What stands between two markers is replaced; all other text is written by hand.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
@@ -154,23 +153,6 @@ def everywhere() -> dict[str, str]:
     return found
 
 
-def begun(placed: Collection[str]) -> dict[Path, str]:
-    """A page for each experiment of whose tables some are not placed, its markers empty."""
-    found = {}
-    for experiment in registry.names():
-        new = [name for name in registry.tables(experiment) if name not in placed]
-        if new:
-            path, title = TABLES / f"{experiment}.md", registry.words(registry.load(experiment))[0]
-            page = (
-                path.read_text("utf-8")
-                if path.exists()
-                else (f"# {title}\n\n![{title}](../{experiment}.png)\n")
-            )
-            marked = (f"\n<!-- table: {name} -->\n<!-- end: {name} -->\n" for name in new)
-            found[path] = page + "".join(marked)
-    return found
-
-
 def check(path: Path | None = None, store: Store | None = None) -> list[str]:
     """Names of the tables of a page, or of all, that differ from what the stored rows give."""
     return [name for names, _ in _stale(path, store).values() for name in names]
@@ -186,8 +168,6 @@ def update(path: Path | None = None, store: Store | None = None) -> list[str]:
 def _stale(path: Path | None, store: Store | None) -> dict[Path, tuple[list[str], str]]:
     """Of each page that differs its tables that do, and what it should be."""
     old = {each: each.read_text("utf-8") for each in ([path] if path else pages())}
-    if path is None:
-        old |= begun(everywhere())
     store, found = store or Store(FIGURES), {}
     for each, page in old.items():
         now, made = tables(page), render(page, store, each)
