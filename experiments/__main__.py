@@ -96,52 +96,48 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure both loop orders of FlashAttention and draw the figures.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("list", help="name the experiments and what each one shows")
-    for command, text in (
+
+    def add(name: str, text: str, about: str = "", **more: Any) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=about or text, **more)
+
+    parts: dict[str, Any] = {"epilog": chosen, "parents": [choices]}
+    add("list", "name the experiments and what each one shows")
+    for name, text in (
         ("run", "measure the named experiments on this machine, store the rows, draw the figures"),
         ("draw", "draw the named figures from stored rows, measuring nothing"),
     ):
-        sub = commands.add_parser(
-            command, help=text, description=text, epilog=chosen, parents=[choices]
-        )
         about = f"any of: {', '.join(names())}"
-        sub.add_argument("names", nargs="+", choices=names(), metavar="NAME", help=about)
+        add(name, text, **parts).add_argument(
+            "names", nargs="+", choices=names(), metavar="NAME", help=about
+        )
     text = "run every experiment that this machine can run, draw every figure, say what is new"
     about = f"{text}. On a GPU: what fa_numba's sources changed since; interrupted, it goes on."
-    commands.add_parser("all", help=text, description=about, epilog=chosen, parents=[choices])
+    add("all", text, about, **parts)
     compare.add(commands)
     text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
-    serving = commands.add_parser("explore", help=text, description=text)
     port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
-    serving.add_argument("--port", help="default: a free one", **port)
-    text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
-    tuning = commands.add_parser("tune", help=text, description=text)
+    add("explore", text).add_argument("--port", help="default: a free one", **port)
+    tuning = add("tune", "time the tensor-core kernels' tiles on this GPU and store the fastest")
     text = f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})"
     tuning.add_argument("--head-dims", help=text, default=tune.HEAD_DIMS, **head_dims)
     for option, known in (("--series", tune.SERIES), ("--passes", tune.PASSES)):
-        tuning.add_argument(
-            option, nargs="+", choices=known, default=known, help="what to sweep (default: all)"
-        )
-    text = "compile, without a GPU, what options make spill, and store the bytes that plans read"
-    commands.add_parser("spills", help=text, description=text)
-    text = "write the tables of paper_repro.md and figures/tables anew from figures/data"
-    commands.add_parser("report", help=text, description=text)
-    text = "list recordings whose commit is not in this history, or whose tree may have differed"
-    commands.add_parser("origins", help=text, description=text)
+        which: dict[str, Any] = {"nargs": "+", "choices": known, "default": known}
+        tuning.add_argument(option, help="what to sweep (default: all)", **which)
+    for name, text in (
+        ("spills", "compile, without a GPU, what options make spill, and store the bytes that "
+         "plans read"),
+        ("report", "write the tables of paper_repro.md and figures/tables anew from figures/data"),
+        ("origins", "list recordings whose commit is not in this history, or whose tree may have "
+         "differed"),
+    ):  # fmt: skip
+        add(name, text)
     return parser
 
 
 def _options(args: argparse.Namespace) -> Options:
     """The choices of the command line. Raises ValueError for a part of a run with --out figures."""
-    options = Options(
-        quick=args.quick,
-        seqlens=args.seqlens,
-        head_dims=args.head_dims,
-        causal=CAUSAL[args.causal] if args.causal else None,
-        tiles=args.tiles,
-        recount=args.recount,
-        replace=args.replace,
-    )
+    given = {name: getattr(args, name) for name in ("quick", "recount", "replace", *CHOICES)}
+    options = Options(**given | {"causal": CAUSAL.get(args.causal)})
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
     if args.out == FIGURES != usual:
         raise ValueError(
@@ -200,9 +196,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "compare":
         return compare.run(args, parser)
     if args.command == "explore":
-        from .beside import (
-            explore_server,  # which draws nothing, and needs the colours of what does
-        )
+        from .beside import explore_server  # draws nothing, and needs the colours of what does
 
         return explore_server.serve(args.port, console.print)
 
@@ -261,13 +255,9 @@ def _command(arguments: Sequence[str] | None) -> int:
         return 1 if failed else 0
     # What was asked for by name and is not there is an error.
     unable = [name for name in reports if reports[name].not_measured]
-    for what in ("a CUDA GPU", "torch with CUDA"):
-        lacking = [name for name in unable if reports[name].not_measured == f"needs {what}"]
-        if lacking:
-            here = what.removeprefix("a ")
-            console.print(f"[red]not measured, no {here} here: {', '.join(lacking)}[/]")
-    if missing:
-        console.print(f"[red]not drawn: {', '.join(missing)}[/]")
+    for what, which in (("not measured", unable), ("not drawn", missing)):
+        if which:
+            console.print(f"[red]{what}: {', '.join(which)}[/]")
     return 1 if failed or unable or missing else 0
 
 

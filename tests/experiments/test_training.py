@@ -259,9 +259,7 @@ def test_parts_of_the_data_are_drawn():
 # --- where it runs ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gpu", "says"), [(False, "no CUDA GPU here"), (True, "no torch with CUDA here")]
-)
+@pytest.mark.parametrize(("gpu", "says"), [(False, "a CUDA GPU"), (True, "torch with CUDA")])
 def test_without_a_gpu_or_torch_it_says_so(monkeypatch, tmp_path, capsys, gpu, says):
     monkeypatch.setattr(runner.device, "gpu_available", lambda: gpu)
     monkeypatch.setattr(runner.device, "describe", lambda: {"name": "Some GPU"})
@@ -272,7 +270,8 @@ def test_without_a_gpu_or_torch_it_says_so(monkeypatch, tmp_path, capsys, gpu, s
     recorded(tmp_path, "char_model", made_up(char_model.setting(256, 64), steps=20))
     arguments = [char_model.NAME, "--out", str(tmp_path)]
     assert command.main(["run", *arguments]) == 1
-    assert f"not measured, {says}: char_model" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"char_model: needs {says}" in said and "not measured: char_model" in said
     assert command.main(["draw", *arguments]) == 0
 
 
