@@ -16,7 +16,7 @@ from fa_numba import Tiles, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import variants
-from .lab.measure.series import columns, plan, query_splits, unit
+from .lab.measure.series import plan, query_splits, unit
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import fa2_problems, fa2_setting
@@ -33,9 +33,10 @@ PROTOCOL = (
 )
 
 SEQLEN, QUICK_SEQLEN = 4096, 512
-UNITS = {"simt": "float32", "mma": "float16"}
+UNITS = ("simt", "mma")
 # Where there is such a GPU: in 16 bits too, with a figure and a table of its own.
 HOPPER = "wgmma"
+DTYPES_OF = {"simt": "float32", "mma": "float16", HOPPER: "float16"}
 # Our metric -> ncu's; all are sums, so that calls of several kernels have them.
 PROFILED = {
     # warp instructions executed
@@ -60,8 +61,8 @@ STEPS = {
 }
 # In the backward pass K and V are outside in both orders, and FA-2's grid is over them.
 BACKWARD = STEPS | {"fa2-fa1-tiles": "FA-2, grid over K/V, FA-1's tiles"}
-# Of these there is no kernel, and so no time: what the step changes is in the closed forms.
-COUNTED_ONLY = ("fa1-unnormalised", "fa2-statistics")
+# Of these there is no kernel, and so no time: at whose tiles the closed forms are.
+COUNTED_ONLY = {"fa1-unnormalised": "fa1", "fa2-statistics": "fa2-one-block"}
 
 
 def series_of(step: str, unit: str) -> str:
@@ -150,13 +151,12 @@ def factors(found: Steps) -> dict[str, float | None]:
 
 
 def configurations(
-    problem: Problem, multiprocessors: int, passes: str = "fwd", on: str | None = None
+    problem: Problem, multiprocessors: int, passes: str, on: str
 ) -> list[variants.Variant]:
     """The steps of a pass that there are kernels for on a unit, copies behind originals: FA-2 at
     FA-1's tiles until the last; on Hopper, where registers hold fewer columns, FA-1 at FA-2's after
     its own.
     """
-    on = on or next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))
     found: list[variants.Variant] = []
@@ -188,51 +188,19 @@ def configurations(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    problems = fa2_problems(options, UNITS.values(), (SEQLEN,), (QUICK_SEQLEN,))
+    problems = fa2_problems(options, dict.fromkeys(DTYPES_OF.values()), (SEQLEN,), (QUICK_SEQLEN,))
     multiprocessors = bench.describe["multiprocessors"]
     hopper = fa_numba.device.compute_capability() == (9, 0)
+    units = [*UNITS, HOPPER] if hopper else UNITS
     for passes in ("fwd", "bwd"):
-        steps = {}
-        for p in problems:
-            more = (HOPPER,) if hopper and p.dtype == "float16" else ()
-            for on in (None, *more):
-                steps[p, on] = configurations(p, multiprocessors, passes, on)
         work = [
-            (p, [s for at, mine in steps.items() if at[0] == p for s in mine]) for p in problems
-        ]
+            (p, [step for on in units if DTYPES_OF[on] == p.dtype
+                 for step in configurations(p, multiprocessors, passes, on)])
+            for p in problems
+        ]  # fmt: skip
         yield from variants.measure(
             NAME, work, bench, PROFILED, seconds=SECONDS, counted=lambda p: not p.causal
         )
-        for (problem, _), mine in steps.items():
-            yield from _closed_forms(problem, mine, passes, bench.machine)
-
-
-def _closed_forms(
-    problem: Problem, steps: Sequence[variants.Variant], passes: str, machine: str
-) -> Iterator[Row]:
-    """Operations beside the matrix products of each step, and what no kernel shows."""
-    on = unit(steps[0].series)
-    plans = {step_of(s.series): plan(s.series, problem, **s.planned) for s in steps if s.options}
-    for step in ("fa1-own", "fa1", "fa2"):
-        plans.setdefault(step, plan(series_of(step, on), problem, passes=passes))
-    plans.setdefault("fa2-fa1-tiles", plans["fa2"])
-    plans.setdefault("fa1-splits", plans["fa1"])
-    if passes == "fwd":
-        plans |= {"fa1-unnormalised": plans["fa1"], "fa2-statistics": plans["fa2-one-block"]}
-    timed = {step_of(s.series) for s in steps}
-    for step in STEPS:
-        if step not in timed and not (step in COUNTED_ONLY and step in plans):
-            continue
-        tiles = plans[step].tiles
-        own = {"source": MODEL, "pass_": passes}
-        common = columns(NAME, series_of(step, on), problem, machine, tiles, **own)
-        value = beside_products(step, problem, tiles, passes)
-        yield Row(metric="beside_products", unit="FLOP", value=value, **common)
-        if step in COUNTED_ONLY:
-            moved = plans[step].accesses.bytes
-            if step == "fa2-statistics":  # l and m where FA-2 has L
-                moved += 4 * problem.batch * problem.heads_q * problem.seqlen_q
-            yield Row(metric="traffic", unit="bytes", value=moved, **common)
 
 
 def gigabytes(number: float) -> str:
@@ -243,7 +211,7 @@ def gigabytes(number: float) -> str:
 Problems = dict[tuple[str, Problem], list[Row]]
 
 
-def problems_of(rows: Iterable[Row], units: Sequence[str] = tuple(UNITS)) -> Problems:
+def problems_of(rows: Iterable[Row], units: Sequence[str] = UNITS) -> Problems:
     """(pass, problem) -> its rows on the units, forward first."""
     rows = [row for row in rows if unit(row.series) in units]
     return {
@@ -267,8 +235,8 @@ WATERFALL = {
 }
 
 
-def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
-    found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
+def draw(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Any:
+    found = _plain(problems_of(rows, units))
     if not found:
         return None
     (passes, problem), mine = _example(found, largest=True)
@@ -347,7 +315,7 @@ _GAINS = {
 }
 
 
-def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | None:
+def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     every = problems_of(rows, units)
     plain = _plain(every)
     if not plain:
@@ -376,7 +344,7 @@ def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | N
             "FA-1 takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
         )
     what = f"What is known of each step, {_said(*example, units)}"
-    return Table(caption, f"{first}\n{what}:\n\n{_steps(steps)}")
+    return Table(caption, f"{first}\n{what}:\n\n{_steps(*example, steps)}")
 
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
@@ -402,20 +370,25 @@ def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem
     return min(every.items(), key=order)
 
 
-def _steps(rows: Sequence[Row]) -> str:
-    of = {(step_of(r.series), r.source, r.metric): r for r in rows}
+def _steps(passes: str, problem: Problem, rows: Sequence[Row]) -> str:
+    of = {(step_of(r.series), r.source, r.metric): r for r in rows if r.metric != "beside_products"}
     lines = []
-    for step, name in (BACKWARD if rows[0].pass_ == "bwd" else STEPS).items():
-        found = next((r for at, r in of.items() if at[0] == step), None)
-        if found is None:
+    for step, name in (BACKWARD if passes == "bwd" else STEPS).items():
+        run = COUNTED_ONLY.get(step, step)
+        found = next((r for at, r in of.items() if at[0] == run), None)
+        if found is None or (run != step and passes == "bwd"):
             continue
         cells = [
             tables.cell(of.get((step, "measured", metric)), shown)
             for metric, (_, shown) in _MEASURED.items()
         ]
-        cells += [tables.cell(of.get((step, source, "traffic")), gigabytes) for source in _TRAFFIC]
-        beside = of.get((step, MODEL, "beside_products"))
-        cells.append(tables.cell(beside, lambda v: f"{v / 1e9:.1f}"))
+        moved = {source: of.get((step, source, "traffic")) for source in _TRAFFIC}
+        if run != step and (same := of.get((run, MODEL, "traffic"))):
+            more = 4 * problem.batch * problem.heads_q * problem.seqlen_q
+            own = same.number + more * (step == "fa2-statistics")  # l and m where FA-2 has L
+            moved[MODEL] = replace(same, value=own)
+        beside = beside_products(step, problem, found, passes)
+        cells += [*(tables.cell(row, gigabytes) for row in moved.values()), f"{beside / 1e9:.1f}"]
         lines.append([name, f"{found.Br} x {found.Bc}", *cells])
     names = (name for name, _ in _MEASURED.values())
     header = ["step", "tiles", *names, *_TRAFFIC.values(), "beside matrix products, GFLOP"]
