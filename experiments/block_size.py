@@ -5,7 +5,6 @@ fp16: accesses, L2 and DRAM bytes, runtime.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fa_numba import io_model
@@ -89,13 +88,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     head_dims = (HEAD_DIM,) if options.quick else HEAD_DIMS
     problems = [setting(d, dtype) for dtype in UNITS for d in head_dims]
     tiles = {problem: wanted(problem, options.quick) for problem in problems}
-    on_emulator = counted(options.quick)
-    every = [*(each for mine in tiles.values() for each in mine), *on_emulator]
-    for each in bench.track(every, "closed forms"):
+    for each in bench.track([x for mine in tiles.values() for x in mine], "closed forms"):
         yield from scaling.model(NAME, each)
-    work = [(each,) for each in on_emulator]
-    count = partial(scaling.count, NAME, inputs=Inputs())
-    yield from bench.counted(work, "counting on the emulator", count)
+    yield from scaling.counted(NAME, counted(options.quick), bench, Inputs())
     if bench.machine is not None:
         calls = [
             (problem, [variants.Variant(each.series, {"tiles": each.tiles}) for each in mine])

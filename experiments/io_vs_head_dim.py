@@ -5,7 +5,6 @@ counted on the emulator, and on a GPU the L2 and DRAM bytes; exponents fitted to
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fa_numba import device
@@ -50,13 +49,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     lengths = (COUNTED_SEQLEN // (3 if options.quick else 1),)
     wanted = options.grid(one_head, lengths, COUNTED_HEAD_DIMS[: 2 if options.quick else None])
     work = [s for p in counts.countable(wanted, bench) for s in settings(p) if scaling.runs(s)]
-    for setting in work:
-        yield from scaling.model(NAME, setting)
-    yield from bench.counted(
-        [(setting,) for setting in work],
-        "counting on the emulator",
-        partial(scaling.count, NAME, inputs=Inputs()),
-    )
+    yield from scaling.counted(NAME, work, bench, Inputs())
 
     if bench.machine is not None:
         problems = options.grid(

@@ -52,9 +52,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     lengths = COUNTED_SEQLENS[: 2 if options.quick else None]
     cases = counts.countable(options.grid(one_head, lengths, HEAD_DIMS), bench)
     with device.using("emulator"):
-        work = [(setting,) for problem in cases for setting in at(problem)]
-    count = partial(scaling.count, NAME, inputs=Inputs())
-    yield from bench.counted(work, "counting on the emulator", count)
+        settings = [(setting,) for problem in cases for setting in at(problem)]
+    count = partial(scaling.count, NAME, inputs=Inputs())  # the closed forms are the plans'
+    yield from bench.counted(settings, "counting on the emulator", count)
 
     if bench.machine is not None:
         lengths = SEQLENS[: 2 if options.quick else None]

@@ -7,7 +7,7 @@ counted, L2 and DRAM bytes; the published bounds; where square blocks need fewer
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from fa_numba import io_model
@@ -34,11 +34,12 @@ FLASH = PLANNED[1:]
 BLOCKED = "blocked-standard"
 BACKWARD_BOUND = "li-liang"
 LINES = (*FLASH, *RULED)
-LABELS = {
-    BLOCKED: "standard, square blocks, $\\sqrt{M/3}$",
-    "theta-flash": "bound $N^2d^2/M$",
-    "saha-ye": "bound of Saha and Ye",
-    BACKWARD_BOUND: "bound of Li et al.",
+# How the bounds are drawn, and square blocks.
+LOOKS: dict[str, dict[str, Any]] = {
+    BLOCKED: {"label": "standard, square blocks, $\\sqrt{M/3}$", "lw": 1.8},
+    "theta-flash": {"label": "bound $N^2d^2/M$", "ls": "--", "lw": 1.2},
+    "saha-ye": {"label": "bound of Saha and Ye", "ls": ":", "lw": 2.2},
+    BACKWARD_BOUND: {"label": "bound of Li et al.", "ls": "-.", "lw": 1.5},
 }
 
 
@@ -80,10 +81,6 @@ def memory(row: Row) -> int:
     return int(row.place.removeprefix("M="))
 
 
-def _note(M: int) -> str:
-    return f"M={M}"
-
-
 def fits(setting: Setting, M: int) -> bool:
     """Whether the planner found tiles whose kernel takes no more than M floats of shared memory."""
     made = scaling.made(setting)
@@ -92,12 +89,12 @@ def fits(setting: Setting, M: int) -> bool:
 
 def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
     """Both orders at line 1's tiles for M and, forward, at the planner's, where it has any."""
-    by_rule = [scaling.ruled(name, problem, M, _note(M), pass_) for name in RULED]
+    by_rule = [scaling.ruled(name, problem, M, f"M={M}", pass_) for name in RULED]
     if pass_ == "bwd":
         return by_rule
     if by_rule[0].Bc < STEPS[1]:
         return by_rule
-    chosen = [scaling.for_memory(name, problem, M, _note(M)) for name in FLASH]
+    chosen = [scaling.for_memory(name, problem, M, f"M={M}") for name in FLASH]
     return [s for s in chosen if fits(s, M)] + by_rule
 
 
@@ -115,13 +112,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         for pass_ in BOUNDS
         for setting in _runnable(problem, options, pass_)
     ]
-    for setting in work:
-        yield from scaling.model(NAME, setting)
-    yield from bench.counted(
-        [(setting,) for setting in work],
-        "counting on the emulator",
-        partial(scaling.count, NAME, inputs=Inputs(gradient=True)),
-    )
+    yield from scaling.counted(NAME, work, bench, Inputs(gradient=True))
 
     if bench.machine is not None:
         lengths = (QUICK_SEQLEN if options.quick else GPU_SEQLEN,)
@@ -145,7 +136,7 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
             yield from scaling.model(NAME, setting)
     for series, bound in (BOUNDS[pass_] | {BLOCKED: BLOCKS[pass_]}).items():
         if series != "theta-flash" or M >= problem.head_dim:
-            common = columns(NAME, series, problem, MODEL, note=_note(M), pass_=pass_)
+            common = columns(NAME, series, problem, MODEL, note=f"M={M}", pass_=pass_)
             value = bound(problem, M)
             yield Row(metric="accesses", unit="elements", value=value, **common)
 
@@ -181,7 +172,9 @@ def draw(rows: Sequence[Row]) -> Any:
             ours = {key: points for key, points in found.items() if key[0] in scaling.LABELS}
             scaling.draw(ax, ours, tuple(scaling.KINDS))
             if ax is left:
-                _bounds(ax, found)
+                for series, look in LOOKS.items():
+                    of = style.COLOURS["standard-simt"] if series == BLOCKED else "#777777"
+                    style.line(ax, found.get((series, "model"), {}), color=of, **look)
                 counts.annotate(ax, mine, 0.98)
             drawn |= set(ours)
             _axes(ax, found)
@@ -206,17 +199,6 @@ def _counted(rows: Sequence[Row]) -> list[Row]:
     return counted + [r for r in models if (r.seqlen_q, r.place) in places and r.series in LINES]
 
 
-def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
-    looks: dict[str, dict[str, Any]] = {
-        BLOCKED: {"color": style.COLOURS["standard-simt"], "lw": 1.8},
-        "theta-flash": {"color": "#777777", "ls": "--", "lw": 1.2},
-        "saha-ye": {"color": "#777777", "ls": ":", "lw": 2.2},
-        BACKWARD_BOUND: {"color": "#777777", "ls": "-.", "lw": 1.5},
-    }
-    for series, look in looks.items():
-        style.line(ax, found.get((series, "model"), {}), label=LABELS[series], **look)
-
-
 def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
     memories = sorted({M for points in found.values() for M in points})
     style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M, floats")
@@ -235,11 +217,8 @@ def crossing(rows: Sequence[Row]) -> float | None:
     """
     found = scaling.per_score(_large(rows), memory)
     flash, blocked = found.get((RULED[0], "model"), {}), found.get((BLOCKED, "model"), {})
-    both = sorted(set(flash) & set(blocked))
-    ahead = [math.log(flash[M] / blocked[M]) for M in both]
-    for (low, high), (a, b) in zip(
-        zip(both, both[1:], strict=False), zip(ahead, ahead[1:], strict=False), strict=True
-    ):
+    ahead = {M: math.log(flash[M] / blocked[M]) for M in sorted(set(flash) & set(blocked))}
+    for (low, a), (high, b) in pairwise(ahead.items()):
         if a > 0 >= b:
             return low * (high / low) ** (a / (a - b))
     return None
@@ -276,7 +255,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             whole = source != "model" and low >= square
             fitted.append(scaling.fit(points, *(() if whole else (low, high))))
         if any(fitted):
-            name = scaling.LABELS.get(series) or LABELS[series].partition(", $")[0]
+            name = scaling.LABELS.get(series) or LOOKS[series]["label"].partition(", $")[0]
             if pass_ == "bwd":
                 base = series.removesuffix(RULE)
                 forward = SERIES_LABELS.get(base, name)

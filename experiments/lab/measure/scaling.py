@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,17 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
     with fa_numba.count_accesses() as counted:
         once()
     yield from counts.totals(counted, **setting.fields(experiment, EMULATOR))
+
+
+def counted(
+    experiment: str, settings: Sequence[Setting], bench: Bench, inputs: Inputs
+) -> Iterator[Row | Sequence[Row]]:
+    """Closed forms of these settings, and what the emulator counts of them."""
+    for setting in settings:
+        yield from model(experiment, setting)
+    work = [(setting,) for setting in settings]
+    by = partial(count, experiment, inputs=inputs)
+    yield from bench.counted(work, "counting on the emulator", by)
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
