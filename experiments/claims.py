@@ -158,22 +158,18 @@ def draw(rows: Sequence[Row]) -> Any:
     layer = found[shown[0], "model"]
     figure, ((ax,),) = style.new(1, 1, 4.2)
     kinds = {"model": ("accessed", 1.0), "l2": ("L2", 0.65), "dram": ("DRAM", 0.35)}
-    for n, (source, (label, alpha)) in enumerate(kinds.items()):
-        for at, name in enumerate(shown):
-            row = found.get((name, source))
-            if row is None:
-                continue
-            x = at + 0.27 * (n - 1)
-            ax.bar(x, row.number, 0.25, color=style.COLOURS[name], alpha=alpha)
-            text = f"{label}\n{row.number / 1e9:.3g}"
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
-            ax.annotate(text, (x, row.number), ha="center", va="bottom", fontsize=9, bbox=box)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
     for at, name in enumerate(shown):
+        for n, (source, (label, alpha)) in enumerate(kinds.items()):
+            if row := found.get((name, source)):
+                x = at + 0.27 * (n - 1)
+                ax.bar(x, row.number, 0.25, color=style.COLOURS[name], alpha=alpha)
+                words = {"ha": "center", "va": "bottom", "fontsize": 9, "bbox": box}
+                ax.annotate(f"{label}\n{row.number / 1e9:.3g}", (x, row.number), **words)
         if name in CLAIMED_GB and layer.seqlen_q == LAYER.seqlen_q:
-            claimed = CLAIMED_GB[name][-1]
-            look = {"color": style.COLOURS["published"], "ls": "--", "lw": 1.4}
-            ax.hlines(claimed * 1e9, at - 0.42, at + 0.42, **look)
-            words = {"ha": "left", "va": "center", "fontsize": 9, "color": look["color"]}
+            claimed, color = CLAIMED_GB[name][-1], style.COLOURS["published"]
+            ax.hlines(claimed * 1e9, at - 0.42, at + 0.42, color=color, ls="--", lw=1.4)
+            words = {"ha": "left", "va": "center", "fontsize": 9, "color": color}
             ax.annotate(f"claimed {claimed:g}", (at + 0.42, claimed * 1e9), **words)
     ax.set_xticks(range(len(shown)), [LABELS[name] for name in shown])
     ax.grid(axis="x", visible=False)

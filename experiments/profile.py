@@ -190,30 +190,23 @@ SHOWN = {
 
 def draw(rows: Sequence[Row]) -> Any:
     of = pairs(rows)
-    if not of:
+    if not any(m is not None for m, _ in of.values()):
         return None
-    rows_ = places(of)
-    measured = any(m is not None for m, _ in of.values())
-    figure, axes = style.new(1, len(SHOWN), 1.0 + 0.27 * len(rows_), sharey="row", sharex=measured)
+    kernels = places(of)
+    figure, (axes,) = style.new(1, len(SHOWN), 1.0 + 0.27 * len(kernels), sharey=True, sharex=True)
     ratios = []
-    for ax, (metric, title) in zip(axes[0], SHOWN.items(), strict=True):
-        numbers = [of.get((place, metric), (None, None)) for place in rows_]
-        if measured:
-            dots = [(m / n, at) for at, (m, n) in enumerate(numbers) if n and m is not None]
-            ratios += [x for x, _ in dots]
-            ax.axvline(1, color="#555555", lw=0.9, zorder=1)
-        else:
-            dots = [(n, at) for at, (_, n) in enumerate(numbers) if n]
-            ax.set_xscale("log" if dots else "linear")
-        ax.plot(*zip(*dots, strict=True) if dots else ((), ()), "o", ms=6, color="#0072B2")
+    for ax, (metric, title) in zip(axes, SHOWN.items(), strict=True):
+        numbers = [of.get((place, metric), (None, None)) for place in kernels]
+        dots = [(m / n, at) for at, (m, n) in enumerate(numbers) if n and m is not None]
+        ratios += [x for x, _ in dots]
+        style.line(ax, dots, ls="", marker="o", ms=6, color="#0072B2")
+        ax.axvline(1, color="#555555", lw=0.9, zorder=1)
         ax.set_title(title, fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
-    axes[0, 0].set_yticks(range(len(rows_)), [label(place) for place in rows_], fontsize=9)
-    axes[0, 0].set_ylim(len(rows_) - 0.4, -0.6)
+    axes[0].set_yticks(range(len(kernels)), [label(place) for place in kernels], fontsize=9)
+    axes[0].set_ylim(len(kernels) - 0.4, -0.6)
     near = sum(abs(x - 1) <= 0.05 for x in ratios)
-    message = "what the emulator counts"
-    if measured:
-        message = f"Nsight Compute's number over the emulator's: {near} of {len(ratios)} within 5 %"
+    message = f"Nsight Compute's number over the emulator's: {near} of {len(ratios)} within 5 %"
     figure.suptitle(f"{message}\none head, N={SEQLEN}, d={HEAD_DIM}", fontsize=11.5)
     return figure
 
