@@ -51,7 +51,7 @@ PROTOCOL = (
     f"batch entries are copies of one, and of N={LONGEST}, batch 1, so are its parts, so that O "
     f"is again that of N={SEQLENS[-1]}; {REPEATS} repeats to N={REPEATED}, cut to {SECONDS:g} s, "
     f"{FEWEST} at least; beyond, 3 at N=16384 and 1 from there on without warm-up but the check's "
-    "call, and backward is the difference of both passes and forward; with dropout or lengths: "
+    "call, and backward alone is not measured; with dropout or lengths: "
     f"all of O, dq, dk and dv at N={CHECKED.seqlen_q} with the same options, and 32 rows, "
     "with dropout 128, in the middle and at the end of two heads at every N, where what is dropped "
     "is to deviate as its chance says; memory: what one call takes at its peak, with results"
@@ -138,38 +138,25 @@ class _Session:
         options: dict[str, Any], check: calls.Check,
     ) -> Iterator[Row]:  # fmt: skip
         failure = self._check_once(series, name)
-        times: dict[str, Timing] = {}
         repeated = problem.seqlen_q <= REPEATED
         for pass_ in PASSES if repeated else ("fwd", "fwd+bwd"):
             if (series, name, pass_) in self._ended:
                 continue
-            taken, why = None, failure
+            found, why = None, failure
             if not why:
                 checked = check if pass_ == "fwd" else None
-                found, why = attempt(
-                    self._measured, series, pass_, problem, arrays, options, checked, repeated
-                )
-                if found:
-                    times[pass_], taken = found
+                of = (series, pass_, problem, arrays, options, checked, repeated)
+                found, why = attempt(self._measured, *of)
             if why and "float64" not in why:  # nothing wrong, but no memory or no such kernel
                 self._ended.add((series, name, pass_))
-            yield self._time(times.get(pass_), why, name, problem, series, pass_)
+            timing, taken = found or (None, None)
+            common = columns(NAME, series, problem, self._machine, pass_=pass_)
+            yield calls.time_row(timing, why, name, **common)
             if taken is not None:
-                common = columns(NAME, series, problem, self._machine, pass_=pass_, note=name)
-                yield Row(metric="memory", unit="MiB", value=taken / 2**20, **common)
+                value = taken / 2**20
+                yield Row(metric="memory", unit="MiB", value=value, note=name, **common)
             device.release_memory()
             peers.release()
-        if not repeated and len(times) == 2:
-            both, forward = times["fwd+bwd"], times["fwd"]
-            less = [getattr(both, x) - getattr(forward, x) for x in ("median", "p20", "p80")]
-            backward = Timing(less[0], less[1], less[2], both.n)
-            yield self._time(backward, "", name, problem, series, "bwd")
-
-    def _time(
-        self, timing: Timing | None, why: str, name: str, problem: Problem, series: str, pass_: str
-    ) -> Row:
-        common = columns(NAME, series, problem, self._machine, pass_=pass_)
-        return calls.time_row(timing, why, name, **common)
 
     def _check_once(self, series: str, name: str) -> str:
         """Why the series is wrong with these options; empty where it is right."""
@@ -185,9 +172,8 @@ class _Session:
         run = calls.make(series, pass_, problem, arrays, **options)
         results = _results_bytes(problem, pass_)
         if repeated:
-            timing = time_call(
-                run, check or (lambda result: float("nan")), REPEATS, seconds=SECONDS
-            )
+            held = check or (lambda result: float("nan"))
+            timing = time_call(run, held, REPEATS, seconds=SECONDS)
             return timing, None if pass_ == "bwd" else _peak(series, run, results)
         samples: list[float] = []
         repeats = max(1, 3 * 16384 // problem.seqlen_q)
