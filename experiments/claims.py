@@ -55,39 +55,32 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     yield from _long(options, bench)
 
 
-def _place(array: str, dropout: float) -> str:
-    return f"{array}, dropout" if dropout else array
-
-
 def _options(dropout: float = 0.0) -> dict[str, Any]:
     given: dict[str, Any] = {"tiles": fa_numba.Tiles(COUNTED_TILE, COUNTED_TILE)}
     return given | ({"dropout_p": dropout, "seed": SEED} if dropout else {})
 
 
 def _model(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
-    if dropout:  # the model's counts know no dropout: it costs no access
-        return
-    accesses = plan(series, problem, **_options()).accesses
-    for metric in ("loads", "stores"):
-        yield from _by_array(problem, series, 0.0, metric, getattr(accesses, metric), MODEL)
+    if not dropout:  # the model's counts know no dropout: it costs no access
+        accesses = plan(series, problem, **_options()).accesses
+        yield from _by_array(problem, series, dropout, accesses, MODEL)
 
 
 def _count(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
-    q, k, v = Inputs()(problem)
+    arrays = Inputs()(problem)
     with fa_numba.count_accesses() as counts:
-        call(series, problem, q, k, v, **_options(dropout))()
-    for metric in ("loads", "stores"):
-        found = getattr(counts, metric)
-        yield from _by_array(problem, series, dropout, metric, found, EMULATOR)
+        call(series, problem, *arrays, **_options(dropout))()
+    yield from _by_array(problem, series, dropout, counts, EMULATOR)
 
 
 def _by_array(
-    problem: Problem, series: str, dropout: float, metric: str, found: dict[str, int], machine: str
+    problem: Problem, series: str, dropout: float, accesses: Any, machine: str
 ) -> Iterator[Row]:
     common = columns(NAME, series, problem, machine, _options()["tiles"])
-    for array, elements in sorted(found.items()):
-        note = _place(array, dropout)
-        yield Row(metric=metric, unit="elements", value=elements, note=note, **common)
+    for metric in ("loads", "stores"):
+        for array, elements in sorted(getattr(accesses, metric).items()):
+            note = f"{array}, dropout" if dropout else array
+            yield Row(metric=metric, unit="elements", value=elements, note=note, **common)
 
 
 def _paged(series: str, head_dim: int) -> Iterator[Row]:

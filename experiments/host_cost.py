@@ -101,15 +101,12 @@ def draw(rows: Sequence[Row]) -> Any:
     if not mine:
         return None
     figure, ((ax,),) = style.new(1, 1, 1.0 + 0.34 * len(mine))
-    for at, row in enumerate(mine):
-        ax.barh(at, 1e3 * row.number, height=0.6, color=style.COLOURS[row.series])
-        ax.text(1e3 * row.number, at, f" {1e3 * row.number:.3g}", va="center")
-    names = [f"{label(row)}, {PASSES[row.pass_]}" for row in mine]
-    ax.set_yticks(range(len(mine)), names)
-    ax.set_ylim(len(mine) - 0.4, -0.6)
-    ax.grid(False, axis="y")
-    longest = max(1e3 * row.number for row in mine)
-    ax.set(xlim=(0, 1.15 * longest), xlabel="microseconds of the host a call")
+    style.bars(ax, [
+        (f"{label(row)}, {PASSES[row.pass_]}", 1e3 * row.number, style.COLOURS[row.series],
+         f"{1e3 * row.number:.3g}")
+        for row in mine
+    ])  # fmt: skip
+    ax.set_xlabel("microseconds of the host a call")
     ours, theirs = (
         tables.between([1e3 * row.number for row in mine if calls.theirs(row.series) == peer])
         for peer in (False, True)

@@ -274,18 +274,14 @@ def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
     speeds, found = values(rows, "series", metric="speed"), gains(rows)
-    for at, series in enumerate(labels):
-        if series not in speeds:
-            ax.text(0, at, " no time", va="center", fontsize=9.5)
-            continue
+    shown = []
+    for series, label in labels.items():
         looks = PEER if series == PEER else "-".join(series.split("-")[:2])
-        ax.barh(at, speeds[series], height=0.62, color=style.COLOURS[looks])
-        gain = f"  ×{found[series]:.2f}" if series in found else ""
-        gain += " over one stage" if gain and series == TWO_STAGES.series else ""
-        ax.text(speeds[series], at, f" {speeds[series]:.0f}{gain}", va="center", fontsize=9.5)
-    ax.set_yticks(range(len(labels)), list(labels.values()))
-    ax.set(ylim=(len(labels) - 0.4, -0.6), xlim=(0, 1.36 * max(speeds.values(), default=1.0)))
-    ax.grid(False, axis="y")
+        text = f"{speeds[series]:.0f}" if series in speeds else "no time"
+        text += f"  ×{found[series]:.2f}" if series in found else ""
+        text += " over one stage" if series in found and series == TWO_STAGES.series else ""
+        shown.append((label, speeds.get(series, 0.0), style.COLOURS[looks], text))
+    style.bars(ax, shown)
     ax.set_xlabel("TFLOP/s, × gain over the step before")
     ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}")
 

@@ -75,11 +75,9 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
         return Row(**number(speed), **common)
 
     memory = {"metric": "bandwidth", "unit": "TB/s"}
-    X, failure = attempt(bandwidth.ones, max(footprints))
+    X = bandwidth.ones(max(footprints))
     for footprint in bench.each(footprints, "reading global memory"):
-        speed, why = None, failure
-        if X is not None:
-            speed, why = attempt(bandwidth.measure_global, X, footprint, repeats)
+        speed, why = attempt(bandwidth.measure_global, X, footprint, repeats)
         yield row(GLOBAL, speed, why, f"{footprint // MIB} MiB", **memory)
     del X
     speed, why = attempt(bandwidth.measure_shared, about["multiprocessors"], repeats)

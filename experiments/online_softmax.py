@@ -152,19 +152,14 @@ def vector_gate(x: Any) -> Gate:
 
 
 def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
-    largest = max(BATCHES) * max(lengths)
-    everything, failure = attempt(lambda: device.to_gpu(vectors(largest)))
+    everything = device.to_gpu(vectors(max(BATCHES) * max(lengths)))
     shown = [*SERIES, *([PEER] if peers.available() else [])]
     for batch, V in bench.each([(batch, V) for batch in BATCHES for V in lengths], "timing"):
-        x, gate = None, None
-        if not failure:
-            x = everything[: batch * V].reshape(batch, V)
-            gate = vector_gate(x)
+        x = everything[: batch * V].reshape(batch, V)
+        gate = vector_gate(x)
         for series in shown:
-            timing, why = None, failure
-            if gate is not None:
-                check = gate.peer if series == PEER else gate
-                timing, why = attempt(time_call, _call(series, x), check)
+            check = gate.peer if series == PEER else gate
+            timing, why = attempt(time_call, _call(series, x), check)
             yield time_row(timing, why, **of_vectors(series, batch, V, bench.machine))
     peers.release()
 

@@ -13,7 +13,7 @@ from .lab.measure import peers, speeds
 from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.measure.workloads import HEAD_DIMS
-from .lab.record import Row, published, values
+from .lab.record import Row, published, select, values
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -146,10 +146,9 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
 def errors(rows: Sequence[Row]) -> tables.Table | None:
     lines = []
     for dtype in ("float16", "bfloat16"):
-        worst: dict[str, list[tuple[float, float | None]]] = {}
-        for (_, series), pair in worst_errors(r for r in rows if r.dtype == dtype).items():
-            worst.setdefault(series, []).append(pair)
-        for series, pairs in sorted(worst.items()):
+        worst = worst_errors(r for r in rows if r.dtype == dtype)
+        for series in sorted({series for _, series in worst}):
+            pairs = [pair for (_, name), pair in worst.items() if name == series]
             beyond = [more for _, more in pairs if more is not None]
             more = f"{max(beyond):.2f}" if beyond else tables.MISSING
             largest = max(error for error, _ in pairs)
@@ -167,17 +166,14 @@ def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, floa
     in roundings of the dtype, if that was measured.
     """
     found: dict[tuple[str, str], dict[tuple, float]] = {}
-    roundings = {}
-    for row in rows:
-        if row.metric == "error" and row.value is not None:
-            place = (row.dtype, *tables.sizes(row), row.batch)
-            found.setdefault((row.pass_, row.series), {})[place] = row.value
-            roundings[place] = ROUNDING[row.dtype]
+    for row in select(rows, metric="error"):
+        place = (row.dtype, *tables.sizes(row), row.batch)
+        found.setdefault((row.pass_, row.series), {})[place] = row.number
     worst: dict[tuple[str, str], tuple[float, float | None]] = {}
     for (pass_, series), mine in found.items():
         theirs = found.get((pass_, peers.FLASH), {})
-        excess = [(mine[at] - theirs[at]) / roundings[at] for at in mine if at in theirs]
-        worst[pass_, series] = max(mine.values()), max(excess) if excess else None
+        excess = [(mine[at] - theirs[at]) / ROUNDING[at[0]] for at in mine if at in theirs]
+        worst[pass_, series] = max(mine.values()), max(excess, default=None)
     return worst
 
 

@@ -83,11 +83,6 @@ def growth(series: str, source: str) -> Quantity:
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 
 
-def area(row: Row) -> float:
-    """Of a tile of S."""
-    return float((row.Br or 0) * (row.Bc or 0))
-
-
 def wide_over_narrow(**how: Any) -> Quantity:
     calls = partial(rows, "speed_fp16", "pass_", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
@@ -162,12 +157,9 @@ def over(standard: str) -> Pair:
     return calls(series="fa2-mma") / calls(series=standard), Bounds(2, 4)
 
 
-def length(row: Row) -> float:
-    return float(row.seqlen_q)
-
-
 def longest(experiment: str, *series: str, **fields: Any) -> Quantity:
-    return rows(experiment, series=series, metric="time", fold=max, value=length, **fields)
+    return rows(experiment, series=series, metric="time", fold=max,
+                value=lambda row: float(row.seqlen_q), **fields)  # fmt: skip
 
 
 def accesses(series: str) -> Quantity:
@@ -232,7 +224,8 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         for order, series in FLASH.items()},
     "C18": {f"accesses more, of N²: {order}": (dropped(series), 0.0)
             for order, series in FLASH.items()},
-    "C19": {"area of a block": (wide_over_narrow(value=area), Bounds(0, 0.99)),
+    "C19": {"area of a block": (
+        wide_over_narrow(value=lambda row: float(row.Br * row.Bc)), Bounds(0, 0.99)),
             "time": (wide_over_narrow(), Bounds(1.01, math.inf))},
     "C20": {series: (over_blocks(series, source="model", unit="bytes").steps(), Bounds(0, 0.99))
             for series in ("fa1-simt", "fa1-mma", "fa2-simt", "fa2-mma")},

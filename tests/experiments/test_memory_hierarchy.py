@@ -163,7 +163,10 @@ def test_failures_are_rows(monkeypatch):
             bench = Bench(machine="some-gpu", describe=ABOUT, say=lambda text: None)
             return list(experiment.measure(Options(quick=True), bench))
 
-    for name, series in (("ones", experiment.GLOBAL), ("measure_shared", experiment.SHARED)):
+    for name, series in (
+        ("measure_global", experiment.GLOBAL),
+        ("measure_shared", experiment.SHARED),
+    ):
         rows = measured_with(name, broken)
         failed = [row for row in rows if row.failed]
         assert {row.series for row in failed} == {series}

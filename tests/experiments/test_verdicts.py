@@ -325,10 +325,10 @@ def test_what_the_pages_say_of_dropout():
     assert len(level) == 12 and 0.98 < min(level) and np.median(level) > 1
     ratios = shapes.ratios(recorded("shapes"))
     for pass_, least in (("fwd", 1.2), ("bwd", 0.97)):
-        fa2, cudnn = (ratios["dropout", pass_].over[peer] for peer in ("torch-fa2", "torch-cudnn"))
+        fa2, cudnn = (ratios["dropout", pass_][peer] for peer in ("torch-fa2", "torch-cudnn"))
         assert min(fa2.values()) > 1.2
         assert np.median([*cudnn.values()]) > 1.05 and min(cudnn.values()) > least
-        assert min(ratios["padded", pass_].over["torch-unfused"].values()) > 1.3
+        assert min(ratios["padded", pass_]["torch-unfused"].values()) > 1.3
 
 
 # --- trials on an H100: no experiment records them yet, and pages say what the file has -----------
@@ -543,14 +543,17 @@ def test_what_the_page_says_of_shapes():
     """In the median every class is ahead of its peer and above 0.9 of cuDNN; no point is below 0.9
     of its peer, with shared heads none below 0.95, and none failed or has no peer.
     """
-    found = shapes.ratios(recorded("shapes"))
+    rows = recorded("shapes")
+    found = shapes.ratios(rows)
     assert len(found) == 2 * len(shapes.KINDS)
-    for (kind, _), own in found.items():
-        over = own.over[shapes.KINDS[kind].peer].values()
-        assert not own.failed and len(over) == own.points
+    for at, own in found.items():
+        kind = at[0]
+        over = own[shapes.KINDS[kind].peer].values()
+        ours = [r for r in rows if (shapes.kind_of(r), r.pass_, r.series) == (*at, shapes.AUTO)]
+        assert not any(row.failed for row in ours) and len(over) == len(ours)
         assert np.median([*over]) >= 1 and min(over) >= (0.95 if kind == "shared" else 0.9)
-        if "torch-cudnn" in own.over:
-            assert np.median([*own.over["torch-cudnn"].values()]) >= 0.9
+        if "torch-cudnn" in own:
+            assert np.median([*own["torch-cudnn"].values()]) >= 0.9
 
 
 def test_what_the_page_says_of_hoppers_unit():

@@ -147,6 +147,17 @@ def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **l
         ax.plot(*zip(*pairs, strict=True), **own | look)
 
 
+def bars(ax: Any, shown: Sequence[tuple[str, float, str, str]]) -> None:
+    """Bars from the top down: (name, value, colour, what is written behind it) each."""
+    for at, (_, value, color, text) in enumerate(shown):
+        ax.barh(at, value, height=0.62, color=color)
+        ax.text(value, at, f" {text}", va="center", fontsize=9.5)
+    ax.set_yticks(range(len(shown)), [name for name, *_ in shown])
+    longest = max(value for _, value, *_ in shown)
+    ax.set(ylim=(len(shown) - 0.4, -0.6), xlim=(0, 1.36 * longest or 1.0))
+    ax.grid(False, axis="y")
+
+
 def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     """A log2 x axis over all sizes with a tick at every so many of them, 1024 as 1k."""
     from matplotlib.ticker import NullLocator
