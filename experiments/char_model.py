@@ -259,29 +259,10 @@ def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[in
     return found
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One series after training, in nats: the held-out loss, its mean and its spread over seeds
-    (largest less smallest), and its largest difference to REFERENCE's with the same seed."""
-
-    seeds: int
-    loss: float
-    spread: float
-    difference: float | None
-
-
-def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
-    """Series -> its summary after the last step; `rows` are of one problem."""
-    found = {}
-    for series in SERIES:
-        losses = curves(rows, series, "loss", AFTER)
-        if losses:
-            values = losses[max(losses)]
-            away = curves(rows, series, "loss_difference", AFTER)
-            largest = max(map(abs, away[max(away)])) if away else None
-            spread = max(values) - min(values)
-            found[series] = Summary(len(values), mean(values), spread, largest)
-    return found
+def after(rows: Sequence[Row], series: str, metric: str = "loss") -> list[float]:
+    """The numbers of all seeds after the last step, in nats; `rows` are of one problem."""
+    found = curves(rows, series, metric, AFTER)
+    return found[max(found)] if found else []
 
 
 def draw(rows: Sequence[Row]) -> Any:
@@ -308,7 +289,7 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set(xlabel="step", ylabel="nats a character", xlim=(0, None))
     right.set_yscale("log" if right.lines else "linear")
     title = f"{LAYERS} layers, fp32, batch {BATCH}; bands: all seeds"
-    if held := [x.loss for x in summaries(rows).values()]:
+    if held := [mean(x) for series in SERIES if (x := after(rows, series))]:
         span = f"{min(held):.2f} to {max(held):.2f}"
         title = f"Whichever kernel attends, held-out text costs {span} nats a character\n{title}"
     style.legend(figure, list(style.handles(axes).values()), title, ncols=4)
@@ -330,23 +311,14 @@ def _band(ax: Any, points: dict[int, list[float]], series: str, style: Any, **lo
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    lines = [
-        [
-            LABELS[series],
-            str(each.seeds),
-            f"{each.loss:.4f}",
-            f"{each.spread:.4f}",
-            tables.MISSING if each.difference is None else f"{each.difference:.1e}",
-        ]
-        for series, each in summaries(rows).items()
-    ]
-    header = [
-        "attention",
-        "seeds",
-        "held-out loss, nats a character",
-        "spread over seeds",
-        f"largest distance to {LABELS[REFERENCE]}, same seed",
-    ]
+    lines = []
+    for series in (s for s in SERIES if after(rows, s)):
+        losses, away = after(rows, series), after(rows, series, "loss_difference")
+        spread = max(losses) - min(losses)
+        line = [LABELS[series], str(len(losses)), f"{mean(losses):.4f}", f"{spread:.4f}"]
+        lines.append([*line, f"{max(map(abs, away)):.1e}" if away else tables.MISSING])
+    header = ["attention", "seeds", "held-out loss, nats a character", "spread over seeds"]
+    header.append(f"largest distance to {LABELS[REFERENCE]}, same seed")
     caption = (
         f"{STEPS} steps, {LAYERS} layers of width {D_MODEL}, context {CONTEXT}, "
         f"batch {BATCH}, fp32."

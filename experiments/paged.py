@@ -22,6 +22,7 @@ from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record import EMULATOR, Bench, Options, Row, nested
 from .lab.show import style, tables
+from .prefix import pages_of
 
 NAME = "paged"
 TAKES, TAKES_ON_GPU = (), ("seqlens", "head_dims")
@@ -56,18 +57,10 @@ def in_pages(
     k: np.ndarray, v: np.ndarray, page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """k and v (B, Hk, N, d) as pages in no order, N rounded up to whole ones, and the table."""
-    B, Hk, N, d = k.shape
-    each = -(-N // page_size)
-    order = np.random.default_rng(SEED).permutation(B * each)
-    found = []
-    for x in (k, v):
-        whole = np.zeros((B, Hk, each * page_size, d), x.dtype)
-        whole[:, :, :N] = x
-        apart = whole.reshape(B, Hk, each, page_size, d).swapaxes(1, 2)
-        pages = np.empty((B * each, Hk, page_size, d), x.dtype)
-        pages[order] = apart.reshape(pages.shape)
-        found.append(pages)
-    return found[0], found[1], order.reshape(B, each).astype(np.int32)
+    each = -(-k.shape[2] // page_size)
+    table = np.random.default_rng(SEED).permutation(len(k) * each)
+    k_pages, v_pages = (pages_of(x, page_size)[np.argsort(table)] for x in (k, v))
+    return k_pages, v_pages, table.reshape(-1, each).astype(np.int32)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:

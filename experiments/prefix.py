@@ -71,7 +71,7 @@ def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.n
     return q, *(np.ascontiguousarray(x[0, :, ::-1]) for x in first), k, v
 
 
-def _pages(x: np.ndarray, rows: int) -> np.ndarray:
+def pages_of(x: np.ndarray, rows: int) -> np.ndarray:
     """(B, Hk, N, d) as pages of so many rows, in order."""
     B, Hk, N, d = x.shape
     each = -(-N // rows)
@@ -88,19 +88,19 @@ def given(
     size, own = sizes[-1], sizes[2]
     each, first = -(-own // size), prefix_of(problem, sizes)
     table = np.arange(problem.batch * each, dtype=np.int32).reshape(problem.batch, each)
-    pages = [_pages(x, size) for x in (k, v)]
+    pages = [pages_of(x, size) for x in (k, v)]
     lens = np.full(problem.batch, own, np.int32)
     if way == ONCE:
         found: dict[str, Any] = {"block_table": table, "kv_lens": lens}
         return (q, *pages), found | dict(zip(("prefix_k", "prefix_v"), of_prefix, strict=True))
     # A page may end within the prefix, behind which a sequence's own rows begin.
     tail = first % size
-    shared = [_pages(x[None, :, : first - tail], size) for x in of_prefix]
+    shared = [pages_of(x[None, :, : first - tail], size) for x in of_prefix]
     joined = [
         np.concatenate([np.broadcast_to(x[:, first - tail :], (len(y), *x[:, :tail].shape)), y], 2)
         for x, y in zip(of_prefix, (k, v), strict=True)
     ]
-    own_pages = [_pages(x, size) for x in joined]
+    own_pages = [pages_of(x, size) for x in joined]
     begin = len(shared[0])
     mine = np.arange(len(own_pages[0]), dtype=np.int32).reshape(problem.batch, -1) + begin
     front = np.broadcast_to(np.arange(begin, dtype=np.int32), (problem.batch, begin))

@@ -4,6 +4,7 @@ One head, forward, fp32: which tile of Q, K, V, O, l and m is on the chip, where
 written again; traced on the emulator, for any length, head dimension and --tiles.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,24 +25,14 @@ TAKES = ("seqlens", "head_dims", "causal", "tiles")
 
 SERIES = ("fa1-simt", "fa2-simt")
 SEQLEN, HEAD_DIM, TILES = 256, 64, (64, 64)
-QUICK_SEQLEN, QUICK_HEAD_DIM, QUICK_TILES = 64, 16, (16, 16)
 # More tiles of S are too fine to see.
 MOST_TILES = 1024
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    quick = options.quick
-    lengths = options.seqlens or (QUICK_SEQLEN if quick else SEQLEN,)
-    head_dims = options.head_dims or (QUICK_HEAD_DIM if quick else HEAD_DIM,)
-    sizes = options.tiles or (QUICK_TILES if quick else TILES,)
-    work = [
-        (series, one_head(N, d, mask), fa_numba.Tiles(*size))
-        for d in head_dims
-        for N in lengths
-        for mask in options.causal or (False,)
-        for size in sizes
-        for series in SERIES
-    ]
+    problems = options.grid(one_head, (SEQLEN,), (HEAD_DIM,))
+    sizes = itertools.product(problems, options.tiles or (TILES,), SERIES)
+    work = [(series, problem, fa_numba.Tiles(*size)) for problem, size, series in sizes]
     for series, problem, tiles in work:
         yield _model(_closed(series, problem, tiles), columns(NAME, series, problem, MODEL, tiles))
     yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=Inputs()))

@@ -201,14 +201,14 @@ def test_a_failed_run_is_a_row(monkeypatch):
     assert char_model.draw(rows).axes
 
 
-def test_the_summary():
-    found = char_model.summaries(synthetic())
-    assert list(found) == list(SERIES)
-    assert found[OURS].seeds == 3
-    assert found[OURS].spread == pytest.approx(2e-3)
-    assert found[OURS].difference == pytest.approx(2 * 199e-6)
-    assert found[REFERENCE].difference is None
-    assert char_model.summaries([]) == {}
+def test_the_table_sums_up_what_is_after_the_last_step():
+    head, *lines = cells(char_model.table(synthetic()).body)
+    assert [line[0] for line in lines] == [char_model.LABELS[series] for series in SERIES]
+    reference, _, ours = lines
+    loss = 3 * np.exp(-199 / 80) + 0.1 + 1e-3
+    assert ours[1:] == ["3", f"{loss + 2 * 199e-6:.4f}", "0.0020", f"{2 * 199e-6:.1e}"]
+    assert reference[1:] == ["3", f"{loss:.4f}", "0.0020", "-"]
+    assert char_model.table([]) is None
 
 
 def test_every_seed_and_step_keeps_its_row(tmp_path):
