@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -50,18 +49,3 @@ def tiles(text: str) -> Tiles:
     except ValueError:
         raise ValueError(f"{text!r} is no BRxBC: allowed is such as 64x128") from None
     return Tiles(Br, Bc)
-
-
-def as_json(value: Any) -> str:
-    """JSON text; what JSON has no number for becomes "inf", "-inf" or "nan"."""
-    return json.dumps(_plain(value), indent=2, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
