@@ -238,8 +238,7 @@ function numbers(name, now) {
     ...columns.flatMap(([column]) => {
       const refused = now[`${column}.refused`];
       if (refused) return n ? [] : [one("td", { class: "words bad", rowspan: rows.length, "data-key": `${column}.refused` }, refused)];
-      const words = key.startsWith("why") ? "words" : "";
-      return [one("td", { class: words, "data-key": `${column}.${key}` }, text(now[`${column}.${key}`]))];
+      return [one("td", { "data-key": `${column}.${key}` }, text(now[`${column}.${key}`]))];
     })));
   return one("table", { "aria-label": title },
     one("thead", {}, one("tr", {}, one("td"), ...columns.map(([, label]) => one("th", { scope: "col" }, label)))),
