@@ -9,6 +9,7 @@ The value itself is checked in ``problem``, whose field it is.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections import namedtuple
@@ -119,6 +120,22 @@ class AttentionOptions(TypedDict, total=False):
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
+# What other libraries call an option, where no name here is near it or another one is nearer.
+_ELSEWHERE = {
+    "softmax_scale": "scale",
+    "is_causal": "causal",
+    "window_size": "window",
+    "local_window_size": "window",
+    "mask": "attn_mask",
+    "logits_soft_cap": "softcap",
+    "cache_seqlens": "kv_lens",
+    "seqused_k": "kv_lens",
+    "page_table": "block_table",
+    "query_seq_lengths": "q_lens",
+    "key_value_seq_lengths": "kv_lens",
+    "return_attn_probs": "return_lse",
+    "return_residual": "return_lse",
+}
 
 # --- what the public functions say of them ---------------------------------------------------
 
@@ -136,7 +153,7 @@ def documents_options(function: _Function) -> _Function:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise TypeError for a name that is no option, which says who has it."""
+    """Raise TypeError for a name that is no option, which says who has it or what is near it."""
     for name in names:
         if name not in NAMES:
             raise TypeError(f"{name} is no option{_hint(name)}: allowed are {', '.join(NAMES)}")
@@ -150,9 +167,11 @@ def _hint(name: str) -> str:
         for parameter in parameters.values() if "stream" in parameters else ():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 owners.setdefault(parameter.name, []).append(function.__name__)
-    if name not in owners:
-        return ""
-    return f" here ({', '.join(owners[name])} {'have' if owners[name][1:] else 'has'} it)"
+    if name in owners:
+        return f" here ({', '.join(owners[name])} {'have' if owners[name][1:] else 'has'} it)"
+    elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
+    near = elsewhere or difflib.get_close_matches(name, [*NAMES, *owners], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 # --- what kernels are passed -----------------------------------------------------------------

@@ -118,18 +118,12 @@ def attention(
     if mask is not None:
         bias = _bias_of(mask, bias)
     return_lse = as_flag("return_lse", return_lse)
-    if backward_tiles is not None and not isinstance(backward_tiles, Tiles):
-        raise TypeError(
-            f"backward_tiles is {backward_tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None"
-        )
-    if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
-        raise TypeError(f"deterministic is {deterministic!r}: allowed is True or False, or None")
-    if deterministic and algorithm != "fa2":
-        raise ValueError(
-            f"deterministic is True with algorithm {algorithm!r}: only fa2 has a choice, the "
-            "others' sums always have one order"
-        )
-    group_splits = as_splits("group_splits", group_splits)
+    strict = deterministic is None and torch.are_deterministic_algorithms_enabled()
+    if deterministic is None:
+        deterministic = strict and algorithm == "fa2"
+    backward = ring_call.backward_options(algorithm, deterministic, tiles, backward_tiles)
+    if as_splits("group_splits", group_splits) != "auto":
+        backward["group_splits"] = group_splits
     wanted = torch.is_grad_enabled()
     if wanted and slopes is not None and slopes.requires_grad:
         raise ValueError(
@@ -159,10 +153,9 @@ def attention(
     added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
     learnt = (q, k, v, bias, sinks, *captured.values())
     differentiable = wanted and any(x is not None and x.requires_grad for x in learnt)
-    backward = {}
     if differentiable:
-        own = (bool(captured), deterministic, group_splits, backward_tiles)
-        backward = _check_backward(q, k, v, added, given, *own)
+        own = backward, bool(captured), strict, backward_tiles is not None
+        _check_backward(q, k, v, added, given, *own)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         drawn = {"dtype": torch.int64, "device": "cpu"}
@@ -214,21 +207,13 @@ def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 def _check_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: dict[str, Any], given: dict,
-    dcaptured: bool, deterministic: Any, group_splits: int | str, tiles: Tiles | None,
-) -> dict[str, Any]:  # fmt: skip
-    """What the backward pass takes beside the forward's options; raises as that pass would."""
-    algorithm, strict = given["algorithm"], deterministic is None
+    own: dict[str, Any], dcaptured: bool, strict: bool, own_tiles: bool,
+) -> None:  # fmt: skip
+    """Raise as the backward pass would, with its ``own`` options beside those of the forward pass,
+    and ``strict`` where torch was told to be deterministic.
+    """
     bias, *_, sinks = added.values()
     dbias, dsinks = (x is not None and x.requires_grad for x in (bias, sinks))
-    if strict:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    own: dict[str, Any] = {"deterministic": deterministic} if algorithm == "fa2" else {}
-    if group_splits != "auto":
-        own["group_splits"] = group_splits
-    if tiles is not None:
-        own["tiles"] = tiles
-    elif isinstance(given["tiles"], Tiles):
-        own["tiles"] = given["tiles"].for_backward()
     first = operand("q", q.detach())
     asked = {"dtype": first.dtype, "passes": "bwd", "return_dbias": dbias, **given, **own}
     asked |= {"return_dsinks": dsinks, "return_dcaptured": dcaptured}
@@ -236,23 +221,22 @@ def _check_backward(
         try:
             plan = fa_numba.plan(q.shape, k.shape, v.shape, **added, **asked)
         except ValueError as error:
-            if tiles is None or not str(error).startswith("tiles:"):
+            if not own_tiles or not str(error).startswith("tiles:"):
                 raise
             raise ValueError(f"backward_{error}") from error
         placement.check_size(plan)
-    if strict and deterministic and dbias and plan.problem.bias != plan.problem.score_shape:
+    if strict and dbias and plan.problem.bias != plan.problem.score_shape:
         raise ValueError(
             f"bias has shape {tuple(bias.shape)} and requires a gradient, and torch was told to be "
             "deterministic: its gradient is summed in no fixed order, allowed is "
             f"{plan.problem.score_shape}"
         )
-    if strict and deterministic and dcaptured:
+    if strict and dcaptured:
         raise ValueError(
             f"{plan.problem.score_mod}, the score_mod, takes tensors that require a gradient, and "
             "torch was told to be deterministic: these are summed in no fixed order, allowed are "
             "tensors that require none"
         )
-    return own
 
 
 class _Once(torch.autograd.Function):

@@ -27,8 +27,7 @@ class Expressions(ast.NodeTransformer):
         name = OPERATORS.get(type(op))
         if not isinstance(op, BITWISE):
             left, right = self.number(left), self.number(right)
-        sure = isinstance(right, ast.Constant) and bool(right.value)
-        if name is None or (sure and not isinstance(op, ast.Pow)):
+        if name is None or (isinstance(right, ast.Constant) and right.value):
             return ast.BinOp(left, op, right)
         return call(name, left, right)
 

@@ -7,7 +7,6 @@ of types are Numba's, but for Python's integers: these take the type of floats b
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -175,13 +174,3 @@ def divide(a: Any, b: Any) -> Any:
 
 floor_divide = divides(operator.floordiv, "integer division or modulo by zero")
 modulo = divides(operator.mod, "integer modulo by zero")
-
-
-def power(a: Any, b: Any) -> Any:
-    if a.__class__ is array or b.__class__ is array:
-        return each(math.pow)(a, b) if _is_real(a) or _is_real(b) else a**b
-    return a**b
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, float) or getattr(value, "dtype", np.dtype(int)).kind == "f"

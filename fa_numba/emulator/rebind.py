@@ -68,7 +68,7 @@ class Rebinder:
             "number": lanes.number,
             "divide": lanes.divide,
             "floor_divide": partial(lanes.floor_divide, context),
-            "modulo": partial(lanes.modulo, context), "power": lanes.power,
+            "modulo": partial(lanes.modulo, context),
             "multiply_add": _multiply_add, "double": np.float64,
         }  # fmt: skip
         self._runtime = {PREFIX + name: value for name, value in names.items()}

@@ -13,7 +13,7 @@ PURE = frozenset(
     [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
     + ["float16", "float32", "float64", "int", "float", "bool", "min", "max", "abs", "len"]
 )
-OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo", ast.Pow: "power"}
+OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo"}
 BITWISE = (ast.BitAnd, ast.BitOr, ast.BitXor)
 # Calls that give truth values.
 TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "both", "any")))

@@ -148,7 +148,7 @@ def _checked(
             )
     mask = _mask_of(q, k, causal, layout, link.ranks, options)
     hides = ("window", *LENGTHS)
-    backward = _backward_options(options["algorithm"], deterministic, tiles, backward_tiles)
+    backward = backward_options(options["algorithm"], deterministic, tiles, backward_tiles)
     options = {n: x for n, x in options.items() if x is not None and n not in hides}
     options |= {"layout": layout}
     return Ring(link, travels, causal, layout, options, {"tiles": tiles}, backward, mask)
@@ -201,8 +201,8 @@ def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> No
                 placement.check_size(plan)
 
 
-def _backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:
-    """The options of backward steps alone; raises for what these do not have."""
+def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:
+    """The options of backward passes alone, ``own`` their tiles; raises for what these have not."""
     if own is not None and not isinstance(own, Tiles):
         raise TypeError(f"backward_tiles is {own!r}: allowed is a Tiles(Br=..., Bc=...) or None")
     deterministic = as_flag("deterministic", deterministic)

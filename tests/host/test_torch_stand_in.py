@@ -355,7 +355,7 @@ REFUSED = [
     ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
     ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
     ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
-    ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False, or None"),
+    ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False"),
     (
         {"deterministic": True, "algorithm": "fa1"}, ValueError,
         "deterministic is True with algorithm 'fa1': only fa2",

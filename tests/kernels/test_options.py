@@ -229,7 +229,7 @@ STARTS = np.array([0, 5])
 # Options, their error, and what its message says, for q (1, 2, 5, 4) and k (1, 1, 7, 4).
 REFUSED = [
     ({"dropout": 0.1}, TypeError, "dropout is no option", "allowed are", "dropout_p"),
-    ({"softcaps": 1.0}, TypeError, "softcaps is no option: allowed are scale"),
+    ({"softcaps": 1.0}, TypeError, "softcaps is no option (did you mean softcap?)"),
     ({"bias": 7}, TypeError, "bias is a"),
     ({"q_lens": [[1], [2, 3]]}, ValueError, "q_lens is [[1], [2, 3]]", "rows of one length"),
     ({"layout": "bnh"}, ValueError, "layout is 'bnh'", "'bnhd' for"),
