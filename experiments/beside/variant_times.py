@@ -179,7 +179,7 @@ def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[...,
 
 def _begin() -> None:
     """A process that compiles: what every compiler loads first is no part of a variant's time."""
-    flex._compile_alone()
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # and torch in no others of its own
     if peers.available():
         attempt(_warm)
     attempt(device.synchronize)

@@ -231,7 +231,7 @@ def test_the_profiled_range_holds_the_call_alone(monkeypatch, passes):
     problem = one_head(16, 16, True, "float16")
     case = counters.Case("fa2-mma", problem, pass_=passes)
     with device.using("emulator"):
-        kernels = counter_target.run(case, counter_target.Arrays())
+        kernels = counter_target.run(case)
         planned = series.plan("fa2-mma", problem, passes=passes)
     first, last = seen
     assert launches[first:last] == [kernel.name for kernel in planned.kernels]
@@ -252,19 +252,22 @@ def test_what_is_counted_has_the_papers_grid(monkeypatch, algorithm):
     monkeypatch.setattr(device, "planned_for_gpu", lambda: True)
     case = counters.Case(f"{algorithm}-mma", one_head(16, 16, True, "float16"))
     with device.using("emulator"):
-        counter_target.run(case, counter_target.Arrays())
+        counter_target.run(case)
     assert asked == [1 if algorithm == "fa2" else "auto"] * 2
 
 
 def test_cases_of_one_problem_share_their_arrays(monkeypatch):
-    moved = []
+    moved, asked, problem = [], [], one_head(16, 8, False, "float16")
     monkeypatch.setattr(device, "to_gpu", lambda array: moved.append(array.dtype) or array)
-    arrays, problem = counter_target.Arrays(), one_head(16, 8, False, "float16")
-    first = arrays(problem)
-    assert arrays(replace(problem, causal=True)) is first and len(moved) == len(first) == 4
-    other = arrays(replace(problem, dtype="float32"))
-    assert len(moved) == 8 and {x.dtype.name for x in other} == {"float32"}
-    assert arrays(replace(problem, seqlen_q=8, seqlen_k=8))[0].shape == (1, 1, 8, 8)
+    monkeypatch.setattr(fa_numba, "attention", lambda q, *_, **__: asked.append(q))
+    for name in ("synchronize", "profile_start", "profile_stop"):
+        monkeypatch.setattr(device, name, lambda: None)
+    with device.using("emulator"):
+        for causal in (False, True):
+            counter_target.run(counters.Case("fa2-mma", replace(problem, causal=causal)))
+        assert all(q is asked[0] for q in asked) and len(moved) == 4
+        counter_target.run(counters.Case("fa2-simt", replace(problem, dtype="float32")))
+    assert len(moved) == 8 and asked[-1].dtype.name == "float32"
 
 
 def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch):

@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +23,17 @@ from .counters import Case
 from .timing import attempt
 from .workloads import Inputs
 
-
-class Arrays:
-    """q, k, v and dout of a problem on the GPU, kept for the next case where it is of the same."""
-
-    def __init__(self) -> None:
-        self._inputs = Inputs(gradient=True)
-        self._of: Problem | None = None
-        self._kept: tuple[Any, ...] = ()
-
-    def __call__(self, problem: Problem) -> tuple[Any, ...]:
-        problem = replace(problem, causal=False)  # of the arrays that says nothing
-        if problem != self._of:
-            self._kept = ()  # before there are others
-            host = self._inputs(problem)
-            self._kept = tuple(device.to_gpu(x.astype(problem.dtype)) for x in host)
-            self._of = problem
-        return self._kept
+_INPUTS = Inputs(gradient=True)
 
 
-def run(case: Case, arrays: Arrays) -> int:
-    q, k, v, dout = arrays(case.problem)
+@lru_cache(1)
+def arrays_of(problem: Problem) -> tuple[Any, ...]:
+    """q, k, v and dout on the GPU, kept for the next case where it is of the same problem."""
+    return tuple(device.to_gpu(x.astype(problem.dtype)) for x in _INPUTS(problem))
+
+
+def run(case: Case) -> int:
+    q, k, v, dout = arrays_of(replace(case.problem, causal=False))  # of which a mask says nothing
     of = case.series, case.problem
     planned = series.plan(*of, passes=case.pass_, **case.options)
     if case.pass_ == "fwd":
@@ -63,10 +53,9 @@ def run(case: Case, arrays: Arrays) -> int:
 
 
 def main(cases: str, kernels: str) -> None:
-    arrays = Arrays()
     found: list[int | str] = []
     for case in pickle.loads(Path(cases).read_bytes()):
-        launched, failure = attempt(run, case, arrays)
+        launched, failure = attempt(run, case)
         found.append(failure or launched)
     Path(kernels).write_text(json.dumps(found), "utf-8")
 

@@ -1,6 +1,5 @@
 """torch's flex_attention, compiled for a problem: the peer where others lack an option."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,11 +97,6 @@ def _score_mod(
         added = bias.expand(problem.score_shape)
         return lambda s, b, h, i, j: s + added[b, h, i, j]
     return None
-
-
-def _compile_alone() -> None:
-    """Have torch compile in this process, which is one of many, and in no others of its own."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def options_on_gpu(given: Mapping[str, Any]) -> dict[str, Any]:
