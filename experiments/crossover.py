@@ -10,21 +10,17 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, peers
+from .lab.measure import calls, peers, variants
 from .lab.measure.series import columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import FEWEST
-from .lab.measure.workloads import Inputs
 from .lab.record import MODEL, Bench, Options, Row, nested
 from .lab.show import style, tables
 
 NAME = "crossover"
 TAKES: tuple[str, ...] = ()
-REPEATS, SECONDS, CHECKED = 10, 0.05, 512
-PROTOCOL = (
-    f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; gradients checked at "
-    f"N={CHECKED} at most"
-)
+SECONDS = 0.05
+PROTOCOL = f"repeats cut to {SECONDS:g} s of calls, {FEWEST} at least"
 
 # Every power of two and the length half-way to the next.
 SEQLENS = tuple(sorted([64 << n for n in range(7)] + [96 << n for n in range(6)]))
@@ -70,10 +66,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     if bench.machine is None:
         return
     peers.say_missing(bench.say)
-    checks = calls.Checks(Inputs(gradient=True), calls.shortened(CHECKED))
-    for problem in bench.each(problems, "timing"):
-        of = (NAME, problem, PASS_NAMES, series_of(problem.dtype), checks, bench.machine)
-        yield from calls.timed(*of, repeats=REPEATS, seconds=SECONDS)
+    work = [(problem, series_of(problem.dtype)) for problem in problems]
+    yield from variants.plain_times(NAME, work, PASS_NAMES, bench, SECONDS)
 
 
 def _model(problem: Problem) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .beside import unfused_steps
-from .lab.measure import calls, counters, counts, peers
+from .lab.measure import counters, counts, peers, variants
 from .lab.measure.series import algorithm, columns, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import attempt
@@ -26,9 +26,8 @@ from .lab.show import style, tables
 NAME = "gpt2_table"
 TAKES: tuple[str, ...] = ()
 PROTOCOL = (
-    f"gradients checked at N={calls.LONGEST} at most; the steps with a causal mask and dropout of "
-    f"{unfused_steps.DROPOUT:g}: torch's each timed alone, those of our kernels by Nsight "
-    "Compute's gpu__time_duration, one launch of each"
+    f"the steps with a causal mask and dropout of {unfused_steps.DROPOUT:g}: torch's each timed "
+    "alone, those of our kernels by Nsight Compute's gpu__time_duration, one launch of each"
 )
 
 BATCH, HEADS, SEQLEN, HEAD_DIM = 64, 16, 1024, 64
@@ -58,12 +57,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     if bench.machine is None:
         return
     peers.say_missing(bench.say)
-    checks = calls.Checks(inputs)
-    for problem in bench.each(problems, "timing"):
+    for problem in problems:
         yield from _model(problem, bench.machine)
-        shown = (*SERIES[problem.dtype], *PEERS[problem.dtype])
-        of = (NAME, problem, PASSES, shown, checks, bench.machine)
-        yield from calls.timed(*of, seconds=SECONDS)
+    work = [(p, (*SERIES[p.dtype], *PEERS[p.dtype])) for p in problems]
+    yield from variants.plain_times(NAME, work, tuple(PASSES), bench, SECONDS)
     hidden = setting(*sizes, "float16", causal=True)
     yield from unfused_steps.measure(NAME, hidden, inputs, bench)
     yield from _traffic(problems, bench)

@@ -10,7 +10,7 @@ from test_gpt2_table import exact, exact_gradients
 import fa_numba
 from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
-from experiments.lab.measure import calls, timing
+from experiments.lab.measure import timing, variants
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Store
 from experiments.lab.show import report
@@ -85,13 +85,13 @@ def measured(monkeypatch, backward=exact_gradients):
     """Rows of a small run with stand-ins for the GPU and its kernels; gradients checked to 16."""
     ran = []
 
-    def time_call(run, check, repeats, seconds):
+    def time_call(run, check, seconds):
         check(run())
         ran.append(run)
-        return timing.Timing(1.0 + len(ran), 1.0, 3.0, repeats, float("nan"))
+        return timing.Timing(1.0 + len(ran), 1.0, 3.0, 20, float("nan"))
 
-    monkeypatch.setattr(calls, "time_call", time_call)
-    monkeypatch.setattr(crossover, "CHECKED", 16)
+    monkeypatch.setattr(variants, "time_call", time_call)
+    monkeypatch.setattr(variants, "CHECKED_SEQLEN", 16)
     no_gpu(monkeypatch)
     monkeypatch.setattr(fa_numba, "attention", exact)
     monkeypatch.setattr(fa_numba, "attention_backward", backward)

@@ -10,7 +10,7 @@ import fa_numba
 from experiments import gpt2_table
 from experiments.beside import unfused_steps
 from experiments.gpt2_table import PRODUCTS, SETTING, gflop, paper
-from experiments.lab.measure import calls, check, counters, counts, peers, timing
+from experiments.lab.measure import calls, check, counters, counts, peers, timing, variants
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Store
@@ -138,7 +138,7 @@ def on_a_gpu(monkeypatch, attention=exact):
         cases.extend(wanted)
         return [dict.fromkeys(metrics, 1e6)] * len(wanted)
 
-    for module in (calls, unfused_steps):
+    for module in (variants, unfused_steps):
         monkeypatch.setattr(module, "time_call", time_call)
     no_gpu(monkeypatch)
     monkeypatch.setattr(counters, "available", lambda: True)

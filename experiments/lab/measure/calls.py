@@ -1,7 +1,6 @@
 """Calls of any series, ours or torch's, in any pass and with options, and their checks."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..record import Row
 from . import peers
 from . import series as ours
 from .check import Check, DropoutGate, Gate, WrongResult, gate, to_host
-from .timing import Timing, attempt, number, time_call
+from .timing import Timing, number
 from .workloads import Inputs
 
 LONGEST = 1024  # whose gradients are computed in float64
@@ -121,26 +120,6 @@ def check_once(
     for pass_, result in (("fwd", (out,)), ("bwd", gradients)):
         gate = Gate.of_whole(problem, pass_, q, k, v, dout, **options)
         (gate.peer if theirs(series) else gate)(result)
-
-
-def timed(
-    name: str, problem: Problem, passes: Iterable[str], shown: Sequence[str], checks: Checks,
-    machine: str, **how: Any,
-) -> Iterator[Row]:  # fmt: skip
-    """Rows of the times of these series in passes, each checked first; torch's where it is here."""
-    arrays = peers.on_device(checks.inputs(problem), problem.dtype)
-    for pass_, series in itertools.product(passes, shown):
-        if theirs(series) and not peers.available():
-            continue
-
-        def work(series: str = series, pass_: str = pass_) -> Timing:
-            check = checks(series, pass_, problem)
-            return time_call(make(series, pass_, problem, arrays), check, **how)
-
-        timing, failure = attempt(work)
-        yield time_row(timing, failure, **ours.columns(name, series, problem, machine, pass_=pass_))
-        device.release_memory()
-        peers.release()
 
 
 def time_row(timing: Timing | None, failure: str = "", place: str = "", **columns: Any) -> Row:

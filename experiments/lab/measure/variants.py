@@ -84,6 +84,18 @@ def times(
             yield from timed[variant.series]
 
 
+def plain_times(
+    experiment: str, work: Sequence[tuple[Problem, Sequence[str]]], passes: Sequence[str],
+    bench: Bench, seconds: float,
+) -> Iterator[Row]:  # fmt: skip
+    """The times alone of problems' series in passes, without options; torch's where it is here."""
+    made = []
+    for problem, series in work:
+        here = [s for s in series if peers.available() or not calls.theirs(s)]
+        made.append((problem, [Variant(s, passes=pass_) for pass_ in passes for s in here]))
+    yield from (row for row in times(experiment, made, bench, seconds) if row.metric == "time")
+
+
 def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
     if variant.by_row_tile:
         return row_tiles(variant.series, problem, *arrays[:3], **variant.options)

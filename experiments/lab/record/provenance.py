@@ -22,6 +22,8 @@ from .store import EMULATOR, MODEL, Row
 # The commit, for a copy of the tree that has no .git.
 COMMIT_VARIABLE = "FA_NUMBA_COMMIT"
 _PACKAGES = ("numba", "numba-cuda", "numpy", "scipy")
+_SMI = ("driver_version", "clocks.max.sm", "clocks.max.mem", "clocks.applications.graphics",
+        "power.limit", "memory.total")  # fmt: skip
 # What compiles and launches; None where the wheel is not installed.
 _CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvrtc")
 
@@ -57,19 +59,9 @@ def commit() -> tuple[str | None, bool | None]:
 
 @functools.cache
 def _smi() -> dict[str, str]:
-    names = {
-        "driver": "driver_version",
-        "sm_clock_max": "clocks.max.sm",
-        "memory_clock_max": "clocks.max.mem",
-        "sm_clock_application": "clocks.applications.graphics",
-        "power_limit": "power.limit",
-        "memory": "memory.total",
-    }
-    line = _output("nvidia-smi", f"--query-gpu={','.join(names.values())}", "--format=csv,noheader")
-    if not line:
-        return {}
-    values = [value.strip() for value in line.splitlines()[0].split(",")]
-    return dict(zip(names, values, strict=False))
+    line = _output("nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader")
+    values = line.splitlines()[0].split(",") if line else []
+    return dict(zip(_SMI, map(str.strip, values), strict=False))
 
 
 def _version(package: str) -> str | None:
