@@ -140,7 +140,7 @@ def _timed(
             return timing, (peers.peak_bytes if theirs else calls.workspace_bytes)(run)
 
         found, failure = attempt(work)
-    common["note"] = failure or variant.note
+    common["note"] = f"{variant.note}; {failure}" if failure else variant.note
     if found is None:
         for metric, unit_ in (("time", "ms"), ("speed", "TFLOP/s")):
             yield Row(metric=metric, unit=unit_, value=None, **common)
