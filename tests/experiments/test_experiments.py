@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,12 +55,10 @@ from experiments.lab.measure.series import (
     PLANES,
     block_costs,
     columns,
-    makespan,
     plan,
-    query_splits,
 )
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
-from experiments.lab.record import drawing, provenance, published, registry, runner
+from experiments.lab.record import published, registry, runner
 from experiments.lab.record.options import (
     CHOICES,
     FIGURES,
@@ -252,19 +249,6 @@ def test_parts_of_experiments_stay_away_from_complete_ones(
     assert ("figures/filtered" in capsys.readouterr().out) == (folder.name == "filtered")
 
 
-def test_all_leaves_out_what_takes_no_such_choice(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command, "names", lambda: ["generate", "loop_cost"])
-    assert no_gpu(monkeypatch, tmp_path, "all", "--seqlens", "37") == 0
-    said = capsys.readouterr().out
-    assert f"--seqlens is nothing that generate takes{NO_GPU}: left out" in said
-    assert "loop_cost" in said and not (tmp_path / "data").exists()
-
-
-def test_what_git_tracks_is_of_complete_runs():
-    ignored = (REPOSITORY / ".gitignore").read_text().split()
-    assert {"/figures/quick/", "/figures/filtered/"} <= set(ignored)
-
-
 def test_an_experiment_runs_and_repeats_without_a_change(tmp_path):
     part = ("--seqlens", "32", "--head-dims", "16")
     arguments = ("run", "io_vs_seqlen", "--quick", *part, "--out", str(tmp_path))
@@ -349,25 +333,6 @@ def test_no_gpu_is_said_and_nothing_is_measured(monkeypatch, tmp_path):
     assert running.reports["standing_in"].not_measured == "needs a CUDA GPU"
 
 
-def no_gpu(monkeypatch, tmp_path, *arguments):
-    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
-    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
-    monkeypatch.setattr(style, "save", lambda *_: [])
-    return command.main([*arguments, "--out", str(tmp_path)])
-
-
-def test_what_was_named_and_needs_a_gpu_is_an_error(monkeypatch, tmp_path, capsys):
-    store_synthetic("speed", tmp_path)
-    assert no_gpu(monkeypatch, tmp_path, "run", "speed") == 1
-    assert "not measured: speed" in capsys.readouterr().out
-    assert no_gpu(monkeypatch, tmp_path, "draw", "speed") == 0
-
-
-def test_all_does_without_a_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "names", lambda: ["speed", "loop_cost"])
-    assert no_gpu(monkeypatch, tmp_path, "all") == 0
-
-
 # --- an experiment more ----------------------------------------------------------------------
 
 # The whole experiment that CONTRIBUTING has.
@@ -420,20 +385,6 @@ def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, mon
     monkeypatch.setattr(sys.modules[__name__], "FIGURES", out)
     test_figures_of_a_part_of_the_data_can_be_drawn(another)
     test_figures_say_where_their_numbers_come_from(another, tmp_path / "drawn", monkeypatch)
-
-
-def test_what_an_experiment_says_of_its_protocol_is_kept(another, monkeypatch):
-    running = runner.Runner(Options(), [], Console(file=io.StringIO()))
-
-    def own(name):
-        return running.about(name, registry.load(name)).keywords["own"]
-
-    monkeypatch.setattr(registry.load(another), "PROTOCOL", "multiplied", raising=False)
-    assert own(another) == {another: "multiplied"} and own("speed") == {}
-    made = provenance.Provenance([], {"name": "Some GPU"})
-    about = made.for_machine("some-gpu", own(another))
-    assert about["protocol"] == made.for_machine("some-gpu")["protocol"] | own(another)
-    assert set(own("host_cost")) == {"host_cost"}
 
 
 def test_two_tables_of_one_name_are_refused(another, monkeypatch):
@@ -612,14 +563,6 @@ def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_stops(
     assert f"{out}/data/io_vs_head_dim" in last[0] and f"{out}/loop_cost.png" in last[1]
 
 
-def test_with_a_gpu_nothing_runs_beside_what_is_timed(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(drawing, "ProcessPoolExecutor", lambda *_: pytest.fail("processes"))
-    drawing.side_by_side(SimpleNamespace(machine="some-gpu", draw=drawn.append), NAMES)
-    assert drawn == NAMES
-
-
 def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- table: nonsense -->\n<!-- end: nonsense -->\n")
@@ -627,14 +570,6 @@ def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(report, "update", lambda: update(page))
     assert command.main(["report"]) == 1
     assert "no table named 'nonsense'" in " ".join(capsys.readouterr().out.split())
-
-
-def test_options_choose_rows():
-    rows = synthetic("speed")
-    options = Options(seqlens=(512,), causal=(False,))
-    assert {row.seqlen_q for row in rows if options.admits(row)} == {512}
-    assert options.admits(replace(rows[0], seqlen_q=1, seqlen_k=512))  # a decoding step
-    assert not any(Options(causal=(True,)).admits(row) for row in rows)
 
 
 # --- counters, timing, provenance ------------------------------------------------------------
@@ -675,20 +610,6 @@ def test_a_table_of_counters_is_read_and_added_up_by_call():
     assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * (9 + 6), 15)
     with pytest.raises(counters.CountersError, match="saw 3 kernels where 4 were launched"):
         counters.by_case(launches, [3, 1])
-
-
-@pytest.mark.parametrize(
-    ("unit", "factor"),
-    [
-        *[(unit, 1) for unit in ("byte", "sector", "inst", "cycle", "ns", "nsecond", "")],
-        *[("%", 0.01), ("second", 1e9)],
-    ],
-)
-def test_every_unit_of_ncu_has_its_factor(unit, factor):
-    text = NCU.replace('"other.sum","furlong","3"', f'"other.sum","{unit}","3"')
-    only = "".join(line for line in text.splitlines(True) if not re.match('"[12]"', line))
-    ((other,),) = [launch.values() for launch in counters.parse(only, ["other.sum"])]
-    assert other == pytest.approx(3 * factor)
 
 
 def test_ratios_are_taken_and_never_added_up():
@@ -856,30 +777,6 @@ def test_failures_become_notes():
     assert timing.attempt(lambda: [][1])[1].startswith("failed: IndexError: ")
 
 
-def test_a_failure_holds_no_memory():
-    arrays = []
-
-    def work():
-        array = np.zeros(3)
-        arrays.append(weakref.ref(array))
-        cycle = [array]
-        cycle.append(cycle)
-        raise RuntimeError("out of memory")
-
-    timing.attempt(work)
-    assert arrays[0]() is None
-
-
-def test_provenance_has_what_a_reader_needs():
-    assert provenance.slug("NVIDIA A100-SXM4-40GB") == "nvidia-a100-sxm4-40gb"
-    about = provenance.Provenance(["run", "speed"], {"name": "Some GPU"}).for_machine("some-gpu")
-    assert about["command"] == "python -m experiments run speed"
-    assert {"commit", "dirty", "date", "seed", "protocol", "device", "torch"} <= set(about)
-    assert about["l2_counter"] == counters.L2_NAME
-    assert {"numba", "numba-cuda", "numpy"} <= set(about)
-    assert about["numpy"] == np.__version__
-
-
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 def test_torch_is_held_to_the_peers_bound(study):
     problem = one_head(64, 16, dtype=study.dtype)
@@ -902,41 +799,6 @@ def test_torch_is_held_to_the_peers_bound(study):
 
 
 # --- query splits ----------------------------------------------------------------------------
-
-
-def test_query_splits_without_a_mask():
-    """Every block of s splits costs Tc (Tr / s + 1/2): its tiles, and half of one for each K/V."""
-    best = query_splits
-    # 64 heads, Tr = 32, Tc = 64. 1 split: a round of 64 (32 + 1/2) = 2080 on 64 of the 132.
-    # 2 splits: 128 blocks, still a round, of 64 (16 + 1/2) = 1056. 4 splits: 256 blocks, 2 rounds
-    # of 64 (8 + 1/2) = 544, so 1088. From there on rounds double and K/V weighs more.
-    assert best(fa2_setting(4096, 128), 132) == 2
-    found = [makespan(fa2_setting(4096, 128), 128, 64, splits, 132) for splits in (1, 2, 4)]
-    assert found == [2080, 1056, 1088]
-    # 16 heads, Tr = 128: 8 splits make 128 blocks.
-    assert best(fa2_setting(16384, 128), 132) == 8
-    # 128 heads fill 128 of 132: 2 splits end no earlier, 2 rounds of 32 (16 + 1/2).
-    assert best(fa2_setting(4096, 64), 132) == 1
-    # One multiprocessor: splitting only adds loads.
-    assert best(one_head(512, 64), 1) == 1
-
-
-def test_query_splits_know_the_mask():
-    # One head, Tr = Tc = 4, two multiprocessors. Row tile i visits i + 1 column tiles when causal.
-    # 4 splits cost 4 + 2, 3 + 3/2, 2 + 1, 1 + 1/2, the last rows first: 6, then 1.5 more on one,
-    # 4.5 and 3 on the other. 2 splits: 3 + 4 + 2 = 9 and 1 + 2 + 1 = 4. 1 split: 10 + 2.
-    causal, full = one_head(512, 64, causal=True), one_head(512, 64)
-    costs = {s: block_costs(causal, 128, 128, s) for s in (1, 2, 4)}
-    assert costs == {1: [12], 2: [9, 4], 4: [6, 4.5, 3, 1.5]}
-    assert [makespan(causal, 128, 128, s, 2) for s in costs] == [12, 9, 7.5]
-    assert query_splits(causal, 2) == 4
-    # Backward, a column tile costs a block that shares its head 2.6 tiles more.
-    assert block_costs(causal, 128, 128, 2, True) == [c + 2.6 * t for c, t in zip(
-        block_costs(causal, 128, 128, 2), (4, 2), strict=True)]  # fmt: skip
-    assert makespan(causal, 128, 128, 1, 2, True) == 12
-    assert makespan(causal, 128, 128, 2, 2, True) == 9 + 2.6 * 4
-    # Without the mask: 4 splits of 6 are two rounds, 12; 2 splits of 2 (4 + 1) are one, 10.
-    assert query_splits(full, 2) == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -986,20 +848,6 @@ def test_what_is_asked_for_is_counted_or_said(monkeypatch):
     assert "not counted, minutes on the emulator: N=2048" in said[0]
 
 
-def test_the_legend_names_only_what_is_drawn():
-    def labels(rows):
-        return {text.get_text() for text in io_vs_seqlen.draw(rows).legends[0].get_texts()}
-
-    rows = synthetic("io_vs_seqlen")
-    everything = {"closed form", "counted on the emulator", "L2, measured"}
-    assert everything | {"DRAM, measured", "FA-1 (K/V outer)"} <= labels(rows)
-    assert "standard" not in labels(rows)
-    assert not any("bound" in label for label in labels(rows))
-    assert labels([r for r in rows if r.machine == MODEL]) == {
-        *("closed form", "FA-1 (K/V outer)", "FA-2 (Q outer)"),
-    }
-
-
 def test_fa1_is_seen_where_fa2_covers_it():
     rows = model_rows((64,), (False,))
     lines = {
@@ -1013,11 +861,6 @@ def test_fa1_is_seen_where_fa2_covers_it():
 
 
 # --- gradients -------------------------------------------------------------------------------
-
-
-def test_the_protocol_says_what_is_flushed():
-    assert "at least 1 GiB twice" in timing.PROTOCOL["l2"]
-    assert f"N={timing.CHECKED_SEQLEN}" in timing.PROTOCOL["check of gradients"]
 
 
 def on_the_emulator(monkeypatch, study=None, lengths=(8, 24)):
@@ -1227,22 +1070,6 @@ def test_a_published_speed_stands_before_ours():
                    for a, b in zip(bars[::2], bars[1::2], strict=True))  # fmt: skip
 
 
-def test_long_calls_are_repeated_less(monkeypatch):
-    now = iter([0.0, 0.05, 0.0, 10.0, 0.0, 1e-3])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(timing.device, "synchronize", lambda: None)
-    warmups = []
-
-    def time_ms(run, *, repeats, warmup, **_):
-        warmups.append(warmup)
-        return [1.0] * repeats
-
-    monkeypatch.setattr(timing.device, "time_ms", time_ms)
-    runs = [timing.time_call(lambda out=None: 0, lambda out: 0.0, seconds=0.4) for _ in range(3)]
-    assert [timing_.n for timing_ in runs] == [8, timing.FEWEST, timing.REPEATS]
-    assert warmups == [3, 0, 3]
-
-
 class Remote:
     """An array that lies elsewhere: what is looked at is copied."""
 
@@ -1264,18 +1091,6 @@ def test_the_gate_copies_no_more_than_it_checks():
     near, far = check.Gate.of_rows(problem, *host), check.Gate.of_rows(problem, *remote)
     assert far.bounds == near.bounds and np.array_equal(far._parts[0][1], near._parts[0][1])
     assert sum(copied) <= 2 * (3 * 32 * 16 + 2 * 3 * 200 * 16) < sum(x.size for x in host)
-
-
-def test_the_backward_figure_says_where_fa1_ends():
-    rows = synthetic("speed_backward")
-    figure = speed_backward.draw(rows)
-    assert titles(figure) == [
-        f"{speeds.PASSES[p]}, d=64, not causal" for p in speed_backward.STUDY.passes
-    ]
-    title = figure.legends[0].get_title().get_text()
-    assert "to N=8k only" in title and "FA-1 with a block a head" in title
-    short = speed_backward.draw([row for row in rows if row.seqlen_q == 512])
-    assert "only" not in short.legends[0].get_title().get_text()
 
 
 # --- the host's time -------------------------------------------------------------------------
@@ -1317,12 +1132,6 @@ def test_a_wrong_call_has_no_host_time(monkeypatch):
     rows, _ = host_rows(monkeypatch)
     forward = [row for row in rows if row.pass_ == "fwd" and row.dtype == "float32"]
     assert len(forward) == 2 and all("against float64" in row.note for row in forward)
-
-
-def test_the_figure_of_host_times():
-    figure = host_cost.draw(synthetic("host_cost"))
-    assert len(figure.axes[0].patches) == 12
-    assert figure.get_suptitle().startswith("A call costs the host 10 ")
 
 
 # --- Makefile --------------------------------------------------------------------------------

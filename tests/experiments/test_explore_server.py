@@ -10,10 +10,7 @@ from urllib.parse import urlencode
 import pytest
 from test_explore import drawn_states, panels
 
-import fa_numba
 from experiments.beside import explore_server
-from fa_numba import io_model
-from fa_numba.problem import Problem
 
 STATE = {
     "N": 64,
@@ -65,15 +62,6 @@ def test_a_trace_is_run_and_is_the_recorded_one(server):
     assert asked(server, "orders", STATE) == (200, panels()["orders"].at(**stored))
 
 
-def test_on_hoppers_unit_too_with_rows_of_two_warpgroups(server):
-    state = {**STATE, "N": 150, "Br": 128, "unit": "wgmma"}
-    found = asked(server, "orders", state)[1]
-    for name in ("fa1", "fa2"):
-        assert found[f"{name}.total"] == found[f"{name}.model"] == found[f"{name}.bytes"][-1]
-        visits = {step.split("|")[2] for step in found[f"{name}.steps"]} - {""}
-        assert visits == {f"{i},{j}" for i in range(2) for j in range(5) if 32 * j < 128 * (i + 1)}
-
-
 @pytest.mark.parametrize("unit", ["simt", "wgmma"])
 def test_a_typed_mask_leaves_out_tiles_that_it_hides(server, unit):
     Br = 64 if unit == "wgmma" else 16
@@ -90,14 +78,6 @@ def test_a_typed_mask_leaves_out_tiles_that_it_hides(server, unit):
         assert found[f"{name}.total"] == found[f"{name}.model"] == found[f"{name}.bytes"][-1]
         assert {step.split("|")[2] for step in found[f"{name}.steps"]} - {""} >= seen
         assert found[f"{name}.visited"] < 6 * 192 // Br
-
-
-def test_any_size_is_answered(server):
-    found = asked(server, "tiles", TILES)[1]
-    problem = Problem(1, 1, 1, 1000, 1000, 80, dtype="float16", causal=True, window=(9, 9))
-    assert found["fa2.visited"] == io_model.tiles_visited("fa2", problem, fa_numba.Tiles(96, 40))
-    found = asked(server, "softmax", SOFTMAX | {"block": 3})[1]
-    assert [step["m"] for step in found["fa2.steps"]] == [3, 4]
 
 
 REFUSED = [

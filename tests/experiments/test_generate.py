@@ -105,14 +105,6 @@ def test_a_fault_of_the_cache_is_noticed(small, monkeypatch, fault):
         list(generate._counted("fa2-simt"))
 
 
-def test_accesses_grow_with_the_text_and_with_its_square():
-    rows = [row for n in (2048, 4096) for row in generate._modelled("fa2-simt", "float32", n)]
-    found = generate.by_length(rows, "traffic", "model")
-    for place, factor in ((generate.CACHE, 2), (generate.WHOLE, 4)):
-        by = found["fa2-simt", place]
-        assert by[4096] / by[2048] == pytest.approx(factor, rel=0.1)
-
-
 def test_a_character_is_timed_and_the_text_held_against_the_whole(small, monkeypatch):
     """With the emulator for a GPU."""
     monkeypatch.setattr(generate, "TIMED", {"fa2-simt": "float32"})
@@ -162,11 +154,3 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
     assert "0 of 80 characters differ" in generate.table(whole).caption
     assert "`1=1 (2+2)=4`" in generate.table(whole).caption
     assert generate.draw([]) is None and generate.table([]) is None
-
-
-def test_the_prompts_are_of_the_text():
-    text = np.arange(100) % len(generate.ALPHABET)
-    found = generate.prompts(text, 3, 12)
-    assert found.shape == (3, 12) and not found[:, generate.PROMPT :].any()
-    np.testing.assert_array_equal(found[-1, : generate.PROMPT], text[-generate.PROMPT :])
-    assert generate.words([0, 1, 2]) == " 01"

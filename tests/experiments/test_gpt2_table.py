@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from experiment_helpers import cells, made_up, no_gpu, recorded
 
@@ -10,13 +9,12 @@ import fa_numba
 from experiments import gpt2_table
 from experiments.beside import unfused_steps
 from experiments.gpt2_table import PRODUCTS, SETTING, gflop, paper
-from experiments.lab.measure import calls, check, counters, counts, peers, timing, variants
+from experiments.lab.measure import calls, counters, counts, peers, timing, variants
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Store
 from experiments.lab.show import report
-from fa_numba import io_model, reference
-from fa_numba.problem import Problem
+from fa_numba import reference
 
 TIMES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
@@ -71,18 +69,6 @@ def test_the_papers_numbers_are_these_counts(method):
     assert paper_gb(SETTING, *ARRAYS[method]) == pytest.approx(
         paper(method, "hbm_accesses"), abs=0.05
     )
-
-
-def test_the_corrected_count_is_the_conventions():
-    assert gflop(SETTING, 7) == io_model.flops(SETTING, "fwd+bwd") / 1e9
-    assert gflop(SETTING, 2) == io_model.flops(SETTING, "fwd") / 1e9
-
-
-def test_the_papers_steps():
-    steps = unfused_steps.published_steps()
-    assert list(steps) == [*unfused_steps.STEPS, unfused_steps.FUSED]
-    assert steps["dropout"] == 4.6 and steps["matmul PV"] == 1.8
-    assert sum(steps.values()) - steps["fused"] == pytest.approx(16.8)
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -182,88 +168,7 @@ def test_every_series_pass_and_step_is_measured(monkeypatch):
     assert by_kernel == [1.0, 2.0, 3.0]
 
 
-def test_a_wrong_result_is_a_row_that_says_so(monkeypatch):
-    def wrong(q, k, v, **options):
-        out = exact(q, k, v, **options)
-        if options["algorithm"] != "fa2" or isinstance(out, tuple):
-            return out
-        return out * np.asarray(1.2, out.dtype)
-
-    rows, _, launched = on_a_gpu(monkeypatch, wrong)
-    failed = {(r.series, r.pass_, r.place) for r in rows if r.failed}
-    assert failed == {
-        ("fa2-simt", "fwd", ""),
-        ("fa2-mma", "fwd", ""),
-        ("fa2-mma", "fwd", "fused"),
-    }
-    notes = [r.note for r in rows if r.failed]
-    assert sum("error" in note for note in notes) == 2
-    assert sum("with dropout" in note for note in notes) == 1
-
-
 # --- checks of calls with options ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lens", [None, (70, 40)])
-def test_the_gate_of_options_passes_the_right_result_and_no_wrong_one(causal, lens):
-    problem = Problem(2, 2, 2, 90, 90, 8, causal=causal)
-    rng = np.random.default_rng(5)
-    q, k, v = (rng.standard_normal(problem.q_shape, np.float32) for _ in range(3))
-    given = {} if lens is None else {"q_lens": lens, "kv_lens": lens}
-    gate = check.gate(problem, "fwd", q, k, v, **given)
-    out = reference.attention(q, k, v, causal=causal, **given).astype(np.float32)
-    assert gate(out) < 1e-6 and gate.peer(out) < 1e-6
-    for factor, b, h in ((1.01, 0, 0), (0.0, 1, 1)):
-        off = out.copy()
-        off[b, h] *= factor
-        for held in (gate, gate.peer):
-            with pytest.raises(check.WrongResult):
-                held(off)
-    other = reference.attention(q, k, v, causal=not causal, **given).astype(np.float32)
-    with pytest.raises(check.WrongResult):
-        gate.peer(other)
-
-
-def test_the_gate_of_options_knows_what_dropout_does():
-    problem = Problem(2, 2, 2, 160, 160, 32)
-    rng = np.random.default_rng(5)
-    q, k, v = (rng.standard_normal(problem.q_shape, np.float32) for _ in range(3))
-    gate = check.gate(problem, "fwd", q, k, v, dropout_p=0.1)
-    for seed in (1, 2):
-        out = reference.attention(q, k, v, dropout_p=0.1, seed=seed)
-        # Of values of mean 0 that do not lie together by chance it is sqrt(p / (1 - p)).
-        assert gate(out) == pytest.approx(1 / 3, rel=0.2)
-        assert gate.peer(out) == gate(out)
-    unscaled = 0.9 * out
-    for wrong in (
-        reference.attention(q, k, v),
-        reference.attention(q, k, v, dropout_p=0.2, seed=1),
-        unscaled,
-    ):
-        with pytest.raises(check.WrongResult, match="with dropout"):
-            gate(wrong)
-
-
-def test_gradients_of_long_problems_are_checked_on_short_ones(monkeypatch):
-    problem = one_head(48, 8)
-    seen = []
-
-    def made(series, pass_, problem, arrays):
-        seen.append((series, pass_, problem.seqlen_q))
-        q, k, v, dout = arrays
-        factor = 1 if series == "fa2-simt" else 2
-        exact = reference.attention_backward(dout, q, k, v)
-        return lambda: [factor * x for x in exact]
-
-    monkeypatch.setattr(calls, "make", made)
-    monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
-    checks = calls.Checks(gpt2_table.Inputs(gradient=True), calls.shortened(16))
-    for _ in range(2):
-        assert np.isnan(checks("fa2-simt", "bwd", problem)(None))
-    assert seen == [("fa2-simt", "bwd", 16)]
-    with pytest.raises(check.WrongResult):
-        checks("fa1-simt", "bwd", problem)
 
 
 def test_options_reach_torch_by_its_names(monkeypatch):
@@ -277,21 +182,6 @@ def test_options_reach_torch_by_its_names(monkeypatch):
 
 
 # --- counters --------------------------------------------------------------------------------
-
-
-def test_kernels_of_a_case_are_told_apart(monkeypatch):
-    launches = [{"t.sum": float(n)} for n in range(5)]
-    done = (None, [3, "failed: out of memory", 2])
-    monkeypatch.setattr(counters, "_run", lambda *_: done)
-    monkeypatch.setattr(counters, "parse", lambda *_: launches)
-    assert counters.count_kernels([None] * 3, ("t.sum",)) == [
-        launches[:3],
-        "failed: out of memory",
-        launches[3:],
-    ]
-    launches.pop()
-    with pytest.raises(counters.CountersError, match="ncu saw 4 kernels where 5 were launched"):
-        counters.count_kernels([None] * 3, ("t.sum",))
 
 
 # --- figure and tables -----------------------------------------------------------------------

@@ -1,9 +1,7 @@
 """Counts that are taken from the store while their sources are the same."""
 
-import ast
 import io
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -76,22 +74,6 @@ def test_what_was_counted_from_the_same_sources_is_taken(counting):
     assert files == {path: path.read_bytes() for path in files}
 
 
-def test_changed_sources_are_counted_anew(counting):
-    counting()
-    counting.source.write_text("n = 2\n")
-    counting.commit = "2" * 40
-    assert counting() == [32, 64]
-    # The same numbers: they were first counted before, and now from these sources.
-    assert counting.first["commit"] == "1" * 40
-    assert counting.about[kept.ENTRY]["commit"] == "2" * 40
-    assert counting() == []
-    counting.source.write_text("n = 3\n")
-    counting.commit, counting.value = "3" * 40, 2
-    assert counting() == [32, 64]
-    assert counting.first["commit"] == counting.about[kept.ENTRY]["commit"] == "3" * 40
-    assert counting() == []
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -129,20 +111,6 @@ def test_other_runs_count(counting, options):
     counting.json.unlink()
     assert counting(**options) == lengths
     assert counting() == ([] if "recount" in options else [32, 64])
-
-
-def test_rows_of_a_broken_or_failed_run_are_not_taken(counting):
-    counting.broken = 64
-    with pytest.raises(RuntimeError, match="broken"):
-        counting()
-    assert not counting.csv.exists()
-    counting.broken, counting.value = None, None
-    assert counting() == [64]  # which fails; the other was counted before
-    assert len(Store(counting.csv.parents[2]).read(NAME, EMULATOR)) == 2
-    assert kept.ENTRY not in counting.about
-    counting.value = 1
-    assert counting() == [32, 64]
-    assert counting() == []
 
 
 @pytest.fixture
@@ -214,23 +182,6 @@ def test_the_sources_are_what_counts_come_from(package):
 
 def test_what_has_no_part_is_there():
     assert all((kept.PACKAGE / name).exists() for name in kept._NO_PART)
-
-
-def test_texts_without_words_are_the_same_programs():
-    for path in sorted(kept.PACKAGE.rglob("kernels/*/*.py"))[::4]:
-        text = re.sub(r"\n\s*\n", "\n", path.read_text())  # within strings too
-        assert _tree(kept.without_words(text)) == _tree(text), path
-
-
-def _tree(text):
-    """The program as a tree, without docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
-            node.body = node.body[1:]
-    return ast.dump(tree)
 
 
 @pytest.mark.parametrize("name", ["io_vs_seqlen", "block_size", "block_sparse", "timeline",

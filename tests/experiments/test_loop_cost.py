@@ -81,13 +81,6 @@ def test_factors_multiply_to_the_whole():
     assert parts == pytest.approx(found["order"])
 
 
-def test_factors_without_counters_are_those_of_the_times():
-    found = loop_cost.factors(plain(r for r in synthetic() if r.metric != "issuing"))
-    assert (found["waiting"], found["rest"]) == (None, None)
-    assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
-    assert loop_cost.factors({}) == dict.fromkeys(found)
-
-
 class Stub:
     """Stand-ins for the GPU: calls are noted, not made."""
 
@@ -173,37 +166,6 @@ def test_each_step_runs_as_it_says(monkeypatch):
     assert {c["tiles"] for c in by_tile if c["unit"] == "mma"} == {fa1} and fa1.threads
 
 
-def test_the_backward_steps(monkeypatch):
-    rows, stub = measured(monkeypatch, causal=True)
-    backward = [c for c in stub.calls if c["passes"] == "bwd" and c["unit"] == "mma"]
-    assert [c["algorithm"] for c in backward] == ["fa1", "fa1", "fa2", "fa2"]
-    assert [c.get("query_splits", 1) > 1 for c in backward] == [False, True, False, False]
-    for unit in ("mma", "wgmma"):
-        of = {loop_cost.step_of(r.series) for r in on(rows, unit, "bwd")}
-        assert of == {"fa1", "fa1-splits", "fa2-fa1-tiles", "fa2"}
-    assert all(r.causal for r in rows) and not stub.cases  # counters are read without a mask
-
-
-def test_long_gradients_are_checked_on_a_shorter_problem(monkeypatch):
-    monkeypatch.setattr(variants, "CHECKED_SEQLEN", 256)
-    rows, stub = measured(monkeypatch)
-    # Each call once at 256 before it is timed.
-    checked = [c for c in stub.calls if c["passes"] == "bwd" and c["rows"] == 256]
-    timed = [c for c in stub.calls if c["passes"] == "bwd" and c["rows"] == 512]
-    assert len(checked) == len(timed) > 0
-    assert {r.pass_ for r in rows if r.metric == "error"} == {"fwd"}
-
-
-def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
-    rows, _ = measured(monkeypatch, head_dim=128)
-    mine, other = (
-        [r for r in rows if r.series == name and r.pass_ == "fwd" and r.source != MODEL]
-        for name in ("fa2-simt-fa1-tiles", "fa2-simt")
-    )
-    assert [r.value for r in mine] == [r.value for r in other] and mine
-    assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
-
-
 def by_row_tile(cases):
     return [c for c in cases if c.problem.seqlen_q < c.problem.seqlen_k]
 
@@ -228,20 +190,6 @@ def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
     assert mine == other != []
 
 
-def test_without_hopper_its_steps_are_not_measured(monkeypatch):
-    monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (8, 9))
-    rows, stub = measured(monkeypatch)
-    assert rows and not on(rows, "wgmma") + on(rows, "wgmma", "bwd")
-    assert loop_cost.TABLES["loop_cost_hopper"](rows) is None
-    assert loop_cost.FIGURES["loop_cost_hopper"](rows) is None
-
-
-def test_steps_are_timed_without_counters_too(monkeypatch):
-    rows, _ = measured(monkeypatch, counted=None)
-    assert {r.source for r in rows} == {"measured", "model"}
-    assert loop_cost.draw(rows).axes and "| - |" in loop_cost.table(rows).body
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_row_tiles_make_the_whole(causal):
     """FA-2 a row tile at a time gives what one call gives, and the accesses of one call."""
@@ -255,17 +203,6 @@ def test_row_tiles_make_the_whole(causal):
     assert reference.relative_error(got, expected) < 1e-6
     planned = series.plan("fa2-simt", problem, tiles=tiles)
     assert counts.loads == planned.accesses.loads
-
-
-def test_row_tiles_have_the_papers_grid(monkeypatch):
-    """On a GPU "auto" would split the columns of one row tile of few heads."""
-    asked = []
-    monkeypatch.setattr(fa_numba, "attention", lambda *x, **own: asked.append(own["kv_splits"]))
-    monkeypatch.setattr(fa_numba.device, "planned_for_gpu", lambda: True)
-    problem = one_head(80, 16)
-    q, k, v = Inputs()(problem)
-    series.row_tiles("fa2-simt", problem, q, k, v, tiles=fa_numba.Tiles(32, 16))(q)
-    assert asked == [1, 1, 1]
 
 
 def test_operations_beside_the_products():

@@ -4,12 +4,11 @@ import re
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up, recorded
+from experiment_helpers import recorded
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
 from experiments.lab.measure import bandwidth, check, peers, timing, variants
-from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Row
 from experiments.lab.show import report
@@ -174,19 +173,6 @@ def test_failures_are_rows(monkeypatch):
         assert {r.place for r in failed} <= {"16 MiB", "1024 MiB", "failed: out of memory"}
 
 
-def test_l2_is_what_fits_it_and_dram_what_does_not():
-    of = NAME, fa2_setting(2048, 64)
-
-    def row(size, value):
-        return made_up(*of, experiment.GLOBAL, value, "bandwidth", note=f"{size} MiB")
-
-    room = made_up(*of, "l2", 60 * experiment.MIB, "capacity")
-    found = experiment.bandwidths([room, row(16, 5.0), row(24, 6.0), row(56, 9.0), row(256, 4.0)])
-    assert found == {"L2": 6.0, "DRAM": 4.0}
-    assert experiment.bandwidths([room, row(56, 9.0), row(80, 8.0)]) == {}
-    assert experiment.bandwidths([row(16, 5.0)]) == {}
-
-
 # --- tables and the figure -------------------------------------------------------------------
 
 
@@ -214,14 +200,3 @@ def test_the_figure(monkeypatch):
     alone = experiment.draw([r for r in measured(monkeypatch) if r.metric == "bandwidth"])
     assert [t.get_text() for ax in alone.axes[1:] for t in ax.texts] == ["not recorded yet"] * 2
     assert experiment.draw([]) is None
-
-
-def test_the_message_is_of_the_forward_pass():
-    def calls(fa1, fa2, *at):
-        return {("fa1-simt", *at): {"DRAM": fa1}, ("fa2-simt", *at): {"DRAM": fa2}}
-
-    backward = calls(1.0, 90.0, "bwd", "float32")
-    found = calls(2.0, 10.0, "fwd", "float32") | calls(1.0, 7.0, "fwd", "float16") | backward
-    said = "Forward FA-2 computes 5 to 7 times as much for a byte of DRAM as FA-1"
-    assert experiment._message(found) == said
-    assert experiment._message(backward) == "Bandwidths, and what bounds the kernels"

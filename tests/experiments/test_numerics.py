@@ -12,7 +12,6 @@ from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
-from fa_numba import reference
 from fa_numba.problem import Problem
 
 
@@ -58,34 +57,6 @@ def test_outliers_are_the_papers(dtype):
         np.testing.assert_array_equal(outliers[0], outliers[0].astype(np.float16))
     again = inputs(OUTLIERS, problem)
     np.testing.assert_array_equal(again[2], outliers[2])
-
-
-def test_errors_are_those_of_the_whole_result():
-    problem = Problem(1, 2, 2, 40, 40, 8)
-    q, k, v = inputs(OUTLIERS, problem)
-    right = reference.attention(q, k, v)
-    exact_rows = numerics.Exact(problem, q, k, v)
-    assert exact_rows.errors(right) == pytest.approx(
-        {"error": 0, "rmse": 0, "max_error": 0}, abs=1e-12
-    )
-    off = right + 0.5
-    off[0, 1, 7, 3] += 1.0
-    found = exact_rows.errors(off)
-    assert found["max_error"] == pytest.approx(1.5)
-    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((off - right) ** 2)))
-    assert found["error"] == pytest.approx(reference.relative_error(off, right))
-
-
-def test_a_long_result_is_sampled_evenly(monkeypatch):
-    monkeypatch.setattr(numerics, "SAMPLED", 8)
-    problem = Problem(1, 1, 1, 64, 64, 8)
-    q, k, v = inputs(NORMAL, problem)
-    sampled = numerics.Exact(problem, q, k, v)
-    assert list(sampled._rows) == [0, 9, 18, 27, 36, 45, 54, 63]
-    out = reference.attention(q, k, v)
-    assert sampled.errors(out)["error"] < 1e-12
-    out[0, 0, 27] = 0
-    assert sampled.errors(out)["error"] > 0.05
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -163,10 +134,6 @@ def test_a_failure_is_a_row(monkeypatch):
 
 
 # --- figure and tables -----------------------------------------------------------------------
-
-
-def test_the_papers_ratio():
-    assert numerics.paper_ratio() == pytest.approx(3.2 / 1.9)
 
 
 def test_the_tables(tmp_path):

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -256,20 +255,6 @@ def test_what_is_counted_has_the_papers_grid(monkeypatch, algorithm):
     assert asked == [1 if algorithm == "fa2" else "auto"] * 2
 
 
-def test_cases_of_one_problem_share_their_arrays(monkeypatch):
-    moved, asked, problem = [], [], one_head(16, 8, False, "float16")
-    monkeypatch.setattr(device, "to_gpu", lambda array: moved.append(array.dtype) or array)
-    monkeypatch.setattr(fa_numba, "attention", lambda q, *_, **__: asked.append(q))
-    for name in ("synchronize", "profile_start", "profile_stop"):
-        monkeypatch.setattr(device, name, lambda: None)
-    with device.using("emulator"):
-        for causal in (False, True):
-            counter_target.run(counters.Case("fa2-mma", replace(problem, causal=causal)))
-        assert all(q is asked[0] for q in asked) and len(moved) == 4
-        counter_target.run(counters.Case("fa2-simt", replace(problem, dtype="float32")))
-    assert len(moved) == 8 and asked[-1].dtype.name == "float32"
-
-
 def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch):
     fake_ncu(every_metric())
     monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(1))
@@ -288,18 +273,6 @@ def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch)
 
 
 # --- the emulator's numbers ------------------------------------------------------------------
-
-
-def test_counted_numbers_by_our_names():
-    found = profiler.counted(FakeCounts(1))
-    assert set(found) == set(profiler.COUNTERS)
-    assert found["shared load wavefronts"] == 8 * len("sharedload")
-    assert found["copy sectors"] == 4 * len("globalcopy")
-    assert found["atomic requests"] == len("globalatomic")
-    assert found["shared wavefronts"] == 8 * (len("sharedload") + len("sharedstore")) + 2
-    assert found["sectors from L2"] == 4 * (len("globalload") + len("globalcopy"))
-    assert found["sectors to L2"] == 4 * (len("globalstore") + len("globalatomic"))
-    assert (found["mma instructions"], found["exp instructions"]) == (5, 0)
 
 
 @pytest.mark.parametrize("name", ["fa2-mma-plain", "fa2-mma-padding", "fa2-mma-32-rows"])

@@ -20,7 +20,6 @@ from experiments.lab.measure import peers, timing
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL
 from fa_numba import io_model
-from fa_numba.problem import Problem
 
 LINK_SPEED, MERGE_SPEED = 300e6, 3e9  # bytes a millisecond
 FACTOR = {"fwd": 1.0, "fwd+bwd": 4.0}
@@ -102,16 +101,6 @@ def test_times_beyond_the_longest_measured_are_in_proportion():
     assert one.call("fwd", False, 2**15) == 3.9 * 16
     assert one.call("fwd", False, 2048) is None and one.call("fwd", False, 6000) is None
     assert one.call("bwd", False, 4096) is None and one.call("fwd", True, 4096) is None
-
-
-def test_merging_accesses_what_the_kernel_does():
-    """Two of 16 bits read and one written between two ranks, else a sum in float32."""
-    part = Problem(1, 2, 2, 8, 8, 4, dtype="float16")
-    n = 2 * 8 * 4
-    assert ring_rows._merge_bytes(part, 2, "fwd") == 6 * n
-    assert ring_rows._merge_bytes(part, 3, "fwd") == 10 * n
-    assert ring_rows._merge_bytes(part, 3, "bwd") == 30 * n
-    assert ring_rows._merge_bytes(replace(part, causal=True), 2, "fwd") == 3 * n
 
 
 # --- what is timed ---------------------------------------------------------------------------
@@ -317,16 +306,6 @@ def test_the_model_gives_back_what_it_was_measured_with():
     assert gains["ulysses", "fwd", True, 2**14] == pytest.approx(1.0)
     assert 1.9 < gains[KV, "fwd", False, 2**17] < 2.0
     assert ring_rows.measured([row for row in rows if row.series != LINK]) is None
-
-
-def test_efficiency_falls_with_the_ranks_that_share_a_sequence():
-    shares = [
-        ring_rows.efficiency(machine(), 2**22, P, KV, True, "fwd") for P in (2, 64, 256, 1024)
-    ]
-    assert shares == sorted(shares, reverse=True) and 0.9 < shares[0] <= 1 and shares[-1] > 0
-    slow = replace(machine(), link=ring.INFINIBAND / 1e3)
-    assert ring_rows.efficiency(slow, 2**22, 1024, KV, True, "fwd") < shares[-1]
-    assert ring_rows.efficiency(machine(), 2**11, 2, KV, True, "fwd") is None
 
 
 def test_the_figure_takes_any_part_of_the_rows():

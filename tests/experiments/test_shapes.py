@@ -1,7 +1,5 @@
 """Shapes beyond the papers': what is measured, how it is checked, drawn and tabulated."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from experiment_helpers import made_up
@@ -40,12 +38,6 @@ def cells(table):
     names = [cell.strip() for cell in header.strip("|").split("|")]
     for line in lines:
         yield dict(zip(names, (c.strip() for c in line.strip("|").split("|")), strict=True))
-
-
-def test_nothing_measured_is_nothing_drawn():
-    assert shapes.draw([]) is None and shapes.table([]) is None
-    ours = [row for row in synthetic() if row.series == shapes.AUTO]
-    assert shapes.draw(ours) is None and shapes.table(ours) is None
 
 
 def test_every_class_has_its_points_and_can_be_planned():
@@ -88,35 +80,6 @@ def test_the_table_has_the_median_and_the_worst():
         assert line["over ours by mma"] == "2.00 / 2.00"
         assert line["over torch cuDNN"] == ("-" if other else "0.95 / 0.95")
     assert {line["class"] for line in lines} == {kind.title for kind in shapes.KINDS.values()}
-
-
-def test_one_slow_point_and_one_that_failed_are_seen():
-    slow = synthetic(slow=("dims: d=80", "options: window 128"))
-    lines = {(line["class"], line["pass"]): line for line in cells(shapes.table(slow))}
-    for pass_ in ("forward", "backward"):
-        assert lines["options", pass_]["worst at"] == "window 128, N=16384, d=128"
-        assert lines["lengths", pass_]["median / worst"] == "1.50 / 1.50"
-        line = lines["head dimensions", pass_]
-        assert line["median / worst"] == "1.50 / 0.75"
-        assert line["worst at"].startswith("d=80, N=")
-    rows = synthetic()
-    at = next(n for n, row in enumerate(rows) if row.series == shapes.AUTO)
-    rows[at] = replace(rows[at], value=None, note=f"{rows[at].note}; failed: why")
-    line = next(cells(shapes.table(rows)))
-    assert line["points"] == "6, 1 failed"
-    assert line["median / worst"] == "1.50 / 1.50"
-    # A peer that could not run at one point has a ratio less.
-    rows = synthetic()
-    at = next(n for n, row in enumerate(rows) if row.series == peers.FLASH)
-    del rows[at]
-    assert len(shapes.ratios(rows)["shared", rows[at].pass_][peers.FLASH]) == 5
-
-
-def test_torch_missing_is_said():
-    theirs = (peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
-    for line in cells(shapes.table(synthetic(missing=theirs))):
-        assert line["median / worst"] == line["over torch cuDNN"] == "-" != line["over ours by mma"]
-    assert shapes.draw(synthetic(missing=theirs)) is None
 
 
 def test_the_figure_has_a_line_a_class_and_pass():

@@ -12,7 +12,7 @@ from experiments import speed_bf16, speed_fp16
 from experiments.lab.record import published, registry
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.recorder import Recorder
-from experiments.lab.record.store import Row, Store, StoreError, dump, parse
+from experiments.lab.record.store import Row, Store, StoreError, dump
 from experiments.lab.show import report
 
 
@@ -51,45 +51,9 @@ def record(store, rows, *, complete=True, commit="1" * 40, experiment="speed"):
     return recorder.finish(complete=complete)
 
 
-def test_round_trip_keeps_every_field():
-    rows = [
-        row(),
-        row(causal=True, Br=None, Bc=None, note='a "quoted", note', run="3f9a1c"),
-        row(series="fa1-simt", value=None, p20=None, p80=None, n=None, note="failed: reason"),
-        row(metric="loads", unit="elements", source="counted", value=2**45 + 1),
-        row(metric="error", unit="1", value=3.25e-7),
-    ]
-    text = dump(rows)
-    back = parse(text, report.MACHINE)
-    assert sorted(map(str, back)) == sorted(map(str, rows))
-    assert dump(back) == text
-
-
-def test_numbers_are_short_and_stable():
-    (back,) = parse(dump([row(value=1 / 3, p20=1e-9, p80=12.0)]), report.MACHINE)
-    assert (back.value, back.p20, back.p80) == (0.333333, 1e-9, 12)
-
-
-def test_rows_are_sorted_by_number_not_by_digit():
-    lengths = [16384, 512, 8192, 1024]
-    text = dump(row(seqlen_q=n, seqlen_k=n) for n in lengths)
-    assert [r.seqlen_q for r in parse(text, "m")] == sorted(lengths)
-
-
 def test_unknown_source_is_refused():
     with pytest.raises(ValueError, match="source is 'timed'"):
         row(source="timed")
-
-
-def test_equal_rows_leave_both_files_alone(tmp_path):
-    store = Store(tmp_path)
-    assert record(store, [row()])[report.MACHINE].changed
-    files = [store.path("speed", report.MACHINE), store.path("speed", report.MACHINE, ".json")]
-    before = [(f.read_bytes(), f.stat().st_mtime_ns, f.stat().st_ino) for f in files]
-    outcome = record(store, [row()], commit="2" * 40)[report.MACHINE]
-    assert not outcome.changed
-    assert outcome.measured == 1
-    assert [(f.read_bytes(), f.stat().st_mtime_ns, f.stat().st_ino) for f in files] == before
 
 
 def test_recordings_from_before_rows_had_a_run_are_read(tmp_path):
@@ -143,38 +107,6 @@ def test_a_part_replaces_what_is_stored_of_its_problems(tmp_path, stored, measur
     assert {r.run for r in found if r in measured} == {"222222"}
     assert [run["id"] for run in store.runs("speed", report.MACHINE)] == [
         "222222", *(["111111"] if len(left) > len(measured) else [])]  # fmt: skip
-
-
-def test_a_complete_run_leaves_no_row_of_another(tmp_path):
-    store = Store(tmp_path)
-    record(store, [row(), row(series="torch-efficient")])
-    assert record(store, [row(Br=128)], commit="2" * 40)[report.MACHINE].changed
-    kept = store.read("speed", report.MACHINE)
-    assert [(r.series, r.Br, r.run) for r in kept] == [("fa2-simt", 128, "222222")]
-    assert [run["commit"] for run in store.runs("speed", report.MACHINE)] == ["2" * 40]
-
-
-def test_rows_come_into_the_recording_at_the_end(tmp_path):
-    """Until then those of whole items are in a file of their own."""
-    store = Store(tmp_path)
-    record(store, [row()])
-    recorder = Recorder(store, "speed", provenance)
-    for _ in recorder.each(recorder.left("a", "timing")):
-        recorder.add(row(value=9.0))
-    recorder.add(row(value=8.0))
-    assert [r.value for r in store.read("speed", report.MACHINE)] == [12.5]
-    (path,) = (tmp_path / "partial").iterdir()
-    assert '"value": 9.0' in path.read_text() and '"value": 8.0' not in path.read_text()
-    recorder.keep()
-    assert Recorder(store, "speed", provenance).finish(complete=True)[report.MACHINE].measured == 1
-
-
-def test_rows_go_to_their_machines_file(tmp_path):
-    store = Store(tmp_path)
-    record(store, [row(), row(machine="model", source="model")])
-    assert store.machines("speed") == ["model", report.MACHINE]
-    assert [r.source for r in store.read("speed", "model")] == ["model"]
-    assert not list(tmp_path.rglob(".*.csv.*")), "a temporary file was left behind"
 
 
 def test_pages_that_cannot_all_be_written_are_as_they_were(tmp_path, monkeypatch):
@@ -320,12 +252,6 @@ def test_tables_are_made_from_rows_and_checked(tmp_path):
     ]
     assert page.read_text().startswith("Text before.\n")
     assert page.read_text().endswith("Text after.\n")
-
-
-def test_a_failed_configuration_is_in_the_table(tmp_path):
-    store = Store(tmp_path)
-    record(store, [row(metric="speed", unit="TFLOP/s", value=None, note="failed: out of memory")])
-    assert "| failed |" in report.text("speed", store)
 
 
 def test_a_table_stands_once(tmp_path, monkeypatch):

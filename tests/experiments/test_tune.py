@@ -18,10 +18,9 @@ from experiments.lab.measure.workloads import fa2_setting, one_head
 from experiments.lab.record import runner
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
-from fa_numba import Tiles, bounds, reference
+from fa_numba import Tiles, reference
 from fa_numba.choices import tuned
 from fa_numba.choices.requests import Choices
-from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.host import planning
 from fa_numba.tiling import select_mma_spec, select_spec, select_wgmma_spec
 
@@ -106,38 +105,6 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     assert with_limit(LIMIT) == whole
 
 
-def test_the_call_runs_with_them(table):
-    table("9.0,mma,fa2,fwd,48,16,32,32,1")
-    with fa_numba.device.using("emulator"):
-        planned = fa_numba.plan((1, 1, 256, 40), (1, 1, 256, 40), dtype="bfloat16")
-    assert planned.tiles == Tiles(16, 32, 32)
-
-
-def test_hoppers_unit_takes_them_for_long_sequences(table):
-    def tiles(d, N, **options):
-        with bounds.DEVICES["H200"].planning():
-            shape = (1, 64, N, d)
-            plan = fa_numba.plan(shape, shape, dtype="float16", unit="wgmma", **options)
-        return plan.tiles
-
-    rule = tiles(72, 2048)
-    table("9.0,wgmma,fa2,fwd,80,192,96,512,2")
-    assert tiles(80, 2048) == tiles(72, 1025, causal=True) == Tiles(192, 96, 512, 2) != rule
-    # Short ones, other head dimensions, options, and what does not fit.
-    assert tiles(80, 1024) == tiles(80, 2048, window=(9, 0)) == rule
-    assert tiles(81, 2048) == tiles(96, 2048) == rule
-    table("9.0,wgmma,fa2,fwd,80,192,256,512,2")
-    assert tiles(80, 2048) == rule
-
-
-def test_plans_take_the_tuned_stages(table):
-    table("9.0,mma,fa2,fwd,64,64,32,64,2")
-    assert chosen(64) == Tiles(64, 32, 64, stages=2)
-    shape = (1, 1, 4096, 64)
-    planned = fa_numba.plan(shape, shape, dtype="float16")
-    assert planned.kernels[0].shared_bytes == 2 * (64 + 4 * 32) * 64
-
-
 def test_a_table_of_other_columns_is_refused(table):
     table.path.write_text("a,b\n")
     with pytest.raises(ValueError, match="tuned.csv: columns are"):
@@ -158,13 +125,6 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
         assert stages == 1 or (line["algorithm"], line["pass"]) == ("fa2", "fwd")
         if line["pass"] == "fwd":
             assert select(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
-
-
-def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
-    table("9.0,mma,fa1,bwd,32,64,64,128,1")
-    asked = []
-    found = tuned_tiles((9, 0), "mma", "fa1", "bwd", 64, 64, 17, asked.append)
-    assert asked == [found] == [Tiles(64, 64, 128)]
 
 
 # --- the sweep --------------------------------------------------------------------------------
@@ -247,16 +207,6 @@ def test_the_sweep_times_what_can_be_planned():
     assert found["fa2-mma", "fwd", 16][1] == pytest.approx(3 * (speed[False] * speed[True]) ** 0.5)
 
 
-def test_stages_are_told_apart():
-    two = Tiles(32, 32, 32, stages=2)
-    _, rows = swept(more=((two, 0.5),))
-    found = tune.best(rows)
-    chosen = [found[series, "fwd", 16][0] for series in ("fa1-mma", "fa2-mma")]
-    assert chosen == [Tiles(32, 32, 32), two]
-    places = {r.place for r in rows if r.series == "fa2-mma" and r.pass_ == "fwd"}
-    assert {"threads=32", "threads=32 stages=2"} < places
-
-
 def test_tiles_with_wrong_results_are_out():
     fast = Tiles(32, 32, 32)
     _, rows = swept(wrong=(fast,))
@@ -265,20 +215,6 @@ def test_tiles_with_wrong_results_are_out():
     assert tune.best(rows)["fa2-mma", "fwd", 16][0] == Tiles(32, 16, 32)
     one_mask = [r for r in rows if r.causal or (r.Br, r.Bc) != (32, 16)]
     assert tune.best(one_mask)["fa2-mma", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
-
-
-def test_every_length_counts():
-    """Tiles that are fastest at one length are not chosen for it, nor with one length missing."""
-    _, rows = swept()
-    slow, fast = Tiles(32, 16, 32), Tiles(32, 32, 32)
-    longer = [replace(row, seqlen_q=64, value=1.0) for row in rows if row.metric == "speed"]
-    for row in longer:
-        if (row.Br, row.Bc) == (slow.Br, slow.Bc):
-            longer[longer.index(row)] = replace(row, value=100.0)
-    assert tune.best(rows)["fa2-mma", "fwd", 16][0] == fast
-    assert tune.best(rows + longer)["fa2-mma", "fwd", 16][0] == slow
-    missing = [r for r in longer if (r.Br, r.Bc, r.causal) != (slow.Br, slow.Bc, True)]
-    assert tune.best(rows + missing)["fa2-mma", "fwd", 16][0] == fast
 
 
 def test_the_table_is_updated_line_by_line(table):

@@ -108,17 +108,6 @@ def test_a_trend_is_the_shape_from_one_point_to_the_next():
         verdict([1, 2], [1, Bounds(0, 1)])
 
 
-def test_words_are_true_of_all_points_or_of_nine_in_ten():
-    for wrong, verdict in ((0, REPRODUCED), (1, TREND), (2, REFUTED)):
-        ours = [7.0 if n < wrong else 2.0 for n in range(10)]
-        assert rule.judge("ratio", "words", points(ours, [Bounds(2, 4)] * 10)).verdict == verdict
-    assert rule.judge("ratio", "words", points([1.99], [Bounds(2, 4)])).verdict == REFUTED
-    assert rule.judge("count", "words", points([0, 0], [0, 0])).verdict == REPRODUCED
-    assert rule.judge("count", "words", points([0, 0.1], [0, 0])).verdict == REFUTED
-    assert [str(Bounds(*b)) for b in ((0, 1), (2, math.inf), (2, 4), (0, math.inf))] == [
-        "1 or less", "2 or more", "2 to 4", "any"]  # fmt: skip
-
-
 def test_the_page_says_the_rule_that_is_used():
     for factor in set(rule.FACTORS.values()):
         assert f"{factor:g}" in rule.TEXT
@@ -221,16 +210,6 @@ def test_a_question_is_open_without_rows_and_follows_them_with(question):
     rows = stored(question)
     found = question.finding(Evidence(rows))
     assert found.verdict in (REPRODUCED, TREND, REFUTED) and found.number
-
-
-def test_rows_are_found_by_their_fields():
-    rows = [row(value=1.0), row("fa1-simt", 3.0), row(value=None, metric="speed"), row(metric="x")]
-    evidence = Evidence(rows)
-    assert evidence.rows("some", series=("fa1-simt", "fa2-simt"), metric="time") == rows[:2]
-    with pytest.raises(MissingRows, match="some: no rows with .*speed"):
-        evidence.rows("some", metric="speed")
-    with pytest.raises(MissingRows):
-        evidence.rows("another")
 
 
 def test_quantities_are_made_place_by_place():

@@ -31,7 +31,6 @@ except ImportError:
     torch = None
 
 needs_torch = pytest.mark.skipif(torch is None, reason="no torch")
-NAMES = ("q", "k", "v")
 
 
 on_the_gpu = pytest.mark.parametrize(
