@@ -54,17 +54,27 @@ _PASSES = {"fwd": "fwd", "bwd": "fwd+bwd"}
 
 
 def milliseconds(
-    measured: Measured, problem: Problem, ranks: int, travels: str, passes: Sequence[str]
+    measured: Measured, problem: Problem, ranks: int, series: str, pass_: str
 ) -> float | None:
-    """Milliseconds of all passes of a whole problem; None where a rank's call was not measured."""
-    part = replace(problem, seqlen_q=problem.seqlen_q // ranks, seqlen_k=problem.seqlen_k // ranks)
-    total = 0.0
-    for each in passes:
-        time = _pass(measured, part, ranks, travels, each)
-        if time is None:
-            return None
-        total += time
-    return total
+    """Of a call of the whole problem; None where a rank's call was not measured."""
+    part, travels = _part(problem, ranks), _travels(series)
+    times = [_pass(measured, part, ranks, travels, each) for each in _passes(pass_)]
+    known = [time for time in times if time is not None]
+    return sum(known) if len(known) == len(times) else None
+
+
+def _part(problem: Problem, ranks: int) -> Problem:
+    """What a rank has of a problem."""
+    n = problem.seqlen_q // ranks
+    return replace(problem, seqlen_q=n, seqlen_k=n)
+
+
+def _travels(series: str) -> str:
+    return series.removeprefix("ring-")
+
+
+def _passes(pass_: str) -> tuple[str, ...]:
+    return ("fwd", "bwd") if pass_ == "fwd+bwd" else (pass_,)
 
 
 def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: str) -> float | None:
@@ -114,12 +124,9 @@ def ranks_of(row: Row) -> int:
 
 def sent_bytes(problem: Problem, ranks: int, series: str, pass_: str) -> int:
     """Bytes that the rank which sends most sends in a call of the whole problem."""
-    n = problem.seqlen_q // ranks
-    part = replace(problem, seqlen_q=n, seqlen_k=n)
-    passes = ("fwd", "bwd") if pass_ == "fwd+bwd" else (pass_,)
-    travels = series.removeprefix("ring-")
+    part, travels = _part(problem, ranks), _travels(series)
     return max(
-        sum(io_model.ring(part, ranks, r, travels=travels, passes=p).sent for p in passes)
+        sum(io_model.ring(part, ranks, r, travels=travels, passes=p).sent for p in _passes(pass_))
         for r in (0, ranks - 1)
     )
 
@@ -161,10 +168,8 @@ def predicted(rows: Sequence[Row]) -> dict[Key, float]:
     for row in rows:
         if machine is None or row.metric != "time" or row.series not in OURS or row.failed:
             continue
-        passes = ("fwd", "bwd") if row.pass_ == "fwd+bwd" else ("fwd",)
-        travels = row.series.removeprefix("ring-")
         problem = whole(row.seqlen_q, row.causal)
-        time = milliseconds(machine, problem, ranks_of(row), travels, passes)
+        time = milliseconds(machine, problem, ranks_of(row), row.series, row.pass_)
         if time is not None:
             found[row.series, row.pass_, row.causal, row.seqlen_q] = time
     return found
@@ -174,10 +179,8 @@ def efficiency(
     machine: Measured, N: int, ranks: int, series: str, causal: bool, pass_: str
 ) -> float | None:
     """The model's share of the time in which calls are computed, of so many ranks."""
-    passes = ("fwd", "bwd") if pass_ == "fwd+bwd" else ("fwd",)
-    travels = series.removeprefix("ring-")
-    problem = whole(N, causal)
-    time = milliseconds(machine, problem, ranks, travels, passes)
     free = replace(machine, link=float("inf"), merging=float("inf"))
-    alone = milliseconds(free, problem, ranks, travels, passes)
+    time, alone = (
+        milliseconds(at, whole(N, causal), ranks, series, pass_) for at in (machine, free)
+    )
     return None if time is None or alone is None else alone / time

@@ -337,25 +337,19 @@ def said(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    found, compiled = times(rows), times(rows, "compile")
+    compiled, visited = times(rows, "compile"), times(rows, "visited")
     measured = [row for row in rows if row.source == "measured" and row.metric == "time"]
     names = list(dict.fromkeys(row.place for row in measured))
     if not names:
         return None
     every = [s for s in (*SERIES, peers.FLEX) if any(row.series == s for row in measured)]
-    failed = {(row.place, row.series, row.pass_) for row in measured if row.failed}
-    visited = times(rows, "visited")
-
-    def cell(name: str, series: str, pass_: str) -> str:
-        at = name, series, pass_
-        return "failed" if at in failed else f"{found[at]:.2f}" if at in found else tables.MISSING
-
+    by = {(row.place, row.series, row.pass_): row for row in measured}
     lines = []
     for name in names:
-        share = [visited[at] for at in visited if at[0] == name and at[1:] == (every[-2], "fwd")]
-        line = [name, f"{1 - share[0]:.0%}" if share else tables.MISSING]
+        share = visited.get((name, every[-2], "fwd"))
+        line = [name, tables.MISSING if share is None else f"{1 - share:.0%}"]
         for pass_ in PASSES:
-            line += [cell(name, series, pass_) for series in every]
+            line += [tables.cell(by.get((name, s, pass_)), "{:.2f}".format) for s in every]
             ratio = over_flex(rows, name, pass_)
             line.append(tables.MISSING if ratio is None else f"{ratio:.2f}")
         for series in every[-2:]:

@@ -44,11 +44,8 @@ def found(task, ranks):
         time = 2 * alone(pass_, causal, N) / ranks
     if task.series in OURS:
         sent = ring_rows.sent_bytes(ring_rows.whole(N, causal), ranks, task.series, pass_)
-        passes = ("fwd", "bwd") if pass_ == "fwd+bwd" else ("fwd",)
-        travels = task.series.removeprefix("ring-")
-        modelled = ring_rows.milliseconds(
-            machine(), ring_rows.whole(N, causal), ranks, travels, passes
-        )
+        problem = ring_rows.whole(N, causal)
+        modelled = ring_rows.milliseconds(machine(), problem, ranks, task.series, pass_)
         time = modelled if modelled is not None else time
     return [time, 0.9 * time, 1.2 * time], sent
 
@@ -78,9 +75,9 @@ def synthetic(ranks=2, options=None, failing=()):
 
 def test_without_a_link_to_wait_for_ranks_share_the_time():
     free = replace(machine(), link=float("inf"), merging=float("inf"))
-    for ranks, causal, travels in product((1, 2, 4), (False, True), ("kv", "q")):
+    for ranks, causal, series in product((1, 2, 4), (False, True), OURS):
         problem = ring_rows.whole(2**16, causal)
-        time = ring_rows.milliseconds(free, problem, ranks, travels, ("fwd", "bwd"))
+        time = ring_rows.milliseconds(free, problem, ranks, series, "fwd+bwd")
         assert time == pytest.approx(alone("fwd+bwd", causal, 2**16) / ranks)
 
 
@@ -90,7 +87,7 @@ def test_a_slow_link_is_what_takes_the_time():
     for ranks, travels, passes in product((2, 3, 4), ("kv", "q"), ("fwd", "bwd")):
         problem = ring_rows.whole(4096 * ranks, False)
         part = replace(problem, seqlen_q=4096, seqlen_k=4096)
-        time = ring_rows.milliseconds(slow, problem, ranks, travels, (passes,))
+        time = ring_rows.milliseconds(slow, problem, ranks, f"ring-{travels}", passes)
         nbytes = io_model.ring(part, ranks, travels=travels, passes=passes).sent
         assert nbytes <= time <= nbytes + 5 * ranks
 
