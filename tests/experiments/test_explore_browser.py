@@ -166,7 +166,7 @@ def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
     page = open_page()
     page.select_option("#orders-d", "32")
     page.click("#orders .transport button:has-text('Step')")
-    page.select_option("#softmax-example", "large")
+    page.select_option("#softmax-example", "random")
     page.click("#softmax table >> nth=-1")
     link = page.url
     assert link.partition("#")[2].startswith("softmax&orders.N=64&") and "tiles" not in {
