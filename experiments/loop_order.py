@@ -263,28 +263,21 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         if problem.seqlen_q not in (min(lengths), max(lengths)):
             continue
         found = {(r.series, r.source, r.metric): r for r in mine}
-        times = [found.get((s, "measured", "time")) for s in series_of(unit)]
+        took = [found.get((s, "measured", "time")) for s in series_of(unit)]
         over = ratios(mine, unit)
-        lines.append(
-            [
-                DTYPES[problem.dtype] + (", wgmma" if unit == "wgmma" else ""),
-                *tables.problem_cells(problem),
-                str(problem.batch * problem.heads_q),
-                *(tables.cell(row, lambda v: f"{v:.3g}") for row in times),
-                *(tables.number(over, name, ".2f") for name in names),
-            ]
-        )
+        cells = [DTYPES[problem.dtype] + (", wgmma" if unit == "wgmma" else "")]
+        cells += [*tables.problem_cells(problem), str(problem.batch * problem.heads_q)]
+        cells += [tables.cell(row, lambda v: f"{v:.3g}") for row in took]
+        lines.append([*cells, *(tables.number(over, name, ".2f") for name in names)])
     shown = ("FA-1, a block a head", "FA-1, query splits", "FA-2")
     header = ["dtype", *tables.PROBLEM, "batch x heads", *(f"{name}, ms" for name in shown)]
     header += [f"FA-1 / FA-2: {name}" for name in names.values()]
-    timed = {p: mine for (_, p), mine in every.items()}  # each problem once
-    on_hopper = any(unit == "wgmma" for unit, _ in every)
-    hopper = ", on wgmma FA-1 at FA-2's" if on_hopper else ""
+    times = (r for mine in every.values() for r in mine if r.metric == "time")
+    problems = {p for _, p in every}
     caption = (
-        f"Forward, FA-2 at FA-1's tiles{hopper}; bytes are those with query splits over FA-2's; "
-        f"{tables.runs(r for mine in timed.values() for r in mine if r.metric == 'time')}. All "
-        f"{len(timed)} problems, over batch x heads too, are in the data file and drawn in "
-        f"[{NAME}_detail.png](figures/{NAME}_detail.png)."
+        "Forward, FA-2 at FA-1's tiles, on wgmma FA-1 at FA-2's; bytes are those with query splits "
+        f"over FA-2's; {tables.runs(times)}. All {len(problems)} problems, over batch x heads too, "
+        f"are in the data file and drawn in [{NAME}_detail.png](figures/{NAME}_detail.png)."
     )
     return tables.of(caption, header, lines)
 

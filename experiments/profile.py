@@ -99,20 +99,15 @@ def _count(run: Run, inputs: Inputs) -> Iterator[Row]:
 
 def _emulated(run: Run, inputs: Inputs) -> Any:
     """What the emulator counts of the call's kernels, a forward pass before it left out."""
-    q, k, v, dout = (x.astype(run.problem.dtype) for x in inputs(run.problem))
-    which: dict[str, Any] = {
-        "algorithm": series.algorithm(run.series),
-        "causal": run.problem.causal,
-    }
-    options: dict[str, Any] = which | run.options
-    if run.pass_ == "fwd":
-        with fa_numba.count_accesses() as counts:
-            fa_numba.attention(q, k, v, **options)
-        return counts
+    arrays = [x.astype(run.problem.dtype) for x in inputs(run.problem)]
+    of = run.series, run.problem
     with device.using("emulator"):
-        out, lse = fa_numba.attention(q, k, v, return_lse=True, **which)
+        if run.pass_ == "fwd":
+            once = series.call(*of, *arrays[:3], **run.options)
+        else:
+            once = series.gradients(*of, "bwd", *arrays, before={}, **run.options)
     with fa_numba.count_accesses() as counts:
-        fa_numba.attention_backward(dout, q, k, v, out, lse, **options)
+        once()
     return counts
 
 

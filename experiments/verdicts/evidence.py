@@ -32,10 +32,6 @@ class Evidence:
         return found
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
-
-
 Numbers = Mapping[Place, float]
 Curve = list[tuple[Place, float]]  # by the last part of its places
 
@@ -147,7 +143,7 @@ def paper(*by: By, **wanted: Any) -> Quantity:
     def find(_: Evidence) -> Numbers:
         found: dict[Place, float] = {}
         for line in published.lookup():
-            if all(_fits(line[name], want) for name, want in wanted.items()):
+            if all(line[n] in (x if isinstance(x, tuple) else (x,)) for n, x in wanted.items()):
                 place = tuple(cell(line, part) for part in by)
                 found[place] = found.get(place, 0.0) + float(line["value"])
         return found

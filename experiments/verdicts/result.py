@@ -49,15 +49,10 @@ def took_own(at: int) -> Callable[..., Quantity]:
 
 def sentences(found: Evidence) -> str:
     def each(ratio: Callable[..., Quantity], form: str = ".2f") -> str:
-        """Of the units that are there; Hopper's is not everywhere."""
         words = []
         for unit, name in WORDS.items():
-            try:
-                numbers = ratio(*loop_order.series_of(unit)).find(found).values()
-                words.append(f"{span(numbers, form)} in {name}")
-            except MissingRows:
-                if unit != "wgmma":
-                    raise
+            numbers = ratio(*loop_order.series_of(unit)).find(found).values()
+            words.append(f"{span(numbers, form)} in {name}")
         return ", ".join(words)
 
     def of_accesses() -> str:
