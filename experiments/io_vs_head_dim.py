@@ -10,7 +10,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import counts, scaling
+from .lab.measure import scaling
 from .lab.measure.scaling import FLOAT, PLANNED, RULED, Setting
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record import Bench, Options, Row
@@ -18,7 +18,7 @@ from .lab.show import style, tables
 from .lab.show.tables import Across
 
 NAME = "io_vs_head_dim"
-TAKES = ("seqlens", "head_dims")
+TAKES: tuple[str, ...] = ()
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # On-chip floats of line 1: M = d^2 lies between d = 64 and 128.
@@ -39,22 +39,18 @@ def settings(problem: Problem) -> list[Setting]:
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     head_dims = HEAD_DIMS[: 3 if options.quick else None]
-    problems = options.grid(one_head, (SEQLEN,), head_dims)
-    if options.seqlens is None and OF_N in (options.head_dims or head_dims):
-        problems += [one_head(N, OF_N) for N in SEQLENS]
+    problems = [one_head(SEQLEN, d) for d in head_dims] + [one_head(N, OF_N) for N in SEQLENS]
     for problem in dict.fromkeys(problems):
         for setting in settings(problem):
             yield from scaling.model(NAME, setting)
 
-    lengths = (COUNTED_SEQLEN // (3 if options.quick else 1),)
-    wanted = options.grid(one_head, lengths, COUNTED_HEAD_DIMS[: 2 if options.quick else None])
-    work = [s for p in counts.countable(wanted, bench) for s in settings(p) if scaling.runs(s)]
+    few = COUNTED_HEAD_DIMS[: 2 if options.quick else None]
+    problems = [one_head(COUNTED_SEQLEN // (3 if options.quick else 1), d) for d in few]
+    work = [s for problem in problems for s in settings(problem) if scaling.runs(s)]
     yield from scaling.counted(NAME, work, bench, Inputs())
 
     if bench.machine is not None:
-        problems = options.grid(
-            fa2_setting, (QUICK_SEQLEN if options.quick else SEQLEN,), head_dims
-        )
+        problems = [fa2_setting(QUICK_SEQLEN if options.quick else SEQLEN, d) for d in head_dims]
         work = [s for problem in problems for s in settings(problem) if scaling.runs(s)]
         yield from scaling.hardware(NAME, work, bench)
 
@@ -73,28 +69,24 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 def draw(rows: Sequence[Row]) -> Any:
     if not rows:
         return None
-    counted = _over_d(rows, "counted")
-    gpu = [row for source in ("l2", "dram") for row in _over_d(rows, source)]
-    lengths, at = ({r.seqlen_q for r in of} for of in (counted or _over_d(rows, "model"), gpu))
-    model = [row for row in rows if row.source == "model"]
-    forms = [row for row in model if row.unit == "elements" and row.seqlen_q in lengths]
-    beside = [row for row in model if row.unit == "bytes" and row.seqlen_q in at]
     figure, (axes,) = style.new(1, 2, 4.8)
     drawn: set[tuple[str, str]] = set()
-    for ax, shown, what, of in (
-        (axes[0], [*forms, *counted], "one head", lengths),
-        (axes[1], [*beside, *gpu], "measured", at),
+    gpu = [row for source in ("l2", "dram") for row in _over_d(rows, source)]
+    for ax, shown, what in (
+        (axes[0], _over_d(rows, "counted"), "one head"),
+        (axes[1], gpu, "measured"),
     ):
-        ax.set_title(", ".join([what, "fp32", *(f"N={N}" for N in of)]))
-        found = scaling.per_score(shown, lambda row: row.head_dim)
-        if not found:
-            style.empty(ax, "no hardware counters\nrecorded yet")
+        if not shown:
+            style.empty(ax, "nothing recorded yet")
             continue
+        at = ("model", shown[0].unit, shown[0].seqlen_q)
+        forms = [r for r in rows if (r.source, r.unit, r.seqlen_q) == at]
+        found = scaling.per_score([*forms, *shown], lambda row: row.head_dim)
         scaling.draw(ax, found, tuple(scaling.KINDS))
         drawn |= set(found)
-        style.sizes(
-            ax, sorted({d for points in found.values() for d in points}), "head dimension d"
-        )
+        ax.set_title(f"{what}, fp32, N={shown[0].seqlen_q}")
+        head_dims = sorted({d for points in found.values() for d in points})
+        style.sizes(ax, head_dims, "head dimension d")
         style.log(ax.yaxis)
         ax.set_ylabel("loads + stores, elements a score")
     (fit, *_) = _fits(rows, "d", RULED[0])

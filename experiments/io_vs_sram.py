@@ -22,7 +22,7 @@ from .lab.record import MODEL, Bench, Options, Row
 from .lab.show import style, tables
 
 NAME = "io_vs_sram"
-TAKES = ("seqlens",)
+TAKES: tuple[str, ...] = ()
 
 SEQLEN, HEAD_DIM = 4096, 64
 MODEL_EXPONENTS = range(4, 21)
@@ -99,26 +99,15 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    for problem in options.grid(one_head, (SEQLEN,), (HEAD_DIM,)):
-        for M in [1 << n for n in MODEL_EXPONENTS]:
-            yield from _closed_forms(problem, M)
-            yield from _closed_forms(problem, M, "bwd")
-
-    lengths = (COUNTED_SEQLEN // (2 if options.quick else 1),)
-    problems = options.grid(one_head, lengths, (HEAD_DIM,))
-    work = [
-        setting
-        for problem in counts.countable(problems, bench)
-        for pass_ in BOUNDS
-        for setting in _runnable(problem, options, pass_)
-    ]
+    for M in [1 << n for n in MODEL_EXPONENTS]:
+        for pass_ in BOUNDS:
+            yield from _closed_forms(one_head(SEQLEN, HEAD_DIM), M, pass_)
+    problem = one_head(COUNTED_SEQLEN // (2 if options.quick else 1), HEAD_DIM)
+    work = [setting for pass_ in BOUNDS for setting in _runnable(problem, options, pass_)]
     yield from scaling.counted(NAME, work, bench, Inputs(gradient=True))
-
     if bench.machine is not None:
-        lengths = (QUICK_SEQLEN if options.quick else GPU_SEQLEN,)
-        problems = options.grid(fa2_setting, lengths, (HEAD_DIM,))
-        work = [setting for problem in problems for setting in _runnable(problem, options)]
-        yield from scaling.hardware(NAME, work, bench)
+        problem = fa2_setting(QUICK_SEQLEN if options.quick else GPU_SEQLEN, HEAD_DIM)
+        yield from scaling.hardware(NAME, _runnable(problem, options), bench)
 
 
 def _runnable(problem: Problem, options: Options, pass_: str = "fwd") -> list[Setting]:

@@ -168,7 +168,7 @@ def points(options: Options) -> list[Point]:
 def at(point: Point, pass_: str) -> list[str]:
     """The series that are measured at a point: mma's kernels where auto takes others."""
     found = [AUTO]
-    planned, _ = attempt(plan, AUTO, point.problem, **_plan_options(pass_, point))
+    planned, _ = attempt(plan, AUTO, point.problem, **plan_options(pass_, point))
     if point.beside_mma and planned is not None and planned.unit != "mma":
         found.append(MMA)
     if peers.available():
@@ -218,11 +218,10 @@ def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Ca
     return calls.make(series, pass_, problem, arrays, **options)
 
 
-def plan_options(pass_: str, problem: Problem) -> dict[str, Any]:
-    """What `series.plan` is told of the call that `make` makes, beside the series and problem."""
-    if pass_ == "fwd":
-        return {"kv_splits": "auto", **call_options(problem, shapes=True)}
-    return {"passes": "bwd", **backward_options(AUTO), **call_options(problem, shapes=True)}
+def plan_options(pass_: str, point: Point) -> dict[str, Any]:
+    """What `series.plan` is told of a point's call, beside the series and problem."""
+    own = {"kv_splits": "auto"} if pass_ == "fwd" else {"passes": "bwd", **backward_options(AUTO)}
+    return own | call_options(point.problem, shapes=True) | point.given(point.problem)
 
 
 def shorter(problem: Problem) -> Problem:
@@ -263,10 +262,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
             peers.release()
 
 
-def _plan_options(pass_: str, point: Point) -> dict[str, Any]:
-    return plan_options(pass_, point.problem) | point.given(point.problem)
-
-
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
     """The check of a point's result. Raises WrongResult where a shorter problem's is wrong."""
     problem = point.problem
@@ -288,7 +283,7 @@ def _timed(
     problem = point.problem
     common, said = columns(NAME, series, problem, machine, pass_=pass_), point.place
     if not calls.theirs(series):
-        planned, _ = attempt(plan, series, problem, **_plan_options(pass_, point))
+        planned, _ = attempt(plan, series, problem, **plan_options(pass_, point))
         if planned is not None:
             common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             said += f"; {planned.unit}"

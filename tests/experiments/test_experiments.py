@@ -544,23 +544,21 @@ def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_stops(
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
     monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
-    monkeypatch.setattr(command, "names", lambda: ["io_vs_head_dim", "io_vs_seqlen", "loop_cost"])
+    monkeypatch.setattr(command, "names", lambda: ["timeline", "io_vs_seqlen", "loop_cost"])
     out = tmp_path / "out"
     store_synthetic("loop_cost", out)
-    (out / "data" / "io_vs_head_dim").write_text("in the way")
+    (out / "data" / "timeline").write_text("in the way")
     (out / "loop_cost.png").mkdir()
     arguments = ["--quick", "--seqlens", "32", "--head-dims", "16", "--out", str(out)]
     monkeypatch.setattr(Options, "admits", lambda options, row: True)
     assert command.main(["all", *arguments]) == 1
     said = capsys.readouterr().out
     assert "Traceback" not in said
-    assert re.search(
-        f"io_vs_head_dim: {out}/data/io_vs_head_dim.*: (File exists|Not a directory)", said
-    )
+    assert re.search(f"timeline: {out}/data/timeline.*: (File exists|Not a directory)", said)
     assert re.search(f"loop_cost: {out}/loop_cost.png: Is a directory", said)
     assert (out / "io_vs_seqlen.svg").exists()
     last = said.splitlines()[-2:]
-    assert f"{out}/data/io_vs_head_dim" in last[0] and f"{out}/loop_cost.png" in last[1]
+    assert f"{out}/data/timeline" in last[0] and f"{out}/loop_cost.png" in last[1]
 
 
 def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys):
