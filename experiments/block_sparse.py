@@ -6,17 +6,18 @@ accesses from the model, counted at a small size.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fa_numba
-from fa_numba import device, io_model
+from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, counts, peers
 from .lab.measure.check import Gate
-from .lab.measure.series import LABELS, call, columns, gradients
+from .lab.measure.series import LABELS, call, columns, gradients, plan
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
@@ -146,15 +147,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _model(case: Case) -> Iterator[Row]:
-    sparse, given = replace(case.problem, sparse=case.share is not None), case.given
-    tiles = given["tiles"]
-    mask: dict[str, Any] = {"block_mask": given.get("block_mask")}
-    if case.series.startswith("fa1"):
-        forward = io_model.fa1(sparse, tiles, return_lse=True, **mask)
-        backward = io_model.fa1_backward(sparse, tiles, **mask)
-    else:
-        forward = io_model.fa2(sparse, tiles, **mask)
-        backward = io_model.fa2_backward(sparse, tiles, **mask)
+    with device.using("emulator"):
+        planned = partial(plan, case.series, case.problem, **case.given)
+        forward, backward = planned(return_lse=True).accesses, planned(passes="bwd").accesses
     yield from counts.totals(forward, **case.fields("fwd", MODEL))
     yield from counts.totals(forward, backward, **case.fields("fwd+bwd", MODEL))
 

@@ -97,24 +97,18 @@ def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
     found: dict[Case, Curves] = {}
     values = nested(rows, case_of, "series", "seqlen_q", source=source, metric=metric)
     for case, series in values.items():
-        curves = {
-            flash: {N: series[over][N] / t for N, t in sorted(series[flash].items())
-                    if N in series[over]}
-            for flash, over in OVER[case[0]].items()
-            if flash in series and over in series
-        }  # fmt: skip
-        found[case] = {flash: curve for flash, curve in curves.items() if curve}
-    return {case: curves for case, curves in found.items() if curves}
+        for flash, over in OVER[case[0]].items():
+            slow = series.get(over, {})
+            times = sorted(series.get(flash, {}).items())
+            if curve := {N: slow[N] / t for N, t in times if N in slow}:
+                found.setdefault(case, {})[flash] = curve
+    return found
 
 
 def crossing(gain: Mapping[int, float]) -> int | None:
     """The length from which on the gain is above 1 at every length; None without one."""
-    won = None
-    for N in sorted(gain, reverse=True):
-        if gain[N] <= 1:
-            break
-        won = N
-    return won
+    last = max((N for N in gain if gain[N] <= 1), default=0)
+    return min((N for N in gain if N > last), default=None)
 
 
 def in_words(gain: Mapping[int, float] | None) -> str:

@@ -6,7 +6,6 @@ orders, forward and backward, fp32 and fp16, and torch's attention.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from fa_numba import device
@@ -41,9 +40,8 @@ SERIES = {
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     peers.say_missing(bench.say)
     cases = [
-        (problem, pass_, series)
+        (one_head(SEQLEN, HEAD_DIM, dtype=dtype), pass_, series)
         for dtype in SERIES
-        for problem in options.grid(partial(one_head, dtype=dtype), (SEQLEN,), (HEAD_DIM,))
         for pass_ in ("fwd", "bwd")
         for series in SERIES[dtype]
         if peers.available() or not calls.theirs(series)

@@ -269,13 +269,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, float]) -> str:
     parts = [
-        f"torch's matrix product: {value:.0f} TFLOP/s in {dtype}" for dtype, value in peaks.items()
+        f"torch's matrix product: {peak:.0f} TFLOP/s in {dtype}" for dtype, peak in peaks.items()
     ]
     if {"shared", "DRAM"} <= speeds.keys() & room.keys():
         faster, smaller = speeds["shared"] / speeds["DRAM"], room["DRAM"] / room["shared"]
-        parts.append(
-            f"shared memory is {faster:.1f} times as fast as DRAM and {smaller:.0f} times smaller"
-        )
+        by = f"{faster:.1f} times as fast as DRAM and {smaller:.0f} times smaller"
+        parts.append(f"shared memory is {by}")
     text = "; ".join(parts)
     return f"Read bandwidth, 16-byte accesses, median. {text[:1].upper()}{text[1:]}."
 

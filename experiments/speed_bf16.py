@@ -43,9 +43,8 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
     figure, (axes,) = style.new(1, len(passes), 1.6 + 0.36 * len(shown), sharey=True, sharex=True)
     for pass_, ax in zip(passes, axes, strict=True):
         for at, series in enumerate(shown):
-            mine = found[series].get(pass_, [])
-            colour = style.COLOURS[series]
-            ax.plot(mine, [at] * len(mine), "o", color=colour, ms=5, alpha=0.6)
+            points = [(x, at) for x in found[series].get(pass_, ())]
+            style.line(ax, points, series, marker="o", ls="", ms=5, alpha=0.6)
         ax.axvline(1, color="#555555", lw=1, zorder=1)
         ax.set(title=speeds.PASSES[pass_], xlabel="bf16 / fp16")
     axes[0].set_yticks(range(len(shown)), [LABELS[series] for series in shown])

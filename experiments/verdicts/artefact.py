@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import loop_order
+from experiments.lab.measure import counts
 from experiments.lab.record import Row
 from experiments.lab.show.tables import MISSING, Across, Table, markdown, span
 
@@ -44,14 +45,8 @@ def _span(find: Callable[[Evidence], Numbers], form: str = ".2f") -> Callable[[E
 
 def _equal(found: Evidence) -> str:
     """How many counted numbers the closed form has."""
-    by = ("series", "pass_", "head_dim", "seqlen_q", "Br", "Bc", "metric", "place")
-    equal = number = 0
-    for name in COUNTED:
-        counted = rows(name, *by, source="counted").find(found)
-        model = rows(name, *by, source="model").find(found)
-        number += len(counted)
-        equal += sum(model.get(at) == value for at, value in counted.items())
-    return f"{equal} of {number} numbers"
+    same, number = zip(*(counts.equal(found.rows(name)) for name in COUNTED), strict=True)
+    return f"{sum(same)} of {sum(number)} numbers"
 
 
 def _speed(series: str) -> Callable[[Evidence], str]:
