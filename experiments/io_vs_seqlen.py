@@ -15,7 +15,7 @@ from .lab.measure import counts, scaling
 from .lab.measure.scaling import KINDS, Setting
 from .lab.measure.series import LABELS, SERIES, columns, plan
 from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
-from .lab.record import MODEL, Bench, Options, Row, select
+from .lab.record import MODEL, Bench, Options, Row, nested, select
 from .lab.show import style, tables
 
 NAME = "io_vs_seqlen"
@@ -129,18 +129,16 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(rows: Sequence[Row]) -> str:
-    grown: dict[str, list[float]] = {}
-    for series in SERIES:
-        for d in {row.head_dim for row in rows}:
-            dram = {"source": "dram", "head_dim": d, "causal": False}
-            if len(points := _over_n(select(rows, series=series, **dram))) > 1:
-                shortest, longest = points[0], points[-1]
-                grown.setdefault(series, []).append(longest[1] / shortest[1])
-    if "fa2-simt" not in grown or len(grown) < 2:
+    at = {"source": "dram", "metric": "traffic", "causal": False}
+    grown: dict[bool, list[float]] = {}
+    for series, by_d in nested(rows, "series", "head_dim", "seqlen_q", **at).items():
+        for of in by_d.values():
+            low, high = min(of), max(of)
+            grown.setdefault(series == "fa2-simt", []).append(of[high] / of[low])
+    if len(grown) < 2:
         return "Accesses grow with N² in both orders"
-    others = tables.between([x for s, found in grown.items() if s != "fa2-simt" for x in found])
-    own = tables.between(grown["fa2-simt"])
-    lengths = f"from N={style.short(shortest[0])} to {style.short(longest[0])}"
+    own, others = (tables.between(grown[fa2]) for fa2 in (True, False))
+    lengths = f"from N={style.short(low)} to {style.short(high)}"
     return (
         "A head's accesses grow with N² in both orders; FA-2's DRAM bytes hardly grow:\n"
         f"{lengths} {own} times in a call of as many tokens, the others' {others} times"

@@ -106,48 +106,49 @@ def by_step(rows: Iterable[Row]) -> Steps:
     return {(step_of(series), *at): value for (series, *at), value in found.items()}
 
 
+# A gain: its column, and of which metric, over which step's which step's.
+GAINS = {
+    "total": ("FA-1 / FA-2", "time", "fa1", "fa2"),
+    "warps": ("warps over Q", "time", "fa1-keys", "fa1"),
+    "order_one_block": ("loop order, a block a head", "time", "fa1", "fa2-one-block"),
+    "grid": ("grid of Q outer", "time", "fa2-one-block", "fa2-fa1-tiles"),
+    "splits": ("grid of K/V outer", "time", "fa1", "fa1-splits"),
+    "order": ("loop order, equal grid", "time", "fa1-splits", "fa2-fa1-tiles"),
+    "instructions": ("its instructions", "instructions", "fa1-splits", "fa2-fa1-tiles"),
+    "waiting": ("its waiting", "issue", "fa2-fa1-tiles", "fa1-splits"),
+    "rest": ("its rest", "", "", ""),
+    "tiles": ("tiles", "time", "fa2-fa1-tiles", "fa2"),
+}
+
+
 def factors(found: Steps) -> dict[str, float | None]:
     """How many times faster each step is, and what the change of loop order is made of.
 
     `total`, from FA-1 to FA-2, is `order_one_block` x `grid` x `tiles`, or `splits` x `order` x
     `tiles`: the order is changed at a block a head, or at an equal grid. `warps` is before both.
-    Where FA-1 takes FA-2's tiles, `tiles` is `retiled`, what that gains it, and the total is from
-    its own.
+    Where FA-1 takes FA-2's tiles, `tiles` is what that gains it, and the total is from its own.
     A kernel runs for instructions / (issue x schedulers) of its multiprocessors' active cycles, so
     that `order` = `instructions` x `waiting` x `rest`; `rest` is what idle multiprocessors and the
     clock leave over. None where a number is missing.
     """
 
     def number(step: str, metric: str) -> float | None:
-        stored = found.get((step, "measured", metric))
-        if metric != "issue" or stored is not None:
-            return stored
-        issuing, active = number(step, "issuing"), number(step, "active")
-        return issuing / active if issuing and active else None
+        if metric == "issue":
+            issuing, active = number(step, "issuing"), number(step, "active")
+            return issuing / active if issuing and active else None
+        return found.get((step, "measured", metric))
 
     def ratio(metric: str, over: str, under: str) -> float | None:
         above, below = number(over, metric), number(under, metric)
         return above / below if above and below else None
 
-    order = ratio("time", "fa1-splits", "fa2-fa1-tiles")
-    instructions = ratio("instructions", "fa1-splits", "fa2-fa1-tiles")
-    waiting = ratio("issue", "fa2-fa1-tiles", "fa1-splits")
-    rest = order / (instructions * waiting) if order and instructions and waiting else None
-    own = "fa1-own" if number("fa1-own", "time") else "fa1"
-    retiled = ratio("time", "fa1-own", "fa1")
-    return {
-        "total": ratio("time", own, "fa2"),
-        "warps": ratio("time", "fa1-keys", "fa1"),
-        "order_one_block": ratio("time", "fa1", "fa2-one-block"),
-        "grid": ratio("time", "fa2-one-block", "fa2-fa1-tiles"),
-        "splits": ratio("time", "fa1", "fa1-splits"),
-        "order": order,
-        "instructions": instructions,
-        "waiting": waiting,
-        "rest": rest,
-        "retiled": retiled,
-        "tiles": retiled or ratio("time", "fa2-fa1-tiles", "fa2"),
-    }
+    gains = {name: ratio(*of) for name, (_, *of) in GAINS.items()}
+    if retiled := ratio("time", "fa1-own", "fa1"):
+        gains |= {"total": ratio("time", "fa1-own", "fa2"), "tiles": retiled}
+    order, instructions, waiting = (gains[x] for x in ("order", "instructions", "waiting"))
+    if order and instructions and waiting:
+        gains["rest"] = order / (instructions * waiting)
+    return gains
 
 
 def configurations(
@@ -301,18 +302,6 @@ _MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
     "instructions": ("warp instructions, 10^9", lambda v: f"{v / 1e9:.2f}"),
 }
 _TRAFFIC = {"model": "accesses, GB", "l2": "L2, GB", "dram": "DRAM, GB"}
-_GAINS = {
-    "total": "FA-1 / FA-2",
-    "warps": "warps over Q",
-    "order_one_block": "loop order, a block a head",
-    "grid": "grid of Q outer",
-    "splits": "grid of K/V outer",
-    "order": "loop order, equal grid",
-    "instructions": "its instructions",
-    "waiting": "its waiting",
-    "rest": "its rest",
-    "tiles": "tiles",
-}
 
 
 def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
@@ -324,10 +313,10 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     for (passes, problem), mine in plain.items():
         found = factors(by_step(mine))
         skipping = _causal_skipping(every, passes, problem)
-        cells = [tables.number(found, name, ".2f") for name in _GAINS]
+        cells = [tables.number(found, name, ".2f") for name in GAINS]
         where = [passes, _named(problem.dtype, units), str(problem.head_dim), str(problem.seqlen_q)]
         gains.append([*where, *cells, *skipping])
-    header = ["pass", "dtype", "d", "N", *_GAINS.values()]
+    header = ["pass", "dtype", "d", "N", *(name for name, *_ in GAINS.values())]
     header += ["causal skipping, FA-1", "causal skipping, FA-2"]
     first = tables.markdown(header, gains)
     example, steps = _example(plain)

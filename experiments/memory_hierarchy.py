@@ -51,16 +51,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[variants.Variant]:
     """Standard attention, FA-1, FA-1 with query splits where it has them, FA-2."""
     unit = next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
-    fa1 = f"fa1-{unit}"
-    found = [
-        variants.Variant(f"standard-{unit}", passes=passes),
-        variants.Variant(fa1, passes=passes),
-    ]
-    if passes == "fwd":
-        splits = query_splits(problem, multiprocessors, fa1)
-        if splits > 1:
-            found.append(variants.splits_of(fa1, splits))
-    return [*found, variants.Variant(f"fa2-{unit}", passes=passes)]
+    names = [f"{algorithm}-{unit}" for algorithm in ("standard", "fa1", "fa2")]
+    found = [variants.Variant(name, passes=passes) for name in names]
+    splits = query_splits(problem, multiprocessors, names[1])
+    if passes == "fwd" and splits > 1:
+        found.insert(2, variants.splits_of(names[1], splits))
+    return found
 
 
 def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]:
