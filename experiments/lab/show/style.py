@@ -87,21 +87,16 @@ RC: dict[Any, Any] = {
 }
 
 
-def use() -> None:
-    """Start from matplotlib's defaults and this look, whatever the user's matplotlibrc says."""
-    import matplotlib
-
-    matplotlib.rcdefaults()
-    matplotlib.rcParams.update(RC)
-
-
 def new(
     rows: int, columns: int, height: float, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
     """A figure and its grid of axes (always two-dimensional)."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    use()
+    # Whatever the user's matplotlibrc says.
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(RC)
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
