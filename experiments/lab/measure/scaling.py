@@ -14,10 +14,11 @@ from fa_numba.problem import Problem
 
 from ..record import EMULATOR, MODEL, Bench, Row
 from ..show import style, tables
-from . import counters, counts
+from . import counts, variants
 from .series import LABELS as SERIES_LABELS
 from .series import algorithm, call, columns, gradients, plan
 from .timing import attempt
+from .variants import Variant
 from .workloads import Inputs
 
 # A series whose tiles are those of FlashAttention's line 1 for M ends in this, others have the
@@ -126,12 +127,8 @@ def counted(
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
-    cases = [counters.Case(s.series, s.problem, {"tiles": s.tiles}) for s in settings]
-    results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
-    for setting, result in zip(settings, results or (), strict=results is not None):
-        planned, failure = attempt(plan, setting.series, setting.problem, tiles=setting.tiles)
-        common = setting.fields(experiment, bench.machine)
-        yield from counters.traffic(failure or result, planned, **common)
+    work = [(s.problem, [Variant(s.series, {"tiles": s.tiles}, note=s.note)]) for s in settings]
+    yield from variants.hardware(experiment, work, bench)
 
 
 Points = dict[Any, float]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from fa_numba import device
@@ -58,7 +59,7 @@ def measure(
     is False.
     """
     yield from times(experiment, work, bench, seconds)
-    yield from _profiled(experiment, work, bench, profiled, counted)
+    yield from hardware(experiment, work, bench, profiled, counted)
 
 
 def times(
@@ -151,10 +152,11 @@ def _timed(
         yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)
 
 
-def _profiled(
-    experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str],
-    counted: Callable[[Problem], bool],
+def hardware(
+    experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str] = MappingProxyType({}),
+    counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:  # fmt: skip
+    """Rows of bytes, the model's and measured, and of the counters `profiled`, as of `measure`."""
     wanted = [(p, v) for p, variants in work for v in variants if v.same_as is None and counted(p)]
     cases = [_case(problem, variant) for problem, variant in wanted]
     metrics = (*counters.TRAFFIC, *profiled.values())

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from fa_numba import device
 from fa_numba.choices.units import NoUnit
@@ -156,12 +156,11 @@ class Runner:
     def _measure(
         self, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], recorder: Recorder
     ) -> None:
-        shown = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*shown, TimeElapsedColumn(), console=self.console) as progress:
+        with Progress(console=self.console) as progress:
             bench = Bench(
                 machine=self.machine,
                 describe=self.gpu,
-                progress=lambda items, label: progress.track(items, description=label),
+                progress=lambda items, label: progress.track(items, description=f"  {label}"),
                 say=progress.console.print,
                 recorder=recorder,
             )
