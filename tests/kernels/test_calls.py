@@ -579,11 +579,11 @@ layouts = st.sampled_from([name for name in LAYOUTS if name != "broadcast"])
 @every_way
 @dtypes
 @settings(examples(12), phases=[Phase.explicit, Phase.generate])
-@given(shapes, names_of_options, st.integers(0, 2), seeds, layouts)
-def test_any_problem(way, dtype, shape, names, tiles, seed, layout):
+@given(shapes, names_of_options, st.integers(0, 2), seeds, layouts, st.sampled_from([None, 5, 24]))
+def test_any_problem(way, dtype, shape, names, tiles, seed, layout, d_v):
     if dtype != "float32":
         shape = (*shape[:3], 3 * shape[3], 3 * shape[4], shape[5])
-    arrays, options = inputs(shape, drawn(names, shape, TILE_SIZES[dtype][tiles], seed))
+    arrays, options = inputs(shape, drawn(names, shape, TILE_SIZES[dtype][tiles], seed), d_v=d_v)
     arrays = halves(arrays, dtype)
     if way[0] == "bwd" and seed % 2:
         options = with_dlse(arrays, options)

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import chdtrc
 
 from fa_numba import dropout
 from fa_numba.dropout import dropout_mask, kept
@@ -74,16 +73,6 @@ def test_bits_at_the_threshold_are_kept():
         assert dropout_mask(1, 1, 1, 1, dropout_p=p, seed=SEED, offset=OFFSET).item() is want
 
 
-def test_no_two_elements_share_a_word():
-    philox, _ = PHILOX["numpy"]
-    c0 = np.arange(64, dtype=np.uint32)
-    rows, heads = c0[:, None], c0[:8, None, None]
-    with np.errstate(over="ignore"):
-        words = np.stack(philox(c0, rows, heads, *(np.uint32(n) for n in (5, 6, 7))))
-    # 2^17 words of 32 bits: about 2 pairs are equal by chance
-    assert words.size - len(np.unique(words)) < 16
-
-
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.25, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("seed", [0, SEED])
 def test_one_element_in_so_many_is_dropped(p, seed):
@@ -95,79 +84,6 @@ def test_one_element_in_so_many_is_dropped(p, seed):
         dropped = np.count_nonzero(~mask, axis=axes)
         n = mask.size // dropped.size
         assert np.all(np.abs(dropped - n * p) < SIGMAS * math.sqrt(n * p * (1 - p)) + 1)
-
-
-def assert_independent(a, b, p):
-    """As often dropped in both as chance has it."""
-    n, both = a.size, p * p
-    found = np.count_nonzero(~a & ~b)
-    assert abs(found - n * both) < SIGMAS * math.sqrt(n * both * (1 - both))
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-@pytest.mark.parametrize("axis", range(4))
-def test_neighbours_are_independent(axis, p):
-    mask = dropout_mask(4, 4, 96, 320, dropout_p=p, seed=3)
-    for apart in (1, 2, 3, 8, 16, 24, 32, 64, 256):  # of one draw, of others, powers of two
-        if apart < mask.shape[axis]:
-            here, there = np.split(mask, [apart], axis)[1], np.split(mask, [-apart], axis)[0]
-            assert_independent(here, there, p)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5])
-@pytest.mark.parametrize(
-    "other",
-    [
-        *({"seed": n} for n in (1, 2, 2**31, 2**32, 2**63)),
-        *({"offset": n} for n in (1, 2, 2**16, 2**31)),
-        {"seed": 2**32 - 1, "offset": 2**32 - 1},
-    ],
-    ids=str,
-)
-def test_seeds_and_offsets_are_independent(other, p):
-    sizes = (2, 2, 96, 320)
-    a, b = dropout_mask(*sizes, dropout_p=p), dropout_mask(*sizes, dropout_p=p, **other)
-    assert_independent(a, b, p)
-    np.testing.assert_array_equal(b, dropout_mask(*sizes, dropout_p=p, **other))
-
-
-@pytest.mark.slow
-def test_bits_of_many_draws_are_uniform_alone_and_in_pairs():
-    """Of 10^8 elements, 16 heads of 2500 x 2500, the six upper bits: chi-square, and of pairs along
-    rows, columns and diagonals, in one draw and in others, of heads and of seeds.
-    """
-    philox, (B, N, H) = PHILOX["numpy"][0], (64, 2500, 16)
-    i, j = np.arange(N)[:, None], np.arange(N)[None, :]
-    across, down = np.uint32(j // 32 * 8 + j % 8), np.uint32(i // 16 * 8 + i % 8)
-    half = i // 8 % 2 * 4 + j // 8 % 4
-    apart = [(0, 1), (0, 8), (1, 0), (8, 0), (1, 1), (8, 8), (16, 0), (0, 32), (1, -1)]
-    alone, pairs = np.zeros(B, int), {at: np.zeros(B * B, int) for at in [*apart, "head", "seed"]}
-
-    def bits(head, seed):
-        with np.errstate(over="ignore"):
-            words = np.stack(philox(across, down, *map(np.uint32, (head, 0, seed, 0))))
-        word = np.take_along_axis(words, half[None] // 2, 0)[0]
-        return (word >> np.where(half % 2, 26, 10).astype(np.uint32) & 63).astype(np.int64)
-
-    before = None
-    for head in range(H):
-        found = bits(head, 7)
-        alone += np.bincount(found.ravel(), minlength=B)
-        for di, dj in apart:
-            first = found[: N - di, max(0, -dj) : N - max(0, dj)]
-            second = found[di:, max(0, dj) : N + min(0, dj)]
-            pairs[di, dj] += np.bincount((first * B + second).ravel(), minlength=B * B)
-        others = {"head": before, "seed": bits(head, 8)}
-        for name, other in others.items():
-            if other is not None:
-                pairs[name] += np.bincount((found * B + other).ravel(), minlength=B * B)
-        before = found
-    assert alone.sum() == 10**8
-    likely = []
-    for counts in (alone, *pairs.values()):
-        mean = counts.mean()
-        likely.append(chdtrc(counts.size - 1, ((counts - mean) ** 2).sum() / mean))
-    assert min(likely) > 1e-4 and max(likely) < 1 - 1e-4, likely
 
 
 def test_a_smaller_mask_is_a_part_of_a_larger_one(monkeypatch):

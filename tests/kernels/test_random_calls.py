@@ -23,6 +23,11 @@ def test_a_wrong_call_is_told_with_its_number(monkeypatch, capsys):
     assert f"--seed 3 --only {number}, call 0: Kind(passes='fwd'" in said and "1 wrong" in said
 
 
+@pytest.mark.gpu
+def test_a_minute_of_random_calls_on_a_gpu():
+    assert random_calls.main(["--device", "gpu", "--seconds", "60"]) == 0
+
+
 @pytest.mark.parametrize(
     "those",
     [

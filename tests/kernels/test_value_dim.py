@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from backward_helpers import (
+    ALL_WAYS,
     check_gradients,
     differentiate,
     half_gradients,
@@ -12,7 +13,6 @@ from backward_helpers import (
 )
 from helpers import (
     ALGORITHMS,
-    assert_counts,
     assert_within,
     attend,
     check,
@@ -20,7 +20,6 @@ from helpers import (
     truth,
 )
 from mma_helpers import half_inputs
-from options_helpers import drawn, inputs
 
 import fa_numba
 from fa_numba import Tiles, io_model, reference
@@ -28,24 +27,6 @@ from fa_numba.problem import Problem
 
 TILES, HALF_TILES = Tiles(8, 16), Tiles(16, 16)
 PAIRS = [(24, 8), (5, 9), (12, 40), (33, 1)]  # d of Q and K, and of V
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_gradients_of_query_splits(dtype):
-    arrays = [x.astype(dtype) for x in random_gradients(1, 4, 2, 70, 37, 24, 40)]
-    out, lse = fa_numba.attention(*arrays[1:], return_lse=True)
-    how = {"tiles": Tiles(32, 32), "query_splits": 3}
-    with fa_numba.count_accesses() as counts:
-        dq, dk, dv = fa_numba.flash_attention_1_backward(*arrays, out, lse, **how)
-    shapes = [x.shape for x in arrays[1:]]
-    plan = fa_numba.plan(*shapes, algorithm="fa1", passes="bwd", dtype=dtype, **how)
-    assert_counts(counts, plan)
-    assert plan.workspace_bytes == io_model.workspace(
-        "fa1", plan.problem, passes="bwd", query_splits=3
-    )
-    for got, want in zip((dq, dk, dv), reference.attention_backward(*arrays), strict=True):
-        assert got.shape == want.shape
-        assert reference.relative_error(got, want) < {"float32": 1e-6, "float16": 1e-3}[dtype]
 
 
 # More columns of V than of K in a thread, fewer, rows of other swizzles; not whole pieces; MLA's
@@ -80,7 +61,7 @@ def test_against_float64(algorithm, dtype, d, d_v, causal):
         *(("float16", *x) for x in [*HALVES, (64, 128)]),
     ],
 )
-@pytest.mark.parametrize("way", ["standard", "fa1", "fa2", "fa2-deterministic"])
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_gradients(way, dtype, d, d_v, causal):
     arrays = random_gradients(1, 4, 2, 35, 37, d, d_v, dtype=dtype)
     how = {"tiles": Tiles(8 if dtype == "float32" else 32, 32), "causal": causal}
@@ -186,31 +167,6 @@ def test_choices_on_hopper():
     ]
     for algorithm, rows, options in ways:
         check("emulator", algorithm, rows, k, v, **HOPPER, **options)
-
-
-OPTIONS = [
-    ("bias", "causal", "dropout", "lengths"),
-    ("alibi", "packed", "sinks", "softcap"),
-    ("block_mask", "mask_mod", "score_mod", "window"),
-]
-
-
-@pytest.mark.parametrize("names", OPTIONS, ids="-".join)
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
-def test_options_beside(algorithm, names):
-    shape = (2, 4, 2, 19, 37, 24)
-    (_, q, k, v), options = inputs(shape, drawn(names, shape))
-    check("emulator", algorithm, q, k, np.ascontiguousarray(v[..., :12]), **options)
-    (_, *rows), options = inputs(shape, drawn(names, shape, HALF_TILES))
-    q, k, v = (x.astype(np.float16) for x in rows)
-    v8 = np.ascontiguousarray(v[..., :8])
-    check("emulator", algorithm, q, k, v8, **options)
-    if algorithm == "fa2":
-        _, options = inputs(shape, drawn(names, shape, Tiles(64, 32)))
-        check("emulator", algorithm, q, k, v8, **HOPPER, **options)
-    (dout, q, k, v), options = inputs(shape, drawn(names, shape, Tiles(8, 32)))
-    dout, v = (np.ascontiguousarray(x[..., :12]) for x in (dout, v))
-    check_gradients("emulator", algorithm, dout, q, k, v, **options)
 
 
 @pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])

@@ -1,11 +1,10 @@
-"""The kernels on Hopper's tensor cores on a GPU that has them: many calls, many times over.
+"""The kernels on Hopper's tensor cores on a GPU that has them: one call, many times over.
 
-`test_wgmma_emulated` has the same kernels on the emulator, and the faults planted in them.
+`test_wgmma_emulated` has the same kernels on the emulator, `test_random_calls` any call on a GPU.
 """
 
 import numpy as np
 import pytest
-from helpers import check
 from mma_helpers import half_inputs
 
 import fa_numba
@@ -20,40 +19,6 @@ pytestmark = [
         reason="no GPU of compute capability 9.0",
     ),
 ]
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 300, 431, 700)
-OPTIONS = (
-    {},
-    {"causal": True},
-    {"window": (40, 9)},
-    {"window": (64, -1)},
-    {"softcap": 3.0, "causal": True},
-)
-
-
-TILES = {
-    "fa1": (None, Tiles(64, 64), Tiles(128, 128)),
-    "fa2": (None, Tiles(128, 64, stages=2), Tiles(128, 128, stages=1)),
-}
-
-
-@pytest.mark.parametrize("algorithm", TILES)
-@pytest.mark.parametrize("seed", range(60))
-def test_random_calls(seed, algorithm):
-    """Any lengths, heads, head dimension, layout, option and tiles; FA-1's O is loaded by boxes
-    where boxes have stored it.
-    """
-    rng = np.random.default_rng(seed)
-    Nq, Nk = (int(rng.choice(LENGTHS)) for _ in range(2))
-    group, Hk, d = int(rng.choice((1, 3))), int(rng.choice((1, 2))), int(rng.choice((64, 80, 128)))
-    layout = str(rng.choice(("padded", "transposed", "strided")))
-    tiles = TILES[algorithm][rng.integers(3)]
-    options = dict(OPTIONS[rng.integers(len(OPTIONS))])
-    if "window" in options:
-        options["q_lens"] = [int(rng.integers(0, Nq + 1)) for _ in range(2)]
-    if algorithm == "fa1":
-        options["query_splits"] = int(rng.integers(1, 4))
-    q, k, v = half_inputs("float16", 2, Hk * group, Hk, Nq, Nk, d)
-    check("gpu", algorithm, q, k, v, unit="wgmma", tiles=tiles, layout=layout, **options)
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
