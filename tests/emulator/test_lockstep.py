@@ -21,9 +21,7 @@ import fa_numba
 from fa_numba import device as devices
 from fa_numba.emulator import (
     Access,
-    BarrierDivergence,
     Counts,
-    Deadlock,
     GlobalHazard,
     OutOfBounds,
     TileAccess,
@@ -676,22 +674,6 @@ def test_each_warp_waits_where_the_others_do_not(seed):
     assert counts.instructions["barrier"] == 6 and counts.instructions["atomic"] == 4
 
 
-def test_lanes_that_returned_are_gone():
-    def kernel(out, barrier):
-        t = cuda.threadIdx.x
-        if t % 2:
-            return
-        out[t] = 1
-        if barrier:
-            cuda.syncthreads()
-
-    out = np.zeros(40, np.int64)
-    launch(kernel, 1, 40, (out, False))
-    assert out.tolist() == [1, 0] * 20
-    with pytest.raises(BarrierDivergence, match="not reached by all threads"):
-        launch(kernel, 1, 40, (out, True))
-
-
 def test_barriers_under_branches_that_a_warp_takes():
     def kernel(x, out):
         t = cuda.threadIdx.x
@@ -733,19 +715,6 @@ def test_warps_take_tiles_of_their_own():
     out = np.zeros(128)
     launch(kernel, 1, 128, (out,), shared_bytes=512)
     assert out.tolist() == [t // 32 * 32 + 31 - t % 32 + 127 - t for t in range(128)]
-
-
-def test_groups_that_wait_for_each_other_say_so():
-    def kernel():
-        if cuda.threadIdx.x < 32:
-            sync_named(1, 64)
-        else:
-            sync_named(2, 64)
-
-    with pytest.raises(Deadlock) as info:
-        launch(kernel, 1, 64, ())
-    assert "barrier 1 is of 64 threads, of which 32 have arrived" in str(info.value)
-    assert "barrier 2 is of 64 threads, of which 32 have arrived" in str(info.value)
 
 
 # ---- between blocks
@@ -796,19 +765,6 @@ def test_two_blocks_touch_one_element(first, second):
         found.add(info.value.thread[0])
     assert found == {3, 4}  # the later one says it, whichever that is
     launch(touched, 1, 32, (x, y, first, second))
-
-
-def test_one_block_and_elements_apart_are_no_hazard():
-    def kernel(x, out):
-        b, t = cuda.blockIdx.x, cuda.threadIdx.x
-        x[b, t] += x[b, 0]
-        x[b, t] *= 2
-        cuda.atomic.add(out, b, x[b, t])
-        out[b] += 1
-
-    x, out = np.ones((3, 4)), np.zeros(3)
-    launch(kernel, 3, 1, (x, out))
-    assert x.tolist() == [[4, 1, 1, 1]] * 3 and out.tolist() == [5, 5, 5]
 
 
 def overlapping(a, b, where):
@@ -925,38 +881,6 @@ def test_a_seed_is_an_integer_from_0_on(seed):
     allowed = "seed = .*, allowed: an integer from 0 on"
     with pytest.raises(ValueError, match=allowed), schedule(seed):
         pass
-
-
-def test_an_order_that_nothing_assures():
-    """A block that takes for granted that an earlier one is done; a warp likewise."""
-
-    def blocks(flag, out):
-        if cuda.blockIdx.x == 0:
-            cuda.atomic.add(flag, 0, 1)
-        else:
-            out[cuda.atomic.add(flag, 0, 0) - 1] = 1
-
-    def warps(flag, out):
-        t = cuda.threadIdx.x
-        if t == 0:
-            cuda.atomic.add(flag, 0, 1)
-        elif t == 32:
-            out[cuda.atomic.add(flag, 0, 0) - 1] = 1
-
-    flag, out = np.zeros(1, np.int64), np.zeros(1)
-    for kernel, grid in ((blocks, 2), (warps, 1)):
-        flag[0] = 0
-        launch(kernel, grid, 64 if grid == 1 else 1, (flag, out))
-        found = []
-        for seed in range(16):
-            flag[0] = 0
-            try:
-                with schedule(seed):
-                    launch(kernel, grid, 64 if grid == 1 else 1, (flag, out))
-            except OutOfBounds as error:
-                assert "out[-1]" in str(error)
-                found.append(seed)
-        assert 0 < len(found) < 16
 
 
 def attention(algorithm, dtype, seed):
@@ -1100,20 +1024,6 @@ def test_totals_are_over_the_fields_asked_for():
 
 
 # ---- traces
-
-
-def test_a_trace_of_blocks():
-    def kernel(x, out):
-        t, b = cuda.threadIdx.x, cuda.blockIdx.x
-        out[b, t] = x[b + t]
-
-    with trace() as moves:
-        launch(kernel, 3, 4, (np.ones(8), np.zeros((3, 4))))
-    assert [(m.block[0], m.array, m.rows, m.columns, m.line) for m in moves] == [
-        (b, *rest)
-        for b in range(3)
-        for rest in (("x", (b, b + 4), (0, 1), ""), ("out", (b, b + 1), (0, 4), ""))
-    ]
 
 
 def doubled(x, n, t):

@@ -147,24 +147,6 @@ def test_a_ring_that_is_wrong(wrong, error, message):
     assert message in str(caught(error, _ring, 96, x, y, 2, wrong))
 
 
-def test_a_deadlock_says_who_waits():
-    def kernel(x):
-        bars = mbarrier_tile(BARRIERS, 2)
-        if cuda.threadIdx.x == 0:
-            init_mbarrier(bars, 1, 2)
-            fence_mbarrier_init()
-        cuda.syncthreads()
-        if cuda.threadIdx.x == 5:
-            expect_bytes(bars, 1, 96)
-        if cuda.threadIdx.x >= 32:
-            wait_mbarrier(bars, 1, 0)
-
-    error = caught(Deadlock, kernel, 64, bits(1))
-    assert "bars[1] is in phase 0 and waits for 1 of 2 arrivals and 96 bytes" in str(error)
-    assert "wait in wait_mbarrier of bars[1]" in str(error) and "32 threads) returned" in str(error)
-    assert error.thread == (32, 0, 0) and "wait_mbarrier(bars, 1, 0)" in error.line
-
-
 def test_a_phase_that_may_be_over_when_somebody_looks():
     """Thread 0 ends two phases; whether thread 32 sees the first of them is a matter of luck."""
 
