@@ -1,13 +1,12 @@
 """What mma.sync has of its own: how warps share a tile, measures that are left out, plans."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from backward_helpers import ALL_WAYS
 from helpers import ALGORITHMS, attend, check
-from mma_helpers import every_flash, half_inputs, mostly_float16
+from mma_helpers import every_flash, half_inputs
 
 import fa_numba
 from fa_numba import Tiles
@@ -37,19 +36,6 @@ HEAD_DIMS = (1, 7, 16, 20, 32, 64, 96, 128, 192, 256)
 KINDS = {"standard": StandardSpec, "fa1": MmaSpec, "fa2": MmaSpec}
 
 
-@every_algorithm
-@mostly_float16
-@pytest.mark.parametrize("d", [24, 64])
-def test_warps_of_16_and_32_rows_give_the_same(device, algorithm, dtype, d):
-    q, k, v = half_inputs(dtype, 1, 1, 1, 50, 70, d)
-    results = [
-        check(device, algorithm, q, k, v, causal=True, tiles=Tiles(64, 32, threads))
-        for threads in (64, 128)
-    ]
-    assert np.array_equal(results[0].O, results[1].O)
-    assert np.array_equal(results[0].L, results[1].L)
-
-
 def test_the_partitions_of_the_default_tiles():
     with devices.using("emulator"):
         for algorithm, d in itertools.product(ALGORITHMS, HEAD_DIMS):
@@ -60,27 +46,6 @@ def test_the_partitions_of_the_default_tiles():
             assert rows in (16, 32)
     # Q's fragments stay in registers, or do not: both are in the tests of these head dimensions.
     assert {select_mma_spec(SMALL, d, 2**17).keeps_q for d in HEAD_DIMS} == {False, True}
-
-
-@every_algorithm
-@mostly_float16
-def test_q_in_registers_and_q_in_shared_memory(device, algorithm, dtype):
-    q, k, v = half_inputs(dtype, 1, 1, 1, 33, 66, 128)
-    wide = 128 if algorithm == "standard" else 64
-    for tiles, kept in ((Tiles(32, wide, 32), False), (Tiles(32, 16, 64), True)):
-        assert select_mma_spec(tiles, 128, 2**17, KINDS[algorithm]).keeps_q == kept
-        check(device, algorithm, q, k, v, causal=True, tiles=tiles)
-
-
-@mostly_float16
-@either_mask
-@pytest.mark.parametrize("threads", [64, 128])
-def test_two_stages_of_several_warps(device, dtype, causal, threads):
-    q, k, v = half_inputs(dtype, 1, 1, 1, 150, 200, 24)
-    tiles = Tiles(64, 32, threads, stages=2)
-    two = check(device, "fa2", q, k, v, causal=causal, tiles=tiles)
-    one = attend(device, "fa2", q, k, v, causal=causal, tiles=replace(tiles, stages=1))
-    assert np.array_equal(one.O, two.O) and np.array_equal(one.L, two.L)
 
 
 KEYS = {"warp_partition": "keys"}
@@ -97,16 +62,6 @@ def test_split_keys_with_the_default_tiles(device, d):
             )
             columns = 32 * plan.tiles.Bc // plan.tiles.threads
             assert plan.warp_partition == "keys" and columns % 16 == 0 < plan.tiles.threads // 64
-
-
-@mostly_float16
-@pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (2, 6, 2)])
-def test_split_keys_of_shared_heads_and_split_queries(device, dtype, B, Hq, Hk):
-    q, k, v = half_inputs(dtype, B, Hq, Hk, 35, 45, 8)
-    options = {"causal": True, "tiles": Tiles(16, 32), **KEYS}
-    whole = check(device, "fa1", q, k, v, **options)
-    split = check(device, "fa1", q, k, v, query_splits=2, **options)
-    assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
 
 
 @either_mask

@@ -39,6 +39,10 @@ CASES = {
     "dropout": ((1, 2, 1, 20, 70, 16), Tiles(16, 64), {"dropout_p": 0.9, "seed": 5}),
     "kv_splits": ((1, 2, 1, 20, 70, 24), Tiles(16, 16), {"kv_splits": 3}),
     "block mask": ((1, 1, 1, 32, 48, 16), Tiles(16, 16), {"block_mask": MASK}),
+    # And a head dimension of V's own
+    "narrow V": ((1, 4, 2, 19, 70, 40, 24), Tiles(16, 32), {"causal": True}),
+    "wide V": ((1, 2, 1, 19, 70, 16, 72), Tiles(16, 32), {}),
+    "V, unaligned": ((1, 2, 2, 19, 70, 20, 7), Tiles(16, 32), {"layout": "odd"}),
     # Of FA-1
     "query_splits": ((1, 2, 1, 70, 37, 24), Tiles(16, 16), {"query_splits": 2}),
     "keys": ((1, 1, 1, 40, 75, 24), Tiles(32, 32), {"warp_partition": "keys", "causal": True}),
@@ -128,6 +132,9 @@ BACKWARD = {
     ),
     "dropout": ((1, 1, 1, 20, 70, 16), Tiles(16, 64), {"dropout_p": 0.6, "seed": 5}),
     "dlse": ((1, 1, 1, 20, 35, 16), Tiles(16, 16), {"dlse": True}),
+    "narrow V": ((1, 2, 1, 37, 45, 40, 24), Tiles(32, 32), {"dropout_p": 0.3, "seed": 1}),
+    "wide V": ((1, 2, 1, 37, 45, 24, 72), Tiles(32, 32), {"dropout_p": 0.3, "seed": 1}),
+    "V, unaligned": ((1, 2, 1, 37, 45, 6, 7), Tiles(32, 32), {"layout": "odd"}),
 }  # fmt: skip
 
 
@@ -160,7 +167,8 @@ def test_gradients_and_counts(device, on, precision, name):
     shape, tiles, options = (BACKWARD if on == "mma" else HOPPERS_BACKWARD)[name]
     q, k, v = inputs(shape, **options)
     sizes = np.float32(10.0) ** np.linspace(4, -6, shape[1])[:, None].astype(np.float32)
-    dout = np.random.default_rng(1).standard_normal(q.shape, dtype=np.float32)
+    rows = (*q.shape[:-1], v.shape[-1])
+    dout = np.random.default_rng(1).standard_normal(rows, dtype=np.float32)
     dout *= sizes if "cu_seqlens_q" in options else sizes[:, None]
     arrays = dout, q, k, v
     given = {"tiles": tiles, **options}

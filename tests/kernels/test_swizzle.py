@@ -85,33 +85,6 @@ def test_every_head_dim_lies_without_bank_conflicts_in_whole_sectors():
     assert len(checked) > 256
 
 
-def test_each_element_has_a_place_of_its_own():
-    for spec in every_spec((1, 12, 20, 36, 40, 64, 80, 96, 256)):
-        for rows, count in tiles_of(spec):
-            r, c = table(range(count), range(rows.pitch))
-            places = np.sort(place(rows, r, c), axis=None)
-            assert np.array_equal(places, np.arange(count * rows.pitch))
-
-
-def test_a_thread_needs_one_swizzle():
-    """What the products take for granted of rows ty + i TY, tx + j TX and of four neighbours."""
-    for spec in every_spec((1, 12, 20, 36, 40, 64, 80, 96, 256)):
-        TX, TY = spec.tx_count, spec.ty_count
-        q, k, v, p = (rows for rows, _ in tiles_of(spec))
-
-        def flip(rows, r):
-            return rows.unit * (r // rows.step % rows.ways)
-
-        ty, i = table(range(TY), range(spec.TM))
-        assert all((flip(rows, ty + i * TY) == flip(rows, ty)).all() for rows in (q, p))
-        tx, j = table(range(TX), range(spec.TN))
-        assert (flip(k, tx + j * TX) == flip(k, tx)).all()
-        r, n = table(range(0, spec.Br, 4), range(4))
-        assert all((flip(rows, r + n) == flip(rows, n)).all() for rows in (q, p))
-        r, n = table(range(0, spec.Bc, 4), range(4))
-        assert (flip(v, r + n) == flip(v, r) ^ flip(v, n)).all()
-
-
 @pytest.mark.parametrize("kind, width", [(SimtSpec, 60), (SimtBackwardSpec, 64 + 4)])
 def test_without_the_swizzle_rows_are_padded_or_bare(kind, width):
     whole, padded, bare = (

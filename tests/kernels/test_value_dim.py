@@ -5,19 +5,13 @@ import pytest
 from backward_helpers import (
     ALL_WAYS,
     check_gradients,
-    differentiate,
     half_gradients,
     random_gradients,
-    saved,
-    true_gradients,
 )
 from helpers import (
     ALGORITHMS,
-    assert_within,
-    attend,
     check,
     random_inputs,
-    truth,
 )
 from mma_helpers import half_inputs
 
@@ -80,38 +74,6 @@ def test_choices_of_16_bits():
     ]
     for algorithm, options in ways:
         check("emulator", algorithm, q, k, v, **options)
-
-
-@pytest.mark.parametrize("precision", ["fp16x3", "bf16x6", "bf16x3"])
-@pytest.mark.parametrize(("d", "d_v"), [(40, 24), (20, 7), (16, 72)])
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
-def test_planes(algorithm, d, d_v, precision):
-    q, k, v = random_inputs(2, 4, 2, 19, 70, d, d_v)
-    layout = "padded" if d % 8 == d_v % 8 == 0 else "odd"
-    given = {"unit": "mma", "precision": precision, "causal": True, "tiles": Tiles(16, 32)}
-    found = attend("emulator", algorithm, q, k, v, layout=layout, **given)
-    want = truth(q, k, v, causal=True)
-    lost = 2.0**-15 if precision == "bf16x3" else 0.0
-    assert_within("O", found.O, want.O, want.O_bound + lost * np.linalg.norm(want.O))
-    assert_within("L", found.L, want.L, want.L_bound + lost * np.sqrt(want.L.size))
-
-
-@pytest.mark.parametrize("precision", ["fp16x3", "bf16x3"])
-@pytest.mark.parametrize(("d", "d_v"), [(40, 24), (6, 7), (24, 72)])
-def test_gradients_in_planes(d, d_v, precision):
-    """Two warps of the same columns beyond 64 of either dimension."""
-    arrays, options = random_gradients(1, 2, 1, 37, 45, d, d_v), {"dropout_p": 0.3, "seed": 1}
-    values, layout = saved(*arrays[1:], **options), "odd" if d == 6 else "padded"
-    given = {"unit": "mma", "precision": precision, "tiles": Tiles(32, 32), "layout": layout}
-    found = differentiate("emulator", "fa2", *arrays, saved_values=values, **given, **options)
-    want = true_gradients(*arrays, saved_values=values, **options)
-    for of, gradient in zip(want.bounds, found, strict=False):
-        exact, lost = getattr(want, of), 2.0**-14 if precision == "bf16x3" else 0.0
-        assert_within(of, gradient, exact, want.bounds[of] + lost * np.linalg.norm(exact))
-    shapes = [x.shape for x in arrays[1:]]
-    for passes, how in (("fwd", {}), ("bwd", {"tiles": Tiles(32, 32)})):
-        plan = fa_numba.plan(*shapes, passes=passes, precision=precision, **how)
-        assert plan.workspace_bytes == io_model.workspace("fa2", plan.problem, passes=passes)
 
 
 @pytest.mark.parametrize(("d", "d_v"), [(64, 32), (20, 7), (192, 128)])
