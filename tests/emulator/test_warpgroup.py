@@ -1,4 +1,6 @@
-"""Products of a warpgroup on the emulator: against NumPy, and what touches them too early."""
+"""Products of a warpgroup on the emulator: who shares them, and what touches them too early. Their
+values are `test_ptx_warpgroup`'s.
+"""
 
 import numpy as np
 import pytest
@@ -141,47 +143,6 @@ def make_product(n, steps, kind="f16", across=(0, 0), rows=(64, 0), adds=0, regi
             C[e, t] = rC[e]
 
     return kernel
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-@pytest.mark.parametrize("across", [(0, 0), (0, 1), (1, 0), (1, 1)])
-@pytest.mark.parametrize("n, steps, adds", [(8, 1, 0), (64, 4, 1), (96, 3, 0), (256, 8, 1)])
-def test_a_product_of_shared_memory(kind, across, n, steps, adds):
-    K = 16 * steps
-    a, A = random(ROWS, K, kind=kind)
-    b, B = random(n, K, kind=kind, seed=1)
-    rows = tuple(-(-(K if x else r) // 8) * 8 for x, r in zip(across, (ROWS, n), strict=True))
-    memory = [panels(m.T if x else m, r) for m, x, r in zip((a, b), across, rows, strict=True)]
-    size = -(-memory[0].size // 512) * 512  # so that B begins at a multiple of 1024 bytes
-    memory[0] = np.concatenate([memory[0], np.zeros(size - memory[0].size, np.uint16)])
-    before = np.random.default_rng(2).standard_normal((n // 2, 128)).astype(np.float32)
-    C = before.copy()
-    kernel = make_product(n, steps, kind, across, rows, adds)
-    counts = launch(kernel, 128, *memory, np.zeros((1, 1), np.uint32), C)
-    assert_product(matrix_of(C, n), A, B, matrix_of(before, n) if adds else 0.0)
-    assert counts.instructions["wgmma"] == steps and "mma" not in counts.instructions
-    assert counts.total(space="shared", kind="load").requests == 0
-
-
-@pytest.mark.parametrize("kind", ["f16", "bf16"])
-@pytest.mark.parametrize("across, n, steps, adds", [(0, 8, 1, 0), (1, 64, 8, 1), (1, 128, 2, 0)])
-def test_a_product_with_a_in_registers(kind, across, n, steps, adds):
-    K = 16 * steps
-    a, A = random(ROWS, K, kind=kind)
-    b, B = random(n, K, kind=kind, seed=1)
-    rows = K if across else n
-    words = np.empty((4 * steps, 128), np.uint32)
-    for t in range(128):
-        for e in range(4 * steps):
-            row = 16 * (t // 32) + t % 32 // 4 + 8 * (e // (2 * steps))
-            col = 8 * (e % (2 * steps)) + 2 * (t % 4)
-            words[e, t] = int(a[row, col]) | int(a[row, col + 1]) << 16
-    before = np.random.default_rng(2).standard_normal((n // 2, 128)).astype(np.float32)
-    C = before.copy()
-    kernel = make_product(n, steps, kind, (0, across), (64, rows), adds, registers=True)
-    memory = panels(b.T if across else b, rows)
-    launch(kernel, 128, np.zeros(512, np.uint16), memory, words, C)
-    assert_product(matrix_of(C, n), A, B, matrix_of(before, n) if adds else 0.0)
 
 
 def test_warpgroups_multiply_side_by_side():

@@ -1,4 +1,6 @@
-"""Each intrinsic against NumPy: its emulation, and on a GPU the instruction itself."""
+"""What intrinsics check and count as they are emulated; and against NumPy, on a GPU the instruction
+itself, those that round or move elements between lanes. `test_ptx` has what each one means.
+"""
 
 import math
 
@@ -19,7 +21,6 @@ from fa_numba.emulator import (
 from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
 from fa_numba.intrinsics.async_copy import (
     commit_async,
-    copy1_async,
     copy4_async,
     copy8_async,
     copy_value_async,
@@ -27,7 +28,6 @@ from fa_numba.intrinsics.async_copy import (
 )
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.intrinsics.global_memory import (
-    lies_in_pairs,
     read2,
     read4,
     read8,
@@ -46,19 +46,15 @@ from fa_numba.intrinsics.matrix import (
     pack_f16,
     pack_positive_bf16,
     pack_positive_f16,
-    unpack_bf16,
-    unpack_f16,
 )
 from fa_numba.intrinsics.reduction import add_four_vector, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import (
     half_tile,
     load2,
-    load4,
     load4_at_byte,
     load8,
     shared_tile,
     store2,
-    store4,
 )
 
 THREADS = 32
@@ -125,17 +121,6 @@ def test_exp2(device):
     assert y[n + 3 : n + 7].tolist() == [INF, 0.0, INF, 0.0]
 
 
-def test_exp2_of_many_lanes_is_pythons_power_bit_for_bit():
-    x = np.random.default_rng(0).uniform(-126, 128, 4096) * np.tile([1.0, 1e-3, 1e-9, 0.1], 1024)
-    x, y = x.reshape(8, 512), np.zeros((8, 512))
-
-    def kernel(X, Y):
-        Y[cuda.blockIdx.x, cuda.threadIdx.x] = exp2(X[cuda.blockIdx.x, cuda.threadIdx.x])
-
-    emulator.launch(kernel, 8, 512, (x, y))
-    assert y.tobytes() == np.array([2.0**each for each in x.reshape(-1).tolist()]).tobytes()
-
-
 def test_log2(device):
     points = [1.0, 2.0, 0.5, 3.0, 1e-30, 1e30, 1.5, 0.75, 1000.0, 64.0]
     x = padded([*points, 0.0, INF, NAN, -1.0, -0.0])
@@ -162,40 +147,6 @@ def test_maximum(device):
 # --- 16-byte accesses ------------------------------------------------------------------------
 
 
-def _shared_kernel(X, Y):
-    """Each thread stores 4 floats in reverse and loads those of its neighbour."""
-    tile = shared_tile(8, 128)
-    t = uint32(cuda.threadIdx.x)
-    store4(tile, uint32(4 * t), X[4 * t + 3], X[4 * t + 2], X[4 * t + 1], X[4 * t])
-    cuda.syncthreads()
-    a = load4(tile, uint32(4 * ((t + 1) % uint32(32))))
-    Y[4 * t], Y[4 * t + 1], Y[4 * t + 2], Y[4 * t + 3] = a[0], a[1], a[2], a[3]
-
-
-def test_shared_load4_and_store4(device):
-    x = ramp(128)
-    _, y = run(device, _shared_kernel, x, np.zeros_like(x))
-    want = np.roll(x.reshape(32, 4)[:, ::-1], -1, axis=0)
-    assert np.array_equal(y.reshape(32, 4), want)
-
-
-def _by_bytes_kernel(X, Y):
-    tile = shared_tile(8, 128)
-    t = uint32(cuda.threadIdx.x)
-    for n in range(4):
-        tile[4 * t + n] = X[4 * t + n]
-    cuda.syncthreads()
-    offset = int64(uint32(16 * t))
-    a = load4_at_byte(tile, offset ^ 16)
-    Y[4 * t], Y[4 * t + 1], Y[4 * t + 2], Y[4 * t + 3] = a[0], a[1], a[2], a[3]
-
-
-def test_shared_load4_at_byte(device):
-    x = ramp(128)
-    _, y = run(device, _by_bytes_kernel, x, np.zeros_like(x))
-    assert np.array_equal(y.reshape(16, 2, 4), x.reshape(16, 2, 4)[:, ::-1])
-
-
 def _global_kernel(X, Y):
     t = uint32(cuda.threadIdx.x)
     row, col = uint32(t // uint32(4)), uint32(4 * (t % uint32(4)))
@@ -203,52 +154,11 @@ def _global_kernel(X, Y):
     write4(Y, uint32(7 - row), col, a[3], a[2], a[1], a[0])
 
 
-@pytest.mark.parametrize("pad", [0, 4])
-def test_global_read4_and_write4(device, pad):
-    x = ramp(8, 16 + pad)
-    _, y = run(device, _global_kernel, x, np.full_like(x, -1))
-    want = x[::-1, :16].reshape(8, 4, 4)[:, :, ::-1].reshape(8, 16)
-    assert np.array_equal(y[:, :16], want) and (y[:, 16:] == -1).all()
-
-
 def _pair_kernel(X, Y):
     t = uint32(cuda.threadIdx.x)
     row, col = uint32(t // uint32(4)), uint32(2 * (t % uint32(4)))
     a = read_pair(X, row, col, True)
     write_pair(Y, uint32(7 - row), col, a[1], a[0], True)
-
-
-@pytest.mark.parametrize("pad", [0, 2])
-def test_global_read_pair_and_write_pair(device, pad):
-    x = ramp(8, 8 + pad)
-    _, y = run(device, _pair_kernel, x, np.full_like(x, -1))
-    want = x[::-1, :8].reshape(8, 4, 2)[:, :, ::-1].reshape(8, 8)
-    assert np.array_equal(y[:, :8], want) and (y[:, 8:] == -1).all()
-
-
-def _in_pairs_kernel(X, Y):
-    Y[0] = 1.0 if lies_in_pairs(X) else 0.0
-
-
-@pytest.mark.parametrize(
-    ("view", "pairs"),
-    [
-        (lambda x: x, True),
-        (lambda x: x[1:, :, ::3, :5], True),
-        (lambda x: x[..., 2:], True),
-        (lambda x: x[..., 1:], False),
-        (lambda x: x[..., ::2], False),
-        (lambda x: x.swapaxes(2, 3), False),
-        (lambda x: np.broadcast_to(x[:, :, :1], x.shape), True),
-        (lambda x: np.broadcast_to(x[..., :1], x.shape), False),
-        *((lambda x, n=n: np.ascontiguousarray(x[..., :n]), n % 2 == 0) for n in (5, 6)),
-        (lambda x: np.ascontiguousarray(x[..., :1]), False),
-    ],
-)
-def test_lies_in_pairs(view, pairs):
-    found = np.full(1, -1, np.float32)
-    emulator.launch(_in_pairs_kernel, 1, 1, (view(np.zeros((2, 3, 6, 8), np.float32)), found))
-    assert found[0] == pairs
 
 
 # --- asynchronous copies ---------------------------------------------------------------------
@@ -265,32 +175,6 @@ def _copy4_kernel(X, Y, count):
         Y[t, n] = tile[uint32(4 * (uint32(31) - t) + n)]
 
 
-@pytest.mark.parametrize("count", range(5))
-def test_copy4_async(device, count):
-    x = ramp(32, 8)
-    _, y = run(device, _copy4_kernel, x, np.full((32, 4), -1, np.float32), scalars=(count,))
-    want = np.zeros((32, 4), np.float32)
-    want[:, :count] = x[::-1, 4 : 4 + count]
-    assert np.array_equal(y, want)
-
-
-def _copy1_kernel(X, Y, count):
-    tile = shared_tile(4, 32)
-    t = uint32(cuda.threadIdx.x)
-    copy1_async(tile, t, X, t, uint32(1), int32(count))
-    commit_async()
-    wait_async()
-    cuda.syncthreads()
-    Y[t] = tile[uint32(31) - t] + float32(0.0)
-
-
-@pytest.mark.parametrize("count", range(2))
-def test_copy1_async_from_unaligned_rows(device, count):
-    x = ramp(32, 3)
-    _, y = run(device, _copy1_kernel, x, np.full(32, -1, np.float32), scalars=(count,))
-    assert np.array_equal(y, x[::-1, 1] if count else np.zeros(32))
-
-
 def _copy_value_kernel(X, Y, count):
     tile = shared_tile(4, 32)
     t = uint32(cuda.threadIdx.x)
@@ -299,13 +183,6 @@ def _copy_value_kernel(X, Y, count):
     wait_async()
     cuda.syncthreads()
     Y[t] = tile[uint32(31) - t] + float32(0.0)
-
-
-@pytest.mark.parametrize("count", range(2))
-def test_copy_value_async_from_any_address(device, count):
-    x = ramp(33)
-    _, y = run(device, _copy_value_kernel, x, np.full(32, -1, np.float32), scalars=(count,))
-    assert np.array_equal(y, x[:0:-1] if count else np.zeros(32))
 
 
 @pytest.mark.parametrize("count", range(2))
@@ -355,12 +232,6 @@ def _overlapping_kernel(X, Y):
     Y[t] = part[uint32(31) - t]
 
 
-def test_half_tile(device):
-    x = halves(32)
-    _, y = run(device, _overlapping_kernel, x, np.zeros_like(x), shared=144)
-    assert np.array_equal(y, x[::-1])
-
-
 def test_a_half_tile_stays_within_shared_memory():
     arrays = (halves(32), halves(32))
     with pytest.raises(EmulatorError, match="144 of the dynamic shared memory, and the launch"):
@@ -386,13 +257,6 @@ def _write2_kernel(X, Y):
     write2(Y, uint32(7 - t // uint32(4)), uint32(2 * (t % uint32(4))), pair)
 
 
-@pytest.mark.parametrize("pad", [0, 2, 8])
-def test_global_write2(device, pad):
-    x = halves(32, 2) + np.uint16(0x7FF0)  # the highest bit too
-    _, y = run(device, _write2_kernel, x, np.full((8, 8 + pad), 9, np.uint16))
-    assert np.array_equal(y[:, :8], x.reshape(8, 8)[::-1]) and (y[:, 8:] == 9).all()
-
-
 def _twos_kernel(X, Y):
     """Pairs through shared memory, upside down."""
     tile = half_tile(8, 64)
@@ -400,14 +264,6 @@ def _twos_kernel(X, Y):
     store2(tile, uint32(2 * t), read2(X, uint32(t // uint32(4)), uint32(2 * (t % uint32(4)))))
     cuda.syncthreads()
     Y[t] = load2(tile, uint32(2 * (uint32(31) - t)))
-
-
-@pytest.mark.parametrize("pad", [0, 2, 8])
-def test_global_read2_and_shared_load2(device, pad):
-    x = halves(8, 8 + pad) + np.uint16(0x7FF0)  # the highest bit too
-    _, y = run(device, _twos_kernel, x, np.zeros(32, np.uint32), shared=256)
-    pairs = x[:, :8].reshape(32, 2)[::-1].astype(np.uint32)
-    assert np.array_equal(y, pairs[:, 0] | pairs[:, 1] << 16)
 
 
 def _eights_kernel(X, Y):
@@ -419,14 +275,6 @@ def _eights_kernel(X, Y):
         store2(tile, uint32(8 * t + 2 * n), a[3 - n])
     b = load8(tile, uint32(8 * t))
     write8(Y, uint32(31 - t), uint32(0), b[0], b[1], b[2], b[3], True)
-
-
-@pytest.mark.parametrize("pad", [0, 8])
-def test_eight_halves_at_once(device, pad):
-    x = halves(32, 16 + pad) + np.uint16(0x7FF0)
-    _, y = run(device, _eights_kernel, x, np.full((32, 8 + pad), 9, np.uint16), shared=528)
-    want = x[::-1, 8:16].reshape(32, 4, 2)[:, ::-1].reshape(32, 8)
-    assert np.array_equal(y[:, :8], want) and (y[:, 8:] == 9).all()
 
 
 def _whole(count, load, first):
@@ -541,15 +389,6 @@ def _copy8_kernel(X, Y, count):
     cuda.syncthreads()
     for n in range(8):
         Y[t, n] = tile[uint32(8 * (uint32(31) - t) + n)]
-
-
-@pytest.mark.parametrize("count", range(9))
-def test_copy8_async(device, count):
-    x = halves(32, 24)
-    _, y = run(device, _copy8_kernel, x, np.full((32, 8), 9, np.uint16), scalars=(count,))
-    want = np.zeros((32, 8), np.uint16)
-    want[:, :count] = x[::-1, 8 : 8 + count]
-    assert np.array_equal(y, want)
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -747,18 +586,6 @@ def multiply(device, kind, A, B, C, low=0, high=2):
     return D, from_bits(A), from_bits(B)
 
 
-def integers(*shape, seed=0, size=8):
-    return np.random.default_rng(seed).integers(-size, size + 1, shape).astype(np.float32)
-
-
-@every_format
-@pytest.mark.parametrize("low, high", [(0, 2), (2, 4), (1, 6), (4, 0)])
-def test_mma_is_exact_on_integers(device, kind, low, high):
-    A, B, C = integers(16, 16), integers(16, 8, seed=1), integers(16, 8, seed=2, size=1000)
-    D, _, _ = multiply(device, kind, A, B, C, low, high)
-    assert np.array_equal(D, A @ B + C)
-
-
 @every_format
 @pytest.mark.parametrize("row, k, col", [(0, 0, 0), (9, 3, 5), (2, 13, 7), (15, 15, 1), (7, 8, 2)])
 def test_mma_puts_every_element_in_its_place(device, kind, row, k, col):
@@ -905,49 +732,6 @@ def test_pack_of_what_is_positive(device, kind, pack):
     assert np.isnan(to_float(y[-1:].astype(np.uint16))).all() and y[-1] >> 16 == 0
 
 
-@pytest.mark.parametrize("kind", PACKS)
-def test_pack_of_random_numbers(device, kind):
-    rng = np.random.default_rng(4)
-    x = (rng.standard_normal((32, 2)) * 2.0 ** rng.integers(-8, 14, (32, 2))).astype(np.float32)
-    _, y = run(device, PACKS[kind], x, np.zeros(32, np.uint32))
-    got = np.stack([y & 0xFFFF, y >> 16], axis=1).astype(np.uint16)
-    step, to_float = (2**-11, from_float16) if kind == "float16" else (2**-8, from_bfloat16)
-    # Half a step at most: of 11 or 8 bits, in float16 from 2**-14 on.
-    size = np.maximum(2.0 ** np.floor(np.log2(np.abs(x.astype(np.float64)))), 2.0**-14)
-    assert (np.abs(to_float(got) - x) <= step * size).all()
-    if kind == "float16":
-        assert np.array_equal(got, to_float16(x))
-
-
-def _make_unpack(unpack):
-    def kernel(X, Y):
-        t = uint32(cuda.threadIdx.x)
-        pair = unpack(X[t])
-        Y[t, 0] = pair[0]
-        Y[t, 1] = pair[1]
-
-    return kernel
-
-
-UNPACKS = {"float16": _make_unpack(unpack_f16), "bfloat16": _make_unpack(unpack_bf16)}
-
-
-@pytest.mark.parametrize("kind", UNPACKS)
-def test_unpack_is_exact(device, kind):
-    """Zeros, subnormals, ends of the range, infinities and NaN, and what pack has rounded."""
-    bits = [b for _, b in ROUNDED[kind]]
-    bits += [0x7C01, 0xFE00] if kind == "float16" else [0x7F81, 0xFFC0]
-    low = np.array(bits + [0x3C00] * (32 - len(bits)), np.uint32)
-    words = low | low[::-1] << 16
-    _, y = run(device, UNPACKS[kind], words, np.zeros((32, 2), np.float32))
-    to_float = from_float16 if kind == "float16" else from_bfloat16
-    with np.errstate(invalid="ignore"):  # of a NaN that signals
-        want = to_float(np.stack([low, low[::-1]], axis=1).astype(np.uint16)).astype(np.float32)
-    assert np.array_equal(y, want, equal_nan=True) and np.isnan(want).any()
-    numbers = ~np.isnan(want)
-    assert np.array_equal(np.signbit(y[numbers]), np.signbit(want[numbers]))
-
-
 # --- atomic additions ------------------------------------------------------------------------
 
 
@@ -964,23 +748,6 @@ def _make_add_two(add):
 
 
 ADDS = {"pair": _make_add_two(add_pair), "vector": _make_add_two(add_pair_vector)}
-
-
-def has_instruction(device, kind):
-    if device == "gpu" and kind == "vector" and devices.compute_capability() < (9, 0):
-        pytest.skip("a GPU before sm_90 adds no pairs at once")
-
-
-@pytest.mark.parametrize("kind", ADDS)
-@pytest.mark.parametrize("pad", [0, 2])
-def test_pairs_are_added(device, kind, pad):
-    has_instruction(device, kind)
-    x, y = ramp(128, 2), np.full((8, 8 + pad), 0.5, np.float32)
-    _, found = run(device, ADDS[kind], x, y, threads=128, scalars=(3,))
-    want = y.copy()
-    want[:, :8] += x.reshape(4, 8, 8).sum(axis=0)  # integers: exact in any order
-    want[3] = y[3]
-    assert np.array_equal(found, want)
 
 
 @pytest.mark.parametrize("kind", ADDS)
@@ -1003,14 +770,6 @@ def _add_fours(X, Y):
     add_four_vector(Y, row, col, X[t, 0], X[t, 1], X[t, 2], X[t, 3])
 
 
-def test_fours_are_added(device):
-    has_instruction(device, "vector")
-    x, y = ramp(64, 4), np.full((8, 20), 0.5, np.float32)
-    _, found = run(device, _add_fours, x, y, threads=64)
-    y[:, :16] += x.reshape(2, 8, 16).sum(axis=0)
-    assert np.array_equal(found, y)
-
-
 def test_added_fours_are_counted_and_aligned():
     x = ramp(32, 4)
     counts = emulator.launch(_add_fours, 1, 32, (x, np.zeros((8, 16), np.float32)))
@@ -1029,43 +788,6 @@ def test_pairs_added_at_once_are_aligned():
 
 
 # --- named barriers --------------------------------------------------------------------------
-
-
-def _pipeline(X, Y, stages, consumers):
-    """Warp 0 keeps `stages` rows under way; every consumer adds those before it to its own."""
-    tile = shared_tile(0, 128)
-    t = uint32(cuda.threadIdx.x)
-    lane = uint32(t % uint32(32))
-    threads = int32(32 * (consumers + 1))
-    s = float32(0.0)
-    for i in range(X.shape[0]):
-        stage = uint32(i % stages)
-        full, empty = uint32(1 + stage), uint32(1 + stages + stage)
-        place = uint32(uint32(32) * stage + lane)
-        if t < uint32(32):
-            if i >= stages:
-                sync_named(empty, threads)
-            copy1_async(tile, place, X, uint32(i), lane, int32(1))
-            commit_async()
-            wait_async()
-            arrive_named(full, threads)
-        else:
-            sync_named(full, threads)
-            s += tile[place ^ uint32(1)]
-            Y[i, t - uint32(32)] = s
-            if i + stages < X.shape[0]:
-                arrive_named(empty, threads)
-
-
-@pytest.mark.parametrize("stages, consumers", [(1, 1), (2, 1), (3, 2), (4, 3)])
-def test_a_pipeline_of_several_stages(device, stages, consumers):
-    x = ramp(9, 32)
-    y = np.zeros((9, 32 * consumers), np.float32)
-    scalars = (stages, consumers)
-    threads = 32 * (consumers + 1)
-    _, y = run(device, _pipeline, x, y, threads=threads, scalars=scalars)
-    swapped = x.reshape(9, 16, 2)[:, :, ::-1].reshape(9, 32)
-    assert np.array_equal(y, np.tile(swapped.cumsum(axis=0), consumers))
 
 
 def _meet(X, barrier, threads, waits):
