@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ from .beside import small_model
 from .beside.small_model import Cache, steps, whole
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
-from .lab.measure import counts, peers
+from .lab.measure import calls, counts, peers
 from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, columns, unit
-from .lab.measure.timing import attempt
+from .lab.measure.timing import Timing, attempt
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row, nested
 from .lab.record import FIGURES as RECORDED
 from .lab.show import style, tables
@@ -36,10 +35,9 @@ SIZES = small_model.Sizes(len(ALPHABET), heads=2, head_dim=32, layers=2)
 CHARACTERS = 2**16
 PAGE_SIZE, PROMPT = 16, 8
 SEQUENCES, LENGTH, SPLITS = 2, 36, 2
-COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16"}
+DTYPES = {"fa2-simt": "float32", "fa2-mma": "float16"}
 # Of the closed form, and of what is timed.
 LENGTHS = tuple(2**n for n in range(5, 13))
-TIMED = {"fa2-simt": "float32", "fa2-mma": "float16"}
 TIMED_SEQUENCES, TIMED_LENGTHS, QUICK_LENGTHS = 32, (64, 256, 1024, 4096), (64, 128)
 # Characters whose time is taken, the last ones before each length.
 WINDOW = 16
@@ -80,40 +78,45 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    yield from bench.counted([(series,) for series in COUNTED], "generating", _counted)
-    for series, dtype in COUNTED.items():
+    yield from bench.counted([(series,) for series in DTYPES], "generating", _counted)
+    for series in DTYPES:
         for n in sorted({*LENGTHS, *range(PROMPT + 1, LENGTH)}):
-            yield from _modelled(series, dtype, n)
+            yield from _modelled(series, n)
     if bench.machine is None:
         return
     if not peers.available():
         bench.say("  no torch with CUDA here: a character's time is not measured")
         return
     lengths = options.seqlens or (QUICK_LENGTHS if options.quick else TIMED_LENGTHS)
-    for series in bench.each(list(TIMED), "timing"):
+    for series in bench.each(list(DTYPES), "timing"):
         yield from _timed(series, lengths, bench.machine)
 
 
-def _row(
-    series: str, dtype: str, place: str, sequences: int, keys: int, note: str = "", **values: Any
-) -> Row:
+def _columns(series: str, place: str, sequences: int, keys: int, machine: str) -> dict[str, Any]:
     rows = 1 if place == CACHE else keys
     H, d = SIZES.heads, SIZES.head_dim
-    problem = Problem(sequences, H, H, rows, keys, d, dtype=dtype, causal=True)
-    common = columns(NAME, series, problem, values.pop("machine"), note=note or place)
-    return Row(**common | values)
+    problem = Problem(sequences, H, H, rows, keys, d, dtype=DTYPES[series], causal=True)
+    return columns(NAME, series, problem, machine)
 
 
-def _differing(differing: int, n: int, text: str) -> dict[str, Any]:
-    """The columns of a row that says of how many characters some differ without a cache."""
-    found = {"metric": "difference", "unit": "characters", "value": differing, "n": n}
-    return {**found, "note": f"{TEXT}; {text}"}
+def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row:
+    """Bytes of one sequence, of what all SEQUENCES moved for the character after n."""
+    common = _columns(series, place, SEQUENCES, n, machine)
+    return Row(metric="traffic", unit="bytes", value=moved / SEQUENCES, note=place, **common)
+
+
+def _difference(
+    series: str, sequences: int, keys: int, machine: str, differing: int, text: str
+) -> Row:
+    """How many characters differ without a cache, and how the text of one sequence begins."""
+    common = _columns(series, CACHE, sequences, keys, machine)
+    common |= {"metric": "difference", "unit": "characters", "note": f"{TEXT}; {text}"}
+    return Row(value=differing, n=sequences * (keys - PROMPT), **common)
 
 
 def _counted(series: str) -> Iterator[Row]:
     """The texts with a cache and without, and bytes. Raises WrongResult where they differ."""
-    dtype = COUNTED[series]
-    where: dict[str, Any] = {"machine": EMULATOR}
+    dtype = DTYPES[series]
     w, text = model(), learned()
     options: dict[str, Any] = {"unit": unit(series), "alibi_slopes": SIZES.slopes}
 
@@ -134,20 +137,19 @@ def _counted(series: str) -> Iterator[Row]:
             with device.using("emulator"), fa_numba.count_accesses() as counts:
                 next(each)
             moved = sum(counts.load_bytes.values()) + sum(counts.store_bytes.values())
-            values = {**where, "metric": "traffic", "unit": "bytes", "value": moved / SEQUENCES}
             if n > PROMPT:  # the first step takes the prompt
-                rows.append(_row(series, dtype, place, SEQUENCES, n, **values))
+                rows.append(_traffic(series, place, n, EMULATOR, moved))
     differing = int((found[CACHE] != found[WHOLE]).sum())
     if differing:
         raise WrongResult(f"{differing} of {found[CACHE].size} characters differ without a cache")
     yield from rows
-    text_row = _differing(differing, SEQUENCES * (LENGTH - PROMPT), words(found[CACHE][0]))
-    yield _row(series, dtype, CACHE, SEQUENCES, LENGTH, **where, **text_row)
+    begin = words(found[CACHE][0])
+    yield _difference(series, SEQUENCES, LENGTH, EMULATOR, differing, begin)
 
 
-def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
+def _modelled(series: str, n: int) -> Iterator[Row]:
     """Bytes of the character after n, by the accesses of the plans on the emulator."""
-    H, d, bytes_ = SIZES.heads, SIZES.head_dim, np.dtype(dtype).itemsize
+    H, d, dtype = SIZES.heads, SIZES.head_dim, DTYPES[series]
     table = (SEQUENCES, -(-max(n, LENGTH) // PAGE_SIZE))
     pages = (table[0] * table[1], H, PAGE_SIZE, d)
     common: dict[str, Any] = {"algorithm": "fa2", "dtype": dtype, "unit": unit(series)}
@@ -157,34 +159,26 @@ def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
     with device.using("emulator"):
         step = fa_numba.plan(row, pages, **common, **own)
         again = fa_numba.plan(square, square, **common, kv_splits=1)
-    appended = 4 * SEQUENCES * H * d * bytes_  # K and V, loaded and stored
+    appended = 4 * SEQUENCES * H * d * np.dtype(dtype).itemsize  # K and V, loaded and stored
     moved = {CACHE: step.accesses.bytes + appended, WHOLE: again.accesses.bytes}
     for place, total in moved.items():
-        values: dict[str, Any] = {"machine": MODEL, "metric": "traffic", "unit": "bytes"}
-        values["value"] = SIZES.layers * total / SEQUENCES
-        yield _row(series, dtype, place, SEQUENCES, n, **values)
+        yield _traffic(series, place, n, MODEL, SIZES.layers * total)
 
 
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
     """Milliseconds a character. The text is held against the likeliest characters behind each of
     its parts, all of which a causal model computes at a time.
     """
-    dtype = TIMED[series]
-    taken, failure = attempt(_generated, series, dtype, sorted(lengths))
-    common: dict[str, Any] = {"machine": machine}
-    a_time: dict[str, Any] = {**common, "metric": "time", "unit": "ms"}
+    taken, failure = attempt(_generated, series, DTYPES[series], sorted(lengths))
     if taken is None:
-        note = f"{CACHE}; {failure}"
-        values = {**a_time, "value": None, "note": note}
-        yield _row(series, dtype, CACHE, TIMED_SEQUENCES, lengths[0], **values)
+        common = _columns(series, CACHE, TIMED_SEQUENCES, lengths[0], machine)
+        yield calls.time_row(None, failure, CACHE, **common)
         return
     times, differing, text = taken
     for (place, n), found in times.items():
-        low, high = np.percentile(found, (20, 80))
-        values = {**a_time, "value": median(found), "p20": float(low), "p80": float(high)}
-        yield _row(series, dtype, place, TIMED_SEQUENCES, n, n=len(found), **values)
-    values = common | _differing(differing, TIMED_SEQUENCES * (max(lengths) - PROMPT), text)
-    yield _row(series, dtype, CACHE, TIMED_SEQUENCES, max(lengths), **values)
+        common = _columns(series, place, TIMED_SEQUENCES, n, machine)
+        yield calls.time_row(Timing.of(found), "", place, **common)
+    yield _difference(series, TIMED_SEQUENCES, max(lengths), machine, differing, text)
 
 
 def _generated(
@@ -247,7 +241,7 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, ((left, right),) = style.new(1, 2, 4.3)
     figure.suptitle(_message(modelled, timed), fontsize=12)
     series = "fa2-simt"
-    left.set_title(f"attention's accesses for a character, {COUNTED[series]}")
+    left.set_title(f"attention's accesses for a character, {DTYPES[series]}")
     for place, (colour, marker) in _LOOKS.items():
         by, marks = modelled.get((series, place), {}), counted.get((series, place), {})
         style.line(left, by, color=colour, label=f"{place}: closed form")
@@ -264,7 +258,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for (series, place), by in sorted(timed.items()):
         colour, marker = _LOOKS[place]
         looks = {"color": colour, "marker": marker, "ls": "-" if series == "fa2-simt" else "--"}
-        right.plot([*by], [*by.values()], label=f"{place}, {TIMED[series]}", **looks)
+        right.plot([*by], [*by.values()], label=f"{place}, {DTYPES[series]}", **looks)
     if timed:
         right.set(yscale="log", ylabel="ms")
         low, high = right.get_ylim()
@@ -304,15 +298,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     texts = [row for row in rows if row.metric == "difference" and row.value is not None]
     if not lengths:
         return None
-    columns = [(modelled, s, place, ",.0f") for s in COUNTED for place in (CACHE, WHOLE)]
-    columns += [(timed, s, place, ".3g") for s in TIMED for place in (CACHE, WHOLE)]
+    columns = [(modelled, s, place, ",.0f") for s in DTYPES for place in (CACHE, WHOLE)]
+    columns += [(timed, s, place, ".3g") for s in DTYPES for place in (CACHE, WHOLE)]
     lines = [
         [str(n), *(tables.number(by.get((s, p), {}), n, form) for by, s, p, form in columns)]
         for n in lengths
     ]
     header = ["characters before"]
-    header += [f"bytes, {unit(s)}, {place}" for s in COUNTED for place in (CACHE, WHOLE)]
-    header += [f"ms, {unit(s)}, {place}" for s in TIMED for place in (CACHE, WHOLE)]
+    header += [f"bytes, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
+    header += [f"ms, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
     caption = (
         f"{SIZES.layers} layers, {SIZES.heads} heads of {SIZES.head_dim}, {PAGE_SIZE} rows a page; "
         "bytes that attention loads and stores for a character of one sequence, in closed form. "

@@ -21,7 +21,6 @@ from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import __main__ as command
 from fa_numba import device as devices
-from fa_numba.bounds import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "figures", "tests")
@@ -214,7 +213,6 @@ SHOWING = (ROOT / "fa_numba" / "README.md", ROOT / "experiments" / "README.md")
 
 def shown_again(page):
     """A page with what its commands print, where no GPU is, in place of what it says they print."""
-    stand_in = DEVICES[compare.STAND_IN], None
 
     def printed(block):
         said = io.StringIO()
@@ -223,7 +221,7 @@ def shown_again(page):
         return block[0].removesuffix(f"{block['output']}```\n") + f"{said.getvalue()}```\n"
 
     with (
-        mock.patch.object(compare, "gpu_here", lambda: stand_in),
+        mock.patch.object(compare.bounds, "here", lambda: None),
         mock.patch.object(devices, "why_no_gpu", lambda: "no CUDA GPU or driver was found"),
     ):
         return SHOWN.sub(printed, page.read_text())

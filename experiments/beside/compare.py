@@ -20,7 +20,6 @@ from ..lab.measure.series import LABELS, plan, query_splits
 from ..lab.measure.speeds import DTYPES, PASSES
 from ..lab.measure.timing import SECONDS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
-from ..lab.record import provenance
 
 NAME = "compare"
 # Arrays of one kind are added up as one.
@@ -71,14 +70,6 @@ def sides(
             continue
         found.append(Side(series, planned, options))
     return found, refused
-
-
-def gpu_here() -> tuple[bounds.Device, str | None]:
-    """The GPU and its name as a file's; without one the stand-in and None."""
-    found = bounds.here()
-    if found is None:
-        return bounds.DEVICES[STAND_IN], None
-    return found, provenance.slug(found.driver_name)
 
 
 @dataclass(frozen=True)
@@ -252,7 +243,8 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    gpu, machine = gpu_here()
+    here = bounds.here()
+    gpu = here or bounds.DEVICES[STAND_IN]
     pass_ = "bwd" if args.backward else "fwd"
     try:
         problem = Problem(
@@ -267,7 +259,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     with Console(stderr=True).status("counting and measuring ..."):
         lines, said = with_counts(problem, pass_, found, list(modelled(found, gpu)))
-        times, failed = measured(problem, pass_, found) if machine else ([], {})
+        times, failed = measured(problem, pass_, found) if here else ([], {})
     lines += times
     # In the backward pass both orders have K/V outside.
     names = {s: x.partition(" (")[0] for s, x in LABELS.items()} if args.backward else LABELS
@@ -278,7 +270,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(_GRIDS)
     print("", *text_of.columns(table(found, lines, names), left=(0, len(found) + 1)), "", sep="\n")
     print(said)
-    if not machine:
+    if not here:
         print(f"time: not measured, {device.why_no_gpu()}.")
     for series, why in failed.items():
         print(f"{names[series]}: {why}")

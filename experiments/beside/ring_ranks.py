@@ -326,30 +326,28 @@ def _all_to_all(torch: Any) -> Any:
     """
     dist = torch.distributed
 
-    def heads(x: Any) -> Any:  # (1, H, n, d) to (1, H / P, P n, d)
+    def exchange(x: Any, to_heads: bool) -> Any:
+        """(1, H, n, d) to (1, H / P, P n, d), or (1, H, n, d) to (1, P H, n / P, d)."""
         P = dist.get_world_size()
         _, H, n, d = x.shape
-        sent = x.reshape(P, H // P, n, d).contiguous()
+        parts = (
+            x.reshape(P, H // P, n, d) if to_heads else x.reshape(H, P, n // P, d).swapaxes(0, 1)
+        )
+        sent = parts.contiguous()
         got = torch.empty_like(sent)
         dist.all_to_all_single(got, sent)
-        return got.transpose(0, 1).reshape(1, H // P, P * n, d)
-
-    def rows(x: Any) -> Any:  # and back
-        P = dist.get_world_size()
-        _, h, N, d = x.shape
-        sent = x.reshape(h, P, N // P, d).transpose(0, 1).contiguous()
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent)
-        return got.reshape(1, P * h, N // P, d)
+        if to_heads:
+            return got.swapaxes(0, 1).reshape(1, H // P, P * n, d)
+        return got.reshape(1, P * H, n // P, d)
 
     class Exchange(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, to_heads):
             ctx.to_heads = to_heads
-            return heads(x) if to_heads else rows(x)
+            return exchange(x, to_heads)
 
         @staticmethod
         def backward(ctx, gradient):
-            return (rows(gradient) if ctx.to_heads else heads(gradient)), None
+            return exchange(gradient, not ctx.to_heads), None
 
     return Exchange.apply

@@ -170,7 +170,7 @@ def test_numbers_are_the_models():
 
 
 def test_times_are_measured_where_a_gpu_is(with_a_gpu, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "gpu_here", lambda: (H200, "some-gpu"))
+    monkeypatch.setattr(compare.bounds, "here", lambda: H200)
     size = ("--seqlen=2048", "--head-dim=64", "--heads=4")
     lines = printed(capsys, *size, status=1).splitlines()
     names = ["fa1-mma", "fa1-mma-splits", "fa2-mma", "standard-mma"]
@@ -196,7 +196,7 @@ def test_inputs_too_large_for_the_host_are_not_made(with_a_gpu, monkeypatch):
 
 
 def test_the_command_prints(capsys, monkeypatch):
-    monkeypatch.setattr(compare, "gpu_here", lambda: (H200, None))
+    monkeypatch.setattr(compare.bounds, "here", lambda: None)
     monkeypatch.setattr(compare.device, "why_no_gpu", lambda: "no GPU was found")
     size = ("--seqlen=48", "--head-dim=16")
     lines = printed(capsys, *size).splitlines()
@@ -215,7 +215,7 @@ def test_the_command_prints(capsys, monkeypatch):
     ],
 )
 def test_the_table_fits_a_terminal(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "gpu_here", lambda: (H200, None))
+    monkeypatch.setattr(compare.bounds, "here", lambda: None)
     assert command.main(["compare", *arguments]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
 

@@ -8,15 +8,15 @@ from experiments.beside import small_model
 from experiments.lab.measure import peers, timing
 from experiments.lab.measure.check import WrongResult
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import MODEL
+from experiments.lab.record.store import MODEL, Row
 from fa_numba import device
 
 
 def rows_of(place, machine, source, values, metric="traffic", series="fa2-simt"):
     unit = {"traffic": "bytes", "time": "ms"}[metric]
-    where = {"machine": machine, "source": source, "metric": metric, "unit": unit}
+    where = {"source": source, "metric": metric, "unit": unit, "note": place}
     return [
-        generate._row(series, "float32", place, 2, n, value=value, **where)
+        Row(value=value, **generate._columns(series, place, 2, n, machine) | where)
         for n, value in values.items()
     ]
 
@@ -28,9 +28,7 @@ def synthetic(machine="some-gpu"):
         values = {n: 1e-3 * n**power for n in generate.TIMED_LENGTHS}
         found += rows_of(place, machine, "measured", values, "time")
         found += rows_of(place, MODEL, "model", {n: 1000 * n**power for n in generate.LENGTHS})
-    note = generate._differing(0, 80, "1=1 (2+2)=4")
-    common = {"machine": machine, "source": "measured"}
-    return [*found, generate._row("fa2-simt", "float32", generate.CACHE, 2, 64, **common, **note)]
+    return [*found, generate._difference("fa2-simt", 2, 48, machine, 0, "1=1 (2+2)=4")]
 
 
 @pytest.fixture
@@ -80,12 +78,12 @@ def test_the_stored_weights_have_learned_the_text():
 
 
 def test_a_cache_changes_no_character_and_the_model_has_its_accesses(small):
-    for series, dtype in generate.COUNTED.items():
+    for series in generate.DTYPES:
         rows = list(generate._counted(series))
         assert rows[-1].value == 0 and rows[-1].n == 2 * 12
         assert len(rows[-1].note.partition("; ")[2]) == 20
         steps = range(generate.PROMPT + 1, generate.LENGTH)
-        rows += [row for n in steps for row in generate._modelled(series, dtype, n)]
+        rows += [row for n in steps for row in generate._modelled(series, n)]
         assert "22 of 22 numbers equal" in generate._equal(rows)
 
 
@@ -107,10 +105,9 @@ def test_a_fault_of_the_cache_is_noticed(small, monkeypatch, fault):
 
 def test_a_character_is_timed_and_the_text_held_against_the_whole(small, monkeypatch):
     """With the emulator for a GPU."""
-    monkeypatch.setattr(generate, "TIMED", {"fa2-simt": "float32"})
+    monkeypatch.setattr(generate, "DTYPES", {"fa2-simt": "float32"})
     monkeypatch.setattr(generate, "TIMED_SEQUENCES", 2)
     monkeypatch.setattr(generate, "WINDOW", 3)
-    monkeypatch.setattr(generate, "COUNTED", {})
     monkeypatch.setattr(peers, "available", lambda: True)
     monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: [x.astype(dtype) for x in arrays])
     monkeypatch.setattr(device, "synchronize", lambda: None)
