@@ -178,9 +178,6 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
     wanted: dict[str, Any] = {"metric": "sent", "source": "model", "causal": False}
     found = nested(rows, attrgetter("series", "pass_"), ring_rows.ranks_of, **wanted)
-    if not found:
-        style.empty(ax, "not modelled")
-        return
     # Where both send as much, the larger marks of one are seen about the other's.
     for (series, pass_), points in sorted(found.items(), reverse=True):
         hollow = {"mfc": "white"} if pass_ == "fwd+bwd" else {}

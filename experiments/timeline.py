@@ -117,10 +117,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for pair, panels in zip(pairs, axes, strict=True):
         longest = max(trace.bytes for trace in pair.values()) / KB
         for series, ax in zip(SERIES, panels, strict=True):
-            if series in pair:
-                _panel(ax, pair[series], longest, style.COLOURS[series])
-            else:
-                style.empty(ax, f"{LABELS[series]}: not traced")
+            _panel(ax, pair[series], longest, style.COLOURS[series])
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
     look = {"title_fontsize": 9.5, "ncols": len(LEGEND), "handlelength": 1.4}
     figure.legend(handles=handles, title=READING, loc="outside upper center", **look)
@@ -240,12 +237,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             moved = sum(move.bytes for move in (*loads, *stores))
             form = tables.number(closed, (*trace.problem, trace.series, array), "")
             cells = [array, str(len(loads)), str(len(stores)), str(moved), form]
-            lines.append([LABELS[trace.series], *_setting(trace), *cells])
+            masked = ", causal" if trace.causal else ""
+            sizes = [str(trace.seqlen), str(trace.head_dim), f"{trace.Br} x {trace.Bc}{masked}"]
+            lines.append([LABELS[trace.series], *sizes, *cells])
     header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
     header += ["bytes, traced", "bytes, closed form"]
     return tables.of("One head, forward, fp32.", header, lines)
-
-
-def _setting(trace: Trace) -> list[str]:
-    masked = ", causal" if trace.causal else ""
-    return [str(trace.seqlen), str(trace.head_dim), f"{trace.Br} x {trace.Bc}{masked}"]

@@ -210,20 +210,16 @@ def measured(
     return lines, failed
 
 
-HELP = "set both loop orders side by side on a size of your own"
-MAX_HEADS = 4096
-
-
 def add(commands: Any) -> None:
     sub = commands.add_parser(
         NAME,
-        help=HELP,
-        description=f"{HELP[0].upper()}{HELP[1:]}: both loop orders and standard attention. Times "
-        "are measured, and checked first, where there is a CUDA GPU; accesses are counted on the "
+        help="set both loop orders side by side on a size of your own",
+        description="Both loop orders and standard attention on a size of your own. Times are "
+        "measured, and checked first, where there is a CUDA GPU; accesses are counted on the "
         "emulator where one head is small enough, and in any case computed in closed form; the "
         "table says which is which.",
     )
-    seqlen, head_dim, heads = (whole(1, most) for most in (MAX_SEQLEN, MAX_HEAD_DIM, MAX_HEADS))
+    seqlen, head_dim, heads = (whole(1, most) for most in (MAX_SEQLEN, MAX_HEAD_DIM, 4096))
     sizes: dict[str, tuple[str, dict[str, Any]]] = {
         "--seqlen": ("rows of q", {"type": seqlen, "metavar": "N", "required": True}),
         "--head-dim": ("head dimension", {"type": head_dim, "metavar": "D", "required": True}),

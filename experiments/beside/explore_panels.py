@@ -16,7 +16,6 @@ from experiments import explore
 from fa_numba import algorithms, io_model
 from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.commands import trace as worked
-from fa_numba.problem import Problem
 
 from ..lab.measure.moves import LINES, Trace, events
 from . import typed_mask
@@ -214,21 +213,13 @@ SOFTMAX = Panel(
 )  # fmt: skip
 
 
-COUNTS: dict[str, Callable[..., io_model.Accesses]] = {
-    "standard": io_model.standard,
-    "fa1": io_model.fa1,
-    "fa2": io_model.fa2,
-}
-
-
 def tiles(n: int, d: int, Br: int, Bc: int, causal: str, window: int) -> Answer:
-    sides = (window, window) if window else (-1, -1)
-    problem = Problem(1, 1, 1, n, n, d, dtype="float16", causal=causal == "yes", window=sides)
+    problem = explore.problem_of(n, d, causal == "yes", window, "mma")
     sizes = SimpleNamespace(Br=Br, Bc=Bc)
     found: Answer = {}
     for name, _ in ALGORITHMS:
         visited = io_model.tiles_visited(name, problem, sizes)
-        accesses = COUNTS[name](problem, sizes)
+        accesses = getattr(io_model, name)(problem, sizes)
         one = {
             "visited": visited,
             "flops": 2 * PRODUCTS["fwd"] * visited * Br * Bc * d,

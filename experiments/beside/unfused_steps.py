@@ -121,9 +121,10 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
 
 
 # The paper's names of the steps.
-_PUBLISHED = dict(
-    zip(STEPS, ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV"), strict=True)
-)
+_PUBLISHED = {
+    **dict(zip(STEPS, ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV"), strict=True)),
+    FUSED: "FlashAttention fused",
+}
 _SHADES = dict(zip(STEPS, ("#7B3F00", "#F0C27B", "#D55E00", "#F4A582", "#A63603"), strict=True))
 # Kernels that do several steps have the colour of the first and the hatch of the others.
 _HATCHED = {
@@ -133,9 +134,8 @@ _HATCHED = {
 
 def published_steps() -> dict[str, float]:
     """Step, or FUSED -> milliseconds of FA-1's Fig. 1 right."""
-    names = _PUBLISHED | {FUSED: "FlashAttention fused"}
     where = {"paper": "fa1", "item": "Fig. 1 right", "metric": "runtime"}
-    return {step: published.value(method=name, **where) for step, name in names.items()}
+    return {step: published.value(method=name, **where) for step, name in _PUBLISHED.items()}
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
