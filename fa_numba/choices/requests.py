@@ -18,17 +18,10 @@ from fa_numba.tiling import Tiles
 PASSES = ("fwd", "bwd")
 PARTITIONS = ("rows", "keys")
 # What one pass alone has a choice of.
+_GRADIENTS = ("return_dbias", "return_dsinks", "return_dcaptured")
 _OF_PASS = {
-    "return_lse": "fwd",
-    "warp_partition": "fwd",
-    "ablate": "fwd",
-    "kv_splits": "fwd",
-    "deterministic": "bwd",
-    "return_dbias": "bwd",
-    "return_dsinks": "bwd",
-    "return_dcaptured": "bwd",
-    "dlse": "bwd",
-    "group_splits": "bwd",
+    "fwd": ("return_lse", "warp_partition", "ablate", "kv_splits"),
+    "bwd": ("deterministic", *_GRADIENTS, "dlse", "group_splits"),
 }
 
 
@@ -66,8 +59,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
-        gradients = "return_dbias", "return_dsinks", "return_dcaptured"
-        for name in ("return_lse", "deterministic", *gradients, "dlse"):
+        for name in ("return_lse", "deterministic", *_GRADIENTS, "dlse"):
             checked[name] = as_flag(name, getattr(self, name))
         check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
@@ -83,10 +75,11 @@ class Choices:
         if not all(isinstance(name, str) for name in names):
             raise ValueError(f"ablate is {self.ablate!r}: allowed is a tuple of names of measures")
         vars(self).update(checked)
-        for own in (f for f in fields(self) if f.name in _OF_PASS):
-            value, only = getattr(self, own.name), _OF_PASS[own.name]
-            if only != self.passes and value != own.default:
-                raise ValueError(f"{own.name} is {value!r}: only passes={only!r} has it")
+        (other,) = (name for name in PASSES if name != self.passes)
+        for own in (f for f in fields(self) if f.name in _OF_PASS[other]):
+            value = getattr(self, own.name)
+            if value != own.default:
+                raise ValueError(f"{own.name} is {value!r}: only passes={other!r} has it")
         compared = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
         with contextlib.suppress(TypeError):  # measures in a list
             object.__setattr__(self, "_hash", hash(compared))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,14 @@ class Tiles:
     stages: int = 1
 
     def __post_init__(self) -> None:
-        for name, allowed in (("Br", "an int"), ("Bc", "an int"), ("threads", "an int or None")):
-            self._as_int(name, allowed)
-        self._as_int("stages", "an int")
+        for own in fields(self):
+            value, may_be_none = getattr(self, own.name), own.default is None
+            if value is None and may_be_none:
+                continue
+            if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+                allowed = "an int or None" if may_be_none else "an int"
+                raise TypeError(f"tiles: {own.name} is {value!r}: allowed is {allowed}")
+            object.__setattr__(self, own.name, int(value))
         for name, value, step in (("Br", self.Br, 4), ("Bc", self.Bc, 8)):
             if value < 1 or value % step:
                 raise ValueError(
@@ -42,15 +47,6 @@ class Tiles:
                 )
         if not 1 <= self.stages <= MOST_STAGES:
             raise ValueError(f"tiles: stages is {self.stages}: allowed is 1 to {MOST_STAGES}")
-
-    def _as_int(self, name: str, allowed: str) -> None:
-        """Make a NumPy integer an int; raise TypeError for what is none."""
-        value = getattr(self, name)
-        if value is None and allowed.endswith("None"):
-            return
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-            raise TypeError(f"tiles: {name} is {value!r}: allowed is {allowed}")
-        object.__setattr__(self, name, int(value))
 
     def for_backward(self) -> Tiles:
         """These block sizes for the backward pass, whose kernels have no choice of stages."""
