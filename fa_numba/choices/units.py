@@ -390,7 +390,7 @@ class Wgmma(Unit):
         return ""
 
     def forward(self, request: Request) -> Shape:
-        p, choices, facts = request.problem, request.choices, self._facts(request)
+        p, choices, facts = request.problem, request.choices, _flash_facts(request)
         if choices.algorithm == "fa1":
             select = _selecting(tiling.select_wgmma_fa1_spec, request)
             rule = functools.partial(hopper_fa1_tiles, p, request.features)
@@ -404,16 +404,8 @@ class Wgmma(Unit):
         long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")
         return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
 
-    @staticmethod
-    def _facts(request: Request) -> dict[str, Any]:
-        p = request.problem
-        facts: dict[str, Any] = {"features": request.features, "dtype": request.matrix_dtype}
-        if request.features.planes > 1:
-            facts["aligned"] = request.aligned
-        return facts | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
-
     def backward(self, request: Request) -> Shape:
-        p, choices, facts = request.problem, request.choices, self._facts(request)
+        p, choices, facts = request.problem, request.choices, _flash_facts(request)
         first = choices.algorithm == "fa1"
         facts["atomic"] = self.adds_dq(request) or first
         facts["head_dim_v"] = p.head_dim_v or 0
@@ -431,7 +423,7 @@ class Wgmma(Unit):
         return super().adds_dq(request) and request.problem.largest_dim <= LARGEST_ATOMIC
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        p, facts = request.problem, {"stages": 2, **self._facts(request)}
+        p, facts = request.problem, {"stages": 2, **_flash_facts(request)}
         facts["features"] = request.features.without_sums
         spec = tiling.select_wgmma_sweep_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
         return replace(tiling.wgmma_sweep_tiles(p.largest_dim), threads=spec.threads), spec
@@ -451,9 +443,13 @@ def heads_share_tiles(request: Request) -> bool:
     """
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
-    by_head = features.alibi or features.bias or features.dropout or features.calls
-    by_head = by_head or features.sparse or features.precision != ""
-    return p.group > 1 and few and not (features.q_lens or by_head)
+    return p.group > 1 and few and not (features.q_lens or _differs_by_head(features))
+
+
+def _differs_by_head(features: Features) -> bool:
+    """Whether an option has values of its own for each head, or each row of it."""
+    own = features.alibi or features.bias or features.dropout or features.calls
+    return own or features.sparse or features.precision != ""
 
 
 def suits_few_rows(request: Request) -> bool:
@@ -481,9 +477,7 @@ def heads_in_tiles(request: Request) -> int:
     kernel on tensor cores, a power of two: more than one where a head has few rows, and no option
     has values of its own for each head, or each row of it.
     """
-    p, features = request.problem, request.features
-    by_head = features.bias or features.alibi or features.dropout or features.sparse
-    by_head = by_head or features.calls or features.precision != ""
+    p, by_head = request.problem, _differs_by_head(request.features)
     if request.choices.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
         return 1
     return min(p.group & -p.group, GROUP_ROWS)
