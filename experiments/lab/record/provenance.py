@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -34,8 +33,7 @@ def slug(gpu: str) -> str:
 
 
 def _output(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
+    """What a command prints; None where it fails or is not there."""
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True
