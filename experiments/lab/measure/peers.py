@@ -172,24 +172,21 @@ def repeated(
 
 def allocated_bytes(run: Callable[..., Any]) -> int:
     """Peak memory that torch's allocator gives to one call, what it returns with the rest."""
-    return _allocated(run)[0]
-
-
-def peak_bytes(run: Callable[..., Any]) -> int:
-    """The same beside the output, the one array that the call returns."""
-    peak, out = _allocated(run)
-    return peak - out.numel() * out.element_size()
-
-
-def _allocated(run: Callable[..., Any]) -> tuple[int, Any]:
-    """(the peak of one call, what it returns, which counts)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     made = run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before, made
+    del made  # which counts until here
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_bytes(run: Callable[..., Any]) -> int:
+    """The same beside the output, the one array that the call returns."""
+    made: list[Any] = []
+    peak = allocated_bytes(lambda: made.append(run()))
+    return peak - made[0].numel() * made[0].element_size()
 
 
 def release() -> None:

@@ -144,7 +144,18 @@ class Runner:
 
             recorder = Recorder(self.store, name, now, of)
             try:
-                self._measure(measure, recorder)
+                with Progress(console=self.console) as progress:
+                    bench = Bench(
+                        machine=self.machine,
+                        describe=self.gpu,
+                        progress=lambda items, label: progress.track(
+                            items, description=f"  {label}"
+                        ),
+                        say=progress.console.print,
+                        recorder=recorder,
+                    )
+                    for found in measure(bench):
+                        recorder.add(*([found] if isinstance(found, Row) else found))
             except BaseException:
                 recorder.keep()
                 raise
@@ -152,20 +163,6 @@ class Runner:
             for machine, outcome in outcomes.items():
                 self.console.print(f"  {machine}: {outcome}", highlight=False)
             return outcomes
-
-    def _measure(
-        self, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], recorder: Recorder
-    ) -> None:
-        with Progress(console=self.console) as progress:
-            bench = Bench(
-                machine=self.machine,
-                describe=self.gpu,
-                progress=lambda items, label: progress.track(items, description=f"  {label}"),
-                say=progress.console.print,
-                recorder=recorder,
-            )
-            for found in measure(bench):
-                recorder.add(*([found] if isinstance(found, Row) else found))
 
     def _recorded(self, name: str) -> list[Row]:
         if self.machine is None or not self.options.complete:
