@@ -64,7 +64,6 @@ class Runner:
                 return
             if (why := lost(self._recorded(name))) and not self.options.replace:
                 raise Refused(f"the recording has {why}: --replace replaces it without")
-            self.store.make(name)  # or else minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
             before = None
             if self.options.complete and not self.options.recount:

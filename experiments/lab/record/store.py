@@ -13,7 +13,6 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -241,13 +240,6 @@ class Store:
 
     def path(self, experiment: str, machine: str, suffix: str = ".csv") -> Path:
         return self.root / "data" / experiment / f"{machine}{suffix}"
-
-    def make(self, experiment: str) -> None:
-        """Make the experiment's folder. Raises StoreError where nothing can be written there."""
-        folder = self.root / "data" / experiment
-        with naming(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
 
     def machines(self, experiment: str) -> list[str]:
         """Machines with stored rows of the experiment: GPUs, `emulator` and `model`."""
