@@ -6,6 +6,7 @@ for an H200's L2, over the cache's size, for an A100, an H100 and a GPU without 
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -218,8 +219,7 @@ def sizes_of(places: dict[str, float]) -> dict[int, float]:
 
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
     """The two neighbouring sizes of L2 between which the model gives these bytes; None if none."""
-    pairs = list(sizes.items())
-    for (small, more), (large, less) in zip(pairs, pairs[1:], strict=False):
+    for (small, more), (large, less) in pairwise(sizes.items()):
         if less <= bytes_ < more:
             return small, large
     return None

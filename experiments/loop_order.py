@@ -102,18 +102,23 @@ def in_setting(problem: Problem) -> bool:
     return problem == fa2_setting(*sizes)
 
 
+# A ratio: its column, of which of FA-1's series, their source and metric.
+RATIOS = {
+    "grid": ("time, paper's grid", 0, "measured", "time"),
+    "splits": ("time, equal grid", 1, "measured", "time"),
+    "model": ("accesses", 1, "model", "traffic"),
+    "l2": ("L2 bytes", 1, "l2", "traffic"),
+    "dram": ("DRAM bytes", 1, "dram", "traffic"),
+}
+
+
 def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
     """FA-1 over FA-2 at one problem: times on both grids, bytes with query splits."""
-    found = values(rows, "series", "source", "metric")
-    paper, split, q_outer = series_of(unit)
-    wanted = {
-        "grid": (paper, "measured", "time"),
-        "splits": (split, "measured", "time"),
-        "model": (split, "model", "traffic"),
-        "l2": (split, "l2", "traffic"),
-        "dram": (split, "dram", "traffic"),
+    found, of = values(rows, "series", "source", "metric"), series_of(unit)
+    pairs = {
+        name: (found.get((of[n], *at)), found.get((of[2], *at)))
+        for name, (_, n, *at) in RATIOS.items()
     }
-    pairs = {name: (found.get(key), found.get((q_outer, *key[1:]))) for name, key in wanted.items()}
     return {name: over / under for name, (over, under) in pairs.items() if over and under}
 
 
@@ -241,13 +246,6 @@ def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool) ->
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    names = {
-        "grid": "time, paper's grid",
-        "splits": "time, equal grid",
-        "model": "accesses",
-        "l2": "L2 bytes",
-        "dram": "DRAM bytes",
-    }
     every = {
         (unit, p): mine
         for p, mine in variants.problems_of(rows).items()
@@ -268,10 +266,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         cells = [DTYPES[problem.dtype] + (", wgmma" if unit == "wgmma" else "")]
         cells += [*tables.problem_cells(problem), str(problem.batch * problem.heads_q)]
         cells += [tables.cell(row, lambda v: f"{v:.3g}") for row in took]
-        lines.append([*cells, *(tables.number(over, name, ".2f") for name in names)])
+        lines.append([*cells, *(tables.number(over, name, ".2f") for name in RATIOS)])
     shown = ("FA-1, a block a head", "FA-1, query splits", "FA-2")
     header = ["dtype", *tables.PROBLEM, "batch x heads", *(f"{name}, ms" for name in shown)]
-    header += [f"FA-1 / FA-2: {name}" for name in names.values()]
+    header += [f"FA-1 / FA-2: {name}" for name, *_ in RATIOS.values()]
     times = (r for mine in every.values() for r in mine if r.metric == "time")
     problems = {p for _, p in every}
     caption = (

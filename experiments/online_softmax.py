@@ -299,16 +299,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             continue
         speeds = [over_safe(found, series, batch) for batch in BATCHES]
         name = LABELS.get(series)
-        lines.append(
-            [
-                f"{name} softmax" if name else f"attention, {ATTENTION_LABELS[series]}",
-                *(f"{either[what]:.3g}" for what in ("loads", "stores")),
-                *(f"{sum(of.values()):.3g}" if of else tables.MISSING for of in (run, form)),
-                tables.number(known, series, "g"),
-                tables.cell(nan.get(series), str),
-                *(_best(speed) for speed in speeds),
-            ]
-        )
+        cells = [f"{name} softmax" if name else f"attention, {ATTENTION_LABELS[series]}"]
+        cells += [f"{either[what]:.3g}" for what in ("loads", "stores")]
+        cells += [f"{sum(of.values()):.3g}" if of else tables.MISSING for of in (run, form)]
+        cells += [tables.number(known, series, "g"), tables.cell(nan.get(series), str)]
+        lines.append([*cells, *map(_best, speeds)])
     header = ["algorithm", "loads", "stores", "in all, counted", "in all, closed form"]
     header += ["published", f"NaN in softmax(x + {TOO_LARGE:g})"]
     header += [f"fastest over safe, {batch} vectors (at V)" for batch in BATCHES]

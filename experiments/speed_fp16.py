@@ -90,7 +90,7 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
                 pairs = [(x[0], x[n]) for n in (1, 2) for x in (paper, here)]
                 for n, (over, under) in enumerate((*pairs, (here[0], paper[0]))):
                     ratios[n] += [over[N] / under[N] for N in over if N in under]
-            cells = [_range(found) for found in ratios]
+            cells = [tables.span(found) if found else tables.MISSING for found in ratios]
             lines.append([item, gpu, pass_, str(d), *cells, f"{same} of {sizes}"])
     header = [
         *("figure", "GPU", "pass", "d"),
@@ -108,10 +108,6 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
 
 def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
     return sorted(range(len(curves)), key=lambda n: -curves[n][N])
-
-
-def _range(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else tables.MISSING
 
 
 def hopper(rows: Sequence[Row]) -> tables.Table | None:

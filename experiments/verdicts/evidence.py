@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from experiments.lab.record import Row, published, select
@@ -102,11 +103,7 @@ class Quantity:
 By = str | Callable[[Any], Any]
 
 
-def number(row: Row) -> float:
-    return row.number
-
-
-def rows(experiment: str, *by: By, value: Callable[[Row], float] = number,
+def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("number"),
          fold: Callable[[Sequence[float]], float] = sum, none: float | None = None,
          **fields: Any) -> Quantity:  # fmt: skip
     """Sum, or `fold`, of `value` of rows with these `fields` by columns; `none` if others are."""
