@@ -144,35 +144,25 @@ def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    found = _layer_rows(rows)
-    shown = [name for name in MMA if (name, "model") in found]
+    found, shown = _layer_rows(rows), []
+    for name in MMA:
+        for source, label in (("model", "accessed"), ("l2", "L2"), ("dram", "DRAM")):
+            if row := found.get((name, source)):
+                gb, claimed = row.number / 1e9, CLAIMED_GB.get(name, ())[-1:]
+                text = f"{gb:.3g}"
+                if claimed and source == "dram" and row.seqlen_q == LAYER.seqlen_q:
+                    text += f" (claimed {claimed[0]:g})"
+                shown.append((f"{LABELS[name]}, {label}", gb, style.COLOURS[name], text))
     if not shown:
         return None
-    layer = found[shown[0], "model"]
+    layer = next(iter(found.values()))
     figure, ((ax,),) = style.new(1, 1, 4.2)
-    kinds = {"model": ("accessed", 1.0), "l2": ("L2", 0.65), "dram": ("DRAM", 0.35)}
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
-    for at, name in enumerate(shown):
-        for n, (source, (label, alpha)) in enumerate(kinds.items()):
-            if row := found.get((name, source)):
-                x = at + 0.27 * (n - 1)
-                ax.bar(x, row.number, 0.25, color=style.COLOURS[name], alpha=alpha)
-                words = {"ha": "center", "va": "bottom", "fontsize": 9, "bbox": box}
-                ax.annotate(f"{label}\n{row.number / 1e9:.3g}", (x, row.number), **words)
-        if name in CLAIMED_GB and layer.seqlen_q == LAYER.seqlen_q:
-            claimed, color = CLAIMED_GB[name][-1], style.COLOURS["published"]
-            ax.hlines(claimed * 1e9, at - 0.42, at + 0.42, color=color, ls="--", lw=1.4)
-            words = {"ha": "left", "va": "center", "fontsize": 9, "color": color}
-            ax.annotate(f"claimed {claimed:g}", (at + 0.42, claimed * 1e9), **words)
-    ax.set_xticks(range(len(shown)), [LABELS[name] for name in shown])
-    ax.grid(axis="x", visible=False)
-    ax.set_ylim(0, 1.15 * ax.get_ylim()[1])  # bars from 0: their heights are the ratios
-    style.byte_axis(ax.yaxis)
-    ax.set(
-        ylabel="bytes of one forward call",
-        title="What is claimed of bytes is what DRAM moves, not what kernels access\n"
-        f"{layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}, fp16; numbers in GB",
+    style.bars(ax, shown)
+    title = (
+        "What is claimed of bytes is what DRAM moves, not what kernels access\n"
+        f"{layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}, fp16"
     )
+    ax.set(xlabel="GB of one forward call", title=title)
     return figure
 
 

@@ -251,23 +251,15 @@ def colours() -> dict[str, str]:
 
 
 def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
-    shown = [s for s in (*SERIES, *ATTENTION) if s in counted]
     looks = colours() | {s: style.COLOURS[s] for s in ATTENTION}
-    for at, series in enumerate(shown):
-        loads, stores = counted[series]["loads"], counted[series]["stores"]
-        ax.bar(at, loads, 0.62, color=looks[series])
-        ax.bar(at, stores, 0.62, bottom=loads, color=looks[series], alpha=0.45)
-        above = 12 if series in paper() else 3
-        look = {"ha": "center", "textcoords": "offset points", "fontsize": 10}
-        ax.annotate(f"{loads + stores:.3g}", (at, loads + stores), (0, above), **look)
-    known = {shown.index(s): value for s, value in paper().items() if s in shown}
-    look = {"ls": "", "ms": 15, "mfc": "none", "mew": 1.5, "marker": "o"}
-    style.line(ax, known, "published", label="published (arXiv 1805.02867)", **look)
-    names = [LABELS.get(s) or ATTENTION_LABELS[s].split(" ")[0] for s in shown]
-    ax.set_xticks(range(len(shown)), names, rotation=30)
-    ax.set_ylim(0, 5.4)
-    ax.grid(False, axis="x")
-    ax.set(ylabel="accesses", title="an element: loads, above them stores")
+    shown = []
+    for series in (s for s in (*SERIES, *ATTENTION) if s in counted):
+        number = sum(counted[series].values())
+        text = f"{number:.3g}" + (f", published {paper()[series]:g}" if series in paper() else "")
+        name = LABELS.get(series) or ATTENTION_LABELS[series].split(" ")[0]
+        shown.append((name, number, looks[series], text))
+    style.bars(ax, shown)
+    ax.set(xlabel="accesses an element", title="loads and stores", xlim=(0, 7))
 
 
 def _speeds(ax: Any, found: Times, batch: int) -> None:

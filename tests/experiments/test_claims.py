@@ -92,9 +92,9 @@ def test_the_layers_bytes_are_drawn_and_tabled():
     ]
     rows.append(layer_row("standard-mma", "model", 17.5e9))
     ((ax,),) = (measured.draw(rows).axes,)
-    assert sorted(patch.get_height() for patch in ax.patches) == [0.28e9, 8.9e9, 9.1e9, 17.5e9]
+    assert sorted(patch.get_width() for patch in ax.patches) == [0.28, 8.9, 9.1, 17.5]
     texts = " ".join(text.get_text() for text in ax.texts)
-    assert "claimed 0.27" in texts and "claimed 17.8" in texts
+    assert "0.28 (claimed 0.27)" in texts and "17.8" not in texts
     body = measured.layer(rows).body
     assert "| FA-2 (Q outer) | 0.27 | 8.9 | 9.1 | 0.28 |" in body
     assert "| standard | 17.4 to 17.8 | 17.5 | - | - |" in body
