@@ -250,13 +250,3 @@ def test_a_gpu_measures(arguments, capsys):
     lines = printed(capsys, "--seqlen=500", "--head-dim=64", "--heads=4", *arguments).splitlines()
     (times,) = [line for line in lines if re.match("time  ", line)]
     assert times.endswith("measured") and len(re.findall(r"[\d.]+ [mu]s", times)) >= 3
-
-
-def test_one_head_has_the_accesses_of_every_head():
-    for pass_, causal in (("fwd", False), ("bwd", True)):
-        whole, one = (
-            sides(problem_of(batch=b, heads=h, causal=causal), pass_)[0]
-            for b, h in ((3, 4), (1, 1))
-        )
-        for of_all, of_one in zip(whole, one, strict=True):
-            assert of_all.planned.accesses.total == 12 * of_one.planned.accesses.total

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from experiment_helpers import cells, made_up, no_gpu, recorded
+from experiment_helpers import made_up, no_gpu
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
@@ -12,8 +12,7 @@ from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
 from experiments.lab.measure import timing, variants
 from experiments.lab.record.options import Bench, Options
-from experiments.lab.record.store import MODEL, Store
-from experiments.lab.show import report
+from experiments.lab.record.store import MODEL
 from fa_numba.problem import Problem
 
 
@@ -128,21 +127,6 @@ def test_wrong_gradients_are_a_row_at_every_length(monkeypatch):
     failed = {(r.series, r.pass_, r.seqlen_q) for r in rows if r.failed}
     assert failed == {(s, "fwd+bwd", N) for s in ("fa1-mma", "fa1-simt") for N in (12, 24)}
     assert all("dv: error" in r.note for r in rows if r.failed)
-
-
-def test_the_table(tmp_path):
-    store = recorded(tmp_path, "crossover", synthetic(report.MACHINE))
-    header, *lines = cells(report.text("crossover", store))
-    assert len(lines) == 10 and len(header) == len(lines[0])
-    for line in lines:
-        assert line[4:7] == ["512", "512", "512"]
-        # At N=128 standard takes 8 where flash takes 12; at 1024 64 and 40, at 4096 256 and 136.
-        at = {"64": "0.67", "128": "1.00"}[line[1]]
-        assert line[7:10] == [at, "1.60", "1.88"]
-    moved = crossover.gains(model(), "model")["float16", 64, 128, "fwd"]
-    (first,) = [x for x in lines if x[:4] == ["fp16", "64", "128", "fwd"]]
-    assert first[10:] == [in_words(moved["fa2-mma"]), f"{moved['fa2-mma'][128]:.2f}"]
-    assert report.text("crossover", Store(tmp_path / "none")) == "no recording yet\n"
 
 
 def test_a_failed_time_is_no_gain():

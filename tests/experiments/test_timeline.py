@@ -1,6 +1,5 @@
 """The timeline: a trace as rows, what follows from it, the figure and its animation."""
 
-import io
 import re
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import experiment_helpers
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from PIL import Image
 
 from experiments import __main__ as command
 from experiments import timeline
@@ -16,7 +14,7 @@ from experiments.beside import film
 from experiments.lab.measure import moves
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import registry, runner
+from experiments.lab.record import registry
 from experiments.lab.record.options import FIGURES, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from fa_numba import Tiles, algorithms, io_model
@@ -226,18 +224,6 @@ def test_blocks_are_shown_in_the_order_of_the_grid():
     ]
 
 
-def test_the_animation_on_show_is_of_the_recording():
-    """A frame a moment, and the last one longer: pictures that are the same would be one."""
-    image = Image.open(FIGURES / "timeline.gif")
-    shown = []
-    for n in range(image.n_frames):
-        image.seek(n)
-        shown.append(image.info["duration"])
-    clocks = film.clocks(moves.traces(recorded()))
-    assert shown == [film.FRAME] * (len(clocks) - 1) + [film.END]
-    assert (FIGURES / "timeline.gif").stat().st_size < 1_000_000
-
-
 def test_no_move_falls_between_two_frames(traced, monkeypatch):
     """However few frames there may be, every event starts between one and the next."""
     starts = {event.start for trace in traced[2] for event in moves.events(trace)}
@@ -255,14 +241,6 @@ def test_of_the_default_shape_a_frame_has_one_tile_of_each_order():
         begun = [event.start for event in moves.events(trace)]
         for before, clock in zip(clocks, clocks[1:], strict=False):
             assert sum(before < start <= clock for start in begun) <= 1
-
-
-def test_several_problems_are_shown_one_after_the_other():
-    one = measured(16, 4, 8, 8, False)
-    both = one + measured(16, 4, 8, 8, True)
-    assert len(timeline.draw(both).axes) == 4
-    image = Image.open(io.BytesIO(timeline.animate(both, "from a test")))
-    assert image.n_frames > len(film.clocks(moves.traces(one)))
 
 
 def test_without_a_trace_nothing_is_shown():
@@ -335,19 +313,6 @@ def test_a_shape_that_cannot_be_shown_is_said(shape, message, monkeypatch):
     monkeypatch.setattr(timeline, "call", lambda *_, **__: pytest.fail("something was run"))
     with pytest.raises(Refused, match=message):
         list(timeline.measure(options(*shape), Bench()))
-
-
-def test_a_shape_of_the_readers_own(tmp_path, monkeypatch):
-    """Figure, animation and data of one command; drawn again, they are the same."""
-    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
-    wanted = ["timeline", "--seqlens", "20", "--tiles", "8x8", "--out", str(tmp_path)]
-    assert command.main(["run", *wanted, "--head-dims", "4"]) == 0
-    made = {path.name: path.read_bytes() for path in tmp_path.glob("timeline.*")}
-    assert set(made) == {"timeline.svg", "timeline.png", "timeline.gif"}
-    assert command.main(["draw", *wanted]) == 0
-    assert made == {path.name: path.read_bytes() for path in tmp_path.glob("timeline.*")}
-    stored = Store(tmp_path).read("timeline", MODEL)
-    assert {(r.seqlen_q, r.Br, r.Bc) for r in stored} == {(20, 8, 8)}
 
 
 def test_tiles_make_a_part_of_an_experiment():

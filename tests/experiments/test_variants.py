@@ -9,15 +9,14 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from experiment_helpers import flat, made_up
+from experiment_helpers import made_up
 
 import fa_numba
 from experiments import variants
 from experiments.beside import variant_times
 from experiments.lab.measure import flex, peers, timing
 from experiments.lab.record.options import Bench
-from experiments.lab.record.recorder import Recorder
-from experiments.lab.record.store import Row, Store
+from experiments.lab.record.store import Row
 from fa_numba.problem import Problem
 
 SERIES = (*variant_times.SERIES, peers.FLEX)
@@ -173,22 +172,6 @@ def test_what_flex_attention_cannot_run_is_a_row(on_the_emulator, monkeypatch):
     ]
     assert [(row.pass_, row.value) for row in rows] == [("fwd", None), ("bwd", None)]
     assert all(row.note.startswith("causal; failed: ") for row in rows)
-
-
-def test_an_interrupted_run_keeps_what_it_has(on_the_emulator, tmp_path):
-    def again():
-        recorder = Recorder(Store(tmp_path), "variants", lambda machine: {})
-        return Bench(machine="gpu", recorder=recorder)
-
-    bench = again()
-    found = variant_times.measure({n: variants.VARIANTS[n] for n in ("causal", "softcap")}, bench)
-    for row in found:
-        bench.recorder.add(*flat([row]))
-        if isinstance(row, Row) and row.note == "softcap":
-            break
-    found.close()
-    rest = measured(["causal", "softcap"], again())
-    assert {row.note for row in rest} == {"softcap"} and len(rest) == 8
 
 
 def test_torch_has_every_variant():

@@ -331,16 +331,6 @@ def test_three_consumers_where_their_tiles_end_first():
     assert on_h200(4096, 80, softcap=9.0) == ("wgmma", 128, 128)
 
 
-def test_a_tile_has_no_more_columns_than_there_are_keys():
-    assert [on_h200(4096, 64, Nk)[2] for Nk in (1, 64, 65, 77, 100, 120, 200)] == [
-        *(64, 64, 80, 80, 112, 128, 128),
-    ]
-    # Fewer columns leave registers for three consumers.
-    assert on_h200(4096, 128, 77)[1:] == (192, 80) and on_h200(4096, 128, 100)[1:] == (128, 112)
-    assert on_h200(4096, 80, 100)[1:] == (192, 112) and on_h200(4096, 96, 100)[1:] == (128, 112)
-    assert on_h200(4096, 256, 70)[2] == 80 and on_h200(4096, 256, 60)[2] == 64
-
-
 def test_packed_sequences_take_tiles_for_most_of_their_rows():
     def rows(*lens, **options):
         ends = np.cumsum([0, *lens])

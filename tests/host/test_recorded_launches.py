@@ -296,29 +296,6 @@ def test_a_kept_call_makes_planes_anew(gpu, kept):
         assert sum(step[0] == "launch" for step in steps) == launches, [s[:2] for s in steps]
 
 
-def on_hopper(backward=False, **options):
-    """A call whose matrices kernels take by tensor maps."""
-    names = ("q", "k", "v", "out", *(("dout", "lse") if backward else ()))
-    call = call_of(*names, backward=backward, unit="wgmma", **options)
-    return call.changed(call.arrays.keys() - {"lse"}, dtype="float16")
-
-
-def maps_of(gpu):
-    """The dtype, swizzle and fill of the maps of the last launch, in the order of its arguments."""
-    return [word[0] for word in gpu.launches[-1][3] if isinstance(word, tuple)]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_maps_say_the_dtypes_of_arrays(gpu, torch, dtype):
-    """And that boxes are swizzled as products read them, with zeros around the array."""
-    call = on_hopper(algorithm="fa1").changed("q k v out", dtype=dtype)
-    for _ in range(2):
-        call.run(call.made("torch"))
-        how = "CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
-        names = [*["FLOAT16" if dtype == "float16" else "BFLOAT16"] * 4, "FLOAT32"]
-        assert maps_of(gpu) == [(f"CU_TENSOR_MAP_DATA_TYPE_{name}", *how) for name in names]
-
-
 def test_a_launch_that_is_made_at_once_has_its_tensor_map_until_then(gpu):
     kernel = devices.Kernel(lambda X: None, (devices.tiled_type(4),), 32, 0)
     array = on_gpu(np.zeros((1, 1, 8, 64), np.float16))
@@ -850,21 +827,6 @@ def test_splits_leave_their_sums_to_the_merge(gpu, kept, dtype):
             assert mine.ctypes.data == merge[name].ctypes.data
             assert freed <= mine.ctypes.data <= freed + taken - mine.nbytes
             assert mine.shape == (3, 2, 2 // heads, NQ * heads, *last)
-
-
-def test_launches_are_the_plans(gpu):
-    for plain in (FORWARD, BACKWARD):
-        for algorithm in ("standard", "fa1", "fa2"):
-            facts = {"return_dbias": True} if plain.backward else {"return_lse": True}
-            plan = fa_numba.plan(
-                SHAPES["q"], SHAPES["k"], algorithm=algorithm, bias=SHAPES["bias"],
-                alibi_slopes=SHAPES["alibi_slopes"], passes="bwd" if plain.backward else "fwd",
-                **facts,
-            )  # fmt: skip
-            for _ in range(2):
-                gpu.launches.clear()
-                plain.having(algorithm=algorithm).run(plain.made("interface"))
-                assert [x[:2] for x in gpu.launches] == [(k.name, k.grid) for k in plan.kernels]
 
 
 def _with_functions(x, table):

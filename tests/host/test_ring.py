@@ -180,17 +180,6 @@ def test_merged_parts_are_those_of_float64(case):
     assert (dict(counts.loads), dict(counts.stores)) == (loads, {"O": n, "L": rows})
 
 
-@pytest.mark.parametrize("case", MERGED, ids=lambda c: "-".join(map(str, c[:-1])))
-def test_added_parts_are_those_of_float64(case):
-    x, _, y, _ = merged_inputs(*case[:-1])
-    added, n, out = x.astype(np.float64) + y, x.size, x.copy()
-    with fa_numba.count_accesses() as counts:
-        merging.add(out, y, case[3])
-    rounding = 2.0**-11 if case[1] == "float16" else 2.0**-22
-    assert (np.abs(out - added) <= rounding * np.abs(added) + 2.0**-25).all()
-    assert (dict(counts.loads), dict(counts.stores)) == ({"X": n, "Y": n}, {"X": n})
-
-
 def test_parts_that_do_not_fit_are_refused():
     x, x_lse, y, y_lse = merged_inputs(16, "float32", "float32", "bhnd")
     for change, says in (
@@ -548,19 +537,6 @@ def test_a_rank_that_does_not_come_ends_in_an_error(torch):
 
 
 # --- the model -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("passes", ["fwd", "bwd"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_break_even_is_where_both_send_the_same(dtype, passes):
-    for ranks in (2, 3, 16):
-        ratio = io_model.ring_break_even(ranks, dtype=dtype, head_dim=64, passes=passes)
-        for Nk, more in ((int(10000 * ratio) - 1, "q"), (int(10000 * ratio) + 1, "kv")):
-            p = Problem(1, 1, 1, 10000, Nk, 64, dtype=dtype)
-            sent = {
-                t: io_model.ring(p, ranks, 0, travels=t, passes=passes).sent for t in ("kv", "q")
-            }
-            assert max(sent, key=sent.get) == more
 
 
 def test_the_model_refuses_what_is_no_ring():

@@ -18,7 +18,6 @@ from test_merge import parts_of
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
-from fa_numba.host import placement
 
 SIZES = B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 9, 8
 Q, K = (B, Hq, Nq, d), (B, Hk, Nk, d)
@@ -128,24 +127,6 @@ def check_both_passes(gpu, attention, tensors, options, algorithm="fa2", backwar
     assert found == steps(out=out, lse=lse, **made) and found
 
 
-@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
-def test_a_loss_on_lse_alone_has_a_gradient_of_O_of_zeros(gpu, attention, torch, algorithm):
-    tensors = leaves()
-    out, lse = attention(**tensors, algorithm=algorithm, return_lse=True)
-    dlse = tensor(lse.shape, gradient=False)
-    gpu.log.clear()
-    lse.backward(dlse)
-    gradients = {f"d{n}": tensors[n].grad for n in "qkv"}
-    given = tensors | {"out": out, "lse": lse, "dlse": dlse}
-    found, _ = gpu.steps(given | gradients)
-    gpu.log.clear()
-    first = [tensors[n].detach() for n in "qkv"]
-    dout, beside = torch.zeros_like(out.detach()), {"algorithm": algorithm, "dlse": dlse}
-    made = fa_numba.attention_backward(dout, *first, out.detach(), lse.detach(), **beside)
-    made = dict(zip(gradients, made, strict=True))
-    assert found == gpu.steps(given | made)[0] and found
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
 def test_both_passes_have_the_options(gpu, attention, algorithm, name):
@@ -253,17 +234,6 @@ def test_lengths_and_masks_are_those_of_the_call(gpu, attention):
             assert set(before[name].ravel().tolist()) in ({9, 4}, {1})
 
 
-def test_each_pass_runs_on_torchs_current_stream(gpu, attention, torch):
-    """That of the time when it runs."""
-    for forward, backward in ((5, 5), (6, 7), (0, 6)):
-        torch.stream = forward
-        out = attention(**leaves())
-        torch.stream = backward
-        out.backward(tensor(Q, gradient=False))
-        streams = [stream for _, _, stream, _ in gpu.launches[-3:]]
-        assert streams == [forward, backward, backward]
-
-
 def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention, torch):
     torch.deterministic = True
     shapes = 3 * [(1, 2, 300, 64)]
@@ -294,39 +264,6 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
         with pytest.raises(ValueError, match=says):
             attention(**leaves(shapes), **options)
     assert not gpu.log
-
-
-@pytest.mark.parametrize("gradient", [True, False])
-def test_splits_are_the_forward_passes(gpu, attention, gradient):
-    tensors = {n: tensor(x, gradient=gradient) for n, x in zip("qkv", (Q, K, K), strict=True)}
-    out = attention(**tensors, kv_splits=3)
-    launched = [name for name, *_ in gpu.launches]
-    assert launched == ["fa2_forward", "merge_splits"]
-    if gradient:
-        out.backward(tensor(Q, gradient=False))
-        assert [name for name, *_ in gpu.launches][2:] == ["row_sums", "fa2_backward"]
-    for wrong in (0, 2.5):
-        with pytest.raises((ValueError, TypeError), match=f"kv_splits is {wrong}: allowed"):
-            attention(**tensors, kv_splits=wrong)
-    with pytest.raises(TypeError, match="kv_splits is no option here .flash_attention_2 has it"):
-        attention(**tensors, kv_splits=2, algorithm="fa1")
-
-
-def test_what_the_emulator_cannot_differentiate_it_does_not_begin(attention, monkeypatch):
-    """A limit that the forward pass keeps; the backward pass takes 2.5 times its steps."""
-    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
-    values = np.zeros((1, 1, 64, 8), np.float32)
-    with devices.using("emulator"):
-        plan = fa_numba.plan(values.shape, values.shape)
-        for power in range(-20, 10):
-            monkeypatch.setattr(placement, "EMULATOR_SECONDS", 2**power)
-            try:
-                placement.check_size(plan)
-                break
-            except ValueError:
-                continue
-        with pytest.raises(ValueError, match="the emulator takes at most"):
-            attention(*(Tensor.of(values, requires_grad=True) for _ in "qkv"))
 
 
 @dataclass(frozen=True)

@@ -240,18 +240,6 @@ def test_plan_refuses_as_the_call_does(algorithm, q, k, options, error, says):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_dlpack_objects_in_host_memory(algorithm):
-    q, k, v = random_inputs(1, 2, 1, 9, 17, 8)
-    given = [OnlyDlpack(a) for a in (q, k, v)]
-    O, L = FUNCTIONS[algorithm](*given, return_lse=True)
-    assert type(O) is np.ndarray and type(L) is np.ndarray
-    assert_close_to_float64(O, q, k, v, L)
-    out = OnlyDlpack(np.full_like(q, np.nan))
-    assert FUNCTIONS[algorithm](*given, out=out) is out
-    assert np.array_equal(out.values, O)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_torch_tensors_in_host_memory(algorithm):
     torch = pytest.importorskip("torch")
     q, k, v = random_inputs(1, 2, 1, 9, 17, 8)

@@ -307,16 +307,6 @@ def test_where_heads_take_turns_their_chunks_go_over_the_rows(heads, chunk, in_s
     assert found.bytes == pytest.approx(shared.bytes + rest, rel=0.01)
 
 
-def test_where_l2_does_not_hold_k_and_v_a_causal_mask_halves_what_comes_again():
-    """512 row tiles, 128 at a time: K and V come four times, of which a mask leaves half."""
-    shape, small_l2 = (1, 1, 32768, 64), replace(H200, l2_bytes=1)
-    for causal, times in ((False, 4), (True, 2)):
-        plan = fa_numba.plan(shape, shape, tiles=Tiles(64, 64), causal=causal)
-        found = cache.dram(plan, small_l2, 128).bytes
-        once = cache.dram(plan, replace(H200, l2_bytes=1 << 40), 128).bytes
-        assert (found - once) / (2 * 4 * math.prod(shape)) == pytest.approx(times - 1, abs=0.01)
-
-
 def is_near_half_of_l2(found, gpu):
     """Where the rule says that the truth lies between its two answers."""
     return 0.85 < found.again / (cache.KEPT * gpu.l2_bytes) < 1.3

@@ -12,15 +12,11 @@ from cuda.pathfinder import DynamicLibNotFoundError
 
 import fa_numba
 from fa_numba import __main__ as command
-from fa_numba import algorithms, bounds
-from fa_numba import device as devices
+from fa_numba import bounds
 from fa_numba.bounds import DEVICES
 from fa_numba.commands import text
 from fa_numba.commands.arguments import WIDTH
 from fa_numba.device import linking
-
-# The module: its name in the package is the function's.
-expectation = sys.modules["fa_numba.bounds.roofline"]
 
 
 def output(capsys, *arguments):
@@ -96,20 +92,6 @@ def test_the_worked_example(capsys):
     assert "through memory: 5 numbers, o and L, written once" in lines
 
 
-def test_the_numbers_are_those_of_the_algorithms(capsys, monkeypatch):
-    """The command has no arithmetic of its own: powers of 2 in the algorithms are seen in it."""
-
-    def power_of_2(x, m):
-        return 2.0 ** (x - (m[:, None] if x.ndim == 2 else m))
-
-    monkeypatch.setattr(algorithms, "exp_minus", power_of_2)
-    lines = traced(capsys)
-    for before in ("0 ", ""):
-        assert any(x.startswith(f"{before}0-3 1 2 4 2 0.000 4.000 1.625 ") for x in lines)
-    assert any(x.startswith("1 4-7 5 1 3 1 0.500 5.000 2.188 ") for x in lines)
-    assert lines[-1].startswith("both outputs differ from it by up to ")
-
-
 @pytest.mark.parametrize("block", [1, 3, 8, 9])
 @pytest.mark.parametrize("example", [1, 2, 3])
 def test_blocks_of_any_number_of_keys(example, block, capsys):
@@ -176,22 +158,6 @@ def test_the_plan_is_the_librarys(device, passes, capsys):
         assert shared == f"{kernel.shared_bytes / 1024:.1f} KiB"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        SIZE,
-        (*SIZE, "--device", "A100", "--backward", "--causal"),
-        (*SIZE, "--device", "T4", "--dtype", "float32"),
-        ("--seqlen=1048576", "--head-dim=256", "--batch=65535", "--heads=65535", "--backward"),
-        ("--seqlen", "1", "--head-dim", "1", "--dtype", "float32", "--device", "RTX 4090"),
-    ],
-)
-def test_the_plan_fits_a_terminal(arguments, capsys):
-    text = output(capsys, "plan", *arguments)
-    assert fits(text)
-    assert "tiles Br x Bc" in text and "blocks/SM" in text
-
-
 def test_the_plan_of_the_readmes_result_says_what_was_measured(capsys):
     """One block a head leaves most multiprocessors idle, and nothing of O stays in L2."""
     size = ("--seqlen", "16384", "--head-dim", "64", "--heads", "32", "--device", "H200")
@@ -217,16 +183,6 @@ def test_the_plan_says_how_many_blocks_share_a_tile(capsys):
     assert "blocks a" not in output(capsys, "plan", *size)
 
 
-def test_without_a_gpu_it_says_for_which_one_it_plans(capsys, monkeypatch):
-    monkeypatch.setattr(devices, "on_gpu", lambda: False)
-    text = output(capsys, "plan", *SIZE)
-    assert "planned for an H200, whose limits the emulator has" in text
-    assert (
-        output(capsys, "plan", *SIZE, "--device", "H200").split("H200: ")[1]
-        == (text.split("H200: ")[1])
-    )
-
-
 @pytest.mark.parametrize("why", [DynamicLibNotFoundError("No libnvrtc"), ImportError("No NVVM")])
 def test_registers_without_a_compiler_name_the_extra(why, capsys, monkeypatch):
     def compile(*_, **__):
@@ -236,22 +192,6 @@ def test_registers_without_a_compiler_name_the_extra(why, capsys, monkeypatch):
     message = refused(capsys, "plan", *SIZE, "--device", "H200", "--registers")
     said = "a kernel needs NVIDIA's compiler, which the extra cu13 brings, or cu12 for a driver"
     assert said in message and message.endswith(f"pip install '.[cu13]' ({why})")
-
-
-def test_registers_are_compiled_for_when_asked(capsys, monkeypatch):
-    asked = []
-
-    def registers_of(kernel, capability, *, compiling):
-        asked.append((kernel.name, capability, compiling))
-        return 200
-
-    monkeypatch.setattr(expectation, "registers_of", registers_of)
-    arguments = (*SIZE, "--algorithm", "fa2", "--device", "A100")
-    assert "--registers does it" in output(capsys, "plan", *arguments) and asked == []
-    text = output(capsys, "plan", *arguments, "--registers")
-    assert asked == [(name, (8, 0), True) for name in ("fa2_forward", "merge_splits")]
-    (line,) = [line.split() for line in text.splitlines() if line.startswith("fa2_forward")]
-    assert line[-3:] == ["200", "2", "registers"] and "--registers does it" not in text
 
 
 def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):

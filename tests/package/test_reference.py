@@ -529,16 +529,6 @@ def test_relative_error():
     assert relative_error(np.array([-np.inf, 1.5, np.nan]), both) == pytest.approx(0.5)
 
 
-def test_worst_says_where():
-    ref = np.zeros((2, 3))
-    out = ref.copy()
-    out[0, 1], out[1, 2] = 0.5, -2.0
-    assert worst(out, ref) == ((1, 2), -2.0, 0.0)
-    out[0, 0] = np.nan
-    coordinate, got, expected = worst(out, ref)
-    assert coordinate == (0, 0) and math.isnan(got) and expected == 0.0
-
-
 @pytest.mark.parametrize("compare", [relative_error, worst])
 def test_comparing_different_shapes_is_refused(compare):
     with pytest.raises(ValueError, match=r"out has shape \(1, 3\): .* \(3,\)"):

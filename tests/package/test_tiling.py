@@ -40,14 +40,6 @@ def test_bad_tiles_are_refused(arguments, error, says):
     assert all(part in str(caught.value) for part in ["tiles", *says])
 
 
-def test_tiles_are_values():
-    assert Tiles(8, 16) == Tiles(Br=8, Bc=16, threads=None, stages=1)
-    assert {Tiles(8, 16): 1}[Tiles(8, 16)] == 1
-    assert repr(Tiles(*np.array([8, 16, 32, 2]))) == "Tiles(Br=8, Bc=16, threads=32, stages=2)"
-    with pytest.raises(AttributeError):
-        Tiles(8, 16).Br = 4
-
-
 def test_the_backward_pass_has_no_stages():
     assert Tiles(64, 32, 64, stages=2).for_backward() == Tiles(64, 32, 64)
     assert Tiles(64, 32).for_backward() == Tiles(64, 32)
