@@ -61,21 +61,21 @@ def steps(trace: Trace) -> Answer:
     known = LINES[trace.algorithm]
     said, clock = [], []
     for event in events(trace):
-        start, stop = event.start, event.stop
+        start, stop = event[0].start, event[-1].stop
         held = [h for h in passes.held if h.start < stop and start < h.stop]
         visits = [v for v in passes.visits if v.start <= start < v.stop]
-        lines = {2} if event.moves[0] in fills else {
-            line for m in event.moves for line in (
+        lines = {2} if event[0] in fills else {
+            line for m in event for line in (
                 known[m.array, m.kind], *COMPUTED.get((trace.algorithm, m.array, m.kind), ())
             )
         }  # fmt: skip
-        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event.moves)
+        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event)
         parts = (
             " ".join(moves),
             " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
             f"{visits[0].i},{visits[0].j}" if visits else "",
             ",".join(map(str, sorted(lines))),
-            str(event.moves[0].block),
+            str(event[0].block),
         )
         said.append("|".join(parts))
         clock.append(stop)

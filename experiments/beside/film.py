@@ -89,12 +89,12 @@ class Side:
     def said(self, at: int) -> str:
         """What step `at` moves, by which line of the paper, and how often tiles of O went by."""
         found = events(self.trace)
-        moved = [move for event in found[: at + 1] for move in event.moves if move.array == "O"]
+        moved = [move for event in found[: at + 1] for move in event if move.array == "O"]
         times = [sum(move.kind == kind for move in moved) for kind in ("load", "store")]
         if at == len(found):
             what = "done"
         else:
-            moves = found[at].moves
+            moves = found[at]
             tiles = ", ".join(f"{move.array}{self.trace.tile(move)}" for move in moves)
             what = f"{self.trace.lines(moves)}: {moves[0].kind} {tiles}"
         return f"{what}\ntiles of O: {times[0]} read, {times[1]} written"
@@ -121,8 +121,8 @@ def clocks(traces: Sequence[Trace]) -> list[int]:
     them where these are many; and the end.
     """
     found = [event for trace in traces for event in events(trace)]
-    starts = np.unique([event.start for event in found])
-    apart = min(event.stop - event.start for event in found) / 2
+    starts = np.unique([event[0].start for event in found])
+    apart = min(event[-1].stop - event[0].start for event in found) / 2
     starts = starts[np.append(np.diff(starts) >= apart, True)]
     return [*starts[:: -(-len(starts) // MOST_FRAMES)], max(trace.bytes for trace in traces)]
 

@@ -174,21 +174,21 @@ def test_a_moment_shows_what_moves_and_what_is_done(traced):
     for side in film._sides(traced[2])[1]:
         trace, begun = side.trace, []
         for n, event in enumerate(moves.events(trace)):
-            assert side.at(event.start) == n
+            assert side.at(event[0].start) == n
             shown = colours(side)
             strong = {
                 key
                 for key, shade in shown.items()
                 if shade in (timeline.INPUT, timeline.AGAIN, timeline.WRITTEN)
             }
-            assert strong == {f"{move.array}{trace.tile(move)}" for move in event.moves}
-            assert {shown[key] for key in strong} == {timeline.colour(m) for m in event.moves}
-            computed = {f"S{v.i},{v.j}" for v in trace.visits if v.start <= event.start}
+            assert strong == {f"{move.array}{trace.tile(move)}" for move in event}
+            assert {shown[key] for key in strong} == {timeline.colour(m) for m in event}
+            computed = {f"S{v.i},{v.j}" for v in trace.visits if v.start <= event[0].start}
             done = {key for key in shown if shown[key] in (film.SEEN, film.NOW)}
             assert done == computed
-            begun += [(m.array, m.kind) for m in event.moves]
+            begun += [(m.array, m.kind) for m in event]
             read, written = begun.count(("O", "load")), begun.count(("O", "store"))
-            line = f"{trace.lines(event.moves)}: {event.moves[0].kind} "
+            line = f"{trace.lines(event)}: {event[0].kind} "
             assert side.said(n).startswith(line)
             assert side.said(n).endswith(f"tiles of O: {read} read, {written} written")
         assert side.said(side.at(trace.bytes)).startswith("done")
@@ -226,7 +226,7 @@ def test_blocks_are_shown_in_the_order_of_the_grid():
 
 def test_no_move_falls_between_two_frames(traced, monkeypatch):
     """However few frames there may be, every event starts between one and the next."""
-    starts = {event.start for trace in traced[2] for event in moves.events(trace)}
+    starts = {event[0].start for trace in traced[2] for event in moves.events(trace)}
     for most in (240, 5, 1):
         monkeypatch.setattr(film, "MOST_FRAMES", most)
         *clocks, end = film.clocks(traced[2])
@@ -238,7 +238,7 @@ def test_of_the_default_shape_a_frame_has_one_tile_of_each_order():
     traces = moves.traces(recorded())
     clocks = [-1, *film.clocks(traces)]
     for trace in traces:
-        begun = [event.start for event in moves.events(trace)]
+        begun = [event[0].start for event in moves.events(trace)]
         for before, clock in zip(clocks, clocks[1:], strict=False):
             assert sum(before < start <= clock for start in begun) <= 1
 

@@ -220,23 +220,8 @@ class Trace:
         return [j for j in tiles if self.blocks_seen is None or self.blocks_seen[i, j]]
 
 
-@dataclass(frozen=True)
-class Event:
-    """Moves that are shown as one: a tile of O with its l and m, or a single tile."""
-
-    moves: tuple[Move, ...]
-
-    @property
-    def start(self) -> int:
-        return self.moves[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.moves[-1].stop
-
-
-def events(trace: Trace) -> list[Event]:
-    """The moves, those of O, l, m and L of one row tile together."""
+def events(trace: Trace) -> list[list[Move]]:
+    """The moves that are shown as one: a tile of O with its l and m, or a single tile."""
     found: list[list[Move]] = []
     for move in trace.moves:
         last = found[-1][-1] if found else None
@@ -249,7 +234,7 @@ def events(trace: Trace) -> list[Event]:
             found[-1].append(move)
         else:
             found.append([move])
-    return [Event(tuple(moves)) for moves in found]
+    return found
 
 
 def traces(rows: Iterable[Row]) -> list[Trace]:

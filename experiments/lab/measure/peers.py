@@ -71,18 +71,12 @@ def call(
     if series in _BACKENDS:
         backend = getattr(SDPBackend, _BACKENDS[series])
 
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+        options |= {"attn_mask": valid, "enable_gqa": problem.group > 1}
+
         def run(out: Any = None) -> Any:
             with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    tq,
-                    tk,
-                    tv,
-                    attn_mask=valid,
-                    dropout_p=dropout_p,
-                    is_causal=causal,
-                    scale=scale,
-                    enable_gqa=problem.group > 1,
-                )
+                return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
 
     elif series == UNFUSED:
         hidden = None if valid is None else ~valid

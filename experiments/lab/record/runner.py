@@ -62,15 +62,17 @@ class Runner:
             if not again and self._recorded_now(name):
                 self.console.print(f"[bold]{name}[/]: as recorded here, from the same sources")
                 return
-            if (why := lost(self._recorded(name))) and not self.options.replace:
-                raise Refused(f"the recording has {why}: --replace replaces it without")
+            if self.machine and self.options.complete and not self.options.replace:
+                before = self.recording(name, self.machine).read(name, self.machine)
+                if why := lost(before):
+                    raise Refused(f"the recording has {why}: --replace replaces it without")
             self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
-            before = None
+            counts = None
             if self.options.complete and not self.options.recount:
-                before = kept.stored(self.store, name)
+                counts = kept.stored(self.store, name)
             outcomes = self._record(
                 name,
-                lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
+                lambda bench: module.measure(self.options, replace(bench, kept=counts or ())),
                 self.about(name, module),
                 self.options.complete,
             )
@@ -162,11 +164,6 @@ class Runner:
             for machine, outcome in outcomes.items():
                 self.console.print(f"  {machine}: {outcome}", highlight=False)
             return outcomes
-
-    def _recorded(self, name: str) -> list[Row]:
-        if self.machine is None or not self.options.complete:
-            return []
-        return self.recording(name, self.machine).read(name, self.machine)
 
     def tune(self, work: variants.Work) -> int:
         """Time the tiles on this GPU; store the fastest; exit status."""
