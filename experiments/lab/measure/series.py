@@ -8,7 +8,7 @@ import numpy as np
 
 import fa_numba
 from fa_numba import device
-from fa_numba.choices import makespan as schedule
+from fa_numba.choices.makespan import makespan
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.problem import Problem
 
@@ -179,20 +179,18 @@ def query_splits(
 
 @cache
 def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds: bool) -> int:
+    """Those with which the last thread block ends first: they go in order, splits first, to the
+    multiprocessor that is free first, one at a time.
+    """
+
+    def ends(splits: int) -> float:
+        costs = block_costs(problem, Br, Bc, splits, adds and splits > 1)
+        blocks = [(1, cost) for cost in costs] * (problem.batch * problem.heads_q)
+        return makespan(blocks, multiprocessors)
+
     Tr = -(-problem.seqlen_q // Br)
     tried = [1 << n for n in range(Tr.bit_length()) if 1 << n < Tr] + [Tr]
-    return min(tried, key=lambda s: (makespan(problem, Br, Bc, s, multiprocessors, adds), s))
-
-
-def makespan(
-    problem: Problem, Br: int, Bc: int, splits: int, multiprocessors: int, adds: bool = False
-) -> float:
-    """The time until the last thread block ends, in tiles of S, `adds` as in `block_costs`: blocks
-    go in order, splits first, to the multiprocessor that is free first, one at a time.
-    """
-    costs = block_costs(problem, Br, Bc, splits, adds and splits > 1)
-    blocks = [(1, cost) for cost in costs] * (problem.batch * problem.heads_q)
-    return schedule.makespan(blocks, multiprocessors)
+    return min(tried, key=lambda splits: (ends(splits), splits))
 
 
 def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
