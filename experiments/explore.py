@@ -17,7 +17,7 @@ from .lab.measure.moves import Move, Trace
 from .lab.measure.series import LABELS, columns, plan, unit
 from .lab.measure.workloads import Inputs
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row
-from .lab.show import tables
+from .lab.show import film, tables
 
 NAME = "explore"
 TAKES = ()
@@ -200,8 +200,6 @@ def page(rows: Sequence[Row], note: str) -> str | None:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    from .beside import film
-
     found = _counted(rows)
     if not found:
         return None

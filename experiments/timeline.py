@@ -18,7 +18,8 @@ from .lab.measure.moves import IN_REGISTERS, Move, Trace, notes, size, traces
 from .lab.measure.series import LABELS, call, columns, plan
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record import EMULATOR, MODEL, Bench, Options, Refused, Row
-from .lab.show import style, tables
+from .lab.show import film, style, tables
+from .lab.show.film import AGAIN, INPUT, WRITTEN
 
 NAME = "timeline"
 TAKES = ("seqlens", "head_dims", "causal", "tiles")
@@ -80,7 +81,6 @@ BLOCKS = {
 }
 READING = "One head, forward, fp32, CUDA cores. Time goes down: a move is as high as it has bytes."
 # What moves has the strong colours, what sits on the chip the light ones.
-INPUT, AGAIN, WRITTEN = "#4A5A6A", "#E69F00", "#D55E00"
 SHARED, REGISTERS, LANE = "#C3CCD5", "#F8E0BC", "#F4F4F4"
 LEGEND = {
     INPUT: "load Q, K, V",
@@ -117,7 +117,10 @@ def draw(rows: Sequence[Row]) -> Any:
     for pair, panels in zip(pairs, axes, strict=True):
         longest = max(trace.bytes for trace in pair.values()) / KB
         for series, ax in zip(SERIES, panels, strict=True):
-            _panel(ax, pair[series], longest, style.COLOURS[series])
+            if series in pair:
+                _panel(ax, pair[series], longest, style.COLOURS[series])
+            else:
+                style.empty(ax, f"{LABELS[series]}: not traced")
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
     look = {"title_fontsize": 9.5, "ncols": len(LEGEND), "handlelength": 1.4}
     figure.legend(handles=handles, title=READING, loc="outside upper center", **look)
@@ -213,8 +216,6 @@ def _fate_of_o(trace: Trace) -> str:
 
 
 def animate(rows: Sequence[Row], note: str) -> bytes | None:
-    from .beside import film
-
     pairs = _pairs(rows)
     if not pairs:
         return None

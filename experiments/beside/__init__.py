@@ -8,7 +8,6 @@ ladder          ceilings: what the hardware gives of each resource
 profile         profiler: what a profiler counts, with an emulator or Nsight Compute
 ring            ring_ranks, ring_rows: its processes, what rows say and a model of the time
 speed_fp16      paper_bars: a paper's speed figure as the paper draws it, ours beside
-timeline        film: both orders moment by moment; one of them is the picture of explore
 variants        variant_times: on a GPU, and beside flex_attention
 commands        compare, spills
 """

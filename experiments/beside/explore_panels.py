@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -17,15 +16,13 @@ from fa_numba import algorithms, io_model
 from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.commands import trace as worked
 
-from ..lab.measure.moves import LINES, Trace, events
+from ..lab.measure.moves import Trace, passes, steps
 from . import typed_mask
 from .panels import Answer, Axis, Panel
 
 ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
 ALGORITHMS = (("standard", "standard"), *ORDERS)
 YES_NO = ("no", "yes")
-# Lines that a move stands for beside its own: what is computed with the tile.
-COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
@@ -54,34 +51,6 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
     return found
 
 
-def steps(trace: Trace) -> Answer:
-    """Of each step "moves|on the chip|tile of S|lines|block", and the bytes so far."""
-    passes = _passes(trace)
-    fills = {*trace.moves} - {*passes.moves}
-    known = LINES[trace.algorithm]
-    said, clock = [], []
-    for event in events(trace):
-        start, stop = event[0].start, event[-1].stop
-        held = [h for h in passes.held if h.start < stop and start < h.stop]
-        visits = [v for v in passes.visits if v.start <= start < v.stop]
-        lines = {2} if event[0] in fills else {
-            line for m in event for line in (
-                known[m.array, m.kind], *COMPUTED.get((trace.algorithm, m.array, m.kind), ())
-            )
-        }  # fmt: skip
-        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event)
-        parts = (
-            " ".join(moves),
-            " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
-            f"{visits[0].i},{visits[0].j}" if visits else "",
-            ",".join(map(str, sorted(lines))),
-            str(event[0].block),
-        )
-        said.append("|".join(parts))
-        clock.append(stop)
-    return {"steps": said, "bytes": clock}
-
-
 def order(trace: Trace, plan: fa_numba.Plan) -> Answer:
     def moved(arrays: str, kind: str) -> int:
         return sum(move.bytes for move in trace.select(tuple(arrays), kind))
@@ -93,16 +62,9 @@ def order(trace: Trace, plan: fa_numba.Plan) -> Answer:
         "inputs": moved("QKV", "load"),
         "again": moved("Olm", "load"),
         "written": moved("OlmL", "store"),
-        "visited": len({(v.i, v.j) for v in _passes(trace).visits}),
+        "visited": len({(v.i, v.j) for v in passes(trace).visits}),
         "grid": " x ".join(map(str, max(plan.kernels, key=attrgetter("shared_bytes")).grid)),
     }
-
-
-def _passes(trace: Trace) -> Trace:
-    """Without what FA-1 stores before it loads the first Qi."""
-    first = next(n for n, m in enumerate(trace.moves) if m.array == "Q")
-    loads = tuple(m for m in trace.moves[:first] if m.kind == "load")
-    return replace(trace, moves=loads + trace.moves[first:])
 
 
 def orders(

@@ -11,6 +11,7 @@ import pytest
 from experiments import explore
 from experiments.beside import explore_page, explore_panels
 from experiments.beside.panels import Axis, Panel
+from experiments.lab.measure import moves
 from experiments.lab.record import provenance
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.store import EMULATOR, MODEL, Store
@@ -200,7 +201,7 @@ def test_a_packed_trace_is_the_trace():
 def test_steps_visit_the_tiles_that_the_model_has(N, Br, on, causal, window):
     state = (N, 16, Br, 16, "yes" if causal else "no", window, on)
     for name, trace in traces(recorded())[state].items():
-        found = explore_panels.steps(trace)
+        found = moves.steps(trace)
         visits = dict.fromkeys(step.split("|")[2] for step in found["steps"])
         visits.pop("", None)
         problem = explore.problem_of(N, 16, causal, window, on)
@@ -214,7 +215,7 @@ def test_steps_visit_the_tiles_that_the_model_has(N, Br, on, causal, window):
 def test_on_hoppers_unit_k_and_v_are_there_before_their_row_tiles():
     both = traces(recorded())[256, 16, 64, 64, "no", 0, "wgmma"]
     for name, slots in (("fa1", 2), ("fa2", 1)):
-        held = [step.split("|")[1].split() for step in explore_panels.steps(both[name])["steps"]]
+        held = [step.split("|")[1].split() for step in moves.steps(both[name])["steps"]]
         for array in "KV":
             assert max(sum(tile[0] == array for tile in tiles) for tiles in held) == slots
     assert not {move.array for trace in both.values() for move in trace.moves} - set("QKVOlmL")
@@ -222,10 +223,7 @@ def test_on_hoppers_unit_k_and_v_are_there_before_their_row_tiles():
 
 def test_o_goes_back_and_forth_in_one_order_and_stays_in_the_other():
     both = traces(recorded())[128, 16, 32, 32, "no", 0, "simt"]
-    said = {
-        name: [step.split("|") for step in explore_panels.steps(t)["steps"]]
-        for name, t in both.items()
-    }
+    said = {name: [step.split("|") for step in moves.steps(t)["steps"]] for name, t in both.items()}
     written = {name: [s for s in steps if ">O" in s[0]] for name, steps in said.items()}
     assert len(written["fa1"]) == 16 and len(written["fa2"]) == 4
     assert all(s[3] == "9,10,11,12,13" for s in written["fa1"])
@@ -239,6 +237,6 @@ def test_every_lit_line_is_in_the_text():
     for name, trace in traces(recorded())[64, 16, 16, 16, "no", 24, "simt"].items():
         text = explore_panels.text_of(name)
         known = {n for _, lines in text for n in lines}
-        said = explore_panels.steps(trace)["steps"]
+        said = moves.steps(trace)["steps"]
         lit = {int(n) for step in said for n in step.split("|")[3].split(",")}
         assert lit <= known and not any("watch" in line for line, _ in text)

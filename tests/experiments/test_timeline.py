@@ -10,13 +10,13 @@ from matplotlib.colors import to_hex
 
 from experiments import __main__ as command
 from experiments import timeline
-from experiments.beside import film
 from experiments.lab.measure import moves
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import registry
 from experiments.lab.record.options import FIGURES, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.show import film
 from fa_numba import Tiles, algorithms, io_model
 
 # N, d, Br, Bc, causal: ragged ends, one tile, more rows or more columns in a tile.

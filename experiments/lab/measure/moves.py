@@ -8,7 +8,7 @@ the next tile takes its place.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ LINES = {
         ("L", "store"): 15,
     },
 }
+# Lines that a move stands for beside its own: what is computed with the tile.
+COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
 # Arrays whose tiles are rows of Q; those of the others are rows of K and V.
 ROW_TILES = ("Q", "O", "l", "m", "L")
 # Where the kernels on CUDA cores have a tile; the others' are in shared memory.
@@ -235,6 +237,41 @@ def events(trace: Trace) -> list[list[Move]]:
         else:
             found.append([move])
     return found
+
+
+def passes(trace: Trace) -> Trace:
+    """Without what FA-1 stores before it loads the first Qi."""
+    first = next(n for n, m in enumerate(trace.moves) if m.array == "Q")
+    loads = tuple(m for m in trace.moves[:first] if m.kind == "load")
+    return replace(trace, moves=loads + trace.moves[first:])
+
+
+def steps(trace: Trace) -> dict[str, list[Any]]:
+    """Of each step "moves|on the chip|tile of S|lines|block", and the bytes so far."""
+    clean = passes(trace)
+    fills = {*trace.moves} - {*clean.moves}
+    known = LINES[trace.algorithm]
+    said, clock = [], []
+    for event in events(trace):
+        start, stop = event[0].start, event[-1].stop
+        held = [h for h in clean.held if h.start < stop and start < h.stop]
+        visits = [v for v in clean.visits if v.start <= start < v.stop]
+        lines = {2} if event[0] in fills else {
+            line for m in event for line in (
+                known[m.array, m.kind], *COMPUTED.get((trace.algorithm, m.array, m.kind), ())
+            )
+        }  # fmt: skip
+        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event)
+        parts = (
+            " ".join(moves),
+            " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
+            f"{visits[0].i},{visits[0].j}" if visits else "",
+            ",".join(map(str, sorted(lines))),
+            str(event[0].block),
+        )
+        said.append("|".join(parts))
+        clock.append(stop)
+    return {"steps": said, "bytes": clock}
 
 
 def traces(rows: Iterable[Row]) -> list[Trace]:

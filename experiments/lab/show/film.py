@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..lab.measure.moves import IN_REGISTERS, Trace, events, size
-from ..lab.measure.series import LABELS
-from ..lab.show import style
-from ..timeline import AGAIN, INPUT, WRITTEN
-from .explore_panels import steps
+from ..measure.moves import IN_REGISTERS, Trace, events, size, steps
+from ..measure.series import LABELS
+from . import style
 
 MOMENT = 0.9  # of the bytes of the order that moves less
+INPUT, AGAIN, WRITTEN = "#4A5A6A", "#E69F00", "#D55E00"
 SHARED, REGISTERS, LANE, SEEN, NOW = "#AAB8C5", "#F3D39C", "#EDEDED", "#CFE3D9", "#009E73"
 LEGEND = {
     INPUT: "loads Q, K, V",
