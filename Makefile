@@ -2,6 +2,7 @@
 # make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
 # make test-all  every kernel for every architecture it is made for, with every option; all faults
 # make test-torch  with torch, its build for CPUs: gradients, rings of processes
+# make test-mlir   with numba-cuda-mlir, the other compiler: kernels that it compiles
 # make browser   the page explore.html in Chromium, where there is one
 # make lint      ruff and mypy
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := fa_numba experiments tests .ci/install.py
 
-.PHONY: figures test test-all test-torch browser lint sanitize ptx clean
+.PHONY: figures test test-all test-torch test-mlir browser lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -44,6 +45,9 @@ test-all: $(VENV)/.dev-$(WHEELS)
 
 test-torch: $(VENV)/.torch-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" -k "torch or gloo" $(TESTS)
+
+test-mlir: $(VENV)/.mlir-$(WHEELS)
+	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" tests/device/test_mlir.py
 
 browser: $(VENV)/.browser-$(WHEELS)
 	@$(RUN) -m pytest -q -rs -m browser tests/experiments/test_explore_browser.py
@@ -94,6 +98,10 @@ $(VENV)/.dev-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.torch-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test$(,)test-torch)
+	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)
+
+$(VENV)/.mlir-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments$(,)test$(,)mlir)
 	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)
 
 $(VENV)/.browser-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python

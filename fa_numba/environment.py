@@ -15,7 +15,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.ops import plan
 
 _PACKAGES = (
-    *("numpy", "scipy", "greenlet", "numba", "llvmlite", "numba-cuda"),
+    *("numpy", "scipy", "greenlet", "numba", "llvmlite", "numba-cuda", "numba-cuda-mlir"),
     *("cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink", "torch", "cupy"),
 )
 # Settings that change what is compiled, or where it runs.

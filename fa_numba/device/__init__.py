@@ -8,7 +8,7 @@ intrinsics define their instructions with Numba's extension API, and the emulato
 A ``Kernel`` is compiled when it first runs on a GPU; on the emulator its Python function runs as it
 is. The files: ``select`` which device and its limits, ``function`` what kernels call, ``kernel``
 and ``kernel_cache`` compiled code, ``front_end`` how it is compiled in less time, ``linking`` and
-``assembling`` for a GPU that is not here and what the assembler says,
+``assembling`` for a GPU that is not here and what the assembler says, ``mlir`` another compiler,
 ``launching`` launches and counts, ``launch_record`` launches that are made again, ``tensor_map``
 arrays for the copy engine, ``memory`` arrays and workspace, ``timing`` events, ``beside_numpy`` a
 name that numba-cuda misses.

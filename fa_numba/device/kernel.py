@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cuda.bindings import driver
 from numba import cuda, types
 
-from fa_numba.device import kernel_cache, linking, select
+from fa_numba.device import kernel_cache, linking, mlir, select
 from fa_numba.device.front_end import without_repeats
 from fa_numba.device.launch_record import checked
 
@@ -50,7 +50,7 @@ class Kernel:
         kept = kernel_cache.read(self, capability)
         if kept is not None:
             return kept
-        if linking.is_newer(capability):
+        if linking.is_newer(capability) or mlir.chosen():
             ptx, cubin, _ = linking.ptx_and_cubin(self, capability)
             name = linking.entry_of(ptx)
         else:

@@ -24,6 +24,7 @@ import numpy as np
 from numba.core import types
 from numba.cuda.extending import _Intrinsic
 
+from fa_numba.device import mlir
 from fa_numba.device.function import DeviceFunction
 from fa_numba.emulator.compiling import VARIABLE
 
@@ -32,7 +33,7 @@ MAX_BYTES = 1 << 30
 PACKAGE = Path(__file__).parent.parent
 # What compiles: Numba's front end, and the libraries that may be installed with it.
 _COMPILERS = (
-    *("numba", "numba-cuda", "llvmlite", "cuda-core"),
+    *("numba", "numba-cuda", "numba-cuda-mlir", "llvmlite", "cuda-core"),
     *("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
 )
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -102,7 +103,7 @@ def _store(where: Path) -> Any:
 def key_of(kernel: Any, capability: tuple[int, int]) -> bytes:
     """The kernel's key. Raises _Unknown for a kernel from elsewhere or with unknown values."""
     bounds = kernel.threads, kernel.min_blocks
-    settings = sorted(x for x in os.environ.items() if x[0].startswith("NUMBA_"))
+    settings = sorted(x for x in os.environ.items() if x[0].startswith(("NUMBA_", mlir.VARIABLE)))
     parts = (_sources(), _compilers(), settings, capability, bounds, str(kernel.signature))
     text = repr((parts, _function(kernel.function, {})))
     return hashlib.sha256(text.encode()).hexdigest().encode()

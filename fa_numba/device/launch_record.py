@@ -19,6 +19,7 @@ import numpy as np
 from cuda.bindings import driver
 from numba import types
 
+from fa_numba.device import mlir
 from fa_numba.device.tensor_map import MAP_BYTES, TiledArray, encoded
 from fa_numba.integers import round_up
 
@@ -154,6 +155,8 @@ class LaunchRecord:
                 self._maps.append((array.slot, array.pointer, tensor_map))
             held = (ctypes.c_uint64 * (MAP_BYTES // 8)).from_address(int(tensor_map.getPtr()))
             return (held, *map(ctypes.c_int64, (*array.shape, *value.layout.steps)))
+        if isinstance(value, DeviceArray) and mlir.chosen():
+            return mlir.array_words(value, self._word(value))
         if isinstance(value, DeviceArray):
             head = (0, 0, math.prod(value.shape), value.itemsize)
             words = map(ctypes.c_int64, (*head, *value.shape, *value.strides))

@@ -13,6 +13,7 @@ from typing import Any
 
 from numba import cuda
 
+from fa_numba.device import mlir
 from fa_numba.device.front_end import without_repeats
 
 _HOPPER = (9, 0)
@@ -32,19 +33,23 @@ def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes,
     newer = is_newer(capability)
     made_for = _HOPPER if newer else capability
     suffix = "" if newer else _SUFFIXES.get(capability, "")
-    with _naming_the_extra(), without_repeats():
-        ltoir, _ = cuda.compile(
-            kernel.function,
-            kernel.signature,
-            cc=(*made_for, suffix) if suffix else made_for,
-            device=False,
-            abi="numba",
-            output="ltoir",
-            launch_bounds=(kernel.threads, kernel.min_blocks),
-        )
-    code, optimised = ObjectCode.from_ltoir(ltoir), {"link_time_optimization": True}
-    ptx, _ = _linked(code, "ptx", _arch(made_for) + suffix, ptx=True, **optimised)
-    if newer:
+    optimised = {}
+    if mlir.chosen():
+        ptx = mlir.ptx_of(kernel, made_for)
+    else:
+        with _naming_the_extra(), without_repeats():
+            ltoir, _ = cuda.compile(
+                kernel.function,
+                kernel.signature,
+                cc=(*made_for, suffix) if suffix else made_for,
+                device=False,
+                abi="numba",
+                output="ltoir",
+                launch_bounds=(kernel.threads, kernel.min_blocks),
+            )
+        code, optimised = ObjectCode.from_ltoir(ltoir), {"link_time_optimization": True}
+        ptx, _ = _linked(code, "ptx", _arch(made_for) + suffix, ptx=True, **optimised)
+    if newer or mlir.chosen():
         code, optimised = ObjectCode.from_ptx(ptx), {}
     told = {"verbose": True, "ptxas_options": ["-v"], **optimised}
     cubin, log = _linked(code, "cubin", _arch(capability) + suffix, **told)
