@@ -15,7 +15,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 try:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
@@ -182,14 +181,12 @@ def _command(arguments: Sequence[str] | None) -> int:
     args = parser.parse_args(arguments)
     console = Console()
     if args.command == "list":
-        table = Table(box=None, show_header=False)
         for name in names():
             module = load(name)
             about = ". ".join(words(module))
             if what := " and ".join(needs(module)).replace("GPU", "a CUDA GPU"):
                 about += f" Needs {what} to measure."
-            table.add_row(f"[bold]{name}[/]", about)
-        console.print(table)
+            console.print(f"[bold]{name}[/]: {about}", highlight=False)
         return 0
     if args.command == "report":
         return _report(console)

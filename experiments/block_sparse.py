@@ -228,21 +228,14 @@ def draw(rows: Sequence[Row]) -> Any:
     title = "Time falls with the share of non-zero blocks; in fp16 few blocks leave some idle"
     checked = counts.said([r for r in rows if r.source in ("counted", "model")])
     title += f"\naccesses {checked}" if checked else ""
-    unmasked = style.key("without a mask (large, hollow)", marker="o", **_UNMASKED)
-    style.legend(figure, [*style.handles((left, right)).values(), unmasked], title)
+    style.legend(figure, list(style.handles((left, right)).values()), title)
     return figure
-
-
-_UNMASKED: dict[str, Any] = {"ls": "", "mfc": "none", "ms": 11}
 
 
 def _lines(left: Any, right: Any, points: Points, color: str, **look: Any) -> None:
     """Over the share: the points, and how far they are above it, in percent."""
     masked = sorted((share, value) for share, value in points.items() if share is not None)
     style.line(left, masked, color=color, **look)
-    if None in points:
-        apart = {"marker": look["marker"], **_UNMASKED}
-        style.line(left, {100: points[None]}, color=color, **apart)
     above = sorted((share, 100 * by) for share, by in deviations(points).items())
     style.line(right, above, color=color, **look)
 

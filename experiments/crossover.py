@@ -122,7 +122,6 @@ def in_words(gain: Mapping[int, float] | None) -> str:
 
 
 BAND = "#F3EBD8"
-_TWO_D: dict[str, Any] = {"color": "#555555", "lw": 0.9, "ls": ":"}
 _NAMES = {
     **{f"fa{n}-{unit}": f"FA-{n} over standard" for n in (1, 2) for unit in ("simt", "mma")},
     peers.FLASH: "torch: FA-2 over unfused (fp16)",
@@ -150,7 +149,6 @@ def draw(rows: Sequence[Row]) -> Any:
                 for series, gain in timed[case].items():
                     style.line(ax, gain, series, label=_NAMES[series], **_look(case[2]))
             ax.axhline(1, color="#555555", lw=0.9, zorder=1)
-            ax.axvline(2 * d, zorder=1, **_TWO_D)
             ax.axvspan(*CLAIMED, color=BAND, zorder=0)
             style.log(ax.yaxis, 2)
             ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
@@ -166,7 +164,6 @@ def draw(rows: Sequence[Row]) -> Any:
         *(style.key(f"{heads} heads", marker="o", **_look(heads))
           for heads in sorted({case[2] for case in timed}, reverse=True)),
         style.patch(f"claimed: gains open at {low} to {high}", color=BAND),
-        style.key("N = 2d", **_TWO_D),
     ]  # fmt: skip
     message = f"FA-2 is ahead of standard attention at {sum(ahead)} of {len(ahead)} points"
     style.legend(figure, handles, message)

@@ -5,6 +5,7 @@ counted on the emulator, and on a GPU the L2 and DRAM bytes; exponents fitted to
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from fa_numba import device
@@ -102,14 +103,11 @@ def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | Non
     fits = []
     for source in scaling.FITTED:
         mine = [r for r in rows if (r.series, r.source) == (series, source)]
-        if over == "d":
-            mine = _over_d(mine, source)
-            found = scaling.per_score(mine, lambda row: row.head_dim)
-            points = found.get((series, source), {})
-        else:
-            mine = [r for r in mine if r.head_dim == OF_N]
-            found = scaling.per_score(mine, lambda row: row.seqlen_q)
-            points = {N: y * N * N for N, y in found.get((series, source), {}).items()}
+        mine = _over_d(mine, source) if over == "d" else [r for r in mine if r.head_dim == OF_N]
+        size = attrgetter("head_dim" if over == "d" else "seqlen_q")
+        points = scaling.per_score(mine, size).get((series, source), {})
+        if over == "N":
+            points = {N: y * N * N for N, y in points.items()}
         fits.append(scaling.fit(points, 0 if over == "d" else SEQLENS[0]))
     return fits
 

@@ -19,7 +19,7 @@ from .lab.measure import variants
 from .lab.measure.series import plan, query_splits, unit
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import SECONDS, attempt
-from .lab.measure.workloads import fa2_problems, fa2_setting
+from .lab.measure.workloads import fa2_problems
 from .lab.record import MODEL, Bench, Options, Row, values
 from .lab.show import style, tables
 from .lab.show.tables import Table
@@ -338,15 +338,11 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
     """The time without a mask over that with one, of FA-1 and FA-2."""
-    times = []
-    for causal in (False, True):
-        sizes = (problem.seqlen_q, problem.head_dim, causal, problem.dtype)
-        times.append(by_step(every.get((passes, fa2_setting(*sizes)), ())))
+    whole = by_step(every[passes, problem])
+    skipped = by_step(every.get((passes, replace(problem, causal=True)), ()))
     at = [(step, "measured", "time") for step in ("fa1", "fa2")]
-    return [
-        f"{times[0][k] / times[1][k]:.2f}" if k in times[0] and k in times[1] else tables.MISSING
-        for k in at
-    ]
+    over = {key: whole[key] / skipped[key] for key in at if key in whole and key in skipped}
+    return [tables.number(over, key, ".2f") for key in at]
 
 
 def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:

@@ -204,7 +204,7 @@ PANELS = (
     ("forward", "time", "fwd", PLAIN, "Table 18"),
     ("peak memory, forward + backward", "memory", "fwd+bwd", PLAIN, "Table 21"),
 )
-METHODS = {"PyTorch Attention": "standard-mma", "FlashAttention": "fa1-mma"}
+METHODS = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
 UNITS = {"time": "runtime", "memory": "memory"}
 
 
@@ -229,7 +229,6 @@ def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) 
 
 # What is drawn: the two that the paper compares, there and here, and FA-2.
 _DRAWN = (peers.UNFUSED, "fa1-mma", "fa2-mma")
-_LIKE = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
 
 
 def draw(rows: Sequence[Row]) -> Any:
@@ -239,7 +238,7 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, axes = style.new(2, 2, 8.2)
     lengths = sorted({r.seqlen_q for r in rows})
     for (title, metric, pass_, name, item), ax in zip(PANELS, axes.flat, strict=True):
-        for method, like in _LIKE.items():
+        for method, like in METHODS.items():
             points, look = paper(metric, pass_, name, method), {"ls": ":", "lw": 1.1}
             label = f"{'PyTorch' if 'PyTorch' in method else 'FA-1'}, published, A100"
             style.line(ax, points, like, label=label, mfc="white", **look)

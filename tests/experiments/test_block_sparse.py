@@ -244,7 +244,7 @@ def test_the_figure_is_of_both_passes():
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert any("FA-1 paper" in label for label in labels)
     assert {"FA-1 (K/V outer), fp32", "FA-2 (Q outer), fp16"} <= set(labels)
-    assert [len(ax.lines) for ax in figure.axes] == [10, 6]
+    assert [len(ax.lines) for ax in figure.axes] == [5, 6]
     assert block_sparse.deviations({None: 10, 10: 1.3, 50: 5.0}) == {
         10: pytest.approx(0.03), 50: 0,
     }  # fmt: skip

@@ -148,8 +148,8 @@ def test_the_figure():
         for dtype in ("fp16", "fp32")
         for name in ("forward", "forward + backward")
     ]
-    # Three of many heads, three of few; the two lines of reference.
-    assert [len(ax.lines) for ax in figure.axes] == [8] * 4
+    # Three of many heads, three of few; the line of reference.
+    assert [len(ax.lines) for ax in figure.axes] == [7] * 4
     assert crossover.draw(model()) is None
     message = figure.legends[0].get_title().get_text()
     ahead = [
@@ -159,7 +159,7 @@ def test_the_figure():
     ]
     assert message.endswith(f"ahead of standard attention at {sum(ahead)} of {len(ahead)} points")
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(set(names)) == len(names) == 8 and names[4:6] == ["128 heads", "8 heads"]
+    assert len(set(names)) == len(names) == 7 and names[4:6] == ["128 heads", "8 heads"]
     only = [row for row in synthetic() if row.head_dim == 128]
     assert [ax.get_title() for ax in crossover.draw(only).axes][0] == "forward, fp16, d=128"
     assert crossover.draw([]) is None
