@@ -46,7 +46,7 @@ UNITS = {"float32": SERIES, "float16": HALF}
 SHARE_SECONDS = 0.2
 # Checked against float64, and counted where the emulator takes a second.
 CHECKED_SEQLEN = 1024
-SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZE, SMALL_SHARES = 96, 16, 16, (20, 60)
+SMALL, SMALL_SIZE, SMALL_SHARES = one_head(96, 16), 16, (20, 60)
 
 NO_MASK = "no mask"
 Points = dict[int | None, float]
@@ -123,9 +123,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         for share in (None, *shares)
         for series in of_dtype
     ]
-    problem = one_head(SMALL_SEQLEN, SMALL_HEAD_DIM)
     few = (None, *SMALL_SHARES[: 1 if options.quick else None])
-    small = [Case(series, problem, share, SMALL_SIZE) for share in few for series in SERIES]
+    small = [Case(series, SMALL, share, SMALL_SIZE) for share in few for series in SERIES]
     for case in bench.track([*cases, *small], "closed forms"):
         yield from _model(case)
     inputs = Inputs(gradient=True)

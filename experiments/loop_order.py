@@ -151,10 +151,10 @@ def draw(rows: Sequence[Row]) -> Any:
         tables.between([ratio[name] for ratio in found.values() if name in ratio])
         for name in ("dram", "splits")
     )
-    left.set_title(f"moves {dram} times the DRAM bytes" if dram else "bytes")
-    right.set_title(f"takes {splits} times as long" if splits else "time")
-    left.set_ylabel("DRAM bytes, FA-1 / FA-2")
-    right.set_ylabel("time, FA-1 / FA-2")
+    bytes_ = f"moves {dram} times the DRAM bytes" if dram else "bytes"
+    left.set(title=bytes_, ylabel="DRAM bytes, FA-1 / FA-2")
+    time = f"takes {splits} times as long" if splits else "time"
+    right.set(title=time, ylabel="time, FA-1 / FA-2")
     shown = style.handles(left) or style.handles(right)
     title = (
         "At equal tiles, grid and work the K/V-outer order (FA-1) costs more than Q outer (FA-2)\n"
@@ -252,9 +252,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         for unit in units_of(p.dtype)
         if in_setting(p) and {row.series for row in mine}.intersection(series_of(unit))
     }
-    measured = {
-        (unit, p): mine for (unit, p), mine in every.items() if "dram" in ratios(mine, unit)
-    } or every
+    measured = {at: mine for at, mine in every.items() if "dram" in ratios(mine, at[0])} or every
     lengths = {p.seqlen_q for _, p in measured}
     lines = []
     for (unit, problem), mine in measured.items():

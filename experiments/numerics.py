@@ -239,10 +239,6 @@ def paper_ratio() -> float:
     return standard / ours
 
 
-def _latest(line: dict[int, float] | None) -> tuple[int, float] | None:
-    return max(line.items()) if line else None
-
-
 def table(rows: Sequence[Row]) -> tables.Table | None:
     found = curves(rows)
     every = [_line(found, dtype, kind) for dtype in OURS for kind in (NORMAL, OUTLIERS)]
@@ -261,10 +257,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 def _line(found: Found, dtype: str, kind: str) -> list[str]:
     """The cells of the table; empty without FA-2's."""
     ours, fused = OURS[dtype], THEIRS[dtype][1]
-    at = _latest(found.get((dtype, kind, ours[2], "rmse")))
-    if at is None:
+    if not (of := found.get((dtype, kind, ours[2], "rmse"))):
         return []
-    N = at[0]
+    N = max(of)
     shown = (*ours, peers.UNFUSED, fused)
     rmse = {s: found.get((dtype, kind, s, "rmse"), {}).get(N) for s in shown}
 
@@ -272,15 +267,14 @@ def _line(found: Found, dtype: str, kind: str) -> list[str]:
         top, bottom = rmse[a], rmse[b]
         return f"{top / bottom:.2f}" if top and bottom else tables.MISSING
 
-    largest = found[dtype, kind, ours[2], "max_error"].get(N)
+    largest = found[dtype, kind, ours[2], "max_error"][N]
     worst = max(found[dtype, kind, ours[2], "error"].values())
     paper = f"{paper_ratio():.2f}" if (dtype, kind) == ("float16", OUTLIERS) else tables.MISSING
     return [
         *(DTYPES[dtype], kind, str(N), "GPU"),
         *(tables.number(rmse, s, ".1e") for s in shown),
         *(over(ours[0], ours[2]), over(peers.UNFUSED, fused), paper),
-        tables.MISSING if largest is None else f"{largest:.1e}",
-        f"{worst:.1e}",
+        *(f"{largest:.1e}", f"{worst:.1e}"),
     ]
 
 
@@ -299,9 +293,8 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
     for dtype, series, name, ordinary, other in PAIRS:
         for kind in (NORMAL, OUTLIERS):
             if shares := found.get((dtype, kind, series, "identical")):
-                both = [found.get((dtype, kind, s, "error")) for s in (series, ordinary)]
-                errors = [_latest(line) for line in both]
-                cells = [tables.MISSING if e is None else f"{e[1]:.1e}" for e in errors]
+                both = (found.get((dtype, kind, s, "error")) for s in (series, ordinary))
+                cells = [f"{of[max(of)]:.1e}" if of else tables.MISSING for of in both]
                 ends = [f"{100 * shares[N]:.1f} % (N={N})" for N in (min(shares), max(shares))]
                 lines.append([f"{name} and {other}", DTYPES[dtype], kind, "GPU", *ends, *cells])
     header = ["bit for bit", "dtype", "inputs", "run on", "equal elements, shortest"]

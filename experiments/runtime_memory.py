@@ -236,7 +236,6 @@ def draw(rows: Sequence[Row]) -> Any:
     if not rows:
         return None
     figure, axes = style.new(2, 2, 8.2)
-    lengths = sorted({r.seqlen_q for r in rows})
     for (title, metric, pass_, name, item), ax in zip(PANELS, axes.flat, strict=True):
         for method, like in METHODS.items():
             points, look = paper(metric, pass_, name, method), {"ls": ":", "lw": 1.1}
@@ -246,19 +245,18 @@ def draw(rows: Sequence[Row]) -> Any:
             points = curve(rows, series, metric, pass_, name)
             style.line(ax, points, series, lw=1.4, ms=4.5, label=LABELS[series])
         ax.set_title(f"{title} ({item})", fontsize=11)
-        style.sizes(ax, sorted({*lengths, *SEQLENS}), "sequence length N")
+        style.sizes(ax, SEQLENS, "sequence length N")
         style.log(ax.yaxis)
         ax.set_ylabel("ms" if metric == "time" else "MiB, inputs with the rest")
-    handles = style.handles(axes)
     ends = max(curve(rows, peers.UNFUSED, "memory", "fwd+bwd", PLAIN), default=None)
     message = "Time grows with N², the fused kernels' memory with N"
-    if ends is not None and ends < max(lengths):
+    if ends is not None and ends < max(SEQLENS):
         message += f"; PyTorch's unfused attention trains to N={style.short(ends)}"
     title = (
         f"{message}\n"
         f"FA-1 Fig. 3: fp16, batch {BATCH}, {HEADS} heads, d={HEAD_DIM}; dotted, hollow: published"
     )
-    style.legend(figure, list(handles.values()), title)
+    style.legend(figure, list(style.handles(axes).values()), title)
     return figure
 
 

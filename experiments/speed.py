@@ -46,8 +46,8 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
     }
     if not found:
         return None
-    lines, kinds = [], ("fa1", "fa2", "standard", *peers.FLOAT32, *peers.HALF)
-    shown = list(dict.fromkeys(kinds))
+    lines = []
+    shown = list(dict.fromkeys(("fa1", "fa2", "standard", *peers.FLOAT32, *peers.HALF)))
     for dtype, N in sorted({at[:2] for at in found}, key=lambda at: (at[0] != "float32", at[1])):
         if N not in MEMORY_SEQLENS:
             continue

@@ -137,11 +137,9 @@ def gain(fused: str, pass_: str) -> Quantity:
     return speed(fused, pass_) / speed("torch-unfused", pass_)
 
 
-CASES = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
-
-
 def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
-    times = partial(rows, "crossover", *CASES, causal=False, **TIMES, **case)
+    by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
+    times = partial(rows, "crossover", *by, causal=False, **TIMES, **case)
     return times(series=standard) / times(series=fused), opens
 
 
