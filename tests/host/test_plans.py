@@ -17,7 +17,7 @@ from fa_numba.device import Kernel, array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import execution
-from fa_numba.host.plans import Grouped, Launch, Untouched, parameters
+from fa_numba.host.plans import Launch, Untouched
 from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
@@ -75,37 +75,6 @@ def test_the_workspace_is_the_models():
         own = {n: x for n, x in own.items() if n != "return_dbias"}
         want = io_model.workspace(plan.algorithm, plan.problem, passes=plan.passes, **own)
         assert plan.workspace_bytes == sum(x.nbytes for x in plan.workspace) == want
-
-
-def test_launches_name_what_there_is():
-    inputs = {"fwd": {"Q", "K", "V"}, "bwd": {"Q", "K", "V", "O", "dO", "L"}}
-    numbers = {"scale", "score_scale", "group", "split_rows"}
-    for plan, _ in PLANS:
-        named, taken = [*plan.workspace, *plan.outputs], set()
-        names = {x.name for x in named}
-        assert len(names) == len(named) and not names & inputs[plan.passes]
-        for launch in plan.launches:
-            assert tuple(launch.arguments) == parameters(launch.kernel)
-            assert len(launch.arguments) == len(launch.kernel.argument_types) - 1
-            for ty, x in zip(launch.kernel.argument_types, launch.arguments.values(), strict=False):
-                assert hasattr(ty, "ndim") != (x in numbers or isinstance(x, float))
-                if isinstance(x, Untouched):
-                    assert ty.ndim == len(x.shape) and ty.dtype.name == DTYPES[x.dtype].host
-                elif hasattr(ty, "ndim"):
-                    x = x.name if isinstance(x, Grouped) else x
-                    assert x in names | inputs[plan.passes]
-                    taken.add(x)
-        # Whatever is allocated or returned is made by some launch.
-        assert names - taken == {x.name for x in plan.outputs if x.name == "dbias"}
-
-
-def test_what_holds_sums_of_several_blocks_begins_at_zero():
-    zeroed = {"float32": set(), "float16": set(), "bfloat16": set()}
-    for plan, _ in PLANS:
-        found = {x.name for x in (*plan.workspace, *plan.outputs) if x.zeroed}
-        zeroed[plan.problem.dtype] |= found
-    sums = {"dbias", "sum of dK", "sum of dV"}
-    assert zeroed == {"float32": {"dbias", "dK", "dV"}, "float16": sums, "bfloat16": sums}
 
 
 def test_a_launch_binds_parameters_that_there_are():

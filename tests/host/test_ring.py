@@ -28,34 +28,6 @@ from fa_numba.ring import link, visible
 # --- who computes what -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("travels", ring.TRAVELS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_the_steps_of_all_ranks_are_the_whole_attention(ranks, travels, causal):
-    """Every visible pair of row and column once, and no other; equal work for all ranks."""
-    size = 4 * ranks
-    seen, works = np.zeros((size, size), int), np.zeros(ranks, int)
-    places = [
-        np.concatenate([np.arange(*held) for held in ring.rows_of(r, ranks, size, causal)])
-        for r in range(ranks)
-    ]
-    course = visible.Course(None, ranks, 1, 4, 4, causal, travels)
-    assert course.stops == tuple(range(ranks))
-    for rank, step in itertools.product(range(ranks), range(ranks)):
-        owner = course.at(rank, step)
-        assert owner == ring.owner_at(rank, step, ranks)
-        q_rank, k_rank = (owner, rank) if travels == "q" else (rank, owner)
-        (piece,) = course.pieces(owner, step)
-        i = places[q_rank][slice(*piece.rows)]
-        j = places[k_rank][slice(*piece.columns)]
-        sees = np.tri(len(i), len(j), len(j) - len(i), dtype=int)
-        sees = sees if piece.causal else np.ones_like(sees)
-        seen[np.ix_(i, j)] += sees
-        works[rank] += sees.sum()
-    assert (seen == (np.tri(size, dtype=int) if causal else 1)).all()
-    assert len(set(works)) == 1
-
-
 def test_rows_are_split_among_ranks():
     for ranks, causal in itertools.product((1, 2, 5), (False, True)):
         held = [ring.rows_of(r, ranks, 20 * ranks, causal) for r in range(ranks)]

@@ -165,25 +165,6 @@ def test_the_backward_pass_has_options_of_its_own(gpu, attention, torch):
 # --- gradients -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ADDED)
-def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch, name):
-    """It asks the driver what ``fa_numba`` does; no gradient is wanted, or none can be."""
-    for gradient, enabled in ((True, False), (False, True)):
-        torch.grad = enabled
-        tensors = leaves() | {n: tensor(shape) for n, (shape, _) in ADDED[name].items()}
-        for x in tensors.values():
-            x.requires_grad = gradient
-        for options in ({}, OPTIONS["all"]):
-            gpu.log.clear()
-            out, lse = attention(**tensors, **options, return_lse=True)
-            assert out.node is None and not out.requires_grad
-            found, _ = gpu.steps(tensors | {"out": out, "lse": lse})
-            gpu.log.clear()
-            out, lse = fa_numba.attention(**tensors, **options, return_lse=True)
-            assert found == gpu.steps(tensors | {"out": out, "lse": lse})[0]
-    assert not torch.applied
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_attention_over_pages_reads_no_integers_back(gpu, attention, torch, packed):
     """Table and lengths stay on the GPU; a gradient, which there is none of, is refused. The starts

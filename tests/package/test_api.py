@@ -201,19 +201,6 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
     assert plan.flops == 4 * 4096 * 4096 * 64
 
 
-def test_the_limit_of_the_emulator_is_work_padding_and_blocks_included(launches):
-    tiles = Tiles(16, 16)  # 32 threads a block, 32 columns of O whatever d
-    tile, block = 16 * 16 * 2 * 32, 32 * placement.STEPS_PER_THREAD
-    steps = placement.EMULATOR_SECONDS * placement.STEPS_PER_SECOND["simt"]
-    batch = int(steps) // (tile + block)
-    at, over = (np.zeros((n, 1, 1, 1), np.float32) for n in (batch, batch + 1))
-    fa_numba.flash_attention_2(at, at, at, tiles=tiles)
-    assert len(launches) == 1
-    with pytest.raises(ValueError, match="up to about 30 s: the emulator takes at most 30"):
-        fa_numba.flash_attention_2(over, over, over, tiles=tiles)
-    assert len(launches) == 1
-
-
 # --- plan ------------------------------------------------------------------------------------
 
 
@@ -362,14 +349,3 @@ def test_the_readmes_torch_example_runs():
     names = {"torch": torch, "fa_numba": fa_numba}
     exec(example, names)
     assert isinstance(names["out"], torch.Tensor) and names["out"].shape == (4, 32, 4096, 64)
-
-
-def test_accesses_are_counted_by_all_that_are_open():
-    q = np.ones((1, 1, 8, 4), np.float32)
-    with fa_numba.count_accesses() as both:
-        fa_numba.flash_attention_2(q, q, q)
-        with fa_numba.count_accesses() as inner:
-            fa_numba.flash_attention_2(q, q, q)
-    fa_numba.flash_attention_2(q, q, q)
-    assert (both.loads["Q"], inner.loads["Q"]) == (64, 32)
-    assert both.total(space="global").requests == 2 * inner.total(space="global").requests > 0

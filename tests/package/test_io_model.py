@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from fa_numba import io_model as io
 from fa_numba import masks
-from fa_numba.options import Features
 from fa_numba.problem import Problem
 
 
@@ -467,16 +466,6 @@ def test_fa2_backward_is_the_walk(case, deterministic):
     walk.agrees_with(io.fa2_backward(problem, tiles, **options, block_mask=mask))
     visited = io.tiles_visited("fa2", problem, tiles, passes="bwd", block_mask=mask)
     assert visited == walk.tiles
-
-
-@often
-@given(CASES)
-def test_the_first_pass_starts_rows_where_the_kernels_let_it(case):
-    problem, tiles, mask, _ = case
-    # Three statements of one rule: the walk's, the model's and the kernels'.
-    starts = io.starts_in_first_pass(problem)
-    assert starts == (not Walk(problem, tiles, mask).initialises)
-    assert starts == (not Features.of(problem).initialises)
 
 
 @often
