@@ -190,7 +190,7 @@ def measured(
             calls.make(side.series, pass_, problem, arrays, **own), check, seconds=SECONDS
         )
 
-    timings: dict[str, Timing] = {}
+    seconds: dict[str, float] = {}
     failed = {}
     for side in found:
         timing, failure = attempt(work, side)
@@ -199,15 +199,13 @@ def measured(
         if failure:
             failed[side.series] = failure
         else:
-            timings[side.series] = timing
-    seconds = {series: timing.median / 1e3 for series, timing in timings.items()}
+            seconds[side.series] = timing.median / 1e3
     speeds = {s: io_model.flops(problem, pass_) / x / 1e12 for s, x in seconds.items()}
-    lines = [
+    return [
         Line("time", seconds, text_of.seconds, "measured"),
         *_over("time over FA-2's", seconds, "measured"),
         Line("TFLOP/s", speeds, "{:.3g}".format, "measured"),
-    ]
-    return lines, failed
+    ], failed
 
 
 def add(commands: Any) -> None:
