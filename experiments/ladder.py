@@ -241,10 +241,8 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
     """The rows of calls by problem, with a causal mask or without; labels of what was tried."""
     calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
     calls = [r for r in calls if r.seqlen_q != ABLATED.seqlen_q]
-    tried = {r.series for r in calls}
-    labels = {
-        series: label for series, label in (LABELS | HOPPER_LABELS).items() if series in tried
-    }
+    tried, every = {r.series for r in calls}, LABELS | HOPPER_LABELS
+    labels = {series: label for series, label in every.items() if series in tried}
     return variants.problems_of(calls), labels
 
 

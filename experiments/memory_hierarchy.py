@@ -173,17 +173,15 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(found: Mapping[Place, Mapping[str, float]]) -> str:
-    ratios = [
-        found["fa2" + series[3:], pass_, dtype]["DRAM"] / of["DRAM"]
-        for (series, pass_, dtype), of in found.items()
-        if series.startswith("fa1") and pass_ == "fwd" and "DRAM" in of
-        and "DRAM" in found.get(("fa2" + series[3:], pass_, dtype), {})
-    ]  # fmt: skip
+    ratios = []
+    for (series, pass_, dtype), of in found.items():
+        two = found.get((series.replace("fa1", "fa2"), pass_, dtype), {})
+        if series.startswith("fa1") and pass_ == "fwd" and "DRAM" in of and "DRAM" in two:
+            ratios.append(two["DRAM"] / of["DRAM"])
     if not ratios:
         return "Bandwidths, and what bounds the kernels"
-    return (
-        f"Forward FA-2 computes {tables.between(ratios)} times as much for a byte of DRAM as FA-1"
-    )
+    times = tables.between(ratios)
+    return f"Forward FA-2 computes {times} times as much for a byte of DRAM as FA-1"
 
 
 def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:

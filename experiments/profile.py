@@ -162,9 +162,8 @@ def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
 
 def places(of: dict[tuple[Place, str], Pair]) -> list[Place]:
     """The kernels in the order of FORWARD and BACKWARD."""
-    order = [(name, "fwd") for name in FORWARD] + [(name, "bwd") for name in BACKWARD]
-    there = {place for place, _ in of}
-    return [place for place in order if place in there]
+    order = [*((name, "fwd") for name in FORWARD), *((name, "bwd") for name in BACKWARD)]
+    return [place for place in order if any(place == at for at, _ in of)]
 
 
 def label(place: Place) -> str:

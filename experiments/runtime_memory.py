@@ -268,12 +268,14 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
     return f"{over[N] / under[N]:.2f}" if N in over and N in under else tables.MISSING
 
 
-def table(rows: Sequence[Row]) -> tables.Table | None:
-    def of(metric: str) -> dict[str, dict[int, float]]:
-        ours = {s: curve(rows, s, metric, "fwd+bwd", PLAIN) for s in (*OURS, *THEIRS)}
-        return ours | {m: paper(metric, "fwd+bwd", PLAIN, m) for m in METHODS}
+def _curves(rows: Sequence[Row], metric: str, pass_: str, name: str) -> dict[str, dict[int, float]]:
+    """Ours and torch's by series, the paper's by method."""
+    here = {s: curve(rows, s, metric, pass_, name) for s in (*OURS, *THEIRS)}
+    return here | {m: paper(metric, pass_, name, m) for m in METHODS}
 
-    time, memory = of("time"), of("memory")
+
+def table(rows: Sequence[Row]) -> tables.Table | None:
+    time, memory = (_curves(rows, metric, "fwd+bwd", PLAIN) for metric in UNITS)
     lengths = sorted({N for s in OURS for N in (*time[s], *memory[s])})
     if not lengths:
         return None
@@ -307,12 +309,10 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
     lines = []
     for name in SETTINGS:
         for pass_ in ("fwd", "fwd+bwd"):
-            ours = {s: curve(rows, s, "time", pass_, name) for s in (*OURS, *THEIRS)}
-            theirs = {m: paper("time", pass_, name, m) for m in METHODS}
-            gains = [_ratio(ours[a], ours[b], seqlen) for a, b in _PAIRS]
-            if set(gains) != {tables.MISSING}:
-                standard, flash = (theirs[m] for m in METHODS)
-                lines.append([name, pass_, _ratio(standard, flash, seqlen), *gains])
+            time = _curves(rows, "time", pass_, name)
+            cells = [_ratio(time[a], time[b], seqlen) for a, b in (tuple(METHODS), *_PAIRS)]
+            if set(cells[1:]) != {tables.MISSING}:
+                lines.append([name, pass_, *cells])
     header = ["setting", "pass", "standard / FA-1, published", "torch unfused / FA-1"]
     header += ["standard / FA-1", "torch unfused / FA-2"]
     caption = f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64."

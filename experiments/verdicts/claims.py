@@ -97,16 +97,14 @@ def over_blocks(series: str, **fields: Any) -> Quantity:
     return of(**fields).only(of(**TIMES))
 
 
-CACHE = ("batch", "heads_q", "heads_k", "head_dim", "seqlen_k")
-
-
 def long_cache(batch: int, heads_q: int, heads_k: int, d: int, keys: int) -> bool:
     return keys >= 16384 and 4 * batch * heads_k * keys * d >= decode.LARGE_BYTES
 
 
 def reading() -> Quantity:
     """Time of one row of Q by the fastest of ours over that of reading K and V."""
-    calls = partial(rows, decode.NAME, *CACHE, series=decode.OURS, seqlen_q=1, **TIMES)
+    by = ("batch", "heads_q", "heads_k", "head_dim", "seqlen_k")
+    calls = partial(rows, decode.NAME, *by, series=decode.OURS, seqlen_q=1, **TIMES)
     read = rows(
         decode.NAME, series=decode.READ, metric="bandwidth", value=lambda row: row.number * 1e9
     )
