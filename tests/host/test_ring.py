@@ -152,6 +152,26 @@ def test_merged_parts_are_those_of_float64(case):
     assert (dict(counts.loads), dict(counts.stores)) == (loads, {"O": n, "L": rows})
 
 
+@pytest.mark.parametrize("case", MERGED, ids=lambda c: "-".join(map(str, c[:-1])))
+def test_added_parts_are_those_of_float64(case):
+    x, _, y, _ = merged_inputs(*case[:-1])
+    added, n, out = x.astype(np.float64) + y, x.size, x.copy()
+    with fa_numba.count_accesses() as counts:
+        merging.add(out, y, case[3])
+    rounding = 2.0**-11 if case[1] == "float16" else 2.0**-22
+    assert (np.abs(out - added) <= rounding * np.abs(added) + 2.0**-25).all()
+    assert (dict(counts.loads), dict(counts.stores)) == ({"X": n, "Y": n}, {"X": n})
+
+
+def test_a_part_without_columns_changes_nothing():
+    """Not one bit of O and L."""
+    x, x_lse, y, y_lse = merged_inputs(16, "float16", "float16", "bhnd")
+    y_lse[...], y[...] = -np.inf, 0
+    out, lse = x.copy(), np.empty_like(x_lse)
+    merging.merge(out, x_lse, y, y_lse, lse)
+    assert out.tobytes() == x.tobytes() and lse.tobytes() == x_lse.tobytes()
+
+
 def test_parts_that_do_not_fit_are_refused():
     x, x_lse, y, y_lse = merged_inputs(16, "float32", "float32", "bhnd")
     for change, says in (
@@ -315,6 +335,22 @@ def test_both_passes_are_those_of_one_device(torch, case):
         ]
         assert counted == [(each.sent, each.received) for each in traffic]
         assert sent[rank] == sum(each.sent for each in traffic)
+
+
+@pytest.mark.parametrize("learns", ["q", "k", "v", "sinks"])
+def test_one_argument_that_learns_is_enough(learns, torch):
+    ft = fa_numba_torch()
+    shapes = {name: (1, 1, 4, 8) for name in "qkv"} | {"sinks": (1,)}
+
+    def work(rank):
+        given = {
+            name: Tensor.of(np.ones(shape, np.float32), requires_grad=name == learns)
+            for name, shape in shapes.items()
+        }
+        return ft.ring_attention(**given).node
+
+    with ranks_of(torch, 2) as distributed:
+        assert None not in distributed.run(work)
 
 
 def call_of(rank, changes, ft, **common):
