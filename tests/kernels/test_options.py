@@ -13,8 +13,7 @@ from backward_helpers import (
     random_gradients,
     saved,
 )
-from helpers import GUARD, numpy_dtype, random_inputs
-from mma_helpers import no_bfloat16
+from helpers import GUARD, ml_dtypes, numpy_dtype, random_inputs
 from options_helpers import SMALL, inputs, lengths, visited
 from test_calls import FORWARD, INF, TINY, _random_mask, normal
 
@@ -154,25 +153,6 @@ def test_a_kernel_takes_the_options_that_are_on(name, kernels):
         fa_numba.attention_backward(dout, q, k, v, *values, algorithm=algorithm, **own, **options)
         assert set().union(*kernels) == want, algorithm
         kernels.clear()
-
-
-def test_a_gradient_of_lse_that_is_wrong_is_refused(kernels):
-    dout, q, k, v = random_gradients(1, 2, 1, 5, 7, 4)
-    given_ = (dout, q, k, v, q, q[..., 0])
-    for algorithm in ("standard", "fa1", "fa2"):
-        for wrong, error, says in (
-            (normal(1, 2, 7), ValueError, ["dlse", "(1, 2, 7)", "(1, 2, 5)"]),
-            (normal(1, 2, 5).astype(np.float64), TypeError, ["dlse", "float64", "float32"]),
-            (True, TypeError, ["dlse", "bool"]),
-        ):
-            with pytest.raises(error) as caught:
-                fa_numba.attention_backward(*given_, algorithm=algorithm, dlse=wrong)
-            assert all(part in str(caught.value) for part in says), caught.value
-        with pytest.raises(TypeError, match="dlse is no option here .*flash_attention_1_backward"):
-            fa_numba.attention(q, k, v, algorithm=algorithm, dlse=normal(1, 2, 5))
-    with pytest.raises(ValueError, match="dlse is True: only passes='bwd'"):
-        fa_numba.plan(q.shape, k.shape, dlse=True)
-    assert not kernels
 
 
 @every_way
@@ -363,52 +343,12 @@ def test_good_options_are_taken(kernels):
     assert len(kernels) == 2
 
 
-def test_the_gradient_of_a_bias_is_refused_where_it_has_no_meaning_or_order(kernels):
-    dout, q, k, v = random_gradients(2, 2, 1, 5, 7, 4)
-    given_ = (dout, q, k, v, q, q[..., 0])
-    for algorithm in ("standard", "fa1", "fa2"):
-        for call in (
-            lambda a=algorithm: fa_numba.attention_backward(
-                *given_, algorithm=a, return_dbias=True
-            ),
-            lambda a=algorithm: fa_numba.plan(
-                q.shape, k.shape, algorithm=a, passes="bwd", return_dbias=True
-            ),
-        ):
-            with pytest.raises(ValueError, match="return_dbias is True without a bias"):
-                call()
-        with pytest.raises(TypeError, match="return_dbias is 1: allowed is True or False"):
-            fa_numba.attention_backward(
-                *given_, algorithm=algorithm, bias=normal(5, 7), return_dbias=1
-            )
-        with pytest.raises(TypeError, match="return_dbias"):
-            fa_numba.attention(q, k, v, algorithm=algorithm, bias=normal(5, 7), return_dbias=True)
-    with pytest.raises(ValueError, match="return_dbias is True: only passes='bwd'"):
-        fa_numba.plan(q.shape, k.shape, bias=(5, 7), return_dbias=True)
-    for shape in ((5, 7), (1, 2, 5, 7), (2, 2, 5, 1), ()):
-        with pytest.raises(ValueError) as caught:
-            fa_numba.flash_attention_2_backward(
-                *given_, bias=normal(*shape), return_dbias=True, deterministic=True
-            )
-        message = str(caught.value)
-        for part in ("deterministic is True", "return_dbias", "(2, 2, 5, 7)"):
-            assert part in message
-    assert not kernels
-
-
 def test_out_must_not_share_memory_with_a_bias(kernels):
     q, k, v = random_inputs(1, 1, 1, 7, 7, 7)
     bias = normal(1, 1, 7, 7)
     with pytest.raises(ValueError, match="out shares memory with bias"):
         fa_numba.flash_attention_2(q, k, v, bias=bias, out=bias)
     assert not kernels
-
-
-def test_sequences_too_long_for_a_window_are_refused():
-    shape = (1, 1, 2**29 + 1, 4)
-    fa_numba.plan(shape, shape, causal=True)
-    with pytest.raises(ValueError, match=f"seqlen {2**29 + 1}: allowed is at most {2**29} with"):
-        fa_numba.plan(shape, shape, window=(3, 3))
 
 
 # --- a backward call ---------------------------------------------------------------------------
@@ -524,57 +464,6 @@ def test_a_good_backward_call_is_taken(kernels):
     assert kernels
 
 
-@pytest.mark.parametrize("bad", [1, None, "yes"])
-def test_deterministic_is_checked(bad, kernels):
-    for call_ in (
-        lambda: fa_numba.flash_attention_2_backward(**GOOD, deterministic=bad),
-        lambda: fa_numba.plan((1, 2, 5, 4), (1, 1, 7, 4), passes="bwd", deterministic=bad),
-    ):
-        with pytest.raises(TypeError) as caught:
-            call_()
-        assert "deterministic" in str(caught.value) and repr(bad) in str(caught.value)
-    assert not kernels
-
-
-def test_options_that_a_function_does_not_have_are_refused(kernels):
-    shapes = (1, 2, 5, 4), (1, 1, 7, 4)
-    for algorithm in ("standard", "fa1"):
-        with pytest.raises(TypeError, match="deterministic"):
-            FUNCTIONS[algorithm](**GOOD, deterministic=True)
-        with pytest.raises(TypeError, match="deterministic"):
-            fa_numba.attention_backward(**GOOD, algorithm=algorithm, deterministic=True)
-        with pytest.raises(ValueError, match="deterministic"):
-            fa_numba.plan(*shapes, algorithm=algorithm, passes="bwd", deterministic=True)
-    with pytest.raises(ValueError, match="deterministic"):
-        fa_numba.plan(*shapes, deterministic=True)
-    with pytest.raises(ValueError, match="return_lse"):
-        fa_numba.plan(*shapes, passes="bwd", return_lse=True)
-    with pytest.raises(ValueError, match="query_splits"):
-        fa_numba.plan(*shapes, algorithm="fa2", passes="bwd", query_splits=2)
-    with pytest.raises(ValueError, match="passes is 'back': allowed is"):
-        fa_numba.plan(*shapes, passes="back")
-    for algorithm in FUNCTIONS:
-        for option in ({"dropout": 0.1}, {"return_lse": True}, {"query_splits": 2}):
-            if (algorithm, *option) == ("fa1", "query_splits"):
-                continue
-            with pytest.raises(TypeError, match=next(iter(option))):
-                fa_numba.attention_backward(**GOOD, algorithm=algorithm, **option)
-    with pytest.raises(ValueError, match="algorithm is .fa3.: allowed is"):
-        fa_numba.attention_backward(**GOOD, algorithm="fa3")
-    assert not kernels
-
-
-@pytest.mark.parametrize("algorithm", FUNCTIONS)
-def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, kernels):
-    big = np.zeros((1, 1, 4096, 64), np.float32)
-    with pytest.raises(ValueError) as caught:
-        FUNCTIONS[algorithm](big, big, big, big, big, big[..., 0])
-    message = str(caught.value)
-    for part in ("q has shape (1, 1, 4096, 64)", "emulator takes at most", "fa_numba.reference"):
-        assert part in message
-    assert not kernels
-
-
 def test_documentation():
     whole = inspect.getdoc(fa_numba.flash_attention_2_backward)
     assert "as ``flash_attention_2``" in whole
@@ -609,8 +498,15 @@ def zeros(d):
     return np.zeros((1, 1, 5, d), np.float16), *np.zeros((2, 1, 1, 7, d), np.float16)
 
 
+L = np.zeros((1, 2, 5), np.float32)
+HALF_GIVEN = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": L}
+GIVEN = (GOOD["q"], GOOD["k"], GOOD["v"])
+PLAIN, PLAN = ((1, 2, 5, 4), (1, 1, 7, 4)), {"dtype": "float16", "passes": "bwd"}
+BIG = dict.fromkeys(("dout", "q", "k", "v", "out"), np.zeros((1, 1, 4096, 64), np.float32))
+BIG["lse"] = BIG["q"][..., 0]
+LONG = ((1, 1, 2**29 + 1, 4),) * 2
 KEYS = {"warp_partition": "keys"}
-UNITS = [
+REFUSED_CALLS = [
     # function, its arrays and what else it is given, error and what its message says
     ("attention", HALVES, {"unit": "simt"}, ValueError, "unit is 'simt'", "float16",
      "simt takes float32"),
@@ -698,65 +594,119 @@ UNITS = [
     ("plan", SHAPES, {"passes": "bwd", "ablate": ("padding",)}, ValueError,
      "ablate is ('padding',)", "only passes='fwd'"),
     ("plan", SHAPES, {"dtype": "float8"}, ValueError, "dtype is 'float8'", "float16"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", UNITS, ids=lambda row: f"{row[0]}-{row[4]}")
-def test_what_a_unit_cannot_is_refused_by_name(row):
-    function, arrays, given_, error, *says = row
-    with devices.using("emulator"), pytest.raises(error) as caught:
-        getattr(fa_numba, function)(*arrays, **given_)
-    assert all(part in str(caught.value) for part in says), str(caught.value)
-
-
-@no_bfloat16
-def test_one_16_bit_dtype_for_all():
-    with devices.using("emulator"), pytest.raises(TypeError) as caught:
-        fa_numba.attention(Q, K.astype(numpy_dtype("bfloat16")), K)
-    assert all(p in str(caught.value) for p in ("k has dtype bfloat16", "q float16", "one dtype"))
-
-
-L = np.zeros((1, 2, 5), np.float32)
-HALF_GIVEN = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": L}
-SINGLES = {name: x.astype(np.float32) for name, x in HALF_GIVEN.items()}
-
-PLAN = {"dtype": "float16", "passes": "bwd"}
-UNITS_BACKWARD = [
-    # What a plan or, of these arrays, a call is given; error, and what its message says
     *(
-        (PLAN | {"algorithm": algorithm, "query_splits": 2}, ValueError, "query_splits is 2",
-         f"{algorithm} on mma")
-        for algorithm in ("standard", "fa2")
+        row
+        for a in FUNCTIONS
+        for row in (
+            ("attention_backward", BIG, {"algorithm": a}, ValueError,
+             "q has shape (1, 1, 4096, 64)", "emulator takes at most", "fa_numba.reference"),
+            ("attention_backward", GOOD, {"algorithm": a, "dropout": 0.1}, TypeError, "dropout"),
+            ("attention_backward", GOOD, {"algorithm": a, "return_lse": True}, TypeError,
+             "return_lse"),
+            ("attention", GIVEN, {"algorithm": a, "dlse": GOOD["lse"]}, TypeError,
+             "dlse is no option here", "flash_attention_1_backward"),
+            *(
+                ("attention_backward", GOOD, {"algorithm": a, "dlse": wrong}, error, "dlse", *says)
+                for wrong, error, *says in (
+                    (normal(1, 2, 7), ValueError, "(1, 2, 7)", "(1, 2, 5)"),
+                    (L.astype("f8"), TypeError, "float64", "float32"),
+                    (True, TypeError, "bool"),
+                )
+            ),
+            ("attention_backward", GOOD, {"algorithm": a, "return_dbias": True}, ValueError,
+             "return_dbias is True without a bias"),
+            ("plan", PLAIN, {"algorithm": a, "passes": "bwd", "return_dbias": True}, ValueError,
+             "return_dbias is True without a bias"),
+            ("attention_backward", GOOD,
+             {"algorithm": a, "bias": normal(5, 7), "return_dbias": 1}, TypeError,
+             "return_dbias is 1: allowed is True or False"),
+            ("attention", GIVEN, {"algorithm": a, "bias": normal(5, 7), "return_dbias": True},
+             TypeError, "return_dbias"),
+        )
     ),
     *(
-        ({"algorithm": algorithm, "query_splits": 2}, TypeError, "query_splits")
-        for algorithm in ("standard", "fa2")
+        row
+        for a in ("standard", "fa1")
+        for row in (
+            ("attention_backward", GOOD, {"algorithm": a, "deterministic": True}, TypeError,
+             "deterministic"),
+            ("plan", PLAIN, {"algorithm": a, "passes": "bwd", "deterministic": True}, ValueError,
+             "deterministic"),
+        )
     ),
-    ({"algorithm": "fa1", "query_splits": 0}, ValueError, "query_splits is 0"),
-    ({"algorithm": "fa1", "deterministic": True}, TypeError, "deterministic"),
-    ({"tiles": Tiles(24, 16)}, ValueError, "tiles: Br=24, Bc=16", "head_dim=8",
-     "multiples of 16"),
-    (PLAN | {"d": 72, "tiles": Tiles(16, 16)}, ValueError, "tiles: Br=16, Bc=16", "head_dim=72",
-     "multiples of 32 and 16"),
-    ({"tiles": Tiles(16, 32, 96)}, ValueError, "tiles: threads=96", "[32, 64]"),
-    (PLAN | {"d": 256, "tiles": Tiles(128, 64)}, ValueError, "Br=128, Bc=64", "head_dim=256",
-     "bytes of shared memory"),
     *(
-        ({name: SINGLES[name]}, TypeError, f"{name} has dtype float32", "float16")
+        row
+        for a in ("standard", "fa2")
+        for row in (
+            ("attention_backward", HALF_GIVEN, {"algorithm": a, "query_splits": 2}, TypeError,
+             "query_splits"),
+            ("plan", SHAPES, PLAN | {"algorithm": a, "query_splits": 2}, ValueError,
+             "query_splits is 2", f"{a} on mma"),
+        )
+    ),
+    *(
+        row
+        for bad in (1, None, "yes")
+        for row in (
+            ("flash_attention_2_backward", GOOD, {"deterministic": bad}, TypeError,
+             "deterministic", repr(bad)),
+            ("plan", PLAIN, {"passes": "bwd", "deterministic": bad}, TypeError, "deterministic",
+             repr(bad)),
+        )
+    ),
+    *(
+        ("flash_attention_2_backward", GOOD,
+         {"bias": normal(*shape), "return_dbias": True, "deterministic": True}, ValueError,
+         "deterministic is True", "return_dbias", "(1, 2, 5, 7)")
+        for shape in ((5, 7), (1, 1, 5, 7), (1, 2, 5, 1), ())
+    ),
+    ("plan", PLAIN, {"deterministic": True}, ValueError, "deterministic"),
+    ("plan", PLAIN, {"passes": "bwd", "return_lse": True}, ValueError, "return_lse"),
+    ("plan", PLAIN, {"algorithm": "fa2", "passes": "bwd", "query_splits": 2}, ValueError,
+     "query_splits"),
+    ("plan", PLAIN, {"passes": "back"}, ValueError, "passes is 'back': allowed is"),
+    ("plan", PLAIN, {"dlse": True}, ValueError, "dlse is True: only passes='bwd'"),
+    ("plan", PLAIN, {"bias": (5, 7), "return_dbias": True}, ValueError,
+     "return_dbias is True: only passes='bwd'"),
+    ("plan", LONG, {"window": (3, 3)}, ValueError,
+     f"seqlen {2**29 + 1}: allowed is at most {2**29} with"),
+    ("attention_backward", GOOD, {"algorithm": "fa3"}, ValueError,
+     "algorithm is 'fa3': allowed is"),
+    ("attention_backward", HALF_GIVEN, {"algorithm": "fa1", "query_splits": 0}, ValueError,
+     "query_splits is 0"),
+    ("attention_backward", HALF_GIVEN, {"algorithm": "fa1", "deterministic": True}, TypeError,
+     "deterministic"),
+    ("attention_backward", HALF_GIVEN, {"tiles": Tiles(24, 16)}, ValueError,
+     "tiles: Br=24, Bc=16", "head_dim=8", "multiples of 16"),
+    ("attention_backward", HALF_GIVEN, {"tiles": Tiles(16, 32, 96)}, ValueError,
+     "tiles: threads=96", "[32, 64]"),
+    ("plan", ((1, 1, 5, 72),) * 2, PLAN | {"tiles": Tiles(16, 16)}, ValueError,
+     "tiles: Br=16, Bc=16", "head_dim=72", "multiples of 32 and 16"),
+    ("plan", ((1, 1, 5, 256),) * 2, PLAN | {"tiles": Tiles(128, 64)}, ValueError,
+     "Br=128, Bc=64", "head_dim=256", "bytes of shared memory"),
+    *(
+        ("attention_backward", HALF_GIVEN | {name: HALF_GIVEN[name].astype("f4")}, {}, TypeError,
+         f"{name} has dtype float32", "float16")
         for name in ("dout", "k", "v", "out")
     ),
-    ({"lse": L.astype(np.float16)}, TypeError, "lse has dtype float16", "float32"),
+    ("attention_backward", HALF_GIVEN | {"lse": L.astype(np.float16)}, {}, TypeError,
+     "lse has dtype float16", "float32"),
+    *(
+        [("attention", (Q, K.astype(numpy_dtype("bfloat16")), K), {}, TypeError,
+          "k has dtype bfloat16", "q float16", "one dtype")] * bool(ml_dtypes)
+    ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", UNITS_BACKWARD, ids=lambda row: row[2])
-def test_what_a_unit_cannot_do_backward_is_refused_by_name(row):
-    given_, error, *says = row
-    given_ = dict(given_)
-    with devices.using("emulator"), pytest.raises(error) as caught:
-        if "passes" in given_:
-            shape = (1, 1, 5, given_.pop("d", 8))
-            fa_numba.plan(shape, shape, **given_)
-        else:
-            fa_numba.attention_backward(**HALF_GIVEN | given_)
+@pytest.mark.parametrize("row", REFUSED_CALLS, ids=lambda row: f"{row[0]}-{row[4]}")
+def test_what_cannot_be_is_refused_by_name(row, kernels):
+    function, arrays, given_, error, *says = row
+    places, names = ((), arrays) if isinstance(arrays, dict) else (arrays, {})
+    with pytest.raises(error) as caught:
+        getattr(fa_numba, function)(*places, **names | given_)
     assert all(part in str(caught.value) for part in says), str(caught.value)
+    assert not kernels
+
+
+def test_sequences_may_be_long_without_a_window():
+    fa_numba.plan(*LONG, causal=True)
