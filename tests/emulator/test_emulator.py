@@ -424,29 +424,6 @@ def test_races_in_global_memory_within_a_block(kernel, says, blocks):
 # ---- named barriers
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_the_lanes_of_a_warp_are_ordered_by_waiting(waits):
-    def kernel(out):
-        s = cuda.shared.array(32, float32)
-        t = cuda.threadIdx.x
-        if t < 32:
-            s[t] = float32(t)
-            if waits:
-                sync_named(1, 64)
-            else:
-                arrive_named(1, 64)
-            out[t] = s[t ^ 31]
-        else:
-            sync_named(1, 64)
-
-    out = zeros(32)
-    if waits:
-        launch(kernel, 1, 64, (out,))
-        assert out.tolist() == list(range(31, -1, -1))
-    else:
-        assert "several" not in str(caught(SharedHazard, kernel, 64, out))
-
-
 def test_a_named_barrier_is_used_again():
     def kernel(out, faulty):
         w = cuda.threadIdx.x // 32
@@ -527,21 +504,6 @@ def test_a_named_barrier_that_nobody_waits_at_need_not_open():
     launch(unmet, 1, 128, (zeros(1), "nobody waits"))
 
 
-def test_uninitialised_shared_memory():
-    def kernel(out, faulty):
-        s = cuda.shared.array(8, float32)
-        t = cuda.threadIdx.x
-        if t > 0 or not faulty:
-            s[t] = float32(t)
-        cuda.syncthreads()
-        out[t] = s[7 - t]
-
-    launch(kernel, 1, 8, (zeros(8), False))
-    error = caught(UninitialisedRead, kernel, 8, zeros(8), True)
-    assert error.thread == (7, 0, 0)
-    assert "s[0] is read, but was never written" in str(error)
-
-
 def test_shared_memory_does_not_survive_a_block():
     def kernel(out, every):
         s = cuda.shared.array(1, float32)
@@ -556,21 +518,6 @@ def test_shared_memory_does_not_survive_a_block():
     with pytest.raises(UninitialisedRead) as info:
         launch(kernel, 3, 1, (out, False))
     assert info.value.block == (1, 0, 0)
-
-
-def test_uninitialised_local_memory():
-    def kernel(out, faulty):
-        r = cuda.local.array(4, float32)
-        for i in range(3 if faulty else 4):
-            r[i] = float32(i)
-        for i in range(4):
-            out[0] += r[i]
-
-    out = zeros(1)
-    launch(kernel, 1, 1, (out, False))
-    assert out[0] == 6
-    error = caught(UninitialisedRead, kernel, 1, out, True)
-    assert error.array == "r" and "r[3]" in str(error)
 
 
 # ---- barriers and collectives

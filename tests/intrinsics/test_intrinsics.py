@@ -439,29 +439,6 @@ def _make_ldmatrix(load):
 
 LDMATRIX = {"rows": _make_ldmatrix(ldmatrix), "transposed": _make_ldmatrix(ldmatrix_transposed)}
 LANES = np.arange(32)
-PLACES = {
-    "four tiles one after the other": 8 * LANES,
-    "one tile of pitch 24, four times": 24 * (LANES % 8),
-    "16 x 16 by rows, pitch 24": 24 * (LANES % 16) + 8 * (LANES // 16),
-    "16 x 16 by columns, pitch 40": 40 * (LANES % 8 + 8 * (LANES // 16)) + 8 * (LANES // 8 % 2),
-    "one row for all": np.full(32, 1016),
-    "backwards": 1016 - 8 * LANES,
-    "anywhere": 8 * np.random.default_rng(0).permutation(128)[:32],
-}
-
-
-@pytest.mark.parametrize("kind", LDMATRIX)
-@pytest.mark.parametrize("places", PLACES)
-def test_ldmatrix(device, kind, places):
-    x = np.random.default_rng(1).integers(0, 2**16, 1024).astype(np.uint16)
-    index = PLACES[places].astype(np.int32)
-    _, _, y = run(device, LDMATRIX[kind], x, index, np.zeros((32, 4), np.uint32))
-    tiles = x[index[:, None] + np.arange(8)].reshape(4, 8, 8)
-    if kind == "transposed":
-        tiles = tiles.swapaxes(1, 2)
-    # Lane 4 g + t has elements 2 t and 2 t + 1 of row g, the first in the lower half.
-    pairs = tiles.reshape(4, 32, 2).astype(np.uint32)
-    assert np.array_equal(y, (pairs[..., 0] | pairs[..., 1] << 16).T)
 
 
 @pytest.mark.parametrize("kind", LDMATRIX)
@@ -584,25 +561,6 @@ def multiply(device, kind, A, B, C, low=0, high=2):
     for n, place in enumerate(own):
         D[g + 8 * (n // 2), 2 * t + n % 2] = made[:, place]
     return D, from_bits(A), from_bits(B)
-
-
-@every_format
-@pytest.mark.parametrize("row, k, col", [(0, 0, 0), (9, 3, 5), (2, 13, 7), (15, 15, 1), (7, 8, 2)])
-def test_mma_puts_every_element_in_its_place(device, kind, row, k, col):
-    A, B = np.zeros((16, 16)), np.zeros((16, 8))
-    A[row, k] = 2.0
-    B[k] = np.arange(8)
-    D, _, _ = multiply(device, kind, A, B, np.zeros((16, 8)))
-    want = np.zeros((16, 8))
-    want[row] = 2 * np.arange(8)
-    assert np.array_equal(D, want)
-    A, B = np.zeros((16, 16)), np.zeros((16, 8))
-    A[:, k] = np.arange(16)
-    B[k, col] = 3.0
-    D, _, _ = multiply(device, kind, A, B, np.zeros((16, 8)))
-    want = np.zeros((16, 8))
-    want[:, col] = 3 * np.arange(16)
-    assert np.array_equal(D, want)
 
 
 @every_format

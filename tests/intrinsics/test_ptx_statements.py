@@ -188,7 +188,8 @@ def test_another_meaning_is_noticed(name, old, new, monkeypatch):
 
 
 ORDERED = [(name, lost) for name in ("load_box", "wait_mbarrier") for lost in ("memory", "stays")]
-ORDERED += [("sync_named", "meets"), ("give_registers", "meets"), ("give_registers", "memory")]
+ORDERED += [(name, "meets") for name in ("sync_named", "give_registers")]
+ORDERED += [(name, "memory") for name in ("sync_named", "arrive_named", "give_registers")]
 
 
 @pytest.mark.parametrize("name, lost", ORDERED)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from numba import cuda, types
+from numba import cuda
 from numba.core.errors import TypingError
 from offline import CAPABILITY, compiled
 
@@ -698,40 +698,6 @@ def test_the_check_sees_spills_and_float64():
     ptx, log = compiled(Kernel(faulty, (array_type(1),), 32, 0), "sm_90a")
     assert ".f64" in ptx and ".local" in ptx
     assert re.search(r"[1-9]\d* bytes stack frame", log)
-
-
-def barriers_and_stores(kernel, *arguments):
-    """Of the kernel's PTX, and how many barriers the assembler says that it uses."""
-    ptx, log = compiled(Kernel(kernel, (array_type(1), *arguments), 128, 0), "sm_80")
-    found = re.findall(r"\b(bar\.\w+ .*|st\.)", ptx)
-    return found, int(re.search(r"used (\d+) barriers", log)[1])
-
-
-def test_a_named_barrier_of_constants_is_one_instruction_that_memory_does_not_cross():
-    def kernel(X):
-        X[0] = float32(1.0)
-        arrive_named(1, 96)
-        X[0] = float32(2.0)
-        sync_named(5, 1024)
-        X[0] = float32(3.0)
-
-    found, used = barriers_and_stores(kernel)
-    assert found == ["st.", "bar.arrive 1, 96;", "st.", "bar.sync 5, 1024;", "st."]
-    assert used == 6  # 0 to 5
-
-
-def test_a_named_barrier_takes_registers():
-    def kernel(X, barrier, threads):
-        sync_named(barrier, threads)
-        arrive_named(barrier, 64)
-        sync_named(2, threads)
-
-    for integers in itertools.product((types.int32, types.uint32), repeat=2):
-        (first, second, third), _ = barriers_and_stores(kernel, *integers)
-        a, b = re.fullmatch(r"bar\.sync (%r\d+), (%r\d+);", first).groups()
-        assert a != b
-        assert second == f"bar.arrive {a}, 64;"
-        assert third == f"bar.sync 2, {b};"
 
 
 @pytest.mark.parametrize("meet", [sync_named, arrive_named])

@@ -586,56 +586,6 @@ GRADIENTS = {
 }
 
 
-def read_from(function, derivative=None):
-    """What a kernel adds to the gradients of what a function captures, by Python's own numbers."""
-    mod, values = mods.captured("score_mod", function)
-    names = [name for name, _ in values]
-    taken = dict(zip(mod.fields, (wide(value) for _, value in values), strict=True))
-    found = {n: np.zeros(np.shape(taken[f])) for n, f in mod.differentiated.items()}
-    rows = {n: x.reshape(-1, x.shape[-1]) if x.ndim < 2 else x for n, x in found.items()}
-    known = {"int32": int, "uint32": int, "float32": float, "math": math, **DIVISION}
-
-    def add_global(matrix, row, col, value):
-        matrix[row, col] += value
-
-    options = SimpleNamespace(**taken, **rows)
-    each, rest, flush = ({**known, "add_global": add_global} for _ in range(3))
-    exec(mod.gradient.each, each)
-    exec(mod.gradient.rest, rest)
-    exec(mod.gradient.flush, flush)
-
-    def add(score, b, h, i, j, ds):
-        sums = [0.0] * (mod.gradient.shared + mod.gradient.merged)
-        kept = sums, [0] * 2 * mod.gradient.merged
-        each["mod"]((score, ds), b, h, i, j, 3, options, kept)
-        rest["mod"](b, h, options, kept)
-        flush["mod"](options, kept)
-
-    named = dict(zip(mod.fields, names, strict=True))
-    return add, {named[mod.differentiated[n]]: x for n, x in found.items()}
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_derivatives_by_captured_elements_are_limits_of_differences(name):
-    function, (add, found) = GRADIENTS[name], read_from(GRADIENTS[name])
-    arrays = {n: wide(x) for n, x in mods.captured("score_mod", function).values if n in found}
-    moved = mods.holding(exact(function), arrays)
-    for place in [(0, 0, 0, 0), (1, 1, 3, 1), (0, 1, 7, 9), (1, 0, 12, 12)]:
-        for score in scores[:3]:
-            for x in found.values():
-                x[:] = 0
-            add(score, *place, 0.75)
-            for n, x in found.items():
-                for element in np.ndindex(x.shape):
-                    ends, old = [], arrays[n][element]
-                    for step in (-1e-6, 1e-6):
-                        arrays[n][element] = old + step
-                        ends.append(moved(score, *place))
-                    arrays[n][element] = old
-                    want = 0.75 * (ends[1] - ends[0]) / 2e-6
-                    assert x[element] == pytest.approx(want, rel=1e-7, abs=1e-7)
-
-
 def test_which_gradients_need_the_score_and_which_are_summed_first():
     found = {n: mods.captured("score_mod", f).mod.gradient for n, f in GRADIENTS.items()}
     assert {n for n, x in found.items() if x.of_score} == {

@@ -35,6 +35,10 @@ CASES = [
     ),
     ("float16", (3, 4, 2, 5, 70, 64), 140, "bhnd", {**HOPPER, "causal": True}),
     ("float16", (3, 4, 1, 1, 70, 32), 130, "pages", {**HOPPER, "kv_lens": [70, 0, 33]}),
+    # And a head dimension of V's own
+    ("float32", (2, 4, 2, 3, 30, 5, 9), 40, "bhnd", {}),
+    ("float16", (2, 4, 2, 3, 30, 40, 8), 40, "bhnd", {}),
+    ("float16", (2, 4, 2, 3, 30, 24, 72), 40, "bhnd", HOPPER),
     (
         *("float16", (2, 2, 2, 70, 90, 64), 70, "packed"),
         {**HOPPER, "q_lens": [70, 3], "kv_lens": [9, 90]},

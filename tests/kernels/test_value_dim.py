@@ -16,7 +16,7 @@ from helpers import (
 from mma_helpers import half_inputs
 
 import fa_numba
-from fa_numba import Tiles, io_model, reference
+from fa_numba import Tiles, io_model
 from fa_numba.problem import Problem
 
 TILES, HALF_TILES = Tiles(8, 16), Tiles(16, 16)
@@ -157,25 +157,6 @@ def test_splits_pages_and_layout(unit):
     planned = fa_numba.plan(*shapes, dtype=dtype, **how, **of_pages)
     assert planned.accesses.loads == counts.loads
     assert planned.accesses.stores == counts.stores
-
-
-@pytest.mark.parametrize(("unit", "d", "d_v"), [("simt", 5, 9), ("mma", 40, 8), ("wgmma", 24, 72)])
-def test_behind_a_prefix(unit, d, d_v):
-    dtype = "float32" if unit == "simt" else "float16"
-    q, k, v = (x.astype(dtype) for x in random_inputs(2, 4, 2, 3, 70, d, d_v))
-    prefix = {"prefix_k": k[0, :, :40], "prefix_v": v[0, :, :40]}
-    k[1, :, :40], v[1, :, :40] = prefix["prefix_k"], prefix["prefix_v"]
-    own = q, k[:, :, 40:], v[:, :, 40:]
-    with fa_numba.count_accesses() as counts:
-        o = fa_numba.flash_attention_2(*own, **prefix, unit=unit)
-    want = reference.attention(q.astype(float), k.astype(float), v.astype(float))
-    assert o.shape == want.shape
-    assert reference.relative_error(o, want) < {"float32": 1e-6, "float16": 6e-4}[dtype]
-    how = {"dtype": dtype, "unit": unit, "prefix_k": prefix["prefix_k"].shape}
-    planned = fa_numba.plan(*(x.shape for x in own), **how)
-    assert (planned.accesses.loads, planned.accesses.stores) == (counts.loads, counts.stores)
-    with pytest.raises(ValueError, match=f"prefix_v has shape .*allowed is .2, 40, {d_v}."):
-        fa_numba.flash_attention_2(*own, **prefix | {"prefix_v": prefix["prefix_k"]}, unit=unit)
 
 
 def test_one_dimension_given_twice_is_one():
