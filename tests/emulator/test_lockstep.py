@@ -315,11 +315,12 @@ def test_a_local_array_that_a_loop_comes_to_again_holds_nothing():
     assert info.value.thread == (1, 0, 0)
 
 
-def test_an_index_out_of_range_is_that_of_a_lane_that_takes_part():
+@pytest.mark.parametrize("far", [10, -12])
+def test_an_index_out_of_range_is_that_of_a_lane_that_takes_part(far):
     def kernel(x, out, faulty):
         t = cuda.threadIdx.x
         if t > 5:
-            n = t + 10 * (t == faulty)
+            n = t + far * (t == faulty)
             if n < 8 or t == faulty:
                 out[t] = x[n]
 
@@ -328,7 +329,7 @@ def test_an_index_out_of_range_is_that_of_a_lane_that_takes_part():
     assert out.tolist() == [0] * 6 + [6, 7] + [0] * 8
     with pytest.raises(OutOfBounds) as info:
         launch(kernel, 1, 16, (x, out, 9))
-    assert info.value.thread == (9, 0, 0) and "x[19]" in str(info.value)
+    assert info.value.thread == (9, 0, 0) and f"x[{9 + far}]" in str(info.value)
 
 
 def test_a_division_by_zero_is_that_of_a_lane_that_takes_part():

@@ -121,6 +121,17 @@ def test_exp2(device):
     assert y[n + 3 : n + 7].tolist() == [INF, 0.0, INF, 0.0]
 
 
+def test_exp2_of_many_lanes_is_pythons_power_bit_for_bit():
+    x = np.random.default_rng(0).uniform(-126, 128, 4096) * np.tile([1.0, 1e-3, 1e-9, 0.1], 1024)
+    x, y = x.reshape(8, 512), np.zeros((8, 512))
+
+    def kernel(X, Y):
+        Y[cuda.blockIdx.x, cuda.threadIdx.x] = exp2(X[cuda.blockIdx.x, cuda.threadIdx.x])
+
+    emulator.launch(kernel, 8, 512, (x, y))
+    assert y.tobytes() == np.array([2.0**each for each in x.reshape(-1).tolist()]).tobytes()
+
+
 def test_log2(device):
     points = [1.0, 2.0, 0.5, 3.0, 1e-30, 1e30, 1.5, 0.75, 1000.0, 64.0]
     x = padded([*points, 0.0, INF, NAN, -1.0, -0.0])
