@@ -905,18 +905,6 @@ def test_async_copy_hazards(faulty, message):
     assert error.array == "sA"
 
 
-def test_async_copies_to_one_place():
-    def kernel(A, apart):
-        s = tile(0, 8)
-        t = cuda.threadIdx.x
-        copy(s, apart * t, A, (0, 0), 4, 4)
-        commit()
-        wait(0)
-
-    launch(kernel, 1, 2, (ramp(1, 4), 4), shared_bytes=32)
-    caught(SharedHazard, kernel, 2, ramp(1, 4), 0, shared_bytes=32)
-
-
 def test_async_copy_read_by_its_own_thread_before_the_wait():
     def kernel(A, out, n):
         sA = tile(0, 8)
@@ -1006,22 +994,6 @@ def test_atomics():
     assert total[0, 0] == 3 * 2016 and (each == 7.5).all()
     assert (before == [[0], [2.5], [5]]).all()
     assert counts.loads == {"total": 192, "each": 192} and counts.stores["each"] == 192
-
-
-def test_any_strides():
-    def kernel(A, B):
-        i, j = cuda.threadIdx.y, cuda.threadIdx.x
-        B[i, j] = 2 * A[i, j]
-
-    base = ramp(12, 12)
-    for A in (base[:3, :4], base.T[2:5, 1:5], base[::-4, ::3], base[2:5, 8:4:-1]):
-        for target in (zeros(3, 4), zeros(4, 3).T, zeros(6, 8)[::2, ::-2]):
-            counts = launch(kernel, 1, (4, 3), (A, target))
-            assert (target == 2 * A).all()
-            assert counts.loads == {"A": 12} and counts.stores == {"B": 12}
-    wide = zeros(6, 8)
-    launch(kernel, 1, (4, 3), (np.broadcast_to(np.float32(1), (3, 4)), wide[1:4, 2:6]))
-    assert wide.sum() == 24 and wide[1:4, 2:6].sum() == 24
 
 
 def test_stores_round_to_single_precision():

@@ -510,16 +510,6 @@ def test_boxes_end_with_a_sequence_and_have_rows_of_several_heads(
     assert counts.stores["Y"] == np.count_nonzero(z) == np.count_nonzero(wanted)
 
 
-def test_boxes_with_rows_of_several_heads_of_a_batch_entry():
-    rows, x = 16, bits(2, 6, 10, 64)
-    layout = TiledArray(x, rows, "float16", heads=2).layout
-    y = np.zeros(rows * COLUMNS, np.uint16)
-    launch(_make_load(rows, (1, 2, 4, 0, 0)), 64, Boxed(x, rows, layout), y)
-    wanted = np.zeros((rows, COLUMNS), np.uint16)
-    wanted[:12] = x[1, 4:, 4:].transpose(1, 0, 2).reshape(12, 64)
-    assert (unswizzled(y, rows) == wanted).all()
-
-
 def test_boxes_that_a_map_has_not():
     x, y = bits(1, 2, 40, 64), np.zeros(8 * COLUMNS, np.uint16)
     found = caught(EmulatorError, _make_load(8, (0, 0, 0, 0, 0)), 32, Boxed(x, 8), y)
@@ -745,27 +735,6 @@ def test_a_thread_where_a_box_is_stored(wrong, says, stores):
     else:
         launch(kernel, 64, *arrays)
         assert (x[0, 0, 5, 5], x[0, 0, 0, 0] == 7) == ((8, False) if stores else (7, True))
-
-
-def test_boxes_in_single_precision():
-    def kernel(X, Y):
-        sX = shared_tile(0, 8 * 32)
-        bars = mbarrier_tile(BARRIERS, 1)
-        if cuda.threadIdx.x == 0:
-            init_mbarrier(bars, 0, 1)
-            fence_mbarrier_init()
-            expect_bytes(bars, 0, 1024)
-            load_box(sX, 0, X, 0, 0, 4, 32, bars, 0)
-            wait_mbarrier(bars, 0, 0)
-            for n in range(256):
-                Y[n] = sX[n]
-
-    x = np.random.default_rng(0).random((1, 1, 20, 64), np.float32)
-    y = np.zeros(256, np.float32)
-    launch(kernel, 32, Boxed(x, 8), y)
-    columns = np.arange(32)
-    found = [y[32 * r + ((columns // 4 ^ r % 8) * 4 + columns % 4)] for r in range(8)]
-    assert (np.array(found) == x[0, 0, 4:12, 32:]).all()
 
 
 def test_blocks_that_store_to_the_same_place():

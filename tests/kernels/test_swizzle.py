@@ -12,7 +12,6 @@ from fa_numba import Tiles
 from fa_numba.choices import units
 from fa_numba.host import planning
 from fa_numba.tiling import SimtBackwardSpec, SimtSpec, select_spec, splits
-from fa_numba.tiling.simt import SharedRows
 
 KB = 1024
 KINDS = (SimtSpec, SimtBackwardSpec)
@@ -83,18 +82,6 @@ def test_every_head_dim_lies_without_bank_conflicts_in_whole_sectors():
         r, c = table(range(16), range(0, spec.Bc, 8))
         assert (place(p, r, c) // 8 == place(p, r, c + 4) // 8).all()
     assert len(checked) > 256
-
-
-@pytest.mark.parametrize("kind, width", [(SimtSpec, 60), (SimtBackwardSpec, 64 + 4)])
-def test_without_the_swizzle_rows_are_padded_or_bare(kind, width):
-    whole, padded, bare = (
-        select_spec(Tiles(64, 64), 60, 227 * KB, kind, ablated=ablated)
-        for ablated in ((), ("swizzle",), ("padding", "swizzle"))
-    )
-    assert padded.rows_q == padded.rows_k == SharedRows(width + 4)
-    assert padded.rows_p == SharedRows(64 + padded.tx_count)
-    assert (bare.rows_q, bare.rows_p) == (SharedRows(width), SharedRows(64))
-    assert whole.shared_bytes == bare.shared_bytes < padded.shared_bytes
 
 
 # --- on the emulator -------------------------------------------------------------------------
