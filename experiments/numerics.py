@@ -192,8 +192,6 @@ def curves(rows: Sequence[Row]) -> Found:
 
 
 _KINDS = {NORMAL: "normal inputs", OUTLIERS: "inputs with outliers"}
-
-
 # Of torch's kernels the fused one: the others lie on it or on our standard attention.
 _DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.FLASH}
 

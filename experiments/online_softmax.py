@@ -244,14 +244,13 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def colours() -> dict[str, str]:
-    """None of a kernel of attention: these are others."""
-    ours = ("#999999", "#E69F00", "#56B4E9")
-    return dict(zip(SERIES, ours, strict=True)) | {PEER: style.COLOURS["torch-efficient"]}
+# None of a kernel of attention: these are others.
+COLOURS = dict(zip(SERIES, ("#999999", "#E69F00", "#56B4E9"), strict=True))
+COLOURS[PEER] = style.COLOURS["torch-efficient"]
 
 
 def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
-    looks = colours() | {s: style.COLOURS[s] for s in ATTENTION}
+    looks = COLOURS | {s: style.COLOURS[s] for s in ATTENTION}
     shown = []
     for series in (s for s in (*SERIES, *ATTENTION) if s in counted):
         number = sum(counted[series].values())
@@ -263,14 +262,13 @@ def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
 
 
 def _speeds(ax: Any, found: Times, batch: int) -> None:
-    looks = colours()
     for series, label in LABELS.items():
         points = [
             (V, batch * V / ms / 1e6)
             for (name, vectors, V), ms in sorted(found.items())
             if (name, vectors) == (series, batch)
         ]
-        look = {"color": looks[series], "ls": "--" if series == PEER else "-", "label": label}
+        look = {"color": COLOURS[series], "ls": "--" if series == PEER else "-", "label": label}
         style.line(ax, points, marker="o", ms=4, **look)
     lengths = sorted({V for _, vectors, V in found if vectors == batch})
     style.sizes(ax, lengths, "elements of a vector, V", 2 if len(lengths) > 7 else 1)

@@ -252,10 +252,8 @@ def draw(rows: Sequence[Row]) -> Any:
     message = "Time grows with N², the fused kernels' memory with N"
     if ends is not None and ends < max(SEQLENS):
         message += f"; PyTorch's unfused attention trains to N={style.short(ends)}"
-    title = (
-        f"{message}\n"
-        f"FA-1 Fig. 3: fp16, batch {BATCH}, {HEADS} heads, d={HEAD_DIM}; dotted, hollow: published"
-    )
+    what = f"fp16, batch {BATCH}, {HEADS} heads, d={HEAD_DIM}; dotted, hollow: published"
+    title = f"{message}\nFA-1 Fig. 3: {what}"
     style.legend(figure, list(style.handles(axes).values()), title)
     return figure
 
