@@ -5,8 +5,11 @@ torch and torch.distributed are stand-ins, whose ranks are threads; ``test_ring_
 processes over the real ones, where they are installed.
 """
 
+import doctest
+import importlib
 import itertools
 import re
+import sys
 import weakref
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -23,9 +26,38 @@ from fa_numba import device as devices
 from fa_numba import io_model, reference, ring
 from fa_numba.host import merging
 from fa_numba.problem import Problem
+from fa_numba.ring import call as ring_call
 from fa_numba.ring import link, visible
 
 # --- who computes what -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("travels", ring.TRAVELS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_the_steps_of_all_ranks_are_the_whole_attention(ranks, travels, causal):
+    """Every visible pair of row and column once, and no other; equal work for all ranks."""
+    size = 4 * ranks
+    seen, works = np.zeros((size, size), int), np.zeros(ranks, int)
+    places = [
+        np.concatenate([np.arange(*held) for held in ring.rows_of(r, ranks, size, causal)])
+        for r in range(ranks)
+    ]
+    course = visible.Course(None, ranks, 1, 4, 4, causal, travels)
+    assert course.stops == tuple(range(ranks))
+    for rank, step in itertools.product(range(ranks), range(ranks)):
+        owner = course.at(rank, step)
+        assert owner == ring.owner_at(rank, step, ranks)
+        q_rank, k_rank = (owner, rank) if travels == "q" else (rank, owner)
+        (piece,) = course.pieces(owner, step)
+        i = places[q_rank][slice(*piece.rows)]
+        j = places[k_rank][slice(*piece.columns)]
+        sees = np.tri(len(i), len(j), len(j) - len(i), dtype=int)
+        sees = sees if piece.causal else np.ones_like(sees)
+        seen[np.ix_(i, j)] += sees
+        works[rank] += sees.sum()
+    assert (seen == (np.tri(size, dtype=int) if causal else 1)).all()
+    assert len(set(works)) == 1
 
 
 def test_rows_are_split_among_ranks():
@@ -170,6 +202,17 @@ def test_a_part_without_columns_changes_nothing():
     out, lse = x.copy(), np.empty_like(x_lse)
     merging.merge(out, x_lse, y, y_lse, lse)
     assert out.tobytes() == x.tobytes() and lse.tobytes() == x_lse.tobytes()
+
+
+def test_halves_of_rows_are_merged_in_place():
+    """A view of the last rows, as a causal step has them; the first keep their bits."""
+    x, x_lse, y, y_lse = merged_inputs(16, "float32", "float16", "bhnd")
+    want, _ = merged_truth(x, x_lse, y, y_lse, "bhnd")
+    out, lse = x.copy(), x_lse.copy()
+    views = out[:, :, 20:], x_lse[:, :, 20:], y[:, :, 20:], y_lse[:, :, 20:], lse[:, :, 20:]
+    merging.merge(*views)
+    assert out[:, :, :20].tobytes() == x[:, :, :20].tobytes()
+    np.testing.assert_allclose(out[:, :, 20:], want[:, :, 20:], atol=1e-4)
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -337,6 +380,45 @@ def test_both_passes_are_those_of_one_device(torch, case):
         assert sent[rank] == sum(each.sent for each in traffic)
 
 
+@pytest.mark.parametrize("travels", ring.TRAVELS)
+def test_losses_of_some_ranks_are_of_O_and_of_others_of_L(torch, travels):
+    """What travels is the same for both: a gradient that a rank does not have is 0."""
+    ft, size = fa_numba_torch(), (1, 2, 8, 8)
+    q, k, v, dout = np.random.default_rng(3).standard_normal((4, *size)).astype(np.float32)
+    dlse = dout[..., 0].copy()
+    dout[:, :, :4], dlse[:, :, 4:] = 0, 0
+
+    def work(rank):
+        mine = slice(4 * rank, 4 * rank + 4)
+        given = [Tensor.of(x[:, :, mine].copy(), requires_grad=True) for x in (q, k, v)]
+        made = ft.ring_attention(*given, travels=travels, return_lse=True)
+        gradient = (dlse, dout)[rank][:, :, mine]
+        made[1 - rank].backward(Tensor.of(gradient.copy()))
+        return [x.grad.values for x in given]
+
+    with ranks_of(torch, 2) as distributed:
+        found = distributed.run(work)
+    exact = reference.attention_backward(dout, q, k, v, dlse=dlse)
+    for got, want in zip(zip(*found, strict=True), exact, strict=True):
+        np.testing.assert_allclose(np.concatenate(got, axis=2), want, atol=2e-6)
+
+
+def test_a_call_without_gradients_sends_the_forward_pass_alone(torch):
+    ft = fa_numba_torch()
+    x = np.ones((1, 1, 4, 8), np.float32)
+
+    def work(rank):
+        torch.grad = False
+        out = ft.ring_attention(*(Tensor.of(x, requires_grad=True) for _ in "qkv"))
+        assert out.node is None
+        return out.values
+
+    with ranks_of(torch, 2) as distributed:
+        found = distributed.run(work)
+    assert all(np.array_equal(each, x) for each in found)
+    assert [nbytes for _, _, nbytes in distributed.sent] == 4 * [x.nbytes]
+
+
 @pytest.mark.parametrize("learns", ["q", "k", "v", "sinks"])
 def test_one_argument_that_learns_is_enough(learns, torch):
     ft = fa_numba_torch()
@@ -450,6 +532,26 @@ def test_lengths_are_those_of_the_call(torch):
     assert first[3] + second[3] == [0.0, 8.0, 16.0, 24.0, 1000.0, 1008.0, 1016.0, 1024.0]
 
 
+def test_any_failure_of_a_rank_is_told_to_the_others(torch):
+    """Not of arguments alone."""
+    ft, check = fa_numba_torch(), ring_call._check_plans
+
+    def fails_on_one(*arguments):
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("what nobody thought of")
+        check(*arguments)
+
+    with (
+        ranks_of(torch, 3) as distributed,
+        mock.patch.object(ring_call, "_check_plans", fails_on_one),
+    ):
+        found = distributed.run(lambda rank: call_of(rank, {}, ft))
+    assert not distributed.sent
+    for error in found:
+        assert isinstance(error, ValueError), error
+        assert "refused: rank 1: KeyError: 'what nobody thought of'" in str(error)
+
+
 REFUSED = [
     ({"q": np.ones((1, 1, 4, 8), np.float32)}, TypeError, "q is a NumPy array|q is "),
     ({"travels": "k"}, ValueError, "travels is 'k': allowed is one of kv, q"),
@@ -545,6 +647,26 @@ def test_a_rank_that_does_not_come_ends_in_an_error(torch):
 
 
 # --- the model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_break_even_is_where_both_send_the_same(dtype, passes):
+    for ranks in (2, 3, 16):
+        ratio = io_model.ring_break_even(ranks, dtype=dtype, head_dim=64, passes=passes)
+        for Nk, more in ((int(10000 * ratio) - 1, "q"), (int(10000 * ratio) + 1, "kv")):
+            p = Problem(1, 1, 1, 10000, Nk, 64, dtype=dtype)
+            sent = {
+                t: io_model.ring(p, ranks, 0, travels=t, passes=passes).sent for t in ("kv", "q")
+            }
+            assert max(sent, key=sent.get) == more
+
+
+@pytest.mark.parametrize("name", ["fa_numba.io_model.ring", "fa_numba.ring.schedule"])
+def test_examples_say_what_comes_back(name):
+    importlib.import_module(name)
+    found = doctest.testmod(sys.modules[name])
+    assert found.attempted and not found.failed
 
 
 def test_the_model_refuses_what_is_no_ring():
