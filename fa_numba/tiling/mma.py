@@ -160,6 +160,10 @@ class MmaSpec(Spec):
         return super().reads_bias and (scores <= 32 or self.accumulators + scores <= 160)
 
     @property
+    def reads_state(self) -> bool:
+        return super().reads_state and self.accumulators <= 160
+
+    @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
         room = 160 if self.planes == 1 else 128

@@ -40,6 +40,10 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     column_width = 1
 
     @property
+    def reads_state(self) -> bool:
+        return self.asks_state
+
+    @property
     def columns_k(self) -> int:
         return self.columns
 

@@ -154,12 +154,14 @@ class Spec(ABC):
         return self.features.bias and self.column_width % 2 == 0
 
     @property
+    def asks_state(self) -> bool:
+        """Whether a mask_mod asks for the state of a tile's block."""
+        return self.features.sparse and self.features.mask_mod is not None
+
+    @property
     def reads_state(self) -> bool:
-        """Whether the state of a tile's block is in a register before its scores are, which a
-        mask_mod asks for: in that of a bias.
-        """
-        asked = self.features.sparse and self.features.mask_mod is not None
-        return asked and not self.reads_bias
+        """Whether that is in a register, one for a bias, before the tile's scores are."""
+        return self.asks_state and not self.reads_bias
 
     @property
     def slots_name_next(self) -> bool:
