@@ -1,6 +1,7 @@
 """A page to play with: both orders tile by tile, the softmax, tiles and traffic, by this code.
 
-The page explore.html; python -m experiments explore serves it for sizes of your own.
+The page explore.html, with plans on four GPUs too; python -m experiments explore serves it for
+sizes of your own.
 """
 
 import itertools

@@ -15,7 +15,7 @@ STATE = ("N", "d", "Br", "Bc", "causal", "window", "unit")
 
 
 def panels(orders: Panel) -> list[Panel]:
-    return [orders, explore_panels.SOFTMAX, explore_panels.TILES]
+    return [orders, explore_panels.SOFTMAX, explore_panels.TILES, explore_panels.PLAN]
 
 
 def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import numpy as np
 
 import fa_numba
 from experiments import explore
-from fa_numba import algorithms, io_model
+from fa_numba import algorithms, bounds, io_model
 from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.commands import trace as worked
 
@@ -223,5 +223,93 @@ TILES = Panel(
         ("bytes", "bytes accessed"),
     ),
     note="One head, forward, 16 bits, exact closed forms; any tile sizes, also those that no GPU "
-    "has room for: `python -m fa_numba plan` says what fits, and why.",
+    "has room for: the plan below says what fits.",
 )
+
+
+def plans(
+    gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
+) -> Answer:
+    found: Answer = {}
+    sheet, shape = bounds.DEVICES[gpu], (batch, heads, T, d)
+    options: dict[str, Any] = {"dtype": dtype, "passes": passes, "causal": causal == "yes"}
+    for name, _ in ALGORITHMS:
+        try:
+            with sheet.planning():
+                plan = fa_numba.plan(shape, shape, algorithm=name, **options)
+            one = dict(_plan(plan, sheet))
+        except ValueError as error:
+            one = {"refused": str(error)}
+        found |= {f"{name}.{key}": value for key, value in one.items()}
+    return found
+
+
+def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
+    expected = bounds.expected(plan, gpu)
+    # Of the kernel with the largest tiles, which has the products.
+    both = zip(plan.kernels, expected.occupancies, strict=True)
+    kernel, blocks = max(both, key=lambda each: each[0].shared_bytes)
+    yield "unit", plan.unit
+    yield "tiles", f"{plan.tiles.Br} x {plan.tiles.Bc}"
+    yield "grid", " x ".join(map(str, kernel.grid))
+    yield "splits", max(plan.kv_splits, plan.group_splits)
+    yield "threads", kernel.threads
+    yield "shared", kernel.shared_bytes
+    yield "blocks", str(blocks)
+    yield "limit", blocks.limit
+    yield "busy", 100 * expected.busy
+    yield "bytes", plan.accesses.bytes
+    yield "dram", expected.dram.bytes
+    yield "served", "yes" if expected.dram.served else "no"
+    yield "workspace", plan.workspace_bytes
+    yield "floor", None if expected.floor is None else 1e6 * expected.floor
+    yield "bound", expected.bound
+    for what in ("unit", "tiles", "kv_splits", "group_splits"):
+        yield f"why_{what}", plan.why.get(what)
+
+
+PLAN = Panel(
+    name="plan",
+    title="Traffic and plan on your GPU",
+    question="What would run on your GPU, what does it move, and why?",
+    sentence="The plan takes the unit, tiles and grid that fit the GPU; what L2 holds never "
+    "reaches DRAM a second time.",
+    axes={
+        "gpu": Axis(
+            "GPU", ("A100", "H100", "H200", "RTX 4090"), first="H200",
+            words={name: name for name in bounds.DEVICES},
+        ),
+        "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+        "batch": Axis("batch", (1, 8), 1, 4096),
+        "heads": Axis("heads", (8, 64), 1, 4096),
+        "d": Axis("d, head dimension", (64, 128), 1, 256),
+        "dtype": Axis("dtype", ("float16", "float32")),
+        "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
+        "causal": Axis("causal", YES_NO),
+    },
+    answer=plans,
+    columns=ALGORITHMS,
+    rows=(
+        ("bytes", "bytes accessed, all served by L2"),
+        ("dram", "bytes of DRAM, by a rule"),
+        ("served", "half of L2 holds what is gone over"),
+        ("workspace", "memory beside Q, K, V, O, bytes"),
+        ("floor", "time at least, µs"),
+        ("bound", "bound by"),
+        ("unit", "unit"),
+        ("tiles", "tiles Br x Bc"),
+        ("grid", "grid, blocks"),
+        ("splits", "blocks that share a tile's loop"),
+        ("threads", "threads a block"),
+        ("shared", "shared memory a block, bytes"),
+        ("blocks", "blocks a multiprocessor"),
+        ("limit", "limited by"),
+        ("busy", "multiprocessors busy, %"),
+        ("why_unit", "why this unit"),
+        ("why_tiles", "why these tiles"),
+        ("why_kv_splits", "why so many blocks, forward"),
+        ("why_group_splits", "why so many blocks, backward"),
+    ),
+    note="Nothing here is measured: accesses are exact closed forms, DRAM a rule of thumb, times "
+    "follow from data sheets.",
+)  # fmt: skip

@@ -30,6 +30,11 @@ function text(value) {
   return Number.isInteger(value) ? value.toLocaleString("en-US") : String(value);
 }
 const short = x => (typeof x === "number" ? String(Number(x.toPrecision(4))) : x);
+function size(bytes) {
+  for (const [unit, of] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
+    if (bytes >= of) return `${Number((bytes / of).toPrecision(3))} ${unit}`;
+  return `${bytes} B`;
+}
 
 // --- answers ---
 
@@ -238,7 +243,8 @@ function numbers(name, now) {
     ...columns.flatMap(([column]) => {
       const refused = now[`${column}.refused`];
       if (refused) return n ? [] : [one("td", { class: "words bad", rowspan: rows.length, "data-key": `${column}.refused` }, refused)];
-      return [one("td", { "data-key": `${column}.${key}` }, text(now[`${column}.${key}`]))];
+      const words = key.startsWith("why") ? "words" : "";
+      return [one("td", { class: words, "data-key": `${column}.${key}` }, text(now[`${column}.${key}`]))];
     })));
   return one("table", { "aria-label": title },
     one("thead", {}, one("tr", {}, one("td"), ...columns.map(([, label]) => one("th", { scope: "col" }, label)))),
@@ -412,6 +418,18 @@ const VIEWS = {
     parts.view.append(one("p", {}, "The grid has ", one("strong", { "data-key": "all" }, text(now.all)), " tiles for ",
       one("strong", { "data-key": "scores" }, text(now.scores)), " scores; the papers count ",
       one("strong", { "data-key": "flops" }, text(now.flops)), " useful FLOPs."));
+  },
+
+  plan(parts, now) {  // the bars draw two rows of the table, which is what is read aloud
+    const kinds = [["bytes", "accessed, by L2"], ["dram", "DRAM"]];
+    const planned = PANELS.plan.columns.filter(([key]) => !now[`${key}.refused`]);
+    const most = Math.max(...planned.flatMap(([key]) => kinds.map(([kind]) => now[`${key}.${kind}`])));
+    parts.view.append(one("div", { class: "bars", "aria-hidden": "true" }, ...planned.flatMap(([key, label]) => [
+      one("b", {}, label), ...kinds.flatMap(([kind, words]) => {
+        const value = now[`${key}.${kind}`];
+        return [one("span", {}, words), one("div", { class: `bar ${kind}` },
+          one("i", { style: `width: ${(78 * value) / most}%` }), size(value))];
+      })])));
   },
 };
 

@@ -116,7 +116,7 @@ def test_the_script_has_no_formula():
     assert not re.findall(r"Math\.(?:exp|ceil|sqrt|pow)", script)
 
 
-@pytest.mark.parametrize("name", ["orders", "softmax", "tiles"])
+@pytest.mark.parametrize("name", ["orders", "softmax", "tiles", "plan"])
 def test_what_the_page_looks_up_is_the_answer(name):
     panel, table = panels()[name], page_data()["panels"][name]["table"]
     refused = 0

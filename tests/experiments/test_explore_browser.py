@@ -46,7 +46,7 @@ FAINT = """() => {
         && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) && faint(e)
     ).map(e => e.outerHTML.slice(0, 99));
 }"""
-NAMES = ["orders", "softmax", "tiles"]
+NAMES = ["orders", "softmax", "tiles", "plan"]
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +166,18 @@ def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
     page = open_page()
     page.select_option("#orders-d", "32")
     page.click("#orders .transport button:has-text('Step')")
-    page.select_option("#softmax-example", "random")
-    page.click("#softmax table >> nth=-1")
+    page.select_option("#plan-passes", "bwd")
+    page.click("#plan table")
     link = page.url
-    assert link.partition("#")[2].startswith("softmax&orders.N=64&") and "tiles" not in {
+    assert link.partition("#")[2].startswith("plan&orders.N=64&") and "tiles" not in {
         part.partition(".")[0] for part in link.split("&")
     }
     other = open_page(link)
     assert all(other.evaluate(SHOWN, name) == page.evaluate(SHOWN, name) for name in NAMES)
-    assert top(other, "softmax") < 2
-    for selector, first in (("#orders-d", "16"), ("#softmax-example", "1")):
+    assert top(other, "plan") < 2
+    for selector, first in (("#orders-d", "16"), ("#plan-passes", "fwd")):
         other.select_option(selector, first)
-    assert other.url.partition("#")[2] == "softmax"  # what is as the page begins is not said
+    assert other.url.partition("#")[2] == "plan"  # what is as the page begins is not said
     # The same window goes to another link: what that does not say is as the page begins.
     go_to(other, "tiles", {"n": 512})
     assert other.evaluate(SHOWN, "orders") == open_page().evaluate(SHOWN, "orders")
@@ -279,6 +279,18 @@ def test_the_keyboard_alone_is_enough(open_page):
     } <= names
 
 
+def test_traffic_is_drawn_as_bars(open_page):
+    page = open_page()
+    state = {name: axis.values[-1] for name, axis in panels()["plan"].axes.items()}
+    go_to(page, "plan", state | {"passes": "fwd"})
+    answer = panels()["plan"].at(**state | {"passes": "fwd"})
+    wide = page.evaluate("""() => [...document.querySelectorAll("#plan .bar i")].map(
+        e => parseFloat(e.style.width))""")
+    values = [answer[f"{name}.{kind}"] for name, _ in panels()["plan"].columns
+              if f"{name}.refused" not in answer for kind in ("bytes", "dram")]  # fmt: skip
+    assert wide == pytest.approx([78 * value / max(values) for value in values], rel=1e-3)
+
+
 def test_every_input_has_a_label_and_numbers_are_announced(open_page):
     page = open_page()
     bare = page.evaluate("""() => [...document.querySelectorAll("input, select")].filter(
@@ -348,6 +360,7 @@ def test_it_is_there_in_a_second_and_steps_at_once(open_page):
     assert ready < 1000, ready  # milliseconds
     changes = {
         "#orders .transport input": range(9), "#tiles-n": range(6), "#orders-d": (16, 32),
+        "#plan-gpu": ("A100", "H100", "RTX 4090"),
     }  # fmt: skip
     for selector, values in changes.items():
         taken = sorted(page.evaluate(TIMED, [selector, str(value)]) for value in values)
@@ -416,6 +429,7 @@ def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
         ("#orders-mask", "j <", "mask is 'j <': no Python"),
         ("#orders-N", "513", "N: 513 is outside: allowed is 1 to 512"),
         ("#tiles-n", "0", "n: 0 is outside: allowed is"),
+        ("#plan-T", "0", "T: 0 is outside"),
     ):
         enter(page, selector, value)
         name = selector[1:].split("-")[0]

@@ -10,7 +10,9 @@ from urllib.parse import urlencode
 import pytest
 from test_explore import drawn_states, panels
 
+import fa_numba
 from experiments.beside import explore_server
+from fa_numba import bounds
 
 STATE = {
     "N": 64,
@@ -22,7 +24,10 @@ STATE = {
     "unit": "mma",
     "mask": "",
 }
-TILES = {"n": 1000, "d": 80, "Br": 96, "Bc": 40, "causal": "yes", "window": 9}
+PLAN = {
+    "gpu": "A100", "T": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
+    "passes": "fwd", "causal": "no",
+}  # fmt: skip
 SOFTMAX = {"example": "3", "block": 2}
 
 
@@ -51,7 +56,7 @@ def asked(server, name, state):
     return status, json.loads(text)
 
 
-@pytest.mark.parametrize("name", ["softmax", "tiles"])
+@pytest.mark.parametrize("name", ["softmax", "tiles", "plan"])
 def test_answers_are_the_panels(server, name):
     for state in drawn_states(panels()[name], 5):
         assert asked(server, name, state) == (200, panels()[name].at(**state))
@@ -80,6 +85,14 @@ def test_a_typed_mask_leaves_out_tiles_that_it_hides(server, unit):
         assert found[f"{name}.visited"] < 6 * 192 // Br
 
 
+def test_any_size_is_answered(server):
+    found = asked(server, "plan", PLAN)[1]
+    shape = (1, 3, 1000, 80)
+    with bounds.DEVICES["A100"].planning():
+        plan = fa_numba.plan(shape, shape, dtype="float16")
+    assert found["fa2.bytes"] == plan.accesses.bytes
+
+
 REFUSED = [
     ("/api/orders", {**STATE, "N": 0}, "N: 0 is outside: allowed is 1 to 512"),
     ("/api/orders", {**STATE, "N": 513}, "N: 513 is outside: allowed is 1 to 512"),
@@ -101,6 +114,7 @@ REFUSED = [
     ("/api/orders", {**STATE, "mask": "[j][0] < i"}, "[j][0]; allowed is"),
     ("/api/orders", {**STATE, "mask": "i * 2.5"}, "mask_mod"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
+    ("/api/plan", {**PLAN, "gpu": "T5"}, "gpu is 'T5': allowed is"),
     ("/api/softmax", {**SOFTMAX, "block": 5}, "block is 5: allowed is 1 to 4"),
 ]
 
@@ -144,7 +158,7 @@ def test_200_odd_requests_leave_it_up(server):
             connection.shutdown(socket.SHUT_WR)
             while connection.recv(65536):
                 pass
-    assert asked(server, "tiles", TILES)[0] == 200
+    assert asked(server, "plan", PLAN)[0] == 200
 
 
 def test_a_port_that_is_taken_is_said(server):
