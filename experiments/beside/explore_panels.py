@@ -1,6 +1,7 @@
 """What the page's panels answer: every number of the package's own functions."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -23,6 +24,7 @@ from .panels import Answer, Axis, Panel
 ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
 ALGORITHMS = (("standard", "standard"), *ORDERS)
 YES_NO = ("no", "yes")
+MOST_SCORES = 64
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
@@ -126,9 +128,15 @@ def examples() -> dict[str, worked.Rows]:
     return worked.examples() | {"random": random}
 
 
-def softmax(example: str, block: int) -> Answer:
+def _row_of(scores: list[float], title: str) -> worked.Rows:
+    """The scores themselves; V is the unit matrix, so that O is their softmax."""
+    one, every = np.ones((1, len(scores))), np.eye(len(scores))
+    return worked.Rows(f"{title}; V = I", one, np.diag(scores), every, 4, 1.0)
+
+
+def softmax(example: str, block: int, scores: str) -> Answer:
     """A row in steps, by both orders."""
-    rows = examples()[example]
+    rows = own_scores(scores) if example == "own" else examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V
     block = block or rows.block
     if block > len(K):
@@ -154,6 +162,23 @@ def softmax(example: str, block: int) -> Answer:
     return found
 
 
+def own_scores(text: str) -> worked.Rows:
+    """A row of the reader's own scores. Raises ValueError with what is wrong in the text."""
+    parts = text.replace(",", " ").split()
+    if not 1 <= len(parts) <= MOST_SCORES:
+        raise ValueError(f"scores has {len(parts)} numbers: allowed are 1 to {MOST_SCORES}")
+    values = []
+    for part in parts:
+        try:
+            value = float(part)
+        except ValueError:
+            value = math.nan
+        if not abs(value) <= 1e4:
+            raise ValueError(f"scores has {part!r}: allowed are numbers from -10000 to 10000")
+        values.append(value)
+    return _row_of(values, "your scores")
+
+
 SOFTMAX = Panel(
     name="softmax",
     title="Online softmax, row by row",
@@ -163,8 +188,10 @@ SOFTMAX = Panel(
     axes={
         "example": Axis("row of scores", ("1", "2", "3", "random"), words={
             "1": "worked example 1: four dimensions", "2": "worked example 2: 3 1 2 4 | 5 1 3 1",
-            "3": "worked example 3: 1 2 | 3 4, V = I", "random": "32 random keys, d = 8"}),
-        "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, 32),
+            "3": "worked example 3: 1 2 | 3 4, V = I", "random": "32 random keys, d = 8",
+            "own": "your own"}),
+        "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, MOST_SCORES),
+        "scores": Axis("your scores", ("3 1 2 4 5 1 3 1",), text=True),
     },
     answer=softmax,
     columns=ORDERS,

@@ -127,10 +127,14 @@ function input(name, axis) {
   const now = () => state[name][axis];
   const set = value => change(name, { [touched[name] = axis]: String(value) });
   const choice = value => words[value] || String(value);
-  if (free) {
-    const box = one("input", { type: "text", id, maxlength: 400, onchange: e => set(e.target.value) });
+  if (free && !DATA.live && values.length < 2) return null;
+  if (free && DATA.live) {
+    const box = one("input", { type: "text", id, maxlength: 400, onchange: e => {
+      if (PANELS[name].axes.example) state[name].example = "own";
+      set(e.target.value);
+    } });
     shown[name].sync.push(() => { box.value = now(); });
-    return one("label", { class: "wide", for: id }, label, box);
+    return one("label", { class: values.length < 2 ? "wide" : "", for: id }, label, box);
   }
   if (DATA.live && least !== null) {
     const box = one("input", { type: "number", id, min: least, max: most, step: 1, onchange: e => set(e.target.value) });

@@ -134,10 +134,10 @@ def test_what_the_page_looks_up_is_the_answer(name):
 
 
 def test_a_row_of_o_is_the_same_in_both_orders_and_its_p_is_not():
-    found = panels()["softmax"].at(example="2", block=0)  # 3 1 2 4, then 5 1 3 1
+    found = panels()["softmax"].at(example="2", block=0, scores="")  # 3 1 2 4, then 5 1 3 1
     assert found["fa1.O"] == found["fa2.O"] and found["fa1.moved"] > found["fa2.moved"]
     assert [step["m"] for step in found["fa1.steps"]] == [4, 5]
-    last = panels()["softmax"].at(example="2", block=1)
+    last = panels()["softmax"].at(example="2", block=1, scores="")
     of_fourth = [last[f"{name}.steps"][5]["P"][0] for name in ("fa1", "fa2")]
     assert of_fourth[0] == 1 > of_fourth[1]  # over its own tile, and over all so far
 

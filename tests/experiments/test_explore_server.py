@@ -28,7 +28,7 @@ PLAN = {
     "gpu": "A100", "T": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
     "passes": "fwd", "causal": "no",
 }  # fmt: skip
-SOFTMAX = {"example": "3", "block": 2}
+SOFTMAX = {"example": "own", "block": 2, "scores": "3 1 2"}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,8 @@ def test_any_size_is_answered(server):
     with bounds.DEVICES["A100"].planning():
         plan = fa_numba.plan(shape, shape, dtype="float16")
     assert found["fa2.bytes"] == plan.accesses.bytes
+    found = asked(server, "softmax", SOFTMAX)[1]
+    assert [step["m"] for step in found["fa2.steps"]] == [3, 3]
 
 
 REFUSED = [
@@ -115,7 +117,10 @@ REFUSED = [
     ("/api/orders", {**STATE, "mask": "i * 2.5"}, "mask_mod"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
     ("/api/plan", {**PLAN, "gpu": "T5"}, "gpu is 'T5': allowed is"),
-    ("/api/softmax", {**SOFTMAX, "block": 5}, "block is 5: allowed is 1 to 4"),
+    ("/api/softmax", {**SOFTMAX, "scores": "3 x"}, "scores has 'x'"),
+    ("/api/softmax", {**SOFTMAX, "scores": "nan"}, "scores has 'nan'"),
+    ("/api/softmax", {**SOFTMAX, "scores": "1 " * 65}, "scores has 65 numbers"),
+    ("/api/softmax", {**SOFTMAX, "block": 4}, "block is 4: allowed is 1 to 3"),
 ]
 
 
