@@ -4,7 +4,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 import fa_numba
 from experiments import explore
-from fa_numba import algorithms, bounds, io_model
+from fa_numba import algorithms, bounds, device, io_model
 from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.commands import trace as worked
 
@@ -122,10 +122,13 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
 
 @cache
 def examples() -> dict[str, worked.Rows]:
-    """The worked examples of `python -m fa_numba trace`, and a longer one."""
+    """The worked examples of `python -m fa_numba trace`, and two more."""
     Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
-    random = worked.Rows("32 keys, d = 8, standard normal", Q[:1], K, V, 8, None)
-    return worked.examples() | {"random": random}
+    large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
+    return worked.examples() | {
+        "random": worked.Rows("32 keys, d = 8, standard normal", Q[:1], K, V, 8, None),
+        "large": _row_of(large, "scores beyond what e^x has in float32"),
+    }
 
 
 def _row_of(scores: list[float], title: str) -> worked.Rows:
@@ -135,7 +138,7 @@ def _row_of(scores: list[float], title: str) -> worked.Rows:
 
 
 def softmax(example: str, block: int, scores: str) -> Answer:
-    """A row in steps, by both orders."""
+    """A row in steps, by both orders, and the softmax of its scores by three algorithms."""
     rows = own_scores(scores) if example == "own" else examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V
     block = block or rows.block
@@ -158,8 +161,19 @@ def softmax(example: str, block: int, scores: str) -> Answer:
             for step in seen
         ]  # fmt: skip
         found[f"{name}.O"] = out[0][0]
-        found[f"{name}.moved"] = sum(step["moved"] for step in found[f"{name}.steps"])
+    S = tuple(float(x) for step in found["fa2.steps"] for x in step["S"])
+    for name in ("naive", "safe", "online"):
+        P = _in_float32(S, name)
+        found[f"{name}.P"] = P
+        found[f"{name}.nan"] = int(np.isnan(P).sum())
+        found[f"{name}.accesses"] = io_model.softmax(1, len(S), name).total
     return found
+
+
+@lru_cache(64)
+def _in_float32(scores: tuple[float, ...], name: str) -> np.ndarray:
+    with device.using("emulator"), np.errstate(all="ignore"):
+        return fa_numba.softmax(np.array([scores], np.float32), algorithm=name)[0]
 
 
 def own_scores(text: str) -> worked.Rows:
@@ -186,19 +200,20 @@ SOFTMAX = Panel(
     sentence="Keep the largest score so far, m, and the sum l; when m grows, multiply what came "
     "before by e^(m before - m).",
     axes={
-        "example": Axis("row of scores", ("1", "2", "3", "random"), words={
+        "example": Axis("row of scores", ("1", "2", "3", "random", "large"), words={
             "1": "worked example 1: four dimensions", "2": "worked example 2: 3 1 2 4 | 5 1 3 1",
             "3": "worked example 3: 1 2 | 3 4, V = I", "random": "32 random keys, d = 8",
-            "own": "your own"}),
+            "large": "large scores: naive overflows", "own": "your own"}),
         "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, MOST_SCORES),
         "scores": Axis("your scores", ("3 1 2 4 5 1 3 1",), text=True),
     },
     answer=softmax,
-    columns=ORDERS,
-    rows=(("moved", "elements of O, l, m moved"), ("O", "the row of O")),
+    columns=(("naive", "naive"), ("safe", "safe"), ("online", "online")),
+    rows=(("accesses", "accesses to memory, one vector"), ("nan", "elements that are NaN"),
+          ("P", "softmax in float32")),
     note="FA-1 divides O by l in every pass, since O leaves the chip; FA-2 keeps O undivided and "
     "divides once. P of FA-1 is relative to its own tile's largest score. Steps are those of "
-    "algorithms.py in float64.",
+    "algorithms.py in float64, the three softmaxes run on the emulator.",
 )  # fmt: skip
 
 

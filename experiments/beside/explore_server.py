@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             return
-        with _EMULATOR if name == "orders" else contextlib.nullcontext():
+        with _EMULATOR if name in ("orders", "softmax") else contextlib.nullcontext():
             self._json(panel.at(**state))
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:

@@ -133,13 +133,16 @@ def test_what_the_page_looks_up_is_the_answer(name):
     assert name != "orders" or refused
 
 
-def test_a_row_of_o_is_the_same_in_both_orders_and_its_p_is_not():
-    found = panels()["softmax"].at(example="2", block=0, scores="")  # 3 1 2 4, then 5 1 3 1
-    assert found["fa1.O"] == found["fa2.O"] and found["fa1.moved"] > found["fa2.moved"]
-    assert [step["m"] for step in found["fa1.steps"]] == [4, 5]
-    last = panels()["softmax"].at(example="2", block=1, scores="")
-    of_fourth = [last[f"{name}.steps"][5]["P"][0] for name in ("fa1", "fa2")]
-    assert of_fourth[0] == 1 > of_fourth[1]  # over its own tile, and over all so far
+def test_online_softmax_stands_where_naive_overflows():
+    found = panels()["softmax"].at(example="large", block=0, scores="")
+    assert found["naive.nan"] > 0 == found["safe.nan"] == found["online.nan"]
+    assert found["fa1.O"] == found["fa2.O"] and abs(sum(found["fa2.O"]) - 1) < 1e-5
+    assert [step["m"] for step in found["fa1.steps"]] == [98, 98]
+    assert found["fa1.steps"][1]["P"][0] == 1 > found["fa2.steps"][1]["P"][0]  # over its own tile
+    moved = [sum(step["moved"] for step in found[f"{name}.steps"]) for name in ("fa1", "fa2")]
+    assert moved[0] > moved[1]
+    for name, accesses in (("naive", 3), ("safe", 4), ("online", 3)):  # an element
+        assert found[f"{name}.accesses"] == accesses * found["keys"]
 
 
 def test_a_table_keeps_what_differs_and_drops_what_does_not():
