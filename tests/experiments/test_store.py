@@ -217,15 +217,13 @@ Text after.
 def test_tables_are_made_from_rows_and_checked(tmp_path):
     store, page = Store(tmp_path), tmp_path / "page.md"
     page.write_text(PAGE)
-    assert report.check(page, store) == ["speed"]
     assert report.update(page, store) == ["speed"]
     assert report.NO_RECORDING in page.read_text()
-    assert report.check(page, store) == []
+    assert report.update(page, store) == []
 
     speed = {"metric": "speed", "unit": "TFLOP/s"}
     record(store, [row(value=24.0, **speed), row(series="torch-efficient", value=32.0, **speed)])
-    assert report.check(page, store) == ["speed"]
-    report.update(page, store)
+    assert report.update(page, store) == ["speed"]
     (line,) = [line for line in page.read_text().splitlines() if line.startswith("| 64 ")]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
         *("64", "no", "4096"),
@@ -234,15 +232,6 @@ def test_tables_are_made_from_rows_and_checked(tmp_path):
     ]
     assert page.read_text().startswith("Text before.\n")
     assert page.read_text().endswith("Text after.\n")
-
-
-def test_a_table_stands_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(report, "TABLES", tmp_path)
-    for name in ("page.md", "speed.md"):
-        (tmp_path / name).write_text(PAGE)
-    with pytest.raises(ValueError, match="table 'speed' stands on .*.md and on another page"):
-        report.everywhere()
 
 
 def test_the_page_is_of_one_machine(tmp_path):
@@ -254,7 +243,7 @@ def test_the_page_is_of_one_machine(tmp_path):
     later = Recorder(store, "speed", lambda machine: {"date": "2099-01-01", "commit": "2" * 40})
     later.add(row(machine="zz-somebodys-gpu", value=99.0, **speed))
     later.finish(complete=True)
-    assert report.check(page, store) == []
+    assert report.update(page, store) == []
     assert "24.0" in report.text("speed", store)
 
 
@@ -318,16 +307,16 @@ def test_broken_markers_are_refused(tmp_path, page, message):
     path = tmp_path / "page.md"
     path.write_text(page)
     with pytest.raises(ValueError, match=message):
-        report.check(path, Store(tmp_path))
+        report.update(path, Store(tmp_path))
 
 
 def test_the_pages_tables_are_those_of_the_data():
     """And every table stands on one of them, once, an experiment's on its own."""
-    placed = report.everywhere()
-    assert set(report.known()) == set(placed)
+    placed = [name for page in report.pages() for name in report.tables(page.read_text())]
+    assert sorted(report.known()) == sorted(placed)
     for name in registry.names():
         page = report.TABLES / f"{name}.md"
         assert set(registry.tables(name)) == set(report.tables(page.read_text()))
         assert "![" in page.read_text()
-    stale = report.check()
-    assert not stale, f"python -m experiments report would change: {', '.join(stale)}"
+    stale = [names for names, _ in report.stale().values()]
+    assert not stale, f"python -m experiments report would change: {stale}"

@@ -27,7 +27,6 @@ _BLOCK = re.compile(
 )
 # A column of bytes of L2; "sectors from L2" is a counter by its own name.
 _L2 = re.compile(r"(?<!from )(?<!to )\bL2\b")
-
 # A table of times or speeds.
 _TIMED = re.compile(
     r"\b(ms|us)\b|T(FLOP|B)/s|[Tt]imes? (of|over|at|a|than)\b|[Mm]icroseconds|[Ff]astest|"
@@ -142,31 +141,17 @@ def pages() -> list[Path]:
     return [PAGE, *sorted(TABLES.glob("*.md"))]
 
 
-def everywhere() -> dict[str, str]:
-    """Name -> text of the tables of all pages. Raises ValueError for one that stands twice."""
-    found: dict[str, str] = {}
-    for path in pages():
-        for name, body in tables(path.read_text("utf-8")).items():
-            if name in found:
-                raise ValueError(f"table {name!r} stands on {path.name} and on another page")
-            found[name] = body
-    return found
-
-
-def check(path: Path | None = None, store: Store | None = None) -> list[str]:
-    """Names of the tables of a page, or of all, that differ from what the stored rows give."""
-    return [name for names, _ in _stale(path, store).values() for name in names]
-
-
 def update(path: Path | None = None, store: Store | None = None) -> list[str]:
     """Write the tables of a page, or of all, anew; gives the names of those that changed."""
-    stale = _stale(path, store)
-    replace_files({each: page for each, (_, page) in stale.items()})
-    return [name for names, _ in stale.values() for name in names]
+    found = stale(path, store)
+    replace_files({each: page for each, (_, page) in found.items()})
+    return [name for names, _ in found.values() for name in names]
 
 
-def _stale(path: Path | None, store: Store | None) -> dict[Path, tuple[list[str], str]]:
-    """Of each page that differs its tables that do, and what it should be."""
+def stale(
+    path: Path | None = None, store: Store | None = None
+) -> dict[Path, tuple[list[str], str]]:
+    """Of each page, or of this one, where it differs: its tables that do, and what it should be."""
     old = {each: each.read_text("utf-8") for each in ([path] if path else pages())}
     store, found = store or Store(FIGURES), {}
     for each, page in old.items():

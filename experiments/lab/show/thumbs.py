@@ -1,14 +1,14 @@
 """Small figures for README: one panel of an experiment's rows, read at a third of a page."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..record import EMULATOR, Row
+from ..measure.workloads import TOKENS
+from ..record import EMULATOR, Row, select
 from . import style
 
-TOKENS = 16384
 SUFFIX = "_small"
 WIDTH, HEIGHT = 3.4, 2.9  # inches; shown some 270 pixels wide
 
@@ -27,18 +27,12 @@ class Thumb:
     unit: float = 1.0
     log: bool = True
     tokens: bool = False
-    places: Sequence[str] = field(default=("",))
 
     def points(self, rows: Sequence[Row], series: str) -> list[tuple[int, float]]:
         return sorted(
             (getattr(row, self.x), row.number / self.unit)
-            for row in rows
-            if row.series == series
-            and row.machine != EMULATOR
-            and not row.failed
-            and (not self.places[0] or row.place in self.places)
-            and (not self.tokens or row.batch * row.seqlen_q == TOKENS)
-            and all(getattr(row, name) == value for name, value in self.fields.items())
+            for row in select(rows, series=series, **self.fields)
+            if row.machine != EMULATOR and (not self.tokens or row.batch * row.seqlen_q == TOKENS)
         )
 
 
@@ -63,12 +57,12 @@ THUMBS = {
     "runtime_memory": Thumb(
         "Memory grows with N², or with N",
         {"torch-unfused": "torch unfused", "fa2-mma": "FA-2"}, "GiB", unit=1024,
-        fields={"metric": "memory", "source": "measured", "pass_": "fwd+bwd"}, places=("plain",),
+        fields={"metric": "memory", "source": "measured", "pass_": "fwd+bwd", "place": "plain"},
     ),
     "numerics": Thumb(
         "With outliers standard loses digits",
         {"standard-mma": "standard", "fa2-mma": "FA-2"}, "error, 10⁻⁴", unit=1e-4, log=False,
-        fields={"metric": "error", "dtype": "float16"}, places=("outliers",),
+        fields={"metric": "error", "dtype": "float16", "place": "outliers"},
     ),
     "decode": Thumb(
         "One query: columns shared by blocks",
