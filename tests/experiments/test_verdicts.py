@@ -452,6 +452,13 @@ def test_what_the_page_says_of_trials_on_an_h100():
              f"{blocks('fa2', 'window')} of `window`'s, on both units",
              f"FlashAttention-1 {' and '.join(blocks('fa1', x) for x in ('causal', 'window'))}",
              ]  # fmt: skip
+    own = partial(of, "blocks of the option's tiles")
+    (alike,) = over(own(note="window mask_mod with blocks of 64 x 64"),
+                    own(note="window by its option, tiles of 64 x 64"), "series")  # fmt: skip
+    at = {"series": "fa2-wgmma", "pass": "fwd", "d": "64"}
+    (wider,) = over(of("blocks", note="window mask_mod with blocks of 128 x 128", **at),
+                    own(note="window by its option, tiles of 64 x 64"), "series")  # fmt: skip
+    said.append(f"takes {alike:.2f} of its option's time, and of 128 x 128 {wider:.2f}")
     timed = Store(FIGURES).read("variants", "nvidia-h100-80gb-hbm3")
     pairs = product({row.place for row in timed}, variant_times.PASSES)
     flex = [x for at in pairs if (x := variant_times.over_flex(timed, *at))]
