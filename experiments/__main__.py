@@ -18,7 +18,6 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
-from fa_numba import device
 from fa_numba.commands.arguments import MAX_SEQLEN, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM
 
@@ -211,19 +210,16 @@ def _command(arguments: Sequence[str] | None) -> int:
         return Runner(Options(), arguments, console).tune(wanted)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
-    gpu = args.command == "draw" or device.gpu_available()  # drawn is what any machine measured
     for choice in CHOICES:
         if getattr(args, choice) is None:
             continue
-        other = [name for name in chosen if choice not in takes(load(name), gpu)]
+        other = [name for name in chosen if choice not in takes(load(name))]
         chosen = [name for name in chosen if name not in other]
         said = f"--{choice.replace('_', '-')} is nothing that {', '.join(other)} takes"
-        if any(choice in takes(load(name), True) for name in other):
-            said += " without a CUDA GPU"
         if other and args.command == "all":
             console.print(f"{said}: left out", soft_wrap=True, highlight=False)
         elif other:
-            taking = ", ".join(name for name in names() if choice in takes(load(name), gpu))
+            taking = ", ".join(name for name in names() if choice in takes(load(name)))
             parser.error(f"{said}, only {taking}")
     try:
         options = _options(args)

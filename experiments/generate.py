@@ -29,7 +29,7 @@ from .lab.record import FIGURES as RECORDED
 from .lab.show import style, tables
 
 NAME = "generate"
-TAKES, TAKES_ON_GPU = (), ("seqlens",)
+TAKES = ()
 
 SIZES = small_model.Sizes(len(ALPHABET), heads=2, head_dim=32, layers=2)
 CHARACTERS = 2**16
@@ -87,7 +87,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     if not peers.available():
         bench.say("  no torch with CUDA here: a character's time is not measured")
         return
-    lengths = options.seqlens or (QUICK_LENGTHS if options.quick else TIMED_LENGTHS)
+    lengths = QUICK_LENGTHS if options.quick else TIMED_LENGTHS
     for series in bench.each(list(DTYPES), "timing"):
         yield from _timed(series, lengths, bench.machine)
 

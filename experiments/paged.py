@@ -25,7 +25,7 @@ from .lab.show import style, tables
 from .prefix import pages_of
 
 NAME = "paged"
-TAKES, TAKES_ON_GPU = (), ("seqlens", "head_dims")
+TAKES = ()
 
 PAGE_SIZES = (16, 64, 128, 256)
 COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16", "fa2-wgmma": "float16"}
@@ -68,8 +68,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     yield from bench.counted(work, "counting", _counted)
     if bench.machine is None:
         return
-    contexts = options.seqlens or (QUICK_CONTEXTS if options.quick else CONTEXTS)
-    problems = [_step(N, d) for d in options.head_dims or (HEAD_DIM,) for N in contexts]
+    contexts = QUICK_CONTEXTS if options.quick else CONTEXTS
+    problems = [_step(N, HEAD_DIM) for N in contexts]
     timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
     inputs = Inputs()
     for problem in bench.each(problems, "timing"):

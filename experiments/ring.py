@@ -22,7 +22,7 @@ from .lab.record import MODEL, Bench, Options, Row, nested, select
 from .lab.show import style, tables
 
 NAME = "ring"
-TAKES, TAKES_ON_GPU = (), ("seqlens",)
+TAKES = ()
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
     "to send; memory is a rank's peak with its inputs; inputs are normal, drawn on the GPU; every "
@@ -60,7 +60,7 @@ LOOKS = dict(
 
 
 def tasks(options: Options) -> list[Task]:
-    lengths = SEQLENS[:1] if options.quick else options.seqlens or SEQLENS
+    lengths = SEQLENS[:1] if options.quick else SEQLENS
     found = [
         Task(ring_ranks.LINK, 0, False, "fwd", 20),
         Task(ring_ranks.MERGE, 2**17, False, "fwd", 20),

@@ -86,8 +86,9 @@ def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
     time_on_the_emulator(monkeypatch, paged)
     monkeypatch.setattr(paged, "PAGE_SIZES", (16, 64))
     monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (8, 0))
-    options = Options(seqlens=(80,), head_dims=(32,), quick=True)
-    rows = list(paged.measure(options, Bench(machine="some-gpu", kept=counted()[:1])))
+    monkeypatch.setattr(paged, "QUICK_CONTEXTS", (80,))
+    monkeypatch.setattr(paged, "HEAD_DIM", 32)
+    rows = list(paged.measure(Options(quick=True), Bench(machine="some-gpu", kept=counted()[:1])))
     rows = [row for row in rows if isinstance(row, Row)]
     assert [(row.note, row.value) for row in rows] == [
         (paged.place(size), n) for n, size in enumerate((0, 16, 64), 1)

@@ -321,7 +321,7 @@ def test_tiles_make_a_part_of_an_experiment():
     rows = recorded()
     assert all(chosen.admits(row) for row in rows)
     assert not any(Options(tiles=((32, 128),)).admits(row) for row in rows)
-    of = {name: registry.takes(registry.load(name), True) for name in registry.names()}
+    of = {name: registry.takes(registry.load(name)) for name in registry.names()}
     assert {name for name in of if "tiles" in of[name]} == {"timeline"}
 
 

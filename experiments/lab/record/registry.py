@@ -28,7 +28,6 @@ class Experiment(Protocol):
     TABLES          further tables: name -> function of the rows
     NEEDS           ("GPU",) or ("GPU", "torch"), without which nothing is measured
     TAKES           which of `options.CHOICES` it takes; all but tiles without it
-    TAKES_ON_GPU    which more it takes for what a GPU measures
     PROTOCOL        a sentence on how it measures, kept with its rows
     """
 
@@ -73,10 +72,9 @@ def figures(experiment: Experiment) -> Mapping[str, Draw]:
     return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
 
 
-def takes(experiment: Experiment, gpu: bool) -> set[str]:
-    """The choices of the command line that it takes, with a `gpu` or without."""
-    taken = set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))
-    return taken | set(getattr(experiment, "TAKES_ON_GPU", ()) if gpu else ())
+def takes(experiment: Experiment) -> set[str]:
+    """The choices of the command line that it takes."""
+    return set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))
 
 
 def tables(name: str) -> Mapping[str, Make]:
