@@ -16,7 +16,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import bandwidth, calls, check, peers
-from .lab.measure.series import HOPPER, LABELS, call, columns, plan, unit
+from .lab.measure.series import HOPPER, LABELS, columns, plan, unit
 from .lab.measure.timing import FEWEST, Timing, attempt, number, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record import Bench, Options, Row
@@ -119,18 +119,16 @@ def _timed(
 ) -> Iterator[Row]:
     common = columns(NAME, series, problem, machine)
     note, timing = "", None
-    if not calls.theirs(series):
+    theirs = calls.theirs(series)
+    if not theirs:
         planned, failure = attempt(plan, series, problem, **_own(series))
         if planned is not None:
             note = f"kv_splits={planned.kv_splits}"
             common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
 
     def work() -> Any:
-        if calls.theirs(series):
-            run = peers.call(series, problem, *arrays)
-            return time_call(run, gate.peer, REPEATS, SECONDS)
-        run = call(series, problem, *arrays, **_own(series))
-        return time_call(run, gate, REPEATS, SECONDS)
+        run = calls.make(series, "fwd", problem, arrays, **({} if theirs else _own(series)))
+        return time_call(run, gate.peer if theirs else gate, REPEATS, SECONDS)
 
     if not failure:
         timing, failure = attempt(work)

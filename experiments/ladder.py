@@ -16,10 +16,10 @@ from fa_numba.problem import Problem
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
 from .beside import ceilings
-from .lab.measure import bandwidth, check, counters, peers, variants
+from .lab.measure import bandwidth, counters, peers, variants
 from .lab.measure.series import columns, plan
-from .lab.measure.timing import REPEATS, attempt, number, time_call, timing_rows
-from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
+from .lab.measure.timing import REPEATS, attempt, number
+from .lab.measure.workloads import HEAD_DIMS, fa2_setting
 from .lab.record import Bench, Options, Row, values
 from .lab.show import style, tables
 
@@ -165,7 +165,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for mask in ((False, True) if hopper else (False,))
     ]
     if peers.available():
-        yield from _peer(problems, bench)
+        theirs = [(problem, [variants.Variant(PEER)]) for problem in problems]
+        yield from variants.times(NAME, theirs, bench)
     else:
         bench.say("  no torch with CUDA here: its kernel is not measured")
     yield from _limits(bench, hopper)
@@ -179,22 +180,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     known = counters.available_metrics() or set()
     more = {metric: name for metric, name in OCCUPIED.items() if name.split(".")[0] in known}
     yield from variants.measure(NAME, work, bench, PROFILED | more)
-
-
-def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
-    inputs = Inputs()
-    for problem in bench.each(problems, "timing torch"):
-        host = inputs(problem)
-        gate = check.gate(problem, "fwd", *host)
-        arrays = peers.on_device(host, problem.dtype)
-        run = peers.call(PEER, problem, *arrays)
-        timing, failure = attempt(time_call, run, gate.peer)
-        common = columns(NAME, PEER, problem, bench.machine, note=failure)
-        if timing is None:
-            yield Row(metric="time", unit="ms", value=None, **common)
-        else:
-            yield from timing_rows(timing, problem, **common)
-        peers.release()
 
 
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:

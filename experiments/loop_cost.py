@@ -59,8 +59,6 @@ STEPS = {
     "fa2-fa1-tiles": "Q outer, grid over the sequence (FA-2)",
     "fa2": "FA-2 at its own tiles",
 }
-# In the backward pass K and V are outside in both orders, and FA-2's grid is over them.
-BACKWARD = STEPS | {"fa2-fa1-tiles": "FA-2, grid over K/V, FA-1's tiles"}
 # Of these there is no kernel, and so no time: at whose tiles the closed forms are.
 COUNTED_ONLY = {"fa1-unnormalised": "fa1", "fa2-statistics": "fa2-one-block"}
 
@@ -76,25 +74,20 @@ def step_of(series: str) -> str:
     return "-".join((algorithm, *variant))
 
 
-def beside_products(step: str, problem: Problem, tiles: Any, passes: str = "fwd") -> int:
-    """Operations on elements of S and O that are no matrix products, as a step has them.
+def beside_products(step: str, problem: Problem, tiles: Any) -> int:
+    """Operations on elements of S and O that are no matrix products, as a forward step has them.
 
-    In each visited tile, whole: forward 5 Br Bc for scaling, row maxima, differences, exponentials
+    In each visited tile, whole: 5 Br Bc for scaling, row maxima, differences, exponentials
     and row sums, and Br d for each time that O is multiplied: by l, e^(m_old - m_new) and 1 / l in
     FA-1 (Algorithm 1 line 12), by the second alone where O stays unnormalised, which 1 / l ends
-    once (FA-2 line 12). Backward 6 Br Bc for P and dS, and 2 Br d for D = rowsum(dO o O), which
-    FA-1 has in every tile (Algorithm 4 line 19) and FA-2 once (Algorithm 2 line 4).
+    once (FA-2 line 12).
     """
     algorithm = step.split("-")[0]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
-    visited = io_model.tiles_visited(algorithm, problem, tiles, passes=passes)
+    visited = io_model.tiles_visited(algorithm, problem, tiles)
     often = algorithm == "fa1" and step != "fa1-unnormalised"
-    if passes == "bwd":
-        on_scores, on_output, once = 6, 2 * often, 2 * (not often)
-    else:
-        on_scores, on_output, once = 5, 3 if often else 1, int(not often)
     Br, Bc, d = tiles.Br, tiles.Bc, problem.head_dim
-    return visited * (on_scores * Br * Bc + on_output * Br * d) + once * rows * d
+    return visited * (5 * Br * Bc + (3 if often else 1) * Br * d) + (not often) * rows * d
 
 
 Steps = Mapping[tuple[str, str, str], float]
@@ -333,7 +326,7 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
             "FA-1 takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
         )
     what = f"What is known of each step, {_said(*example, units)}"
-    return Table(caption, f"{first}\n{what}:\n\n{_steps(*example, steps)}")
+    return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
@@ -349,19 +342,19 @@ def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem
     """Whose steps are shown: forward, 16 bits, the smallest head dimension or largest."""
 
     def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:
-        (passes, p), _ = item
-        return passes != "fwd", p.dtype != "float16", p.head_dim * (-1) ** largest
+        (_, p), _ = item  # forward comes first
+        return p.dtype != "float16", p.head_dim * (-1) ** largest
 
     return min(every.items(), key=order)
 
 
-def _steps(passes: str, problem: Problem, rows: Sequence[Row]) -> str:
+def _steps(problem: Problem, rows: Sequence[Row]) -> str:
     of = {(step_of(r.series), r.source, r.metric): r for r in rows if r.metric != "beside_products"}
     lines = []
-    for step, name in (BACKWARD if passes == "bwd" else STEPS).items():
+    for step, name in STEPS.items():
         run = COUNTED_ONLY.get(step, step)
         found = next((r for at, r in of.items() if at[0] == run), None)
-        if found is None or (run != step and passes == "bwd"):
+        if found is None:
             continue
         cells = [
             tables.cell(of.get((step, "measured", metric)), shown)
@@ -372,7 +365,7 @@ def _steps(passes: str, problem: Problem, rows: Sequence[Row]) -> str:
             more = 4 * problem.batch * problem.heads_q * problem.seqlen_q
             own = same.number + more * (step == "fa2-statistics")  # l and m where FA-2 has L
             moved[MODEL] = replace(same, value=own)
-        beside = beside_products(step, problem, found, passes)
+        beside = beside_products(step, problem, found)
         cells += [*(tables.cell(row, gigabytes) for row in moved.values()), f"{beside / 1e9:.1f}"]
         lines.append([name, f"{found.Br} x {found.Bc}", *cells])
     names = (name for name, _ in _MEASURED.values())

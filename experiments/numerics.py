@@ -107,30 +107,21 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     if not peers.available():
         bench.say("  no torch with CUDA here: neither its kernels nor bf16 are measured")
         dtypes = dtypes[:2]
-    cases = list(_problems(long, HEADS, dtypes))
+    kinds = (NORMAL, OUTLIERS)
+    cases = [
+        (Problem(1, HEADS, HEADS, N, N, HEAD_DIM, dtype=dtype), kind)
+        for dtype, kind, N in itertools.product(dtypes, kinds, long)
+    ]
     if not options.quick:
         cases += [(Problem(1, HEADS, HEADS, N, N, d), kind) for kind, d, N in PLANES_AT]
-    for item in bench.each([*cases, *_vectors(long)], "comparing with float64"):
-        yield from _rows_of(item, bench.machine)
+    cases += [(Problem(VECTORS, 1, 1, V, V, 1), kind) for kind in kinds for V in long]
+    for problem, kind in bench.each(cases, "comparing with float64"):
+        yield from _rows_of(problem, kind, bench.machine)
         device.release_memory()
         peers.release()
 
 
-Item = tuple[Problem, str]
-
-
-def _problems(lengths: Sequence[int], heads: int, dtypes: Sequence[str]) -> Iterator[Item]:
-    for dtype, kind, N in itertools.product(dtypes, (NORMAL, OUTLIERS), lengths):
-        yield Problem(1, heads, heads, N, N, HEAD_DIM, dtype=dtype), kind
-
-
-def _vectors(lengths: Sequence[int]) -> Iterator[Item]:
-    for kind, V in itertools.product((NORMAL, OUTLIERS), lengths):
-        yield Problem(VECTORS, 1, 1, V, V, 1), kind
-
-
-def _rows_of(item: Item, machine: str) -> Iterator[Row]:
-    problem, kind = item
+def _rows_of(problem: Problem, kind: str, machine: str) -> Iterator[Row]:
     make = _softmaxes if problem.head_dim == 1 and problem.batch > 1 else _attention
     found: dict[str, np.ndarray] = {}
     for series, run, errors, ordinary in make(problem, kind):

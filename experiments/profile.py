@@ -73,12 +73,11 @@ def runs() -> list[Run]:
             if variant.same_as is None
         ]
         found += [Run(name, problems[series.unit(name)], "bwd") for name in BACKWARD]
-        return [_with_tiles(run) for run in found]
-
-
-def _with_tiles(run: Run) -> Run:
-    planned = series.plan(run.series, run.problem, passes=run.pass_, **run.options)
-    return replace(run, options={**run.options, "tiles": planned.tiles})
+        plans = [series.plan(r.series, r.problem, passes=r.pass_, **r.options) for r in found]
+    return [
+        replace(run, options={**run.options, "tiles": planned.tiles})
+        for run, planned in zip(found, plans, strict=True)
+    ]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:

@@ -8,6 +8,7 @@ all-to-all; bytes between GPUs in closed form, and a model of the time over as m
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -269,16 +270,10 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
     """From which ratio of keys to queries Q sends less; with a link, the model's efficiencies."""
     if not rows:
         return None
-    by_ranks = [
-        [
-            str(ranks),
-            *(
-                f"{io_model.ring_break_even(ranks, head_dim=HEAD_DIM, passes=each):.3f}"
-                for each in ("fwd", "bwd")
-            ),
-        ]
-        for ranks in MODEL_RANKS
-    ]
+    by_ranks = []
+    for ranks in MODEL_RANKS:
+        ratio = partial(io_model.ring_break_even, ranks, head_dim=HEAD_DIM)
+        by_ranks.append([str(ranks), *(f"{ratio(passes=each):.3f}" for each in ("fwd", "bwd"))])
     header = ["GPUs", "fwd, Hk Nk / (Hq Nq)", "bwd"]
     caption = (
         "Ratio of keys to queries, heads counted, above which Q on its way sends fewer bytes than "

@@ -4,7 +4,7 @@ All passes, both loop orders, FA-1 with query splits, both on wgmma, standard at
 kernels where torch is installed, and the published curves.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -139,38 +139,34 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
+def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """(dtype, series) -> the largest error, and the largest excess over torch's FA-2 at one problem
+    and pass, in roundings of the dtype, if that was measured.
+    """
+    found: dict[tuple[str, str], dict[tuple, float]] = {}
+    for row in select(rows, metric="error"):
+        place = (row.pass_, *tables.sizes(row), row.batch)
+        found.setdefault((row.dtype, row.series), {})[place] = row.number
+    worst: dict[tuple[str, str], tuple[float, float | None]] = {}
+    for (dtype, series), mine in found.items():
+        theirs = found.get((dtype, peers.FLASH), {})
+        excess = [(mine[at] - theirs[at]) / ROUNDING[dtype] for at in mine if at in theirs]
+        worst[dtype, series] = max(mine.values()), max(excess, default=None)
+    return worst
+
+
 def errors(rows: Sequence[Row]) -> tables.Table | None:
-    lines = []
-    for dtype in ("float16", "bfloat16"):
-        worst = worst_errors(r for r in rows if r.dtype == dtype)
-        for series in sorted({series for _, series in worst}):
-            pairs = [pair for (_, name), pair in worst.items() if name == series]
-            beyond = [more for _, more in pairs if more is not None]
-            more = f"{max(beyond):.2f}" if beyond else tables.MISSING
-            largest = max(error for error, _ in pairs)
-            lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
+    worst, lines = worst_errors(rows), []
+    for dtype, series in sorted(worst, key=lambda at: (at[0] == "bfloat16", at[1])):
+        largest, excess = worst[dtype, series]
+        more = tables.MISSING if excess is None else f"{excess:.2f}"
+        lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
     header = ["dtype", "series", "largest error", "largest excess over torch FA-2"]
     caption = (
         "Relative to float64 of the same inputs, over all passes and problems checked; the excess "
         "is in roundings of the result."
     )
     return tables.of(caption, header, lines)
-
-
-def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """(pass, series) -> the largest error, and the largest excess over torch's FA-2 at one problem,
-    in roundings of the dtype, if that was measured.
-    """
-    found: dict[tuple[str, str], dict[tuple, float]] = {}
-    for row in select(rows, metric="error"):
-        place = (row.dtype, *tables.sizes(row), row.batch)
-        found.setdefault((row.pass_, row.series), {})[place] = row.number
-    worst: dict[tuple[str, str], tuple[float, float | None]] = {}
-    for (pass_, series), mine in found.items():
-        theirs = found.get((pass_, peers.FLASH), {})
-        excess = [(mine[at] - theirs[at]) / ROUNDING[at[0]] for at in mine if at in theirs]
-        worst[pass_, series] = max(mine.values()), max(excess, default=None)
-    return worst
 
 
 TABLES = {

@@ -220,11 +220,10 @@ def _compiled(
 def _empty_caches() -> Iterator[None]:
     """Inside torch keeps what it compiles in a folder of its own."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         caches = {name: os.path.join(folder, name) for name in names}
-        stack.enter_context(mock.patch.dict(os.environ, caches))
-        yield
+        with mock.patch.dict(os.environ, caches):
+            yield
 
 
 class Alike:

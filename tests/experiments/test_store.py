@@ -286,9 +286,9 @@ def test_bf16_is_measured_where_fp16_is():
 def test_recorded_errors_are_torchs_and_a_rounding(name):
     """Required of ours: at most the error of torch's FA-2 and one rounding of the result."""
     rows = Store(FIGURES).read(name, report.MACHINE)
-    for (pass_, series), (_, excess) in speed_fp16.worst_errors(rows).items():
+    for (_, series), (_, excess) in speed_fp16.worst_errors(rows).items():
         if not series.startswith("torch"):
-            assert excess is not None and excess <= 1, (pass_, series)
+            assert excess is not None and excess <= 1, series
 
 
 @pytest.mark.parametrize("name", report.known())
