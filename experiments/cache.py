@@ -171,11 +171,11 @@ def _over_seqlen(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, f
     for series in dict.fromkeys(k[0] for k in found):
         look, calls = _look(series), sorted((k for k in found if k[0] == series), key=itemgetter(3))
         model = [(k[3], found[k]["H200"]) for k in calls if "H200" in found[k]]
-        ax.plot(*style.xy(model), **look)
+        style.line(ax, model, **look)
         marks = [(k[3], known[k]) for k in calls if k in known]
-        ax.plot(*style.xy(marks), **_MARK, **look)
+        style.line(ax, marks, **_MARK, **look)
         accessed = [(k[3], found[k]["no L2"]) for k in calls if "no L2" in found[k]]
-        ax.plot(*style.xy(accessed), **_ACCESSED, **look)
+        style.line(ax, accessed, **_ACCESSED, **look)
     style.sizes(ax, lengths, "sequence length N")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)

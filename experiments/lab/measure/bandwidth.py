@@ -5,7 +5,7 @@ fit there, else from DRAM. No thread reads what its multiprocessor read lately, 
 nothing. `read_shared` reads shared memory, without bank conflicts. Every access is of 16 bytes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -154,7 +154,7 @@ def _check(sums: np.ndarray, expected: float) -> None:
 
 def measure_matmul(dtype: str, repeats: int) -> Timing:
     """FLOP a second of torch's product of two square matrices; float32 without TF32."""
-    run: Callable[[], Any] = peers.matmul(MATMUL_SIZE, dtype)
+    run = peers.matmul(MATMUL_SIZE, dtype)
     times = device.time_ms(run, repeats=repeats, warmup=3, flush_l2=False)
     return speed_of(2 * MATMUL_SIZE**3, times)
 

@@ -51,11 +51,10 @@ def said(rows: Sequence[Row]) -> str:
     return f"counted on the emulator at {where}: {found} of {counted} numbers equal the model"
 
 
-def annotate(ax: Any, rows: Sequence[Row], height: float, side: str = "right") -> None:
+def annotate(ax: Any, rows: Sequence[Row], height: float) -> None:
     """Write on a panel, below a height from 0 to 1, how many counted numbers equal the model's."""
     text = said(rows).replace(" at ", "\nat ").replace(": ", ":\n")
     if text:
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}
-        look = {"ha": side, "va": "top", "fontsize": 8.5, "bbox": box}
-        at = 0.98 if side == "right" else 0.02
-        ax.annotate(text, (at, height), xycoords="axes fraction", **look)
+        look = {"ha": "right", "va": "top", "fontsize": 8.5, "bbox": box}
+        ax.annotate(text, (0.98, height), xycoords="axes fraction", **look)

@@ -63,10 +63,6 @@ class Timing:
         p20, median, p80 = np.percentile(samples, [20, 50, 80])
         return cls(float(median), float(p20), float(p80), len(samples), error)
 
-    @property
-    def spread(self) -> dict[str, Any]:
-        return {"p20": self.p20, "p80": self.p80, "n": self.n}
-
 
 def time_call(
     call: Callable[..., Any], check: Callable[[Any], float], repeats: int = REPEATS,
@@ -91,7 +87,9 @@ def time_call(
 
 def number(found: Timing | None) -> dict[str, Any]:
     """The columns of a row that have what was found, or that nothing was."""
-    return {"value": None} if found is None else {"value": found.median, **found.spread}
+    if found is None:
+        return {"value": None}
+    return {"value": found.median, "p20": found.p20, "p80": found.p80, "n": found.n}
 
 
 def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row]:

@@ -70,21 +70,17 @@ class Runner:
             counts = None
             if self.options.complete and not self.options.recount:
                 counts = kept.stored(self.store, name)
+            own = {name: module.PROTOCOL} if hasattr(module, "PROTOCOL") else {}
             outcomes = self._record(
                 name,
                 lambda bench: module.measure(self.options, replace(bench, kept=counts or ())),
-                self.about(name, module),
+                functools.partial(self._provenance.for_machine, own=own),
                 self.options.complete,
             )
             counted, complete = outcomes.get(EMULATOR), self.options.complete
             rows = self.store.read(name, EMULATOR)
             if complete and counted and counted.measured == len(rows) and not counted.failed:
                 kept.keep(self.store, name, self._provenance.for_machine(EMULATOR))
-
-    def about(self, name: str, module: Experiment) -> About:
-        """What describes a run of the experiment by the machine whose rows it is of."""
-        own = {name: module.PROTOCOL} if hasattr(module, "PROTOCOL") else {}
-        return functools.partial(self._provenance.for_machine, own=own)
 
     def recording(self, name: str, machine: str) -> Store:
         """The last recording of the machine: in --out, or else the one that is with the project."""

@@ -6,7 +6,7 @@ matplotlib is imported once something is drawn: what measures does without it.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,10 +130,6 @@ def handles(axes: Any) -> dict[str, Any]:
     return found
 
 
-def xy(points: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
 def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **look: Any) -> None:
     """Points x -> y, or pairs, in a look or that of the series `like`; nothing where none are."""
     pairs = list(points.items() if isinstance(points, Mapping) else points)
@@ -177,8 +173,12 @@ def short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
-def plain_ticks(axis: Any) -> None:
-    _written(axis, lambda value, _position: f"{value:g}")
+def plain_ticks(axis: Any, label: Any = lambda value, _position: f"{value:g}") -> None:
+    """The major ticks of an axis alone, written by `label`, a function or a formatter."""
+    from matplotlib.ticker import NullFormatter
+
+    axis.set_major_formatter(label)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def log(axis: Any, base: int = 10) -> None:
@@ -188,21 +188,9 @@ def log(axis: Any, base: int = 10) -> None:
 
 def byte_axis(axis: Any) -> None:
     """Ticks of a log axis of bytes in MB, GB, TB (powers of ten)."""
+    from matplotlib.ticker import EngFormatter
 
-    def label(value: float, _position: int) -> str:
-        for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-            if value >= size * 0.999:
-                return f"{value / size:g} {unit}"
-        return f"{value:g} B"
-
-    _written(axis, label)
-
-
-def _written(axis: Any, label: Callable[[float, int], str]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axis.set_major_formatter(FuncFormatter(label))
-    axis.set_minor_formatter(NullFormatter())
+    plain_ticks(axis, EngFormatter("B"))
 
 
 def _settle(figure: Figure) -> None:
