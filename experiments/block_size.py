@@ -146,18 +146,10 @@ def draw(rows: Sequence[Row]) -> Any:
         for dtype, filled in (("float32", None), ("float16", "white")):
             mine = [r for r in times if r.dtype == dtype]
             style.line(right, points(mine, algorithm, varied), mfc=filled, **look)
-    theirs: dict[str, Any] = {
-        "ls": "--",
-        "marker": "s",
-        "mfc": "white",
-        "zorder": 2,
-        "markersize": 8,
-    }
+    theirs: dict[str, Any] = {"ls": "--", "marker": "s", "mfc": "white", "zorder": 2, "ms": 8}
     theirs |= {"color": style.COLOURS[PUBLISHED], "label": "FA-1 paper over $B_c$, A100, fp16"}
-    for ax, metric, what in (
-        (left, "hbm_accesses", "accesses (model)"),
-        (right, "runtime", "runtime"),
-    ):
+    panels = (left, "hbm_accesses", "accesses (model)"), (right, "runtime", "runtime")
+    for ax, metric, what in panels:
         style.line(ax, paper(metric), **theirs)
         style.sizes(ax, SIZES, "block size")
         ax.set_title(f"{what}, N={SEQLEN}, d={HEAD_DIM}")

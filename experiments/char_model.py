@@ -22,7 +22,7 @@ from .lab.measure.series import LABELS, columns
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
 from .lab.record import Bench, Options, Row, select
-from .lab.show import tables
+from .lab.show import style, tables
 
 try:
     import torch
@@ -266,8 +266,6 @@ def after(rows: Sequence[Row], series: str, metric: str = "loss") -> list[float]
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    from .lab.show import style
-
     rows = [row for row in rows if not row.failed]
     if not rows:
         return None
@@ -276,11 +274,11 @@ def draw(rows: Sequence[Row]) -> Any:
     left.set_title(f"training loss, context {CONTEXT}, d={HEAD_DIM}")
     right.set_title(f"distance to {LABELS[REFERENCE]}, same seed")
     for series in SERIES:
-        _band(left, curves(rows, series, "loss", TRAINING), series, style, lw=_WIDTHS[series])
+        _band(left, curves(rows, series, "loss", TRAINING), series, lw=_WIDTHS[series])
         signed = curves(rows, series, "loss_difference", TRAINING)
         # A difference of nothing has no place on a log axis.
         away = {step: [abs(x) for x in values if x] for step, values in signed.items()}
-        _band(right, {step: x for step, x in away.items() if x}, series, style)
+        _band(right, {step: x for step, x in away.items() if x}, series)
     losses = curves(rows, REFERENCE, "loss", TRAINING)
     spread = {step: max(x) - min(x) for step, x in losses.items() if max(x) > min(x)}
     label = f"{LABELS[REFERENCE]}: spread over seeds"
@@ -300,7 +298,7 @@ def draw(rows: Sequence[Row]) -> Any:
 _WIDTHS = {REFERENCE: 4.5, "torch-unfused": 3.0, OURS: 1.4}
 
 
-def _band(ax: Any, points: dict[int, list[float]], series: str, style: Any, **look: Any) -> None:
+def _band(ax: Any, points: dict[int, list[float]], series: str, **look: Any) -> None:
     """The mean over seeds in a band from the smallest to the largest."""
     x = sorted(points)
     if x:

@@ -127,7 +127,7 @@ def _timed(
             common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
 
     def work() -> Any:
-        run = calls.make(series, "fwd", problem, arrays, **({} if theirs else _own(series)))
+        run = calls.make(series, "fwd", problem, arrays, **_own(series))
         return time_call(run, gate.peer if theirs else gate, REPEATS, SECONDS)
 
     if not failure:

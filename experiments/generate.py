@@ -236,7 +236,7 @@ _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 def draw(rows: Sequence[Row]) -> Any:
     modelled = by_length(rows, "traffic", "model")
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
-    if not modelled and not counted and not timed:
+    if not modelled:
         return None
     figure, ((left, right),) = style.new(1, 2, 4.3)
     figure.suptitle(_message(modelled, timed), fontsize=12)
@@ -247,13 +247,10 @@ def draw(rows: Sequence[Row]) -> Any:
         style.line(left, by, color=colour, label=f"{place}: closed form")
         looks: dict[str, Any] = {"color": colour, "marker": marker, "ls": "", "ms": 4}
         style.line(left, marks, label=f"{place}: counted", **looks)
-    if modelled or counted:
-        left.set_yscale("log")
-        style.byte_axis(left.yaxis)
-        style.sizes(left, (8, 16, *LENGTHS), "characters before")
-        left.legend()
-    else:
-        style.empty(left, "not counted")
+    left.set_yscale("log")
+    style.byte_axis(left.yaxis)
+    style.sizes(left, (8, 16, *LENGTHS), "characters before")
+    left.legend()
     right.set_title(f"time a character, {TIMED_SEQUENCES} sequences at once")
     for (series, place), by in sorted(timed.items()):
         colour, marker = _LOOKS[place]

@@ -7,6 +7,7 @@ counted, L2 and DRAM bytes; the published bounds; where square blocks need fewer
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -43,30 +44,21 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def blocked_standard(problem: Problem, M: float) -> float:
+def blocked_standard(problem: Problem, M: float, pass_: str = "fwd") -> float:
     """Accesses of standard attention by products of square blocks, three of which fit M floats.
 
     Blocks of b = sqrt(M / 3) rows and columns, elements per head: S loads 2 N^2 d / b and stores
     N^2, the softmax loads and stores N^2, O loads N^2 max(1, d / b) of P and N^2 d / b of V and
     stores N d. Below M = d^2 this is what attains Saha and Ye's N^2 d / sqrt(M).
+    Backward (FA-1's Algorithm 3), P given: dP loads 2 N^2 d / b and stores N^2, dS loads P and dP
+    and stores N^2 (its row sums are those of dO O: 2 N d loads, N stored and read); dQ, dK and dV
+    load and store as O does forward.
     """
     N, d = problem.seqlen_q, problem.head_dim
-    b = math.sqrt(M / 3)
-    products = 3 * d / b + max(1.0, d / b)
-    return problem.batch * problem.heads_q * (N * N * (products + 3) + N * d)
-
-
-def blocked_standard_backward(problem: Problem, M: float) -> float:
-    """Accesses of standard attention's backward pass (FA-1's Algorithm 3) in the same blocks.
-
-    Elements per head, P given: dP loads 2 N^2 d / b and stores N^2, dS loads P and dP and stores
-    N^2 (its row sums are those of dO O: 2 N d loads, N stored and read); dQ, dK and dV load and
-    store as O does forward.
-    """
-    N, d = problem.seqlen_q, problem.head_dim
-    b = math.sqrt(M / 3)
-    products = 5 * d / b + 3 * max(1.0, d / b)
-    return problem.batch * problem.heads_q * (N * N * (products + 4) + 5 * N * d + 2 * N)
+    b, heads = math.sqrt(M / 3), problem.batch * problem.heads_q
+    if pass_ == "fwd":
+        return heads * (N * N * (3 * d / b + max(1.0, d / b) + 3) + N * d)
+    return heads * (N * N * (5 * d / b + 3 * max(1.0, d / b) + 4) + 5 * N * d + 2 * N)
 
 
 # By pass: what the closed forms have beside both orders.
@@ -74,7 +66,6 @@ BOUNDS = {
     "fwd": {"theta-flash": io_model.theta_flash, "saha-ye": io_model.saha_ye},
     "bwd": {BACKWARD_BOUND: io_model.li_liang},
 }
-BLOCKS = {"fwd": blocked_standard, "bwd": blocked_standard_backward}
 
 
 def memory(row: Row) -> int:
@@ -123,7 +114,8 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
     for setting in at(problem, M, pass_):
         if not setting.series.endswith(RULE) or M >= 4 * problem.head_dim:
             yield from scaling.model(NAME, setting)
-    for series, bound in (BOUNDS[pass_] | {BLOCKED: BLOCKS[pass_]}).items():
+    blocked = partial(blocked_standard, pass_=pass_)
+    for series, bound in (BOUNDS[pass_] | {BLOCKED: blocked}).items():
         if series != "theta-flash" or M >= problem.head_dim:
             common = columns(NAME, series, problem, MODEL, note=f"M={M}", pass_=pass_)
             value = bound(problem, M)

@@ -44,14 +44,10 @@ PROTOCOL = (
 )
 OURS = {
     "float32": ("standard-simt", "fa1-simt", "fa2-simt"),
-    "float16": ("standard-mma", "fa1-mma", "fa2-mma"),
-    "bfloat16": ("standard-mma", "fa1-mma", "fa2-mma"),
+    **dict.fromkeys(("float16", "bfloat16"), ("standard-mma", "fa1-mma", "fa2-mma")),
 }
-THEIRS = {
-    "float32": (peers.UNFUSED, peers.EFFICIENT),
-    "float16": (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT),
-    "bfloat16": (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT),
-}
+_THEIRS = (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT)
+THEIRS = {"float32": (peers.UNFUSED, peers.EFFICIENT), "float16": _THEIRS, "bfloat16": _THEIRS}
 SAFE, ONLINE = "softmax-safe", "softmax-online"
 
 

@@ -159,7 +159,7 @@ _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256
 
 def draw(rows: Sequence[Row]) -> Any:
     timed, shares = ratios(rows), counted(rows, "table_share")
-    if not timed and not shares:
+    if not shares:
         return None
     figure, ((*over, right),) = style.new(1, 1 + len(TIMED), 3.9, sharey=False)
     said = [
@@ -187,12 +187,9 @@ def draw(rows: Sequence[Row]) -> Any:
         looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
         looks["ls"] = "--" if series.endswith("simt") else "-"
         right.plot(sizes, [100 * x for x in values], label=UNIT_NAMES[unit(series)], **looks)
-    if shares:
-        style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows a page")
-        right.set(ylabel="percent", ylim=(0, None))
-        right.legend()
-    else:
-        style.empty(right, "not counted")
+    style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows a page")
+    right.set(ylabel="percent", ylim=(0, None))
+    right.legend()
     return figure
 
 

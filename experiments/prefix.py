@@ -228,15 +228,14 @@ _LOOKS = dict(zip(PREFIXES, (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"
 def draw(rows: Sequence[Row]) -> Any:
     moved = gains(by_way(rows, TIMED[0], "traffic"))
     timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
-    if not moved and not any(timed.values()):
+    if not moved:
         return None
     figure, (axes,) = style.new(1, 1 + len(TIMED), 3.9, sharey=True)
     titles = ["bytes accessed", *(f"time, {unit(series)}" for series in TIMED)]
-    missing = ["not counted", *["not recorded"] * len(TIMED)]
-    for ax, title, by, lacks in zip(axes, titles, (moved, *timed.values()), missing, strict=True):
+    for ax, title, by in zip(axes, titles, (moved, *timed.values()), strict=True):
         ax.set_title(title)
         if not by:
-            style.empty(ax, lacks)
+            style.empty(ax, "not recorded")
             continue
         for prefix, points in by.items():
             colour, marker = _LOOKS.get(prefix, ("#000000", "D"))
@@ -246,15 +245,12 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set_yscale("log", base=2)
         ax.axhline(1, color="#888888", lw=0.8)
         ax.set_ylabel("read by each / read once")
-        if ax is axes[0] or not moved:
-            ax.legend(loc="lower right" if moved else "upper left")
-    said = _range(moved) or "not counted"
+    axes[0].legend(loc="lower right")
     times = [f"{unit(series)} {_range(by)}" for series, by in timed.items() if by]
-    figure.suptitle(
-        f"A prefix of {SEQUENCES[-1]} sequences, read once: {said} times fewer bytes; time "
-        + (", ".join(times) if times else "not recorded"),
-        fontsize=12,
+    said = (
+        f"read once: {_range(moved)} times fewer bytes; time {', '.join(times) or 'not recorded'}"
     )
+    figure.suptitle(f"A prefix of {SEQUENCES[-1]} sequences, {said}", fontsize=12)
     return figure
 
 

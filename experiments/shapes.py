@@ -303,8 +303,6 @@ def _timed(
 
 
 Place = tuple[Any, ...]  # class and name of a point, and its sizes
-
-
 Over = dict[str, dict[Place, float]]  # series -> place -> its time over ours by auto
 
 

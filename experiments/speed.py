@@ -26,10 +26,7 @@ STUDY = speeds.Study(
     theirs=peers.FLOAT32,
 )
 
-
 measure = partial(speeds.measure, STUDY)
-
-
 draw = partial(speed_figures.draw, STUDY)
 
 

@@ -22,11 +22,6 @@ STUDY = speeds.Study(
     fa1_longest=8192,
 )
 
-
 measure = partial(speeds.measure, STUDY)
-
-
 draw = partial(speed_figures.draw, STUDY)
-
-
 table = partial(speed_figures.table, STUDY, caption="TFLOP/s, fp32.")

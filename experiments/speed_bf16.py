@@ -28,7 +28,6 @@ STUDY = speeds.Study(
     seqlens=(512, 2048, 8192),
 )
 
-
 measure = partial(speeds.measure, STUDY)
 
 

@@ -29,7 +29,6 @@ STUDY = speeds.Study(
     figures=("Fig. 4", "Fig. 5", "Fig. 6", "Fig. 7"),
 )
 
-
 measure = partial(speeds.measure, STUDY)
 
 
@@ -55,7 +54,6 @@ PAPERS = {
     **{f"fa3_fig{n}": ("fa3", f"Fig. {n}") for n in (5, 6)},
 }
 FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
-
 
 table = partial(speed_figures.table, STUDY, caption="TFLOP/s, fp16.")
 

@@ -117,10 +117,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for pair, panels in zip(pairs, axes, strict=True):
         longest = max(trace.bytes for trace in pair.values()) / KB
         for series, ax in zip(SERIES, panels, strict=True):
-            if series in pair:
-                _panel(ax, pair[series], longest, style.COLOURS[series])
-            else:
-                style.empty(ax, f"{LABELS[series]}: not traced")
+            _panel(ax, pair[series], longest, style.COLOURS[series])
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
     look = {"title_fontsize": 9.5, "ncols": len(LEGEND), "handlelength": 1.4}
     figure.legend(handles=handles, title=READING, loc="outside upper center", **look)

@@ -27,18 +27,6 @@ DIMENSIONS = (48, 64, 192)  # from one to the next registers are shared out othe
 LENGTHS = ("q_lens", "kv_lens", "packed")
 _ENDS = [0, N]
 _CAP, _TABLE = 5.0, np.zeros((HEADS, 2 * N), np.float32)
-
-
-def _capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """A score_mod whose slope is not 1."""
-    return _CAP * math.tanh(score / _CAP)
-
-
-def _relative(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """One that takes an array from outside."""
-    return score + _TABLE[h, i - j + N]
-
-
 GIVEN: dict[str, dict[str, Any]] = {
     "window": {"window": (64, 64)},
     "softcap": {"softcap": 5.0},
@@ -49,8 +37,12 @@ GIVEN: dict[str, dict[str, Any]] = {
     "q_lens": {"q_lens": [N]},
     "kv_lens": {"kv_lens": [N]},
     "packed": {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS},
-    "slope_of": {"score_mod": _capped},
-    "dcaptured": {"score_mod": _relative, "return_dcaptured": True},
+    # A slope that is not 1, and an array from outside.
+    "slope_of": {"score_mod": lambda s, b, h, i, j: _CAP * math.tanh(s / _CAP)},
+    "dcaptured": {
+        "score_mod": lambda s, b, h, i, j: s + _TABLE[h, i - j + N],
+        "return_dcaptured": True,
+    },
 }
 
 

@@ -170,7 +170,7 @@ def test_square_blocks_backward():
     row_sums = 2 * N * d + N
     dS = 3 * N * N + N
     gradients = 3 * ((N // b) * (d // b) * ((N // b) * 2 * b * b) + N * d)
-    found = io_vs_sram.blocked_standard_backward(problem, M)
+    found = io_vs_sram.blocked_standard(problem, M, "bwd")
     assert found == dP + row_sums + dS + gradients
 
 
