@@ -128,7 +128,8 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
             fits = _fits(mine, over, series)
             if any(fits):
                 said = theorem.get(series, "2")
-                lines.append([over, scaling.LABELS[series], said, *map(scaling.cell, fits)])
+                exponents = (str(found or tables.MISSING) for found in fits)
+                lines.append([over, scaling.LABELS[series], said, *exponents])
     header = ["over", "algorithm", "theorem", *scaling.FITTED.values()]
     caption = (
         "Exponents of N (one head, d=64) and of d, with the standard error of the fit and the "

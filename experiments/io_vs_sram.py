@@ -242,7 +242,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
                 forward = SERIES_LABELS.get(base, name)
                 name = name.replace(forward, BACKWARD_LABELS.get(base, forward)) + ", backward"
             side = "below d²" if high <= square else "above d²"
-            lines.append([f"{name}, {side}", theorem, *map(scaling.cell, fitted)])
+            exponents = (str(found or tables.MISSING) for found in fitted)
+            lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
         f" FA-1 with line 1's tiles accesses less than square blocks from M = {where[0]} on, "

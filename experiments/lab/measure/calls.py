@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,11 @@ def make(
     return source.gradients(series, problem, pass_, *arrays, **options)
 
 
-def shortened(longest: int) -> Callable[[Problem], Problem]:
+def shortened(longest: int, problem: Problem) -> Problem:
     """A problem of a longer sequence with one batch entry and that length, any other as it is."""
-
-    def shorter(problem: Problem) -> Problem:
-        if problem.seqlen_q <= longest:
-            return problem
-        return replace(problem, batch=1, seqlen_q=longest, seqlen_k=longest)
-
-    return shorter
+    if problem.seqlen_q <= longest:
+        return problem
+    return replace(problem, batch=1, seqlen_q=longest, seqlen_k=longest)
 
 
 class Checks:
@@ -59,7 +56,8 @@ class Checks:
         self, inputs: Inputs, shorter: Callable[[Problem], Problem] | None = None,
         given: Callable[[Problem], dict[str, Any]] = lambda problem: {},
     ) -> None:  # fmt: skip
-        self.inputs, self._shorter, self._given = inputs, shorter or shortened(LONGEST), given
+        self.inputs, self._given = inputs, given
+        self._shorter = shorter or partial(shortened, LONGEST)
         self._gates: dict[Any, Gate] = {}
         self._passed: set[Any] = set()
 

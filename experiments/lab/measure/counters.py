@@ -219,16 +219,9 @@ def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
 
 def available_metrics() -> set[str] | None:
     """The metrics that this GPU has, without suffixes such as .sum; None where ncu cannot say."""
-    if not available():
-        return None
-    try:
-        run = subprocess.run(
-            ("ncu", "--query-metrics"), capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    found = set(re.findall(r"^\s*(\w+__\w+)\b", run.stdout, re.MULTILINE))
-    return found if run.returncode == 0 and found else None
+    status, said = _with_children(("ncu", "--query-metrics")) if available() else (1, "")
+    found = set(re.findall(r"^\s*(\w+__\w+)\b", said, re.MULTILINE))
+    return found if status == 0 and found else None
 
 
 def _run(

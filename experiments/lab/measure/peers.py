@@ -68,17 +68,7 @@ def call(
         lengths = torch.as_tensor(kv_lens, device="cuda")[:, None, None, None]
         valid = torch.arange(problem.seqlen_k, device="cuda") < lengths
 
-    if series in _BACKENDS:
-        backend = getattr(SDPBackend, _BACKENDS[series])
-
-        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
-        options |= {"attn_mask": valid, "enable_gqa": problem.group > 1}
-
-        def run(out: Any = None) -> Any:
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
-
-    elif series == UNFUSED:
+    if series == UNFUSED:
         hidden = None if valid is None else ~valid
         if causal:
             shape = (problem.seqlen_q, problem.seqlen_k)
@@ -97,7 +87,15 @@ def call(
             return torch.matmul(P, tv)
 
     else:
-        raise ValueError(f"series is {series!r}: allowed is {', '.join((*_BACKENDS, UNFUSED))}")
+        backend = getattr(SDPBackend, _BACKENDS[series])
+
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+        options |= {"attn_mask": valid, "enable_gqa": problem.group > 1}
+
+        def run(out: Any = None) -> Any:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, **options)
+
     return run
 
 
@@ -140,12 +138,10 @@ def matmul(size: int, dtype: str) -> Callable[[], Any]:
 
 
 def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
-    """NumPy arrays on the GPU in `dtype`. Raises RuntimeError for bfloat16 without torch."""
+    """NumPy arrays on the GPU in `dtype`, of which bfloat16 needs torch."""
     if available():
         kind = getattr(torch, dtype)
         return tuple(torch.as_tensor(x, device="cuda").to(kind) for x in arrays)
-    if dtype == "bfloat16":
-        raise RuntimeError("dtype is bfloat16: only torch has arrays of it, and it is not here")
     return tuple(device.to_gpu(x.astype(dtype, copy=False)) for x in arrays)
 
 

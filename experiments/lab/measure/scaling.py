@@ -14,7 +14,7 @@ from fa_numba.choices.tiles import paper_rule, simt_tiles
 from fa_numba.problem import Problem
 
 from ..record import EMULATOR, MODEL, Bench, Row
-from ..show import style, tables
+from ..show import style
 from . import counts, variants
 from .series import LABELS as SERIES_LABELS
 from .series import algorithm, call, columns, gradients, plan
@@ -170,10 +170,6 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
         return None
     line = stats.linregress(*([math.log(n) for n in each] for each in zip(*inside, strict=True)))
     return Fit(float(line.slope), float(line.stderr), inside[0][0], inside[-1][0])
-
-
-def cell(found: Fit | None) -> str:
-    return tables.MISSING if found is None else str(found)
 
 
 def equal(rows: Sequence[Row]) -> str:

@@ -90,12 +90,9 @@ def note(tiles: fa_numba.Tiles) -> str:
 
 
 def _tiles(row: Row) -> fa_numba.Tiles:
-    if row.Br is None or row.Bc is None:
-        raise ValueError(
-            f"Br is {row.Br} and Bc is {row.Bc} in a row of the sweep: allowed are both"
-        )
     said = dict(word.split("=") for word in row.place.split())
-    return fa_numba.Tiles(row.Br, row.Bc, int(said["threads"]), int(said.get("stages", 1)))
+    threads, stages = int(said["threads"]), int(said.get("stages", 1))
+    return fa_numba.Tiles(row.Br or 0, row.Bc or 0, threads, stages)  # which refuses 0
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:

@@ -70,7 +70,7 @@ def times(
     """
     backwards = any(s.passes != "fwd" for _, variants in work for s in variants)
     inputs = Inputs(gradient=backwards)
-    checks = calls.Checks(inputs, calls.shortened(CHECKED_SEQLEN))
+    checks = calls.Checks(inputs, partial(calls.shortened, CHECKED_SEQLEN))
     for problem, variants in bench.each(work, "timing"):
         arrays = peers.on_device(inputs(problem), problem.dtype)
         timed: dict[str, list[Row]] = {}

@@ -140,17 +140,14 @@ def when(runs: Sequence[Mapping[str, Any]]) -> str:
     commits = list(dict.fromkeys(map(_commit, runs))) or [_commit({})]
     dates = sorted({run.get("date") or "undated" for run in runs}) or ["undated"]
     if len(commits) == 1:
-        return f"{dates[-1]}, {'commit ' if commits[0] != NO_COMMIT else ''}{commits[0]}"
+        return f"{dates[-1]}, commit {commits[0]}"
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{span}, {len(commits)} commits: {', '.join(commits)}"
 
 
-NO_COMMIT = "no commit"
-
-
 def _commit(run: Mapping[str, Any]) -> str:
     head = run.get("commit")
-    return NO_COMMIT if head is None else f"{head[:7]}{'+' if run.get('dirty') else ''}"
+    return "unknown" if head is None else f"{head[:7]}{'+' if run.get('dirty') else ''}"
 
 
 def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:

@@ -1,8 +1,7 @@
 """A run on its way to its recording: its rows are kept in a file of their own until all are there.
 
 `<root>/partial/<experiment>.json`, written as each item is done (`options.Bench.each`). The next
-run of the same commit, sources and versions takes over what it has. The recording under
-`<root>/data` is as it was all the while.
+run of the same commit, sources and versions takes over what it has.
 """
 
 import json

@@ -154,12 +154,9 @@ def frames(traces: Sequence[Trace], note: str) -> Iterator[Any]:
 
 def gif(problems: Sequence[Sequence[Trace]], note: str) -> bytes:
     """The problems one after the other, each with its traces from left to right, as a GIF file."""
-    pictures: list[Any] = []
-    lasting: list[int] = []
-    for traces in problems:
-        found = list(frames(traces, note))
-        pictures += found
-        lasting += [FRAME] * (len(found) - 1) + [END]
+    films = [list(frames(traces, note)) for traces in problems]
+    pictures = [picture for film in films for picture in film]
+    lasting = [time for film in films for time in [FRAME] * (len(film) - 1) + [END]]
     first = pictures[0].quantize(256)  # the legend has all colours
     rest = [picture.quantize(palette=first, dither=0) for picture in pictures[1:]]
     data = io.BytesIO()
