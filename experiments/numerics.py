@@ -76,25 +76,13 @@ def series_of(problem: Problem, kind: str) -> tuple[str, ...]:
 
 
 def errors_of(got: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    """The relative error (of norms), the root of the mean square and the largest error."""
     off = np.abs(got - right)
     return {
         "error": reference.relative_error(got, right),
         "rmse": float(np.sqrt(np.mean(off**2))),
         "max_error": float(off.max()),
     }
-
-
-class Exact:
-    """Attention in float64 on some rows of every head, evenly spread."""
-
-    def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        N = problem.seqlen_q
-        self._rows = np.unique(np.linspace(0, N - 1, min(N, SAMPLED)).astype(int))
-        self._right: Any = reference.attention(q[:, :, self._rows], k, v)
-
-    def errors(self, out: np.ndarray) -> dict[str, float]:
-        """The relative error (of norms), the root of the mean square and the largest error."""
-        return errors_of(out[:, :, self._rows].astype(np.float64), self._right)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -139,14 +127,20 @@ Made = tuple[str, Callable[[], np.ndarray], Callable[[np.ndarray], dict[str, flo
 
 
 def _attention(problem: Problem, kind: str) -> Iterator[Made]:
-    host = inputs(kind, problem)
-    exact, arrays = Exact(problem, *host), peers.on_device(host, problem.dtype)
+    q, k, v = host = inputs(kind, problem)
+    arrays, N = peers.on_device(host, problem.dtype), problem.seqlen_q
+    some = np.unique(np.linspace(0, N - 1, min(N, SAMPLED)).astype(int))
+    right: Any = reference.attention(q[:, :, some], k, v)
+
+    def errors(out: np.ndarray) -> dict[str, float]:
+        return errors_of(out[:, :, some].astype(np.float64), right)
+
     ours = series_of(problem, kind)
     others = THEIRS[problem.dtype] if OURS[problem.dtype][0] in ours else (peers.EFFICIENT,)
     for series in (*ours, *(others if peers.available() else ())):
         ordinary = peers.UNFUSED if calls.theirs(series) else ours[0]
         run = partial(_output, series, problem, arrays)
-        yield series, run, exact.errors, ordinary
+        yield series, run, errors, ordinary
 
 
 def _output(series: str, problem: Problem, arrays: Sequence[Any]) -> np.ndarray:

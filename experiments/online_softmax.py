@@ -277,20 +277,17 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
     model, counted = an_element(rows, "model"), an_element(rows, "counted")
-    if not model and not counted:
+    if not model:
         return None
     known, found = paper(), times(rows)
     nan = {r.series: r for r in rows if r.metric == "nan"}
     lines = []
     for series in (*SERIES, *ATTENTION):
-        form, run = model.get(series), counted.get(series)
-        either = run or form
-        if either is None:
-            continue
+        form, run = model[series], counted.get(series)
         speeds = [over_safe(found, series, batch) for batch in BATCHES]
         name = LABELS.get(series)
         cells = [f"{name} softmax" if name else f"attention, {ATTENTION_LABELS[series]}"]
-        cells += [f"{either[what]:.3g}" for what in ("loads", "stores")]
+        cells += [f"{form[what]:.3g}" for what in ("loads", "stores")]
         cells += [f"{sum(of.values()):.3g}" if of else tables.MISSING for of in (run, form)]
         cells += [tables.number(known, series, "g"), tables.cell(nan.get(series), str)]
         lines.append([*cells, *map(_best, speeds)])

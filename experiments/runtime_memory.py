@@ -137,7 +137,10 @@ class _Session:
         self, problem: Problem, name: str, series: str, arrays: Sequence[Any],
         options: dict[str, Any], check: calls.Check,
     ) -> Iterator[Row]:  # fmt: skip
-        failure = self._check_once(series, name)
+        if (series, name) not in self._checked:  # a small problem, with these options
+            of = (series, CHECKED, self._inputs(CHECKED), given(name, CHECKED))
+            _, self._checked[series, name] = attempt(calls.check_once, *of)
+        failure = self._checked[series, name]
         repeated = problem.seqlen_q <= REPEATED
         for pass_ in PASSES if repeated else ("fwd", "fwd+bwd"):
             if (series, name, pass_) in self._ended:
@@ -145,8 +148,8 @@ class _Session:
             found, why = None, failure
             if not why:
                 checked = check if pass_ == "fwd" else None
-                of = (series, pass_, problem, arrays, options, checked, repeated)
-                found, why = attempt(self._measured, *of)
+                call = (series, pass_, problem, arrays, options, checked, repeated)
+                found, why = attempt(self._measured, *call)
             if why and "float64" not in why:  # nothing wrong, but no memory or no such kernel
                 self._ended.add((series, name, pass_))
             timing, taken = found or (None, None)
@@ -157,13 +160,6 @@ class _Session:
                 yield Row(metric="memory", unit="MiB", value=value, note=name, **common)
             device.release_memory()
             peers.release()
-
-    def _check_once(self, series: str, name: str) -> str:
-        """Why the series is wrong with these options; empty where it is right."""
-        if (series, name) not in self._checked:
-            of = (series, CHECKED, self._inputs(CHECKED), given(name, CHECKED))
-            _, self._checked[series, name] = attempt(calls.check_once, *of)
-        return self._checked[series, name]
 
     def _measured(
         self, series: str, pass_: str, problem: Problem, arrays: Sequence[Any],

@@ -285,15 +285,11 @@ def table(
         ("tiles Br x Bc", *(f"{x.planned.tiles.Br} x {x.planned.tiles.Bc}" for x in found), "plan"),
         ("thread blocks", *(f"{_blocks(side):,}" for side in found), "plan"),
         *(
-            (line.what, *(_cell(line, side.series) for side in found), line.source)
+            (line.what, *(of.get(side.series, "-") for side in found), line.source)
             for line in lines
-            if line.values
+            if (of := {series: line.shown(x) for series, x in line.values.items()})
         ),
     ]
-
-
-def _cell(line: Line, series: str) -> str:
-    return line.shown(line.values[series]) if series in line.values else "-"
 
 
 def _blocks(side: Side) -> int:

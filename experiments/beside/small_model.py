@@ -48,7 +48,8 @@ def logits(w: Weights, sizes: Sizes, characters: Any, attend: Attend) -> Any:
     x = w["characters"][characters]
     for layer in range(sizes.layers):
         q, k, v = _heads(_norm(x) @ w[f"{layer}.qkv"], sizes)
-        x = x + _joined(attend(layer, q, k, v)) @ w[f"{layer}.out"]
+        heads = attend(layer, q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], sizes.width)
+        x = x + heads @ w[f"{layer}.out"]
         hidden = _norm(x) @ w[f"{layer}.up"]
         x = x + (hidden * (hidden > 0)) @ w[f"{layer}.down"]
     return _norm(x) @ w["head"]
@@ -64,12 +65,6 @@ def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
     D = sizes.width
     parts = (qkv[:, :, n * D : (n + 1) * D] for n in range(3))
     return [x.reshape(B, N, sizes.heads, sizes.head_dim).swapaxes(1, 2) for x in parts]
-
-
-def _joined(x: Any) -> Any:
-    """(B, H, N, d) as (B, N, H d)."""
-    B, H, N, d = x.shape
-    return x.swapaxes(1, 2).reshape(B, N, H * d)
 
 
 def _like(x: Any, other: Any) -> Any:
