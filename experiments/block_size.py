@@ -81,7 +81,7 @@ def counted(quick: bool) -> list[Setting]:
     if not quick:
         tiles[one_head(SEQLEN, HEAD_DIM)] = sweep(SIZES, FIXED)
     every = [Setting(name, p, Br, Bc) for p, mine in tiles.items() for name, Br, Bc in mine]
-    return [each for each in every if scaling.runs(each)]
+    return [each for each in every if scaling.made(each)]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:

@@ -47,12 +47,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
     few = COUNTED_HEAD_DIMS[: 2 if options.quick else None]
     problems = [one_head(COUNTED_SEQLEN // (3 if options.quick else 1), d) for d in few]
-    work = [s for problem in problems for s in settings(problem) if scaling.runs(s)]
+    work = [s for problem in problems for s in settings(problem) if scaling.made(s)]
     yield from scaling.counted(NAME, work, bench, Inputs())
 
     if bench.machine is not None:
         problems = [fa2_setting(QUICK_SEQLEN if options.quick else SEQLEN, d) for d in head_dims]
-        work = [s for problem in problems for s in settings(problem) if scaling.runs(s)]
+        work = [s for problem in problems for s in settings(problem) if scaling.made(s)]
         yield from scaling.hardware(NAME, work, bench)
 
 

@@ -104,7 +104,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 def _runnable(problem: Problem, options: Options, pass_: str = "fwd") -> list[Setting]:
     found: list[Setting] = []
     for M in MEMORIES[2:] if options.quick else MEMORIES:
-        both = [s for s in at(problem, M, pass_) if scaling.runs(s)]
+        both = [s for s in at(problem, M, pass_) if scaling.made(s)]
         by_rule = {(s.series.removesuffix(RULE), s.Br, s.Bc) for s in both if RULE in s.series}
         found += [s for s in both if RULE in s.series or (s.series, s.Br, s.Bc) not in by_rule]
     return found

@@ -81,7 +81,7 @@ def test_a_call_is_run_once():
     found = io_vs_sram._runnable(one_head(96, 64), Options())
     calls = [(s.series.removesuffix(scaling.RULE), s.Br, s.Bc, s.note) for s in found]
     assert len(calls) == len(set(calls)) and len(found) > len(io_vs_sram.MEMORIES) * 2 - 1
-    assert not scaling.runs(scaling.ruled("fa1-simt-rule", one_head(96, 64), 300))
+    assert not scaling.made(scaling.ruled("fa1-simt-rule", one_head(96, 64), 300))
 
 
 # --- rows ------------------------------------------------------------------------------------

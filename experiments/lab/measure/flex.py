@@ -102,5 +102,4 @@ def _score_mod(
 def options_on_gpu(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a call with their float32 arrays on the GPU; all others as they are."""
     arrays = {name: x for name, x in given.items() if getattr(x, "dtype", None) == "float32"}
-    moved = peers.on_device(tuple(arrays.values()))
-    return {**given, **dict(zip(arrays, moved, strict=True))}
+    return {**given, **{name: peers.on_device((x,))[0] for name, x in arrays.items()}}

@@ -89,10 +89,6 @@ def made(setting: Setting) -> fa_numba.Plan | None:
     return None
 
 
-def runs(setting: Setting) -> bool:
-    return made(setting) is not None
-
-
 def model(experiment: str, setting: Setting) -> Iterator[Row]:
     """Loads and stores in closed form, of any block sizes."""
     tiles = SimpleNamespace(Br=setting.Br, Bc=setting.Bc)

@@ -175,11 +175,6 @@ def hardware(
             yield from rows
 
 
-def _launches(problem: Problem, variant: Variant) -> int:
-    """How many calls stand for the one that is counted: all row tiles, where each has its own."""
-    return -(-problem.seqlen_q // variant.options["tiles"].Br) if variant.by_row_tile else 1
-
-
 def _case(problem: Problem, variant: Variant) -> counters.Case:
     """What is counted of a variant: its call or, of calls by row tile, the first."""
     if variant.by_row_tile:
@@ -196,7 +191,8 @@ def _counted(
     common, planned, failure = _common(experiment, variant, problem, machine)
     if result is not None and failure:
         result = failure
-    calls = _launches(problem, variant)
+    # The one that is counted stands for those of all row tiles, where each has its own.
+    calls = -(-problem.seqlen_q // variant.options["tiles"].Br) if variant.by_row_tile else 1
     yield from counters.traffic(result, planned, calls, variant.note, **common)
     if result is None:
         return

@@ -12,8 +12,6 @@ from ..show.tables import Across, Make
 from .options import CHOICES, Bench, Options
 from .store import Row
 
-Draw = Callable[[Sequence[Row]], Any]
-
 
 class Experiment(Protocol):
     """What a module of `experiments` must have; it is found by its file alone.
@@ -66,7 +64,7 @@ def needs(experiment: Experiment) -> Sequence[str]:
     return tuple(getattr(experiment, "NEEDS", ()))
 
 
-def figures(experiment: Experiment) -> Mapping[str, Draw]:
+def figures(experiment: Experiment) -> Mapping[str, Callable[[Sequence[Row]], Any]]:
     """The experiment's figures beside the one under its own name, a small one for README too."""
     name = getattr(experiment, "__name__", "").rpartition(".")[2]
     return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}

@@ -23,7 +23,6 @@ from .registry import Experiment, load
 from .store import EMULATOR, MODEL, Row, Store, StoreError, write_if_changed
 
 _NOT_GPUS = (EMULATOR, MODEL)
-About = Callable[[str], dict[str, Any]]
 
 
 @dataclass
@@ -122,8 +121,8 @@ class Runner:
             self.console.print_exception()
 
     def _record(
-        self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]], about: About,
-        complete: bool,
+        self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
+        about: Callable[[str], dict[str, Any]], complete: bool,
     ) -> dict[str, Outcome]:  # fmt: skip
         """Keep rows as they come, and put them into the recording at the end; what is cut off the
         next run of the same goes on with, which for a part is one by the same command.
