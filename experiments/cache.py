@@ -184,6 +184,9 @@ def _over_seqlen(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, f
 
 def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float]) -> None:
     swept = {k: sizes_of(v) for k, v in found.items() if len(sizes_of(v)) > 1}
+    if not swept:
+        style.empty(ax, "no sizes")
+        return
     longest = max(k[3] for k in swept)
     for at, sizes in swept.items():
         look, is_long = _look(at[0]), at[3] == longest

@@ -145,6 +145,9 @@ def draw(rows: Sequence[Row]) -> Any:
             (right, gpu or _counted(mine), "measured" if gpu else "counted"),
         ):
             found = scaling.per_score(shown, memory)
+            if not found:
+                style.empty(ax, "nothing recorded yet")
+                continue
             N = max(row.seqlen_q for row in shown)
             ax.set_title(f"{what}, fp32, N={N}, d={HEAD_DIM}{back}")
             ours = {key: points for key, points in found.items() if key[0] in scaling.LABELS}

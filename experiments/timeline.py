@@ -117,7 +117,10 @@ def draw(rows: Sequence[Row]) -> Any:
     for pair, panels in zip(pairs, axes, strict=True):
         longest = max(trace.bytes for trace in pair.values()) / KB
         for series, ax in zip(SERIES, panels, strict=True):
-            _panel(ax, pair[series], longest, style.COLOURS[series])
+            if series in pair:
+                _panel(ax, pair[series], longest, style.COLOURS[series])
+            else:
+                style.empty(ax, f"{LABELS[series]}: not traced")
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
     look = {"title_fontsize": 9.5, "ncols": len(LEGEND), "handlelength": 1.4}
     figure.legend(handles=handles, title=READING, loc="outside upper center", **look)
