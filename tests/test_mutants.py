@@ -294,9 +294,13 @@ def all_diagnosed(chosen, shares=1):
 # --- the tests -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, id=f"{run.unit}-{run.title}") for run in mutant_cases.own_runs()]
-)
+def half_slow(runs):
+    for n, run in enumerate(runs):
+        marks = pytest.mark.slow if n % 2 else ()
+        yield pytest.param(run, id=f"{run.unit}-{run.title}", marks=marks)
+
+
+@pytest.mark.parametrize("run", half_slow(mutant_cases.own_runs()))
 def test_the_source_as_it_is_passes(run):
     run()
 
