@@ -665,3 +665,16 @@ def assert_no_growth(name, few, many, expected):
         f"{name} is off by {often:.3g} after many passes and by {once:.3g} after few: "
         f"allowed is {GROWTH} times that"
     )
+
+
+class FakeGpuArray:
+    """Claims to be in GPU memory."""
+
+    def __init__(self, shape):
+        self.__cuda_array_interface__ = {
+            "data": (4096, False),
+            "shape": shape,
+            "strides": None,
+            "typestr": "<f4",
+            "version": 3,
+        }

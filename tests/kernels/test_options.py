@@ -13,7 +13,7 @@ from backward_helpers import (
     random_gradients,
     saved,
 )
-from helpers import GUARD, ml_dtypes, numpy_dtype, random_inputs
+from helpers import GUARD, FakeGpuArray, ml_dtypes, numpy_dtype, random_inputs
 from options_helpers import SMALL, inputs, lengths, visited
 from test_calls import FORWARD, INF, TINY, _random_mask, normal
 
@@ -366,19 +366,6 @@ GOOD = {
     "out": ones(1, 2, 5, 4),
     "lse": ones(1, 2, 5),
 }
-
-
-class FakeGpuArray:
-    """Claims to be in GPU memory."""
-
-    def __init__(self, shape):
-        self.__cuda_array_interface__ = {
-            "data": (4096, False),
-            "shape": shape,
-            "strides": None,
-            "typestr": "<f4",
-            "version": 3,
-        }
 
 
 BACKWARD = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ALGORITHMS, GUARD, Memory, assert_close_to_float64, random_inputs
+from helpers import ALGORITHMS, GUARD, FakeGpuArray, Memory, assert_close_to_float64, random_inputs
 
 import fa_numba
 from fa_numba import Tiles
@@ -49,19 +49,6 @@ class OnlyDlpack:
 
     def __dlpack_device__(self):
         return self.values.__dlpack_device__()
-
-
-class FakeGpuArray:
-    """Claims to be in GPU memory."""
-
-    def __init__(self, shape):
-        self.__cuda_array_interface__ = {
-            "data": (4096, False),
-            "shape": shape,
-            "strides": None,
-            "typestr": "<f4",
-            "version": 3,
-        }
 
 
 # --- bad input -------------------------------------------------------------------------------
