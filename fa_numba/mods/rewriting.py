@@ -16,11 +16,12 @@ these places; what a result does not need is left out then.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,8 +100,14 @@ def made_of(text: str, option: str, values: list[Any]) -> int | float:
     options = SimpleNamespace(**{f"{option}_{n}": x for n, x in enumerate(numbers)})
     known = {"float32": np.float32, "math": math, "inverse_of": inverse_of, "options": options}
     with np.errstate(all="ignore"):
-        made = eval(text, known)
+        made = eval(_compiled(text), known)
     return made if isinstance(made, int) else float(made)
+
+
+@functools.cache
+def _compiled(text: str) -> CodeType:
+    """Once, since every call of a kernel asks what its function captures."""
+    return compile(text, "<made of captured numbers>", "eval")
 
 
 class Term(NamedTuple):
@@ -326,10 +333,9 @@ class _Writer:
         factor, rest = self.products.get(value, ("", value))
         if not factor:
             return f"unit * {rest}"
-        made = self.put(f"{_LOG2E} * {factor}")
         whole = f"unit * {factor}"
-        if made in self.captured.values():
-            whole = f"{made} if unit != {ONE} else {factor}"
+        if _OF_NUMBERS.fullmatch(factor):
+            whole = f"{self.put(f'{_LOG2E} * {factor}')} if unit != {ONE} else {factor}"
         return f"{self.put(whole)} * {rest}"
 
     def gradient(self) -> Gradient | None:
