@@ -176,8 +176,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     ``tiles``: a ``fa_numba.Tiles`` with block sizes, threads and stages; None for what suits.
     ``unit``: "auto" for the last of these that can compute the call and suits it, as
         ``fa_numba.plan(...).why`` says, or by name: "simt", CUDA cores, float32; "mma", tensor
-        cores, float16 or bfloat16; "wgmma", Hopper's tensor cores, the same dtypes, on compute
-        capability 9.0 alone and not for every option. The emulator runs all.
+        cores, float16, bfloat16 and, by ``precision``, float32; "wgmma", Hopper's tensor cores, the
+        same, on compute capability 9.0 alone and not for every option. The emulator runs all.
     ``stream``: a CUDA stream of torch, CuPy or Numba or its address; None for the current one of
         q's library.
     ``query_splits`` and ``warp_partition`` of "fa1", ``kv_splits`` of "fa2", ``ablate`` of both:

@@ -25,7 +25,7 @@ def result_type(planes: int, ndim: int):
 
 
 def boxed_type(planes: int, ndim: int, ends: bool = False):
-    """The same of O that leaves by TMA tiles, but of planes straight from registers."""
+    """Numba's type of O that leaves by TMA tiles, but of planes straight from registers."""
     return tiled_type(ndim, ends) if planes == 1 else array_type(ndim)
 
 

@@ -19,7 +19,7 @@ def row_loaded(problem: Problem, backward: bool = False, panels: bool = False) -
 
 
 def row_of_values(problem: Problem, backward: bool = False, panels: bool = False) -> int:
-    """The same of a row of V or dO."""
+    """Elements that a kernel loads of a row of V or dO, as of one of Q or K."""
     return _row(problem, problem.d_v, backward, panels)
 
 

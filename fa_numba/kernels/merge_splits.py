@@ -52,7 +52,7 @@ class MergeFacts(NamedTuple):
 
     @property
     def d_v(self) -> int:
-        """As a ``Spec`` says it: O's rows."""
+        """Columns of a row of O, by the name that it has in a ``Spec``."""
         return self.head_dim
 
 

@@ -81,7 +81,7 @@ def make_add_bias(spec, unit, ahead):
 
 @part
 def _make_add_inside(spec, unit):
-    """The same of a tile that is inside the matrix."""
+    """``add_inside(rS, tile)``: adds ``unit`` times the bias of a tile inside the matrix."""
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
 

@@ -159,7 +159,7 @@ def make_scale_kept(spec):
 
 @part
 def kept_if(dropout):
-    """The same; without ``dropout`` an element weighs what it is."""
+    """``kept(p, options)``; without ``dropout`` an element weighs what it is."""
 
     def kept(p, options):
         if dropout:

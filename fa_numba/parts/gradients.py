@@ -75,7 +75,7 @@ def make_less_dlse(spec):
 
 @part
 def make_row_less_dlse(spec):
-    """``row_less_dlse(D, head, row)``: the same, which reads the row's logsumexp."""
+    """``row_less_dlse(D, head, row)``: ``less_dlse`` of a row whose logsumexp it reads."""
     dlse, query_rows, less_dlse = spec.features.dlse, make_query_rows(spec), make_less_dlse(spec)
 
     def row_less_dlse(D, head, row):

@@ -187,7 +187,7 @@ def make_heads_of_group(spec):
 
 @device_function
 def head_after(head, g):
-    """The query head g places behind another of its group."""
+    """The query head that comes g after another of its group."""
     return Head(head.b, uint32(head.h + g), head.hk, head.Nq, head.Nk, head.options)
 
 

@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A slot of a pipeline, and the parity of the phase of its barriers that is waited for."""
+    """A slot of a pipeline, and the phase, 0 or 1, of its barriers that is waited for."""
 
     stage: Any
     phase: Any

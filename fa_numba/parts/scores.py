@@ -40,8 +40,8 @@ def make_scale_and_mask(spec):
 
 @cache
 def make_scale_and_mask_all(spec):
-    """The same in natural units, for a kernel that visits every tile: those that the block mask
-    leaves out are hidden here.
+    """``scale_and_mask`` in natural units, for a kernel that visits every tile: those that the
+    block mask leaves out are hidden here.
     """
     return _without_bias_read(_make_scale_and_mask(spec, ONE, hides_blocks=True))
 

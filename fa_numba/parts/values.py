@@ -20,7 +20,7 @@ def make_read(spec):
 
 @cache
 def make_read_maxima(spec):
-    """The same of m: other rows get -inf."""
+    """``read_maxima(rm, m, row0, rows_end, thread)``: ``read`` of m: other rows get -inf."""
     return _make_read(spec, NEG_INF)
 
 

@@ -108,7 +108,7 @@ def make_rows_of_pass(spec):
 
 @part
 def _make_row_range(spec, takes_all):
-    """The same; with ``takes_all`` the tile at column 0 takes all rows."""
+    """``row_range``; with ``takes_all`` the tile at column 0 takes all rows."""
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, lengths = features.causal, features.window, features.lengths
 
@@ -150,7 +150,7 @@ def make_next_column(spec):
 
 @part
 def make_next_row(spec):
-    """``next_row(i0, i_end, j0, head)``: the same down the rows of column tile j0."""
+    """``next_row(i0, i_end, j0, head)``: from i0 on, a row tile that column tile j0 sees."""
     Br, Bc, sparse = spec.Br, spec.Bc, spec.features.sparse
 
     def next_row(i0, i_end, j0, head):
@@ -233,8 +233,8 @@ def make_columns_seen(spec):
 
 @part
 def make_rows_seen(spec):
-    """``rows_seen(j0, rows_begin, rows_end, head)``: the same of a pass of FA-1 over the column
-    tile at j0: the first row tile, and one past the last row.
+    """``rows_seen(j0, rows_begin, rows_end, head)``: of a pass of FA-1 over the column tile at j0
+    the first row tile that it visits, and one past the last row.
     """
     rows_of_pass, next_row = make_rows_of_pass(spec), make_next_row(spec)
 

@@ -108,7 +108,7 @@ class MmaSpec(Spec):
 
     @property
     def value_rows(self) -> TileRows:
-        """The same of sV."""
+        """How rows of sV lie in shared memory."""
         columns = self.planes * self.columns
         return replace(self.rows, columns=columns) if self.head_dim_v else self.rows
 
@@ -124,12 +124,12 @@ class MmaSpec(Spec):
 
     @property
     def row_halves_v(self) -> int:
-        """The same of V."""
+        """16-bit elements of a row of V in global memory; of planes it is padded too."""
         return self.d_v if self.planes == 1 else self.planes * self.columns
 
     @property
     def loads_aligned(self) -> bool:
-        """Whether these rows are aligned: planes always are."""
+        """Whether rows in global memory are aligned to 16 bytes: planes always are."""
         return self.aligned or self.planes > 1
 
     @property
@@ -155,7 +155,7 @@ class MmaSpec(Spec):
 
     @property
     def reads_bias(self) -> bool:
-        """But beside the widest S and O, where registers would spill."""
+        """Whether a bias is read ahead: the widest S and O leave no registers for it."""
         scores = self.TM * self.TN
         return super().reads_bias and (scores <= 32 or self.accumulators + scores <= 160)
 
@@ -198,17 +198,17 @@ class StandardSpec(MmaSpec):
 
     @property
     def rows_s(self) -> TileRows:
-        """The same of sS, Br x Bc."""
+        """How rows of sS, Br x Bc, lie in shared memory."""
         return TileRows(self.Bc)
 
     @property
     def rows_p(self) -> TileRows:
-        """The same of a stage of sP, Br x step."""
+        """How rows of a stage of sP, Br x step, lie in shared memory."""
         return TileRows(self.step)
 
     @property
     def rows_t(self) -> TileRows:
-        """The same of a stage of the transposed sP, step x Br."""
+        """How rows of a stage of the transposed sP, step x Br, lie in shared memory."""
         return TileRows(self.Br)
 
     @property

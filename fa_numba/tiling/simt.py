@@ -59,7 +59,7 @@ class SimtSpec(Spec):
 
     @property
     def folds_scale(self) -> bool:
-        """As on tensor cores: where the scores are their product by a positive scale."""
+        """Whether the softmax takes the scale: scores are their product by a positive one."""
         return self.positive_scale and not self.features.changes_scores
 
     @property
@@ -187,7 +187,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def reads_per_fma(self) -> float:
-        """As that of the forward kernels, over the five products."""
+        """16-byte reads of shared memory for each multiply-add, over the five products."""
         over_d = 2 * (self.TM + self.TN) * self.columns / 4
         over_rows = 2 * (self.CM / 4 + self.DN) * self.Br
         over_columns = (self.TM / 4 + self.DN) * self.Bc
@@ -211,7 +211,7 @@ class SimtBackwardSpec(GradientSpec, SimtSpec):
 
     @property
     def rows_v(self) -> SharedRows:
-        """As K: where a row is read along it may be K's."""
+        """Rows of sV, which lie as K's: read along, they may."""
         return self.rows_k
 
     @property

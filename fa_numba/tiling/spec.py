@@ -160,12 +160,12 @@ class Spec(ABC):
 
     @property
     def reads_state(self) -> bool:
-        """Whether that is in a register, one for a bias, before the tile's scores are."""
+        """Whether a block's state is in a register for a bias, before the tile's scores are."""
         return self.asks_state and not self.reads_bias
 
     @property
     def slots_name_next(self) -> bool:
-        """Whether who loads Kj writes beside it which column tile is next, and that state."""
+        """Whether who loads Kj writes beside it the next column tile, and the block's state."""
         return False
 
     @property
@@ -175,7 +175,7 @@ class Spec(ABC):
 
     @property
     def key_ends(self) -> bool:
-        """The same of K and V."""
+        """Whether sequences end within the arrays of keys."""
         return self.features.packed or self.features.kv_lens
 
     @property
@@ -185,7 +185,7 @@ class Spec(ABC):
 
     @property
     def bias_registers(self) -> int:
-        """Registers for that; 1 where there is none, since an array of registers has one."""
+        """Registers for a bias; 1 where there is none, since an array of registers has one."""
         return self.TM * self.TN if self.reads_bias else 1
 
     @property
@@ -238,7 +238,7 @@ class ValuesSpec(Spec):
 
     @property
     def of_values(self: _Own) -> _Own:
-        """The same kernel as if Q had the head dimension of V."""
+        """This specification as if Q had the head dimension of V."""
         if not self.head_dim_v:
             return self
         return replace(self, head_dim=self.head_dim_v, head_dim_v=0)

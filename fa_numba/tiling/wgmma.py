@@ -16,9 +16,9 @@ PANEL = 64  # columns of 16-bit elements in 128 bytes
 WORK_WORDS = 4  # of a work tile: its number, first row, head and batch entry
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# The same where a producer also finds where sequences end.
+# By the number of consumers, where a producer also finds where sequences end.
 _REGISTERS_WITH_ENDS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
-# And looks up pages.
+# By the number of consumers, where a producer also looks up pages.
 _REGISTERS_WITH_PAGES = {1: (56, 256), 2: (56, 224), 3: (32, 160)}
 # The most that an instruction names.
 _MOST_REGISTERS = 255
@@ -155,12 +155,12 @@ class WgmmaSpec(Spec):
 
     @property
     def registers_at_first(self) -> int:
-        """Of each thread of blocks that share a multiprocessor, before some give to others."""
+        """Registers of each thread where blocks share a multiprocessor, before some give away."""
         return _POOL // (self.blocks * self.threads) // 8 * 8
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that produces, and of one that consumes."""
+        """Registers of a thread that produces, and of one that consumes."""
         if self.blocks > 1:
             few = REGISTERS[2][0]
             given = self.registers_at_first * self.threads - few * GROUP
@@ -188,7 +188,7 @@ class WgmmaSpec(Spec):
 
     @property
     def plane_panels_v(self) -> int:
-        """The same of V."""
+        """Boxes of 64 columns that a row of one plane of V has."""
         return ceil_div(self.d_v, PANEL)
 
     @property
@@ -197,12 +197,12 @@ class WgmmaSpec(Spec):
 
     @property
     def panels(self) -> int:
-        """The same of all its planes."""
+        """Boxes of 64 columns that a row of Q or K has, of all its planes."""
         return self.planes * self.plane_panels
 
     @property
     def panels_v(self) -> int:
-        """The same of V and O."""
+        """Boxes of 64 columns that a row of V or O has, of all its planes."""
         return self.planes * self.plane_panels_v
 
     @property

@@ -78,7 +78,7 @@ class WgmmaBackwardSpec(GradientSpec):
     ``splits_group``: several take query heads of one K/V head each, and leave parts of dK and dV;
     with ``splits_rows`` one head's rows each.
     ``chunk_tiles``, where it is not 0: so many column tiles of each head go before the next ones
-    (parts/wgmma/schedule.py).
+    (parts/wgmma/key_tiles.py).
     """
 
     dtype: str = "float16"
@@ -130,7 +130,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that produces, and of one that consumes."""
+        """Registers of a thread that produces, and of one that consumes."""
         masks = self.features.causal or self.features.window
         one = self.most_panels == 1
         small = self.algorithm == "fa1" and one and not self.grouped
@@ -143,17 +143,17 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def panels(self) -> int:
-        """Boxes of 64 columns that a row has."""
+        """Boxes of 64 columns that a row of Q has."""
         return ceil_div(self.head_dim, PANEL)
 
     @property
     def most_columns(self) -> int:
-        """Of a row of Q or of V."""
+        """Columns of a row of Q or of V, the larger."""
         return max(self.head_dim, self.head_dim_v)
 
     @property
     def most_panels(self) -> int:
-        """Boxes that these are."""
+        """Boxes of 64 columns that the longer row, of Q or of V, has."""
         return max(self.panels, self.of_values.panels)
 
     @property
@@ -206,7 +206,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def slopes_early(self) -> bool:
-        """Whether they are made with P, while dP is on its way."""
+        """Whether ``slopes_alone`` are made with P, while dP is on its way."""
         return self.slopes_alone and self.rounds_early and not self.wide
 
     @property
@@ -226,7 +226,7 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def block_columns(self) -> int:
-        """Those of the tile, of which this may be a consumer's part."""
+        """Columns of the whole tile, also where this is one consumer's part of it."""
         return COLUMNS
 
     @property
@@ -248,8 +248,8 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def masked_part(self) -> WgmmaBackwardSpec:
-        """The same for what is left to do of S where the bias went first: scaled, it is masked; and
-        for what is done first where scores stay.
+        """The spec of ``scale_and_mask``: of S whose bias went first masks alone, since it is
+        scaled; of scores that stay what is done first.
         """
         if self.features.scores_stay:
             return hidden_alone(self.part)
@@ -379,7 +379,7 @@ _Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaSweepSpec")
 
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
-    """The same without what makes visible scores others than scale Q KT; rows beyond the matrix are
+    """``spec`` without what makes visible scores others than scale Q KT; rows beyond the matrix are
     hidden too, since a function may be no number there.
     """
     added = replace(spec.features, softcap=False, alibi=False, bias=False, q_lens=True)
@@ -389,9 +389,9 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 @dataclass(frozen=True)
 class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
-    """The same for calls without options, but for masks (``_is_late``): dQ's product is begun
-    behind the next S, and dQ is added by each warp for itself. Where several blocks share a column
-    tile, which is decided later, the kernel is the other.
+    """A backward kernel without options, but for masks (``_is_late``): dQ's product is begun behind
+    the next S, and dQ is added by each warp for itself. Where several blocks share a column tile,
+    which is decided later, dQ is not ``late`` after all.
     """
 
     @property
@@ -424,9 +424,9 @@ class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
 
 @dataclass(frozen=True)
 class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
-    """The same beyond d = 128, where dK and dV of 64 columns fill the registers of a warpgroup
-    each: both consumers take all 64 columns and all rows of a tile. One makes S, P and dV, the
-    other dP, dS and dK, and S passes through shared memory.
+    """A backward kernel beyond d = 128, where dK and dV of 64 columns fill the registers of a
+    warpgroup each: both consumers take all 64 columns and all rows of a tile. One makes S, P and
+    dV, the other dP, dS and dK, and S passes through shared memory.
     """
 
     wide = True
@@ -482,7 +482,7 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
 @dataclass(frozen=True)
 class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
-    """The same of float32 matrices in two planes of 16 bits: up to d = 64, beyond which neither
+    """A backward kernel of float32 in two planes of 16 bits: up to d = 64, beyond which neither
     registers nor shared memory hold a tile's. A consumer makes dQ of its own 64 columns alone: dS
     passes through shared memory to nobody else, and has a power of two of its own.
     """
@@ -502,7 +502,7 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def panels(self) -> int:
-        """The same of all its planes."""
+        """Boxes of 64 columns that a row of all planes has."""
         return self.planes * self.plane_panels
 
     def _transposed(self, kind: type[WgmmaSpec]) -> WgmmaSpec:
@@ -522,9 +522,9 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
 @dataclass(frozen=True)
 class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
-    """The same beyond d = 64, where dK and dV of 64 columns with a tile's sums fill the registers
-    of a warpgroup each: both consumers take all 64 columns. One makes S, P and dV, the other dP, dS
-    and dK, each a panel of dQ. P passes through shared memory in float32, in the place of dQ.
+    """That of planes beyond d = 64, where dK and dV of 64 columns with a tile's sums fill a
+    warpgroup's registers each: both consumers take all 64 columns. One makes S, P and dV, the other
+    dP, dS and dK, each a panel of dQ. P passes through shared memory in float32, where dQ was.
     """
 
     query_floats = GROUP_ROWS * GROUP_ROWS
@@ -532,7 +532,7 @@ class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
 
 
 class _SharedRows(WgmmaSpec):
-    """Two consumers with the same rows."""
+    """``WgmmaSpec`` of two consumers that multiply the same rows."""
 
     consumer_rows = 0
     slots_name_next = False

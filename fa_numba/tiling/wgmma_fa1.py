@@ -15,7 +15,7 @@ from fa_numba.tiling.wgmma import Arrivals, Pipeline, WgmmaSpec, within_register
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (32, 240), 2: (40, 232), 3: (32, 160)}
-# The same of two consumers whose part of S is more than so many; a plain producer needs no more.
+# Registers of two consumers whose part of S is more than so many; a plain producer needs no more.
 _LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
 # Registers of a consumer beside its parts of P and O, and beside that of S, where it masks, and
 # where it leaves S for planes of P.
@@ -45,7 +45,7 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that produces, and of one that consumes."""
+        """Registers of a thread that produces, and of one that consumes."""
         large = self.TM * self.TN > _LARGE or self.planes > 1
         if self.consumers == 2 and large:
             return _REGISTERS_OF_LARGE

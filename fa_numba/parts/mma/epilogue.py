@@ -24,7 +24,7 @@ def make_write_rows(spec):
 
 @part
 def write_halves(spec, cols_end=None):
-    """The same.
+    """``write_rows(rO, O, row0, rows_end, thread)``: a thread's part of a tile, rounded.
 
     ``cols_end`` is the length of O's rows, where that is not the head dimension of ``spec``.
     """

@@ -269,7 +269,7 @@ def make_write_columns(spec):
 
 @part
 def make_write_dv(spec):
-    """``write_dv``: the same of dV; ``thread`` is that of dK."""
+    """``write_dv``: ``write_columns`` of dV; ``thread`` is that of dK."""
     write_columns = make_write_columns(spec.of_values)
     if not spec.head_dim_v:
         return write_columns

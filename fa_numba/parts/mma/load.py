@@ -243,7 +243,7 @@ def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
 
 @part
 def _make_load_paged_tile(count, rows, threads, aligned, page_size):
-    """The same of pages: T is all of them, the head, and the sequence's row of the block table."""
+    """``half_tile`` of pages: T is all of them, the head, and the sequence's block table row."""
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
@@ -316,7 +316,7 @@ def make_p(spec):
 
 @cache
 def make_p_transposed(spec):
-    """The same of ``spec.step`` rows, where the rows of ``spec`` are columns of P."""
+    """``p`` of ``spec.step`` rows of P, where the rows of ``spec`` are columns of P."""
     return make_half_tile(spec.step, spec.rows_t, spec.threads, True)
 
 

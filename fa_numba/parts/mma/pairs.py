@@ -59,7 +59,7 @@ def make_write_two(spec, cols_end=None):
 
 @part
 def _make_write_two_floats(spec, d):
-    """The same in float32, as they are."""
+    """``write_two(T, row, col, low, high)``: two neighbours of a row of float32."""
     aligned = spec.aligned
 
     def write_two(T, row, col, low, high):
@@ -93,7 +93,7 @@ def make_read_floats(spec):
 
 @part
 def make_read_sums(spec):
-    """``read_sums(O, row, col, inside)``: the same of a float32 O; its rows may start anywhere."""
+    """``read_sums(O, row, col, inside)``: two neighbours of a float32 row that starts anywhere."""
     head_dim = _row(spec)
     if spec.features.planes == 1 or spec.aligned:
         return make_read_floats(spec)
@@ -141,7 +141,7 @@ def write_pairs_of(spec, pairs, place):
 
 @part
 def write_rounded_of(spec, pairs, place):
-    """``write_rounded(rT, T, factor, row0, rows_end, own)``: factor times the same, rounded."""
+    """``write_rounded(rT, T, factor, row0, rows_end, own)``: factor times these pairs, rounded."""
     write_two = make_write_two(spec)
 
     def write_rounded(rT, T, factor, row0, rows_end, own):

@@ -201,8 +201,8 @@ def make_add_output_of_planes(spec):
 
 @part
 def add_fragment_product_of_planes(spec, drops, times):
-    """The same; ``drops`` is for a P with marks, whose factor ``unit`` has, as the inverse of what
-    scaled planes are multiplied by, ``times``.
+    """rO += P V of planes; ``drops`` is for a P with marks, whose factor ``unit`` has, as the
+    inverse of what scaled planes are multiplied by, ``times``.
     """
     R, TN, K, rows, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.value_rows, spec.planes
     STEP, scaled = spec.TM * spec.TN // 2, spec.features.scaled and times != ONE

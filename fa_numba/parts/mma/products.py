@@ -41,13 +41,13 @@ def make_value_scores(spec):
 
 @cache
 def make_load_value_fragments(spec):
-    """``load_value_fragments(rV, sV, row0)``: V's fragments for it."""
+    """``load_value_fragments(rV, sV, row0)``: V's fragments for ``value_scores``."""
     return make_load_fragments(spec.whole.of_values.scores)
 
 
 @part
 def _make_scores(spec):
-    """The same of matrices of one plane.
+    """``scores(rS, rQ, sQ, sK, row0, col0)`` of 16-bit matrices.
 
     Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
     unrolled.
@@ -96,7 +96,7 @@ def make_add_output(spec):
 
 @cache
 def make_add_ds(spec):
-    """``add_ds(rdQ, rdS, sK, options)``: the same of dS, which has no marks."""
+    """``add_ds(rdQ, rdS, sK, options)``: rdQ += dS K, dS rounded to 16 bits as it goes in."""
     return add_fragment_product(spec, False)
 
 
@@ -184,7 +184,7 @@ def make_add_stage(spec):
 
 @cache
 def make_add_stage_transposed(spec):
-    """The same of PT dO: ``row0`` and the rows of rO are columns of P."""
+    """``add_stage`` of rO += PT dO: ``row0`` and the rows of rO are columns of P."""
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)
 
@@ -209,7 +209,7 @@ def make_add_dv(spec):
 
 @cache
 def make_add_dk(spec):
-    """``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``: the same of dST Q."""
+    """``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``: rdK += dST Q, as ``add_dv``."""
     return _make_add_transposed_product(spec, planes.OF_DK, spec)
 
 
@@ -300,7 +300,7 @@ def make_store_p(spec):
 
 @cache
 def make_store_ds(spec):
-    """``store_ds(sdS, rdS, tile)``: the same of dST."""
+    """``store_ds(sdS, rdS, tile)``: dST, rounded, to shared memory, a row for a column of S."""
     return _make_store(spec, planes.OF_DQ)
 
 

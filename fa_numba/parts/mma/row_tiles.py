@@ -79,7 +79,7 @@ def make_at_with_o(spec):
 
 @part
 def make_load_with_o(spec):
-    """``load_with_o(stage, Q, dO, O, L, row0, rows_end)``: the same with O."""
+    """``load_with_o(stage, Q, dO, O, L, row0, rows_end)``: FA-1's row tile, with O, to a stage."""
     row_tile, load_values = make_at_with_o(spec), make_values(spec)
     load_rows, load_dout = make_rows(spec), make_rows(spec.of_values)
 

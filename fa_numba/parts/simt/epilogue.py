@@ -115,7 +115,7 @@ def make_write_columns(spec):
 
 @cache
 def make_write_dv(spec):
-    """``write_dv(rdV, dV, row0, rows_end, thread)``: the same of dV, with V's head dimension."""
+    """``write_dv(rdV, dV, row0, rows_end, thread)``: this thread's part of dV, as of dK."""
     return make_write_columns(spec.of_values)
 
 

@@ -132,7 +132,7 @@ def make_q(spec):
 
 @cache
 def make_k(spec):
-    """``k(sK, K, row0, rows_end)``: the same of a column tile of K."""
+    """``k(sK, K, row0, rows_end)``: a column tile of the head's K."""
     return _make_load_keys(spec, spec.d4, spec.rows_k, spec.head_dim)
 
 

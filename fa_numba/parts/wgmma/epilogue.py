@@ -59,7 +59,7 @@ def make_write_out(spec):
 def make_write_queries(spec):
     """``write_queries(rO, sQ, slot, O, row0, head, thread)``: a warpgroup's rows of O, rounded, by
     way of its own rows of a slot of Q; nothing beyond the sequence. Its first thread waits until
-    they have been read. Of planes in float32, and at once.
+    they have been read. Of planes in float32, from registers.
     """
     NQ, floats = spec.tile_halves[0], spec.planes > 1
     write = make_write_tile(spec, make_query_box(spec, spec.features.packed))

@@ -106,7 +106,7 @@ def make_pass_word(spec):
 
 @part
 def make_write_pass_word(spec):
-    """``write_pass_word(shared, slot, word)``: that, beside Qi."""
+    """``write_pass_word(shared, slot, word)``: what ``pass_word`` gave, to the slot, beside Qi."""
     sparse, grouped = spec.features.sparse, spec.grouped
 
     def write_pass_word(shared, slot, word):
@@ -156,7 +156,7 @@ def make_next_by_word(spec):
 
 @part
 def make_visits_of_pass(spec):
-    """``visits_of_pass(heads, i_first, i_end)``: how many there are, if no block mask hides any."""
+    """``visits_of_pass(heads, i_first, i_end)``: how many visits, if no block mask hides any."""
     Br = spec.Br
 
     def visits_of_pass(heads, i_first, i_end):
@@ -185,7 +185,7 @@ def make_is_nth_visit(spec):
 
 @part
 def make_has_visits(spec):
-    """``has_visits(first, j0, h_end, i_first, i_end)``: whether there is one."""
+    """``has_visits(first, j0, h_end, i_first, i_end)``: whether a pass has a visit."""
     sparse = spec.features.sparse
     first_visit, is_visit = make_first_visit(spec), make_is_visit(spec)
 
@@ -318,7 +318,7 @@ def make_row_dots(spec):
 # A part of dQ is always the same thread's: it reads what it has written itself in the pass before,
 # which needs no fence and no barrier.
 def pairs_of_dq(spec):
-    """So many rows and columns from its first stand the pairs of a thread's part."""
+    """Rows and columns from a thread's first element of dQ to each of its pairs."""
     return tuple((8 * i, 8 * n) for i in range(2) for n in range(spec.query_columns // 8))
 
 
@@ -416,7 +416,7 @@ def _make_write_sums(spec):
 
 @cache
 def _make_write_rounded(spec):
-    """``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``: factor times it, rounded."""
+    """``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``: factor times dQ, rounded."""
     return write_rounded_of(spec, pairs_of_dq(spec), make_query_place(spec))
 
 

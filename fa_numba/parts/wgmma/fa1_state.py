@@ -97,8 +97,8 @@ def make_passes(spec):
 @part
 def make_load_output(spec):
     """``load_output(shared, A, i0, starts, head, slot, passed)``: a consumer's rows of Oi, to its
-    part of a slot as it is empty and they are ``passed``: written in the last pass; none where this
-    visit ``starts`` Oi, nor of planes, whose Oi consumers load.
+    part of a slot, once that is empty and they are written by the pass before (``passed``); none
+    where this visit ``starts`` Oi, nor of planes, whose Oi consumers load.
     """
     (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
@@ -331,7 +331,7 @@ def make_initialise(spec):
 
 @part
 def make_wait_initialised(spec):
-    """``wait_initialised(bars, w)``: until consumer w needs the slots for that no more."""
+    """``wait_initialised(bars, w)``: until consumer w has initialised O by way of the slots."""
     initialises = spec.features.initialises and spec.planes == 1
     written = spec.pipelines.written.full
 
@@ -376,7 +376,7 @@ def make_write_state(spec):
 
 @part
 def _make_write_state_in_place(spec):
-    """The same of planes: O to O itself, until the last pass in units of theirs."""
+    """``write_state`` of planes: O to O itself, in units of planes until the last pass."""
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     finish_output, normalise_rows = make_finish_output(spec), make_normalise_rows(spec)
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)

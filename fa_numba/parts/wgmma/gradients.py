@@ -101,7 +101,7 @@ def make_load_columns(spec):
 
 @part
 def load_column_tiles(spec, find):
-    """The same, whose boxes ``find`` finds."""
+    """``load_columns(shared, K, V, j0, head)``, whose boxes ``find`` finds."""
     Bc, OF_K, OF_V = spec.Bc, spec.panels, spec.of_values.panels
     BOTH, size, barrier = min(OF_K, OF_V), 2 * PANEL * (OF_K + OF_V) * Bc, spec.pipelines.kv.full
 
@@ -341,8 +341,8 @@ def make_ds_of_columns(spec):
 
 @part
 def _make_ds_of_dp(spec):
-    """The same of PT in 16 bits, and the registers of ST are left to others; or of slopes in rS,
-    which have PT in them.
+    """``ds_of_columns`` of PT in 16 bits, in rP: the registers of ST are free; or of PT times its
+    slopes, in rS.
     """
     TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.adds_fragments
     times_slope = make_times_slope(spec.features)
@@ -574,8 +574,8 @@ def make_add_dq(spec):
 
 @part
 def make_add_late_dq(spec):
-    """``add_late_dq(rdQ, sdQ, A, row0, head, thread)``: the same, each warp by itself: in boxes of
-    16 rows; or from its registers, A in fragments (``kernels.mma.rows``), with no shared memory.
+    """``add_late_dq(rdQ, sdQ, A, row0, head, thread)``: A += each warp's part of dQ, by boxes of 16
+    rows; or from registers, A in fragments (``kernels.mma.rows``), with no shared memory.
     """
     return (_make_add_fragments if spec.adds_fragments else _make_add_boxes_of_warp)(spec)
 

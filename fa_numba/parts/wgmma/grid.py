@@ -25,7 +25,7 @@ def make_thread(spec):
 
 @part
 def make_transposed_thread(spec):
-    """``transposed_thread()``: the same of ST: where in 64 columns of S, and in their rows.
+    """``transposed_thread()``: ``thread`` of ST: where in 64 columns of S, and in their rows.
 
     The warpgroup is by a shuffle: the assembler sees that it is one for a warp, and computes
     operands' places once, in uniform registers; but where consumers share columns, as was timed.

@@ -37,7 +37,7 @@ def _make_range_in_chunk(spec):
 def _make_column_tile(spec):
     """``column_tile()``: a backward block's first column, K/V head and batch entry, of a grid (Tc,
     Hk, B), in chunks of C tiles (C Hk, B, ceil(Tc / C)). Where S blocks share the query heads of a
-    K/V head these are Hk S shares: see ``key_head``.
+    K/V head these are Hk S shares: see ``shared_key_head``.
 
     A causal mask leaves the first columns most rows. In chunks those of all heads go before the
     next ones, so that the last blocks to start are short; the tiles of a chunk read Q and dO
@@ -72,9 +72,8 @@ def make_shared_key_head(spec):
 
 @part
 def make_write_key_tile(spec):
-    """``write_key_tile(words, Q, K, group, options)``: the first thread writes the words. A
-    grid of packed sequences has the tiles of all of them, some empty
-    (``scheduler.sequence_tile_of``).
+    """``write_key_tile(words, Q, K, group, options)``: the first thread writes the words. A grid of
+    packed sequences has the tiles of all, some empty (``scheduler.sequence_tile_of``).
     """
     features, column_tile, lengths = spec.features, _make_column_tile(spec), make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)

@@ -256,13 +256,13 @@ def make_produces_columns(spec):
 
 @part
 def make_produces_k(spec):
-    """``produces_k()``: whether it loads K."""
+    """``produces_k()``: whether this thread loads K."""
     return _make_produces(*COLUMN_PRODUCERS[spec.column_producers])
 
 
 @part
 def make_produces_v(spec):
-    """``produces_v()``: whether it loads V."""
+    """``produces_v()``: whether this thread loads V."""
     return _make_produces(*reversed(COLUMN_PRODUCERS[spec.column_producers]))
 
 
@@ -296,7 +296,7 @@ def make_query_box(spec, ends=None, end=None):
 @part
 def make_key_box(spec, ends=None, end=None):
     """``key_box(T, row, head)``: where a row of a head's keys is on T's map; ``ends`` and ``end``
-    as above.
+    as for ``query_box``.
     """
     ends = spec.key_ends if ends is None else ends
     end = end or make_key_end(spec)

@@ -209,7 +209,7 @@ def make_wait_own_dq(spec):
 
 @cache
 def make_wait_last_dq(spec):
-    """``wait_last_dq(rdQ)``: the same, and no other product is on its way."""
+    """``wait_last_dq(rdQ)``: dQ is there, and no other product is on its way."""
     return wait_for(spec.query_registers, 0)
 
 

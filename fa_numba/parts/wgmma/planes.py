@@ -58,7 +58,7 @@ def multiply_pairs(spec, count, N, a, b, steps):
 
 @part
 def make_product_of_planes(spec, count):
-    """``product(rT, rP, sV, at)``: P V of rows of V from ``at`` on, by the same."""
+    """``product(rT, rP, sV, at)``: P V of V's rows from ``at`` on, by ``count`` pairs of planes."""
     d, Bc, STEPS, WORDS = spec.columns, spec.Bc, spec.Bc // STEP, spec.p_registers // spec.planes
     i, j = pairs_of_planes(spec.planes)[count - 1]
     A, B, ADDS = i * WORDS, j * spec.plane_panels_v * PANEL * Bc, count > 1

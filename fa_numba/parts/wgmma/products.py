@@ -123,8 +123,8 @@ def make_tile_sums(spec):
 
 @part
 def make_end_output(spec):
-    """``end_output(rO, rT, more)``: the same where O, of planes, gets T, a tile's sums, added; else
-    they are O.
+    """``end_output(rO, rT, more)``: O is there (``wait_output``): T itself, or, of planes, the sum
+    with T, a tile's.
     """
     RO, apart, wait_output = spec.TM * spec.DN * 4, spec.planes > 1, make_wait_output(spec)
 

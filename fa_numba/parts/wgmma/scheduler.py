@@ -47,8 +47,8 @@ def is_valid(schedule, stage):
 
 @part
 def make_announce(spec):
-    """``announce(schedule, bars, slot, n)``: whether work tile number n exists, as the slot, once
-    empty, tells its readers.
+    """``announce(schedule, bars, slot, n)``: whether work tile number n exists; its number to the
+    slot, once that is empty, and at the end the slot to its readers.
     """
     (q, _, _, work, _), WORDS = spec.pipelines, WORK_WORDS
     acquire, commit_q, commit_work = make_acquire(q), make_commit(q), make_commit(work)
@@ -129,7 +129,7 @@ def make_has_work(spec):
 
 @cache
 def make_has_columns(spec):
-    """``has_columns(schedule, bars, slot)``: the same, before Q is there, for who loads K and V."""
+    """``has_columns(schedule, bars, slot)``: ``has_work``, before Q is there, to load K, V."""
     return _make_is_given(spec.pipelines.work)
 
 
@@ -197,8 +197,8 @@ def make_columns_of(spec):
 
 @part
 def make_take(spec):
-    """``take(schedule, stage)``: a slot's work tile, Nq and Nk, its share of the columns as above,
-    and its K/V head: plain numbers, for those that cross a consumer's loops.
+    """``take(schedule, stage)``: a slot's work tile, Nq and Nk, its share of the columns as of
+    ``columns_of``, and its K/V head: plain numbers, which cross a consumer's loops.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
 
@@ -375,7 +375,7 @@ def _make_tile_of(spec):
 
 @part
 def _make_head_tiles(spec):
-    """``head_tiles(rows, options)``: those of a head. Of packed sequences one may be empty: a
+    """``head_tiles(rows, options)``: row tiles of a head. Of packed sequences one may be empty: a
     sequence that begins within tile t of all rows, cut without regard to sequences, has t + (its
     number) before it, so that nobody counts the tiles of those before.
     """

@@ -69,7 +69,7 @@ def make_store_scores(spec):
 
 @part
 def make_give_scores(spec):
-    """``give_scores(shared, at, stage, rS)``: the same, which fills a slot."""
+    """``give_scores(shared, at, stage, rS)``: ``store_scores``, which fills a slot."""
     store_scores, full = make_store_scores(spec), spec.pipelines.s.full
 
     def give_scores(shared, at, stage, rS):
