@@ -543,9 +543,10 @@ def test_what_the_page_says_of_shapes():
 
 
 def test_what_the_page_says_of_hoppers_unit():
-    """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, nowhere more than
-    4 % behind; below that 7 % behind cuDNN at most. Backward ahead of FA-2, and of cuDNN by 10 %
-    at d=64, 6 % behind it at d=128 at most.
+    """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, more than 3 % behind
+    at one, where the power cap held half of the runs (its p20 is 10 % below the median); shorter,
+    7 % behind cuDNN at most. Backward ahead of FA-2, and of cuDNN by 4 % at d=64, 8 % behind it at
+    d=128 at most.
     """
     rows = [r for r in recorded("speed_fp16") if r.metric == "speed"]
     speed = {(r.series, r.pass_, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows}
@@ -556,17 +557,18 @@ def test_what_the_page_says_of_hoppers_unit():
         cudnn = value / speed["torch-cudnn", pass_, d, causal, N]
         if pass_ == "bwd":
             assert value > speed["torch-fa2", pass_, d, causal, N]
-            assert cudnn > (1.09 if d == 64 else 0.94)
+            assert cudnn > (1.04 if d == 64 else 0.92)
         elif pass_ == "fwd" and d in (64, 128):
             (near if N >= 2048 else far).append(cudnn)
-    assert min(near) > 0.96 and np.median(near) > 1 and 0.93 < min(far) < np.median(far) < 1
+    assert min(near) > 0.93 and sorted(near)[1] > 0.97 and np.median(near) > 1
+    assert 0.93 < min(far) < np.median(far) < 1
     fa3 = lookup(paper="fa3", item="Fig. 5", method="FA-3", metric="speed")
     ratios = [
         own["fwd", int(x["head_dim"]), x["causal"] == "true", int(x["seqlen"])] / float(x["value"])
         for x in fa3
         if x["head_dim"] in ("64", "128") and int(x["seqlen"]) >= 2048
     ]
-    assert ratios and min(ratios) > 0.96 and np.median(ratios) > 1
+    assert min(ratios) > 0.91 and sorted(ratios)[1] > 0.97 and np.median(ratios) > 1
 
 
 def test_the_form_has_each_claim_with_time_value_and_variation():
