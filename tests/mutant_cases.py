@@ -22,6 +22,7 @@ import rooms  # noqa: F401
 import test_append_kv
 import test_group_splits
 import test_inputs
+import test_intrinsics
 import test_kv_splits
 import test_launch_cache
 import test_merge
@@ -30,6 +31,9 @@ import test_pages
 import test_plans
 import test_precision
 import test_prefix
+import test_ptx
+import test_ptx_statements
+import test_ptx_warpgroup
 import test_recorded_launches
 import test_ring
 import test_softmax
@@ -739,7 +743,7 @@ def own_runs():
 
 @cache
 def host_runs():
-    """Tests of the host's code and of the ring's, those that run no kernel first."""
+    """Tests of the host's code, of the ring's and of intrinsics, those that run no kernel first."""
     passes = test_ring.test_both_passes_are_those_of_one_device
     merged = (
         test_ring.test_merged_parts_are_those_of_float64,
@@ -754,6 +758,7 @@ def host_runs():
         *runs_of("host", test_recorded_launches),
         *runs_of("torch", test_torch_stand_in),
         *runs_of("ring", test_ring.test_a_window_is_that_of_the_whole_sequence),
+        *runs_of("intrinsics", test_intrinsics, test_ptx, test_ptx_statements, test_ptx_warpgroup),
         *plain,
         *runs_of("host", *others, *merged, quick=False),
         *runs_of("torch", passes, test_ring.test_one_argument_that_learns_is_enough, quick=False),
@@ -799,6 +804,11 @@ def runs():
         test_value_dim.test_gradients_in_one_order,
         test_value_dim.test_rows_of_v_that_end_amid_16_bytes,
     )
+    # Hopper's sums in fragments are cleared and rounded by kernels of mma's, which no other calls.
+    for Nq in (77, 70):
+        given = ("fa2", 1, 1, 1, Nq, 60, 40, {})
+        call = partial(backward_on_hopper.test_gradients_and_counts, *given)
+        found.append(Run("mma", f"fragments-{Nq}", call))
     found += runs_of(
         "wgmma",
         on_hopper.test_results_and_counts,

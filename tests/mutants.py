@@ -23,6 +23,7 @@ import pkgutil
 import signal
 import sys
 import threading
+import traceback
 import types
 import zlib
 from collections import defaultdict
@@ -31,6 +32,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from numba.core.registry import CPUDispatcher
 
 from fa_numba import emulator
 
@@ -50,9 +52,9 @@ OPPOSITE = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
 def drop(node):
-    """Drop a call that stands alone."""
+    """Drop a call that stands alone, but not its names: a closure has its cells for life."""
     if called(node) and not ast.unparse(node).startswith("super("):
-        yield node, ast.Pass()
+        yield node, ast.Expr(ast.BoolOp(ast.And(), [ast.Constant(False), node.value]))
 
 
 def compare(node):
@@ -214,16 +216,19 @@ def sites_of(name, rules=RULES):
 
 @functools.cache
 def _names(name):
-    """What a module's functions take under the same tests, by key: (tests, names, attributes)."""
+    """What a module's functions take under the same tests, by key: (tests, names, attributes of a
+    name, by it, and of what else, by None).
+    """
     found = defaultdict(dict)
     for node, _, key, tests in _nodes(name):
         if isinstance(node, (ast.Name, ast.Attribute)):
             under = tuple((id(test), outcome) for test, outcome in tests)
-            _, names, attributes = found[key].setdefault(under, (tests, set(), set()))
+            given = (tests, set(), defaultdict(set))
+            _, names, attributes = found[key].setdefault(under, given)
             if isinstance(node, ast.Name):
                 names.add(node.id)
             else:
-                attributes.add(node.attr)
+                attributes[getattr(node.value, "id", None)].add(node.attr)
     return {key: list(of.values()) for key, of in found.items()}
 
 
@@ -338,13 +343,14 @@ def _of_text(name, text):
         code = codes.get(tuple(place))
         for function in functions if code else ():
             old = function.__code__
-            if _differ(old, code) and old.co_freevars == code.co_freevars:
+            if _differ(old, code):
                 before.append((function, old))
                 function.__code__ = code
     clear_caches()
     try:
         assert before or not isinstance(text, str), f"no function of {name} has changed"
-        yield
+        with interpreted([function for function, _ in before]):
+            yield
     finally:
         for function, old in before:
             function.__code__ = old
@@ -353,6 +359,28 @@ def _of_text(name, text):
         rewritten = emulator.rewrite._rewritten
         for key in [k for k, (code, *_) in rewritten.items() if code.co_filename == file]:
             del rewritten[key]
+
+
+@functools.cache
+def loops():
+    """What is compiled for the CPU: (a module's names, the name there, the function)."""
+    modules = [vars(x) for name, x in sys.modules.items() if name.startswith("fa_numba.")]
+    return [
+        (names, name, value.py_func)
+        for names in modules
+        for name, value in names.items()
+        if isinstance(value, CPUDispatcher)
+    ]
+
+
+@contextlib.contextmanager
+def interpreted(functions):
+    """Loops among these functions are as Python runs them, wherever they were imported."""
+    with contextlib.ExitStack() as stack:
+        for names, name, function in loops():
+            if function in functions:
+                stack.enter_context(mock.patch.dict(names, {name: function}))
+        yield
 
 
 def _differ(a, b):
@@ -480,10 +508,11 @@ def functions_from(left, calls):
             asked = {name for of, _ in may for name in of}
             if value.__code__.co_filename.startswith("<"):  # a text of a caller's function
                 asked |= {*value.__code__.co_names}
-            taken = [names[name] for name in asked if name in names]
-            left += taken
-            asked = {name for _, attributes in may for name in attributes}
-            left += [(x, asked) for x in taken if isinstance(x, types.ModuleType)]
+            for name in asked & names.keys():
+                left.append(names[name])
+                if isinstance(names[name], types.ModuleType):
+                    of = (attributes[of] for _, attributes in may for of in (name, None))
+                    left.append((names[name], set().union(*of)))
         elif isinstance(value, tuple):
             module, names = (*value, None, None)[:2]
             if isinstance(module, types.ModuleType) and isinstance(names, set):
@@ -577,10 +606,13 @@ def apart(function, *args, seconds=600):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(seconds)
             os.write(write, json.dumps(function(*args)).encode())
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     os.close(write)
     with open(read) as file:
         said = file.read()
-    os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
+    assert said or not os.WIFEXITED(status), "the process ended in an error"
     return json.loads(said) if said else ["Crash", "", 0]

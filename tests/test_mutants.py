@@ -24,7 +24,7 @@ import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
 UNITS = {"simt": 8, "mma": 5, "wgmma": 3}  # and of how many sites by default
-HOST = {"host": 4, "ring": 4, "torch": 2}
+HOST = {"host": 4, "ring": 4, "torch": 2, "intrinsics": 16}  # of one runs' functions
 PARTS = 48  # of all
 SHARES = 5  # of a unit's runs: a sample looks first at one, of which what it executes is found out
 PACKAGES, INTRINSICS = ("fa_numba.kernels", "fa_numba.parts"), "fa_numba.intrinsics"
@@ -47,11 +47,11 @@ def named(site):
 
 @functools.cache
 def sites():
-    """All that a call can reach, but intrinsics' emulations."""
+    """All that a call can reach."""
     found = (mutants.sites_of(name) for name in mutants.modules_of(*PACKAGES))
     rules = (*mutants.RULES, mutants.forget)
     on_host = (mutants.sites_of(name, rules) for name in mutants.modules_of(*ON_HOST))
-    return [*itertools.chain.from_iterable(found), *itertools.chain.from_iterable(on_host)]
+    return [*itertools.chain(*found), *itertools.chain(*on_host), *emulated()]
 
 
 @functools.cache
@@ -80,9 +80,10 @@ def records(unit, quick, share, shares):
     share, those that are quick or not.
     """
     if unit in HOST:
-        runs = (x for x in mutant_cases.host_runs() if x.unit == unit and x.quick == quick)
+        runs = [x for x in mutant_cases.host_runs() if x.unit == unit and x.quick == quick]
         with mock.patch.object(stand_in_torch, "TEXT", mutants.telling(TORCH)):
-            return list(mutants.executed(runs, list(mutants.modules_of(*ON_HOST))))
+            told = [INTRINSICS] if unit == "intrinsics" else ON_HOST
+            return list(mutants.executed(runs, list(mutants.modules_of(*told))))
     found = [(run, mutants.reached(run)) for run in _runs_of(unit)[share::shares]]
     return sorted(found, key=lambda each: each[1].threads)
 
@@ -133,7 +134,7 @@ def tried(site, quick=False, shares=1):
     its own.
     """
     count = 0
-    alone = units_of(site)[0] in HOST or site.module.startswith(INTRINSICS)
+    alone = units_of(site)[0] in HOST
     for runs in itertools.islice(reaching(site, shares), 1 if quick else None):
         how, run, more = mutants.apart(_tried, site, runs) if alone else _tried(site, runs)
         count += more
@@ -317,8 +318,10 @@ def test_quick_runs_notice_most_of_a_sample(unit):
     assert len(unnoticed) <= len(sample) // 2, "\n".join(unnoticed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("unit", HOST)
+@pytest.mark.parametrize(
+    "unit",
+    [pytest.param(x, marks=() if x == "intrinsics" else pytest.mark.slow) for x in HOST],
+)
 def test_all_runs_notice_a_sample(unit):
     of_unit = [site for site in sites() if units_of(site)[0] == unit]
     all_noticed(sorted(of_unit, key=by_number)[: HOST[unit]])
@@ -336,8 +339,8 @@ def test_a_sample_is_noticed(unit):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_are_noticed(part):
-    """In kernels and parts; of the host's code the sample alone has been looked at."""
-    chosen = [site for site in sites() if units_of(site)[0] in UNITS]
+    """Of the host's code the sample alone has been looked at."""
+    chosen = [site for site in sites() if units_of(site)[0] in (*UNITS, "intrinsics")]
     all_noticed(chosen[part::PARTS])
     all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])
 
@@ -351,7 +354,7 @@ def test_a_survivor_is_a_site_and_has_a_reason():
 
 
 def main(asked):
-    for site in (*sites(), *emulated()):
+    for site in sites():
         if any(text in site.name for text in asked):
             begin = time.process_time()
             how, run, count = tried(site)

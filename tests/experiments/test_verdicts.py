@@ -543,10 +543,10 @@ def test_what_the_page_says_of_shapes():
 
 
 def test_what_the_page_says_of_hoppers_unit():
-    """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, more than 3 % behind
-    at one, where the power cap held half of the runs (its p20 is 10 % below the median); shorter,
-    7 % behind cuDNN at most. Backward ahead of FA-2, and of cuDNN by 4 % at d=64, 8 % behind it at
-    d=128 at most.
+    """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, more than 3 %
+    behind at one, where half of the runs were held by power (p20 is 10 % below the median);
+    shorter, 7 % behind cuDNN at most. Backward ahead of FA-2, and of cuDNN by 4 % at d=64, 8 %
+    behind it at d=128 at most.
     """
     rows = [r for r in recorded("speed_fp16") if r.metric == "speed"]
     speed = {(r.series, r.pass_, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows}
