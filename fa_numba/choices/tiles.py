@@ -18,7 +18,7 @@ from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import Problem
 from fa_numba.tiling.mma import MmaSpec, StandardSpec, select_mma_spec
-from fa_numba.tiling.mma_backward import MmaSweepSpec, row_warps_of, select_mma_backward_spec
+from fa_numba.tiling.mma_backward import MmaDqSpec, row_warps_of, select_mma_backward_spec
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, splits
 from fa_numba.tiling.tiles import Tiles, is_valid
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SPARE, WgmmaSpec, spare_taken
@@ -106,7 +106,7 @@ def mma_tiles(
     elif algorithm == "standard":
         select = functools.partial(select_mma_spec, kind=StandardSpec, **sizes)
     else:
-        kind = MmaSweepSpec if of == "sweep" else MmaSpec
+        kind = MmaDqSpec if of == "sweep" else MmaSpec
         select = functools.partial(select_mma_spec, kind=kind, splits_keys=keys, **sizes)
     Br, Bc = _needed(Br, seqlen_q, least_rows), _needed(Bc, seqlen_k, least_columns)
     found = _shrunk(Br, Bc, select, least_rows, least_columns)

@@ -258,7 +258,7 @@ class Mma(Unit):
             sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.largest_dim, request.shared_limit)
             tiles = mma_tiles("fa2", "sweep", *sizes).value
         facts = _flash_facts(request) | {"features": request.features.without_sums}
-        return tiles, _select(request, tiling.MmaSweepSpec)(tiles, **facts)
+        return tiles, _select(request, tiling.MmaDqSpec)(tiles, **facts)
 
     def standard(self, request: Request) -> Shape:
         select = _select(request, tiling.StandardSpec)
@@ -425,8 +425,8 @@ class Wgmma(Unit):
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         p, facts = request.problem, {"stages": 2, **_flash_facts(request)}
         facts["features"] = request.features.without_sums
-        spec = tiling.select_wgmma_sweep_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
-        return replace(tiling.wgmma_sweep_tiles(p.largest_dim), threads=spec.threads), spec
+        spec = tiling.select_wgmma_dq_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
+        return replace(tiling.wgmma_dq_tiles(p.largest_dim), threads=spec.threads), spec
 
 
 def adds_elements(features: Features) -> bool:

@@ -49,7 +49,9 @@ class Tile(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A slot of a pipeline, and the phase, 0 or 1, of its barriers that is waited for."""
+    """A slot of a pipeline, and the phase, 0 or 1, of its barriers that is waited for. Round a loop
+    these are two integers: a record that a loop carries takes registers.
+    """
 
     stage: Any
     phase: Any
@@ -213,7 +215,7 @@ class Gradients(NamedTuple):
     dV: Any
 
 
-class SlotPlaces(NamedTuple):
+class SlotOffsets(NamedTuple):
     """Where a slot's Q, its dO (or O), its L and D, and its dS (or S) begin in shared memory."""
 
     rows: Any

@@ -7,7 +7,7 @@ and ``wgmma`` each unit's own. What is taken where nobody chose says ``fa_numba.
 from fa_numba.tiling.mma import MEASURES, MmaSpec, StandardSpec, select_mma_spec
 from fa_numba.tiling.mma_backward import (
     MmaBackwardSpec,
-    MmaSweepSpec,
+    MmaDqSpec,
     TransposedSpec,
     select_mma_backward_spec,
 )
@@ -17,10 +17,10 @@ from fa_numba.tiling.tiles import MOST_STAGES, Tiles, is_valid
 from fa_numba.tiling.wgmma import WGMMA_MEASURES, WgmmaSpec, select_wgmma_spec
 from fa_numba.tiling.wgmma_backward import (
     WgmmaBackwardSpec,
-    WgmmaSweepSpec,
+    WgmmaDqSpec,
     default_wgmma_backward_tiles,
     select_wgmma_backward_spec,
-    select_wgmma_sweep_spec,
-    wgmma_sweep_tiles,
+    select_wgmma_dq_spec,
+    wgmma_dq_tiles,
 )
 from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, select_wgmma_fa1_spec

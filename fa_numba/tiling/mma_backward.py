@@ -182,8 +182,8 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
 
 
 @dataclass(frozen=True)
-class MmaSweepSpec(ValuesSpec, MmaSpec):
-    """The second sweep of a deterministic backward pass, which makes dQ: Q outer, as the forward
+class MmaDqSpec(ValuesSpec, MmaSpec):
+    """The kernel of a deterministic backward pass that makes dQ: Q outer, as the forward
     pass, with S and dP in registers, and fragments of Q and dO.
     """
 

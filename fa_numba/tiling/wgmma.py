@@ -119,7 +119,7 @@ class WgmmaSpec(Spec):
     @property
     def begins_next(self) -> bool:
         """Whether the first product of a block's next row tile is on its way with the last one of
-        this: of one place of Q the next is not there yet, and options may leave three consumers no
+        this: of one slot of Q the next is not there yet, and options may leave three consumers no
         registers for it.
         """
         crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
@@ -127,7 +127,7 @@ class WgmmaSpec(Spec):
 
     @property
     def takes_late(self) -> bool:
-        """Whether a block takes its next row tile late, or as soon as there is a place for Q."""
+        """Whether a block takes its next row tile late, or as soon as a slot of Q is empty."""
         return "late" not in self.ablated
 
     @property
@@ -359,8 +359,8 @@ def select_wgmma_spec(
 
     Raises ValueError as ``within_registers`` does, and for what does not fit memory.
     """
-    places = {"stages": tiles.stages, "q_stages": max(2, tiles.stages)}
-    spec = within_registers(WgmmaSpec, tiles, head_dim, **places, **facts)
+    slots = {"stages": tiles.stages, "q_stages": max(2, tiles.stages)}
+    spec = within_registers(WgmmaSpec, tiles, head_dim, **slots, **facts)
     if shares and spec.consumers == 1:
         for blocks in range(MOST_BLOCKS, 1, -1):
             several = replace(spec, blocks=blocks)

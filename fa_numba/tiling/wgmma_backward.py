@@ -282,7 +282,7 @@ class WgmmaBackwardSpec(GradientSpec):
         return columns * self.Br, columns * self.Bc, self.Br * self.Bc
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def offsets(self) -> tuple[int, ...]:
         """Where in shared memory Q, dO and dS begin, in 16-bit elements, behind K and V; then dQ,
         and L and D, in floats; and the barriers, in units of 8 bytes.
         """
@@ -295,9 +295,9 @@ class WgmmaBackwardSpec(GradientSpec):
         return at_q, at_do, at_ds, at_dq, at_l, (at_l + 2 * STAGES * self.Br) // 2
 
     @property
-    def place_of_o(self) -> int:
-        """Where O begins, as ``places``, behind dO."""
-        return self.places[1] + STAGES * self.of_values.tile_halves[0]
+    def offset_of_o(self) -> int:
+        """Where O begins, as ``offsets``, behind dO."""
+        return self.offsets[1] + STAGES * self.of_values.tile_halves[0]
 
     @property
     def pipelines(self) -> BackwardPipelines:
@@ -341,7 +341,7 @@ class WgmmaBackwardSpec(GradientSpec):
         words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
         if self.algorithm == "fa1":
             words = 2 * STAGES if self.features.sparse else 0
-        return 2 * (self.places[-1] + self.barriers), words
+        return 2 * (self.offsets[-1] + self.barriers), words
 
     @property
     def fill_arrivals(self) -> int:
@@ -352,17 +352,17 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def drawing_threads(self) -> int:
-        """Consumer threads with columns of their own, two each, of places of four in a row."""
+        """Consumer threads with columns of their own, two each, of four a row."""
         return 2 * self.Bc
 
     @property
-    def drawn_places(self) -> tuple[int, int]:
+    def drawn_span(self) -> tuple[int, int]:
         """In words: where the bits of what dropout drops begin, and how many words there are."""
         return sum(self.key_tile_words), STAGES * self.drawing_threads * self.drawn_words
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * sum(self.drawn_places)
+        return 4 * sum(self.drawn_span)
 
     @property
     def accumulators(self) -> int:
@@ -375,7 +375,7 @@ class WgmmaBackwardSpec(GradientSpec):
         return self.accumulators <= self.registers[1] - _OTHERS
 
 
-_Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaSweepSpec")
+_Specialised = TypeVar("_Specialised", "WgmmaBackwardSpec", "WgmmaDqSpec")
 
 
 def hidden_alone(spec: _Specialised) -> _Specialised:
@@ -441,17 +441,17 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
         return self._transposed(_SharedRows)
 
     @property
-    def place_halves(self) -> int:
-        """16-bit elements of the place of K, by way of which dV leaves, and of V, as dK does."""
+    def column_halves(self) -> int:
+        """16-bit elements of Kj, by way of which dV leaves, and of Vj, by way of which dK does."""
         return max(self.tile_halves[1], self.of_values.tile_halves[1])
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def offsets(self) -> tuple[int, ...]:
         """Where in shared memory Q and dO begin, in 16-bit elements, behind K and V; then S, and L
         and D, in floats; and the barriers, in units of 8 bytes.
         """
         (rows, _, scores), out = self.tile_halves, self.of_values.tile_halves[0]
-        at_q = 2 * self.place_halves
+        at_q = 2 * self.column_halves
         at_s = (at_q + STAGES * (rows + out)) // 2
         at_l = at_s + STAGES * scores
         return at_q, at_q + STAGES * rows, at_s, at_l, (at_l + 2 * STAGES * self.Br) // 2
@@ -513,7 +513,7 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
     @property
     def largest_words(self) -> tuple[int, int]:
         """In words: where each consumer warp's largest |dS| lies, and how many there are."""
-        return round_up(sum(self.drawn_places), 4), 4 * CONSUMERS
+        return round_up(sum(self.drawn_span), 4), 4 * CONSUMERS
 
     @property
     def shared_bytes(self) -> int:
@@ -612,8 +612,8 @@ def _is_late(
 
 
 @dataclass(frozen=True)
-class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
-    """The second sweep of the backward pass on Hopper's tensor cores, which makes dQ: Q outer, as
+class WgmmaDqSpec(ValuesSpec, WgmmaSpec):
+    """The kernel on Hopper's tensor cores that makes dQ alone, without atomic adds: Q outer, as
     the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
     """
 
@@ -623,7 +623,7 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
 
     @property
     def halves(self) -> int:
-        """16-bit elements of Qi and dOi, and of the places of K and V."""
+        """16-bit elements of Qi and dOi, and of the slots of K and V."""
         (rows, keys, _), (out, values, _) = self.tile_halves, self.of_values.tile_halves
         return rows + out + self.stages * (keys + values)
 
@@ -632,7 +632,7 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
         return 2 + 4 * self.stages
 
     @property
-    def masked_part(self) -> WgmmaSweepSpec:
+    def masked_part(self) -> WgmmaDqSpec:
         """What is done with S first, where it stays."""
         return hidden_alone(self) if self.features.scores_stay else self
 
@@ -661,14 +661,14 @@ class WgmmaSweepSpec(ValuesSpec, WgmmaSpec):
         return self.TM * (2 * self.TN + 4 * self.DN) + self.p_registers
 
 
-def select_wgmma_sweep_spec(head_dim: int, **facts: object) -> WgmmaSweepSpec:
-    """The specialisation of the second sweep with ``wgmma_sweep_tiles``, and with ``facts``."""
-    tiles = wgmma_sweep_tiles(max(head_dim, facts.get("head_dim_v", 0)))  # type: ignore[call-overload]
-    return within_registers(WgmmaSweepSpec, tiles, head_dim, **facts)
+def select_wgmma_dq_spec(head_dim: int, **facts: object) -> WgmmaDqSpec:
+    """The specialisation of dQ's kernel with ``wgmma_dq_tiles``, and with ``facts``."""
+    tiles = wgmma_dq_tiles(max(head_dim, facts.get("head_dim_v", 0)))  # type: ignore[call-overload]
+    return within_registers(WgmmaDqSpec, tiles, head_dim, **facts)
 
 
-def wgmma_sweep_tiles(head_dim: int) -> Tiles:
-    """Block sizes of the second sweep on Hopper's tensor cores: as many columns as registers hold
+def wgmma_dq_tiles(head_dim: int) -> Tiles:
+    """Block sizes of dQ's kernel on Hopper's tensor cores: as many columns as registers hold
     beside dQ, or shared memory beside Q and dO.
     """
     columns = {1: 128, 2: 96, 3: 80, 4: 48}

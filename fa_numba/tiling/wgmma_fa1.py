@@ -20,8 +20,8 @@ _LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
 # Registers of a consumer beside its parts of P and O, and beside that of S, where it masks, and
 # where it leaves S for planes of P.
 _OTHERS, _OTHERS_OF_S, _OTHERS_OF_PLANES = 32, 96, 144
-# Places of K and V, and of Q and O: the first that shared memory has is taken.
-_PLACES = ((2, 2), (1, 2), (2, 1), (1, 1))
+# Slots of K and V, and of Q and O: the first that shared memory has is taken.
+_SLOTS = ((2, 2), (1, 2), (2, 1), (1, 1))
 
 
 class Fa1Pipelines(NamedTuple):
@@ -130,7 +130,7 @@ def select_wgmma_fa1_spec(
     Raises ValueError as ``within_registers`` does, and for what does not fit shared memory.
     """
     spec = within_registers(WgmmaFa1Spec, tiles, head_dim, **facts)
-    for stages, q_stages in _PLACES:
+    for stages, q_stages in _SLOTS:
         spec = replace(spec, stages=stages, q_stages=q_stages)
         if spec.shared_bytes <= shared_limit:
             break

@@ -2,7 +2,7 @@
 
 One thread block takes one column tile: the outer loop is the grid. dK and dV stay in registers, P
 is recomputed from L alone. dQ is summed in float32 (``A``) by atomic adds, in no fixed order, then
-rounded; or by a second sweep with Q outer, in one order. Warps, memory, accesses: at the end.
+rounded; or by a kernel of its own, Q outer, in one order. Warps, memory, accesses: at the end.
 """
 
 from functools import cache
@@ -121,7 +121,7 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """dQ without atomic adds: a second sweep, Q outer; launched over (Tr, Hq, B) blocks.
+    """dQ without atomic adds: a kernel of its own, Q outer; launched over (Tr, Hq, B) blocks.
 
     S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
     ``spec`` is that of a forward kernel: a warp takes rows of S, and dS is an operand as it is.
@@ -205,6 +205,6 @@ Shared memory, 16-bit elements:  2 (2 Br + Bc) d + U Bc (Br + 8) + 8 Br
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to A, each a load and a store; with a causal mask only the row tiles that see column
     tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with A = 0; rounding A to
-    dQ Nq d loads and stores. The second sweep takes the place of the adds and of the rounding:
+    dQ Nq d loads and stores. A kernel of its own for dQ has no adds and no rounding:
     loads 2 Nq d + 2 Nq + 2 Tr Nk d, stores Nq d.
 """

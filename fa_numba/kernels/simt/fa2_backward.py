@@ -3,7 +3,7 @@ CUDA cores.
 
 One thread block takes one column tile Kj, Vj: the outer loop (line 5) is the grid. dK and dV stay
 in registers; P is recomputed from L alone. dQ is summed in global memory by atomic adds, in no
-fixed order, or by a second sweep with Q outer, in one order. Memory and accesses: at the end.
+fixed order, or by a kernel of its own, Q outer, in one order. Memory and accesses: at the end.
 """
 
 from functools import cache
@@ -115,7 +115,7 @@ def make_backward(spec, atomic=True):
 
 @cache
 def make_query_gradients(spec):
-    """dQ without atomic adds: a second sweep, Q outer; launched over (Tr, Hq, B) blocks.
+    """dQ without atomic adds: a kernel of its own, Q outer; launched over (Tr, Hq, B) blocks.
 
     S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
     """
@@ -125,12 +125,12 @@ def make_query_gradients(spec):
     Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RG = spec.cap_registers
-    sweep_bytes = spec.shared_bytes - 4 * spec.tile_floats[-1]  # without sP
+    dq_bytes = spec.shared_bytes - 4 * spec.tile_floats[-1]  # without sP
 
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, array_type(4)]
     types_ = arguments(arrays, 2, 1, spec.features.argument_type)
 
-    @cuda.jit(types_, spec.threads, sweep_bytes, spec.min_blocks)
+    @cuda.jit(types_, spec.threads, dq_bytes, spec.min_blocks)
     def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
         sQ, sdO, sK, sV, sdS = load.dq_shared_memory()
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)

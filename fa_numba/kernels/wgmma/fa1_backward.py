@@ -122,11 +122,11 @@ def make_backward(spec):
             kv_pipeline.wait(bars, Slot(uint32(0), uint32(j0 // Bc % 2)))
             if more:
                 q_pipeline.wait(bars, Slot(stage, phase))
-                transposed.multiply(rS, sK, own, sQ, gradients.places(stage).rows)
+                transposed.multiply(rS, sK, own, sQ, gradients.offsets(stage).rows)
                 transposed.wait_scores(rS, False)
             # FA-1 line 9, FA-2 line 8: for each i that sees column tile j, of each query head
             while more:
-                slot, at = Slot(stage, phase), gradients.places(stage)
+                slot, at = Slot(stage, phase), gradients.offsets(stage)
                 member = grid.member(head, h)
                 tile = Tile(i0, column0, member, thread)
                 fa1_gradients.read_pass_word(rB, shared, slot)
@@ -167,7 +167,7 @@ def make_backward(spec):
                 else:
                     next_stage, next_phase = stage, phase  # Sij once more, for nothing
                 # FA-1 line 11, FA-2 line 10 of the next i: Sij = scale Qi KjT
-                transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
+                transposed.multiply(rS, sK, own, sQ, gradients.offsets(next_stage).rows)
                 gradients.wait_dq(rdQ)
                 sees_more = visits.row_sees_more(visit, i0, j0, member)
                 fa1_gradients.write_dq(rdQ, sums, scale, sees_more, i0, i_stop, member, thread)

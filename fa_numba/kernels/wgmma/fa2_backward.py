@@ -8,7 +8,7 @@ Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by
 atomic adds, or by threads' (``fa2_backward_late``), in no fixed order, then rounded; or by a kernel
 of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
-one (``group_splits``). Where it takes more than a block's place to find these, or batch entries
+one (``group_splits``). Where a block's own number does not say which these are, or batch entries
 have lengths of their own, one thread finds them for all. What dropout drops the producers draw,
 ahead of the products, as bits. Shared memory and accesses: at the end.
 """
@@ -28,7 +28,7 @@ from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
 @cache
 def make_producers(spec):
     """``produce``, by a thread: Kj and Vj, and row tiles; ``produce_values``, by two warps: their L
-    and D.
+    and D; or, with dropout, ``produce_drawing``, by all: both, and which elements are kept.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     drawing, visits = bind(spec, wgmma.drawing, wgmma.visits)
@@ -130,11 +130,11 @@ def make_backward(spec, atomic=True):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
-            transposed.multiply(rS, sK, own, sQ, gradients.places(stage).rows)
+            transposed.multiply(rS, sK, own, sQ, gradients.offsets(stage).rows)
             transposed.wait_scores(rS, False)
         # FA-1 line 9, FA-2 line 8: for each i that sees column tile j, of each query head
         while more:
-            slot, at = Slot(stage, phase), gradients.places(stage)
+            slot, at = Slot(stage, phase), gradients.offsets(stage)
             member = key_tiles.read_head(head, h, Q, K)
             tile = Tile(i0, column0, member, thread)
             gradients.scale_and_bias(rS, scale_log2, tile)
@@ -176,7 +176,7 @@ def make_backward(spec, atomic=True):
             else:
                 next_stage = stage  # Sij once more, for nothing
             # FA-1 line 11, FA-2 line 10 of the next i: Sij = scale Qi KjT
-            transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
+            transposed.multiply(rS, sK, own, sQ, gradients.offsets(next_stage).rows)
             if atomic:
                 gradients.wait_dq(rdQ)
                 member = key_tiles.at_head(member, key_tiles.read_h(words, h))
@@ -193,13 +193,13 @@ def make_backward(spec, atomic=True):
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_dv(rdV, sV, results.dV, column0, head, thread)
 
+    # Consumers of other files take its place: with a late dQ, or of float32 in planes.
     APART = spec.planes > 1
     if spec.late:
         consume = make_late_consumer(spec)
     if APART:
-        consume = (make_planes_consumer if spec.panels == spec.planes else make_wide_consumers)(
-            spec
-        )
+        make_consume = make_planes_consumer if spec.panels == spec.planes else make_wide_consumers
+        consume = make_consume(spec)
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
     sums = queries if atomic and not (spec.adds_fragments or APART) else array_type(4)

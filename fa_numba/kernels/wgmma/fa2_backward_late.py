@@ -51,11 +51,11 @@ def make_late_consumer(spec):
         kv_pipeline.wait(bars, Slot(stage, phase))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
-            transposed.multiply(rS, sK, own, sQ, gradients.places(stage).rows)
+            transposed.multiply(rS, sK, own, sQ, gradients.offsets(stage).rows)
             transposed.wait_scores(rS, False)
             # Alg. 2 line 8: for each row tile i that sees column tile j
             while more:
-                slot, at = Slot(stage, phase), gradients.places(stage)
+                slot, at = Slot(stage, phase), gradients.offsets(stage)
                 tile = Tile(i0, column0, head, thread)
                 # Alg. 2 line 11: Pij = exp(Sij - Li)
                 scores.scale_and_mask(rS, scale_log2, tile)
@@ -92,7 +92,7 @@ def make_late_consumer(spec):
                 else:
                     next_stage = stage  # Sij once more, for nothing
                 # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
-                transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
+                transposed.multiply(rS, sK, own, sQ, gradients.offsets(next_stage).rows)
                 gradients.wait_columns(rdK, rdV, True)
                 if more:
                     q_pipeline.release(bars, slot)

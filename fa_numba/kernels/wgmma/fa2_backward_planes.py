@@ -49,11 +49,11 @@ def make_planes_consumer(spec):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
-            planes.begin_st(rS, sK, own, sQ, gradients.places(stage).rows)
+            planes.begin_st(rS, sK, own, sQ, gradients.offsets(stage).rows)
             transposed.wait_scores(rS, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
-            slot, at = Slot(stage, phase), gradients.places(stage)
+            slot, at = Slot(stage, phase), gradients.offsets(stage)
             member = key_tiles.read_head(head, h, Q, K)
             tile = Tile(i0, column0, member, thread)
             factor = products.score_factor(scale_log2, member)
@@ -90,7 +90,7 @@ def make_planes_consumer(spec):
             else:
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
-            planes.begin_st(rS, sK, own, sQ, gradients.places(next_stage).rows)
+            planes.begin_st(rS, sK, own, sQ, gradients.offsets(next_stage).rows)
             # Alg. 2 line 16: dKj += dSijT Qi
             planes.wait_dk(rT)
             planes.add_columns(rdK, rT, of_q)
@@ -139,11 +139,11 @@ def make_wide_consumers(spec):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
-            planes.begin_st(rS, sK, uint32(0), sQ, gradients.places(stage).rows)
+            planes.begin_st(rS, sK, uint32(0), sQ, gradients.offsets(stage).rows)
             transposed.wait_scores(rS, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
-            slot, at = Slot(stage, phase), gradients.places(stage)
+            slot, at = Slot(stage, phase), gradients.offsets(stage)
             member = key_tiles.read_head(head, h, Q, K)
             tile = Tile(i0, j0, member, thread)
             factor = products.score_factor(scale_log2, member)
@@ -165,7 +165,7 @@ def make_wide_consumers(spec):
             else:
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
-            planes.begin_st(rS, sK, uint32(0), sQ, gradients.places(next_stage).rows)
+            planes.begin_st(rS, sK, uint32(0), sQ, gradients.offsets(next_stage).rows)
             # Alg. 2 line 12: dVj += PijT dOi
             planes.wait_tile(rT)
             planes.add_columns(rdV, rT, planes.unit_of_dv(member))
@@ -202,11 +202,11 @@ def make_wide_consumers(spec):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             do_pipeline.wait(bars, Slot(stage, phase))
-            planes.begin_st(rdP, sV, uint32(0), sdO, gradients.places(stage).out)
+            planes.begin_st(rdP, sV, uint32(0), sdO, gradients.offsets(stage).out)
             transposed.wait_scores(rdP, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
-            slot, at = Slot(stage, phase), gradients.places(stage)
+            slot, at = Slot(stage, phase), gradients.offsets(stage)
             member = key_tiles.read_head(head, h, Q, K)
             tile = Tile(i0, j0, member, thread)
             q_pipeline.wait(bars, slot)
@@ -236,7 +236,7 @@ def make_wide_consumers(spec):
             else:
                 next_stage = stage  # dPij once more, for nothing
             # Alg. 2 line 13 of the next i: dPij = dOi VjT
-            planes.begin_st(rdP, sV, uint32(0), sdO, gradients.places(next_stage).out)
+            planes.begin_st(rdP, sV, uint32(0), sdO, gradients.offsets(next_stage).out)
             if more:
                 q_pipeline.release(bars, slot)
             # Alg. 2 line 15: dQi += scale dSij Kj, through global memory

@@ -48,11 +48,11 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             q_pipeline.wait(bars, Slot(stage, phase))
-            transposed.multiply(rS, sK, uint32(0), sQ, gradients.places(stage).rows)
+            transposed.multiply(rS, sK, uint32(0), sQ, gradients.offsets(stage).rows)
             transposed.wait_scores(rS, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
-            slot, at = Slot(stage, phase), gradients.places(stage)
+            slot, at = Slot(stage, phase), gradients.offsets(stage)
             member = Head(head.b, h, head.hk, head.Nq, head.Nk, options)
             tile = Tile(i0, j0, member, thread)
             if STAYS:  # unmodified
@@ -77,7 +77,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             else:
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
-            transposed.multiply(rS, sK, uint32(0), sQ, gradients.places(next_stage).rows)
+            transposed.multiply(rS, sK, uint32(0), sQ, gradients.offsets(next_stage).rows)
             wide_dv.wait_column(rdV)
             cuda.syncwarp()  # all lanes have read Li
             q_pipeline.release(bars, slot)
@@ -105,11 +105,11 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
             do_pipeline.wait(bars, Slot(stage, phase))
-            of_values.multiply(rdP, sV, uint32(0), sdO, gradients.places(stage).out)
+            of_values.multiply(rdP, sV, uint32(0), sdO, gradients.offsets(stage).out)
             transposed.wait_scores(rdP, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
-            slot, at = Slot(stage, phase), gradients.places(stage)
+            slot, at = Slot(stage, phase), gradients.offsets(stage)
             s_pipeline.wait(bars, slot)
             wide.take_scores(rS, sS, at.scores)
             member = Head(head.b, h, head.hk, head.Nq, head.Nk, options)
@@ -134,7 +134,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
             else:
                 next_stage = stage  # dPij once more, for nothing
             # Alg. 2 line 13 of the next i: dPij = dOi VjT
-            of_values.multiply(rdP, sV, uint32(0), sdO, gradients.places(next_stage).out)
+            of_values.multiply(rdP, sV, uint32(0), sdO, gradients.offsets(next_stage).out)
             wide.wait_column(rdK)
             cuda.syncwarp()  # all lanes have read Li, Di and Sij
             q_pipeline.release(bars, slot)

@@ -2,8 +2,8 @@
 cores, as FlashAttention-3 arranges it (arXiv 2407.08608, Algorithms 1 and 2).
 
 A block stays on its multiprocessor and takes one work tile, a row tile Qi (line 3), after another,
-as a counter gives them out. Its producers run ahead: one loads Qi and tells the others the work
-tile, so that nobody else divides for it; one Kj and Vj, or, of pages, one Kj and one Vj.
+as a counter gives them out. Its producers run ahead: one loads Qi and hands the work tile on, so
+that nobody else divides for it; one Kj and Vj, or, of pages, one Kj and one Vj.
 A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
 tile, its products with the one before, and the other warpgroups' products, keep the tensor cores
 busy; while it writes Oi, the first product of the next work tile. Memory, accesses: at the end.
@@ -34,7 +34,7 @@ def make_forward(spec):
     @device_function
     def produce_rows(shared, schedule, w, Q):
         bars, n, more = shared.bars, uint32(cuda.blockIdx.x), True
-        stage, phase, late = uint32(0), uint32(1), uint32(0)
+        stage, phase, late_phase = uint32(0), uint32(1), uint32(0)
         while more:
             slot = Slot(stage, phase)
             more = scheduler.announce(schedule, bars, slot, n)
@@ -43,7 +43,7 @@ def make_forward(spec):
                 i0, head, j0, j_end = scheduler.give(schedule, bars, slot, n)
                 # FA-1 line 8, FA-2 line 4: load Qi
                 load.q(shared, Q, i0, head, slot, w)
-                late = scheduler.wait_late(bars, late, j0, j_end, i0, head)
+                late_phase = scheduler.wait_late(bars, late_phase, j0, j_end, i0, head)
                 n = scheduler.next_number(schedule, n)
             stage, phase = q_pipeline.next(slot)
 
@@ -56,14 +56,14 @@ def make_forward(spec):
             i0, head, j0, j_end = scheduler.take_columns(schedule, bars, q)
             waits = load.produces_k() and scheduler.is_long(j0, j_end, i0, head)
             while j0 < j_end:
-                waits = scheduler.tell_late(bars, waits, j0, j_end, i0, head)
+                waits = scheduler.commit_late(bars, waits, j0, j_end, i0, head)
                 # FA-1 line 6, FA-2 line 7: load Kj, Vj
                 kv = Slot(stage, phase)
                 scheduler.name_next(schedule, bars, kv, j0, j_end, i0, head)
                 load.columns(shared, K, V, j0, head, kv)
                 stage, phase = k_pipeline.next(kv)
                 j0 = scheduler.next_column(uint32(j0 + Bc), j_end, i0, head)
-            scheduler.tell_at_last(bars, waits)
+            scheduler.commit_at_last(bars, waits)
             q_stage, q_phase = q_pipeline.next(q)
 
     @device_function
@@ -194,7 +194,7 @@ Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stag
     (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q); in P planes P times as many.
     With a block mask a word for each slot of K: who loads Kj names the column tile after it there.
     Of a V with a head dimension of its own: half of the 2 stages by it, Q by the larger, since O
-    leaves by way of Q's place; 213104 (192 and 128, 128 x 128, one stage of Q, all in all)
+    leaves by way of a slot of Q; 213104 (192 and 128, 128 x 128, one stage of Q, all in all)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees. Where the query heads of a K/V head share row tiles, rows of Q
     being few, 2 Tr Nk d for all of them, Tr of all their rows. With S splits Q is loaded S times,

@@ -55,7 +55,7 @@ def make_columns(spec):
 
 @cache
 def make_value_rows(spec):
-    """``value_rows(sT, T, row0, rows_end)``: in the second sweep, of dO."""
+    """``value_rows(sT, T, row0, rows_end)``: in dQ's own kernel, of dO."""
     return make_rows(spec.of_values)
 
 

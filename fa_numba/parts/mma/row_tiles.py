@@ -9,7 +9,7 @@ from fa_numba.parts.mma.load import make_rows, make_values
 from fa_numba.parts.namespace import part
 
 
-def places(spec):
+def offsets(spec):
     """Where the row tiles begin in shared memory, in 16-bit elements, and their L, in floats."""
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     at_q = NK + NV + spec.row_warps * NS
@@ -21,7 +21,7 @@ def make_backward_shared_memory(spec):
     """``backward_shared_memory()``: where Kj, Vj, dSij, Pij and, of FA-1, Di lie."""
     (_, NK, NS), NV = spec.tile_halves, spec.of_values.tile_halves[1]
     AT_V, AT_DS, AT_P = NK, NK + NV, NK + NV + (spec.row_warps - 1) * NS
-    Br, AT_D = spec.Br, places(spec)[1] + 2 * spec.Br
+    Br, AT_D = spec.Br, offsets(spec)[1] + 2 * spec.Br
 
     def backward_shared_memory():
         sK = half_tile(0, NK)
@@ -36,7 +36,7 @@ def make_backward_shared_memory(spec):
 @part
 def make_at(spec):
     """``at(stage)``: (sQ, sdO, sL, sD) of a stage."""
-    (AT_Q, AT_L), NQ, Br = places(spec), spec.tile_halves[0], spec.Br
+    (AT_Q, AT_L), NQ, Br = offsets(spec), spec.tile_halves[0], spec.Br
     NO = spec.of_values.tile_halves[0]
 
     def row_tile(stage):
@@ -66,7 +66,7 @@ def make_load(spec):
 @part
 def make_at_with_o(spec):
     """``at_with_o(stage)``: (sQ, sdO, sO, sL) of a stage, for FA-1, which makes D anew."""
-    (AT_Q, AT_L), NQ, Br = places(spec), spec.tile_halves[0], spec.Br
+    (AT_Q, AT_L), NQ, Br = offsets(spec), spec.tile_halves[0], spec.Br
     NO = spec.of_values.tile_halves[0]
 
     def at_with_o(stage):

@@ -102,7 +102,7 @@ def make_ds_of_rows(spec):
     cap, or a function whose slope is not 1, of S, which slopes are made of.
     """
     if spec.features.scores_stay:
-        return _make_ds_of_modified(spec)
+        return _make_ds_of_modified_rows(spec)
     TM, TN, softcap = spec.TM, spec.TN, spec.features.softcap
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
     ds_of_kept = make_ds_of_kept(spec)
@@ -127,7 +127,7 @@ def make_ds_of_rows(spec):
 
 
 @part
-def _make_ds_of_modified(spec):
+def _make_ds_of_modified_rows(spec):
     TN, COUNT = spec.TN, spec.TM * spec.TN
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 

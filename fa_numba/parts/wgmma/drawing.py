@@ -28,7 +28,7 @@ def _kept(w0, w1, w2, w3, last, less):
 @part
 def make_draw_tile(spec):
     """``draw_tile(shared, i0, j0, head, slot)``: bits of a tile of S to a slot. A warp draws for 32
-    columns, a thread for those in its place of two consumer warps.
+    columns, a thread for its likes in two consumer warps.
 
     A word has 16 of a thread's rows in each half, one for each of its columns: 1 is kept.
     """
@@ -66,7 +66,7 @@ def make_draw_tile(spec):
 @part
 def make_read_drawn(spec):
     """``read_drawn(rB, stage)``: this consumer thread's bits of a slot."""
-    WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_places
+    WORDS, THREADS, (AT_B, NB) = spec.drawn_words, spec.drawing_threads, spec.drawn_span
 
     def read_drawn(rB, stage):
         sB, own = index_tile(AT_B, NB), uint32(uint32(cuda.threadIdx.x) - GROUP)

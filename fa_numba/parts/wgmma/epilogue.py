@@ -22,7 +22,7 @@ from fa_numba.parts.wgmma.load import make_query_box
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.pipeline import make_release_by
 from fa_numba.parts.wgmma.planes import make_write_floats
-from fa_numba.parts.wgmma.products import make_finish_output
+from fa_numba.parts.wgmma.products import make_unscale_output
 from fa_numba.tiling.wgmma import PANEL
 
 
@@ -33,14 +33,14 @@ def make_write_out(spec):
     needs the slot of Q no more.
     """
     splits, rows_of, sync_group = spec.features.splits, make_rows_of(spec), make_sync_group(spec)
-    finish_output, write_split = make_finish_output(spec), make_write_split(spec)
+    unscale_output, write_split = make_unscale_output(spec), make_write_split(spec)
     normalise_rows, logsumexp = make_normalise_rows(spec), make_logsumexp(spec)
     write_queries, write_logsumexps = make_write_queries(spec), make_write_logsumexps(spec)
     release = make_release_by(spec.pipelines.q)
 
     def write_out(rO, rl, rm, shared, slot, out, split, tile):
         row0, head, thread = tile.i0, tile.head, tile.thread
-        finish_output(rO, head)
+        unscale_output(rO, head)
         if splits:
             sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
             release(shared.bars, slot, thread)
@@ -102,7 +102,7 @@ def make_write_tile(spec, find):
 @part
 def _make_round_rows(spec):
     """``round_rows(rO, sQ, at, thread)``: a warpgroup's rows of O in 16 bits, in its own rows of
-    sQ, whose place it gives; there for the copy engine.
+    sQ, whose first element it gives; there for the copy engine.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     sync_group, ROWS = make_sync_group(spec), spec.consumer_rows

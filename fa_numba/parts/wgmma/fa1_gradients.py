@@ -31,7 +31,7 @@ from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.gradients import (
     column_pairs,
     load_column_tiles,
-    make_places,
+    make_offsets,
     value_place,
 )
 from fa_numba.parts.wgmma.listed import make_read_word, make_word
@@ -49,8 +49,8 @@ def make_fa1_backward_shared_memory(spec):
     barriers.
     """
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
-    AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.places
-    NQS, NOS, NSS, NL, AT_O = 2 * NQ, 2 * NO, 2 * NS, 4 * spec.Br, spec.place_of_o
+    AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.offsets
+    NQS, NOS, NSS, NL, AT_O = 2 * NQ, 2 * NO, 2 * NS, 4 * spec.Br, spec.offset_of_o
     (AT_WORDS, WORDS), BARRIERS = spec.key_tile_words, spec.barriers
 
     def fa1_backward_shared_memory():
@@ -219,12 +219,12 @@ def make_fa1_load_columns(spec):
 def make_load_rows(spec):
     """``load_rows(shared, Q, dO, O, i0, head, slot)``: Qi, dOi and Oi to a slot."""
     loads = (make_tile(s.Br, s.Br, s.panels, whole_box) for s in (spec, spec.of_values))
-    (load_q, load_o), places = loads, make_places(spec)
+    (load_q, load_o), offsets = loads, make_offsets(spec)
     _, q, do, o, _ = spec.pipelines
     full_q, full_do, full_o = q.full, do.full, o.full
 
     def load_rows(shared, Q, dO, O, i0, head, slot):
-        bars, stage, at = shared.bars, slot.stage, places(slot.stage)
+        bars, stage, at = shared.bars, slot.stage, offsets(slot.stage)
         load_q(shared.sQ, at.rows, Q, i0, head, bars, uint32(full_q + stage))
         load_o(shared.sdO, at.out, dO, i0, head, bars, uint32(full_do + stage))
         load_o(shared.sO, at.out, O, i0, head, bars, uint32(full_o + stage))
@@ -368,7 +368,7 @@ def make_write_dq(spec):
     """``write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread)``: this thread's part of dQ:
     to A, if there is more to come, else scale times it to dQ, rounded; ``sums`` are both.
     """
-    write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
+    write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
     def write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread):
         A, dQ = sums
@@ -387,7 +387,7 @@ def make_initialise_dq(spec):
     """
     Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
     is_unseen, sparse = make_is_unseen(spec), spec.features.sparse
-    write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
+    write_sums, write_rounded = _make_write_dq_sums(spec), _make_write_rounded(spec)
 
     def initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread):
         A, dQ = sums
@@ -409,7 +409,7 @@ def make_initialise_dq(spec):
 
 
 @cache
-def _make_write_sums(spec):
+def _make_write_dq_sums(spec):
     """``write_sums(rdQ, A, row0, rows_end, thread)``: this thread's part of dQ, in float32."""
     return write_pairs_of(spec, pairs_of_dq(spec), make_query_place(spec))
 

@@ -49,7 +49,7 @@ from fa_numba.parts.wgmma.pipeline import (
     make_release_by,
     make_wait,
 )
-from fa_numba.parts.wgmma.products import make_finish_output
+from fa_numba.parts.wgmma.products import make_unscale_output
 from fa_numba.tiling.wgmma import GROUP_ROWS
 from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
@@ -378,7 +378,7 @@ def make_write_state(spec):
 def _make_write_state_in_place(spec):
     """``write_state`` of planes: O to O itself, in units of planes until the last pass."""
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
-    finish_output, normalise_rows = make_finish_output(spec), make_normalise_rows(spec)
+    unscale_output, normalise_rows = make_unscale_output(spec), make_normalise_rows(spec)
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
     write_values = make_write(spec)
 
@@ -386,7 +386,7 @@ def _make_write_state_in_place(spec):
         i0, head, thread = tile.i0, tile.head, tile.thread
         if not more:
             release_q(shared.bars, own_of(slot, thread.w))
-            finish_output(rO, head)
+            unscale_output(rO, head)
         normalise_rows(rO, rl)
         rows_end = uint32(min(out.rows, head.Nq))
         write_fragments(rO, query_rows(out.O, head), i0, rows_end, thread)

@@ -42,7 +42,7 @@ from fa_numba.parts.mods import (
     make_times_slope,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
+from fa_numba.parts.records import BackwardShared, GroupThread, SlotOffsets
 from fa_numba.parts.wgmma.drawing import make_read_drawn
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
@@ -63,9 +63,9 @@ def make_backward_shared_memory(spec):
     dropout drops, the words of the key tile, and the barriers.
     """
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
-    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.places
+    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.offsets
     NQS, NOS, NSS, NDQ, NL = 2 * NQ, 2 * NO, 2 * NS, spec.query_floats, 4 * spec.Br
-    (AT_WORDS, WORDS), (AT_B, NB), BARRIERS = spec.key_tile_words, spec.drawn_places, spec.barriers
+    (AT_WORDS, WORDS), (AT_B, NB), BARRIERS = spec.key_tile_words, spec.drawn_span, spec.barriers
 
     def backward_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NV)
@@ -79,15 +79,15 @@ def make_backward_shared_memory(spec):
 
 
 @part
-def make_places(spec):
-    """``places(stage)``: where a slot's row tiles, L and D, and dS begin."""
+def make_offsets(spec):
+    """``offsets(stage)``: where a slot's Q and dO, its L and D, and its dS begin in theirs."""
     (NQ, _, NS), values, NO = spec.tile_halves, 2 * spec.Br, spec.of_values.tile_halves[0]
 
-    def places(stage):
+    def offsets(stage):
         rows, out = uint32(stage * NQ), uint32(stage * NO)
-        return SlotPlaces(rows, out, uint32(stage * values), uint32(stage * NS))
+        return SlotOffsets(rows, out, uint32(stage * values), uint32(stage * NS))
 
-    return places
+    return offsets
 
 
 # --- row tiles -------------------------------------------------------------------------------
@@ -683,7 +683,7 @@ def make_write_columns(spec):
 @part
 def _make_write_part(spec):
     """``write_part(rdK, sK, A, row0, head, thread)``: A = this thread's part of dK, from registers;
-    a place of its own for each share, which is the head's hk.
+    rows of their own for each share, which is the head's hk.
     """
     write, key_rows = column_pairs(spec, make_write_floats(spec)), make_key_rows(spec)
 

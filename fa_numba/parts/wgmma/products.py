@@ -138,19 +138,19 @@ def make_end_output(spec):
 
 
 @part
-def make_finish_output(spec):
-    """``finish_output(rO, head)``: O of what dropout has kept, or of planes."""
-    return planes.make_scale_output(spec) if spec.planes > 1 else _make_finish_kept(spec)
+def make_unscale_output(spec):
+    """``unscale_output(rO, head)``: O without the factors of what dropout kept, or of planes."""
+    return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
 
 
 @part
-def _make_finish_kept(spec):
+def _make_unscale_kept(spec):
     scale_kept = make_scale_kept(spec)
 
-    def finish_kept(rO, head):
+    def unscale_kept(rO, head):
         scale_kept(rO, head.options)
 
-    return finish_kept
+    return unscale_kept
 
 
 @part

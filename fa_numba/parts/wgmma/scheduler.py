@@ -311,31 +311,31 @@ def make_wait_late(spec):
 
 
 @part
-def make_tell_late(spec):
-    """``tell_late(bars, waits, j0, j_end, i0, head)``: tells that it is, and gives whether somebody
-    still waits.
+def make_commit_late(spec):
+    """``commit_late(bars, waits, j0, j_end, i0, head)``: ends ``wait_late`` once it is time, and
+    gives whether who loads Q still waits.
     """
     is_long, commit = make_is_long(spec), make_commit(spec.pipelines.late)
 
-    def tell_late(bars, waits, j0, j_end, i0, head):
+    def commit_late(bars, waits, j0, j_end, i0, head):
         if waits and not is_long(j0, j_end, i0, head):
             commit(bars, Slot(uint32(0), uint32(0)))
             waits = False
         return waits
 
-    return tell_late
+    return commit_late
 
 
 @part
-def make_tell_at_last(spec):
-    """``tell_at_last(bars, waits)``: the same, a block mask's last tile being far from the end."""
+def make_commit_at_last(spec):
+    """``commit_at_last(bars, waits)``: ends it after a block mask's last tile, however early."""
     sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
 
-    def tell_at_last(bars, waits):
+    def commit_at_last(bars, waits):
         if sparse and waits:
             commit(bars, Slot(uint32(0), uint32(0)))
 
-    return tell_at_last
+    return commit_at_last
 
 
 @part

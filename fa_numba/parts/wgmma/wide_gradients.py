@@ -18,10 +18,10 @@ def make_wide_shared_memory(spec):
     """``wide_shared_memory()``: Kj and Vj, slots of Q, dO and S, L and D, the words of the key
     tile, and the barriers.
     """
-    (NQ, _, NS), NK = spec.tile_halves, spec.place_halves
-    AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.places
+    (NQ, _, NS), NK = spec.tile_halves, spec.column_halves
+    AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.offsets
     NQS, NOS, NSS, NL = 2 * NQ, 2 * spec.of_values.tile_halves[0], 2 * NS, 4 * spec.Br
-    (AT_WORDS, WORDS), (AT_B, NB), BARRIERS = spec.key_tile_words, spec.drawn_places, spec.barriers
+    (AT_WORDS, WORDS), (AT_B, NB), BARRIERS = spec.key_tile_words, spec.drawn_span, spec.barriers
 
     def wide_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
