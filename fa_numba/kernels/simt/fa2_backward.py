@@ -185,6 +185,6 @@ __doc__ += """
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to dQ, each a load and a store; with a causal mask only the row tiles that see column
-    tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with dQ = 0. The second
-    sweep takes the place of the adds: loads 2 Nq d + 2 Nq + 2 Tr Nk d, stores Nq d.
+    tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with dQ = 0. A kernel of
+    its own for dQ has no adds: it loads 2 Nq d + 2 Nq + 2 Tr Nk d and stores Nq d.
 """
