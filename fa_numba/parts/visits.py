@@ -280,8 +280,8 @@ def make_is_unseen(spec):
 
 @part
 def make_visit_ahead(spec):
-    """``visit_ahead(i_next, i0, j0, head)``: that word of the row tile at i0 and the column tile at
-    j0, read before anybody waits for it.
+    """``visit_ahead(i_next, i0, j0, head)``: the word of a visit, of the row tile at i0 and the
+    column tile at j0: i_next, with the bits MORE and STARTS.
     """
     Br, Bc, column_range = spec.Br, spec.Bc, make_column_range(spec)
 

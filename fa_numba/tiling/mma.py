@@ -229,7 +229,7 @@ class StandardSpec(MmaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Of the kernel that takes most."""
+        """Bytes of shared memory of the one of these kernels that takes most."""
         stages = max(sum(self.stage_halves), sum(self.transposed_halves))
         return 2 * max(sum(self.tile_halves), 2 * stages)
 

@@ -60,7 +60,7 @@ Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class ForwardPipelines(NamedTuple):
-    """Of FA-2's forward kernel: Q, K, V, Q's work tile, and when to take the next one."""
+    """FA-2's forward kernel's: Q, K, V, Q's work tile, and when to take the next work tile."""
 
     q: Pipeline
     k: Pipeline

@@ -38,7 +38,7 @@ _OTHERS = 32
 
 
 class BackwardPipelines(NamedTuple):
-    """Of a backward kernel: K and V; Q with L, and, in FlashAttention-2, D; dO; O; and D."""
+    """A backward kernel's: K and V; Q with L, and, in FA-2, D; dO; and, in FA-1, O; and D."""
 
     kv: Pipeline
     q: Pipeline
@@ -48,7 +48,7 @@ class BackwardPipelines(NamedTuple):
 
 
 class WidePipelines(NamedTuple):
-    """Of the backward kernel beyond d = 128: K and V; Q with L and D; dO; and S."""
+    """The pipelines of the backward kernel beyond d = 128: K and V; Q with L and D; dO; and S."""
 
     kv: Pipeline
     q: Pipeline
@@ -57,7 +57,7 @@ class WidePipelines(NamedTuple):
 
 
 class DqPipelines(NamedTuple):
-    """Of the kernel that makes dQ alone: Q, dO, K and V."""
+    """The pipelines of the kernel that makes dQ alone: Q, dO, K and V."""
 
     q: Pipeline
     do: Pipeline
@@ -522,9 +522,9 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
 @dataclass(frozen=True)
 class WgmmaWidePlanesBackwardSpec(WgmmaPlanesBackwardSpec):
-    """That of planes beyond d = 64, where dK and dV of 64 columns with a tile's sums fill a
-    warpgroup's registers each: both consumers take all 64 columns. One makes S, P and dV, the other
-    dP, dS and dK, each a panel of dQ. P passes through shared memory in float32, where dQ was.
+    """A backward kernel of planes beyond d = 64, where dK and dV of 64 columns with a tile's sums
+    fill a warpgroup's registers each: both consumers take all 64 columns. One makes S, P and dV,
+    the other dP, dS and dK, each a panel of dQ. P passes through shared memory, as dQ elsewhere.
     """
 
     query_floats = GROUP_ROWS * GROUP_ROWS

@@ -25,7 +25,7 @@ _SLOTS = ((2, 2), (1, 2), (2, 1), (1, 1))
 
 
 class Fa1Pipelines(NamedTuple):
-    """Of FlashAttention-1's forward kernel: Q, K and V, O, and passes over the rows of it."""
+    """FA-1's forward kernel's: Q, K, V, O, and when a pass has written its rows of O."""
 
     q: Pipeline
     k: Pipeline

@@ -203,8 +203,8 @@ def make_next_k(spec):
 
 @part
 def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
-    """``half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column ``col0``
-    on, ``count`` of the tile ``rows``, to a tile that starts at element ``place`` of sT. With
+    """``half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: ``count`` rows of T from
+    (row0, col0), zeros past the ends, to a tile as ``rows`` from element ``place`` of sT on. With
     ``heads`` T is (rows, heads, columns), and its rows count those of all heads.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)

@@ -111,7 +111,7 @@ def make_read_sums(spec):
 
 @part
 def make_write_floats(spec):
-    """``write_floats(A, row, col, inside, low, high)``: the same to memory."""
+    """``write_floats(A, row, col, inside, low, high)``: two neighbours of a float32 row to it."""
     head_dim = _row(spec)
     odd = head_dim % 2 == 1
 
