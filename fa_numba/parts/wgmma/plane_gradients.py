@@ -30,7 +30,7 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 @cache
 def make_begin_st(spec):
-    """``begin_st(rS, sK, own, sQ, at)``: ST = K QT of the 64 columns from ``own`` on."""
+    """``begin_st(rS, sK, own, sQ, at)``: ST = K QT, or dPT = V dOT, of the columns from ``own``."""
     return planes.make_multiply_planes(spec.transposed)
 
 
