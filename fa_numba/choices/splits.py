@@ -234,7 +234,7 @@ def _row_tiles(p: Problem, tiles: Tiles, Nq: int, Nk: int, j: int) -> int:
 
 
 def _in_launch_order(Tc: int, shares: int, chunk: int) -> Iterator[int]:
-    """The column tile of each block in turn, as ``column_tile`` of parts/wgmma/schedule.py."""
+    """The column tile of each block in turn, as ``column_tile`` of parts/wgmma/key_tiles.py."""
     for begin in range(0, Tc, chunk or Tc):
         for _ in range(shares):
             yield from range(begin, min(begin + (chunk or Tc), Tc))

@@ -167,7 +167,7 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
 
 
 def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
-    """Blocks that are handed FA-2's forward row tiles, or splits (parts/wgmma/schedule)."""
+    """Blocks that are handed FA-2's forward row tiles, or splits (parts/wgmma/scheduler)."""
     p = request.problem
     tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
     if p.packed:
@@ -279,7 +279,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """Tiles of a head of packed sequences with so many rows, some empty (parts/wgmma/schedule)."""
+    """Tiles of a head of packed sequences with so many rows, some empty (parts/wgmma/scheduler)."""
     return rows // rows_of_tile + problem.batch
 
 
