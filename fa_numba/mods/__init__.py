@@ -22,6 +22,7 @@ from numba import float32, int32, uint32
 from .evaluating import evaluating
 from .rewriting import ONE, Gradient, gradient_of, made_of, written
 from .rewriting import PARAMETERS as PARAMETERS
+from .rewriting import divisor as divisor
 from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
 
@@ -149,7 +150,7 @@ def _written(
         of_both = written(option, source, known, fields, slope=True)
         slope, both = Text(*of_slope[:3]), Text(*of_both[:3])
         steady, gradient = of_both.steady, gradient_of(option, source, known, fields)
-    made = {name: "int32" if name.startswith("inverse_of") else "float32" for name in fields}
+    made = {name: "int32" if name.startswith("int32(") else "float32" for name in fields}
     captures = tuple(known.get(name, kind) for name, kind in made.items())
     texts = Text(*value[:3]), slope, both
     mod = Mod(option, *texts, captures, value.inside, steady, gradient, source.shown)

@@ -19,12 +19,15 @@ import ast
 import functools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import int32, uint32
 
 from .source import NUMBERS, Source
 
@@ -86,10 +89,9 @@ _NAMED = {
 }  # fmt: skip
 
 
-def inverse_of(divisor: int) -> int:
-    """By what parts/division.py multiplies, as an int32 of these bits."""
-    inverse = (2**32 - 1) // max(1, abs(int(divisor)))
-    return inverse - 2**32 if inverse >= 2**31 else inverse
+def divisor(d: Any) -> Any:
+    """What ``floor_divide`` and ``modulo`` of parts/division.py multiply by; in kernels too."""
+    return uint32(uint32(0xFFFFFFFF) // uint32(max(int32(1), int32(abs(d)))))
 
 
 def made_of(text: str, option: str, values: list[Any]) -> int | float:
@@ -98,10 +100,9 @@ def made_of(text: str, option: str, values: list[Any]) -> int | float:
     """
     numbers = (np.float32(x) if isinstance(x, float) else x for x in values)
     options = SimpleNamespace(**{f"{option}_{n}": x for n, x in enumerate(numbers)})
-    known = {"float32": np.float32, "math": math, "inverse_of": inverse_of, "options": options}
+    known = {"float32": np.float32, "int32": np.int32, "math": math, "divisor": divisor}
     with np.errstate(all="ignore"):
-        made = eval(_compiled(text), known)
-    return made if isinstance(made, int) else float(made)
+        return eval(_compiled(text), known | {"options": options}).item()
 
 
 @functools.cache
@@ -245,6 +246,23 @@ class _Place(NamedTuple):
 _UNPACKED = "sums, at = kept"
 
 
+@dataclass
+class _Name:
+    """What is known of a name in the text.
+
+    ``shared``: all elements of a tile have its value; ``of_score``: the score has a part in it. A
+    ``product`` is of a shared factor and another value. By a finite score a value of ``rank`` 0 is
+    finite, 1 infinite at most, else maybe no number, and a slope is finite if it is ``steady``.
+    """
+
+    shared: bool = False
+    of_score: bool = False
+    product: tuple[str, str] = ("", "")
+    inverse_of: str = ""
+    rank: int = 2
+    steady: bool = False
+
+
 class _Writer:
     """Writes one function."""
 
@@ -258,14 +276,8 @@ class _Writer:
         self.known: dict[str, Term] = {}
         # What slopes are by: the score, or the element that is read at the place of this number.
         self.by: str | int = ""
-        # Names of what all elements of a tile share, and of what the score has a part in; products
-        # of one of the first and another value, whose further factors are made one with the first.
-        self.shared, self.moved = {"scale", "unit"}, {"score"}
-        self.products: dict[str, tuple[str, str]] = {}
-        self.inverses: dict[str, str] = {}  # what they are those of
-        # Values by a finite score: 0 finite, 1 infinite at most, else maybe no number; and slopes
-        # that are finite then.
-        self.ranks, self.finite = {"score": 0}, {ONE}
+        self.names = defaultdict(_Name, score=_Name(of_score=True, rank=0))
+        self.names["scale"].shared = self.names["unit"].shared = True
         self.steady = False
         self.places = 0  # in which elements of float32 arrays were read
         self.place: _Place | None = None  # the one that slopes are by
@@ -311,7 +323,7 @@ class _Writer:
         all elements share, where the score has a part as that product alone.
         """
         name, value = _alone("score", lines)
-        factor, of_score = self.products.get(name, ("", ""))
+        factor, of_score = self.names[name].product
         if of_score != "score":
             return "scale", lines
         return f"scale * {factor}", _with("score", name, value, lines)
@@ -330,9 +342,9 @@ class _Writer:
         return "", lines
 
     def in_unit(self, value: str) -> str:
-        factor, rest = self.products.get(value, ("", value))
+        factor, rest = self.names[value].product
         if not factor:
-            return f"unit * {rest}"
+            return f"unit * {value}"
         whole = f"unit * {factor}"
         if _OF_NUMBERS.fullmatch(factor):
             whole = f"{self.put(f'{_LOG2E} * {factor}')} if unit != {ONE} else {factor}"
@@ -403,17 +415,16 @@ class _Writer:
         """The field of what is captured, or made of numbers that are."""
         return self.captured.setdefault(name, f"options.{self.option}_{len(self.captured)}")
 
-    def put(self, text: str) -> str:
-        """A new name for what ``text`` says."""
+    def put(self, text: str, **known: Any) -> str:
+        """A new name for what ``text`` says, and what else is ``known`` of it."""
         if _OF_NUMBERS.fullmatch(text):
-            return self.field(text)
-        self.count += 1
-        name = f"t{self.count}"
-        self.lines.append(f"{name} = {text}")
-        if self.is_shared(text):
-            self.shared.add(name)
-        if self.depends(text):
-            self.moved.add(name)
+            name = self.field(text)
+        else:
+            self.count += 1
+            name = f"t{self.count}"
+            self.lines.append(f"{name} = {text}")
+        known |= {"shared": self.is_shared(text), "of_score": self.depends(text)}
+        self.names[name] = replace(self.names[name], **known)  # a field's is maybe known already
         return name
 
     def divisor(self, text: str) -> str:
@@ -421,21 +432,21 @@ class _Writer:
         is made before the call, since compilers leave it to each element.
         """
         if text.startswith("int32("):
-            return f"uint32({inverse_of(int(text[6:-1])) % 2**32})"
+            return f"uint32({divisor(int(text[6:-1]))})"
         if text in self.captured.values():
-            return f"uint32({self.field(f'inverse_of({text})')})"
+            return f"uint32({self.field(f'int32(divisor(int32({text})))')})"
         return self.put(f"divisor({text})")
 
     def is_shared(self, text: str) -> bool:
         """Whether all elements of a tile have this value: a number's, or made of such."""
-        return "[" not in text and set(_READ.findall(text)) <= self.shared
+        return "[" not in text and all(self.names[name].shared for name in _READ.findall(text))
 
     def depends(self, text: str) -> bool:
         """Whether the score has a part in this value."""
-        return not self.moved.isdisjoint(_READ.findall(text))
+        return any(self.names[name].of_score for name in _READ.findall(text))
 
     def rank(self, text: str) -> int:
-        return 0 if self.is_shared(text) else self.ranks.get(text, 2)
+        return 0 if self.is_shared(text) else self.names[text].rank
 
     @contextmanager
     def under(self, head: str) -> Iterator[None]:
@@ -481,7 +492,8 @@ class _Writer:
             return None
         finite = self.steady_slope(slope) and (finite or self.is_shared(factor))
         made = factor if slope == ONE else self.multiplied(slope, factor, slope)
-        return self.known_finite(made) if finite else made
+        self.names[made].steady |= finite
+        return made
 
     def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
         if a is None:
@@ -489,11 +501,7 @@ class _Writer:
         return a if b is None else self.put(f"{a} {sign} {b}")
 
     def steady_slope(self, slope: str | None) -> bool:
-        return slope is None or slope in self.finite or self.is_shared(slope)
-
-    def known_finite(self, slope: str) -> str:
-        self.finite.add(slope)
-        return slope
+        return slope is None or self.is_shared(slope) or self.names[slope].steady
 
     def multiplied(self, a: str, b: str, opened: str = "") -> str:
         """A name for the product; of a shared factor and the product that ``opened`` names factors
@@ -501,15 +509,12 @@ class _Writer:
         """
         for factor, rest in ((a, b), (b, a)):
             if self.is_shared(factor) and not self.is_shared(rest):
-                beside, other = self.products.get(rest if rest == opened else "", ("", rest))
-                if factor == self.inverses.get(beside):
-                    return other
-                if beside:
-                    factor = self.put(f"{beside} * {factor}")
-                name = self.put(f"{factor} * {other}")
-                self.products[name] = factor, other
-                self.ranks[name] = 1 if self.rank(rest) == 0 else 2
-                return name
+                rank, (beside, inner) = 2 if self.rank(rest) else 1, self.names[rest].product
+                if beside and rest == opened:
+                    if factor == self.names[beside].inverse_of:
+                        return inner
+                    factor, rest = self.put(f"{beside} * {factor}"), inner
+                return self.put(f"{factor} * {rest}", product=(factor, rest), rank=rank)
         return self.put(f"{a} * {b}")
 
     # --- expressions -------------------------------------------------------------------------
@@ -679,18 +684,17 @@ class _Writer:
             return Term("float", rest, self.plus(a.slope, self.times(b.slope, whole), "-"))
         if symbol == "*":
             return self.product(Term("float", left, a.slope), Term("float", right, b.slope))
-        value = self.put(f"{left} {symbol} {right}")
-        self.ranks[value] = 1 if self.rank(left) + self.rank(right) < 2 else 2
+        rank = 1 if self.rank(left) + self.rank(right) < 2 else 2
+        value = self.put(f"{left} {symbol} {right}", rank=rank)
         slope = self.plus(a.slope, b.slope, symbol)
-        if self.steady_slope(a.slope) and self.steady_slope(b.slope):
-            slope = slope and self.known_finite(slope)
+        if slope is not None and self.steady_slope(a.slope) and self.steady_slope(b.slope):
+            self.names[slope].steady = True
         return Term("float", value, slope)
 
     def divide(self, a: Term, b: Term) -> Term:
         left, right = self.real(a), self.real(b)
         if self.is_shared(right) and self.depends(left):  # a number's inverse is made once
-            inverse = Term("float", self.put(f"{ONE} / {right}"))
-            self.inverses[inverse.text] = right
+            inverse = Term("float", self.put(f"{ONE} / {right}", inverse_of=right))
             return self.product(Term("float", left, a.slope), inverse)
         self.inside = True
         value = self.put(f"{left} / {right}")
@@ -751,7 +755,7 @@ class _Writer:
         may need these: under an `if` where they read an array, and else in ``outer`` as they are.
         """
         inner, self.lines = self.lines, outer
-        self.shared.discard(result)
+        self.names[result].shared = False
         if not any("[" in line for line in (*inner, text)):
             symbol = "&" if conjunction else "|"
             self.lines += [*inner, f"{result} = {result} {symbol} ({text})"]
@@ -844,13 +848,11 @@ class _Writer:
         if name in _STEPS:
             return Term("int", self.put(f"int32(math.{name}({x}))"))
         self.inside = self.inside or name.startswith(("log", "sqrt"))
-        y = self.put(f"float32(math.{name}({x}))")
+        bounded = name in _BOUNDED and self.rank(x) < 2
+        y = self.put(f"float32(math.{name}({x}))", rank=0 if bounded else 2)
         if term.slope is None:
             return Term("float", y)
         own = self.put(_SLOPES[name].format(x=x, y=y))
-        bounded = name in _BOUNDED and self.rank(x) < 2
-        if bounded:
-            self.ranks[y] = 0
         return Term("float", y, self.times(term.slope, own, finite=bounded))
 
     def extreme(self, name: str, terms: list[Term]) -> Term:

@@ -4,6 +4,7 @@ With M = (2^32 - 1) // D, the upper half of n M is n // D or one less, for 0 <= 
 own `//` divides in 64 bits, some 100 instructions for each element of a tile.
 """
 
+from fa_numba import mods
 from fa_numba.device import device_function, int32, uint32, uint64
 
 
@@ -28,10 +29,7 @@ def _parts(x, d, inverse):
     return whole, int32(turned - int32(whole * int32(size)))
 
 
-@device_function
-def divisor(d):
-    """What ``floor_divide`` and ``modulo`` by d multiply by."""
-    return uint32(uint32(0xFFFFFFFF) // _size(d))
+divisor = device_function(mods.divisor)
 
 
 @device_function
