@@ -146,6 +146,8 @@ def describe_call(
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
+        elif kind is list and name == "window":  # the same as a tuple
+            key += (name, *map(type, value), tuple(value))
         elif name in named or name in mods.PARAMETERS or (blocks and name == "block_mask"):
             continue
         else:

@@ -227,6 +227,7 @@ ALMOST = {
     "causal": ({"causal": True}, {"causal": 1}),
     "scale": ({"scale": 1}, {"scale": True}),
     "window": ({"window": (1, 0)}, {"window": (True, 0)}),
+    "window of a list": ({"window": [1, 0]}, {"window": [True, 0]}),
     "softcap": ({"softcap": 1.0}, {"softcap": True}),
     "dropout": ({"dropout_p": 0}, {"dropout_p": False}),
     "seed": ({"seed": 1}, {"seed": True}),
@@ -259,6 +260,16 @@ def test_what_equals_a_kept_call_and_is_refused(gpu, kept, case):
         fresh.append((type(refused.value), str(refused.value)))
     assert fresh[0] == fresh[1] and next(iter(bad)) in fresh[0][1]
     assert len(gpu.launches) == 1 and len(kept) == 1
+
+
+def test_a_window_is_kept_as_a_tuple(gpu, kept):
+    window, there = [3, None], [on_gpu(x) for x in inputs()]
+    for given in (window, (3, None), window):
+        fa_numba.flash_attention_2(*there, window=given)
+    assert len(kept) == 1
+    window[1] = 0
+    fa_numba.flash_attention_2(*there, window=window)
+    assert len(kept) == 2
 
 
 def test_what_fails_is_not_kept(gpu, kept):
