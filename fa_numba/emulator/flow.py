@@ -19,9 +19,9 @@ class Split:
 
     __slots__ = ("flow", "outer", "others")
 
-    def __init__(self, flow: Flow, condition: np.ndarray) -> None:
-        self.flow, self.outer = flow, flow.mask
-        self.others = ~condition if flow.mask is None else flow.mask & ~condition
+    def __init__(self, flow: Flow, outer: Mask, condition: np.ndarray) -> None:
+        self.flow, self.outer = flow, outer
+        self.others = ~condition if outer is None else outer & ~condition
 
     def turn(self) -> None:
         """The body has run: now the others."""
@@ -43,20 +43,13 @@ class Flow:
 
     def split(self, condition: np.ndarray) -> bool | Split:
         """Divide the lanes: True or False where they agree."""
-        condition = truth(condition)
-        mask = self.mask
-        here = condition if mask is None else condition & mask
-        count = np.count_nonzero(here)
-        if not count:
+        condition, outer = truth(condition), self.mask
+        if not self.narrow(condition):
             return False
-        if count == (condition.size if mask is None else np.count_nonzero(mask)):
-            return True
-        divided = Split(self, condition)
-        self.mask = here
-        return divided
+        return self.mask is outer or Split(self, outer, condition)
 
     def narrow(self, condition: np.ndarray) -> bool:
-        """Keep the lanes for which a loop goes on; False where it does for none."""
+        """Keep the lanes for which it is true; False, and all are kept, where it is for none."""
         condition = truth(condition)
         mask = self.mask
         here = condition if mask is None else condition & mask
@@ -86,24 +79,16 @@ class Flow:
 
     def only(self, condition: np.ndarray) -> bool:
         """Go on with the lanes that it is true for; whether there are any."""
-        return self._under(truth(condition))
+        self._outer.append(self.mask)
+        return self.narrow(condition)
 
     def unless(self, condition: np.ndarray) -> bool:
-        return self._under(~truth(condition))
+        return self.only(~truth(condition))
 
     def others(self, condition: np.ndarray) -> bool:
         """After `only`, with the others."""
         self.mask = self._outer.pop()
-        return self._under(~truth(condition))
-
-    def _under(self, condition: np.ndarray) -> bool:
-        mask = self.mask
-        self._outer.append(mask)
-        here = condition if mask is None else condition & mask
-        count = np.count_nonzero(here)
-        if count < (condition.size if mask is None else np.count_nonzero(mask)):
-            self.mask = here
-        return bool(count)
+        return self.only(~truth(condition))
 
     def then(self, joined: Callable[..., Any], condition: np.ndarray, value: Any) -> Any:
         """The condition and the other side `joined`, for all lanes again."""
