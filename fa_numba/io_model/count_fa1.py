@@ -9,7 +9,7 @@ from fa_numba.checks import as_size
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
-from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
+from fa_numba.io_model.planes import of_planes, rows_loaded
 from fa_numba.io_model.visits import (
     rows_read,
     rows_started,
@@ -62,14 +62,15 @@ def fa1(
     moved = visit_sums(problem, tiles, block_mask, takes_all=starts, whole=whole)
     by_split = visit_sums(problem, tiles, block_mask, takes_all=starts, run=run)
 
+    row, row_v = rows_loaded(problem, panels=whole_tiles)
     read, started = rows_read(problem, visits), rows_started(problem, visits, head)
     written = visits.rows + started
     lse = head.all_rows if return_lse else 0
     kept, out = ("O", visits) if DTYPES[problem.dtype].sums_in_place else ("A", moved)
     loads = {
-        "Q": moved.rows * row_loaded(problem, panels=whole_tiles),
-        "K": by_split.columns * row_loaded(problem, panels=whole_tiles),
-        "V": by_split.columns * row_of_values(problem, panels=whole_tiles),
+        "Q": moved.rows * row,
+        "K": by_split.columns * row,
+        "V": by_split.columns * row_v,
         "bias": visits.pairs if problem.bias else 0,
         kept: rows_read(problem, out) * d_v,
         "l": read + lse,

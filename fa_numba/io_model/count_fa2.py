@@ -9,7 +9,7 @@ from fa_numba.checks import as_size
 from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.paging import table_reads
-from fa_numba.io_model.planes import of_planes, row_loaded, row_of_values
+from fa_numba.io_model.planes import of_planes, rows_loaded
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
@@ -50,11 +50,11 @@ def fa2(
     d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)
-    columns, row = visits.columns // tile_heads, row_loaded(problem, panels=panels)
+    columns, (row, row_v) = visits.columns // tile_heads, rows_loaded(problem, panels=panels)
     loads = {
         "Q": kv_splits * head.rows * row,
         "K": columns * row,
-        "V": columns * row_of_values(problem, panels=panels),
+        "V": columns * row_v,
         "bias": visits.pairs if problem.bias else 0,
     }
     if problem.page_size is not None:
@@ -131,7 +131,7 @@ def fa2_backward(
     visits = visit_sums(problem, tiles, block_mask)
     split = PRECISIONS[problem.precision].planes > 1
     kept = "dQ" if DTYPES[problem.dtype].sums_in_place and not split else "A"
-    row, row_v = row_loaded(problem, True, panels), row_of_values(problem, True, panels)
+    row, row_v = rows_loaded(problem, True, panels)
     added = 0 if deterministic else adders * visits.rows * d
     adds = {kept: added, "dbias": visits.pairs if dbias else 0}
 

@@ -11,23 +11,17 @@ from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
-def row_loaded(problem: Problem, backward: bool = False, panels: bool = False) -> int:
-    """Elements that a kernel loads of a row of Q or K: d, or those of all planes, of d rounded up
-    to a multiple of 16, ``backward`` beyond 64 of either of 32, by ``panels`` of 64.
+def rows_loaded(problem: Problem, backward: bool = False, panels: bool = False) -> tuple[int, int]:
+    """Elements that a kernel loads of a row of Q or K, and of one of V or dO: as many as it has, or
+    those of all planes, of d rounded up to a multiple of 16, ``backward`` beyond 64 of either of
+    32, by ``panels`` of 64.
     """
-    return _row(problem, problem.head_dim, backward, panels)
-
-
-def row_of_values(problem: Problem, backward: bool = False, panels: bool = False) -> int:
-    """Elements that a kernel loads of a row of V or dO, as of one of Q or K."""
-    return _row(problem, problem.d_v, backward, panels)
-
-
-def _row(problem: Problem, d: int, backward: bool, panels: bool) -> int:
-    planes = PRECISIONS[problem.precision].planes
-    wide = backward and problem.largest_dim > 64
-    to = 64 if panels else 32 if wide else 16
-    return d if planes == 1 else planes * round_up(d, to)
+    dims, planes = (problem.head_dim, problem.d_v), PRECISIONS[problem.precision].planes
+    if planes == 1:
+        return dims
+    to = 64 if panels else 32 if backward and problem.largest_dim > 64 else 16
+    of_keys, of_values = (planes * round_up(d, to) for d in dims)
+    return of_keys, of_values
 
 
 def of_planes(
@@ -51,7 +45,6 @@ def of_planes(
     both, times = queries + keys, 2 if precision.scaled else 1
     of_v = queries + keys if backward else keys  # and of dO
     loads = {"X": times * (both * problem.head_dim + of_v * problem.d_v)}
-    how = backward, panels
-    stored = both * row_loaded(problem, *how) + of_v * row_of_values(problem, *how)
-    before = count(problem, loads, {"planes": stored})
+    row, row_v = rows_loaded(problem, backward, panels)
+    before = count(problem, loads, {"planes": both * row + of_v * row_v})
     return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "dO", "planes"))

@@ -9,7 +9,7 @@ from fa_numba.checks import as_size, check_name
 from fa_numba.dtypes import CHUNK_BYTES, DTYPES, PRECISIONS
 from fa_numba.integers import round_up
 from fa_numba.io_model.accesses import ELEMENT_BYTES
-from fa_numba.io_model.planes import row_loaded, row_of_values
+from fa_numba.io_model.planes import rows_loaded
 from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, distinct_heads
 from fa_numba.problem import Problem
 
@@ -125,6 +125,6 @@ def _planes(problem: Problem, rows: int, backward: bool = False) -> int:
     times = 2 if backward else 1
     heads = batch * (times * problem.heads_q + 2 * problem.heads_k)
     keys = math.prod(problem.k_shape[:-1])
-    elements = (rows + keys) * row_loaded(problem, backward)
-    elements += (keys + (rows if backward else 0)) * row_of_values(problem, backward)
+    row, row_v = rows_loaded(problem, backward)
+    elements = (rows + keys) * row + (keys + (rows if backward else 0)) * row_v
     return 2 * elements + (heads * 4 * 129 if precision.scaled else 0)
