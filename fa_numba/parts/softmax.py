@@ -138,6 +138,29 @@ def exp_of_difference(s, m):
     return p
 
 
+@part
+def make_row_maximum(spec):
+    """``row_maximum(rS, i, scale, m)``: of row i of S and of m, its maximum before."""
+    TN, STEP, folds = spec.TN, spec.lane_step, spec.folds_scale
+    FARTHEST = spec.tx_count // 2 * STEP
+
+    def row_maximum(rS, i, scale, m):
+        m_new = m
+        if folds:
+            m_new = NEG_INF
+        for j in range(TN):
+            m_new = maximum(m_new, rS[i * TN + j])
+        if folds:
+            m_new = maximum(m, m_new * scale)
+        lane = FARTHEST
+        while lane >= STEP:
+            m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
+            lane //= 2
+        return m_new
+
+    return row_maximum
+
+
 @cache
 def make_online(spec):
     """``online(rS, scale, rm, rl, rf)``: scores to P, and m and l brought up to date.
@@ -159,21 +182,11 @@ def make_online_of_lanes(spec):
 @part
 def _make_online(spec, whole_rows):
     TM, TN, STEP, folds = spec.TM, spec.TN, spec.lane_step, spec.folds_scale
-    FARTHEST = spec.tx_count // 2 * STEP
+    FARTHEST, row_maximum = spec.tx_count // 2 * STEP, make_row_maximum(spec)
 
     def online_softmax(rS, scale, rm, rl, rf):
         for i in range(TM):
-            m_new = rm[i]
-            if folds:
-                m_new = NEG_INF
-            for j in range(TN):
-                m_new = maximum(m_new, rS[i * TN + j])
-            if folds:
-                m_new = maximum(rm[i], m_new * scale)
-            lane = FARTHEST
-            while lane >= STEP:
-                m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
-                lane //= 2
+            m_new = row_maximum(rS, i, scale, rm[i])
             shift = m_new
             if m_new == NEG_INF:  # -inf - -inf would be NaN
                 shift = float32(0.0)

@@ -1,10 +1,10 @@
 """The online softmax where S leaves registers for P, on Hopper's tensor cores."""
 
 from fa_numba.device import cuda, float32
-from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
+from fa_numba.intrinsics.arithmetic import NEG_INF, exp2
 from fa_numba.parts.namespace import part
 from fa_numba.parts.softmax import *  # noqa: F403
-from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.softmax import FULL_WARP, make_row_maximum
 from fa_numba.parts.wgmma.products import make_round_pair
 
 
@@ -17,22 +17,12 @@ def make_online_to_p(spec):
     where ptxas finds a place for all of P.
     """
     TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
-    round_pair = make_round_pair(spec)
+    row_maximum, round_pair = make_row_maximum(spec), make_round_pair(spec)
 
     def online_to_p(rP, rS, scale, rm, rl, rf):
         rshift = cuda.local.array(TM, float32)
         for i in range(TM):
-            m_new = rm[i]
-            if folds:
-                m_new = NEG_INF
-            for j in range(TN):
-                m_new = maximum(m_new, rS[i * TN + j])
-            if folds:
-                m_new = maximum(rm[i], m_new * scale)
-            lane = TX // 2
-            while lane > 0:
-                m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
-                lane //= 2
+            m_new = row_maximum(rS, i, scale, rm[i])
             rshift[i] = m_new
             if m_new == NEG_INF:  # -inf - -inf would be NaN
                 rshift[i] = float32(0.0)
