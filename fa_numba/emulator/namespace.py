@@ -43,15 +43,15 @@ def _space(make: Callable[[Any, Any], Any]) -> SimpleNamespace:
 ATOMIC = SimpleNamespace(add=lambda target, index, value: target.atomic_add(index, value))
 
 
-def _settled(name: str, of_numpy: Callable[..., Any]) -> Callable[..., float]:
+def _settled(name: str) -> Callable[..., float]:
     """math's function; where that raises NumPy's, which has the inf or NaN of a GPU."""
-    exact = getattr(math, name)
+    exact, of_numpy = getattr(math, name), np.power if name == "pow" else getattr(np, name)
 
     def of_numbers(*numbers: float) -> float:
         try:
             return exact(*numbers)
         except (OverflowError, ValueError):
-            return float(of_numpy(*numbers))
+            return float(of_numpy(*map(float, numbers)))
 
     of_numbers.__name__ = name
     return of_numbers
@@ -67,11 +67,12 @@ def absolute(x: Any) -> Any:
 
 
 _RAISING = ["exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan"]
-_RAISING += ["sinh", "cosh"]
+_RAISING += ["sinh", "cosh", "pow"]
+SETTLED = {name: _settled(name) for name in _RAISING}
 _EVERY = {n: each(f) if callable(f) else f for n, f in vars(math).items() if n[0] != "_"}
-_EVERY |= {name: each(_settled(name, getattr(np, name))) for name in _RAISING}
+_EVERY |= {name: each(function) for name, function in SETTLED.items()}
 _EVERY |= {name: _whole(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
-_EVERY |= {"pow": each(_settled("pow", np.power)), "fabs": absolute}
+_EVERY["fabs"] = absolute
 
 # `math`, with inf and nan where Python raises and the GPU does not.
 MATH = SimpleNamespace(**_EVERY)

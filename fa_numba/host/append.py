@@ -106,8 +106,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         values = dict(zip(_INTEGERS, (table, lens, host_counts), strict=True))
 
         def run(found: dict[str, Any], stream: Any) -> None:
-            if heads != 1:
-                found |= {name: heads_first(found[name]) for name in NAMES}
+            found |= {name: heads_first(found[name], heads != 1) for name in NAMES}
             for name, value in values.items():
                 if name not in found and value is not None:
                     found[name] = sent(np.asarray(value, np.int32))

@@ -158,14 +158,18 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     )
 
 
+def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The strides in bytes of an array that has no gaps."""
+    return tuple(np.cumprod((itemsize, *shape[:0:-1]), dtype=np.int64)[::-1].tolist())
+
+
 def _from_interface(name: str, array: Any) -> Operand:
     interface = array.__cuda_array_interface__
     shape = tuple(interface["shape"])
     dtype = np.dtype(interface["typestr"])
     strides = interface.get("strides")
     if strides is None:
-        sizes = np.cumprod((dtype.itemsize, *shape[:0:-1]), dtype=np.int64)[::-1]
-        strides = tuple(int(n) for n in sizes)
+        strides = _contiguous(shape, dtype.itemsize)
     pointer, read_only = interface["data"]
     try:
         place = device.ordinal_of(pointer)
@@ -204,12 +208,11 @@ def _from_dlpack(name: str, array: Any) -> Operand:
 
     # 1 is the legacy default stream, on which such arrays are computed unless told otherwise.
     view = StridedMemoryView.from_dlpack(array, stream_ptr=1)
-    itemsize = view.dtype.itemsize
-    shape = tuple(view.shape)
-    strides = view.strides
-    if strides is None:
-        strides = tuple(int(n) for n in np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1])
-    dtype, steps = np.dtype(view.dtype).name, tuple(itemsize * n for n in strides)
+    itemsize, shape = view.dtype.itemsize, tuple(view.shape)
+    steps = _contiguous(shape, itemsize)
+    if view.strides is not None:
+        steps = tuple(itemsize * n for n in view.strides)
+    dtype = np.dtype(view.dtype).name
     place, writable, empty = view.device_id, not view.readonly, device.empty
     return Operand(
         name, "dlpack", place, dtype, shape, steps, view.ptr, None, array, empty, writable

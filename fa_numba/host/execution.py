@@ -111,15 +111,15 @@ def allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
     return array[..., : buffer.shape[-1]]
 
 
-def heads_first(array: Any) -> Any:
-    """A launch argument (B, N, H, d) as (B, H, N, d)."""
-    return device.permuted(array, (0, 2, 1, 3))
-
-
 def by_heads(problem: Problem, array: Any) -> Any:
     """An array as kernels take it: (batch, heads, seqlen, ...), packed (1, heads, total, ...)."""
-    if len(array.shape) == 4 and problem.layout == "bnhd":
-        return heads_first(array)
-    if not problem.packed or len(array.shape) == 4:  # pages of K and V
+    return heads_first(array, problem.layout == "bnhd", problem.packed)
+
+
+def heads_first(array: Any, turned: bool, packed: bool = False) -> Any:
+    """The same of an array that is ``turned``, (B, N, H, d), or ``packed``, (total, H, d)."""
+    if len(array.shape) == 4:  # pages of K and V too
+        return device.permuted(array, (0, 2, 1, 3)) if turned else array
+    if not packed:
         return array
     return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))

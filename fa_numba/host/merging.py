@@ -110,7 +110,8 @@ def _merged(
         placement.check_grid(plan, first.name)
 
         def run(found: dict[str, Any], stream: Any) -> None:
-            execute(plan, {n: _heads_first(x, axes) for n, x in found.items()}, stream)
+            how = axes == LAYOUTS["bnhd"], axes == PACKED_AXES
+            execute(plan, {n: heads_first(x, *how) for n, x in found.items()}, stream)
 
         return launch_cache.run_and_keep(plan, inputs, stream, call, run)
 
@@ -126,13 +127,6 @@ def _axes(x: Operand, layout: Any) -> tuple[str, ...]:
             f"({', '.join(PACKED_AXES)})"
         )
     return axes
-
-
-def _heads_first(array: Any, axes: tuple[str, ...]) -> Any:
-    """A launch argument as the kernels take it: (batch, heads, rows, ...)."""
-    if axes == PACKED_AXES:
-        return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))
-    return heads_first(array) if len(array.shape) == 4 and axes[1] != "heads" else array
 
 
 def plan_of_merge(

@@ -128,15 +128,23 @@ def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Cou
     """How many of the visited tiles have so many columns, c_j, of all batch entries and heads."""
     found: Counter[int] = Counter()
     for entry, mask, count in distinct_heads(problem, blocks_of(problem, block_mask, tiles)):
-        Nk, Bc = problem.lengths(entry)[1], tiles.Bc
-        first, end = _column_tiles(problem, entry, tiles.Br, Bc)
-        j = np.arange(ceil_div(Nk, Bc))
-        visited = (first[:, None] <= j) & (j < end[:, None])
-        if mask is not None:
-            visited &= mask[: len(first), : len(j)]
-        for columns, times in zip(np.minimum(Nk - j * Bc, Bc), visited.sum(axis=0), strict=True):
-            found[int(columns)] += count * int(times)
+        visited, columns = _visited(problem, tiles, entry, mask)
+        for c, times in zip(columns, visited.sum(axis=0), strict=True):
+            found[int(c)] += count * int(times)
     return found
+
+
+def _visited(
+    problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which tiles of a head are visited, bool (Tr, Tc), and the columns of each column tile."""
+    Nk, Bc = problem.lengths(entry)[1], tiles.Bc
+    first, end = _column_tiles(problem, entry, tiles.Br, Bc)
+    j = np.arange(ceil_div(Nk, Bc))
+    visited = (first[:, None] <= j) & (j < end[:, None])
+    if mask is not None:
+        visited &= mask[: len(first), : len(j)]
+    return visited, np.minimum(Nk - j * Bc, Bc)
 
 
 class RowTiles(NamedTuple):
@@ -178,12 +186,10 @@ def _row_tiles(
         seen, with_0 = end - first, (first == 0) & (end > 0)
         columns = np.minimum(end * Bc, Nk) - first * Bc
     else:
-        first, end = _column_tiles(problem, entry, tiles.Br, Bc)
-        j = np.arange(ceil_div(Nk, Bc))
-        visited = mask[: len(first), : len(j)] & (first[:, None] <= j) & (j < end[:, None])
-        visited = np.logical_or.reduceat(visited, np.arange(0, len(first), run), axis=0)
+        visited, of_tile = _visited(problem, tiles, entry, mask)
+        visited = np.logical_or.reduceat(visited, np.arange(0, len(visited), run), axis=0)
         seen, with_0 = visited.sum(axis=1), visited[:, :1].any(axis=1)
-        columns = visited @ np.minimum(Nk - j * Bc, Bc)
+        columns = visited @ of_tile
     begin = np.arange(0, Nq, height)
     rows = np.minimum(Nq - begin, height)
     whole = (begin + height <= Nq) | (problem.q_lens is None) | problem.packed

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from fa_numba.emulator.namespace import SETTLED
+
 from .source import Source
 
 _HALF = 2**31
@@ -50,16 +52,6 @@ def _modulo(a: Any, b: Any) -> Any:
     return a % b if b and math.isfinite(a) and math.isfinite(b) else a - _floor_divide(a, b) * b
 
 
-def _settled(function: Callable[..., Any], of_numpy: Callable[..., Any]) -> Callable[..., Any]:
-    def of_numbers(*x: Any) -> Any:
-        try:
-            return function(*x)
-        except (OverflowError, ValueError):
-            return float(of_numpy(*map(float, x)))
-
-    return of_numbers
-
-
 def _power(a: Any, b: Any) -> Any:
     return a**b if isinstance(a, _INTEGER) and isinstance(b, _INTEGER) else _MATH["pow"](a, b)
 
@@ -75,10 +67,7 @@ def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_some
 
 
-_NUMPYS = ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "sinh")
-_MATH = {n: _settled(getattr(math, n), getattr(np, n)) for n in (*_NUMPYS, "cosh")}
-_MATH |= {name: _step(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
-_MATH |= {"pow": _settled(math.pow, np.power)}
+_MATH = SETTLED | {name: _step(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
 _INSTEAD: dict[int, Any] = {id(getattr(math, name)): value for name, value in _MATH.items()}
 _INSTEAD |= {id(min): _extreme(min), id(max): _extreme(max), id(int): _int32}
 _INSTEAD[id(math)] = SimpleNamespace(**vars(math) | _MATH)
