@@ -45,7 +45,8 @@ ATOMIC = SimpleNamespace(add=lambda target, index, value: target.atomic_add(inde
 
 def _settled(name: str) -> Callable[..., float]:
     """math's function; where that raises NumPy's, which has the inf or NaN of a GPU."""
-    exact, of_numpy = getattr(math, name), np.power if name == "pow" else getattr(np, name)
+    exact: Any = getattr(math, name)
+    of_numpy: Any = getattr(np, "power" if name == "pow" else name)
 
     def of_numbers(*numbers: float) -> float:
         try:
