@@ -70,7 +70,7 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        rT = products.tile_sums(rO)  # of one tile, which meet in O
+        rT = products.tile_sums(rO)  # P V of one tile: O itself, but apart of planes
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)

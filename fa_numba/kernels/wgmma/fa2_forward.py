@@ -72,7 +72,7 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        rT = products.tile_sums(rO)  # of one tile, which meet in O
+        rT = products.tile_sums(rO)  # P V of one tile: O itself, but apart of planes
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -92,7 +92,7 @@ def make_forward(spec):
                 pingpong.take_turn(w)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 pingpong.give_turn(w)
-                while True:
+                while True:  # the next work tile too, if its first S is begun in here
                     head, row0 = Head(b, h, hk, Nq, Nk, schedule.options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
