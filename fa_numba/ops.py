@@ -258,9 +258,9 @@ def flash_attention_2_backward(
     column it counts as 0.
 
     dQ is summed by atomic adds in no fixed order: Tc Nq d loads and as many stores a head, and
-    gradients that can differ in the last bits between runs. ``deterministic`` sums it in a second
-    sweep instead, which computes S and dP once more and costs 2 Nq d + 2 Tr Nk d loads and Nq d
-    stores. The workspace is one float a row; in 16 bits also dQ in float32, d rounded up to a
+    gradients that can differ in the last bits between runs. ``deterministic`` sums it in a kernel
+    of its own, Q outer, that computes S and dP once more and costs 2 Nq d + 2 Tr Nk d loads and Nq
+    d stores. The workspace is one float a row; in 16 bits also dQ in float32, d rounded up to a
     multiple of 2, but for ``deterministic``.
 
     ``group_splits`` thread blocks share a column tile of a K/V head, each with as many of its query

@@ -533,7 +533,7 @@ class Features:
 
     @property
     def without_sums(self) -> Features:
-        """Those of a second sweep, which adds to no gradient of an option."""
+        """Those of the kernel that makes dQ alone, which adds to no gradient of an option."""
         return replace(self, dbias=False, dcaptured=None)
 
     @property

@@ -151,7 +151,7 @@ def asks_for_dcaptured(way, q, k, options):
 
 
 def asks_for_dbias(way, q, k, bias):
-    """Whether `way` can differentiate by this bias: in two sweeps by one of its own shape alone."""
+    """Whether `way` can differentiate by this bias, by two kernels one of its own shape alone."""
     if bias is None or way != "fa2-deterministic":
         return bias is not None
     return q.ndim == 4 and bias.shape == (*q.shape[:3], k.shape[2])

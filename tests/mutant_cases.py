@@ -403,8 +403,8 @@ MMA_BACKWARD_CASES = {
     ),
     "column passes": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 256)),),
     "row passes": (passes((1, 1, 1, 256, 16, 16), Tiles(128, 16)),),
-    # A sweep takes tiles of its own unless they are those of a block mask.
-    "sweep": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 128), masked=True),),
+    # dQ's kernel takes tiles of its own unless they are those of a block mask.
+    "dQ": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 128), masked=True),),
 }
 # Sides that hide one element of a tile's corner, or show one; masks of two batch entries; rows of
 # several tiles that are dropped. Drawn last, so that the cases above stay what they are.
@@ -828,7 +828,7 @@ def runs():
         backward_on_hopper.test_gradients_and_counts,
         backward_on_hopper.test_a_chunk_of_each_head_and_one_with_a_tile_and_nothing,
         backward_on_hopper.test_gradients_of_sinks,
-        backward_on_hopper.test_a_second_sweep_and_a_cap,
+        backward_on_hopper.test_a_kernel_of_dq_alone_and_a_cap,
         backward_on_hopper.test_slopes_of_a_function_on_the_scores,
         test_precision.test_results_and_counts,
         test_precision.test_gradients_and_counts,

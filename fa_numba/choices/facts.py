@@ -54,7 +54,7 @@ _NUMBERS = Size._fields[1:-1]
 
 @functools.cache
 def sizes(unit: str, algorithm: str, of: str) -> tuple[Size, ...]:
-    """The rows of a unit's kernel; ``of`` is "fwd", "bwd" or "sweep"."""
+    """The rows of a unit's kernel; ``of`` is "fwd", "bwd" or "dQ"."""
     return tuple(
         Size(x["beside"], *(int(x[n] or 0) for n in _NUMBERS), x["source"])  # type: ignore[call-arg, arg-type]
         for x in _of_kernel("tiles.csv", unit, algorithm, of)

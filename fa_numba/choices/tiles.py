@@ -76,7 +76,7 @@ def mma_tiles(
     algorithm: str, of: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int,
     features: Features = PLAIN, keys: bool = False,
 ) -> Chosen:  # fmt: skip
-    """The ``Tiles`` of an algorithm's kernels on tensor cores, ``of`` "fwd", "bwd" or "sweep": a
+    """The ``Tiles`` of an algorithm's kernels on tensor cores, ``of`` "fwd", "bwd" or "dQ": a
     row of the table, halved until memory and registers hold it. With ``keys`` the warps of a block
     share columns.
 
@@ -106,7 +106,7 @@ def mma_tiles(
     elif algorithm == "standard":
         select = functools.partial(select_mma_spec, kind=StandardSpec, **sizes)
     else:
-        kind = MmaDqSpec if of == "sweep" else MmaSpec
+        kind = MmaDqSpec if of == "dQ" else MmaSpec
         select = functools.partial(select_mma_spec, kind=kind, splits_keys=keys, **sizes)
     Br, Bc = _needed(Br, seqlen_q, least_rows), _needed(Bc, seqlen_k, least_columns)
     found = _shrunk(Br, Bc, select, least_rows, least_columns)
@@ -328,18 +328,18 @@ def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
     ]
 
 
-def lacks_together(head_dim: int, features: Features, swept: bool) -> str:
+def lacks_together(head_dim: int, features: Features, dq_alone: bool) -> str:
     """Options that the backward kernels on Hopper's tensor cores do not have together, in words;
     empty for none. With a cap alone dS is made of the scores as they come from the cap, before
     slopes or a bias, and before P, which dropout marks; so it is behind a function, in a kernel
-    that makes dQ alone (``swept``); the others spill.
+    that makes dQ alone (``dq_alone``); the others spill.
     """
     added = [name for name in ADDED if getattr(features, name)]
     if features.softcap and not features.scores_stay:
         for name in (*added, *(["dropout"] if features.dropout else [])):
             return f"the option {argument_of(name)} beside softcap"
-    if features.scores_stay and swept and features.dropout:
-        return f"the option {argument_of('dropout')} beside score_mod where a second sweep makes dQ"
+    if features.scores_stay and dq_alone and features.dropout:
+        return f"the option {argument_of('dropout')} beside score_mod where dQ has its own kernel"
     if features.scores_stay and features.bias and head_dim > LARGEST_ATOMIC:
         return f"the option bias beside score_mod at a head dimension of {head_dim}"
     if len(added) == 2:

@@ -92,12 +92,12 @@ class Unit(ABC):
         """FlashAttention's backward kernel."""
 
     def adds_dq(self, request: Request) -> bool:
-        """Whether blocks of FA-2's backward pass add to one dQ; else a second sweep makes it."""
+        """Whether blocks of FA-2's backward pass add to one dQ; else ``dq_kernel`` makes it."""
         return not request.choices.deterministic
 
     @abstractmethod
-    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        """The second sweep of a deterministic backward pass, whose first has ``tiles``."""
+    def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+        """The kernel that makes dQ alone, Q outer, beside a backward kernel of ``tiles``."""
 
     def standard(self, request: Request) -> Shape:
         """Standard attention's forward kernels."""
@@ -184,7 +184,7 @@ class Simt(Unit):
         facts = {"kind": tiling.SimtBackwardSpec, "splits_queries": splits}
         return self._shaped(request, facts)
 
-    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+    def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         return tiles, replace(spec, features=spec.features.without_sums)
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
@@ -251,12 +251,12 @@ class Mma(Unit):
             rule = functools.partial(unspilled, request, rule)
         return self.shaped(request, select, rule, facts)
 
-    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+    def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         if request.problem.sparse:  # the blocks of a mask are those of the tiles
             tiles = replace(tiles, threads=None)
         else:
             sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.largest_dim, request.shared_limit)
-            tiles = mma_tiles("fa2", "sweep", *sizes).value
+            tiles = mma_tiles("fa2", "dQ", *sizes).value
         facts = _flash_facts(request) | {"features": request.features.without_sums}
         return tiles, _select(request, tiling.MmaDqSpec)(tiles, **facts)
 
@@ -337,7 +337,7 @@ class Wgmma(Unit):
         if passes == "fwd":
             return ""
         if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):
-            return "the option block_mask where a second sweep makes dQ, by tiles of its own"
+            return "the option block_mask where dQ has a kernel and tiles of its own"
         return lacks_together(d, request.features, not self.adds_dq(request))
 
     def unsuited(self, request: Request) -> str:
@@ -422,7 +422,7 @@ class Wgmma(Unit):
     def adds_dq(self, request: Request) -> bool:
         return super().adds_dq(request) and request.problem.largest_dim <= LARGEST_ATOMIC
 
-    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+    def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         p, facts = request.problem, {"stages": 2, **_flash_facts(request)}
         facts["features"] = request.features.without_sums
         spec = tiling.select_wgmma_dq_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)

@@ -252,16 +252,16 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
     ]
     if not atomic:
-        sweep, sweep_spec = unit.sweep(request, tiles, spec)
-        over_rows = (ceil_div(p.seqlen_q, sweep.Br), p.heads_q, p.batch)
+        dq_tiles, dq_spec = unit.dq_kernel(request, tiles, spec)
+        over_rows = (ceil_div(p.seqlen_q, dq_tiles.Br), p.heads_q, p.batch)
         by_boxes: dict[str, Argument] = {}
         if unit.copies_boxes:
-            by_boxes = _sweep_boxes(sweep, sweep_spec)
+            by_boxes = _dq_boxes(dq_tiles, dq_spec)
             if p.packed:
-                over_rows = (_tiles_of_all(p.q_shape[0], sweep.Br, p), p.heads_q, 1)
-        kernel = kernels.make_query_gradients(sweep_spec)
+                over_rows = (_tiles_of_all(p.q_shape[0], dq_tiles.Br, p), p.heads_q, 1)
+        kernel = kernels.make_query_gradients(dq_spec)
         launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **by_boxes))
-        how |= {"deterministic": True, "sweep_tiles": sweep}
+        how |= {"deterministic": True, "dq_tiles": dq_tiles}
     elif sums == "A":
         rounding, of_sum = _rounding(request, "A", "dQ", "scale"), _sum("A", request.q_shape)
         if fragments:
@@ -302,8 +302,8 @@ def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> d
     return {**found, "A": Boxes("A", rows, "float32", ends=spec.query_ends)}
 
 
-def _sweep_boxes(tiles: Tiles, spec: Any) -> dict[str, Argument]:
-    """What the second sweep takes by boxes."""
+def _dq_boxes(tiles: Tiles, spec: Any) -> dict[str, Argument]:
+    """What the kernel of dQ alone takes by boxes."""
     Q = Boxes("Q", GROUP_ROWS, ends=spec.query_ends)
     keys = {name: Boxes(name, tiles.Bc, ends=spec.key_ends) for name in "KV"}
     return {

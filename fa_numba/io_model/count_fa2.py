@@ -96,7 +96,7 @@ def with_prefix(
 
 def fa2_backward(
     problem: Problem, tiles: BlockSizes, *, deterministic: bool = False,
-    sweep_tiles: BlockSizes | None = None, block_mask: Any = None, dbias: bool = False,
+    dq_tiles: BlockSizes | None = None, block_mask: Any = None, dbias: bool = False,
     dlse: bool = False, dsinks: bool = False, group_splits: int = 1, panels: bool = False,
     adders: int = 1,
 ) -> Accesses:  # fmt: skip
@@ -114,8 +114,8 @@ def fa2_backward(
     float32 array `A`, `adders` of a block each adding its columns' part, and then rounded:
         loads  A: N_q' d    stores  dQ: N_q' d
 
-    `deterministic` goes without the atomic adds to dQ, its zeros and its rounding: a second sweep,
-    a grid over Q blocks (of `sweep_tiles`, or the same) makes dQ. Per head it
+    `deterministic` goes without the atomic adds to dQ, its zeros and its rounding: a kernel of
+    its own, a grid over Q blocks (of `dq_tiles`, or the same) makes dQ. Per head it
         loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores dQ: N_q' d
 
@@ -159,15 +159,15 @@ def fa2_backward(
     if dsinks:
         parts += sink_gradients(problem, head.rows)
     if deterministic:
-        sweep = visit_sums(problem, sweep_tiles or tiles, block_mask)
+        of_dq = visit_sums(problem, dq_tiles or tiles, block_mask)
         loads = {
             "Q": head.rows * d,
             "dO": head.rows * d_v,
             "L": head.rows,
             "D": head.rows,
-            "K": sweep.columns * d,
-            "V": sweep.columns * d_v,
-            "bias": sweep.pairs if problem.bias else 0,
+            "K": of_dq.columns * d,
+            "V": of_dq.columns * d_v,
+            "bias": of_dq.pairs if problem.bias else 0,
         }
         parts.append(count(problem, loads, {"dQ": head.all_rows * d}))
     elif kept == "A":

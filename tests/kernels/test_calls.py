@@ -667,13 +667,13 @@ def test_after_the_forward_pass_of_this_package(device, way, dtype):
 
 @either_mask
 @dtypes
-def test_a_second_sweep_changes_dq_alone(device, dtype, causal):
+def test_a_kernel_of_dq_alone_changes_dq_alone(device, dtype, causal):
     arrays = random_gradients(1, 4, 2, 29, 37, 8, dtype=dtype)
     options = {"causal": causal, "tiles": tiles_of((), dtype)}
-    atomic, swept = (
+    atomic, apart = (
         differentiate(device, way, *arrays, **options) for way in ("fa2", "fa2-deterministic")
     )
-    assert np.array_equal(atomic.dk, swept.dk) and np.array_equal(atomic.dv, swept.dv)
+    assert np.array_equal(atomic.dk, apart.dk) and np.array_equal(atomic.dv, apart.dv)
 
 
 # --- on a GPU: sizes and repetition ------------------------------------------------------------

@@ -537,9 +537,9 @@ def test_hoppers_backward_kernel_without_dq_compiles_within_its_budgets(case, dt
     assert maps(ptx) == 6
 
 
-@cases("hopper sweep")
+@cases("hopper dQ")
 @either_dtype
-def test_a_second_sweep_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+def test_hoppers_kernel_of_dq_alone_compiles_within_its_budgets(case, dtype):
     ptx = hoppers_ptx_within_budgets(case.kernel(heads=(10, 10), scale=1.0, dtype=dtype, **SHORT))
     Bc = int(re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx)[1])
     # S, and again the next S, and dP; dQ.

@@ -662,7 +662,7 @@ def test_where_there_are_no_gradients_of_captured_arrays(how, message):
 
 
 def test_hoppers_unit_says_what_it_lacks():
-    """Beside a function what its kernels spill with, and a sweep without P, which dropout marks."""
+    """Beside a function what its kernels spill with; dQ's kernel has no P for dropout to mark."""
     how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma", "algorithm": "fa2"}
     adds, other = {"score_mod": GRADIENTS["relative positions"]}, {"score_mod": several}
     slopes_, bias, gradients = {"alibi_slopes": (1,)}, {"bias": (64,)}, {"return_dcaptured": True}
@@ -676,7 +676,7 @@ def test_hoppers_unit_says_what_it_lacks():
         (
             136,
             other | {"dropout_p": 0.5},
-            "dropout_p beside score_mod where a second sweep makes dQ",
+            "dropout_p beside score_mod where dQ has its own kernel",
         ),
     ):
         with pytest.raises(ValueError, match=f"'wgmma': its kernels lack the option {lacks}"):

@@ -186,7 +186,7 @@ def test_dbias_is_not_made_unless_asked_for(way):
         assert np.array_equal(getattr(three, name), getattr(four, name))
 
 
-def test_two_sweeps_give_dbias_of_a_bias_of_their_own(device):
+def test_two_kernels_give_dbias_of_a_bias_of_their_own(device):
     """One tile adds to each element: the order is fixed although the adds are atomic."""
     arrays = random_gradients(1, 1, 1, 11, 21, 4)
     for shape in ((1, 1, 11, 21), (11, 21)):

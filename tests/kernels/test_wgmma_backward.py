@@ -67,7 +67,7 @@ def test_gradients_and_counts(way, B, Hq, Hk, Nq, Nk, d, options):
     check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
-# dQ by a second sweep; a cap on the scores, either way.
+# dQ by a kernel of its own; a cap on the scores, either way.
 WAYS = [
     # way, dtype, B, Hq, Hk, Nq, Nk, d, options
     ("fa2-deterministic", "float16", 1, 1, 1, 1, 1, 64, {}),
@@ -190,16 +190,16 @@ def test_full_blocks_are_not_asked(way, d, Hk, tiles):
     assert {0, 1, 2} == set(mask.blocks.flat)
 
 
-def test_block_masks_have_no_second_sweep():
+def test_block_masks_have_no_kernel_of_dq_alone():
     how = {"passes": "bwd", "dtype": "float16", "block_mask": np.ones((1, 1), bool)}
     for more in ({"deterministic": True}, {"head_dim": 192}):
         shape = (1, 1, 64, more.pop("head_dim", 64))
-        with pytest.raises(ValueError, match="lack the option block_mask where a second sweep"):
+        with pytest.raises(ValueError, match="lack the option block_mask where dQ has a kernel"):
             fa_numba.plan(shape, shape, tiles=LOW, **UNIT, **how, **more)
 
 
 @pytest.mark.parametrize("way, dtype, B, Hq, Hk, Nq, Nk, d, options", WAYS)
-def test_a_second_sweep_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
+def test_a_kernel_of_dq_alone_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)
     check_gradients("emulator", way, *inputs, **UNIT, **options)
 
@@ -276,7 +276,7 @@ def test_packed_sequences_are_those_alone_whatever_lies_beside_them(d, options):
         assert np.array_equal(a[place].swapaxes(0, 1)[None], b)
 
 
-# Beyond 128 dimensions a second sweep makes dQ in any case.
+# Beyond 128 dimensions dQ has a kernel of its own in any case.
 WIDE = [
     ("fa2", "float16", 1, 1, 1, 1, 1, 256, {}),
     ("fa2", "float16", 1, 1, 1, 70, 200, 192, {}),
@@ -328,7 +328,7 @@ def test_dropout_of_packed_sequences_in_bfloat16():
 
 @no_bfloat16
 @pytest.mark.parametrize("way", ["fa2", "fa2-deterministic"])
-def test_a_second_sweep_and_a_cap_in_bfloat16(way):
+def test_a_kernel_of_dq_alone_and_a_cap_in_bfloat16(way):
     inputs = half_gradients("bfloat16", 1, 3, 1, 70, 130, 64)
     check_gradients("emulator", way, *inputs, causal=True, softcap=2.0, layout="transposed", **UNIT)
 
@@ -409,7 +409,7 @@ def _saved(Nq, Nk, d=64):
 
 
 def _gradients(algorithm="fa2", **options):
-    """Of three row tiles and two column tiles, or the other way round where a second sweep is."""
+    """Of three row tiles and two column tiles, or the other way round where dQ is made apart."""
     inputs = _saved(200, 300) if options.get("deterministic") else _saved(300, 200)
     how = {"algorithm": algorithm, "causal": True, **options, **UNIT}
     return fa_numba.attention_backward(*inputs, **how)
