@@ -29,13 +29,12 @@ class MmaSpec(Spec):
     A warp takes 16 rows of S, or several times 16, and all columns; or, with ``splits_keys``, all
     rows and an equal part of the columns. Thread (ty, tx) is place tx of 4 in group ty of a
     fragment (intrinsics/matrix.py): it owns the rows ty + 8 i and, of each 8 columns, 2 tx and
-    2 tx + 1. ``positive_scale``: the scale of the scores is above 0. ``ablated`` are those of
-    MEASURES that are left out: without its swizzle a row is padded, unless that is left out too.
-    ``stages`` is how many tiles of K and of V are in shared memory.
+    2 tx + 1. ``ablated`` are those of MEASURES that are left out: without its swizzle a row is
+    padded, unless that is left out too. ``stages`` is how many tiles of K and of V are in shared
+    memory.
     """
 
     dtype: str = "float16"
-    positive_scale: bool = False
     splits_keys: bool = False
     ablated: tuple[str, ...] = ()
     stages: int = 1
@@ -47,9 +46,7 @@ class MmaSpec(Spec):
 
     @property
     def folds_scale(self) -> bool:
-        """Only a positive scale keeps the scores' order, and only plain scores are its product."""
-        plain = not self.features.changes_scores
-        return self.positive_scale and plain and "folded_scale" not in self.ablated
+        return super().folds_scale and "folded_scale" not in self.ablated
 
     @property
     def prefetches(self) -> bool:

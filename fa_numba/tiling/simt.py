@@ -51,16 +51,9 @@ class SimtSpec(Spec):
     Thread (ty, tx) owns the rows ty, ty + ty_count, ... and the columns tx, tx + tx_count, ... of
     S. Without the "swizzle" (in ``ablated``) rows in shared memory are padded, so that neighbouring
     lanes find theirs in different banks; without "padding" as well they are bare.
-    ``positive_scale``: the scale of the scores is above 0.
     """
 
     ablated: tuple[str, ...] = ()
-    positive_scale: bool = False
-
-    @property
-    def folds_scale(self) -> bool:
-        """Whether the softmax takes the scale: scores are their product by a positive one."""
-        return self.positive_scale and not self.features.changes_scores
 
     @property
     def key_pieces(self) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class Spec(ABC):
     for. ``aligned``: rows in global memory are contiguous and start at 16-byte addresses.
     ``grouped``: several query heads read one K/V head. ``tile_heads``: so many of them share the
     rows of a tile, row r of head n at n + r tile_heads. ``head_dim_v`` is that of V and O, 0 where
-    it is Q's.
+    it is Q's. ``positive_scale``: the scale of the scores is above 0.
     """
 
     head_dim: int
@@ -45,6 +45,7 @@ class Spec(ABC):
     grouped: bool = True
     tile_heads: int = 1
     head_dim_v: int = 0
+    positive_scale: bool = False
 
     @property
     def threads(self) -> int:
@@ -145,8 +146,10 @@ class Spec(ABC):
 
     @property
     def folds_scale(self) -> bool:
-        """Whether the scale is applied in the softmax's exponent, and not to the scores before."""
-        return False
+        """Whether the scale is applied in the softmax's exponent, and not to the scores before:
+        where it keeps their order, and they are the products alone.
+        """
+        return self.positive_scale and not self.features.changes_scores
 
     @property
     def reads_bias(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
-from fa_numba.tiling.spec import Spec, check_shared
+from fa_numba.tiling.spec import Spec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 
 GROUP = 128  # threads of a warpgroup
@@ -84,12 +84,10 @@ class WgmmaSpec(Spec):
 
     Thread (ty, tx) of a consumer is place tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
     ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q.
-    ``positive_scale``: the scale of the scores is above 0. ``ablated`` are those of WGMMA_MEASURES
-    that are left out. ``blocks`` share a multiprocessor.
+    ``ablated`` are those of WGMMA_MEASURES that are left out. ``blocks`` share a multiprocessor.
     """
 
     dtype: str = "float16"
-    positive_scale: bool = False
     stages: int = 2
     q_stages: int = 2
     blocks: int = 1
@@ -290,10 +288,6 @@ class WgmmaSpec(Spec):
         return self.planes * self.TM * self.TN // 2
 
     @property
-    def folds_scale(self) -> bool:
-        return self.positive_scale and not self.features.changes_scores
-
-    @property
     def slots_name_next(self) -> bool:
         return self.features.sparse
 
@@ -336,11 +330,7 @@ def within_registers(
             f"{', '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
         )
     spec = kind(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
-    if tiles.threads not in (None, spec.threads):
-        raise ValueError(
-            f"tiles: threads={tiles.threads} does not fit Br={tiles.Br} on Hopper's tensor cores: "
-            f"allowed is {spec.threads}"
-        )
+    with_threads([spec], tiles, " on Hopper's tensor cores")
     if not spec.fits_registers:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves a thread's parts "

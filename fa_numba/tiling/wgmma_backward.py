@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.mods import Text
 from fa_numba.options import PLAIN, Features
-from fa_numba.tiling.spec import GradientSpec, ValuesSpec, check_shared
+from fa_numba.tiling.spec import GradientSpec, ValuesSpec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import (
     GROUP,
@@ -82,7 +82,6 @@ class WgmmaBackwardSpec(GradientSpec):
     """
 
     dtype: str = "float16"
-    positive_scale: bool = False
     vector_adds: bool = True
     algorithm: str = "fa2"
     splits_queries: bool = False
@@ -163,10 +162,6 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def element_steps(self) -> tuple[int, int]:
         return 1, self.TM
-
-    @property
-    def folds_scale(self) -> bool:
-        return self.positive_scale and not self.features.changes_scores
 
     @property
     def column_registers(self) -> int:
@@ -266,7 +261,8 @@ class WgmmaBackwardSpec(GradientSpec):
         return self._transposed(WgmmaSpec)
 
     def _transposed(self, kind: type[WgmmaSpec]) -> WgmmaSpec:
-        features = Features(dropout=self.features.dropout)  # PT is without what is dropped
+        own = self.features  # PT is without what is dropped
+        features = Features(dropout=own.dropout, precision=own.precision)
         sizes = (self.head_dim, self.Bc, self.Br, 4, self.Bc // 2)
         return kind(*sizes, features, dtype=self.dtype)
 
@@ -505,11 +501,6 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
         """Boxes of 64 columns that a row of all planes has."""
         return self.planes * self.plane_panels
 
-    def _transposed(self, kind: type[WgmmaSpec]) -> WgmmaSpec:
-        features = Features(precision=self.features.precision)
-        sizes = (self.head_dim, self.Bc, self.Br, 4, self.Bc // 2)
-        return kind(*sizes, features, dtype=self.dtype)
-
     @property
     def largest_words(self) -> tuple[int, int]:
         """In words: where each consumer warp's largest |dS| lies, and how many there are."""
@@ -581,13 +572,8 @@ def select_wgmma_backward_spec(
     elif atomic and _is_late(head_dim, **facts):  # type: ignore[arg-type]
         kind = WgmmaLateBackwardSpec
     spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
-    if tiles.threads not in (None, spec.threads):
-        raise ValueError(
-            f"tiles: threads={tiles.threads} does not fit Br={Br} on Hopper's tensor cores, "
-            f"backward: allowed is {spec.threads}"
-        )
     check_shared(spec, shared_limit)
-    return spec
+    return with_threads([spec], tiles, " on Hopper's tensor cores, backward")
 
 
 def _is_late(
