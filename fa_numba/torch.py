@@ -11,10 +11,10 @@ import numpy as np
 
 import fa_numba
 from fa_numba import mods
-from fa_numba.checks import as_flag, as_splits, check_alone, kind_of
+from fa_numba.checks import as_flag, as_splits, check_alone
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
-from fa_numba.host.arrays import MASKS, added_mask, check_tangent, on_host, operand
+from fa_numba.host.arrays import MASKS, added_mask, check_tensor, on_host, operand
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, check_names, documents_options
 from fa_numba.ring import call as ring_call
@@ -110,10 +110,8 @@ def attention(
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes, "attn_mask": mask}
     tensors["sinks"] = sinks
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor) and (x is not None or name in "qkv"):
-            raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
-        if x is not None:
-            check_tangent(name, x)
+        if x is not None or name in "qkv":
+            check_tensor(name, x)
     check_algorithm(algorithm)
     if mask is not None:
         bias = _bias_of(mask, bias)
@@ -183,7 +181,7 @@ def _held(
     for name, value in values:
         if not isinstance(value, torch.Tensor):
             continue
-        check_tangent(f"{name} of {option}", value)
+        check_tensor(f"{name} of {option}", value)
         if not (wanted and value.requires_grad):
             others.append(value)
             continue
@@ -320,9 +318,7 @@ def merge(
     """
     for name, parts in (("outputs", outputs), ("lses", lses)):
         for n, x in enumerate(parts):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}[{n}] is {kind_of(x)}: allowed is a torch tensor")
-            check_tangent(f"{name}[{n}]", x)
+            check_tensor(f"{name}[{n}]", x)
     tensors = (*outputs, *lses)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _Merge.apply(layout, len(outputs), *tensors)

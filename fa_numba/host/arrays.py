@@ -113,8 +113,12 @@ def has_tangent(tensor: Any) -> bool:
     return unpacked.tangent is not None
 
 
-def check_tangent(name: str, tensor: Any) -> None:
-    """Raise ValueError for a torch tensor with a tangent, which results would not have."""
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise TypeError for what is no torch tensor, ValueError for one with a tangent, which results
+    would not have.
+    """
+    if not isinstance(tensor, sys.modules["torch"].Tensor):
+        raise TypeError(f"{name} is {kind_of(tensor)}: allowed is a torch tensor")
     if has_tangent(tensor):
         raise ValueError(
             f"{name} has a tangent, and attention has no forward-mode derivative: allowed is a "

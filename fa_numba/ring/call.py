@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import fa_numba
 from fa_numba import checks, device
-from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window, kind_of
+from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
-from fa_numba.host.arrays import check_tangent, has_tangent, on_host, operand
+from fa_numba.host.arrays import check_tensor, has_tangent, on_host, operand
 from fa_numba.host.launch_cache import KEPT
 from fa_numba.ring.agreement import Agreement, Meant
 from fa_numba.ring.link import Link, counter
@@ -116,9 +116,7 @@ def _checked(
 ) -> Ring:
     torch = sys.modules["torch"]
     for name, x in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
-        check_tangent(name, x)
+        check_tensor(name, x)
     checks.check_name("travels", travels, TRAVELS)
     causal, layout = as_flag("causal", causal), as_layout(layout)
     check_algorithm(options["algorithm"])
@@ -159,9 +157,7 @@ def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
     if sinks is None:
         return
     torch = sys.modules["torch"]
-    if not isinstance(sinks, torch.Tensor):
-        raise TypeError(f"sinks is {kind_of(sinks)}: allowed is a torch tensor")
-    check_tangent("sinks", sinks)
+    check_tensor("sinks", sinks)
     if sinks.dtype != torch.float32:
         raise TypeError(f"sinks has dtype {sinks.dtype}: allowed is float32")
     checks.check_heads(q.shape[0], q.shape[3 - axis], sinks=sinks.shape)
