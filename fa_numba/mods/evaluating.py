@@ -16,25 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba.emulator.namespace import SETTLED
+from fa_numba.emulator.lanes import maximum, minimum
+from fa_numba.emulator.namespace import CASTS, SETTLED
 
 from .source import Source
 
-_HALF = 2**31
+_int32 = CASTS["int32"]
 _INTEGER = (int, np.integer)  # NumPy's are places in an array, and elements of one
-
-
-def _int32(value: Any) -> int:
-    """The nearest integer towards 0; of NaN 0."""
-    return int(min(max(value, -_HALF), _HALF - 1)) if value == value else 0
 
 
 def _wrapped(operation: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     def of_two(a: Any, b: Any) -> Any:
         made = operation(a, b)
-        if isinstance(made, _INTEGER) and not -_HALF <= made < _HALF:
-            return (int(made) + _HALF) % 2**32 - _HALF
-        return made
+        return _int32(made) if isinstance(made, _INTEGER) else made
 
     return of_two
 
@@ -60,16 +54,9 @@ def _step(of_numpy: Callable[[Any], Any]) -> Callable[[Any], int]:
     return lambda x: _int32(of_numpy(float(x)))
 
 
-def _extreme(function: Callable[..., Any]) -> Callable[..., Any]:
-    def of_some(*values: Any) -> Any:
-        return function((x for x in values if x == x), default=math.nan)
-
-    return of_some
-
-
 _MATH = SETTLED | {name: _step(getattr(np, name)) for name in ("floor", "ceil", "trunc")}
 _INSTEAD: dict[int, Any] = {id(getattr(math, name)): value for name, value in _MATH.items()}
-_INSTEAD |= {id(min): _extreme(min), id(max): _extreme(max), id(int): _int32}
+_INSTEAD |= {id(min): minimum, id(max): maximum, id(int): _int32}
 _INSTEAD[id(math)] = SimpleNamespace(**vars(math) | _MATH)
 _OPERATIONS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
