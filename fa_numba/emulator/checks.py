@@ -124,7 +124,7 @@ def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats):
 @compiled
 def shared_load(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
-    base, out, pairs, stats,
+    base, stats, out, pairs,
 ):  # fmt: skip
     """Elements e .. e + width - 1 of every lane to out[:, lane]."""
     for k in range(e.size):
@@ -168,7 +168,7 @@ def _may_write(written, reads, touched, s, p, base, t, w, seen):
 @compiled
 def shared_store(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
-    base, values, stats,
+    base, stats, values,
 ):  # fmt: skip
     """values[:, lane] to elements e .. e + width - 1 of every lane."""
     for k in range(e.size):
@@ -190,8 +190,8 @@ def shared_store(
 
 @compiled
 def depart(
-    written, reads, touched, copiers, sites, first, length, itemsize, e, width, mask, tids, seen,
-    base, site, stats,
+    data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
+    base, stats, copiers, sites, site,
 ):  # fmt: skip
     """Hand elements e .. e + width - 1 of every lane to its asynchronous copy."""
     for k in range(e.size):

@@ -15,10 +15,10 @@ import numpy as np
 
 from .active import Active
 from .checks import NOBODY, PITCH, PRODUCT, SEVERAL, STAMP
-from .counts import Access, warps_of
+from .counts import Access
 from .errors import EmulatorError, Index3, OutOfBounds
 from .global_memory import GlobalArray
-from .groups import WARP, Copy, OneByOne, Site, alike
+from .groups import WARP, Copy, OneByOne, Site, alike, warps_of
 from .lanes import Mask
 from .local_memory import LocalArray
 from .namespace import Namespace, element_type
@@ -290,7 +290,7 @@ class Context(Active):
     def instruction_of(self, mask: Mask, kind: str, times: int) -> None:
         """Count an instruction of every warp with a lane of a mask."""
         if self._warps_active[0] is not mask or mask is None:
-            warps = self.group.warps.size if mask is None else warps_of(self.group.tids[mask])
+            warps = (self.group.warps if mask is None else warps_of(self.group.tids[mask])).size
             self._warps_active = (mask, warps)
         self._instructions[kind] = self._instructions.get(kind, 0) + times * self._warps_active[1]
 

@@ -6,8 +6,6 @@ import operator
 from collections import Counter
 from dataclasses import astuple, dataclass, field
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Access:
@@ -113,9 +111,3 @@ class Tally:
 
     loads: int = 0
     stores: int = 0
-
-
-def warps_of(tids: np.ndarray) -> int:
-    """How many warps these threads, ascending, are of."""
-    warps = tids >> 5
-    return int(np.count_nonzero(warps[1:] != warps[:-1])) + (warps.size > 0)

@@ -40,6 +40,14 @@ def alike(values: np.ndarray) -> Any:
     return int(values[0]) if (values == values[0]).all() else values
 
 
+def warps_of(tids: np.ndarray) -> np.ndarray:
+    """The warps of threads, which are ascending."""
+    warps = tids // WARP
+    first = np.ones(warps.size, bool)
+    np.not_equal(warps[1:], warps[:-1], out=first[1:])
+    return warps[first]
+
+
 class Group:
     """Lanes that run together: `tids` are their threads, ascending.
 

@@ -16,20 +16,12 @@ import numpy as np
 
 from .async_checks import before
 from .checks import NOBODY, STAMP
-from .groups import WARP, NamedBarrier, OneByOne
+from .groups import WARP, NamedBarrier, OneByOne, warps_of
 from .waiting import Waiting
 
 WARPGROUP = 4  # warps
 MOST_FENCES = 16  # of the same threads that are remembered
 ALWAYS = 1 << 58  # above the stamp of any access
-
-
-def warps_of(tids: np.ndarray) -> np.ndarray:
-    """The warps of threads, which are ascending."""
-    warps = tids // WARP
-    first = np.ones(warps.size, bool)
-    np.not_equal(warps[1:], warps[:-1], out=first[1:])
-    return warps[first]
 
 
 class Knowledge(Waiting):

@@ -8,8 +8,8 @@ import numpy as np
 
 from .checks import PRODUCT, SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence
-from .groups import AT_MBARRIER, READY, WARP, Group, Parting
-from .knowledge import ALWAYS, WARPGROUP, Knowledge, warps_of
+from .groups import AT_MBARRIER, READY, WARP, Group, Parting, warps_of
+from .knowledge import ALWAYS, WARPGROUP, Knowledge
 from .shared_memory import SharedArray
 
 MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1

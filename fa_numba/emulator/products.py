@@ -18,8 +18,7 @@ import numpy as np
 from .boxes import REPEAT, ROW_BYTES, Boxes, Lent, swizzled
 from .checks import PRODUCT, READING, SEVERAL, STAMP
 from .errors import BarrierDivergence, Deadlock, EmulatorError, Misaligned, RegisterHazard
-from .groups import WARP, Site
-from .knowledge import warps_of
+from .groups import WARP, Site, warps_of
 from .local_memory import LocalArray
 
 WARPGROUP = 128  # threads

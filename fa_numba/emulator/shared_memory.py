@@ -15,7 +15,7 @@ at a time. Of blocks that run at once each has a row of a buffer's arrays, and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,24 +106,35 @@ class SharedArray:
         self._write(e, rows)
 
     def _read(self, e: np.ndarray, n: int, pairs: bool = True) -> np.ndarray:
-        ctx, buffer = self.ctx, self.buffer
-        group = ctx.group
-        mask = group.everyone if ctx.mask is None else ctx.mask
-        out = np.empty((n, group.count), buffer.data.dtype)
-        stats = ctx.statistics(self.name, "shared", "load")
-        e, first, length = self._from(e, n)
-        lane = checks.shared_load(
-            buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length,
-            self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(out),
-            pairs, stats,
-        )  # fmt: skip
-        if lane >= 0:
-            for k in self._lanes_from(lane, mask):
-                first = self._vector(k, int(e[k]), n)
-                for p in range(first, first + n):
-                    self._reads(p, k)
-                out[:, k] = buffer.data[0, first : first + n]
+        buffer = self.buffer
+        out = np.empty((n, self.ctx.group.count), buffer.data.dtype)
+        for k, places in self._left(checks.shared_load, "load", e, n, bits_of(out), pairs):
+            for p in places:
+                self._reads(p, k)
+            out[:, k] = buffer.data[0, places.start : places.stop]
         return out
+
+    def _left(
+        self, check: Callable[..., int], kind: str, e: np.ndarray, n: int, *last: Any
+    ) -> Iterable[tuple[int, range]]:
+        """What a function of checks.py leaves of an access of n elements of every lane: lanes to be
+        gone through one by one, and the places of each.
+        """
+        ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
+        mask = group.everyone if ctx.mask is None else ctx.mask
+        stats = ctx.statistics(self.name, "shared", kind)
+        places, first, length = self._from(e, n)
+        lane = check(
+            buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length, self.itemsize,
+            places, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, stats, *last,
+        )  # fmt: skip
+        if lane < 0:
+            return ()
+        if ctx.several:
+            raise OneByOne
+        lanes = (np.flatnonzero(mask[lane:]) + lane).tolist()
+        begin = ((k, self._vector(k, int(e[k]), n)) for k in lanes)
+        return ((k, range(first, first + n)) for k, first in begin)
 
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
         """Places of accesses of n elements, the element that they count from, and how many follow:
@@ -135,33 +146,14 @@ class SharedArray:
             raise OneByOne
         return e + self.first, 0, self.buffer.data.shape[1]
 
-    def _lanes_from(self, lane: int, mask: np.ndarray) -> list[int]:
-        """The lanes that take part from this one on, which are of one block."""
-        if self.ctx.several:
-            raise OneByOne
-        return (np.flatnonzero(mask[lane:]) + lane).tolist()
-
     def _write(self, e: Any, values: np.ndarray) -> None:
-        ctx, buffer = self.ctx, self.buffer
-        group = ctx.group
-        mask = group.everyone if ctx.mask is None else ctx.mask
-        e = self.ctx.group.lanes(e)
-        values = self.convert(values)
-        stats = ctx.statistics(self.name, "shared", "store")
-        n = len(values)
-        e, first, length = self._from(e, n)
-        lane = checks.shared_store(
-            buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length,
-            self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(values),
-            stats,
-        )  # fmt: skip
-        if lane >= 0:
-            for k in self._lanes_from(lane, mask):
-                first = self._vector(k, int(e[k]), n)
-                for j, p in enumerate(range(first, first + n)):
-                    self._writes(p, k)
-                    buffer.written[0, p] = ctx.stamp(k)
-                    buffer.data[0, p] = values[j, k]
+        ctx, buffer, values = self.ctx, self.buffer, self.convert(values)
+        e, n = ctx.group.lanes(e), len(values)
+        for k, places in self._left(checks.shared_store, "store", e, n, bits_of(values)):
+            for j, p in enumerate(places):
+                self._writes(p, k)
+                buffer.written[0, p] = ctx.stamp(k)
+                buffer.data[0, p] = values[j, k]
 
     def _vector(self, lane: int, e: int, n: int) -> int:
         if e < 0 or e + n > self.length:
@@ -207,25 +199,14 @@ class SharedArray:
 
     def depart(self, e: Any, n: int) -> np.ndarray:
         """Hand elements e..e+n-1 to an asynchronous copy of each lane; returns e by lane."""
-        ctx, buffer = self.ctx, self.buffer
-        group = ctx.group
-        mask = group.everyone if ctx.mask is None else ctx.mask
-        e = self.ctx.group.lanes(e)
-        site = ctx.numbered_site()
-        stats = ctx.statistics(self.name, "shared", "copy")
-        places, first, length = self._from(e, n)
-        lane = checks.depart(
-            buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites, first,
-            length, self.itemsize, places, n, mask, group.tids, ctx.seen, ctx.base, site, stats,
-        )  # fmt: skip
-        if lane >= 0:
-            for k in self._lanes_from(lane, mask):
-                first = self._vector(k, int(e[k]), n)
-                for p in range(first, first + n):
-                    self._writes(p, k)
-                for p in range(first, first + n):
-                    buffer.written[0, p], buffer.reads[0, group.warp_of[k], p] = IN_FLIGHT, 0
-                    buffer.copiers[0, p], buffer.sites[0, p] = group.tids[k], site
+        group, buffer, site = self.ctx.group, self.buffer, self.ctx.numbered_site()
+        e, who = group.lanes(e), (buffer.copiers, buffer.sites, site)
+        for k, places in self._left(checks.depart, "copy", e, n, *who):
+            for p in places:
+                self._writes(p, k)
+            for p in places:
+                buffer.written[0, p], buffer.reads[0, group.warp_of[k], p] = IN_FLIGHT, 0
+                buffer.copiers[0, p], buffer.sites[0, p] = group.tids[k], site
         return e
 
     def land(self, copy: Copy, lanes: np.ndarray) -> None:
