@@ -119,7 +119,7 @@ def test_reasons_have_the_numbers_that_decided():
     long = (4, 32, 4096, 64)
     wide = (1, 64, 4096, 64)
     assert "11 rounds of 1.29 by three, 16 by two" in why(wide, wide)["tiles"]
-    assert why(long, long)["kv_splits"].endswith("row tiles have all 132 places")
+    assert why(long, long)["kv_splits"].endswith("row tiles fill the 132 resident blocks")
     assert "(tuned.csv)" in why(long, long, algorithm="fa1")["tiles"]
     short = (4, 32, 200, 64)
     assert "not wgmma: dropout of less than 256 rows" in why(short, short, dropout_p=0.1)["unit"]
@@ -189,17 +189,17 @@ def test_choices_that_no_call_has(given, message):
 
 def test_the_last_block_ends():
     assert makespan([(132, 3)], 132) == 3 and makespan([(133, 3)], 132) == 6
-    assert makespan([(1, 5), (4, 1)], 2) == 5  # the short ones go to the other place
+    assert makespan([(1, 5), (4, 1)], 2) == 5  # the short ones begin after the other
     assert makespan([(4, 1), (1, 5)], 2) == 7  # a long one that begins last
     rng = np.random.default_rng(0)
     for _ in range(50):
-        places = int(rng.integers(1, 9))
+        resident = int(rng.integers(1, 9))
         blocks = [(int(n), int(t)) for n, t in rng.integers(1, 30, (rng.integers(1, 6), 2))]
-        free = [0] * places
+        free = [0] * resident
         for count, each in blocks:
             for _ in range(count):
                 heapq.heapreplace(free, free[0] + each)
-        assert makespan(blocks, places) == max(free)
+        assert makespan(blocks, resident) == max(free)
 
 
 # --- what was measured ------------------------------------------------------------------------

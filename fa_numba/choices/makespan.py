@@ -6,17 +6,17 @@ import heapq
 from collections.abc import Iterable
 
 
-def makespan(blocks: Iterable[tuple[int, float]], places: int) -> float:
-    """When the last block ends, if each begins in its turn at the first place that is free.
+def makespan(blocks: Iterable[tuple[int, float]], resident: int) -> float:
+    """When the last block ends, if each begins in its turn as soon as fewer than ``resident`` run.
 
     ``blocks`` are (how many, how long each takes) in the order in which they begin; a
-    multiprocessor has one place or several.
+    multiprocessor holds one or several.
     """
-    free = [0.0] * places
+    free = [0.0] * resident
     for count, each in blocks:
-        if count > places and free[0] == max(free):  # rounds of all places
-            free = [free[0] + count // places * each] * places
-            count %= places
+        if count > resident and free[0] == max(free):  # rounds of as many as are resident
+            free = [free[0] + count // resident * each] * resident
+            count %= resident
         for _ in range(count):
             heapq.heapreplace(free, free[0] + each)
     return max(free)

@@ -124,8 +124,8 @@ class Request:
     @classmethod
     def here(cls, choices: Choices, problem: Problem, aligned: bool) -> Request:
         """The request to the current device, or the one that plans are made for."""
-        places = device.multiprocessors() if device.planned_for_gpu() else 0
-        limits = device.shared_bytes_limit(), device.compute_capability(), places
+        count = device.multiprocessors() if device.planned_for_gpu() else 0
+        limits = device.shared_bytes_limit(), device.compute_capability(), count
         return cls(choices, problem, aligned, *limits)
 
     def chosen(self, **changed: Any) -> Request:

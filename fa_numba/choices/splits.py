@@ -43,30 +43,30 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
     """The splits of the columns that a request asks for, or for "auto" those that keep the GPU
     busy.
 
-    One where ``blocks``, those of unsplit columns, already have all places on the GPU, and on the
-    emulator, which has none. Else those with which the last block ends first, by ``makespan`` in
-    visits of a column tile. Under a causal mask the last row tiles are longer than the others, and
-    one where the longest takes no longer than a place's even share of all.
+    One where ``blocks``, those of unsplit columns, are as many as are resident on the GPU, and on
+    the emulator. Else those with which the last block ends first, by ``makespan`` in visits of a
+    column tile. Under a causal mask the last row tiles are longer than the others, and one where
+    the longest takes no longer than an even share of all.
     """
     if request.choices.kv_splits != "auto":
         return Chosen(int(request.choices.kv_splits), "chosen by the caller")
     p, rows = request.problem, spec.head_rows
-    places = request.multiprocessors * _side_by_side(request, tiles, spec)
-    if not places:
+    resident = request.multiprocessors * _side_by_side(request, tiles, spec)
+    if not resident:
         return Chosen(1, "the emulator has no multiprocessors to keep busy")
     unequal = p.right is not None and p.left is None and not p.packed and not p.sparse
     if unequal and p.seqlen_q > rows:
         Tr = ceil_div(p.seqlen_q, rows)
-        heads, total, most = blocks // Tr, 0, _MOST_ROUNDS * places // blocks
+        heads, total, most = blocks // Tr, 0, _MOST_ROUNDS * resident // blocks
         columns: list[int] = []
         for i in reversed(range(Tr)):  # the longest begins first
             end = min((i + 1) * rows, p.seqlen_q) - 1
             columns.append(max(1, ceil_div(p.columns_end(end), tiles.Bc)))
             total += columns[-1]
-            if columns[0] * places <= heads * total:  # of many row tiles the first few say so
+            if columns[0] * resident <= heads * total:  # of many row tiles the first few say so
                 return Chosen(1, "the longest row tile takes no longer than an even share of all")
-    elif blocks >= places:
-        return Chosen(1, f"{blocks} row tiles have all {places} places")
+    elif blocks >= resident:
+        return Chosen(1, f"{blocks} row tiles fill the {resident} resident blocks")
     else:
         heads, most = blocks, MAX_KV_SPLITS
         columns = [ceil_div(_columns(request, tiles), tiles.Bc)]
@@ -80,11 +80,11 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
         )
         if len(columns) == 1:
             pieces = [(heads * splits, ceil_div(columns[0], splits) + each)]
-        return makespan(pieces, places) + merged
+        return makespan(pieces, resident) + merged
 
     least = int(measured("column tiles of a split at least"))
     most = max(1, min(columns[0] // least, MAX_KV_SPLITS, most))
-    whose = f"splits of {blocks} row tiles over {places} places"
+    whose = f"splits of {blocks} row tiles over {resident} resident blocks"
     return _fewest(range(1, most + 1), ends, "visits of a column tile", whose)
 
 
@@ -168,20 +168,20 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
     """
     if request.choices.group_splits != "auto":
         return Chosen(int(request.choices.group_splits), "chosen by the caller")
-    p, places = request.problem, request.multiprocessors
+    p, multiprocessors = request.problem, request.multiprocessors
     heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
     if p.packed:  # a head's blocks take one after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
     Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
     if not _can_split_group(request):
         return Chosen(1, "no kernel of this unit splits a column tile")
-    if not places or not Tc:
+    if not multiprocessors or not Tc:
         return Chosen(1, "no multiprocessors to keep busy, or no columns")
-    most = max(1, _MOST_SHARES * places // (heads * Tc))
+    most = max(1, _MOST_SHARES * multiprocessors // (heads * Tc))
     tried = [n for n in _divisors(p.group) if n <= most]
     if _can_split_rows(request):
         tried += [p.group * m for m in _ROW_SPLITS if p.group * m <= most]
-    whose = f"shares of {heads * Tc} column tiles over {places} multiprocessors"
+    whose = f"shares of {heads * Tc} column tiles over {multiprocessors} multiprocessors"
     if len(tried) == 1:
         return Chosen(tried[0], f"{whose}: no other number can be")
     visits = [
@@ -202,7 +202,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
             more = (p.head_dim + p.d_v) / 2 / stored
             sums = until + elements * (4 * splits + 2) / moved
         order = _in_launch_order(Tc, heads * splits, spec.chunk_tiles)
-        return makespan(((1, each[j] + begun + more) for j in order), places) + sums
+        return makespan(((1, each[j] + begun + more) for j in order), multiprocessors) + sums
 
     return _fewest(tried, ends, "visits of a row tile", whose)
 

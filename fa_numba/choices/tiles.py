@@ -216,9 +216,9 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
         if each * ends[0] <= ends[1]:
             tiles, why = three, "three consumers"
         why += f": {ends[0]} rounds of {each:g} by three, {ends[1]} by two"
-    # Where all of two consumers have a place, the longest is what the call takes.
+    # Where all of two consumers are resident at once, the longest is what the call takes.
     elif _row_tiles(request, rows, heads, two.Br) <= request.multiprocessors:
-        why += ": the row tiles all have a place, and the longest is what the call takes"
+        why += ": the row tiles are all resident at once, and the longest is what the call takes"
     else:
         lens = p.q_lens if p.packed and p.q_lens else (rows,)
         longest = sum(n * n for n in lens) // max(1, sum(lens))  # where most rows are
@@ -236,7 +236,7 @@ _TIME_OF_THREE = "time of a tile of three consumers over one of two"
 def _short(request: Request, rows: int, window: int) -> Size | None:
     """The row of a call whose row tiles are too short to have the next one's operands in time."""
     p, features = request.problem, request.features
-    if not takes_places(features):
+    if not takes_slots(features):
         return None
     longest = max(rows, p.seqlen_k) if p.causal else 0
     measures = {
@@ -254,7 +254,7 @@ def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
 
 
 def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
-    """Rounds in which row tiles find a place; of packed sequences rows times their columns."""
+    """Rounds of resident row tiles; of packed sequences rows times their columns."""
     p = request.problem
     if p.packed and p.q_lens:
         return sum(ceil_div(n, Br) * n for n in p.q_lens)
@@ -262,8 +262,8 @@ def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
     return ceil_div(tiles, request.multiprocessors or 1)
 
 
-def takes_places(features: Features) -> bool:
-    """Whether more places of Q, K and V, or more blocks, were measured beside these options."""
+def takes_slots(features: Features) -> bool:
+    """Whether more slots of Q, K and V, or more blocks, were measured beside these options."""
     return replace(features, causal=False, window=False) == PLAIN
 
 

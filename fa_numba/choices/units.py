@@ -21,7 +21,7 @@ from fa_numba.choices.tiles import (
     lacks_together,
     mma_tiles,
     simt_tiles,
-    takes_places,
+    takes_slots,
     unspilled,
 )
 from fa_numba.choices.tuned import tuned_tiles
@@ -370,7 +370,7 @@ class Wgmma(Unit):
             return "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else few
         few = "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else ""
         # Of small heads the next row tiles are on their way, beside options that were measured.
-        if not few and one_tile and not takes_places(request.features):
+        if not few and one_tile and not takes_slots(request.features):
             few = "one tile of a small head, with options"
         if p.bias is None:
             return few if few and not suits_few_rows(request) else ""
@@ -398,7 +398,7 @@ class Wgmma(Unit):
             return _shape(*self.chosen_tiles(request, select, rule, False), select, facts | own)
         heads = p.group if heads_share_tiles(request) else 1
         facts |= {"tile_heads": heads, "ablated": choices.ablate}
-        facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_places(request.features)
+        facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_slots(request.features)
         select = _selecting(tiling.select_wgmma_spec, request)
         rule = functools.partial(hopper_tiles, request, heads, functools.partial(select, **facts))
         long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")

@@ -87,7 +87,7 @@ def test_auto_takes_the_number_that_ends_first():
     def chosen(*of, **options):
         return planned("auto", *of, **options).group_splits
 
-    # 128 column tiles of 132 places: as long as each other, or the first twice as long as most.
+    # 128 column tiles, 132 resident at once: as long as each other, or the first twice as most.
     for d in (64, 128):
         assert chosen(d=d) == 1 and chosen(d=d, causal=True) == 2
     # 32 tiles of one head, and 8 times as many once every query head has blocks of its own.

@@ -271,9 +271,9 @@ def test_auto_evens_out_the_rows_of_a_causal_mask():
         q, k = (1, heads, N, d), (1, heads, Nk or N, d)
         return planned(q, k, gpu, causal=True).kv_splits
 
-    # 128 row tiles of 132 places: the last one takes twice an even share.
+    # 128 row tiles, 132 resident at once: the last one takes twice an even share.
     assert splits_of(1, 16384) == 2
-    # More row tiles than places, and still one that is longer than an even share.
+    # More row tiles than are resident, and still one that is longer than an even share.
     assert splits_of(2, 16384, d=64) == 3
     # Shares are even enough, with and without more columns than rows.
     assert splits_of(8, 16384) == splits_of(64, 2048) == splits_of(132, 1024) == 1
