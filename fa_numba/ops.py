@@ -183,7 +183,7 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     ``query_splits`` and ``warp_partition`` of "fa1", ``kv_splits`` of "fa2", ``ablate`` of both:
         see there.
 
-    Returns O, in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
+    Returns O, in q's shape, dtype, library and device; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
 
     Raises ValueError or TypeError, before anything runs, for an argument that is not as above, an
@@ -271,7 +271,7 @@ def flash_attention_2_backward(
     mask end at different times. "auto", the default, estimates which number ends first: 1 for all
     other calls and on the emulator.
 
-    Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
+    Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and device; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the
     axes that the bias repeats; with ``return_dsinks`` then dsinks, float32 (Hq,); with
     ``return_dcaptured`` at last a dict of the gradients of the arrays that ``score_mod`` captures,
@@ -315,7 +315,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``query_splits``: of "fa1" alone.
     ``tiles``, ``unit``, ``stream``: as for ``attention``.
 
-    Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
+    Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and device; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, then with ``return_dsinks``
     dsinks, float32 (Hq,), and at last with ``return_dcaptured`` a dict of gradients by the
     function's names for its arrays.
@@ -407,7 +407,7 @@ def softmax(x, *, algorithm="online", out=None, stream=None):
     ``out``: an array of x's shape and library that takes the result; a new one without.
     ``stream``: a CUDA stream, or its address; without one the current one of x's library.
 
-    Returns the result, as x in shape, library and place. A -inf gives 0, also in a vector of
+    Returns the result, as x in shape, library and device. A -inf gives 0, also in a vector of
     nothing else, as in a masked row of attention; NaN or inf makes its vector NaN, but for an inf
     the other elements 0 by "naive".
 

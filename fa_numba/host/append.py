@@ -97,7 +97,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         checks.check_appended(checked[0], begin, host_counts, sizes[0], page_size)
 
     with placement.placed(k_pages):
-        copied = device.on_gpu() and k_pages.place == HOST
+        copied = device.on_gpu() and k_pages.ordinal == HOST
         aligned = all(n % DTYPES[k_pages.dtype].chunk == 0 for n in (d, d_v))
         aligned = aligned and (copied or all(x.aligned for x in inputs))
         of_new = (batch, new[heads], N, d, d_v)

@@ -28,15 +28,15 @@ INTEGERS = (INDEX.name,)  # of a block table and of lengths that are not read ba
 class Operand:
     """An array that a caller gave, of any library, as memory with a dtype, a shape and strides.
 
-    ``place`` is the GPU's ordinal, or HOST; ``strides`` are in bytes. ``host`` is a NumPy view of
+    ``ordinal`` is its GPU's, or HOST; ``strides`` are in bytes. ``host`` is a NumPy view of
     host memory, None on a GPU; ``owner`` is the caller's array. ``empty(shape, dtype)`` makes a new
-    array at the same place, of the same library or, where that one's arrays are never written, one
+    array on the same device, of the same library or, where that one's arrays are never written, one
     that ``finish`` turns into the library's.
     """
 
     name: str
     library: str
-    place: int
+    ordinal: int
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -61,7 +61,7 @@ class Operand:
 
     @property
     def where(self) -> str:
-        return "host memory" if self.place == HOST else f"GPU {self.place}"
+        return "host memory" if self.ordinal == HOST else f"GPU {self.ordinal}"
 
     def argument(self) -> Any:
         """What ``device.launch`` takes."""
@@ -155,11 +155,9 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     if where.type != "cuda":
         raise TypeError(f"{name} is on {where}: allowed are CPU and CUDA tensors")
     strides = tuple(tensor.element_size() * n for n in tensor.stride())
-    place = where.index
     pointer = _read(name, tensor, lambda x: x.data_ptr())
-    return Operand(
-        name, "torch", place, dtype, tuple(tensor.shape), strides, pointer, None, tensor, empty
-    )
+    ordinal, shape = where.index, tuple(tensor.shape)
+    return Operand(name, "torch", ordinal, dtype, shape, strides, pointer, None, tensor, empty)
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -176,7 +174,7 @@ def _from_interface(name: str, array: Any) -> Operand:
         strides = _contiguous(shape, dtype.itemsize)
     pointer, read_only = interface["data"]
     try:
-        place = device.ordinal_of(pointer)
+        ordinal = device.ordinal_of(pointer)
     except Exception as error:  # no driver, no GPU, or no such memory
         raise ValueError(
             f"{name} is an array with __cuda_array_interface__ at {pointer:#x}, and no GPU here "
@@ -198,7 +196,9 @@ def _from_interface(name: str, array: Any) -> Operand:
         # What still writes the array on another stream; CuPy's is the one that we launch on.
         device.synchronize(interface["stream"])
     dtype, steps, writable = _name(dtype), tuple(strides), not read_only
-    return Operand(name, library, place, dtype, shape, steps, pointer, None, array, empty, writable)
+    return Operand(
+        name, library, ordinal, dtype, shape, steps, pointer, None, array, empty, writable
+    )
 
 
 def _from_dlpack(name: str, array: Any) -> Operand:
@@ -217,9 +217,9 @@ def _from_dlpack(name: str, array: Any) -> Operand:
     if view.strides is not None:
         steps = tuple(itemsize * n for n in view.strides)
     dtype = np.dtype(view.dtype).name
-    place, writable, empty = view.device_id, not view.readonly, device.empty
+    ordinal, writable, empty = view.device_id, not view.readonly, device.empty
     return Operand(
-        name, "dlpack", place, dtype, shape, steps, view.ptr, None, array, empty, writable
+        name, "dlpack", ordinal, dtype, shape, steps, view.ptr, None, array, empty, writable
     )
 
 
@@ -233,17 +233,17 @@ def _from_jax(name: str, array: Any) -> Operand:
         )
     if len(array.devices()) != 1:
         raise ValueError(f"{name} lies on {len(array.devices())} JAX devices: allowed is one")
-    (place,) = array.devices()
+    (where,) = array.devices()
     dtype = np.dtype(array.dtype)
-    if place.platform == "cpu":
+    if where.platform == "cpu":
 
         def empty(shape, kind):
             return np.empty(shape, dtype if kind == dtype.name else kind)
 
         found = _from_numpy(name, np.asarray(array), "jax", array, empty)
-        return replace(found, writable=False, finish=lambda made: jax.device_put(made, place))
-    if place.platform not in ("gpu", "cuda"):
-        raise TypeError(f"{name} is on {place.platform}: allowed are JAX arrays on CPU and CUDA")
+        return replace(found, writable=False, finish=lambda made: jax.device_put(made, where))
+    if where.platform not in ("gpu", "cuda"):
+        raise TypeError(f"{name} is on {where.platform}: allowed are JAX arrays on CPU and CUDA")
     if dtype.name not in ("float32", "float16"):
         raise TypeError(
             f"{name} is a JAX array of {dtype.name} on a GPU: allowed are float32 and float16 there"
@@ -325,7 +325,7 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
         found = _from_interface("", array)
     except ValueError:  # said with the array's name by ``operand``
         return None
-    kinds = (found.library, found.place, found.dtype)
+    kinds = (found.library, found.ordinal, found.dtype)
     layout = (found.shape, found.strides, found.pointer % 16)
     return found.pointer, (*kinds, *layout, found.writable)
 
@@ -407,9 +407,9 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
     for other in single:
         if other.dtype not in CAPTURED:
             raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
-        check_place(first, other)
+        check_device(first, other)
     for other in operands[1:]:
-        check_place(first, other)
+        check_device(first, other)
         if other.dtype != first.dtype:
             raise TypeError(
                 f"{other.name} has dtype {other.dtype}, {first.name} {first.dtype}: "
@@ -417,9 +417,9 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
             )
 
 
-def check_place(first: Operand, other: Operand) -> None:
+def check_device(first: Operand, other: Operand) -> None:
     """Raise ValueError unless both are on one device."""
-    if other.place != first.place:
+    if other.ordinal != first.ordinal:
         raise ValueError(
             f"{other.name} is in {other.where}, {first.name} in {first.where}: "
             "allowed is one device for all"

@@ -139,11 +139,11 @@ class Binding:
             mask = np.broadcast_to(True, mask.shape)
         check_block_mask(mask, problem, tiles)
 
-    def at(self, place: int) -> Binding:
+    def at(self, ordinal: int) -> Binding:
         """With what kernels read of a ``BlockMask`` on a device among the arrays."""
         if not isinstance(self.block_mask, BlockMask):
             return self
-        return replace(self, arrays={**self.arrays, **self.block_mask.lists.at(place)})
+        return replace(self, arrays={**self.arrays, **self.block_mask.lists.at(ordinal)})
 
     @property
     def visited(self) -> np.ndarray | None:

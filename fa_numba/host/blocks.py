@@ -29,19 +29,19 @@ class Lists:
 
     def __init__(self, made: Mapping[str, Any]) -> None:
         found = {name: _operand(name, x) for name, x in made.items()}
-        self._first = next(iter(found.values())).place
+        self._first = next(iter(found.values())).ordinal
         self._at = {self._first: found}
 
-    def at(self, place: int) -> Mapping[str, Operand]:
+    def at(self, ordinal: int) -> Mapping[str, Operand]:
         """The arrays on a GPU, or on the host."""
-        if place not in self._at:
+        if ordinal not in self._at:
             host = {name: on_host(name, x.owner) for name, x in self._at[self._first].items()}
-            if place != HOST:
-                with device.on_device(place):
+            if ordinal != HOST:
+                with device.on_device(ordinal):
                     host = {name: device.to_gpu(x) for name, x in host.items()}
                     device.synchronize()
-            self._at[place] = {name: _operand(name, x) for name, x in host.items()}
-        return self._at[place]
+            self._at[ordinal] = {name: _operand(name, x) for name, x in host.items()}
+        return self._at[ordinal]
 
     def states(self) -> np.ndarray:
         """A copy of the states of all blocks on the host."""

@@ -89,7 +89,7 @@ def _first_attend(
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]
     check_together(matrices, [*rows, *arguments.arrays.values()])
-    arguments = arguments.at(matrices[0].place)
+    arguments = arguments.at(matrices[0].ordinal)
     q, k, v, *others = matrices
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     for x in others:
@@ -110,5 +110,5 @@ def _first_attend(
 
 def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:
     """Whether 16-byte accesses of all are allowed; copies made for the GPU always allow them."""
-    copies = device.on_gpu() and q.place == HOST
+    copies = device.on_gpu() and q.ordinal == HOST
     return problem.whole_chunks and (copies or all(x.aligned for x in operands))

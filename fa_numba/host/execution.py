@@ -93,7 +93,7 @@ def _resolved(argument: Argument, found: Mapping[str, Any], plan: LaunchPlan) ->
 
 
 def _untouched(argument: Untouched, other: Any) -> Any:
-    """One element for all places: NaN on the emulator, in the memory of ``other`` on the GPU."""
+    """One element for all: NaN on the emulator, in the memory of ``other`` on the GPU."""
     dtype = DTYPES[argument.dtype]
     if isinstance(other, DeviceArray):
         strides = (0,) * len(argument.shape)

@@ -60,7 +60,7 @@ class KeptCall:
 
     recording: LaunchRecord
     library: str
-    place: int
+    ordinal: int
     context: int
     makers: tuple[Callable[[], Any], ...]
     extents: tuple[tuple[int, int], ...]
@@ -68,11 +68,11 @@ class KeptCall:
     checked: tuple[int, ...]
 
     def run(self, call: Call, out: Any, handle: int) -> list[Any]:
-        """Make the launches for ``call`` on the stream ``handle`` of the current GPU, ``place``."""
+        """Make the launches for ``call`` on the stream ``handle`` of the GPU ``ordinal``."""
         made = [make() for make in self.makers]
         addresses = [pointer_of(self.library, x) for x in made]
         values = [*call.pointers, *addresses, *call.seeds]
-        device.replay(self.recording, values, handle, self.place)
+        device.replay(self.recording, values, handle, self.ordinal)
         return made if out is None else [out, *made]
 
     def may_overlap(self, pointers: Sequence[int]) -> bool:
@@ -120,19 +120,19 @@ def describe_call(
         if blocks and name == "mask_mod":  # refused where it is given too
             _add_captured(blocks[0].captured, key, captured)
     others = map(options.get, named[len(ARRAYS) :])
-    place = HOST
+    ordinal = HOST
     for array in (*arrays, *map(options.get, ARRAYS), *captured, *others, *blocks, out):
         if array is None:
             key.append(None)
             continue
         if isinstance(array, BlockMask):
-            pointers += (x.pointer for x in array.lists.at(place).values())
+            pointers += (x.pointer for x in array.lists.at(ordinal).values())
             key += ("block_mask", array.shape)
             continue
         found = address_and_kind(array)
         if found is None:
             return None
-        place = found[1][1]
+        ordinal = found[1][1]
         pointers.append(found[0])
         key.append(found[1])
     seed = offset = 0
@@ -214,7 +214,7 @@ def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
     handle = placement.stream_handle(stream, found)
     if device.current_context() == found.context:
         return found.run(call, out, handle)
-    with device.on_device(found.place):
+    with device.on_device(found.ordinal):
         return found.run(call, out, handle)
 
 
@@ -257,7 +257,7 @@ def run_and_keep(
     if not device.on_gpu():
         execute([*(x.argument() for x in (*operands, *results)), *words.values()], handle)
         return finished()
-    host = library.place == HOST
+    host = library.ordinal == HOST
     if host:
         sent = [device.to_gpu(x.argument(), handle) for x in operands]
         made = [device.empty(x.shape, x.argument().dtype.name) for x in results]
@@ -278,7 +278,7 @@ def run_and_keep(
         kept = KeptCall(
             recording,
             library.library,
-            library.place,
+            library.ordinal,
             device.current_context(),
             tuple(functools.partial(library.empty, *x) for x in new),
             tuple(map(extent, (*operands, *targets))),

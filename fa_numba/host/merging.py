@@ -13,7 +13,7 @@ from fa_numba.host.arrays import (
     HOST,
     SUMS,
     Operand,
-    check_place,
+    check_device,
     check_shape,
     check_together,
     check_written,
@@ -92,7 +92,7 @@ def _merged(
     first = matrices[0]
     axes = _axes(first, layout)
     for x in inputs.values():
-        check_place(first, x)
+        check_device(first, x)
     if not updated:
         check_together(matrices)
     named = {"batch": 1} | dict(zip(axes, first.shape, strict=True))
@@ -104,7 +104,7 @@ def _merged(
         check_written(inputs[n], [x for other, x in inputs.items() if other != n])
 
     with placement.placed(first):
-        copied = device.on_gpu() and first.place == HOST
+        copied = device.on_gpu() and first.ordinal == HOST
         aligned = copied or all(x.aligned for x in matrices)
         plan = planned(sizes, (first.shape, of_rows), [x.dtype for x in matrices], aligned)
         placement.check_grid(plan, first.name)

@@ -27,13 +27,13 @@ STEPS_PER_THREAD = 100
 
 def placed(q: Operand):
     """A context in which q's GPU is the current one; ValueError where the emulator runs."""
-    if q.place == HOST:
+    if q.ordinal == HOST:
         return contextlib.nullcontext()
     if not device.on_gpu():
         raise ValueError(
             f"{q.name} is in {q.where}: allowed on the emulator are arrays in host memory"
         )
-    return device.on_device(q.place)
+    return device.on_device(q.ordinal)
 
 
 def check_size(plan: Plan) -> None:
@@ -93,26 +93,26 @@ def made_on(stream: Any, array: Any):
     torch = sys.modules.get("torch")
     if stream is None or torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
         return contextlib.nullcontext()
-    where = types.SimpleNamespace(library="torch", place=array.get_device())
+    where = types.SimpleNamespace(library="torch", ordinal=array.get_device())
     handle = stream_handle(stream, where)
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, array.device))
 
 
 def stream_handle(stream: Any, q: Any) -> int:
     """The address of ``stream``, and for None that of the current stream of q's library; of q are
-    asked ``library`` and ``place``.
+    asked ``library`` and ``ordinal``.
 
     0 is the default stream, and stands for none on the emulator. Raises TypeError for what is no
     stream, ValueError for any stream on the emulator.
     """
     if stream is None:
-        if not device.on_gpu() or q.place == HOST:
+        if not device.on_gpu() or q.ordinal == HOST:
             return 0
         if q.library == "torch":
-            return int(sys.modules["torch"].cuda.current_stream(q.place).cuda_stream)
+            return int(sys.modules["torch"].cuda.current_stream(q.ordinal).cuda_stream)
         if q.library == "cupy":
             cupy = sys.modules["cupy"]
-            with cupy.cuda.Device(q.place):  # each GPU has a current stream
+            with cupy.cuda.Device(q.ordinal):  # each GPU has a current stream
                 return int(cupy.cuda.get_current_stream().ptr)
         return 0
     if not device.on_gpu():

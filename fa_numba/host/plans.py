@@ -145,7 +145,7 @@ class KernelPlan:
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """The ``launches`` of a call in their order, over its inputs, ``outputs`` and ``workspace`` by
-    name. Inputs that are ``updated`` are written in their own place; accesses to those
+    name. Inputs that are ``updated`` are written where they lie; accesses to those
     ``uncounted``, which threads of a block read together, are no part of the emulator's counts.
     """
 

@@ -108,7 +108,7 @@ def _first_attend(
     first = _of_prefix(problem, of_prefix[0].shape, of_prefix[1].shape, options)
     target = operand_of_out(out, problem.o_shape, q, [*inputs, *arguments.arrays.values()])
     with placement.placed(q):
-        copies = device.on_gpu() and q.place == HOST  # which are contiguous
+        copies = device.on_gpu() and q.ordinal == HOST  # which are contiguous
         gathered = not _lies_as_one(None if copies else q, problem)
         written = [] if target is None else [target]  # a new O is contiguous
         shared = of_prefix if gathered else [q, *of_prefix]

@@ -80,7 +80,7 @@ class Link:
         self.before = self.at(-1)
 
     def at(self, hop: int) -> int:
-        """The rank so many places further in the ring."""
+        """The rank so many further in the ring."""
         return (self.rank + hop) % self.ranks
 
     def exchange(self, sent: Sequence[Any], received: Sequence[Any], hop: int = 1) -> Exchange:
