@@ -28,6 +28,7 @@ import types
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
@@ -180,7 +181,8 @@ def _nodes(name):
                     visit(each, function, key, (*tests, (node.test, outcome)))
         else:
             for each in ast.iter_child_nodes(node):
-                visit(each, function, key, tests)
+                if each is not getattr(node, "annotation", None):
+                    visit(each, function, key, tests)
 
     visit(ast.parse(source(name)), "", (), ())
     return found
@@ -269,7 +271,7 @@ def _all_behind(module):
         ours = isinstance(owner, str) and owner.startswith(f"{module.__name__.split('.')[0]}.")
         if id(value) in seen or isinstance(value, types.ModuleType):
             continue
-        if not (ours or isinstance(value, (tuple, list, dict, property))):
+        if not (ours or isinstance(value, (tuple, list, dict, property, cached_property))):
             continue
         seen.add(id(value))
         yield value

@@ -14,7 +14,9 @@ import numpy as np
 
 
 class Waiting(RuntimeError):
-    """What torch raises where nobody comes within the group's timeout."""
+    """What torch raises where nobody comes within the group's timeout: here, where all who are
+    left wait for each other.
+    """
 
 
 class Distributed:
@@ -23,11 +25,12 @@ class Distributed:
     ``sent`` has (rank, to, bytes) of every ``isend``, ``asked`` how often ranks agreed on the host.
     """
 
-    def __init__(self, ranks, timeout=5.0, backend="gloo"):
-        self.ranks, self.timeout, self.backend = ranks, timeout, backend
+    def __init__(self, ranks, backend="gloo"):
+        self.ranks, self.backend = ranks, backend
         self.own, self.sent, self.asked = threading.local(), [], 0
         self.turn = threading.Condition()
         self.messages, self.gathered, self.failed = {}, {}, False
+        self.left, self.waits = ranks, {}
         self.group = SimpleNamespace(WORLD=object())
         self.ReduceOp = SimpleNamespace(MAX=lambda every: np.max(every, axis=0))
 
@@ -101,10 +104,19 @@ class Distributed:
         return everyone
 
     def _until(self, done, what):
-        # A rank that has failed sends nothing more: the time would only pass.
-        self.turn.wait_for(lambda: done() or self.failed, self.timeout)
+        self.waits[self.own.rank] = done
+        self._look_for_one_who_works()
+        self.turn.wait_for(lambda: done() or self.failed)
+        del self.waits[self.own.rank]
         if not done():
-            raise Waiting(f"timed out after {self.timeout} s: {what}")
+            raise Waiting(f"timed out: {what}")
+
+    def _look_for_one_who_works(self):
+        """A rank that has failed sends nothing more, and none does where all wait."""
+        if len(self.waits) == self.left and not any(done() for done in self.waits.values()):
+            self.failed = True
+        if self.failed:
+            self.turn.notify_all()
 
     def run(self, work):
         """``work(rank)`` in every rank: what each has returned, or the exception it raised."""
@@ -117,7 +129,8 @@ class Distributed:
                     results[rank] = work(rank)
                 except Exception as error:
                     results[rank], self.failed = error, True
-                    self.turn.notify_all()
+                self.left -= 1
+                self._look_for_one_who_works()
 
         contexts = [copy_context() for _ in results]
         threads = [

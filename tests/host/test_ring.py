@@ -348,7 +348,7 @@ def test_both_passes_are_those_of_one_device(torch, case):
         both = (forward.sent - passed[0], forward.received - passed[1])
         return [x.values for x in (out, lse, *(x.grad for x in mine.values()))], passed, both
 
-    with ranks_of(torch, ranks, timeout=2.0) as distributed:
+    with ranks_of(torch, ranks) as distributed:
         found = distributed.run(work)
     window = options.get("window")
     how = {"dtype": dtype, "causal": causal, "window": window, "head_dim_v": d_v}
@@ -481,7 +481,7 @@ def test_known_calls_that_differ_are_told_before_anything_is_sent(torch):
         assert [y.tobytes() for y in first] == [y.tobytes() for y in again]
         ft.ring_attention(x, x, x, causal=rank == 1)
 
-    with ranks_of(torch, 2, timeout=2.0) as distributed:
+    with ranks_of(torch, 2) as distributed:
         found = distributed.run(work)
     for error in found:
         assert isinstance(error, ValueError), error
@@ -629,7 +629,7 @@ def test_a_rank_that_does_not_come_ends_in_an_error(torch):
     def never(rank):
         return None if rank == 1 else call_of(rank, {}, ft)
 
-    with ranks_of(torch, 2, timeout=0.2) as distributed:
+    with ranks_of(torch, 2) as distributed:
         error, _ = distributed.run(never)
     assert isinstance(error, RuntimeError)
     assert "rank 0 of 2: not all ranks of the group have come to this call" in str(error)
@@ -640,7 +640,7 @@ def test_a_rank_that_does_not_come_ends_in_an_error(torch):
         if rank == 0:
             out.backward(Tensor.of(np.ones((1, 1, 4, 8), np.float32)))
 
-    with ranks_of(torch, 2, timeout=0.2) as distributed:
+    with ranks_of(torch, 2) as distributed:
         error, _ = distributed.run(no_backward)
     assert isinstance(error, RuntimeError)
     assert "rank 0 of 2: the exchange with ranks 1 and 1 of the ring did not" in str(error)
