@@ -295,20 +295,20 @@ def all_diagnosed(chosen, shares=1):
 # --- the tests -------------------------------------------------------------------------------
 
 
-def half_slow(runs):
-    for n, run in enumerate(runs):
-        marks = pytest.mark.slow if n % 2 else ()
-        yield pytest.param(run, id=f"{run.unit}-{run.title}", marks=marks)
+def some(values, by_default):
+    """Parameters of which those are slow that are not wanted by default."""
+    return [pytest.param(x, marks=() if x in by_default else pytest.mark.slow) for x in values]
 
 
-@pytest.mark.parametrize("run", half_slow(mutant_cases.own_runs()))
+OWN = mutant_cases.own_runs()
+
+
+@pytest.mark.parametrize("run", some(OWN, OWN[::2]), ids=lambda run: f"{run.unit}-{run.title}")
 def test_the_source_as_it_is_passes(run):
     run()
 
 
-@pytest.mark.parametrize(
-    "unit", ["host", *(pytest.param(unit, marks=pytest.mark.slow) for unit in ("ring", "torch"))]
-)
+@pytest.mark.parametrize("unit", some(("host", "ring", "torch"), ["host"]))
 def test_quick_runs_notice_most_of_a_sample(unit):
     """Of the places that they execute."""
     known = {key for _, record in records(unit, True, 0, 1) for key in record}
@@ -318,10 +318,7 @@ def test_quick_runs_notice_most_of_a_sample(unit):
     assert len(unnoticed) <= len(sample) // 2, "\n".join(unnoticed)
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [pytest.param(x, marks=() if x == "intrinsics" else pytest.mark.slow) for x in HOST],
-)
+@pytest.mark.parametrize("unit", some(HOST, ["intrinsics"]))
 def test_all_runs_notice_a_sample(unit):
     of_unit = [site for site in sites() if units_of(site)[0] == unit]
     all_noticed(sorted(of_unit, key=by_number)[: HOST[unit]])
