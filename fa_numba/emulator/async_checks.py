@@ -18,7 +18,7 @@ from .checks import IN_FLIGHT, NOBODY, PRODUCT, READING, SEVERAL, UNWRITTEN, WAR
 
 
 @register_jitable
-def _before(stamp, known, warps):
+def before(stamp, known, warps):
     """Whether an access happened before."""
     code = stamp & NOBODY
     if code == NOBODY:
@@ -47,11 +47,6 @@ def _is_fenced(stamp, fences, warps):
 
 
 @compiled
-def before(stamp, known, warps):
-    return _before(stamp, known, warps)
-
-
-@compiled
 def depart_box(
     written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
 ):
@@ -60,14 +55,14 @@ def depart_box(
         p = first + places[n]
         last = written[0, p]
         if last != UNWRITTEN:
-            if last >= base and not _before(last, known, warps):
+            if last >= base and not before(last, known, warps):
                 return n
             if not _is_fenced(last, fences, warps):
                 return n
         if touched[0, p] >= base:
             for row in range(reads.shape[1]):
                 r = reads[0, row, p]
-                if r >= base and not _before(r, known, warps):
+                if r >= base and not before(r, known, warps):
                     return n
     for n in range(places.size):
         p = first + places[n]
@@ -115,7 +110,7 @@ def lend(
         last = written[0, p]
         if last == UNWRITTEN:
             return n
-        if last >= base and not _before(last, known, warps):
+        if last >= base and not before(last, known, warps):
             return n
         if not _is_fenced(last, fences, warps):
             return n
@@ -130,12 +125,12 @@ def box_access(kind, rows, width, itemsize, address, block, writers, readers, at
     which block it is of. Returns the first row of which another block has touched an element.
     """
     stats[0] += 1
-    before = -1
+    ended = -1
     for k in range(rows.size):
         byte = address + rows[k] * itemsize
         first, last = byte >> 5, (byte + width * itemsize - 1) >> 5
-        stats[1] += last - first + (0 if first == before else 1)
-        before = last
+        stats[1] += last - first + (0 if first == ended else 1)
+        ended = last
     if writers.size:
         for k in range(rows.size):
             stop = rows[k] + width

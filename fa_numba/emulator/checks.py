@@ -42,7 +42,7 @@ compiled = compiling.compiled(error_model="numpy")
 
 
 @register_jitable
-def _ordered(stamp, tid, warp, seen):
+def ordered(stamp, tid, warp, seen):
     """Whether an access happened before the present of thread `tid` of the block."""
     code = stamp & NOBODY
     if code == tid:
@@ -142,7 +142,7 @@ def shared_load(
             # A read by this thread or several of its warp is recorded already, and was checked
             # against the last write then.
             if r != several and r != me:
-                if written[s, p] >= base[s] and not _ordered(written[s, p], t, w, seen):
+                if written[s, p] >= base[s] and not ordered(written[s, p], t, w, seen):
                     return k
                 reads[s, v, p] = me if r < own or r & NOBODY == t else several
                 if reads[s, v, p] > touched[s, p]:
@@ -155,12 +155,12 @@ def shared_load(
 @register_jitable
 def _may_write(written, reads, touched, s, p, base, t, w, seen):
     last = written[s, p]
-    if last >= base[s] and last != UNWRITTEN and not _ordered(last, t, w, seen):
+    if last >= base[s] and last != UNWRITTEN and not ordered(last, t, w, seen):
         return False
     if touched[s, p] >= base[s]:
         for other in range(reads.shape[1]):
             r = reads[s, other, p]
-            if r >= base[s] and not _ordered(r, t, w, seen):
+            if r >= base[s] and not ordered(r, t, w, seen):
                 return False
     return True
 
@@ -257,7 +257,7 @@ def _raced(kind, start, stop, me, t, w, stamps, seen, base):
     for p in range(start, stop):
         for other in range(4):
             last = stamps[other, p]
-            if last >= base and (other != kind or kind == STORE) and not _ordered(last, t, w, seen):
+            if last >= base and (other != kind or kind == STORE) and not ordered(last, t, w, seen):
                 return True
         last, stamps[kind, p] = stamps[kind, p], me
         if kind == LOAD:

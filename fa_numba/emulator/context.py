@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .active import Active
-from .checks import NOBODY, PITCH, PRODUCT, SEVERAL, STAMP
+from .checks import PITCH, SEVERAL, STAMP, ordered
 from .counts import Access
 from .errors import EmulatorError, Index3, OutOfBounds
 from .global_memory import GlobalArray
@@ -162,15 +162,8 @@ class Context(Active):
 
     def ordered(self, stamp: int, lane: int) -> bool:
         """Whether an access happened before the present of a lane."""
-        code = stamp % STAMP
-        if code == self.group.tids[lane]:
-            return True
-        if code == NOBODY:  # UNWRITTEN and IN_FLIGHT
-            return False
-        known = self.seen[self.group.warp_of[lane]]
-        if code >= PRODUCT:
-            return bool((stamp < known[code - PRODUCT :][:4]).all())
-        return bool(stamp < known[_warp(code)])
+        tid = int(self.group.tids[lane])
+        return bool(ordered(stamp, tid, tid // WARP, self.seen))
 
     def joined(self, stamp: int, lane: int) -> int:
         """The stamp of accesses of a lane's warp with its own added."""
@@ -343,11 +336,6 @@ class Context(Active):
                     continue
             left.append(copy)
         group.copies = left
-
-
-def _warp(code: int) -> int:
-    """The warp of a stamp's code."""
-    return code - SEVERAL if code >= SEVERAL else code // WARP
 
 
 class Running(threading.local):
