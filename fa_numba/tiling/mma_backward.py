@@ -26,13 +26,10 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     each 8 rows 2 ty and 2 ty + 1, counted over the warps. dQ needs all columns: dST is in shared
     memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
 
-    ``splits_queries``: several blocks add to one dK and dV. ``vector_adds``:
-    atomic adds of two neighbours at once, which compute capability 9.0 has.
+    ``vector_adds``: atomic adds of two neighbours at once, which compute capability 9.0 has.
     """
 
     row_warps: int = 1
-    algorithm: str = "fa2"
-    splits_queries: bool = False
     vector_adds: bool = False
 
     reads_bias = False
@@ -46,11 +43,6 @@ class MmaBackwardSpec(GradientSpec, MmaSpec):
     @property
     def columns_k(self) -> int:
         return self.columns
-
-    @property
-    def row_tiles(self) -> int:
-        """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
-        return 3 if self.algorithm == "fa1" else 2
 
     @property
     def column_registers(self) -> int:

@@ -159,11 +159,8 @@ class SimtSpec(Spec):
 class SimtBackwardSpec(GradientSpec, SimtSpec):
     """A backward kernel on CUDA cores: K serves two products, Q and dO lie as row tiles do, V as K.
 
-    A thread owns CM rows of dK and dV, in groups of four. ``splits_queries``: several blocks add to
-    one dK and dV.
+    A thread owns CM rows of dK and dV, in groups of four.
     """
-
-    splits_queries: bool = False
 
     @property
     def column_registers(self) -> int:

@@ -251,8 +251,17 @@ class ValuesSpec(Spec):
         return self.head_dim
 
 
+@dataclass(frozen=True)
 class GradientSpec(ValuesSpec):
-    """A kernel that makes dK and dV."""
+    """A kernel that makes dK and dV. ``splits_queries``: several blocks add to one of each."""
+
+    algorithm: str = "fa2"
+    splits_queries: bool = False
+
+    @property
+    def row_tiles(self) -> int:
+        """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
+        return 3 if self.algorithm == "fa1" else 2
 
     @property
     def sums_rows(self) -> bool:

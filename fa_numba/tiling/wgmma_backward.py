@@ -74,17 +74,14 @@ class WgmmaBackwardSpec(GradientSpec):
     column tx of the tile, and has of it all of that place's rows. dQ needs all columns: dST is in
     shared memory, and each consumer makes 64 x 64 elements of dQ.
 
-    ``splits_queries``: several blocks add to one dK and dV;
-    ``splits_group``: several take query heads of one K/V head each, and leave parts of dK and dV;
-    with ``splits_rows`` one head's rows each.
+    ``splits_group``: several blocks take query heads of one K/V head each, and leave parts of dK
+    and dV; with ``splits_rows`` one head's rows each.
     ``chunk_tiles``, where it is not 0: so many column tiles of each head go before the next ones
     (parts/wgmma/key_tiles.py).
     """
 
     dtype: str = "float16"
     vector_adds: bool = True
-    algorithm: str = "fa2"
-    splits_queries: bool = False
     splits_group: bool = False
     splits_rows: bool = False
     chunk_tiles: int = 0
@@ -98,11 +95,6 @@ class WgmmaBackwardSpec(GradientSpec):
     min_blocks = 1
     # Whether the consumers share columns, and make dV and dK (``WgmmaWideBackwardSpec``).
     wide = False
-
-    @property
-    def row_tiles(self) -> int:
-        """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
-        return 3 if self.algorithm == "fa1" else 2
 
     @property
     def single_head(self) -> bool:
