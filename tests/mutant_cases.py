@@ -120,7 +120,7 @@ CASES["wide"] = (
 BACKWARD_CASES["wide"] = (Case((1, 2, 1, 21, 37, 40), Tiles(16, 16, 32), CAUSAL, 2),)
 BACKWARD_CASES["splits"] = (
     Case((1, 1, 1, 29, 39, 8), Tiles(8, 16, 64), CAUSAL, 2),
-    Case((1, 2, 1, 21, 37, 4), Tiles(8, 16), {"window": (9, 3)}, 3),
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 32, 64), {"window": (9, 3)}, 3),
 )
 # Tiles of columns are 16 or more, so that a group of four belongs to each thread.
 BACKWARD_CASES["plain"] = (Case((1, 1, 1, 21, 39, 8), Tiles(8, 16, 64)),)
@@ -376,7 +376,7 @@ MMA_BACKWARD_CASES = {
     "plain": (Case((1, 1, 1, 21, 43, 40), Tiles(16, 32, 64)),),  # two warps share a row of dQ
     "one warp": (Case((1, 1, 1, 53, 20, 24), Tiles(48, 32)),),
     "two fragments": (Case((1, 1, 1, 18, 67, 24), Tiles(32, 64)),),  # a warp has 16 rows of dQ
-    "wide": (Case((1, 1, 1, 33, 20, 72), Tiles(32, 32)),),
+    "wide": (Case((1, 1, 1, 33, 50, 72), Tiles(32, 48)),),  # dQ's chunks in steps of three
     "causal": (
         Case((1, 1, 1, 35, 37, 8), Tiles(16, 16), CAUSAL),
         Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),  # whole row tiles that see no column
@@ -501,7 +501,7 @@ _long = {
     "longest": (Case((1, 1, 1, 2, 2100, 8), Tiles(16, 128)),),  # two chunks of a thread
     "from memory": (
         Case((1, 1, 1, 5, 300, 8), Tiles(16, 64), resident=False),
-        Case((1, 1, 1, 5, 35, 8), Tiles(16, 16), DROPOUT, resident=False),
+        Case((1, 1, 1, 5, 39, 8), Tiles(16, 16), DROPOUT, resident=False),
     ),
 }
 MMA_STANDARD_CASES = {
@@ -804,11 +804,12 @@ def runs():
         test_value_dim.test_gradients_in_one_order,
         test_value_dim.test_rows_of_v_that_end_amid_16_bytes,
     )
-    # Hopper's sums in fragments are cleared and rounded by kernels of mma's, which no other calls.
+    # Hopper's sums in fragments or of several blocks are rounded by kernels of mma's.
+    calls = [partial(test_group_splits.test_gradients_and_counts, *test_group_splits.CASES[0])]
     for Nq in (77, 70):
         given = ("fa2", 1, 1, 1, Nq, 60, 40, {})
-        call = partial(backward_on_hopper.test_gradients_and_counts, *given)
-        found.append(Run("mma", f"fragments-{Nq}", call))
+        calls.append(partial(backward_on_hopper.test_gradients_and_counts, *given))
+    found += [Run("mma", f"rounded-{n}", call) for n, call in enumerate(calls)]
     found += runs_of(
         "wgmma",
         on_hopper.test_results_and_counts,
@@ -818,7 +819,7 @@ def runs():
         on_hopper.test_dropout_keeps_what_its_mask_keeps,
         on_hopper.test_heads_that_share_a_tile,
         on_hopper.test_heads_of_packed_sequences_that_share_a_tile,
-        on_hopper.test_places_are_taken_again,
+        on_hopper.test_slots_are_taken_again,
         on_hopper.test_blocks_left_out,
         on_hopper.test_measures_left_out_change_no_result_and_no_access,
         on_hopper.test_a_row_tile_of_many_columns_may_be_taken_early,

@@ -16,6 +16,7 @@ from fa_numba import Tiles, emulator
 from fa_numba.choices.tiles import hopper_fa1_tiles
 from fa_numba.host import planning
 from fa_numba.host.arrays import operand
+from fa_numba.parts.wgmma import scheduler
 from fa_numba.problem import Problem
 from fa_numba.tiling import select_wgmma_fa1_spec
 
@@ -324,10 +325,10 @@ def _whole(rows, stages):
         (64, 2, 1, 200, {"causal": True}),  # two of four see no column
     ],
 )
-def test_places_are_taken_again(rows, stages, heads, Nq, options):
-    """Blocks that one multiprocessor has take more row tiles than there are places of Q."""
+def test_slots_are_taken_again(rows, stages, heads, Nq, options):
+    """One multiprocessor's blocks take more row tiles than slots of Q, of three heads first."""
     q, k, v = half_inputs("float16", 1, heads, 1, Nq, 70, 64)
-    with multiprocessors(1):
+    with multiprocessors(1), mock.patch.object(scheduler, "TOGETHER", 3 * 4 * 64 * 70):
         tiles = Tiles(rows, 64, stages=stages)
         check("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
 
