@@ -227,7 +227,7 @@ def splits(
     """
     found = []
     for tx in (8, 16):
-        for TM in (1, 2, 4, 8):
+        for TM in (1, 2, 4, 6, 8):
             if Br % TM:
                 continue
             spec = kind(head_dim, Br, Bc, tx, Br // TM, **facts)

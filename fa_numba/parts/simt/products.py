@@ -45,8 +45,8 @@ def make_value_scores(spec):
 
 @part
 def _make_partial_scores(spec, first, last):
-    """The same over columns ``first`` to ``last`` of Q and K, eight a turn; four of K's are read
-    while the four before them are multiplied.
+    """``partial_scores(rS, sQ, sK, thread)``: rS = Qi KjT over columns ``first`` to ``last`` of Q and
+    K, eight a turn; four of K's are read while the four before them are multiplied.
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     bytes_q, flip_q = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
@@ -151,21 +151,37 @@ def _make_add_output(spec):
     """``add_output(rT, rP, sV, k, v_column)``: rT += Pij Vj over four columns of P, from k on."""
     TM, DN, TX = spec.TM, spec.DN, spec.tx_count
     bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
+    add_to_rows = _make_add_to_rows(TM, DN, 4)
 
     def add_output(rT, rP, sV, k, v_column):
         for n in range(4):
             at_v = (k + n) * bytes_v + (v_column ^ flip_v(n) ^ flip_v(k))
             for c in range(DN):
-                b = load4_at_byte(sV, at_v + 16 * c * TX)
-                for i in range(TM):
-                    e = 4 * (i * DN + c)
-                    p = rP[4 * i + n]
-                    rT[e] += p * b[0]
-                    rT[e + 1] += p * b[1]
-                    rT[e + 2] += p * b[2]
-                    rT[e + 3] += p * b[3]
+                add_to_rows(rT, rP, n, load4_at_byte(sV, at_v + 16 * c * TX), c)
 
     return add_output
+
+
+@part
+def _make_add_to_rows(rows, DN, apart):
+    """``add_to_rows(rT, rP, first, b, c)``: group c of each row's columns += its number of rP, from
+    ``first`` on ``apart``, times the four of b.
+
+    A number of b multiplies all rows in turn, upwards and downwards: the assembler then has a
+    factor in hand from one multiply-add to the next, and rarely reads three registers for one.
+    """
+
+    def add_to_rows(rT, rP, first, b, c):
+        for i in range(rows):
+            rT[4 * (i * DN + c) + 1] += rP[first + i * apart] * b[1]
+        for i in range(rows - 1, -1, -1):
+            rT[4 * (i * DN + c)] += rP[first + i * apart] * b[0]
+        for i in range(rows - 1, -1, -1):
+            rT[4 * (i * DN + c) + 3] += rP[first + i * apart] * b[3]
+        for i in range(rows):
+            rT[4 * (i * DN + c) + 2] += rP[first + i * apart] * b[2]
+
+    return add_to_rows
 
 
 @part
@@ -178,6 +194,7 @@ def make_add_transposed(spec):
     bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
     bytes_b, flip_b = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     RP, RT, STEPS = 16 * CG, 16 * CG * DN, spec.Br // 4
+    add_to_rows = _make_add_to_rows(4 * CG, DN, 1)
 
     def add_transposed(rdV, sP, sB, thread):
         rP = cuda.local.array(RP, float32)
@@ -198,14 +215,7 @@ def make_add_transposed(spec):
             for n in range(4):
                 at_b = b_row + (b_column ^ flip_b(n)) + n * bytes_b
                 for c in range(DN):
-                    b = load4_at_byte(sB, at_b + 16 * c * TX)
-                    for r in range(4 * CG):
-                        p = rP[4 * n * CG + r]
-                        e = 4 * (r * DN + c)
-                        rT[e] += p * b[0]
-                        rT[e + 1] += p * b[1]
-                        rT[e + 2] += p * b[2]
-                        rT[e + 3] += p * b[3]
+                    add_to_rows(rT, rP, 4 * n * CG, load4_at_byte(sB, at_b + 16 * c * TX), c)
             p_row += 4 * bytes_p
             b_row += 4 * bytes_b
             left = uint32(left - uint32(1))
@@ -217,7 +227,7 @@ def make_add_transposed(spec):
 
 @cache
 def make_add_dv(spec):
-    """``add_dv(rdV, sP, sdO, thread)``: the same of dV, with V's head dimension."""
+    """``add_dv(rdV, sP, sdO, thread)``: rdV += PT dOi, over V's head dimension."""
     return make_add_transposed(spec.of_values)
 
 
