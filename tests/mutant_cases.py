@@ -117,7 +117,10 @@ CASES["wide"] = (
     Case((1, 2, 1, 21, 23, 40), Tiles(16, 16, 32), CAUSAL, 2),
     Case((1, 1, 1, 13, 19, 132), Tiles(8, 16, 64)),
 )
-BACKWARD_CASES["wide"] = (Case((1, 2, 1, 21, 37, 40), Tiles(16, 16, 32), CAUSAL, 2),)
+BACKWARD_CASES["wide"] = (
+    Case((1, 2, 1, 21, 37, 40), Tiles(16, 16, 32), CAUSAL, 2),
+    Case((1, 1, 1, 29, 37, 40), Tiles(12, 16, 32)),  # six rows a thread
+)
 BACKWARD_CASES["splits"] = (
     Case((1, 1, 1, 29, 39, 8), Tiles(8, 16, 64), CAUSAL, 2),
     Case((1, 2, 1, 21, 37, 4), Tiles(8, 32, 64), {"window": (9, 3)}, 3),

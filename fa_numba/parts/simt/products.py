@@ -45,8 +45,8 @@ def make_value_scores(spec):
 
 @part
 def _make_partial_scores(spec, first, last):
-    """``partial_scores(rS, sQ, sK, thread)``: rS = Qi KjT over columns ``first`` to ``last`` of Q and
-    K, eight a turn; four of K's are read while the four before them are multiplied.
+    """``partial_scores(rS, sQ, sK, thread)``: rS = Qi KjT over columns ``first`` to ``last``, eight
+    a turn; four of K's are read while the four before them are multiplied.
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
     bytes_q, flip_q = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
