@@ -141,18 +141,15 @@ def fa2_backward(
         {"O": head.rows * d_v, "X" if split else "dO": head.rows * d_v} | of_lse,
         {"D": head.rows, kept: 0 if deterministic else head.all_rows * d},
     )
+
+    def loaded(rows: int, keys: int, pairs: int, row: int, row_v: int) -> dict[str, int]:
+        """Of so many rows of Q and keys, as long as ``row``, or of V ``row_v``."""
+        of_rows = {"Q": rows * row, "dO": rows * row_v, "L": rows, "D": rows}
+        return of_rows | {"K": keys * row, "V": keys * row_v, "bias": pairs if problem.bias else 0}
+
     over_columns = count(
         problem,
-        {
-            "Q": visits.rows * row,
-            "dO": visits.rows * row_v,
-            "L": visits.rows,
-            "D": visits.rows,
-            "K": splits * shared.columns * row,
-            "V": splits * shared.columns * row_v,
-            "bias": visits.pairs if problem.bias else 0,
-        }
-        | adds,
+        loaded(visits.rows, splits * shared.columns, visits.pairs, row, row_v) | adds,
         {"dK": splits * shared.all_columns * d, "dV": splits * shared.all_columns * d_v} | adds,
     )
     parts = [row_sums, over_columns]
@@ -160,15 +157,7 @@ def fa2_backward(
         parts += sink_gradients(problem, head.rows)
     if deterministic:
         of_dq = visit_sums(problem, dq_tiles or tiles, block_mask)
-        loads = {
-            "Q": head.rows * d,
-            "dO": head.rows * d_v,
-            "L": head.rows,
-            "D": head.rows,
-            "K": of_dq.columns * d,
-            "V": of_dq.columns * d_v,
-            "bias": of_dq.pairs if problem.bias else 0,
-        }
+        loads = loaded(head.rows, of_dq.columns, of_dq.pairs, d, d_v)
         parts.append(count(problem, loads, {"dQ": head.all_rows * d}))
     elif kept == "A":
         rounded = head.all_rows * d

@@ -22,19 +22,10 @@ from numba import float32, int32, uint32
 from .evaluating import evaluating
 from .rewriting import ONE, Gradient, gradient_of, made_of, written
 from .rewriting import PARAMETERS as PARAMETERS
+from .rewriting import Text as Text
 from .rewriting import divisor as divisor
 from .source import Source, kind_of_capture, source_of
 from .source import is_array as is_array
-
-
-class Text(NamedTuple):
-    """A function's; of the function that makes its factor of the score; and what is done ``first``
-    with that product, before a value and a slope are made of it. Empty without one.
-    """
-
-    text: str = ""
-    lead: str = ""
-    first: str = ""
 
 
 @dataclass(frozen=True)
@@ -143,17 +134,15 @@ def _written(
 ) -> tuple[Mod, tuple[str, ...]]:
     """The function as kernels have it, and the names of what it captures."""
     known, fields = dict(kinds), dict[str, str]()
-    value = written(option, source, known, fields)
+    value, inside, _ = written(option, source, known, fields)
     slope, both, steady, gradient = Text(), Text(), False, None
     if option == "score_mod":
-        of_slope = written(option, source, known, fields, value=False, slope=True)
-        of_both = written(option, source, known, fields, slope=True)
-        slope, both = Text(*of_slope[:3]), Text(*of_both[:3])
-        steady, gradient = of_both.steady, gradient_of(option, source, known, fields)
+        slope, *_ = written(option, source, known, fields, value=False, slope=True)
+        both, _, steady = written(option, source, known, fields, slope=True)
+        gradient = gradient_of(option, source, known, fields)
     made = {name: "int32" if name.startswith("int32(") else "float32" for name in fields}
     captures = tuple(known.get(name, kind) for name, kind in made.items())
-    texts = Text(*value[:3]), slope, both
-    mod = Mod(option, *texts, captures, value.inside, steady, gradient, source.shown)
+    mod = Mod(option, value, slope, both, captures, inside, steady, gradient, source.shown)
     return mod, tuple(fields)
 
 

@@ -126,17 +126,14 @@ class Term(NamedTuple):
     apart: bool = False
 
 
-class Written(NamedTuple):
-    """The text of a function, of what makes its factor of the score and of what is done first with
-    that; whether it may be called inside of the matrix alone, and whether its slope is finite by
-    any finite score.
+class Text(NamedTuple):
+    """A function's; of the function that makes its factor of the score; and what is done ``first``
+    with that product, before a value and a slope are made of it. Empty without one.
     """
 
-    text: str
-    lead: str
-    first: str
-    inside: bool
-    steady: bool = False
+    text: str = ""
+    lead: str = ""
+    first: str = ""
 
 
 class Gradient(NamedTuple):
@@ -177,21 +174,23 @@ def written(
     captured: dict[str, str],
     value: bool = True,
     slope: bool = False,
-) -> Written:
-    """The function given as ``option``, its derivative by the score, or both, a pair; ``kinds`` are
-    those of the values from outside, by name (``source.kind_of_capture``). ``captured`` are the
-    fields of what it captures by name, and of what is made of numbers among these (``made_of``) by
-    how: it is added to. Raises as ``mods.captured``.
+) -> tuple[Text, bool, bool]:
+    """The function given as ``option``, its derivative by the score, or both, a pair; whether it
+    may be called inside of the matrix alone, and whether its slope is finite by any finite score.
+
+    ``kinds`` are those of the values from outside, by name (``source.kind_of_capture``).
+    ``captured`` are the fields of what it captures by name, and of what is made of numbers among
+    these (``made_of``) by how: it is added to. Raises as ``mods.captured``.
     """
     writer = _Writer(option, source, kinds, captured)
     try:
-        texts = writer.function(value, slope)
+        text = writer.function(value, slope)
     except _Refused as refused:
         line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
         raise ValueError(
             f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
         ) from None
-    return Written(*texts, writer.inside, writer.steady)
+    return text, writer.inside, writer.steady
 
 
 def gradient_of(
@@ -298,7 +297,7 @@ class _Writer:
             raise _Refused(f"{_what(last)} where it should return a value", last)
         return self.visit(last.value)
 
-    def function(self, value: bool, slope: bool) -> tuple[str, str, str]:
+    def function(self, value: bool, slope: bool) -> Text:
         result, last = self.result("score" if slope else ""), self.source.body[-1]
         if self.option == "mask_mod":
             if result.kind == "float":
@@ -316,7 +315,8 @@ class _Writer:
         factor, lines = self.led([*self.lines, f"return {found}"])
         lead = _needed("def mod(scale, options):", [*self.lines, f"return {factor}"])[0]
         first, lines = self.begun(lines) if value and slope else ("", lines)
-        return _needed(head, ["score, unit = given", *lines] if of_score else lines)[0], lead, first
+        text = _needed(head, ["score, unit = given", *lines] if of_score else lines)[0]
+        return Text(text, lead, first)
 
     def led(self, lines: list[str]) -> tuple[str, list[str]]:
         """The factor by which the score is given, and what is done with that: its scale; times what
