@@ -66,13 +66,12 @@ class Unit(ABC):
     capability: tuple[int, int]
     newest: tuple[int, int] | None = None
     kernels: ModuleType
-    tuned = False
     copies_boxes = False
     staged: Mapping[tuple[str, str], int] = {}
-    splits_queries: frozenset[tuple[str, str]] = frozenset()
+    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {}
-    splits_columns: frozenset[tuple[str, str]] = frozenset()
+    splits_columns = frozenset({("fa2", "fwd")})
     measures: Mapping[str, tuple[str, ...]] = {}
 
     def lacks(self, request: Request) -> str:
@@ -123,7 +122,7 @@ class Unit(ABC):
             return Chosen(request.choices.tiles, "chosen by the caller")
         others = replace(request.features, causal=False, splits=False)
         one = request.problem.head_dim_v is None
-        if self.tuned and plain and request.aligned and others == PLAIN and one:
+        if plain and request.aligned and others == PLAIN and one:
             p, key = request.problem, (self.name, *request.kernel)
             sizes = (p.seqlen_q, p.seqlen_k, p.head_dim)
             found = tuned_tiles(request.capability, *key, *sizes, select)
@@ -166,9 +165,6 @@ class Simt(Unit):
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
     capability = (7, 5)
     kernels = simt
-    tuned = True
-    splits_columns = frozenset({("fa2", "fwd")})
-    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
 
     def forward(self, request: Request) -> Shape:
         choices = request.choices
@@ -213,10 +209,7 @@ class Mma(Unit):
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is not None)
     capability = (8, 0)
     kernels = mma
-    tuned = True
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): 2}
-    splits_columns = frozenset({("fa2", "fwd")})
-    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
@@ -285,12 +278,9 @@ class Wgmma(Unit):
     dtypes = Mma.dtypes
     capability = newest = (9, 0)
     kernels = wgmma
-    tuned = True
     copies_boxes = True
     measures = tiling.WGMMA_MEASURES
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
-    splits_columns = frozenset({("fa2", "fwd")})
-    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens", "precision"),
