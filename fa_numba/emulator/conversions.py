@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .lanes import FLOATS
+from .lanes import FLOATS, to_bool
 
 
 def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
@@ -56,14 +56,10 @@ def rounding(to: type[np.floating]) -> Callable[[Any], Any]:
     return cast
 
 
-def _boolean(value: Any) -> Any:
-    return value != 0 if value.__class__ is np.ndarray else bool(value)
-
-
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
     """The conversion that a store to an array of `dtype` makes; TypeError where there is none."""
     if dtype.kind in "iu":
         return wrapped(dtype.itemsize * 8, dtype.kind == "i")
     if dtype.kind in "fb":
-        return rounding(dtype.type) if dtype.kind == "f" else _boolean
+        return rounding(dtype.type) if dtype.kind == "f" else to_bool
     raise TypeError(f"arrays of dtype {dtype} are not emulated")
