@@ -29,7 +29,7 @@ def make_combine(spec):
 
     @device_function
     def values_at(n, i, ty):
-        """The same of the row's m, and l behind it."""
+        """Where in sO the n-th of the other warps puts m of row i, and l behind it."""
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 
     def combine(rO, rm, rl, sO, thread):
