@@ -27,6 +27,7 @@ import test_kv_splits
 import test_launch_cache
 import test_merge
 import test_mods
+import test_options
 import test_pages
 import test_plans
 import test_precision
@@ -754,15 +755,20 @@ def host_runs():
         test_ring.test_parts_that_do_not_fit_are_refused,
     )
     others = (test_launch_cache, test_append_kv, test_merge, test_softmax, test_plans, test_inputs)
-    others += (test_prefix,)
-    few = (x for x in own_runs() if x.title.endswith(("-plain-0", "-mods-0")))
-    plain = (replace(x, unit="host", quick=False) for x in few)
+    others += (test_prefix, test_options, test_group_splits, test_kv_splits)
+    others += (test_mods.test_blocks_are_empty_full_or_mixed, test_mods.test_what_goes_with_blocks)
+    others += (test_mods.test_where_there_are_no_gradients_of_captured_arrays,)
+    others += (test_precision.test_what_is_not_built_is_refused,)
+    ends = ("plain-0", "mods-0", "q_lens-0", "dropout-0", "sinks-0", "dlse-0", "from memory-1")
+    few = [x for x in own_runs() if x.title.endswith(ends)]
+    few += runs_of("mma", test_precision.test_results_and_counts)
+    few = (replace(x, unit="host", quick=False) for x in few)
     return (
         *runs_of("host", test_recorded_launches),
         *runs_of("torch", test_torch_stand_in),
         *runs_of("ring", test_ring.test_a_window_is_that_of_the_whole_sequence),
         *runs_of("intrinsics", test_intrinsics, test_ptx, test_ptx_statements, test_ptx_warpgroup),
-        *plain,
+        *few,
         *runs_of("host", *others, *merged, quick=False),
         *runs_of("torch", passes, test_ring.test_one_argument_that_learns_is_enough, quick=False),
         *runs_of("ring", test_ring, quick=False),
