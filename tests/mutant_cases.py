@@ -190,21 +190,11 @@ BACKWARD_CASES["window"] = (
 ENDS = [15, 8, 5, 0]
 CASES["q_lens"] = (Case((4, 1, 1, 20, 12, 4), Tiles(8, 8), {"q_lens": ENDS}),)
 CASES["kv_lens"] = (Case((4, 1, 1, 5, 20, 4), Tiles(8, 8), {"kv_lens": ENDS}),)
-CASES["lengths"] = (
-    Case(
-        (3, 1, 1, 20, 21, 4),
-        Tiles(8, 8),
-        {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL},
-        2,
-    ),
-)
+LENGTHS = {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL}
+CASES["lengths"] = (Case((3, 1, 1, 20, 21, 4), Tiles(8, 8), LENGTHS, 2),)
 BACKWARD_CASES["q_lens"] = (Case((4, 1, 1, 20, 12, 4), Tiles(8, 16), {"q_lens": ENDS}),)
 BACKWARD_CASES["kv_lens"] = (Case((4, 1, 1, 5, 36, 4), Tiles(8, 16), {"kv_lens": [21, 16, 5, 0]}),)
-BACKWARD_CASES["lengths"] = (
-    Case(
-        (3, 1, 1, 20, 21, 4), Tiles(8, 16), {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL}
-    ),
-)
+BACKWARD_CASES["lengths"] = (Case((3, 1, 1, 20, 21, 4), Tiles(8, 16), LENGTHS),)
 # One sequence without keys and one without queries.
 STARTS = {"cu_seqlens_q": [0, 5, 14, 14, 18], "cu_seqlens_k": [0, 0, 20, 23, 30]}
 CASES["packed"] = (
@@ -821,40 +811,18 @@ def runs():
     found += [Run("mma", f"rounded-{n}", call) for n, call in enumerate(calls)]
     found += runs_of(
         "wgmma",
-        on_hopper.test_results_and_counts,
-        on_hopper.test_biases,
-        on_hopper.test_lengths,
-        on_hopper.test_packed_sequences,
-        on_hopper.test_dropout_keeps_what_its_mask_keeps,
-        on_hopper.test_heads_that_share_a_tile,
-        on_hopper.test_heads_of_packed_sequences_that_share_a_tile,
-        on_hopper.test_slots_are_taken_again,
-        on_hopper.test_blocks_left_out,
-        on_hopper.test_measures_left_out_change_no_result_and_no_access,
-        on_hopper.test_a_row_tile_of_many_columns_may_be_taken_early,
-        on_hopper.test_row_tiles_of_many_columns_are_asked_for_one_by_one,
+        on_hopper,
+        backward_on_hopper,
         test_kv_splits.test_splits_on_hoppers_unit,
         test_kv_splits.test_small_calls,
-        backward_on_hopper.test_gradients_and_counts,
-        backward_on_hopper.test_a_chunk_of_each_head_and_one_with_a_tile_and_nothing,
-        backward_on_hopper.test_gradients_of_sinks,
-        backward_on_hopper.test_a_kernel_of_dq_alone_and_a_cap,
-        backward_on_hopper.test_slopes_of_a_function_on_the_scores,
         test_precision.test_results_and_counts,
         test_precision.test_gradients_and_counts,
         test_mods.test_options_beside_a_function_on_hoppers_unit,
         test_mods.test_blocks_on_hoppers_unit_are_what_the_function_says,
         test_mods.test_each_block_on_hoppers_unit_has_its_own_state,
-        backward_on_hopper.test_blocks_left_out,
-        backward_on_hopper.test_full_blocks_are_not_asked,
-        backward_on_hopper.test_lengths,
-        backward_on_hopper.test_packed_sequences,
-        backward_on_hopper.test_head_dimensions_above_128,
-        backward_on_hopper.test_dropout,
         test_pages.test_pages_give_the_bits_of_one_piece,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
         test_group_splits.test_gradients_and_counts,
-        backward_on_hopper.test_a_gradient_of_lse,
         test_value_dim.test_hopper_against_float64,
         test_value_dim.test_gradients_on_hopper,
     )

@@ -458,7 +458,7 @@ def executed(runs, names):
                 stack.enter_context(_of_text(name, telling(name)))
         for run in runs:
             keys.clear()
-            noticed(run)
+            assert noticed(run) is None, f"{run.title} fails as it is"
             yield run, {key: [{}] for key in keys}
 
 
