@@ -42,7 +42,7 @@ class Mod:
     number, with axes, "float32[2]", for an array. ``inside``: it may be called inside of the matrix
     alone, as one that reads an array at a row or column. ``steady``: the derivative is finite by
     any finite score. ``gradient`` is about the float32 arrays that a ``score_mod``'s result depends
-    on, None where there are none. ``shown`` is its name and its place.
+    on, None where there are none. ``shown`` is its name and where it stands.
     """
 
     option: str

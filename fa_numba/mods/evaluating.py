@@ -22,7 +22,7 @@ from fa_numba.emulator.namespace import CASTS, SETTLED
 from .source import Source
 
 _int32 = CASTS["int32"]
-_INTEGER = (int, np.integer)  # NumPy's are places in an array, and elements of one
+_INTEGER = (int, np.integer)  # NumPy's are positions in an array, and elements of one
 
 
 def _wrapped(operation: Callable[..., Any]) -> Callable[[Any, Any], Any]:

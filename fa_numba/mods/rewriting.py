@@ -9,8 +9,8 @@ The derivative with respect to the score is made by the same walk, in forward mo
 its slope beside it, or none where the score is no part of it. A library of symbolic mathematics
 would want the function run on its symbols, which a conditional expression, an index and `and`
 refuse, and its result written as Python again; here a rule is a line or two. The gradients of
-float32 arrays are made alike, by the element that one place in the function reads, for each of
-these places; what a result does not need is left out then.
+float32 arrays are made alike, by one element that the function reads, for each of those that it
+reads; what a result does not need is left out then.
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ class Gradient(NamedTuple):
     """The gradients of the float32 arrays that a function reads, as texts.
 
     ``each`` takes what the function's text does, but the score and the gradient of the result, a
-    pair, first, and sums and places of elements last, ``kept``. It adds what that is for each
+    pair, first, and sums and positions of elements last, ``kept``. It adds what that is for each
     element that is read to ``d<field>``, the array's gradient. For elements that i and j have no
     part in, of which there are ``shared``, it goes to sums; ``rest``, of b, h, ``options`` and
     ``kept``, adds these. For those that neighbours may share, ``merged`` of them, it goes to the
-    sums behind, as long as the element stays the one whose row and column are among the places;
+    sums behind, as long as the element stays the one whose row and column are among the positions;
     ``flush``, of ``options`` and ``kept``, adds what is left. ``of_score``: the score has a part.
     """
 
@@ -200,7 +200,7 @@ def gradient_of(
     return _Writer(option, source, kinds, captured).gradient()
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """Where a function reads an element: the gradient's matrix, and names of a row and a column;
     ``shared`` where i and j have no part in them, ``apart`` where no neighbours share one.
     """
@@ -228,7 +228,7 @@ class _Place(NamedTuple):
         return not (self.shared or self.apart) and "[" not in self.matrix
 
     def merging(self, text: str, sums: str, n: int) -> list[str]:
-        """Adds what ``text`` says to ``sums``, of place number ``n``, or to those of a new one."""
+        """Adds what ``text`` says to ``sums``, of number ``n``, or to those of a new position."""
         here = f"at[{2 * n}]", f"at[{2 * n + 1}]"
         moved = f"{self.row} != {here[0]} or {self.column} != {here[1]}"
         ended = self._replace(row=here[0], column=here[1]).adding(sums)
@@ -273,20 +273,20 @@ class _Writer:
         self.count = 0
         self.inside = False
         self.known: dict[str, Term] = {}
-        # What slopes are by: the score, or the element that is read at the place of this number.
+        # What slopes are by: the score, or the element that is read as the one of this number.
         self.by: str | int = ""
         self.names = defaultdict(_Name, score=_Name(of_score=True, rank=0))
         self.names["scale"].shared = self.names["unit"].shared = True
         self.steady = False
-        self.places = 0  # in which elements of float32 arrays were read
-        self.place: _Place | None = None  # the one that slopes are by
+        self.reads = 0  # of elements of float32 arrays
+        self.position: _Position | None = None  # the one that slopes are by
         for name, kind in kinds.items():
             if kind.partition("[")[0] in ("int32", "float32", "bool"):
                 self.field(name)
 
     def result(self, by: str | int) -> Term:
         """What the function returns, whose slope is by that."""
-        self.by, self.places, self.place = by, 0, None
+        self.by, self.reads, self.position = by, 0, None
         for theirs, ours in zip(self.source.parameters, PARAMETERS[self.option], strict=True):
             kind, of = "float" if ours == "score" else "int", ours if ours in ("i", "j") else ""
             self.known[theirs] = Term(kind, ours, ONE if ours == by else None, of)
@@ -353,31 +353,31 @@ class _Writer:
     def gradient(self) -> Gradient | None:
         self.result("")
         found = []
-        for number in range(self.places):
+        for number in range(self.reads):
             self.lines = []
-            slope, place = self.result(number).slope, self.place
-            if slope is not None and place is not None:
-                found.append((slope, place, [*place.starts, *self.lines]))
+            slope, position = self.result(number).slope, self.position
+            if slope is not None and position is not None:
+                found.append((slope, position, [*position.starts, *self.lines]))
         if not found:
             return None
         each, rest, flush = ([_UNPACKED] for _ in range(3))
         adds: list[str] = []
-        shared, merged, sums = sum(place.shared for _, place, _ in found), 0, 0
-        for number, (slope, place, lines) in enumerate(found):
+        shared, merged, sums = sum(position.shared for _, position, _ in found), 0, 0
+        for number, (slope, position, lines) in enumerate(found):
             each += lines
             by = f"g{number}"
-            if place.shared:
+            if position.shared:
                 adds.append(f"sums[{sums}] += ds * {slope}")
-                rest += [*lines, *place.adding(f"sums[{sums}]")]
+                rest += [*lines, *position.adding(f"sums[{sums}]")]
                 sums += 1
                 continue
             adds.append(f"{by} = ds * {slope}")
-            if place.merges:
-                adds += place.merging(by, f"sums[{shared + merged}]", merged)
-                flush += place.ending(f"sums[{shared + merged}]", merged)
+            if position.merges:
+                adds += position.merging(by, f"sums[{shared + merged}]", merged)
+                flush += position.ending(f"sums[{shared + merged}]", merged)
                 merged += 1
             else:
-                adds += place.adding(by)
+                adds += position.adding(by)
         taken = ", ".join(("given", *PARAMETERS[self.option][1:], "origin", "options", "kept"))
         of_each, read = _needed(f"def mod({taken}):", ["score, ds = given", *each, *adds])
         of_rest, _ = _needed("def mod(b, h, options, kept):", rest, flat=True)
@@ -591,7 +591,7 @@ class _Writer:
         if len(indices) != int(axes):
             has = f"which has {axes} ax{'i' if axes == '1' else 'e'}s"
             raise _Refused(f"{ast.unparse(node)} of {owner.id}, {has}", node)
-        places, near, apart = [], True, False
+        texts, near, apart = [], True, False
         for index in indices:
             term = self.visit(index)
             if term.kind != "int":
@@ -600,29 +600,29 @@ class _Writer:
             if isinstance(last, ast.Constant) and ast.unparse(index)[0] == "-":
                 raise _Refused(f"the index {ast.unparse(index)}, not from 0 on", node)
             near, apart = near and term.of == "", apart or term.apart
-            places.append(f"uint32({term.text})")
+            texts.append(f"uint32({term.text})")
         self.inside = self.inside or not near
-        element = self.put(f"{self.captured[owner.id]}[{', '.join(places)}]")
+        element = self.put(f"{self.captured[owner.id]}[{', '.join(texts)}]")
         if kind == "bool":
             return Term("bool", self.put(f"{element} != 0"))
         slope = None
         if kind == "float32":
-            if self.places == self.by:
-                slope, self.place = ONE, self.placed(owner.id, places, near, apart)
-            self.places += 1
+            if self.reads == self.by:
+                slope, self.position = ONE, self.position_of(owner.id, texts, near, apart)
+            self.reads += 1
         return Term(kind.removesuffix("32"), element, slope)
 
-    def placed(self, name: str, places: list[str], near: bool, apart: bool) -> _Place:
-        """The place of an element, under names that have a value where it is not read too."""
+    def position_of(self, name: str, indices: list[str], near: bool, apart: bool) -> _Position:
+        """The position of an element, under names that have a value where it is not read too."""
         names = []
-        for text in places:
+        for text in indices:
             self.count += 1
             names.append(f"p{self.count}")
             self.lines.append(f"{names[-1]} = {text}")
         array = self.captured[name].replace(".", ".d")
         *outer, row, column = ["uint32(0)", *names][-max(2, len(names)) :]
         matrix = array + (f"[{', '.join(outer)}]" if outer else "")
-        return _Place(matrix, row, column, near, apart)
+        return _Position(matrix, row, column, near, apart)
 
     def length(self, name: str, axis: int) -> Term:
         return Term("int", self.put(f"int32({self.captured[name]}.shape[{axis}])"))
@@ -936,7 +936,7 @@ def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
 
 
 def _without_tests(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The same, of places that stand under an `if` what stands there."""
+    """These; of an `if` around positions what stands under it."""
     for node in statements:
         if isinstance(node, ast.If) and any(name.startswith("p") for name in _names(node)):
             yield from _without_tests([*node.body, *node.orelse])

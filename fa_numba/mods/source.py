@@ -30,7 +30,7 @@ class Source:
     """
 
     code: CodeType
-    shown: str  # its name and its place, for messages
+    shown: str  # its name and where it stands, for messages
     node: ast.FunctionDef | ast.Lambda = field(compare=False)
 
     @property
