@@ -17,7 +17,6 @@ DTYPES_AND_LAYOUTS = [
 every_dtype = pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
 # bfloat16 differs in three instructions alone: where the shapes are what is tested it is slow.
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=[no_bfloat16, pytest.mark.slow])
-mostly_float16 = pytest.mark.parametrize("dtype", ["float16", SLOW_BFLOAT16])
 
 
 def half_inputs(dtype, *sizes, **options):

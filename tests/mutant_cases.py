@@ -165,6 +165,11 @@ def dlse(*shape, hidden=0, last=None):
     return {"dlse": found}
 
 
+def scores(*shape):
+    """Options that change the scores, of all batch entries and heads."""
+    return {"softcap": 1.5, "bias": normal(*shape), "alibi_slopes": normal(*shape[:2])}
+
+
 def window(*sides, **options):
     return {"window": sides, **options}
 
@@ -217,19 +222,11 @@ BACKWARD_CASES["sparse"] = (
     Case((1, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(4, 4), "window": (50, 40)}),
 )
 CASES["scores"] = (
-    Case(
-        (2, 2, 1, 13, 19, 4),
-        Tiles(8, 8),
-        {"softcap": 1.5, "bias": normal(2, 2, 13, 19), "alibi_slopes": normal(2, 2)},
-    ),
+    Case((2, 2, 1, 13, 19, 4), Tiles(8, 8), scores(2, 2, 13, 19)),
     Case((1, 1, 1, 9, 12, 4), Tiles(8, 8), {"bias": normal(12), **CAUSAL}),
 )
 BACKWARD_CASES["scores"] = (
-    Case(
-        (2, 2, 1, 13, 19, 4),
-        Tiles(8, 16),
-        {"softcap": 1.5, "bias": normal(2, 2, 13, 19), "alibi_slopes": normal(2, 2)},
-    ),
+    Case((2, 2, 1, 13, 19, 4), Tiles(8, 16), scores(2, 2, 13, 19)),
     Case((1, 2, 1, 9, 19, 4), Tiles(8, 16), {"bias": normal(1, 2, 1, 19), "q_lens": [6]}),
     # Of the rows past the last one P would be infinite.
     Case((1, 1, 1, 9, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([-30])}),
@@ -422,13 +419,7 @@ MMA_CASES["window"] += _corners
 MMA_BACKWARD_CASES["window"] += _corners
 MMA_CASES["q_lens"] = (Case((3, 1, 1, 36, 20, 8), Tiles(16, 16), {"q_lens": [21, 0, 9]}, 2),)
 MMA_CASES["packed"] = (Case((1, 2, 1, 18, 30, 8), Tiles(16, 16), STARTS),)
-MMA_CASES["scores"] = (
-    Case(
-        (2, 2, 1, 20, 35, 8),
-        Tiles(16, 16),
-        {"softcap": 1.5, "bias": normal(2, 2, 20, 35), "alibi_slopes": normal(2, 2)},
-    ),
-)
+MMA_CASES["scores"] = (Case((2, 2, 1, 20, 35, 8), Tiles(16, 16), scores(2, 2, 20, 35)),)
 MMA_CASES["dropout"] += (Case((2, 1, 1, 20, 35, 8), Tiles(16, 16), DROPOUT),)
 MMA_CASES["whole"] = MMA_BACKWARD_CASES["whole"] = (
     Case((1, 2, 1, 32, 48, 16), Tiles(16, 16), CAUSAL, 2),

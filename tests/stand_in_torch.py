@@ -149,10 +149,6 @@ class Parameter(Tensor):
     pass
 
 
-class Subclass(Tensor):
-    pass
-
-
 class Context(SimpleNamespace):
     """``ctx`` of a ``Function``."""
 

@@ -67,6 +67,7 @@ def test_gradients_and_counts(way, B, Hq, Hk, Nq, Nk, d, options):
     check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
+CAPPED = {"causal": True, "softcap": 2.0, "layout": "transposed"}
 # dQ by a kernel of its own; a cap on the scores, either way.
 WAYS = [
     # way, dtype, B, Hq, Hk, Nq, Nk, d, options
@@ -76,13 +77,21 @@ WAYS = [
     (*("fa2-deterministic", "float16"), 1, 2, 1, 70, 150, 80, {"window": (40, 8), "softcap": 2.0}),
     ("fa2", "float16", 1, 1, 1, 77, 200, 64, {"softcap": 2.0}),
     ("fa2", "float16", 1, 1, 1, 177, 140, 128, {"softcap": 1.5, "causal": True}),
+    *(
+        pytest.param(way, "bfloat16", 1, 3, 1, 70, 130, 64, CAPPED, marks=no_bfloat16)
+        for way in ("fa2", "fa2-deterministic")
+    ),
 ]
 
 
 LENS = {"causal": True, "q_lens": [80, 90]}
+# Rows that see a sink alone
+SINKS = LENS | {"sinks": np.float32([1.0, -np.inf])}
 DLSE = [
     ("fa2", (2, 2, 1, 90, 70, 64), LENS),
     ("fa2-deterministic", (2, 2, 1, 90, 70, 72), LENS),
+    ("fa2", (2, 2, 1, 90, 70, 72), SINKS),
+    ("fa2-deterministic", (2, 2, 1, 90, 70, 64), SINKS),
     ("fa1", (1, 3, 1, 200, 130, 64), {"causal": True}),
     ("fa1", (1, 1, 1, 130, 150, 72), {"window": (30, 5)}),
     ("fa1", (1, 2, 1, 70, 50, 64), {"causal": True, "sinks": np.float32([-1.0, 2.0])}),
@@ -92,14 +101,6 @@ DLSE = [
 @pytest.mark.parametrize("way, sizes, options", DLSE)
 def test_a_gradient_of_lse(way, sizes, options):
     inputs = half_gradients("float16", *sizes)
-    check_gradients("emulator", way, *inputs, **UNIT, **with_dlse(inputs, options))
-
-
-@pytest.mark.parametrize("way, d", [("fa2", 72), ("fa2-deterministic", 64)])
-def test_gradients_of_sinks(way, d):
-    """With a gradient of L, whose rows that see a sink alone have one."""
-    inputs = half_gradients("float16", 2, 2, 1, 90, 70, d)
-    options = {"causal": True, "q_lens": [80, 90], "sinks": np.float32([1.0, -np.inf])}
     check_gradients("emulator", way, *inputs, **UNIT, **with_dlse(inputs, options))
 
 
@@ -326,28 +327,6 @@ def test_dropout_of_packed_sequences_in_bfloat16():
     check_gradients("emulator", "fa2", *inputs, **starts, **UNIT, **WORDS, causal=True)
 
 
-@no_bfloat16
-@pytest.mark.parametrize("way", ["fa2", "fa2-deterministic"])
-def test_a_kernel_of_dq_alone_and_a_cap_in_bfloat16(way):
-    inputs = half_gradients("bfloat16", 1, 3, 1, 70, 130, 64)
-    check_gradients("emulator", way, *inputs, causal=True, softcap=2.0, layout="transposed", **UNIT)
-
-
-def test_one_order_of_sums_whatever_the_schedule():
-    """All of a deterministic call is equal in bits; dQ of the other is its own up to a rounding."""
-    first = _gradients(deterministic=True)
-    with emulator.schedule(1):
-        second = _gradients(deterministic=True)
-    for a, b in zip(first, second, strict=True):
-        assert (a == b).all()
-    inputs = _saved(200, 300, 72)  # up to 64 the other's dS is of P in 16 bits
-    one, other = (
-        fa_numba.flash_attention_2_backward(*inputs, causal=True, deterministic=x, **UNIT)[0]
-        for x in (True, False)
-    )
-    assert np.allclose(one.astype("f4"), other.astype("f4"), rtol=2e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("way, scale", [("fa2", None), ("fa1", -0.3)])
 @pytest.mark.parametrize("dtype, layout", DTYPES_AND_LAYOUTS)
 def test_dtypes_and_strides(way, scale, dtype, layout):
@@ -402,29 +381,20 @@ def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
 
 
 @cache
-def _saved(Nq, Nk, d=64):
-    """Inputs of a backward pass: what the forward pass has left behind them."""
-    dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, d)
-    return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
-
-
-def _gradients(algorithm="fa2", **options):
-    """Of three row tiles and two column tiles, or the other way round where dQ is made apart."""
-    inputs = _saved(200, 300) if options.get("deterministic") else _saved(300, 200)
-    how = {"algorithm": algorithm, "causal": True, **options, **UNIT}
-    return fa_numba.attention_backward(*inputs, **how)
-
-
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
-def test_gradients_do_not_depend_on_the_order(algorithm):
-    first = _gradients(algorithm)
+@pytest.mark.parametrize("way", ["fa1", "fa2", "fa2-deterministic"])
+def test_gradients_do_not_depend_on_the_order(way):
+    """In no bit, but those of dQ where blocks add to it."""
+    # Three row tiles and two column tiles, or the other way round where dQ is made apart.
+    sizes = (200, 300) if way == "fa2-deterministic" else (300, 200)
+    inputs = half_gradients("float16", 1, 1, 1, *sizes, 64)
+    saved = saved_halves("fa2", *inputs[1:], causal=True)
+    facts = {"saved_values": saved, "causal": True, **UNIT}
+    first = differentiate("emulator", way, *inputs, **facts)
     with emulator.schedule(1):
-        second = _gradients(algorithm)
-    for a, b in zip(first[1:], second[1:], strict=True):
-        assert (a == b).all()
-    if algorithm == "fa1":
-        assert (first[0] == second[0]).all()
-    assert np.allclose(first[0].astype("f4"), second[0].astype("f4"), rtol=2e-3, atol=1e-4)
+        second = differentiate("emulator", way, *inputs, **facts)
+    for name in ("dk", "dv") if way == "fa2" else ("dq", "dk", "dv"):
+        assert np.array_equal(getattr(first, name), getattr(second, name)), name
+    assert np.allclose(first.dq.astype("f4"), second.dq.astype("f4"), rtol=2e-3, atol=1e-4)
 
 
 def test_auto_leaves_fa1_backward_to_mma():
