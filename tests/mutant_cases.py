@@ -368,6 +368,10 @@ MMA_BACKWARD_CASES = {
     "one warp": (Case((1, 1, 1, 53, 20, 24), Tiles(48, 32)),),
     "two fragments": (Case((1, 1, 1, 18, 67, 24), Tiles(32, 64)),),  # a warp has 16 rows of dQ
     "wide": (Case((1, 1, 1, 33, 50, 72), Tiles(32, 48)),),  # dQ's chunks in steps of three
+    "two turns": (  # of a warp's part of dQ
+        Case((1, 1, 1, 70, 37, 80), Tiles(64, 32, 64)),
+        Case((1, 1, 1, 150, 21, 80), Tiles(64, 32, 64), window(9, 3)),
+    ),
     "causal": (
         Case((1, 1, 1, 35, 37, 8), Tiles(16, 16), CAUSAL),
         Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),  # whole row tiles that see no column

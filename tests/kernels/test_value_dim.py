@@ -134,7 +134,8 @@ def test_choices_on_hopper():
 @pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
 def test_splits_pages_and_layout(unit):
     dtype = "float32" if unit == "simt" else "float16"
-    q, k, v = (x.astype(dtype) for x in random_inputs(2, 4, 2, 5, 96, 24, 136))
+    dims = (136, 24) if unit == "mma" else (24, 136)
+    q, k, v = (x.astype(dtype) for x in random_inputs(2, 4, 2, 5, 96, *dims))
     tiles = {"simt": TILES, "mma": HALF_TILES, "wgmma": Tiles(64, 32, stages=2)}[unit]
     how = {"unit": unit, "tiles": tiles, "kv_splits": 3}
     whole = check("emulator", "fa2", q, k, v, **how).O
