@@ -144,9 +144,7 @@ def describe_call(
             offset = value
         elif kind in _SCALARS:
             key += (name, kind, value)
-        elif kind is tuple and name != "block_mask":
-            key += (name, *map(type, value), value)
-        elif kind is list and name == "window":  # the same as a tuple
+        elif kind is tuple and name != "block_mask" or kind is list and name == "window":
             key += (name, *map(type, value), tuple(value))
         elif name in named or name in mods.PARAMETERS or (blocks and name == "block_mask"):
             continue
