@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from numba import float32, int32, uint32
 
 from .evaluating import evaluating
-from .rewriting import ONE, Gradient, gradient_of, made_of, written
+from .rewriting import ONE, Gradient, gradient_of, inverse_of, made_of, written
 from .rewriting import PARAMETERS as PARAMETERS
 from .rewriting import Text as Text
 from .rewriting import divisor as divisor
-from .source import Source, kind_of_capture, source_of
+from .source import LEAST, Source, kind_of_capture, source_of
 from .source import is_array as is_array
 
 
@@ -94,13 +94,20 @@ def captured(option: str, function: Any) -> Captured:
     """What kernels have of a caller's function, given as ``option``.
 
     Raises TypeError for what is no function of the option's parameters, or captures what is neither
-    number nor array of float32, int32 or bool; ValueError for one whose source is not at hand or
-    that says what a kernel cannot. The message names it, where it stands and what is allowed.
+    number nor array of float32, int32 or bool; ValueError for one whose source is not at hand, that
+    says what a kernel cannot or divides an integer by a captured -2^31, whose size is no int32. The
+    message names it, where it stands and what is allowed.
     """
     source = source_of(option, function, len(PARAMETERS[option]))
     values = source.outside(function)
     kinds = tuple((name, kind_of_capture(value)) for name, value in values.items())
-    mod, names = _written(option, source, kinds)
+    mod, names, divisors = _written(option, source, kinds)
+    for name in divisors:
+        if values[name] == LEAST:
+            raise ValueError(
+                f"{option} is {mod}, which divides by {name}, {values[name]}: allowed are integers "
+                f"from {LEAST + 1} to {-LEAST - 1}"
+            )
     taken: dict[str, Any] = {}
     for name in names:
         taken[name] = values[name] if name in values else made_of(name, option, [*taken.values()])
@@ -131,8 +138,10 @@ def evaluated(option: str, function: Any, values: Mapping[str, Any]) -> Function
 @functools.lru_cache(maxsize=256)
 def _written(
     option: str, source: Source, kinds: tuple[tuple[str, str], ...]
-) -> tuple[Mod, tuple[str, ...]]:
-    """The function as kernels have it, and the names of what it captures."""
+) -> tuple[Mod, tuple[str, ...], tuple[str, ...]]:
+    """The function as kernels have it, the names of what it captures, and of those by which it
+    divides integers.
+    """
     known, fields = dict(kinds), dict[str, str]()
     value, inside, _ = written(option, source, known, fields)
     slope, both, steady, gradient = Text(), Text(), False, None
@@ -143,7 +152,8 @@ def _written(
     made = {name: "int32" if name.startswith("int32(") else "float32" for name in fields}
     captures = tuple(known.get(name, kind) for name, kind in made.items())
     mod = Mod(option, value, slope, both, captures, inside, steady, gradient, source.shown)
-    return mod, tuple(fields)
+    divisors = tuple(name for name, own in fields.items() if inverse_of(own) in fields)
+    return mod, tuple(fields), divisors
 
 
 @functools.cache

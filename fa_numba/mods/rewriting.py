@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import int32, uint32
 
-from .source import NUMBERS, Source
+from .source import LEAST, NUMBERS, Source
 
 PARAMETERS = {
     "score_mod": ("score", "b", "h", "i", "j"),
@@ -92,6 +92,11 @@ _NAMED = {
 def divisor(d: Any) -> Any:
     """What ``floor_divide`` and ``modulo`` of parts/division.py multiply by; in kernels too."""
     return uint32(uint32(0xFFFFFFFF) // uint32(max(int32(1), int32(abs(d)))))
+
+
+def inverse_of(field: str) -> str:
+    """What ``made_of`` makes of the integer in this field, for ``floor_divide`` and ``modulo``."""
+    return f"int32(divisor(int32({field})))"
 
 
 def made_of(text: str, option: str, values: list[Any]) -> int | float:
@@ -434,7 +439,7 @@ class _Writer:
         if text.startswith("int32("):
             return f"uint32({divisor(int(text[6:-1]))})"
         if text in self.captured.values():
-            return f"uint32({self.field(f'int32(divisor(int32({text})))')})"
+            return f"uint32({self.field(inverse_of(text))})"
         return self.put(f"divisor({text})")
 
     def is_shared(self, text: str) -> bool:
@@ -529,7 +534,7 @@ class _Writer:
         value = node.value
         if isinstance(value, bool):
             return Term("bool", repr(value))
-        if isinstance(value, int) and -(2**31) <= value < 2**31:
+        if isinstance(value, int) and LEAST <= value < -LEAST:
             return Term("int", f"int32({value})", of="")
         if isinstance(value, float):
             return self.constant(value)

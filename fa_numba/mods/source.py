@@ -20,7 +20,7 @@ from fa_numba.checks import kind_of
 
 NUMBERS = "captured numbers, and captured arrays of float32, int32 or bool, of any library"
 ARRAYS = ("float32", "int32", "bool")
-_INT32 = 2**31
+LEAST = -(2**31)  # of the integers of 32 bits
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def kind_of_capture(value: Any) -> str:
     if isinstance(value, (bool, np.bool_)):
         return "bool"
     if isinstance(value, (int, np.integer)):
-        return "int32" if -_INT32 <= value < _INT32 else f"?{value}, no 32-bit integer"
+        return "int32" if LEAST <= value < -LEAST else f"?{value}, no 32-bit integer"
     if isinstance(value, (float, np.floating)):
         return "float32"
     if value is math:

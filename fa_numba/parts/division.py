@@ -1,7 +1,8 @@
 """Integers divided by one that all threads share, as Python rounds: by a product, not a division.
 
 With M = (2^32 - 1) // D, the upper half of n M is n // D or one less, for 0 <= n < 2^31. Numba's
-own `//` divides in 64 bits, some 100 instructions for each element of a tile.
+own `//` divides in 64 bits, some 100 instructions for each element of a tile. A divisor d, and what
+a negative one divides, are above -2^31, whose negative is no int32.
 """
 
 from fa_numba import mods

@@ -480,6 +480,21 @@ def test_what_is_no_such_function_is_refused(function, message):
         fa_numba.plan((1, 1, 5, 4), (1, 1, 5, 4), score_mod=function)
 
 
+@pytest.mark.parametrize("symbol", ["//", "%"])
+def test_a_captured_divisor_whose_size_is_no_int32_is_refused(symbol):
+    """Where it divides integers alone, and in a call that was made before with another one too."""
+    q, k, v = random_inputs(1, 1, 1, 5, 5, 4)
+    by, least = 3, -(2**31)
+    divides = (lambda b, h, i, j: i // by < j) if symbol == "//" else lambda b, h, i, j: i % by < j
+    fa_numba.attention(q, k, v, mask_mod=divides)
+    by = least
+    message = f"^mask_mod is a lambda .* divides by by, {least}: allowed are .* {least + 1} to "
+    for refusing in (fa_numba.attention, reference.attention):
+        with pytest.raises(ValueError, match=message):
+            refusing(q, k, v, mask_mod=divides)
+    mods.captured("score_mod", lambda s, b, h, i, j: s + (i + least) / least)
+
+
 def test_a_function_without_a_source_is_refused():
     with pytest.raises(ValueError, match="whose source is not at hand"):
         mods.captured("mask_mod", eval("lambda b, h, i, j: i == j"))
