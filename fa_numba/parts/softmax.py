@@ -139,6 +139,38 @@ def exp_of_difference(s, m):
 
 
 @part
+def make_merge_block(warps, sinks):
+    """``merge_block(m, l, sm, sl, head, row)``: m and l, in natural units, of a whole row, given
+    those of each thread's own columns; sinks take part. ``sm`` and ``sl``: shared, one a warp.
+    """
+
+    def merge_block(m, l, sm, sl, head, row):
+        thread = uint32(cuda.threadIdx.x)
+        lane = 16
+        while lane > 0:
+            m_other = cuda.shfl_xor_sync(FULL_WARP, m, lane)
+            l_other = cuda.shfl_xor_sync(FULL_WARP, l, lane)
+            m_new = maximum(m, m_other)
+            l = l * exp_of_difference(m, m_new) + l_other * exp_of_difference(m_other, m_new)
+            m = m_new
+            lane //= 2
+        if thread % uint32(32) == uint32(0):
+            sm[thread // uint32(32)] = m
+            sl[thread // uint32(32)] = l
+        cuda.syncthreads()
+        l, m = float32(0.0), NEG_INF
+        if sinks and row < head.Nq:
+            l, m = float32(1.0), head.options.sinks[head.h]
+        for w in range(warps):
+            m_new = maximum(m, sm[w])
+            l = l * exp_of_difference(m, m_new) + sl[w] * exp_of_difference(sm[w], m_new)
+            m = m_new
+        return m, l
+
+    return merge_block
+
+
+@part
 def make_row_maximum(spec):
     """``row_maximum(rS, i, scale, m)``: of row i of S and of m, its maximum before."""
     TN, STEP, folds = spec.TN, spec.lane_step, spec.folds_scale

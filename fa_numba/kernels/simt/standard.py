@@ -23,7 +23,7 @@ from fa_numba.parts.dropout import keeps
 from fa_numba.parts.mods import make_times_slope
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.records import Tile
-from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
+from fa_numba.parts.softmax import exp_of_difference, make_merge_block
 
 MAX_WARPS = 8
 
@@ -102,7 +102,8 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
     NR = max(row_floats, 4)
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR, NR + WARPS
-    shortened, dropout, sinks = features.lengths, features.dropout, features.sinks
+    shortened, dropout = features.lengths, features.dropout
+    merge_block = make_merge_block(warps, features.sinks)
     facts = RowFacts(features)
     (grid,) = bind(facts, simt.grid)
 
@@ -133,26 +134,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
             m = m_new
             col = uint32(col + threads)
 
-        lane = 16
-        while lane > 0:
-            m_other = cuda.shfl_xor_sync(FULL_WARP, m, lane)
-            l_other = cuda.shfl_xor_sync(FULL_WARP, l, lane)
-            m_new = maximum(m, m_other)
-            l = l * exp_of_difference(m, m_new) + l_other * exp_of_difference(m_other, m_new)
-            m = m_new
-            lane //= 2
-        if thread % uint32(32) == uint32(0):
-            sm[thread // uint32(32)] = m
-            sl[thread // uint32(32)] = l
-        cuda.syncthreads()
-        m = NEG_INF
-        l = float32(0.0)
-        if sinks and row < head.Nq:
-            m, l = options.sinks[h], float32(1.0)
-        for w in range(WARPS):
-            m_new = maximum(m, sm[w])
-            l = l * exp_of_difference(m, m_new) + sl[w] * exp_of_difference(sm[w], m_new)
-            m = m_new
+        m, l = merge_block(m, l, sm, sl, head, row)
 
         inverse = float32(0.0)
         if l != float32(0.0):
