@@ -44,10 +44,27 @@ def make_read_rows(spec):
 
 
 @part
+def _make_write_four(spec):
+    """``write_four(rT, e, T, row, col, rows_end)``: registers e .. e + 3, neighbours of a row."""
+    d, aligned = spec.d_v, spec.aligned
+
+    def write_four(rT, e, T, row, col, rows_end):
+        if aligned:
+            if row < rows_end and col < uint32(d):
+                write4(T, row, col, rT[e], rT[e + 1], rT[e + 2], rT[e + 3])
+        else:
+            for n in range(4):
+                if row < rows_end and uint32(col + n) < uint32(d):
+                    T[row, uint32(col + n)] = rT[e + n]
+
+    return write_four
+
+
+@part
 def make_write_rows(spec):
     """``write_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile to memory."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.d_v, spec.aligned
+    write_four = _make_write_four(spec)
 
     def write_rows(rO, O, row0, rows_end, thread):
         for i in range(TM):
@@ -55,13 +72,7 @@ def make_write_rows(spec):
             for c in range(DN):
                 col = uint32(4 * (thread.tx + c * TX))
                 e = 4 * (i * DN + c)
-                if aligned:
-                    if row < rows_end and col < uint32(d):
-                        write4(O, row, col, rO[e], rO[e + 1], rO[e + 2], rO[e + 3])
-                else:
-                    for n in range(4):
-                        if row < rows_end and uint32(col + n) < uint32(d):
-                            O[row, uint32(col + n)] = rO[e + n]
+                write_four(rO, e, O, row, col, rows_end)
 
     return write_rows
 
@@ -94,7 +105,7 @@ def make_write_columns(spec):
     if spec.splits_queries:
         return _make_add_columns(spec)
     CM, DN, TX, TY = spec.CM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.d_v, spec.aligned
+    write_four = _make_write_four(spec)
 
     def write_columns(rT, T, row0, rows_end, thread):
         for r in range(CM):
@@ -102,13 +113,7 @@ def make_write_columns(spec):
             for c in range(DN):
                 col = uint32(4 * (thread.tx + c * TX))
                 e = 4 * (r * DN + c)
-                if aligned:
-                    if row < rows_end and col < uint32(d):
-                        write4(T, row, col, rT[e], rT[e + 1], rT[e + 2], rT[e + 3])
-                else:
-                    for n in range(4):
-                        if row < rows_end and uint32(col + n) < uint32(d):
-                            T[row, uint32(col + n)] = rT[e + n]
+                write_four(rT, e, T, row, col, rows_end)
 
     return write_columns
 
