@@ -180,19 +180,24 @@ class KeyTile(NamedTuple):
     i_end: Any
 
 
+class RowSlots(NamedTuple):
+    """A backward kernel's slots of row tiles in shared memory: of Q, of dO, of L with D behind."""
+
+    sQ: Any
+    sdO: Any
+    sL: Any
+
+
 class BackwardShared(NamedTuple):
-    """A backward kernel's tiles in shared memory, L and D, bits of what dropout drops, the words of
-    its key tile, and the barriers of its pipelines. Which of sdQ, sO and sS there is depends on the
-    kernel.
+    """A backward kernel's tiles in shared memory, bits of what dropout drops, the words of its key
+    tile, and the barriers of its pipelines.
     """
 
     sK: Any
     sV: Any
-    sQ: Any
-    sdO: Any
+    slots: RowSlots
     sdS: Any
     sdQ: Any
-    sL: Any
     sB: Any
     words: Any
     bars: Any
@@ -247,10 +252,8 @@ class WideShared(NamedTuple):
 
     sK: Any
     sV: Any
-    sQ: Any
-    sdO: Any
+    slots: RowSlots
     sS: Any
-    sL: Any
     sB: Any
     words: Any
     bars: Any
@@ -263,10 +266,8 @@ class Fa1BackwardShared(NamedTuple):
 
     sK: Any
     sV: Any
-    sQ: Any
-    sdO: Any
+    slots: RowSlots
     sdS: Any
     sO: Any
-    sL: Any
     words: Any
     bars: Any

@@ -59,7 +59,7 @@ def test_calls_have_few_arguments(file):
             assert len(function.args.args) <= MOST_ARGUMENTS, function.name
     for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
         name = ast.unparse(call.func).rpartition(".")[2]
-        if name not in INSTRUCTIONS and not name[0].isupper():
+        if name not in INSTRUCTIONS:
             assert len(call.args) <= MOST_ARGUMENTS, f"line {call.lineno}: {ast.unparse(call)}"
 
 

@@ -101,7 +101,7 @@ def make_backward(spec):
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
         rdV, rB = cuda.local.array(RV, float32), cuda.local.array(1, float32)
-        sK, sV, sQ, sdO, sdS, _, sL, _, bars = shared
+        sK, sV, (sQ, sdO, sL), sdS, _, _, bars = shared
         thread = grid.transposed_thread()
         head, heads, i_begin, i_stop = rows
         h_end, sums = uint32(head.h + heads), (A, results.dQ)

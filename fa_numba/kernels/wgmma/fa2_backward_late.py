@@ -35,7 +35,7 @@ def make_late_consumer(spec):
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
         rdV = cuda.local.array(RK, float32)
-        sK, sV, sQ, sdO, sdS, sdQ, sL, _, words, bars = shared
+        sK, sV, (sQ, sdO, sL), sdS, sdQ, _, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, _, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         column0 = uint32(j0 + 64 * thread.w)

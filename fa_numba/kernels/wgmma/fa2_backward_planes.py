@@ -36,7 +36,7 @@ def make_planes_consumer(spec):
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
         rdV, rT = cuda.local.array(RV, float32), cuda.local.array(RT, float32)
-        sK, sV, sQ, sdO, sdS, _, sL, _, words, bars = shared
+        sK, sV, (sQ, sdO, sL), sdS, _, _, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         column0 = uint32(j0 + 64 * thread.w)
@@ -128,7 +128,7 @@ def make_wide_consumers(spec):
         rS, rP = cuda.local.array(RS, float32), cuda.local.array(RP, uint32)
         rdV, rT = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
         rdQ = cuda.local.array(RQ, float32)
-        sK, _, sQ, sdO, sdS, sP, sL, _, words, bars = shared
+        sK, _, (sQ, sdO, sL), sdS, sP, _, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
@@ -190,7 +190,7 @@ def make_wide_consumers(spec):
         rP, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rdS, rT = cuda.local.array(RP, uint32), cuda.local.array(RK, float32)
         rdK, rdQ = cuda.local.array(RK, float32), cuda.local.array(RQ, float32)
-        sK, sV, sQ, sdO, sdS, sP, sL, _, words, bars = shared
+        sK, sV, (sQ, sdO, sL), sdS, sP, _, words, bars = shared
         thread, second = grid.transposed_thread(), planes.second_panel()
         own = GroupThread(thread.ty, thread.tx, uint32(0))
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)

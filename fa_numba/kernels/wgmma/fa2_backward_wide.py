@@ -37,7 +37,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     def consume_values(shared, Q, K, dV, scale_log2, group, options):
         rS, rP = cuda.local.array(RS, float32), cuda.local.array(RP, uint32)
         rdV = cuda.local.array(RV, float32)
-        sK, _, sQ, sdO, _, sL, sB, words, bars = shared
+        sK, _, (sQ, sdO, sL), _, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
@@ -94,7 +94,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     def consume_keys(shared, Q, K, dK, scale, scale_log2, group, options):
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rdS, rdK = cuda.local.array(RP, uint32), cuda.local.array(RK, float32)
-        _, sV, sQ, sdO, sS, sL, sB, words, bars = shared
+        _, sV, (sQ, sdO, sL), sS, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dKj = 0, on chip

@@ -18,7 +18,7 @@ from fa_numba.parts.mma.pairs import (
     write_rounded_of,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Fa1BackwardShared, GroupThread, Tile
+from fa_numba.parts.records import Fa1BackwardShared, GroupThread, RowSlots, Tile
 from fa_numba.parts.visits import (
     make_first_visit,
     make_is_unseen,
@@ -59,7 +59,7 @@ def make_fa1_backward_shared_memory(spec):
         sO = half_tile(AT_O, NOS)
         sL, words = shared_tile(AT_L, NL), index_tile(AT_WORDS, WORDS)
         bars = mbarrier_tile(AT_BARRIERS, BARRIERS)
-        return Fa1BackwardShared(sK, sV, sQ, sdO, sdS, sO, sL, words, bars)
+        return Fa1BackwardShared(sK, sV, RowSlots(sQ, sdO, sL), sdS, sO, words, bars)
 
     return fa1_backward_shared_memory
 
@@ -225,8 +225,8 @@ def make_load_rows(spec):
 
     def load_rows(shared, Q, dO, O, i0, head, slot):
         bars, stage, at = shared.bars, slot.stage, offsets(slot.stage)
-        load_q(shared.sQ, at.rows, Q, i0, head, bars, uint32(full_q + stage))
-        load_o(shared.sdO, at.out, dO, i0, head, bars, uint32(full_do + stage))
+        load_q(shared.slots.sQ, at.rows, Q, i0, head, bars, uint32(full_q + stage))
+        load_o(shared.slots.sdO, at.out, dO, i0, head, bars, uint32(full_do + stage))
         load_o(shared.sO, at.out, O, i0, head, bars, uint32(full_o + stage))
 
     return load_rows
@@ -241,7 +241,7 @@ def make_load_lse(spec):
     dlse = spec.features.dlse
 
     def load_lse(shared, L, i0, head, slot):
-        Lh, rows_end = L[head.b, head.h], head.Nq
+        Lh, rows_end, sL = L[head.b, head.h], head.Nq, shared.slots.sL
         at = uint32(slot.stage * (2 * Br))
         r = uint32(uint32(cuda.threadIdx.x) % WARP)
         place = uint32(at + place_of(r))
@@ -256,10 +256,10 @@ def make_load_lse(spec):
                     dL = head.options.dL[head.b, head.h, row]
                 if shift == NEG_INF:
                     dL = float32(0.0)
-                shared.sL[uint32(place + Br + WARP * n)] = dL
+                sL[uint32(place + Br + WARP * n)] = dL
             if shift == NEG_INF:
                 shift = float32(0.0)
-            shared.sL[uint32(place + WARP * n)] = shift
+            sL[uint32(place + WARP * n)] = shift
         arrive_mbarrier(shared.bars, uint32(full + slot.stage))
 
     return load_lse
@@ -291,21 +291,22 @@ def make_row_dots(spec):
     _, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     def row_dots(shared, stage, columns):
+        _, sdO, sL = shared.slots
         at_rows, at = uint32(stage * NO), uint32(stage * (2 * Br) + Br)
         r, rows = uint32(uint32(cuda.threadIdx.x) - WARP), anew(uint32(Br))
         while r < rows:
             dot, col = float32(0.0), uint32(0)
             if dlse:
-                dot = -shared.sL[uint32(at + place_of(r))]
+                dot = -sL[uint32(at + place_of(r))]
             while col < columns:
                 chunk = uint32(uint32(col % PANEL) ^ uint32(CHUNK * (r % 8)))
                 place = uint32(at_rows + PANEL * (r + Br * (col // PANEL)) + chunk)
-                os, gs = load8(shared.sO, place), load8(shared.sdO, place)
+                os, gs = load8(shared.sO, place), load8(sdO, place)
                 for e in range(4):
                     o, g = unpack(os[e]), unpack(gs[e])
                     dot += o[0] * g[0] + o[1] * g[1]
                 col = uint32(col + CHUNK)
-            shared.sL[uint32(at + place_of(r))] = dot
+            sL[uint32(at + place_of(r))] = dot
             r = uint32(r + DOT_THREADS)
         arrive_mbarrier(shared.bars, uint32(full + stage))
 

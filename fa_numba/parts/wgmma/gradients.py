@@ -42,7 +42,7 @@ from fa_numba.parts.mods import (
     make_times_slope,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import BackwardShared, GroupThread, SlotOffsets
+from fa_numba.parts.records import BackwardShared, GroupThread, RowSlots, SlotOffsets
 from fa_numba.parts.wgmma.drawing import make_read_drawn
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
@@ -73,7 +73,7 @@ def make_backward_shared_memory(spec):
         sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
         bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
         sB = index_tile(AT_B, NB)
-        return BackwardShared(sK, sV, sQ, sdO, sdS, sdQ, sL, sB, words, bars)
+        return BackwardShared(sK, sV, RowSlots(sQ, sdO, sL), sdS, sdQ, sB, words, bars)
 
     return backward_shared_memory
 
@@ -130,7 +130,7 @@ def make_load_q(spec):
 
     def load_q(shared, Q, i0, head, slot):
         at, barrier = uint32(slot.stage * NQ), uint32(full + slot.stage)
-        load(shared.sQ, at, Q, i0, head, shared.bars, barrier)
+        load(shared.slots.sQ, at, Q, i0, head, shared.bars, barrier)
 
     return load_q
 
@@ -143,7 +143,7 @@ def make_load_do(spec):
 
     def load_do(shared, dO, i0, head, slot):
         at, barrier = uint32(slot.stage * NO), uint32(full + slot.stage)
-        load(shared.sdO, at, dO, i0, head, shared.bars, barrier)
+        load(shared.slots.sdO, at, dO, i0, head, shared.bars, barrier)
 
     return load_do
 
@@ -169,9 +169,9 @@ def make_load_values(spec):
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
 
     def load_values(shared, L, D, i0, rows_end, slot):
-        sL, at, barrier = shared.sL, uint32(slot.stage * (2 * Br)), uint32(full + slot.stage)
+        at, barrier = uint32(slot.stage * (2 * Br)), uint32(full + slot.stage)
         r = uint32(uint32(cuda.threadIdx.x) - WARP)
-        place = uint32(at + place_of(r))
+        place, sL = uint32(at + place_of(r)), shared.slots.sL
         for n in range(Br // VALUE_THREADS):
             row = uint32(i0 + r + VALUE_THREADS * n)
             shift, d = float32(0.0), float32(0.0)

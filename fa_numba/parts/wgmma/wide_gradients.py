@@ -8,7 +8,7 @@ from fa_numba.device import cuda, float32, uint32
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, index_tile, load4, shared_tile, store4
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import WideShared
+from fa_numba.parts.records import RowSlots, WideShared
 from fa_numba.parts.wgmma.products import wait_for
 from fa_numba.tiling.wgmma import GROUP
 
@@ -28,7 +28,8 @@ def make_wide_shared_memory(spec):
         sQ, sdO = half_tile(AT_Q, NQS), half_tile(AT_DO, NOS)
         sS, sL = shared_tile(AT_S, NSS), shared_tile(AT_L, NL)
         bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
-        return WideShared(sK, sV, sQ, sdO, sS, sL, index_tile(AT_B, NB), words, bars)
+        slots = RowSlots(sQ, sdO, sL)
+        return WideShared(sK, sV, slots, sS, index_tile(AT_B, NB), words, bars)
 
     return wide_shared_memory
 
