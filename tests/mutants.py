@@ -83,7 +83,9 @@ def negate(node):
 
 
 def forget(node):
-    """Leave out an element of a tuple, a condition of several, an argument by its name."""
+    """Leave out an element of a tuple, a condition of several, an argument by its name; not of a
+    ``zip`` that it is of one length, which holds as long as nothing is wrong.
+    """
     if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and len(node.elts) > 2:
         for n in range(len(node.elts)):
             yield node, ast.Tuple([*node.elts[:n], *node.elts[n + 1 :]], node.ctx)
@@ -92,7 +94,8 @@ def forget(node):
             left = [*node.values[:n], *node.values[n + 1 :]]
             yield node, left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
     elif isinstance(node, ast.Call):
-        for n in range(len(node.keywords)):
+        named = [n for n, each in enumerate(node.keywords) if each.arg != "strict"]
+        for n in named:
             left = [*node.keywords[:n], *node.keywords[n + 1 :]]
             yield node, ast.Call(node.func, node.args, left)
 
@@ -454,8 +457,8 @@ def executed(runs, names):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(builtins, "executed", keys.add, create=True))
         for name in names:
-            if name in sys.modules:
-                stack.enter_context(_of_text(name, telling(name)))
+            importlib.import_module(name)
+            stack.enter_context(_of_text(name, telling(name)))
         for run in runs:
             keys.clear()
             assert noticed(run) is None, f"{run.title} fails as it is"
