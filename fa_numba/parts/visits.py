@@ -166,7 +166,7 @@ def make_next_row(spec):
 def _make_first_of_heads(spec):
     """``first_of_heads(h, i0, head, j0, h_end, i_first, i_end)``: from row tile i0 of head h on,
     the first visit of column tile j0, of that head or, unless a block has a single one, of those
-    behind it up to h_end, which is the head where there is none.
+    behind it, before h_end. Where there is none, i0 is not below i_end, or the head is h_end.
     """
     sparse, single, next_row = spec.features.sparse, spec.single_head, make_next_row(spec)
 

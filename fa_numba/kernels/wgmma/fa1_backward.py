@@ -2,11 +2,12 @@
 tensor cores.
 
 One thread block takes one (batch, K/V head): both loops run inside it. Its producer loads Kj and
-Vj in every pass, and row tiles with their L to two slots in turn; two of its warps make D of them,
-in every pass. A consumer warpgroup has 64 columns of S and all rows of the tile: it keeps its
-dK and dV in registers, and P is recomputed from L alone. Only dS passes through shared memory, for
-dQ, which passes through global memory in every pass: in float32 (``A``) until the last one rounds
-it. Query splits, shared memory and accesses: below the kernel.
+Vj for each pass of the outer loop, and row tiles with their L to two slots in turn; two of its
+warps make D of every row tile's dO and O, once more in each pass. A consumer warpgroup has 64
+columns of S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from
+L alone. Only dS passes through shared memory, for dQ, which passes through global memory in every
+pass: in float32 (``A``) until the last one rounds it. Lines in comments are as ``kernels`` says.
+Query splits, shared memory and accesses: below the kernel.
 """
 
 from functools import cache
@@ -220,8 +221,8 @@ def make_backward(spec):
 __doc__ += """
 A part of dQ is the same thread's in every pass, so that it reads what it has written itself. With
 query splits several blocks share a head, each with its own rows of Q, and sum dK and dV in float32
-by atomic adds, in no fixed order; a kernel of its own rounds them. With a window counters of
-the loops spill, up to 96 bytes a thread.
+by atomic adds, in no fixed order; a kernel of its own rounds them. Causal or with a window
+counters of the loops spill up to d = 64: 16 bytes a thread, with ``dlse`` 52.
 
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 6 Br d + 2 Br Bc + 8 Br, and the
     barriers; in bytes:  198752 (d=64, 128 x 128), 197728 (d=128, 64 x 128)

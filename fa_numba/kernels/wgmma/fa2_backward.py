@@ -4,13 +4,14 @@ cores.
 One thread block takes one column tile: the outer loop is the grid. Its producer loads Kj and Vj
 once, and row tiles with their L and D to two slots in turn. A consumer warpgroup has 64 columns of
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
-Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
-atomic adds, or by threads' (``fa2_backward_late``), in no fixed order, then rounded; or by a kernel
-of its own, with Q outer, in one order.
+Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by atomic adds, of
+the copy engine or of threads (``fa2_backward_late``), in no fixed order, then rounded; or by a
+kernel of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
-one (``group_splits``). Where a block's own number does not say which these are, or batch entries
-have lengths of their own, one thread finds them for all. What dropout drops the producers draw,
-ahead of the products, as bits. Shared memory and accesses: at the end.
+one (``group_splits``). Where a block's number does not say which rows these are, or batch entries
+have lengths of their own, one thread finds them for the whole block (``parts.wgmma.key_tiles``).
+With dropout the producers draw a bit for each element, ahead of the products. Lines in comments are
+as ``kernels`` says. Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -68,6 +69,7 @@ def make_producers(spec):
     def produce_drawing(shared, rows, K, V, group, options):
         Q, dO, L, D = rows
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
+        # Whether this thread loads the matrices, and whether L and D
         first, of_values = cuda.threadIdx.x == 0, 32 <= cuda.threadIdx.x < 96
         if first:
             # Alg. 2 line 6: load Kj, Vj
@@ -93,8 +95,8 @@ def make_producers(spec):
 
 @cache
 def make_backward(spec, atomic=True):
-    """The kernel, over the blocks of ``key_tiles``; without ``atomic`` dQ is
-    ``make_query_gradients``'s.
+    """The kernel, launched over the grid of ``key_tiles``, a block a column tile or a share of it;
+    without ``atomic`` dQ is ``make_query_gradients``'s.
     """
     producers = make_producers(spec)
     if spec.wide:
@@ -193,7 +195,7 @@ def make_backward(spec, atomic=True):
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_dv(rdV, sV, results.dV, column0, head, thread)
 
-    # Consumers of other files take its place: with a late dQ, or of float32 in planes.
+    # Other files' consumers take its place: where dQ is late, or float32 matrices are in planes.
     APART = spec.planes > 1
     if spec.late:
         consume = make_late_consumer(spec)

@@ -28,9 +28,10 @@ def _kept(w0, w1, w2, w3, last, less):
 @part
 def make_draw_tile(spec):
     """``draw_tile(shared, i0, j0, head, slot)``: bits of a tile of S to a slot. A warp draws for 32
-    columns, a thread for its likes in two consumer warps.
+    columns, a thread for those at its place in two consumer warps.
 
-    A word has 16 of a thread's rows in each half, one for each of its columns: 1 is kept.
+    A word has a bit for 16 rows of each of a consumer thread's two columns, a half word each: 1 is
+    kept.
     """
     WORDS, THREADS, Bc = spec.drawn_words, spec.drawing_threads, spec.Bc
     full = spec.pipelines.q.full

@@ -45,8 +45,8 @@ CHUNK = 8  # 16-bit elements in 16 bytes
 
 @part
 def make_fa1_backward_shared_memory(spec):
-    """``fa1_backward_shared_memory()``: Kj and Vj, slots of Q, dO and O, dS, L and D, and the
-    barriers.
+    """``fa1_backward_shared_memory()``: Kj and Vj, slots of Q, dO, O, dS, L and D, words of visits
+    where a block mask hides some, and the barriers.
     """
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.offsets
@@ -88,7 +88,8 @@ def make_rows_of_block(spec):
 @part
 def make_pass_word(spec):
     """``pass_word(h, i0, first, j0, h_end, i_first, i_end)``: what a slot of Q says to consumers,
-    that read no list of a block mask: ``next_visit``'s head, and a word (``listed.word``).
+    which read no list of a block mask: the head of the next visit, and a word (``listed.word``).
+    Without a block mask nobody looks at it.
     """
     sparse, word, next_visit = spec.features.sparse, make_word(spec), make_next_visit(spec)
     visit_ahead = make_visit_ahead(spec)
@@ -135,8 +136,8 @@ def make_read_pass_word(spec):
 
 @part
 def make_next_by_word(spec):
-    """``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``: ``next_visit`` of a
-    consumer.
+    """``next_by_word(visit, shared, slot, h, i0, i_first, i_end)``: ``next_visit`` of a consumer,
+    which with a block mask reads in the slot what comes next.
     """
     Br, grouped, sparse = spec.Br, spec.grouped, spec.features.sparse
 
@@ -170,8 +171,8 @@ def make_visits_of_pass(spec):
 
 @part
 def make_is_nth_visit(spec):
-    """``is_nth_visit(n, n_end, h, h_end, i0, i_end)``: ``is_visit`` of who counts them, as far as
-    they can be counted.
+    """``is_nth_visit(n, n_end, h, h_end, i0, i_end)``: whether visit n comes before n_end;
+    with a block mask, whose visits cannot be counted beforehand, ``is_visit``.
     """
     sparse, is_visit = spec.features.sparse, make_is_visit(spec)
 
@@ -267,8 +268,8 @@ def make_load_lse(spec):
 
 @part
 def make_dot_columns(spec):
-    """``dot_columns(Q, O)``: the columns of O, where they are Q's by that: a plain kernel reads no
-    more shapes.
+    """``dot_columns(Q, O)``: the columns of O; by the shape of Q where it has as many, which the
+    kernel reads in any case.
     """
     own = bool(spec.head_dim_v)
 
@@ -283,8 +284,8 @@ def make_dot_columns(spec):
 @part
 def make_row_dots(spec):
     """``row_dots(shared, stage, columns)``: D = rowsum(dO o O), less dL, by two warps; a thread
-    takes a row, in chunks of 16 bytes. They have few registers: that the ends are no constants
-    leaves the loops loops.
+    takes a row, in chunks of 16 bytes. They have few registers, so loops are not to be unrolled:
+    the compiler is not told their ends.
     """
     Br, NO = spec.Br, spec.of_values.tile_halves[0]
     place_of, full, dlse = value_place, spec.pipelines.d.full, spec.features.dlse

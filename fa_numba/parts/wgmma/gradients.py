@@ -155,8 +155,8 @@ def _make_load_rows(spec):
 
 @device_function
 def value_place(r):
-    """Where the L and D of row r lie: of 16 rows those four that a thread has lie side by side, 2
-    ty, the next, and 8 further.
+    """Where the L and D of row r lie. Of 16 rows a thread has four, 2 ty, 2 ty + 1 and those 8
+    further down: they lie side by side.
     """
     return uint32(r // 16 * 16 + r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
 
@@ -164,7 +164,7 @@ def value_place(r):
 @part
 def make_load_values(spec):
     """``load_values(shared, L, D, i0, rows_end, slot)``: two warps load L, in units of log2, and D
-    behind it. Rows past the end have 0, and so have those that see no column.
+    behind it. Rows past the end have 0 in both; L is 0 too where a row sees no column.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
 
@@ -209,9 +209,9 @@ def make_scale_and_bias(spec):
 
 @part
 def make_p_of_columns(spec):
-    """``p_of_columns(rS, rP, scale, sL, at, tile)``: ST to PT = exp(ST - L); where slopes of scores
-    are not 1 nothing, as ``ds_of_columns`` does it then, or, with ``slopes_early``, to PT times
-    them, and PT in 16 bits.
+    """``p_of_columns(rS, rP, scale, sL, at, tile)``: ST to PT = exp(ST - L). Where slopes of scores
+    are not 1 ``ds_of_columns`` does that, and this nothing; but with ``slopes_early`` it makes of
+    ST PT times the slopes, and leaves PT in 16 bits in rP.
     """
     if spec.slopes_early:
         return _make_p_and_slopes(spec)
@@ -246,7 +246,9 @@ def _make_p_and_slopes(spec):
 
 @part
 def _make_slopes_of_pair(spec):
-    """``slopes_of_pair(rS, e, given, place, head)``: P of the elements e and e + 1, then slopes."""
+    """``slopes_of_pair(rS, e, given, place, head)``: P of the elements e and e + 1, then slopes.
+    ``given`` are sL and where this thread's L begin in it.
+    """
     TM, p_and_slope = spec.TM, make_p_and_slope(spec)
 
     def slopes_of_pair(rS, e, given, place, head):
@@ -274,7 +276,7 @@ def make_round_early(spec):
 
 @part
 def make_probabilities(spec):
-    """``probabilities(rS, scale, sL, at, thread)``: ST to PT = exp(ST - L), with a cap too."""
+    """``probabilities(rS, scale, sL, at, thread)``: ST, capped or not, to PT = exp(ST - L)."""
     TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
 
     def probabilities(rS, scale, sL, at, thread):
@@ -293,9 +295,9 @@ def make_probabilities(spec):
 @part
 def make_ds_of_columns(spec):
     """``ds_of_columns(rdS, rP, rdP, rS, sL, at, tile)``: dST = PT o (dPT - D) in 16 bits, of PT in
-    rS; and PT in 16 bits, unless it was rounded early. D lies behind L.
+    rS; and PT in 16 bits to rP, unless it was rounded early. D lies behind L.
 
-    With a cap, or a function whose slope is not 1, of ST in rS, which slopes are made of, and PT
+    With a cap, or a function whose slope is not 1, rS still has ST: slopes and PT are made of it
     here. By few rows at a time: what was rounded leaves its registers to others.
     """
     if spec.adds_fragments or spec.slopes_early:
@@ -439,7 +441,8 @@ def make_ds_of_kept(spec):
 
     def ds_of_kept(p, dp, d, options):
         if dropout:
-            # Of what is kept 2 P, by the units that have least to do.
+            # P is negative where it was dropped. kept is 2 P, or 0: additions, for the units that
+            # have least to do.
             kept = p + abs(p)
             return kept * (dp * (float32(0.5) * options.inverse_keep)) - abs(p) * d
         return p * (dp - d)
@@ -483,9 +486,9 @@ def make_store_ds(spec):
 
 @part
 def make_begin_dq(spec):
-    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's part of dQ = dS K, 64 rows and a panel, or
-    half of one: its rows, or its columns, in FlashAttention-1 added to what it is. Both operands'
-    rows run across the sum, which is over all columns of S.
+    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's part of dQ = dS K: of a tile of 128 rows
+    its 64, else its panel of columns, or half a panel. FlashAttention-1 adds it to rdQ. The sum is
+    over all columns of S, along which a row of neither operand runs.
     """
     Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
     ADDS, COLUMNS = int(spec.algorithm == "fa1"), spec.query_columns
@@ -666,15 +669,16 @@ def make_write_dv(spec):
 
 @part
 def make_write_columns(spec):
-    """``write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK, nothing
-    beyond a packed sequence's; or, where blocks share a head, this block's float32 part of them.
+    """``write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK, by way
+    of where its rows of K were, nothing beyond a packed sequence; or, where blocks share a head,
+    this block's float32 part of them, from registers.
     """
     if spec.splits_group:
         return _make_write_part(spec)
     write = make_write_tile(spec.transposed, make_read_key_box(spec, spec.features.packed))
 
     def write_columns(rdK, sK, dK, row0, head, thread):
-        own = GroupThread(thread.tx, thread.ty, thread.w)
+        own = GroupThread(thread.tx, thread.ty, thread.w)  # dK is not transposed
         write(rdK, sK, uint32(0), dK, row0, head, own)
 
     return write_columns

@@ -28,7 +28,7 @@ def make_transposed_thread(spec):
     """``transposed_thread()``: ``thread`` of ST: where in 64 columns of S, and in their rows.
 
     The warpgroup is by a shuffle: the assembler sees that it is one for a warp, and computes
-    operands' places once, in uniform registers; but where consumers share columns, as was timed.
+    operands' places once, in uniform registers. Not so where consumers share columns: it was timed.
     """
     thread, SHUFFLED = make_thread(spec), not spec.wide
 

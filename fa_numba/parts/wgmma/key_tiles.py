@@ -1,9 +1,10 @@
 """Key tiles: which column tile, and which rows of queries, a block of the backward pass takes.
 
 Where batch entries have lengths of their own, or blocks split rows, the first thread finds these
-and writes them to words in shared memory: nobody else looks for them, and no register keeps
+and writes them to words in shared memory: no other thread looks for them, and no register keeps
 what can be read again. The words: where the column tile begins, of which entry it is, Nq and Nk,
-and where these end in the arrays; and the block's query head and rows.
+and where these rows end in the arrays; where rows are split, the block's query head, its first row
+and one past its last.
 """
 
 from functools import cache
@@ -19,7 +20,7 @@ from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 
 @part
 def _make_range_in_chunk(spec):
-    """``visits.row_range``; no row of a tile that the last chunk has beyond the others' columns."""
+    """``visits.row_range``; no rows for a tile beyond K, of which the last chunk may have some."""
     row_range = make_row_range(spec)
     if not spec.chunk_tiles:
         return row_range
@@ -35,13 +36,15 @@ def _make_range_in_chunk(spec):
 
 @part
 def _make_column_tile(spec):
-    """``column_tile()``: a backward block's first column, K/V head and batch entry, of a grid (Tc,
-    Hk, B), in chunks of C tiles (C Hk, B, ceil(Tc / C)). Where S blocks share the query heads of a
-    K/V head these are Hk S shares: see ``shared_key_head``.
+    """``column_tile()``: a backward block's first column, K/V head and batch entry. The grid is
+    (Tc, Hk, B), or in chunks of C tiles (C Hk, B, ceil(Tc / C)). Where S blocks share the query
+    heads of a K/V head, or their rows, it has Hk S in the place of Hk, and the head is a share:
+    see ``shared_key_head``.
 
-    A causal mask leaves the first columns most rows. In chunks those of all heads go before the
-    next ones, so that the last blocks to start are short; the tiles of a chunk read Q and dO
-    together. C is a power of two: places are found from the block's, in no register.
+    Under a causal mask the first columns are seen by most rows. In chunks those of all heads go
+    before the next ones, so that the last blocks to start are short; the tiles of a chunk read Q
+    and dO together. C is a power of two: bits of the block's number say all three, at no cost where
+    they are asked for again.
     """
     Bc, C = spec.Bc, spec.chunk_tiles
 
@@ -56,8 +59,8 @@ def _make_column_tile(spec):
 
 @part
 def make_shared_key_head(spec):
-    """``shared_key_head(head, Q, K)``: the head with its K/V head, of which hk has been the block's
-    share of query heads. A head's shares are neighbours; without them a share is its head.
+    """``shared_key_head(head, Q, K)``: the head with hk its K/V head, where hk has been the block's
+    share. Shares of a K/V head are neighbours; where there are none hk is the K/V head already.
     """
     splits = spec.splits_group
 
@@ -100,8 +103,8 @@ def make_write_key_tile(spec):
 
 @part
 def _make_own_rows(spec):
-    """``own_rows(i_first, i_end, share, shares)``: of so many shares of rows one, with as many row
-    tiles as the others; what is left over goes to the first of them.
+    """``own_rows(i_first, i_end, share, shares)``: of the rows, split into so many shares, this
+    one's: as many row tiles as the others have, or one more in the first ones.
     """
     Br = spec.Br
 
@@ -211,8 +214,8 @@ def _make_read_row_range(spec):
 
 @part
 def make_takes_more(spec):
-    """``takes_more(words, h, h_end, i0)``: whether this block visits row tile i0 of head h, behind
-    another.
+    """``takes_more(words, h, h_end, i0)``: whether this block visits row tile i0 of head h, which
+    came behind another one.
     """
     splits = spec.splits_rows
 
