@@ -89,7 +89,7 @@ class SharedArray:
     def __setitem__(self, e: Any, value: Any) -> None:
         if value.__class__ is not np.ndarray:
             value = np.full(self.ctx.group.count, self.convert(value))
-        self._write(e, value.reshape(1, -1))
+        self._write(e, value.reshape(1, self.ctx.group.count))
 
     def load(self, e: Any, n: int, pairs: bool = True) -> tuple[Any, ...]:
         """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n.

@@ -22,7 +22,7 @@ LOG2E = types.float32(math.log2(math.e))
 def _powers(base, exponents):
     """The C library's `pow`, as Python's: with a base that is no constant it stays that."""
     made = np.zeros_like(exponents)
-    for k in range(exponents.size):
+    for k in range(len(exponents)):
         made[k] = base ** exponents[k]
     return made
 

@@ -23,6 +23,7 @@ from fa_numba.emulator import (
     launch,
     schedule,
 )
+from fa_numba.intrinsics.arithmetic import exp2
 
 FULL = 0xFFFFFFFF
 TILE = 16
@@ -1179,6 +1180,26 @@ def test_nothing_is_left_running():
 def test_launches_that_cannot_be(grid, block, args, kind, message):
     with pytest.raises(kind, match=message):
         launch(barrier_for, grid, block, args)
+
+
+def exp2_of_a_pair(out):
+    x = float32(cuda.threadIdx.x)
+    out[cuda.threadIdx.x] = exp2((x, x) - x)
+
+
+def pair_to_shared_memory(out):
+    sums, t = cuda.shared.array(TILE, float32), cuda.threadIdx.x
+    sums[t] = (float32(t), float32(t)) - float32(t)
+    out[t] = sums[t]
+
+
+@pytest.mark.parametrize("kernel", [exp2_of_a_pair, pair_to_shared_memory])
+def test_a_pair_is_no_number(kernel):
+    """Of a tuple and the lanes NumPy makes an array of two axes: nothing may be read or written
+    beyond it, nor half of it be taken.
+    """
+    with pytest.raises(ValueError, match=r"\(2,\s?16\)|size 32"):
+        launch(kernel, 1, TILE, (zeros(TILE),))
 
 
 def test_launches_from_several_python_threads_do_not_mix():
