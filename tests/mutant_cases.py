@@ -272,6 +272,12 @@ NOWHERE = {
     "mask_mod": lambda b, h, i, j: j <= i,
 }
 BACKWARD_CASES["mods"] += (Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), NOWHERE),)
+# That no two lanes read, beside elements of rows and of columns
+_wide = np.linspace(-1, 1, 640, dtype=np.float32).reshape(320, 2)
+APART = {
+    "score_mod": lambda s, b, h, i, j: s + _wide[min(i + 16 * j, 319), h] + _far[h, i] * _far[h, j]
+}
+BACKWARD_CASES["mods"] += (Case((1, 2, 1, 13, 19, 4), Tiles(8, 16), APART),)
 CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
 BACKWARD_CASES["slopes"] = (
     Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([0.5])}),
@@ -342,12 +348,17 @@ MMA_STAGES = {
         Case((1, 1, 1, 5, 40, 256), Tiles(32, 16, 64), {"kv_lens": [39]}, page_size=16),
     ),
 }
-SIMT_PAGES = {
+SIMT_COPIES = {
     "pages": (
         Case((2, 2, 1, 5, 70, 20), Tiles(8, 32, 64), {"kv_lens": [70, 17]}, page_size=16),
         Case((2, 2, 2, 5, 60, 32), Tiles(8, 32, 64), {"kv_lens": [60, 0]}, page_size=48),
         Case((1, 2, 1, 5, 40, 3), Tiles(8, 16, 32), {"kv_lens": [39]}, page_size=16),
-    )
+    ),
+    # Six rows at once, where a swizzle is not that of its parts; fewer 16 bytes than threads
+    "rows": (
+        Case((1, 1, 1, 25, 26, 64), Tiles(24, 24, 96)),
+        Case((1, 1, 1, 5, 33, 124), Tiles(4, 32, 32)),
+    ),
 }
 KEYS = {"warp_partition": "keys"}
 MMA_KEYS = {
@@ -713,7 +724,7 @@ def own_runs():
     found = []
     for unit, run_of, algorithms, groups in (
         ("simt", run, ALGORITHMS, CASES),
-        ("simt", run, ["fa2"], SIMT_PAGES),
+        ("simt", run, ["fa2"], SIMT_COPIES),
         ("simt", run, ["standard"], SIMT_STANDARD),
         ("simt", run_backward, ALL_WAYS, BACKWARD_CASES),
         ("mma", run, ["fa1", "fa2"], MMA_CASES),
@@ -774,6 +785,8 @@ def runs():
         test_append_kv.test_rows_are_appended_in_the_other_layout,
         test_mods.test_blocks_are_empty_full_or_mixed,
         test_mods.test_a_full_block_is_not_asked,
+        test_mods.test_a_sequence_without_columns_is_not_looked_up_behind_an_array,
+        test_value_dim.test_rows_appended,
         test_kv_splits.test_splits_against_float64,
         test_kv_splits.test_packed_splits,
         test_merge.test_parts_become_the_whole,

@@ -131,6 +131,16 @@ def test_choices_on_hopper():
         check("emulator", algorithm, rows, k, v, **HOPPER, **options)
 
 
+TABLE = np.int32([[5, 0, 3, 1, 9, 7], [2, 4, 6, 8, 10, 11]])
+
+
+def _in_pages(k, v):
+    pages = [np.empty((12, 2, 16, x.shape[-1]), x.dtype) for x in (k, v)]
+    for paged, x in zip(pages, (k, v), strict=True):
+        paged[TABLE] = x.reshape(2, 2, 6, 16, -1).transpose(0, 2, 1, 3, 4)
+    return pages
+
+
 @pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
 def test_splits_pages_and_layout(unit):
     dtype = "float32" if unit == "simt" else "float16"
@@ -142,15 +152,8 @@ def test_splits_pages_and_layout(unit):
     swapped = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     o = fa_numba.flash_attention_2(*swapped, **how, layout="bnhd")
     assert (o.transpose(0, 2, 1, 3) == whole).all()
-    table = np.int32([[5, 0, 3, 1, 9, 7], [2, 4, 6, 8, 10, 11]])
-    pages = [np.empty((12, 2, 16, x.shape[-1]), dtype) for x in (k, v)]
-    for paged, x in zip(pages, (k, v), strict=True):
-        paged[table] = x.reshape(2, 2, 6, 16, -1).transpose(0, 2, 1, 3, 4)
-    written = [np.zeros_like(x) for x in pages]
-    fa_numba.append_kv(*written, k[:, :, :70], v[:, :, :70], table, kv_lens=[0, 0])
-    fa_numba.append_kv(*written, k[:, :, 70:], v[:, :, 70:], table, kv_lens=[70, 70])
-    assert all((x == y).all() for x, y in zip(written, pages, strict=True))
-    of_pages = {"block_table": table, "kv_lens": [96, 96]}
+    pages = _in_pages(k, v)
+    of_pages = {"block_table": TABLE, "kv_lens": [96, 96]}
     with fa_numba.count_accesses() as counts:
         o = fa_numba.flash_attention_2(q, *pages, **how, **of_pages)
     assert (o == whole).all()
@@ -158,6 +161,18 @@ def test_splits_pages_and_layout(unit):
     planned = fa_numba.plan(*shapes, dtype=dtype, **how, **of_pages)
     assert planned.accesses.loads == counts.loads
     assert planned.accesses.stores == counts.stores
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "d_v"), [("float32", 24, 136), ("float16", 136, 24), ("float16", 24, 136)]
+)
+def test_rows_appended(dtype, d, d_v):
+    _, k, v = (x.astype(dtype) for x in random_inputs(2, 2, 2, 1, 96, d, d_v))
+    pages = _in_pages(k, v)
+    written = [np.zeros_like(x) for x in pages]
+    fa_numba.append_kv(*written, k[:, :, :70], v[:, :, :70], TABLE, kv_lens=[0, 0])
+    fa_numba.append_kv(*written, k[:, :, 70:], v[:, :, 70:], TABLE, kv_lens=[70, 70])
+    assert all((x == y).all() for x, y in zip(written, pages, strict=True))
 
 
 def test_one_dimension_given_twice_is_one():

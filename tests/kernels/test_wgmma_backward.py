@@ -125,6 +125,8 @@ FUNCTIONS = [
     ("fa2", 2, 1, 77, 150, 64, BENDS | {"causal": True}),
     ("fa1", 1, 1, 77, 70, 64, CAPS | {"causal": True}),
     ("fa2", 2, 1, 77, 90, 64, CAPS | {"mask_mod": lambda b, h, i, j: i != j, "kv_lens": [80]}),
+    # Another function's derivative
+    ("fa2", 1, 1, 70, 40, 64, BENDS | {"score_mod_grad": lambda s, b, h, i, j: 1 - s / 5}),
 ]
 
 
@@ -306,7 +308,7 @@ DROPPED = [
     ("fa2", 1, 1, 1, 1, 1, 64, {}),
     ("fa2", 1, 2, 1, 77, 130, 64, {"causal": True}),
     ("fa2", 1, 2, 1, 70, 200, 128, {"window": (60, 40), "group_splits": 2}),
-    ("fa2", 2, 1, 1, 270, 100, 64, {"q_lens": [270, 77], "kv_lens": [99, 100]}),
+    ("fa2", 3, 1, 1, 270, 100, 64, {"q_lens": [270, 77, 0], "kv_lens": [99, 100, 90]}),
     ("fa2", 1, 2, 1, 70, 100, 192, {"causal": True}),
     ("fa2-deterministic", 1, 2, 1, 150, 200, 64, {"causal": True}),
     ("fa2-deterministic", 2, 2, 2, 70, 77, 128, {"alibi_slopes": np.float32([0.3, -0.1])}),
