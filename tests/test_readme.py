@@ -28,7 +28,7 @@ PAGES += tuple(f"{room}/README.md" for room in ROOMS)
 PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob("*.md")))
 # How long a page may be, in characters: who wants more follows its links.
 LONGEST = {"README.md": 14_000, "paper_repro.md": 45_000}
-RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h200.csv"
+RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h100-80gb-hbm3.csv"
 # README's rows, by series, and what their columns are: source and metric.
 ROWS = {
     "fa1-mma": "FA-1, K/V outer, one thread block a head",

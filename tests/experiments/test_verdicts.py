@@ -526,20 +526,26 @@ def test_what_the_page_says_of_the_rings_model():
 
 
 def test_what_the_page_says_of_shapes():
-    """In the median every class is ahead of its peer and above 0.9 of cuDNN; no point is below 0.9
-    of its peer, with shared heads none below 0.95, and none failed or has no peer.
+    """In the median every class is ahead of its peer and above 0.9 of cuDNN; no point but one, a
+    bias forward at d=64, is below 0.9 of its peer, with shared heads none below 0.95, and none
+    failed or has no peer.
     """
     rows = recorded("shapes")
     found = shapes.ratios(rows)
     assert len(found) == 2 * len(shapes.KINDS)
+    behind = []
     for at, own in found.items():
         kind = at[0]
-        over = own[shapes.KINDS[kind].peer].values()
+        peer = shapes.KINDS[kind].peer
+        over = own[peer].values()
         ours = [r for r in rows if (shapes.kind_of(r), r.pass_, r.series) == (*at, shapes.AUTO)]
         assert not any(row.failed for row in ours) and len(over) == len(ours)
-        assert np.median([*over]) >= 1 and min(over) >= (0.95 if kind == "shared" else 0.9)
+        assert np.median([*over]) >= 1 and min(over) >= (0.95 if kind == "shared" else 0.86)
+        behind += [(at, place) for place, value in own[peer].items() if value < 0.9]
         if "torch-cudnn" in own:
             assert np.median([*own["torch-cudnn"].values()]) >= 0.9
+    ((at, place),) = behind
+    assert at == ("options", "fwd") and "bias" in place[0] and 64 in place
 
 
 def test_what_the_page_says_of_hoppers_unit():

@@ -8,7 +8,7 @@ What stands between two markers is replaced; all other text is written by hand.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
@@ -18,8 +18,9 @@ from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
 TABLES = FIGURES / "tables"
-# The GPU of the pages' numbers: whatever else is recorded beside it, they stay as they are.
-MACHINE = "nvidia-h200"
+# The GPUs of the pages' numbers: whatever else is recorded beside them, they stay as they are. Of
+# what both have recorded LATER's is of later kernels.
+MACHINE, LATER = "nvidia-h200", "nvidia-h100-80gb-hbm3"
 NO_RECORDING = "no recording yet"
 _BLOCK = re.compile(
     r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
@@ -49,7 +50,9 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
 
 
 def gpu(store: Store, experiment: str) -> str:
-    """The GPU of an experiment's numbers: MACHINE, but where another one alone was recorded."""
+    """The GPU of an experiment's numbers: LATER, MACHINE, or another if it alone was recorded."""
+    if store.read(experiment, LATER):
+        return LATER
     others = {*store.machines(experiment)} - {MODEL, EMULATOR, MACHINE}
     return others.pop() if len(others) == 1 and not store.read(experiment, MACHINE) else MACHINE
 
@@ -60,9 +63,11 @@ def text(name: str, store: Store) -> str:
     if name not in tables:
         raise ValueError(f"no table named {name!r}: known are {', '.join(tables)}")
     make, experiments = tables[name]
+    own = make.machine if isinstance(make, Across) else ""
+    gpus = {experiment: own or gpu(store, experiment) for experiment in experiments}
     rows: list[Row] = []
-    for experiment in experiments:
-        for machine in (MODEL, EMULATOR, gpu(store, experiment)):
+    for experiment, its_gpu in gpus.items():
+        for machine in (MODEL, EMULATOR, its_gpu):
             rows += store.recorded(experiment, machine)[0]
     timed = isinstance(make, Across) and make.timed
     table = make(rows, _seconds(store, experiments)) if timed else make(rows)
@@ -71,8 +76,8 @@ def text(name: str, store: Store) -> str:
     if isinstance(make, Across) and not make.cites:
         return f"{table.caption}\n\n{table.body}"
     l2 = _L2.search(table.body) is not None
-    sources = [source for each in experiments for source in _source(store, each, l2)]
-    how = _how_timed(store, experiments) if _TIMED.search(table.caption + table.body) else ""
+    sources = [source for at in gpus.items() for source in _source(store, *at, l2)]
+    how = _how_timed(store, gpus) if _TIMED.search(table.caption + table.body) else ""
     return f"{table.caption} {'; '.join(sources)}\n\n{table.body}{how}"
 
 
@@ -85,28 +90,27 @@ def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _how_timed(store: Store, experiments: Sequence[str]) -> str:
+def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
     """At which clocks, and what is of few runs, of each experiment that timed something."""
     said = []
-    for name in experiments:
-        machine = gpu(store, name)
+    for name, machine in gpus.items():
         rows = [row for row in store.read(name, machine) if row.n is not None]
         runs = of_rows(store.runs(name, machine), rows)
         words = [clocks(run) for run in runs] + [each for each in (fewer_runs(rows),) if each]
         if runs:
             sentence = f"{'; '.join(words)}."
-            several = len(experiments) > 1
+            several = len(gpus) > 1
             said.append(f"{name}: {sentence}" if several else sentence[0].upper() + sentence[1:])
     return f"\n{' '.join(said)}\n" if said else ""
 
 
-def _source(store: Store, experiment: str, l2: bool) -> list[str]:
+def _source(store: Store, experiment: str, its_gpu: str, l2: bool) -> list[str]:
     """Which recording it is: the GPU, or without one what is counted, or the closed forms; date,
     commit, for a table that shows `l2` what counted it, and file.
     """
     stored = store.machines(experiment)
     counted = EMULATOR, "Counted on the emulator"
-    for machine, name in ((gpu(store, experiment),) * 2, counted, (MODEL, "closed forms")):
+    for machine, name in ((its_gpu,) * 2, counted, (MODEL, "closed forms")):
         if machine in stored:
             rows, runs = store.recorded(experiment, machine)
             said = f"{device_name(runs, name)}, {when(runs)}"

@@ -27,13 +27,15 @@ Make = Callable[..., Table | None]
 @dataclass(frozen=True)
 class Across:
     """A table that `make` makes of the rows of all of `experiments`. `cites` is False where its
-    cells say what they are from; `timed`, it takes the seconds of each recording too.
+    cells say what they are from; `timed`, it takes the seconds of each recording too; `machine` is
+    the GPU whose recordings it is of, where it is of one.
     """
 
     make: Callable[..., Table | None]
     experiments: tuple[str, ...]
     cites: bool = True
     timed: bool = False
+    machine: str = ""
 
     def __call__(self, rows: Sequence[Row], *seconds: Mapping[str, float]) -> Table | None:
         return self.make(rows, *seconds)
