@@ -390,6 +390,23 @@ def test_what_the_ladder_says_of_float32_on_an_h100():
     assert f"backward {span([x for d in DIMS for x in backward(d, **product_)])} (asked" in words
 
 
+def test_what_the_ladder_says_of_further_trials_on_hopper():
+    page, said = (FIGURES / "tables" / "ladder.md").read_text(), []
+    names = ("rescaled where m grows by more than 8", "rescaled where m grows",
+             *(f"polynomial for one of {n}" for n in (16, 8, 4)))  # fmt: skip
+    at, kept = partial(of, "rescaling and exponentials"), "as it is"
+    for note in names:
+        pairs = (over(at(note=kept, d=d), at(note=note, d=d), "N", "causal") for d in DIMS)
+        said.append(" | ".join(f"{np.median(x):.2f}, {span(x)}" for x in pairs))
+    at = partial(of, "dQ's additions at d=128")
+    for series in ("half of the boxes, wrong dQ", "no boxes, wrong dQ", ""):
+        ways = (over(at(note=kept, causal=c), at(note=series, causal=c), "N")
+                for c in ("false", "true"))  # fmt: skip
+        said += map(span, ways)
+    missing = [text for text in said if text not in " ".join(page.split())]
+    assert not missing, missing
+
+
 def test_what_the_page_says_of_trials_on_an_h100():
     readme = " ".join((FIGURES.parent / "fa_numba" / "README.md").read_text().split())
     said = []
