@@ -452,8 +452,6 @@ UNIFORM = (
     *("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts"),
     *("block_mask", "next_column", "next_row"),
 )
-# Small arrays that may come from the host.
-SENT = (*UNIFORM, "block_table")
 
 
 @dataclass(frozen=True)

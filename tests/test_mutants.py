@@ -60,10 +60,13 @@ def sites():
 
 def units_of(site):
     """All units, what runs fastest first, but that which the module is of before; of the host's
-    code that alone.
+    code those of the host, of emulations that alone.
     """
     words = site.module.split(".")
-    return [x for x in HOST if x in words] or sorted(UNITS, key=lambda unit: unit not in words)
+    if "intrinsics" in words:
+        return ["intrinsics"]
+    units = ("host", "ring", "torch") if HOST.keys() & words else UNITS
+    return sorted(units, key=lambda unit: unit not in words)
 
 
 @functools.cache
@@ -90,7 +93,7 @@ _noticed: Counter = Counter()  # by function, module and run: what has noticed o
 
 def reaching(site, shares=1):
     """Lists of runs that execute a site: of its own unit, if there are any, else of the others; of
-    the host's code those that are quick, then the others.
+    the host's code those of its own that are quick, the rest of them, and those of the others.
     """
     units, words = units_of(site), site.module.split(".")
 
@@ -98,14 +101,14 @@ def reaching(site, shares=1):
         return -_noticed[site.key, run.title], -(shares > 1) * _noticed[site.module, run.title]
 
     if units[0] in HOST:
-        ways = [(units[0], quick, 0, 1) for quick in (True, False)]
+        ways = [(unit, quick, 0, 1) for unit in units for quick in (True, False)]
     else:
         ways = [(unit, True, share, shares) for share in range(shares) for unit in units]
     if units[0] in words:
         ways.sort(key=lambda way: way[0] != units[0])
     own = False
     for way in ways:
-        if own and way[0] != units[0]:
+        if own and way[0] != units[0] and units[0] not in HOST:
             return
         found = [run for run, record in records(*way) if mutants.reaches(site, record)]
         own |= bool(found) and units[0] in words

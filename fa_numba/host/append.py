@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from fa_numba import checks, device
+from fa_numba import checks
 from fa_numba.checks import LAYOUTS
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
-    HOST,
     INTEGERS,
     Operand,
+    all_aligned,
     check_shape,
     check_together,
     check_written,
@@ -97,9 +97,8 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         checks.check_appended(checked[0], begin, host_counts, sizes[0], page_size)
 
     with placement.placed(k_pages):
-        copied = device.on_gpu() and k_pages.ordinal == HOST
         aligned = all(n % DTYPES[k_pages.dtype].chunk == 0 for n in (d, d_v))
-        aligned = aligned and (copied or all(x.aligned for x in inputs))
+        aligned = aligned and all_aligned(inputs, k_pages)
         of_new = (batch, new[heads], N, d, d_v)
         plan = plan_of(k_pages.dtype, of_new, page_size, aligned, counts is not None)
         placement.check_grid(plan, "k_new")

@@ -317,9 +317,7 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
             return None
         kinds = ("torch", array.get_device(), array.dtype)
         return pointer, (*kinds, array.shape, array.stride(), pointer % 16)
-    if isinstance(array, np.ndarray) or _of_library("jax", "Array", array):
-        return None
-    if not hasattr(array, "__cuda_array_interface__"):
+    if _of_library("jax", "Array", array) or not hasattr(array, "__cuda_array_interface__"):
         return None
     try:
         found = _from_interface("", array)
@@ -337,7 +335,7 @@ def lies_on_gpu(array: Any) -> bool:
     """
     if _of_library("torch", "Tensor", array):
         return bool(array.is_cuda)
-    if isinstance(array, np.ndarray) or _of_library("jax", "Array", array):
+    if _of_library("jax", "Array", array):
         return False
     return hasattr(array, "__cuda_array_interface__")
 
@@ -398,15 +396,21 @@ def added_mask(mask: Any) -> Any:
         return device.to_gpu(array)
 
 
+def all_aligned(operands: Sequence[Operand], first: Operand) -> bool:
+    """Whether 16-byte accesses of all are allowed; copies made for the GPU, where ``first`` is not,
+    always allow them.
+    """
+    copies = device.on_gpu() and first.ordinal == HOST
+    return copies or all(x.aligned for x in operands)
+
+
 def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:
     """Raise ValueError unless all are on one device, and TypeError unless of one dtype.
 
-    Those in ``single`` are float32 whatever the others are, or integers or flags of their own.
+    Those in ``single`` have dtypes of their own.
     """
     first = operands[0]
     for other in single:
-        if other.dtype not in CAPTURED:
-            raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
         check_device(first, other)
     for other in operands[1:]:
         check_device(first, other)

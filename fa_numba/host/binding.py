@@ -23,7 +23,7 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.mods.blocks import BlockMask
-from fa_numba.options import SENT, Bound, Features, as_word, check_names, score_unit, signed
+from fa_numba.options import Bound, Features, as_word, check_names, score_unit, signed
 from fa_numba.problem import Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
@@ -169,7 +169,7 @@ class Binding:
         features = Features.of(problem, **on)
         for name, passed in features.passed.items():
             value = passed.value(call)
-            if isinstance(value, np.ndarray) and name in SENT:
+            if isinstance(value, np.ndarray):
                 value = sent(value)
             values[name] = (
                 value if passed.shape is None else device.broadcast(value, passed.shape(call))

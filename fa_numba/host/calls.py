@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fa_numba import device, mods
+from fa_numba import mods
 from fa_numba.choices.requests import Choices
 from fa_numba.host import execution, launch_cache, placement, planning
 from fa_numba.host.arrays import (
-    HOST,
     SUMS,
     Operand,
     added_mask,
+    all_aligned,
     check_shape,
     check_together,
     operand,
@@ -109,6 +109,5 @@ def _first_attend(
 
 
 def aligned_rows(problem: Problem, operands: Sequence[Operand], q: Operand) -> bool:
-    """Whether 16-byte accesses of all are allowed; copies made for the GPU always allow them."""
-    copies = device.on_gpu() and q.ordinal == HOST
-    return problem.whole_chunks and (copies or all(x.aligned for x in operands))
+    """Whether 16-byte accesses of all rows are allowed."""
+    return problem.whole_chunks and all_aligned(operands, q)

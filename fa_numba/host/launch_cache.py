@@ -144,7 +144,7 @@ def describe_call(
             offset = value
         elif kind in _SCALARS:
             key += (name, kind, value)
-        elif kind is tuple and name != "block_mask" or kind is list and name == "window":
+        elif kind in (tuple, list) and name != "block_mask":
             key += (name, *map(type, value), tuple(value))
         elif name in named or name in mods.PARAMETERS or (blocks and name == "block_mask"):
             continue
@@ -181,18 +181,15 @@ def _content(name: str, value: Any) -> tuple | None:
     """What a call depends on of lengths or blocks; None where only the checks can judge."""
     kind, torch = type(value), sys.modules.get("torch")
     blocks = name == "block_mask"
-    if kind is list and not blocks:
-        return (list, *map(type, value), tuple(value))
-    is_tensor = torch is not None and kind is torch.Tensor and value.layout is torch.strided
-    if not is_tensor and kind is not np.ndarray:
+    if kind is not np.ndarray and (torch is None or kind is not torch.Tensor):
         return None
     array = on_host(name, value)
     if array.dtype.kind not in ("b" if blocks else "iu"):
         return None
     content = array.tobytes()
     if blocks:
-        content = hashlib.blake2b(content, digest_size=32).digest()
-    return kind, array.dtype.str, array.shape, content
+        content = hashlib.blake2b(content).digest()
+    return array.dtype.str, array.shape, content
 
 
 def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:

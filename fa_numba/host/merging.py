@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fa_numba import device
 from fa_numba.checks import LAYOUTS, PACKED_AXES, as_layout, kind_of
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
-    HOST,
     SUMS,
     Operand,
+    all_aligned,
     check_device,
     check_shape,
     check_together,
@@ -104,8 +103,7 @@ def _merged(
         check_written(inputs[n], [x for other, x in inputs.items() if other != n])
 
     with placement.placed(first):
-        copied = device.on_gpu() and first.ordinal == HOST
-        aligned = copied or all(x.aligned for x in matrices)
+        aligned = all_aligned(matrices, first)
         plan = planned(sizes, (first.shape, of_rows), [x.dtype for x in matrices], aligned)
         placement.check_grid(plan, first.name)
 

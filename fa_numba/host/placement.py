@@ -6,7 +6,6 @@ import contextlib
 import math
 import operator
 import sys
-import types
 from dataclasses import replace
 from typing import Any
 
@@ -93,8 +92,7 @@ def made_on(stream: Any, array: Any):
     torch = sys.modules.get("torch")
     if stream is None or torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
         return contextlib.nullcontext()
-    where = types.SimpleNamespace(library="torch", ordinal=array.get_device())
-    handle = stream_handle(stream, where)
+    handle = stream_handle(stream, None)
     return torch.cuda.stream(torch.cuda.ExternalStream(handle, array.device))
 
 
@@ -106,7 +104,7 @@ def stream_handle(stream: Any, q: Any) -> int:
     stream, ValueError for any stream on the emulator.
     """
     if stream is None:
-        if not device.on_gpu() or q.ordinal == HOST:
+        if q.ordinal == HOST:
             return 0
         if q.library == "torch":
             return int(sys.modules["torch"].cuda.current_stream(q.ordinal).cuda_stream)

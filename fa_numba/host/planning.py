@@ -88,7 +88,7 @@ def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
     choices, algorithm = request.choices, request.choices.algorithm
     with_it = f"with algorithm {algorithm!r} on unit {unit.name!r}"
     if choices.kv_splits not in ("auto", 1) and request.kernel not in unit.splits_columns:
-        owners = having(lambda u: u.splits_columns) or "nobody"
+        owners = having(lambda u: u.splits_columns)
         raise ValueError(
             f"kv_splits is {choices.kv_splits} {with_it}: only {owners} splits the columns of a "
             "row tile over blocks, allowed is 1 or 'auto'"

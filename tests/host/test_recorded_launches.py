@@ -710,6 +710,8 @@ def test_the_stream_is_the_current_one_of_the_arrays_gpu(gpu, torch):
         (0, {0: 5, 1: 7}, None, 5),
         (1, {0: 5, 1: 6}, 8, 8),
         (1, {0: 5, 1: 6}, SimpleNamespace(cuda_stream=8), 8),
+        (1, {0: 5, 1: 6}, SimpleNamespace(ptr=8), 8),
+        (1, {0: 5, 1: 6}, SimpleNamespace(handle=8), 8),
         (1, {0: 5, 1: 6}, SimpleNamespace(__cuda_stream__=lambda: (0, 8)), 8),
     ):
         torch.current = current

@@ -201,6 +201,35 @@ def test_what_does_not_fit_is_refused():
         fa_numba.merge_backward(dout[..., :3], outputs, lses, out, lse)
 
 
+def test_parts_may_begin_anywhere():
+    """At no multiple of 16 bytes either."""
+    outputs, lses, *_ = parts_of(2, 16, "float32", None)
+    want = fa_numba.merge(outputs, lses)
+
+    def shifted(x):
+        return np.frombuffer(bytes(4) + x.tobytes(), x.dtype, offset=4).reshape(x.shape)
+
+    for x in (outputs[0], outputs[1]):
+        assert x.ctypes.data % 16 == 0 != shifted(x).ctypes.data % 16
+    for given in ([shifted(outputs[0]), outputs[1]], [outputs[0], shifted(outputs[1])]):
+        for got, exact in zip(fa_numba.merge(given, lses), want, strict=True):
+            np.testing.assert_allclose(got, exact, rtol=1e-6)
+
+
+def test_a_kept_call_is_of_one_layout():
+    """Of as many heads as rows both layouts have one shape."""
+    outputs, lses, *_ = parts_of(2, 16, "float32", None)
+    outputs, lses = [x[:, :, :3] for x in outputs], [x[:, :, :3] for x in lses]
+    with no_calls_kept() as kept, no_gpu_but_its_driver():
+        arrays = [[on_gpu(x.copy()) for x in some] for some in (outputs, lses)]
+        for layout in ("bhnd", "bnhd"):
+            found, _ = fa_numba.merge(*arrays, layout=layout)
+            with devices.using("emulator"):
+                want, _ = fa_numba.merge(outputs, lses, layout=layout)
+            np.testing.assert_array_equal(found.values, want)
+        assert len(kept) == 2
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(parts):
     with no_calls_kept() as kept, no_gpu_but_its_driver():
