@@ -6,6 +6,7 @@ Every number is taken from `algorithms.fa1_forward` and `fa2_forward` while they
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from fa_numba import algorithms, reference
 from fa_numba.algorithms import Step
 from fa_numba.commands.arguments import MAX_SEQLEN, whole
+from fa_numba.commands.text import columns
 
 NAME = "trace"
 HELP = "the online softmax of one row, block by block, in both loop orders"
@@ -177,12 +179,5 @@ def _number(x: float) -> str:
 
 def _aligned(*tables: list[tuple[str, ...]]) -> list[list[str]]:
     """The lines of tables whose columns stand below each other."""
-    every = [line for table in tables for line in table]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    number, keys, scores, *numbers = widths[:-1]
-    forms = (f">{number}", f"<{keys}", f" <{scores}", *(f">{width}" for width in numbers), "")
-
-    def line(cells: tuple[str, ...]) -> str:
-        return " ".join(format(x, form) for x, form in zip(cells, forms, strict=True)).rstrip()
-
-    return [[line(cells) for cells in table] for table in tables]
+    lines = iter(columns([line for table in tables for line in table], left=(1, 2, 6)))
+    return [list(itertools.islice(lines, len(table))) for table in tables]

@@ -6,11 +6,11 @@
     tiles_visited                               how many tiles of S they compute
     theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1;
     li_liang                                    of the backward pass
-    standard_paper, fa1_paper, fa1_paper_gb     how the papers themselves count accesses
+    fa1_paper                                   how the first paper counts its own
     ring, ring_messages, ring_break_even        bytes between devices that share a sequence, exact
     flops, workspace                            FLOPs as published, bytes beside inputs and outputs
 
-Exact counts, bounds and the papers' own counts are three kinds of numbers, not to be mixed. The
+Exact counts, bounds and the paper's own count are three kinds of numbers, not to be mixed. The
 exact ones are in elements by array and hold for ragged edges, skipped tiles and sequences of their
 own lengths; tests compare them with what the emulator counts. No kernel is imported here: the model
 says on its own what a kernel does.
@@ -61,10 +61,8 @@ from fa_numba.io_model.count_softmax import check_softmax, softmax
 from fa_numba.io_model.count_standard import standard, standard_backward
 from fa_numba.io_model.published import (
     fa1_paper,
-    fa1_paper_gb,
     li_liang,
     saha_ye,
-    standard_paper,
     theta_flash,
     theta_standard,
 )

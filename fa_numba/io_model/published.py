@@ -1,6 +1,6 @@
-"""What the papers publish of accesses: asymptotic bounds, and counts of their algorithms.
+"""What the papers publish of accesses: asymptotic bounds, and a count of an algorithm.
 
-Neither is an exact count of a kernel. No mask is known here.
+None is an exact count of a kernel. No mask is known here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from fa_numba.checks import as_size
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import one_head_dim
 from fa_numba.problem import Problem
-
-PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
 
 
 def theta_standard(problem: Problem) -> float:
@@ -61,16 +59,6 @@ def li_liang(problem: Problem, M: float) -> float:
     return saha_ye(problem, M) + more * min(d / M, 1 / math.sqrt(M))
 
 
-def standard_paper(problem: Problem) -> int:
-    """Accesses of FA-1's Algorithm 0 with matrices of any size read once, in elements.
-
-    Q, K, V read and O written, 2 (N_q + N_k) d; S and P written and read, 4 N_q N_k; per head.
-    At N_q = N_k = N: 4 N d + 4 N^2. No mask.
-    """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
-    return problem.batch * problem.heads_q * (2 * (Nq + Nk) * d + 4 * Nq * Nk)
-
-
 def fa1_paper(problem: Problem, Bc: int) -> int:
     """Accesses of FA-1's Algorithm 1 as FA-1 Fig. 2 (middle) counts them, in elements.
 
@@ -81,8 +69,3 @@ def fa1_paper(problem: Problem, Bc: int) -> int:
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     Tc = ceil_div(Nk, as_size("Bc", Bc, axis=False))
     return problem.batch * problem.heads_q * (2 * Nk + (3 * Tc - 1) * Nq) * d
-
-
-def fa1_paper_gb(problem: Problem, Bc: int) -> float:
-    """`fa1_paper` in the figure's unit: GB of 10^9 bytes, 2 bytes an element, O included."""
-    return PAPER_BYTES * fa1_paper(problem, Bc) / 1e9
