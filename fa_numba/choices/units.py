@@ -211,11 +211,9 @@ class Mma(Unit):
     kernels = mma
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): 2}
     splits_keys = frozenset({("fa1", "fwd")})
-    precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
-        ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
-        ("fa2", "bwd"): ("fp16x3", "bf16x6", "bf16x3"),
-    }
+    precisions: Mapping[tuple[str, str], tuple[str, ...]] = dict.fromkeys(
+        (("fa1", "fwd"), ("fa2", "fwd"), ("fa2", "bwd")), ("fp16x3", "bf16x6", "bf16x3")
+    )
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:
@@ -295,11 +293,7 @@ class Wgmma(Unit):
         ),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
-    precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
-        ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
-        ("fa2", "bwd"): ("fp16x3", "bf16x3"),
-    }
+    precisions = {**Mma.precisions, ("fa2", "bwd"): ("fp16x3", "bf16x3")}
 
     def lacks(self, request: Request) -> str:
         pair = algorithm, passes = request.kernel

@@ -38,8 +38,10 @@ def before(stamp, known, warps):
 
 
 @register_jitable
-def _is_fenced(stamp, fences, warps):
-    """Whether what threads wrote has passed a fence; copies need none."""
+def _may_have(stamp, known, fences, warps, base):
+    """Whether what was written happened before, and has passed a fence; copies need none."""
+    if stamp >= base and not before(stamp, known, warps):
+        return False
     code = stamp & NOBODY
     if code < SEVERAL:
         return stamp < fences[code]
@@ -54,11 +56,8 @@ def depart_box(
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
-        if last != UNWRITTEN:
-            if last >= base and not before(last, known, warps):
-                return n
-            if not _is_fenced(last, fences, warps):
-                return n
+        if last != UNWRITTEN and not _may_have(last, known, fences, warps, base):
+            return n
         if touched[0, p] >= base:
             for row in range(reads.shape[1]):
                 r = reads[0, row, p]
@@ -108,11 +107,7 @@ def lend(
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
-        if last == UNWRITTEN:
-            return n
-        if last >= base and not before(last, known, warps):
-            return n
-        if not _is_fenced(last, fences, warps):
+        if last == UNWRITTEN or not _may_have(last, known, fences, warps, base):
             return n
         values[n] = data[0, p]
     _give_back(reads, touched, row, parts, first, places, READING)
