@@ -403,6 +403,10 @@ def test_what_the_ladder_says_of_further_trials_on_hopper():
         ways = (over(at(note=kept, causal=c), at(note=series, causal=c), "N")
                 for c in ("false", "true"))  # fmt: skip
         said += map(span, ways)
+    at = partial(of, "dQ over a cluster")
+    for way in ("memory fenced at the cluster", "asynchronous stores", "sums by a warp of its own"):
+        rows = (at(note=f"beside {way}", series=x) for x in ("fa2-wgmma", "torch-cudnn"))
+        said.append(" | ".join(span(over(theirs, at(note=way), "N")) for theirs in rows))
     missing = [text for text in said if text not in " ".join(page.split())]
     assert not missing, missing
 
