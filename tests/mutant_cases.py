@@ -348,7 +348,7 @@ MMA_STAGES = {
         Case((1, 1, 1, 5, 40, 256), Tiles(32, 16, 64), {"kv_lens": [39]}, page_size=16),
     ),
 }
-SIMT_COPIES = {
+SIMT_FA2 = {
     "pages": (
         Case((2, 2, 1, 5, 70, 20), Tiles(8, 32, 64), {"kv_lens": [70, 17]}, page_size=16),
         Case((2, 2, 2, 5, 60, 32), Tiles(8, 32, 64), {"kv_lens": [60, 0]}, page_size=48),
@@ -359,6 +359,8 @@ SIMT_COPIES = {
         Case((1, 1, 1, 25, 26, 64), Tiles(24, 24, 96)),
         Case((1, 1, 1, 5, 33, 124), Tiles(4, 32, 32)),
     ),
+    # One row a thread, beside which lies none of its draw
+    "one row": (Case((1, 1, 1, 11, 35, 4), Tiles(8, 16, 128), DROPOUT),),
 }
 KEYS = {"warp_partition": "keys"}
 MMA_KEYS = {
@@ -724,7 +726,7 @@ def own_runs():
     found = []
     for unit, run_of, algorithms, groups in (
         ("simt", run, ALGORITHMS, CASES),
-        ("simt", run, ["fa2"], SIMT_COPIES),
+        ("simt", run, ["fa2"], SIMT_FA2),
         ("simt", run, ["standard"], SIMT_STANDARD),
         ("simt", run_backward, ALL_WAYS, BACKWARD_CASES),
         ("mma", run, ["fa1", "fa2"], MMA_CASES),
@@ -825,6 +827,7 @@ def runs():
         test_kv_splits.test_small_calls,
         test_precision.test_results_and_counts,
         test_precision.test_gradients_and_counts,
+        test_precision.test_a_row_whose_gradients_are_inf_leaves_the_others,
         test_mods.test_options_beside_a_function_on_hoppers_unit,
         test_mods.test_blocks_on_hoppers_unit_are_what_the_function_says,
         test_mods.test_each_block_on_hoppers_unit_has_its_own_state,
