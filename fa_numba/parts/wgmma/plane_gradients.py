@@ -1,6 +1,6 @@
 """Backward of float32 matrices as sums of 16-bit ones on Hopper's tensor cores (``planes``): a
 consumer makes dV, dK and dQ of its own columns of S, each tile's apart, and adds them up in
-float32 by what undoes the powers of two.
+float32, times what undoes the powers of two.
 """
 
 from functools import cache
@@ -73,7 +73,8 @@ def make_ds_of_planes(spec):
 @part
 def make_power_of_ds(spec):
     """``power_of_ds(rdS, w)``: what this consumer's planes of dS are multiplied by: a power of two
-    of its largest element that is finite. Nobody of it reads the last dS any more then.
+    of its largest element that is finite. The consumer's threads have met then, and none reads the
+    last dS any more.
     """
     RS, scaled, (AT, WORDS) = spec.TM * spec.TN, spec.features.scaled, spec.largest_words
     sync_group = make_sync_group(spec)
