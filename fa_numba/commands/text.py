@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa_numba.host.plans import columns as columns
+from fa_numba.emulator.counts import columns as columns
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

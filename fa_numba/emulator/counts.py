@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, field
 
 
@@ -89,17 +90,11 @@ class Counts:
 
     def __str__(self) -> str:
         """A table: loads and stores in elements and bytes, a row for each array, and their sums."""
-        columns = (self.loads, self.stores, self.load_bytes, self.store_bytes)
-        names = sorted(set().union(*columns))
-        rows = [["array", "loads", "stores", "bytes loaded", "bytes stored"]]
-        rows += [[name, *(f"{column[name]:,}" for column in columns)] for name in names]
-        rows.append(["all", *(f"{column.total():,}" for column in columns)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        )
-        return "\n".join(lines)
+        found = (self.loads, self.stores, self.load_bytes, self.store_bytes)
+        rows: list[tuple[str, ...]] = [("array", "loads", "stores", "bytes loaded", "bytes stored")]
+        rows += [(n, *(f"{each[n]:,}" for each in found)) for n in sorted(set().union(*found))]
+        rows.append(("all", *(f"{each.total():,}" for each in found)))
+        return "\n".join(columns(rows))
 
     def __add__(self, other: Counts) -> Counts:
         return Counts().merge(self).merge(other)
@@ -111,3 +106,15 @@ class Tally:
 
     loads: int = 0
     stores: int = 0
+
+
+def columns(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table: the columns numbered in ``left`` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if n in left else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

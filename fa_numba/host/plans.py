@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from fa_numba.choices.requests import Request
 from fa_numba.choices.units import unit_of
 from fa_numba.device import Kernel
 from fa_numba.dtypes import STORED
+from fa_numba.emulator.counts import columns
 from fa_numba.host.binding import LOG2E
 from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
@@ -311,15 +312,3 @@ def _table(plan: Plan) -> list[str]:
     total = ("all", f"{plan.accesses.total_loads:,}", f"{plan.accesses.total_stores:,}")
     lines += columns([("accesses ", "loads", "stores"), *counts, total])
     return [*lines, f"FLOPs      {plan.flops:,}"]
-
-
-def columns(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table: the columns numbered in ``left`` to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if n in left else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
