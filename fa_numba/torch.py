@@ -145,7 +145,7 @@ def attention(
     for name in _ON_HOST:
         if isinstance(given.get(name), BlockMask):
             continue
-        if name in given and not (paged and name == "kv_lens"):
+        if name in given and not paged:
             given[name] = np.array(on_host(name, given[name]))
     given |= {"algorithm": algorithm, "tiles": tiles}
     added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
@@ -158,7 +158,7 @@ def attention(
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         drawn = {"dtype": torch.int64, "device": "cpu"}
         given["seed"] = int(torch.randint(2**63 - 1, (), **drawn)) if given.get("dropout_p") else 0
-    ahead = {"kv_splits": kv_splits} if algorithm == "fa2" or kv_splits != "auto" else {}
+    ahead = {"kv_splits": kv_splits} if kv_splits != "auto" else {}
     if not differentiable:
         given |= added | ahead
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)

@@ -160,6 +160,12 @@ def test_the_backward_pass_has_options_of_its_own(gpu, attention, torch):
     check_both_passes(gpu, attention, leaves(), {}, backward=strict, deterministic=None)
     check_both_passes(gpu, attention, leaves(), {}, "fa1", deterministic=None)
     check_both_passes(gpu, attention, leaves(), {}, deterministic=False)
+    # The gradient of a bias has a fixed order where the bias repeats nothing, or there is none.
+    whole, row = {"bias": tensor((B, Hq, Nq, Nk))}, {"bias": tensor((Nk,))}
+    fixed = {"bias": tensor((Nk,), gradient=False)}
+    for bias in (whole, fixed):
+        check_both_passes(gpu, attention, leaves() | bias, {}, backward=strict, deterministic=None)
+    check_both_passes(gpu, attention, leaves() | row, {}, deterministic=False)
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -178,23 +184,42 @@ def test_attention_over_pages_reads_no_integers_back(gpu, attention, torch, pack
     with pytest.raises(ValueError, match="^q requires a gradient and attention over pages"):
         attention(q, *pages, **integers, **starts)
     assert not gpu.log
-    torch.grad = False
-    tensors = {"q": q, "k": pages[0], "v": pages[1], **integers}
-    out = attention(q, *pages, **integers, **starts)
-    found, _ = gpu.steps(tensors | {"out": out})
-    gpu.log.clear()
-    out = fa_numba.attention(q, *pages, **integers, **starts)
-    assert found == gpu.steps(tensors | {"out": out})[0] and found
-    assert not any("host" in str(step[0]) for step in found)
+    for torch.grad, given in ((True, q.detach()), (False, q)):
+        tensors = {"q": given, "k": pages[0], "v": pages[1], **integers}
+        out = attention(given, *pages, **integers, **starts)
+        found, _ = gpu.steps(tensors | {"out": out})
+        gpu.log.clear()
+        out = fa_numba.attention(given, *pages, **integers, **starts)
+        assert found == gpu.steps(tensors | {"out": out})[0] and found
+        assert not any("host" in str(step[0]) for step in found)
+        gpu.log.clear()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "sinks", "learnt", "nothing"])
+def test_one_tensor_that_learns_is_enough(gpu, attention, torch, name):
+    """And where none does, or no gradients are wanted, nothing is kept for a backward pass."""
+    shapes = {"q": Q, "k": K, "v": K, "bias": (Hq, Nq, Nk), "sinks": (Hq,), "learnt": (Hq,)}
+    tensors = {n: tensor(shape, gradient=n == name) for n, shape in shapes.items()}
+    learnt, slopes = tensors.pop("learnt"), tensor((Hq,), gradient=name == "q")
+    for torch.grad in (True, False):
+        if not torch.grad:
+            tensors["alibi_slopes"] = slopes
+        before, kept = torch.applied, torch.grad and name != "nothing"
+        out, lse = attention(
+            **tensors, score_mod=lambda s, b, h, i, j: s * learnt[h], return_lse=True
+        )
+        assert torch.applied - before == kept == out.requires_grad == lse.requires_grad
+    attention(*leaves().values(), mask_mod=lambda b, h, i, j: learnt[h] > 0)
 
 
 def test_without_a_gradient_of_o_nothing_is_launched(gpu, attention):
     """Of L alone there is none."""
-    tensors = leaves()
-    out, lse = attention(**tensors, return_lse=True)
-    gpu.log.clear()
-    out.backward(None)
-    assert not gpu.log and all(x.grad is None for x in tensors.values())
+    learnt, tensors = tensor((Hq,)), leaves()
+    for options in ({}, {"score_mod": lambda s, b, h, i, j: s * learnt[h]}):
+        out, lse = attention(**tensors, **options, return_lse=True)
+        gpu.log.clear()
+        out.backward(None)
+        assert not gpu.log and all(x.grad is None for x in (learnt, *tensors.values()))
 
 
 def test_lengths_and_masks_are_those_of_the_call(gpu, attention):
@@ -244,7 +269,18 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
     ):
         with pytest.raises(ValueError, match=says):
             attention(**leaves(shapes), **options)
+    learnt.tangent = learnt
+    with pytest.raises(ValueError, match="^learnt of score_mod has a tangent"):
+        attention(**leaves(shapes), **mod)
     assert not gpu.log
+
+
+def test_a_backward_pass_of_minutes_is_refused_before_the_forward_pass(attention, monkeypatch):
+    """Of which the emulator would do the forward pass in less."""
+    monkeypatch.setattr(devices, "launch", None)
+    q = np.zeros((1, 1, 2400, 64), np.float32)
+    with devices.using("emulator"), pytest.raises(ValueError, match="emulator takes at most"):
+        attention(*(Tensor.of(q, requires_grad=True) for _ in range(3)))
 
 
 @dataclass(frozen=True)
@@ -270,6 +306,7 @@ REFUSED = [
      r"attn_mask is given, of shape \(4, 4\), with a bias"),
     ({"layout": "nbhd"}, ValueError, "layout is 'nbhd': allowed is 'bhnd' for"),
     ({"stream": 1}, TypeError, "stream is no option"),
+    ({"kv_splits": 2, "algorithm": "fa1"}, TypeError, "kv_splits is no option here"),
     ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
     ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
     ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
@@ -340,6 +377,7 @@ def test_dropout_without_a_seed_draws_one_from_torch(gpu, attention, torch):
 # --- values ----------------------------------------------------------------------------------
 
 
+SINKS = np.linspace(-1, 1, Hq, dtype=np.float32)
 TABLES = np.random.default_rng(4).standard_normal((2, Hq, Nq + Nk), np.float32)
 
 
@@ -349,7 +387,7 @@ def test_tensors_that_a_function_captures_have_gradients(torch, attention, algor
     dout, q, k, v = random_gradients(*SIZES)
     table, fixed = TABLES
     with devices.using("emulator"):
-        values = {"q": q, "k": k, "v": v, "table": table}
+        values = {"q": q, "k": k, "v": v, "table": table, "sinks": SINKS}
         tensors = {name: Tensor.of(x.copy(), requires_grad=True) for name, x in values.items()}
         table, fixed = tensors["table"], Tensor.of(fixed)
 
@@ -357,15 +395,16 @@ def test_tensors_that_a_function_captures_have_gradients(torch, attention, algor
             return score * fixed[h, j] + table[h, i - j + Nk]
 
         given = {"score_mod": relative, "algorithm": algorithm, "return_lse": True}
-        out, lse = attention(*(tensors[n] for n in "qkv"), **given)
+        out, lse = attention(*(tensors[n] for n in "qkv"), sinks=tensors["sinks"], **given)
         # Of all that are saved torch knows whether they change before the backward pass.
         assert {id(table), id(fixed)} <= {*map(id, out.node[1].saved_tensors)}
         learnt, (table, fixed) = table, TABLES  # what it takes from outside is another thing now
-        want = truth(q, k, v, score_mod=relative)
+        same = {"score_mod": relative, "sinks": SINKS}
+        want = truth(q, k, v, **same)
         assert_within("O", out.values, want.O, want.O_bound)
         out.backward(Tensor.of(dout))
         how = {"saved_values": (out.values, lse.values), "return_dcaptured": True}
-        right = true_gradients(dout, q, k, v, score_mod=relative, **how)
+        right = true_gradients(dout, q, k, v, **same, return_dsinks=True, **how)
         got = {f"d{name}": x.grad.values for name, x in tensors.items()}
         assert learnt.grad.shape == learnt.shape and {*right.bounds} == {*got, "dfixed"}
         for name, gradient in got.items():
