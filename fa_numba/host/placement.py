@@ -42,7 +42,7 @@ def check_size(plan: Plan) -> None:
     p, tiles = plan.problem, plan.tiles
     columns = round_up(p.head_dim, 32) + round_up(p.d_v, 32)  # what the threads of a row cover
     dense = replace(p, sparse=False)
-    tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles, passes=plan.passes)
+    tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles)
     steps = tiles_visited * tiles.Br * tiles.Bc * columns
     steps *= sum(range(1, PRECISIONS[p.precision].planes + 1))
     if plan.passes == "bwd":

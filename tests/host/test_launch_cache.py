@@ -274,6 +274,13 @@ def test_a_window_is_kept_as_a_tuple(gpu, kept):
     assert len(kept) == 2
 
 
+def test_calls_are_kept_by_lengths_of_any_library(gpu, torch, kept):
+    there, lens = tensors(inputs()), np.array([7, 9])
+    for given, calls in ((Tensor.of(lens), 1), (lens, 1), ([7, 9], 2), ((7, 9), 2)):
+        fa_numba.flash_attention_2(*there, kv_lens=given)
+        assert len(kept) == calls
+
+
 def test_what_fails_is_not_kept(gpu, kept):
     q, k, v = (on_gpu(x) for x in inputs())
     for bad in ((q, k, q), (q, on_gpu(np.float64(k.values)), v), (q, k, [1.0]), (q, k, v.values)):
@@ -349,6 +356,10 @@ def test_what_blocks_are_kept_by(gpu, kept):
         assert len(kept) == calls
     with pytest.raises(ValueError, match="mask_mod is given with a block_mask that has one"):
         attend(*there, block_mask=mask, mask_mod=mask.mask_mod)
+    for calls, lens in enumerate(([40], [7]), 4):
+        want = emulated(attend, *(x.values for x in there), block_mask=same, kv_lens=lens)
+        assert_same(attend(*there, block_mask=mask, kv_lens=np.array(lens)), want)
+        assert len(kept) == calls
     for wrong in (Tiles(8, 16), Tiles(16, 32)):
         with pytest.raises(ValueError, match="block_mask has shape"):
             attend(*there, block_mask=mask, tiles=wrong)

@@ -192,6 +192,9 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(error, match=says):
             fa_numba.merge(*given)
+    many = np.broadcast_to(np.float32(0), (1, 1, 2**24, 8))
+    with pytest.raises(ValueError, match=r"outputs\[0\] takes .* the emulator takes at most"):
+        fa_numba.merge([many] * 2, [many[..., 0]] * 2)
     with pytest.raises(ValueError, match="layout is 'nhd'"):
         fa_numba.merge(outputs, lses, layout="nhd")
     out, lse = fa_numba.merge(outputs, lses)

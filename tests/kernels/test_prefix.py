@@ -238,6 +238,7 @@ def test_a_plan_is_of_both_passes():
     assert names == ["gather_rows", "fa2_forward", "fa2_forward", "merge_parts"]
     assert plan.flops == plan.prefix.flops + plan.own.flops > plan.own.flops > 0
     said = str(plan)
+    assert said.splitlines()[:2] == str(plan.own).splitlines()[:2]
     assert "prefix     37 keys, read once for 15 rows a head" in said and "gather_rows" in said
     assert set(plan.why) > {"unit", "tiles", "prefix: unit"}
     assert plan_of(arrays, prefix, given).accesses is plan.accesses  # made once
