@@ -26,6 +26,7 @@ import test_intrinsics
 import test_kv_splits
 import test_launch_cache
 import test_merge
+import test_mma_swizzle
 import test_mods
 import test_options
 import test_pages
@@ -753,7 +754,10 @@ def host_runs():
         test_ring.test_parts_that_do_not_fit_are_refused,
     )
     others = (test_launch_cache, test_append_kv, test_merge, test_softmax, test_plans, test_inputs)
-    others += (test_prefix, test_options, test_group_splits, test_kv_splits)
+    others += (test_prefix, test_options, test_group_splits, test_kv_splits, test_pages)
+    others += (backward_on_hopper.test_gradients_and_counts,)
+    others += (test_mods.test_gradients_of_captured_arrays_by_name,)
+    others += (test_mma_swizzle.test_what_padding_and_nothing_cost,)
     others += (test_mods.test_blocks_are_empty_full_or_mixed, test_mods.test_what_goes_with_blocks)
     others += (test_mods.test_where_there_are_no_gradients_of_captured_arrays,)
     others += (test_precision.test_what_is_not_built_is_refused,)

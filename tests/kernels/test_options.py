@@ -1,6 +1,7 @@
 """What options cost, which of them a kernel takes, and what is refused, forward and backward."""
 
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from test_calls import FORWARD, INF, TINY, _random_mask, normal
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host import placement
 
 FUNCTIONS = {
     "standard": fa_numba.standard_attention_backward,
@@ -651,6 +653,8 @@ REFUSED_CALLS = [
     ("plan", PLAIN, {"passes": "bwd", "return_lse": True}, ValueError, "return_lse"),
     ("plan", PLAIN, {"algorithm": "fa2", "passes": "bwd", "query_splits": 2}, ValueError,
      "query_splits"),
+    ("plan", ((65536, 1, 1, 4),) * 2, {}, ValueError, "batch is 65536: allowed is at most 65535"),
+    ("plan", ((1, 65536, 1, 4),) * 2, {}, ValueError, "heads of q is 65536"),
     ("plan", PLAIN, {"passes": "back"}, ValueError, "passes is 'back': allowed is"),
     ("plan", PLAIN, {"dlse": True}, ValueError, "dlse is True: only passes='bwd'"),
     ("plan", PLAIN, {"bias": (5, 7), "return_dbias": True}, ValueError,
@@ -697,3 +701,21 @@ def test_what_cannot_be_is_refused_by_name(row, kernels):
 
 def test_sequences_may_be_long_without_a_window():
     fa_numba.plan(*LONG, causal=True)
+
+
+@pytest.mark.parametrize(
+    "options, a_second, products",
+    [
+        ({"unit": "simt"}, 4e7, 1),
+        ({"dtype": "float16", "unit": "mma", "passes": "bwd"}, 1e8, 2.5),
+        ({"precision": "bf16x6", "unit": "mma"}, 1e8, 6),
+    ],
+)
+def test_what_is_refused_would_take_so_many_seconds(options, a_second, products):
+    """Multiply-adds of whole tiles, of columns by the 32, and a hundred steps a thread."""
+    plan = fa_numba.plan((2, 4, 3000, 40), (2, 2, 4000, 40), **options)
+    Br, Bc = plan.tiles.Br, plan.tiles.Bc
+    steps = 2 * 4 * -(-3000 // Br) * -(-4000 // Bc) * Br * Bc * (64 + 64) * products
+    steps += 100 * sum(math.prod(k.grid) * k.threads for k in plan.kernels)
+    with pytest.raises(ValueError, match=f"up to about {steps / a_second:,.0f} s: the emulator"):
+        placement.check_size(plan)

@@ -1,7 +1,6 @@
 """The public functions: what they refuse and how they say so, and which arrays they take."""
 
 import inspect
-import math
 import re
 from pathlib import Path
 
@@ -187,24 +186,6 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
     assert not launches and (out.view(np.uint32) == GUARD.view(np.uint32)).all()
     plan = fa_numba.plan(q.shape, q.shape, algorithm=algorithm)  # the way out works
     assert plan.flops == 4 * 4096 * 4096 * 64
-
-
-@pytest.mark.parametrize(
-    "options, a_second, products",
-    [
-        ({"unit": "simt"}, 4e7, 1),
-        ({"dtype": "float16", "unit": "mma", "passes": "bwd"}, 1e8, 2.5),
-        ({"precision": "bf16x6", "unit": "mma"}, 1e8, 6),
-    ],
-)
-def test_what_is_refused_would_take_so_many_seconds(options, a_second, products):
-    """Multiply-adds of whole tiles, of columns by the 32, and a hundred steps a thread."""
-    plan = fa_numba.plan((2, 4, 3000, 40), (2, 2, 4000, 40), **options)
-    Br, Bc = plan.tiles.Br, plan.tiles.Bc
-    steps = 2 * 4 * -(-3000 // Br) * -(-4000 // Bc) * Br * Bc * (64 + 64) * products
-    steps += 100 * sum(math.prod(k.grid) * k.threads for k in plan.kernels)
-    with pytest.raises(ValueError, match=f"up to about {steps / a_second:,.0f} s: the emulator"):
-        placement.check_size(plan)
 
 
 # --- plan ------------------------------------------------------------------------------------
