@@ -4,9 +4,11 @@ import inspect
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+from stand_in_device import no_gpu_but_its_driver
 
 import fa_numba
 from fa_numba import Tiles, bounds, io_model
@@ -239,6 +241,17 @@ def test_a_plan_of_other_tiles_is_another():
     assert plan == fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), tiles=Tiles(16, 16))
 
 
+def test_a_plan_compiles_its_kernels_for_a_gpu_alone():
+    plan = fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), passes="bwd")
+    with mock.patch.object(Kernel, "compiled") as compiled:
+        with devices.using("emulator"):
+            plan.compile()
+        assert not compiled.called
+        with no_gpu_but_its_driver():
+            plan.compile()
+        assert compiled.call_count == len(plan.kernels) > 1
+
+
 def test_a_plan_prints_as_a_table():
     shape = (2, 4, 300, 63)
     plan = fa_numba.plan(shape, shape, dtype="float16", passes="bwd", causal=True)
@@ -259,6 +272,9 @@ def test_a_plan_prints_as_a_table():
     assert counts["Q"] == (f"{loads['Q']:,}", "0") and counts["dK"] == ("0", f"{stores['dK']:,}")
     assert table[-1].split() == ["FLOPs", f"{plan.flops:,}"]
     assert "nothing" in str(fa_numba.plan(shape, shape, return_lse=True))
+    how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma", "group_splits": 2}
+    shared = str(fa_numba.plan((1, 4, 300, 64), (1, 2, 300, 64), **how))
+    assert "group_splits  2 blocks share a column tile of a K/V head" in shared
 
 
 def test_a_plan_without_its_mask_prints_no_counts():

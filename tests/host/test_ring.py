@@ -23,6 +23,7 @@ from fa_numba import device as devices
 from fa_numba import io_model, reference, ring
 from fa_numba.host import merging
 from fa_numba.problem import Problem
+from fa_numba.ring import call as ring_call
 from fa_numba.ring import link, visible
 
 # --- who computes what -----------------------------------------------------------------------
@@ -477,6 +478,21 @@ def test_a_call_that_is_like_a_known_one_is_checked_itself(torch):
 
     with ranks_of(torch, 2) as distributed:
         assert distributed.run(work) == [4, 4]  # the first call's K and V
+
+
+def test_no_more_kinds_of_calls_are_known_than_a_number(torch, monkeypatch):
+    monkeypatch.setattr(ring_call, "KEPT", 2)
+    ft, known = fa_numba_torch(), []
+    monkeypatch.setattr(ring_call, "_known", {})
+
+    def work(rank):
+        for scale in (0.1, 0.2, 0.3):
+            call_of(rank, {}, ft, scale=scale)
+            known.append(len(ring_call._known))
+
+    with ranks_of(torch, 1) as distributed:
+        distributed.run(work)
+    assert known == [1, 2, 1]
 
 
 def test_lengths_are_those_of_the_call(torch):
