@@ -12,7 +12,6 @@ import numpy as np
 import fa_numba
 from fa_numba import mods
 from fa_numba.checks import as_flag, as_splits, check_alone
-from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, check_tensor, on_host, operand
 from fa_numba.mods.blocks import BlockMask
@@ -112,7 +111,6 @@ def attention(
     for name, x in tensors.items():
         if x is not None or name in "qkv":
             check_tensor(name, x)
-    check_algorithm(algorithm)
     if mask is not None:
         bias = _bias_of(mask, bias)
     return_lse = as_flag("return_lse", return_lse)

@@ -393,6 +393,49 @@ def test_one_argument_that_learns_is_enough(learns, torch):
         assert None not in distributed.run(work)
 
 
+def test_what_a_call_keeps_and_what_torch_was_told(torch):
+    """Nothing is kept where no gradients are wanted; None for ``deterministic`` asks torch."""
+    ft, ones = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32)
+    told = []
+
+    def prepared(*args, deterministic, **given):
+        told.append(deterministic)
+        return ring_call.prepared(*args, deterministic=deterministic, **given)
+
+    def work(rank):
+        for torch.grad, learns in ((True, True), (True, False), (False, True)):
+            before = torch.applied
+            q, k, v = (Tensor.of(ones, requires_grad=learns and n == "q") for n in "qkv")
+            out = ft.ring_attention(q, k, v)
+            assert torch.applied - before == out.requires_grad == (torch.grad and learns)
+            if out.requires_grad:
+                out.backward(None)
+                assert q.grad is None
+        with mock.patch.object(ft, "ring_call", SimpleNamespace(prepared=prepared)):
+            for torch.deterministic, given, algorithm in (
+                (True, None, "fa2"),
+                (True, None, "fa1"),
+                (False, None, "fa2"),
+                (True, False, "fa2"),
+            ):
+                ft.ring_attention(k, k, k, deterministic=given, algorithm=algorithm)
+        assert told == [True, False, False, False]
+        return True
+
+    with ranks_of(torch, 1) as distributed:
+        assert distributed.run(work) == [True]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_is_split_and_joined(torch, causal):
+    ft, x = fa_numba_torch(), np.arange(24).reshape(12, 2)
+    parts = [ft.ring_split(Tensor.of(x), rank, 3, causal=causal, dim=0) for rank in range(3)]
+    for rank, part in enumerate(parts):
+        held = [x[begin:end] for begin, end in ring.rows_of(rank, 3, 12, causal)]
+        assert np.array_equal(part.values, np.concatenate(held))
+    assert np.array_equal(ft.ring_join(parts, causal=causal, dim=0).values, x)
+
+
 def call_of(rank, changes, ft, **common):
     """A call that ``changes[rank]`` has its own arguments of."""
     given = {name: Tensor.of(np.ones((1, 1, 4, 8), np.float32)) for name in "qkv"}

@@ -222,6 +222,14 @@ def test_without_a_gradient_of_o_nothing_is_launched(gpu, attention):
         assert not gpu.log and all(x.grad is None for x in (learnt, *tensors.values()))
 
 
+def test_a_loss_of_l_alone_has_gradients(gpu, attention):
+    tensors = leaves()
+    out, lse = attention(**tensors, return_lse=True)
+    gpu.log.clear()
+    lse.backward(tensor(lse.shape, gradient=False))
+    assert gpu.log and all(x.grad.shape == x.shape for x in tensors.values())
+
+
 def test_lengths_and_masks_are_those_of_the_call(gpu, attention):
     """Changed afterwards, they do not reach the backward pass."""
     lengths, mask = np.array([9, 4], np.int32), np.array([[True]])
