@@ -1,4 +1,4 @@
-"""How the warpgroups of a block share a tile on Hopper's tensor cores (``wgmma``), in 16 bits."""
+"""How the warpgroups of a block share a tile on Hopper's tensor cores (``wgmma``): forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fa_numba.tiling.tiles import Tiles
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
-WORK_WORDS = 4  # of a work tile: its number, first row, head and batch entry
+WORK_WORDS = 4  # of a work tile: its number, first row, head, and batch entry with the split
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # By the number of consumers, where a producer also finds where sequences end.
@@ -22,31 +22,31 @@ _REGISTERS_WITH_ENDS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = {1: (56, 256), 2: (56, 224), 3: (32, 160)}
 # The most that an instruction names.
 _MOST_REGISTERS = 255
-# Registers of a consumer beside its parts of S, P and O; the same where blocks share them.
+# Registers of a consumer beside its parts of S, P and O; and where blocks share a multiprocessor.
 _OTHERS, _OTHERS_SHARED = 32, 20
-# And what a window takes more there, by what the assembler spills.
+# What a window takes more where they do, by what the assembler spills.
 _WINDOW = 16
-# Beside what an instruction adds to, of the registers that a thread begins with: the assembler
-# refuses others, whatever a consumer takes later.
+# Registers beside a product's sums that a thread must have at launch: with fewer the assembler
+# refuses the kernel, whatever a consumer takes later.
 _BESIDE_SUMS = 30
-# Of one multiprocessor: registers, and bytes of shared memory, of which each block takes some more.
+# Of one multiprocessor: registers, bytes of shared memory, and of these what any block takes more.
 _POOL, _MEMORY, _RESERVED = 65536, 228 * 1024, 1024
-MOST_BLOCKS = 3  # of low tiles side by side on a multiprocessor
+MOST_BLOCKS = 3  # of one consumer each, side by side on a multiprocessor
 # What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
 # on their way during a softmax, blocks that stay for several row tiles, a counter that hands these
-# out, the next one's first product begun ahead, with the last of this, and its being taken late.
+# out, the next one's first product begun with the last of this, and taking the next one late.
 WGMMA_MEASURES = dict.fromkeys(
     ("turns", "overlap", "persistent", "counter", "ahead", "late"), ("fa2",)
 )
-# Of four parts that three consumers have of registers to spare, what it takes to begin the next row
-# tile's first product ahead. Parts, as those of `spare_taken`, are by what the assembler spills.
+# Parts that the registers which three consumers have to spare are counted in, and how many it takes
+# to begin the next row tile's first product ahead: as `spare_taken`, by what the assembler spills.
 SPARE, _AHEAD = 4, 2
 
 
 class Pipeline(NamedTuple):
-    """Slots of tiles in shared memory that are filled and emptied in turn: the first barrier of a
-    full slot, of an empty one, how many slots there are, and of how many warpgroups each has parts
-    with barriers of their own.
+    """Slots of tiles in shared memory that are filled and emptied in turn: the number of the first
+    slot's barrier for full, and of that for empty; how many slots there are; and into how many
+    parts, with barriers of their own, each is divided among warpgroups.
     """
 
     full: int
@@ -55,12 +55,12 @@ class Pipeline(NamedTuple):
     groups: int = 1
 
 
-# Of barriers that are initialised together: slots, and the first barrier and arrivals of each.
+# Of barriers initialised together: slots, and of each kind the first's number and its arrivals.
 Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
 class ForwardPipelines(NamedTuple):
-    """FA-2's forward kernel's: Q, K, V, Q's work tile, and when to take the next work tile."""
+    """FA-2's forward kernel's: Q, K, V, Q's work tile, and one to say when to take the next."""
 
     q: Pipeline
     k: Pipeline
@@ -70,7 +70,7 @@ class ForwardPipelines(NamedTuple):
 
 
 def spare_taken(features: Features) -> int:
-    """How many parts of three consumers' spare registers the options take."""
+    """How many of the SPARE parts of three consumers' registers the options take."""
     ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
     ends = 3 if features.packed else ends
     more = SPARE + 1 if features.alibi or features.page_size or features.dropout else 0
@@ -117,15 +117,15 @@ class WgmmaSpec(Spec):
     @property
     def begins_next(self) -> bool:
         """Whether the first product of a block's next row tile is on its way with the last one of
-        this: of one slot of Q the next is not there yet, and options may leave three consumers no
-        registers for it.
+        this: not with one slot of Q, where the next Q is not there yet, nor where options leave
+        three consumers no registers for it.
         """
         crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
         return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
 
     @property
     def takes_late(self) -> bool:
-        """Whether a block takes its next row tile late, or as soon as a slot of Q is empty."""
+        """Whether a block takes its next row tile late, not as soon as a slot of Q is empty."""
         return "late" not in self.ablated
 
     @property
@@ -135,7 +135,7 @@ class WgmmaSpec(Spec):
 
     @property
     def by_group(self) -> bool:
-        """Whether the kernel finds the K/V head of each query head."""
+        """Whether a K/V head is a query head // group; else their numbers are the same."""
         return self.grouped and self.tile_heads == 1
 
     @property
@@ -144,7 +144,7 @@ class WgmmaSpec(Spec):
 
     @property
     def consumer_rows(self) -> int:
-        """Rows of a tile from those of a consumer to those of the next."""
+        """Rows of a tile from a consumer's first to the next one's first."""
         return GROUP_ROWS
 
     @property
@@ -176,7 +176,7 @@ class WgmmaSpec(Spec):
 
     @property
     def column_producers(self) -> int:
-        """Threads that bring K and V: of pages, which are many boxes, one each."""
+        """Threads that load K and V: one, or, of pages, which are many boxes, one each."""
         return 2 if self.features.page_size else 1
 
     @property
@@ -205,7 +205,7 @@ class WgmmaSpec(Spec):
 
     @property
     def tile_halves(self) -> tuple[int, int, int]:
-        """16-bit elements of a slot of Q, by way of which O leaves, of one of K, and of V."""
+        """16-bit elements of a slot of Q, which O leaves by way of too, of one of K, and of V."""
         of_q = max(self.panels, self.panels_v)
         return (
             of_q * PANEL * self.Br,
@@ -257,8 +257,8 @@ class WgmmaSpec(Spec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """Every consumer warpgroup empties a slot of Q, and who loads K and V, which reads the work
-        tile; every consumer warp one of K or V.
+        """A slot of Q is emptied by every consumer warpgroup, and by each thread that loads K or V,
+        which reads the work tile; a slot of K or V by every consumer warp.
         """
         q, k, v, work, late = self.pipelines
         readers, warps = self.consumers + self.column_producers, 4 * self.consumers
@@ -270,7 +270,7 @@ class WgmmaSpec(Spec):
 
     @property
     def first_index(self) -> int:
-        """Words before those of work tiles, behind tiles and barriers."""
+        """Where the words of work tiles begin, in units of 4 bytes, behind tiles and barriers."""
         return 2 * (self.first_barrier + self.barriers)
 
     @property
@@ -279,7 +279,7 @@ class WgmmaSpec(Spec):
 
     @property
     def index_words(self) -> int:
-        """Words of work tiles, and behind them, where they are needed, one for each slot of K."""
+        """Words of work tiles, and behind them, with a block mask, one for each slot of K."""
         return WORK_WORDS * self.q_stages + (self.stages if self.slots_name_next else 0)
 
     @property
@@ -293,7 +293,7 @@ class WgmmaSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        sums = min(self.planes, 2) * 4 * self.DN  # of planes those of a tile too
+        sums = min(self.planes, 2) * 4 * self.DN  # of O, and in planes of one tile's P V
         own = self.TM * (self.TN + sums) + self.p_registers
         return own + (self.bias_registers if self.reads_bias else 0)
 

@@ -15,12 +15,12 @@ from fa_numba.tiling.wgmma import Arrivals, Pipeline, WgmmaSpec, within_register
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (32, 240), 2: (40, 232), 3: (32, 160)}
-# Registers of two consumers whose part of S is more than so many; a plain producer needs no more.
+# The same where two consumers have more than so many registers of S, or planes.
 _LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
-# Registers of a consumer beside its parts of P and O, and beside that of S, where it masks, and
-# where it leaves S for planes of P.
+# Registers that a consumer needs beside its parts of P and O; beside its part of S, while it masks;
+# and beside it where it becomes planes of P.
 _OTHERS, _OTHERS_OF_S, _OTHERS_OF_PLANES = 32, 96, 144
-# Slots of K and V, and of Q and O: the first that shared memory has is taken.
+# Slots of K and V, and of Q and O: the first pair that fits in shared memory is taken.
 _SLOTS = ((2, 2), (1, 2), (2, 1), (1, 1))
 
 
@@ -40,7 +40,7 @@ class WgmmaFa1Spec(WgmmaSpec):
     ``consumers`` that take 64 rows of each row tile.
 
     ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q, and of O in
-    float32. Every consumer has barriers of its own for its rows of them.
+    float32. Every consumer has barriers of its own for its rows of Q and O.
     """
 
     @property
@@ -62,12 +62,12 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def query_ends(self) -> bool:
-        """Rows of Q past a sequence's end do no harm, where they are not another one's."""
+        """Packed alone: padding past a sequence's end does no harm, another one's rows would."""
         return self.features.packed
 
     @property
     def tile_floats(self) -> int:
-        """Elements of a tile of O; of planes it comes to registers at once."""
+        """Elements of a slot of O; none of planes, where O comes straight to registers."""
         return 0 if self.planes > 1 else self.float_panels * FLOAT_PANEL * self.Br
 
     @property
@@ -110,7 +110,7 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """O comes to registers when S has left them for P; of planes a tile's sums are apart."""
+        """O comes to registers when S has left them for P; in planes one tile's P V does too."""
         sums = min(self.planes, 2) * 4 * self.DN
         return max(self.TM * self.TN, self.p_registers + self.TM * sums)
 

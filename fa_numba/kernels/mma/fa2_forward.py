@@ -76,7 +76,7 @@ def make_forward(spec):
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
                 j_next = load.next_k(sK, Kh, j0, j_end, head.Nk, i0, head)
                 commit_async()
-            # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
+            # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
             softmax.online_of_lanes(rS, scale, rm, rl, rf)
             softmax.drop(rS, tile)
             # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj

@@ -64,7 +64,7 @@ def make_forward(spec):
             # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
             products.scores(rS, sQ, sK, thread)
             scores.scale_and_mask(rS, scale, tile)
-            # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
+            # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
             softmax.online(rS, scale, rm, rl, rf)
             softmax.drop(rS, tile)
             products.store_p(sP, rS, options, thread)

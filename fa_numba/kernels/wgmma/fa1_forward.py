@@ -3,9 +3,10 @@ cores.
 
 One thread block takes one (batch, head): both loops run inside it. O, l and m pass through global
 memory in every pass over K/V, and O is normalised each time: in float32 (``A``) until a row tile's
-last pass rounds it to O; of float32 matrices in planes O itself. ``query_splits`` as on CUDA cores.
+last pass rounds it to O; of float32 matrices in planes in O. ``query_splits`` as on CUDA cores.
 A consumer warpgroup has 64 rows of Qi and Oi and all columns, and a producer thread of its own that
-loads these rows: consumers wait for each other's K and V alone. m is kept in units of log2.
+loads these rows: consumers share K and V alone, whose slots all of them must have left before they
+are filled again. m is kept in units of log2.
 Shared memory and accesses: below the kernel.
 """
 
@@ -70,7 +71,7 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        rT = products.tile_sums(rO)  # P V of one tile: O itself, but apart of planes
+        rT = products.tile_sums(rO)  # P V of a tile goes here: O itself, of planes others
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -106,7 +107,7 @@ def make_forward(spec):
                 if i_next >= i_end:
                     k_pipeline.release(bars, Slot(stage, phase))
                 scores.scale_bias_and_mask(rS, rB, factor, tile)
-                # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
+                # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                 softmax.online_to_p(rP, rS, factor, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
                 fa1_state.take_output(rO, rf, shared, q, visit, tile)
@@ -156,12 +157,11 @@ def make_forward(spec):
 
 
 __doc__ += """
-Shared memory, bytes beside the barriers, d rounded up to 64 in 16 bits and to 32 in float32:
-    (2 + 4) Br d for each slot of Q and O, 4 Bc d for each of K and V; two slots of either where
-    they fit. In bytes:  229584 (d=64, 128 x 256), 229488 (d=128, 128 x 256), 221256 (d=192,
-    64 x 192), 229448 (d=256, 64 x 128)
-    At d=256 two consumers leave room for 32 columns of K and V.
+Shared memory, bytes, d rounded up to 64 in 16 bits and to 32 in float32:  2 Br d + 4 Br d for each
+    slot of Q and O, 4 Bc d for each of K and V, and the barriers; two slots of either where they
+    fit. All in all:  229584 (d=64, 128 x 256), 229488 (d=128, 128 x 256), 221256 (d=192, 64 x 192),
+    229448 (d=256, 64 x 128). At d=256 two consumers leave room for 32 columns of K and V.
     Of P planes P times as many of Q, K and V, d rounded up to 64, and no O: it comes to registers
-    while P V is on its way. In bytes, of two:  164016 (d=64, 128 x 192), 196720 (d=128, 128 x 128)
-Accesses, elements per head: those of the kernel on ``mma``, Q, O and A by TMA, of planes Q alone.
+    while P V is on its way. Of two planes:  164016 (d=64, 128 x 192), 196720 (d=128, 128 x 128)
+Accesses, elements per head: those of the kernel on ``mma``; by TMA but for l, m, L and planes' O.
 """

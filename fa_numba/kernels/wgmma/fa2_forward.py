@@ -2,11 +2,11 @@
 cores, as FlashAttention-3 arranges it (arXiv 2407.08608, Algorithms 1 and 2).
 
 A block stays on its multiprocessor and takes one work tile, a row tile Qi (line 3), after another,
-as a counter gives them out. Its producers run ahead: one loads Qi and hands the work tile on, so
-that nobody else divides for it; one Kj and Vj, or, of pages, one Kj and one Vj.
+as a counter gives them out. Its producers, single threads, run ahead: one loads Qi, and writes for
+the others which rows and head they are; one loads Kj and Vj, or, of pages, one Kj and one Vj.
 A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
-tile, its products with the one before, and the other warpgroups' products, keep the tensor cores
-busy; while it writes Oi, the first product of the next work tile. Memory, accesses: at the end.
+tile, its P V of the tile before, and the other warpgroups' products, keep the tensor cores busy;
+while it writes Oi, the first S of the next work tile. Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ from fa_numba.parts.records import Head, Out, Slot, Tile
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over as many blocks as all multiprocessors hold."""
+    """The kernel for ``spec``; launched over the blocks that the GPU holds, or one a work tile."""
     grid, load, pipeline = bind(spec, wgmma.grid, wgmma.load, wgmma.pipeline)
     products, scores, softmax = bind(spec, wgmma.products, wgmma.scores, wgmma.softmax)
     scheduler, pingpong, epilogue = bind(spec, wgmma.scheduler, wgmma.pingpong, wgmma.epilogue)
@@ -72,7 +72,7 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        rT = products.tile_sums(rO)  # P V of one tile: O itself, but apart of planes
+        rT = products.tile_sums(rO)  # P V of a tile goes here: O itself, of planes others
         bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -92,7 +92,7 @@ def make_forward(spec):
                 pingpong.take_turn(w)
                 products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 pingpong.give_turn(w)
-                while True:  # the next work tile too, if its first S is begun in here
+                while True:  # and through the next work tile, if its first S is begun in here
                     head, row0 = Head(b, h, hk, Nq, Nk, schedule.options), uint32(i0 + ROWS * w)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
@@ -100,7 +100,7 @@ def make_forward(spec):
                     products.wait_scores(rS, False)
                     k_pipeline.release(bars, Slot(stage, phase))
                     scores.scale_bias_and_mask(rS, rB, factor, tile)
-                    # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
+                    # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                     softmax.online_of_lanes(rS, factor, rm, rl, rf)
                     softmax.drop(rS, tile)
                     products.round_p(rP, rS)
@@ -117,7 +117,7 @@ def make_forward(spec):
                         products.wait_scores(rS, OVERLAPS)
                         k_pipeline.release(bars, after)
                         scores.scale_bias_and_mask(rS, rB, factor, tile)
-                        # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
+                        # FA-1 lines 10, 11, FA-2 line 9: m, l, and P = e^(S - m) of the new m
                         softmax.online_of_lanes(rS, factor, rm, rl, rf)
                         softmax.drop(rS, tile)
                         products.end_output(rO, rT, False)
@@ -189,10 +189,10 @@ __doc__ += """
 S, P, O, m and l stay in registers, m in units of log2. Of float32 matrices in planes the sums of
 one tile of P V are apart from O, and O leaves in float32, straight from registers.
 
-Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stages Bc d, and the
-    barriers; in bytes at the default tiles, beside these:  114688 (d=64, 192 x 128), 196608
-    (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q); in P planes P times as many.
-    With a block mask a word for each slot of K: who loads Kj names the column tile after it there.
+Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stages Bc d; in bytes
+    at the default tiles:  114688 (d=64, 192 x 128), 196608 (d=128, 128 x 128), 229376 (d=256, 128
+    x 80, one stage of Q); in P planes P times as many. Behind these the barriers, four words of a
+    work tile for each slot of Q and, with a block mask, one for each of K: which tile comes next.
     Of a V with a head dimension of its own: half of the 2 stages by it, Q by the larger, since O
     leaves by way of a slot of Q; 213104 (192 and 128, 128 x 128, one stage of Q, all in all)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
