@@ -48,8 +48,8 @@ def make_scale_and_mask_all(spec):
 
 @cache
 def make_scale_bias_and_mask(spec):
-    """``scale_bias_and_mask(rS, rB, scale, ...)``: the first, with the bias that ``read_bias`` has
-    left in rB.
+    """``scale_bias_and_mask(rS, rB, scale, tile)``: ``scale_and_mask``, with the bias, or the state
+    of the tile's block, that ``read_bias`` has left in rB.
     """
     return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
 
@@ -73,7 +73,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     sparse, hides_blocks = features.sparse, hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
-    # A function alone scales them, by what it multiplies them by too.
+    # Without a cap a function scales them itself, by the ``scale`` that it is given.
     scales = not spec.folds_scale and (softcap or not score_mod)
     lead, begin = make_lead(spec.stays), make_first(spec.stays)
     begins = bool(spec.stays and spec.stays.first)

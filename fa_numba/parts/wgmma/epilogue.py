@@ -1,4 +1,4 @@
-"""The epilogue: O, or a gradient, from registers to global memory, by way of where Q was."""
+"""The epilogue: O, or a gradient, from registers to global memory, by way of shared memory."""
 
 from fa_numba.device import uint32
 from fa_numba.dtypes import DTYPES
@@ -29,8 +29,8 @@ from fa_numba.tiling.wgmma import PANEL
 @part
 def make_write_out(spec):
     """``write_out(rO, rl, rm, shared, slot, out, split, tile)``: O = diag(l)^-1 O and L = m + log l
-    of a warpgroup's rows; or, of a share of the columns, O, l and m for ``merge_splits``. It then
-    needs the slot of Q no more.
+    of a warpgroup's rows; or, of a share of the columns, O as it is, l and m for ``merge_splits``.
+    Releases the slot of Q, which O may leave by way of.
     """
     splits, rows_of, sync_group = spec.features.splits, make_rows_of(spec), make_sync_group(spec)
     unscale_output, write_split = make_unscale_output(spec), make_write_split(spec)
@@ -58,8 +58,8 @@ def make_write_out(spec):
 @part
 def make_write_queries(spec):
     """``write_queries(rO, sQ, slot, O, row0, head, thread)``: a warpgroup's rows of O, rounded, by
-    way of its own rows of a slot of Q; nothing beyond the sequence. Its first thread waits until
-    they have been read. Of planes in float32, from registers.
+    way of its own rows of a slot of Q; none beyond the array, or a packed sequence. Its first
+    thread waits until these have been read. Of planes in float32, straight from registers.
     """
     NQ, floats = spec.tile_halves[0], spec.planes > 1
     write = make_write_tile(spec, make_query_box(spec, spec.features.packed))
@@ -101,8 +101,8 @@ def make_write_tile(spec, find):
 
 @part
 def _make_round_rows(spec):
-    """``round_rows(rO, sQ, at, thread)``: a warpgroup's rows of O in 16 bits, in its own rows of
-    sQ, whose first element it gives; there for the copy engine.
+    """``round_rows(rO, sQ, at, thread)``: a warpgroup's rows of O in 16 bits to its own rows of
+    sQ, where the copy engine then sees them; gives the first element's place.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     sync_group, ROWS = make_sync_group(spec), spec.consumer_rows
@@ -132,8 +132,8 @@ def make_write_split(spec):
 
 @part
 def make_rows_of(spec):
-    """``rows_of(rows, head)``: the rows that a sequence has in arrays of so many rows of queries,
-    padding among them.
+    """``rows_of(rows, head)``: how many rows of queries, padding among them, a sequence has in
+    arrays of ``rows`` rows.
     """
     packed = spec.features.packed
 

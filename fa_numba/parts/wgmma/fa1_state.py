@@ -2,7 +2,7 @@
 
 O is in float32 there (``A``), until a row tile's last pass rounds it to O. It comes and goes by
 TMA tiles, by way of a slot in shared memory. A row's l and m are read and written by one thread,
-the same in every pass; and so is, of float32 matrices in planes, O itself.
+the same in every pass; and so is, of float32 matrices in planes, each element of O, without ``A``.
 """
 
 from fa_numba.device import device_function, float32, uint32
@@ -56,7 +56,7 @@ from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
 
 @part
 def make_block(spec):
-    """``block(Q, K, group, split_rows, options)``: what a block takes of its head."""
+    """``block(Q, K, group, split_rows, options)``: a block's head, and its rows of it."""
     head_of, own_rows, rows_of = make_head(spec), make_own_rows(spec), make_rows_of(spec)
 
     def block(Q, K, group, split_rows, options):
@@ -69,7 +69,7 @@ def make_block(spec):
 
 @part
 def make_out(spec):
-    """``out(O, A, L, l, m, schedule)``: what a block passes through global memory, and L."""
+    """``out(O, A, L, l, m, schedule)``: the arrays that a block writes, l and m of its head."""
     query_rows = make_query_rows(spec)
 
     def out(O, A, L, l, m, schedule):
@@ -97,8 +97,8 @@ def make_passes(spec):
 @part
 def make_load_output(spec):
     """``load_output(shared, A, i0, starts, head, slot, passed)``: a consumer's rows of Oi, to its
-    part of a slot, once that is empty and they are written by the pass before (``passed``); none
-    where this visit ``starts`` Oi, nor of planes, whose Oi consumers load.
+    part of a slot, once that is empty and the pass before has written them: ``passed`` is the
+    consumer and the phase. Not where the visit ``starts`` Oi, nor of planes (``read_output``).
     """
     (_, _, _, o, written), ROWS = spec.pipelines, GROUP_ROWS
     boxes = spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats
@@ -120,9 +120,9 @@ def make_load_output(spec):
 
 @part
 def make_name_own_next(spec):
-    """``name_own_next(shared, i0, i_end, j0, head, slot, w)``: with a block mask, beside the rows
-    of Qi of consumer w, in their slot, what ``row_ahead`` says and the state of the tile's
-    block. Gives whether the visit starts Oi.
+    """``name_own_next(shared, i0, i_end, j0, head, slot, w)``: with a block mask who loads consumer
+    w's rows of Qi writes, to the word of their slot, what ``row_ahead`` says and the state of the
+    tile's block. Gives whether the visit starts Oi.
     """
     named, word, GROUPS = spec.slots_name_next, make_word(spec), spec.consumers
     row_ahead, row_starts, q = make_row_ahead(spec), make_row_starts(spec), spec.pipelines.q
@@ -141,8 +141,8 @@ def make_name_own_next(spec):
 
 @part
 def make_own_ahead(spec):
-    """``own_ahead(i0, i_end, j0, head)``: the row tile after the one at i0, and whether that sees
-    a column tile after the one at j0; not yet, where a slot names them.
+    """``own_ahead(i0, i_end, j0, head)``: the row tile after the one at i0, and whether the one at
+    i0 sees a column tile after the one at j0. Where slots name both, nothing that is looked at.
     """
     Br, named, sees_more = spec.Br, spec.slots_name_next, make_sees_more(spec)
 
@@ -156,8 +156,8 @@ def make_own_ahead(spec):
 
 @part
 def make_read_named(spec):
-    """``read_named(rB, shared, slot, w, ahead)``: what a slot says of the visit, and of it what
-    ``own_ahead`` gave if no slot does; in rB the state of the tile's block.
+    """``read_named(rB, shared, slot, w, ahead)``: the visit's word, the row tile after it, and
+    whether its own sees more; by the slot's word, with the block's state in rB, or by ``ahead``.
     """
     named, read, GROUPS = spec.slots_name_next, make_read_word(spec), spec.consumers
 
@@ -173,7 +173,7 @@ def make_read_named(spec):
 
 @part
 def make_read_statistics(spec):
-    """``read_statistics(rl, rm, out, visit, tile)``: l and m of a row tile."""
+    """``read_statistics(rl, rm, out, visit, tile)``: l and m of a row tile, or their start."""
     row_starts, take_sinks = make_row_starts(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
@@ -192,8 +192,8 @@ def make_read_statistics(spec):
 @part
 def make_take_output(spec):
     """``take_output(rO, rf, shared, slot, visit, tile)``: diag(f) O of this consumer's rows of a
-    slot of O, once they are there; zeros where the visit starts O. Of planes nothing, which
-    ``read_output`` reads.
+    slot of O, once they are there; zeros where the visit starts O. Nothing of planes, for which
+    ``read_output`` does it.
     """
     if spec.planes > 1:
         return _no_output
@@ -225,8 +225,8 @@ def _no_output(rO, rf, shared, slot, visit, tile):
 
 @part
 def make_read_output(spec):
-    """``read_output(rO, rf, out, visit, tile)``: diag(f) O of planes, which this thread has
-    written in the last pass, while products are on their way.
+    """``read_output(rO, rf, out, visit, tile)``: of planes diag(f) O, from where this thread has
+    written it in the pass before; it may be called while P V goes to other registers.
     """
     row_starts, in_place = make_row_starts(spec), spec.planes > 1
     query_rows, read_fragments = make_query_rows(spec), make_read_fragments(spec)
@@ -258,7 +258,7 @@ def _make_first_place(spec):
 
 @part
 def _further(spec):
-    """The place ``down`` rows, a multiple of 8, and 8 n columns further."""
+    """``further(first, down, n)``: the place ``down`` rows, a multiple of 8, and 8 n columns on."""
     Br = spec.Br
 
     def further(first, down, n):
@@ -270,7 +270,7 @@ def _further(spec):
 @part
 def _make_write_sums(spec):
     """``write_sums(rO, sO, at, A, row0, head, thread)``: a consumer's rows of O to A, by way of its
-    own rows of sO. Its first thread waits until they have been read.
+    own rows of sO. Its first thread waits until the copy engine has read these.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     panels, sync_group = spec.float_panels, make_sync_group(spec)
@@ -297,8 +297,8 @@ def _make_write_sums(spec):
 
 @part
 def make_initialise(spec):
-    """``initialise(rO, rl, rm, shared, out, tile)``: O = 0, l = 0, m = -inf of this
-    consumer's rows from those of the tile on, as far as no visit starts them.
+    """``initialise(rO, rl, rm, shared, out, tile)``: O = 0, l = 0, m = -inf to memory where visits
+    do not start them, of this consumer's rows of the tile and of all after it in the block.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
@@ -345,8 +345,8 @@ def make_wait_initialised(spec):
 @part
 def make_write_state(spec):
     """``write_state(rO, rl, rm, shared, slot, out, more, tile)``: O = diag(l)^-1 O, l and m of a
-    row tile to memory: O by way of a slot of O, to A, if there is ``more`` to come, else rounded by
-    way of one of Q. This consumer then needs the slots no more.
+    row tile to memory: O by way of a slot of O, to A, if ``more`` passes are to come, else rounded
+    by way of one of Q. Releases this consumer's part of the slots.
     """
     if spec.planes > 1:
         return _make_write_state_in_place(spec)
@@ -376,7 +376,7 @@ def make_write_state(spec):
 
 @part
 def _make_write_state_in_place(spec):
-    """``write_state`` of planes: O to O itself, in units of planes until the last pass."""
+    """``write_state`` of planes: to O itself, times the powers of planes until the last pass."""
     own_of, release_q = make_own(spec.pipelines.q), make_release(spec.pipelines.q)
     unscale_output, normalise_rows = make_unscale_output(spec), make_normalise_rows(spec)
     query_rows, write_fragments = make_query_rows(spec), make_write_fragments(spec)
@@ -398,8 +398,8 @@ def _make_write_state_in_place(spec):
 
 @part
 def make_end_pass(spec):
-    """``end_pass(bars, thread)``: what this consumer has written is in global memory; its boxes of
-    A may be loaded again.
+    """``end_pass(bars, thread)``: waits until what this consumer has written by boxes is in global
+    memory, and says so to the thread that loads its rows of A.
     """
     written, by_boxes = spec.pipelines.written.full, spec.planes == 1
 

@@ -6,7 +6,7 @@ from fa_numba.device import cuda, float32, uint32
 from fa_numba.parts.bias import make_block_state
 from fa_numba.parts.namespace import part
 
-STATE_AT = 30  # the bits of a word from there on are a state, those below a row or column
+STATE_AT = 30  # the bits of a word from there on are a state, those below what comes after
 
 
 @part
@@ -26,7 +26,7 @@ def make_word(spec):
 
 @part
 def make_read_word(spec):
-    """``read(rB, words, at)``: what comes after; in rB the state, as ``read_bias`` has it."""
+    """``read(rB, words, at)``: what comes after a tile; in rB its state, as of ``read_bias``."""
     reads_state, below = spec.reads_state, (1 << STATE_AT) - 1
 
     def read(rB, words, at):

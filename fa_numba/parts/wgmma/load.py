@@ -1,7 +1,7 @@
-"""Tiles from global to shared memory: TMA tiles, a box for each 64 columns, zeros beyond the array.
+"""Tiles from global to shared memory by TMA: a box for each 128 bytes of a row, zeros beyond it.
 
 Where sequences end within an array, or heads share a tile, the array's map has other axes
-(``TiledArray``). Of K and V in pages a box has rows of one page.
+(``TiledArray``). Of K and V in pages a box has rows of one page. Places, ``at``, are in elements.
 """
 
 from fa_numba.device import WRAPS, cuda, device_function, uint32
@@ -15,14 +15,14 @@ from fa_numba.parts.records import Box, Shared, SharedWithO
 from fa_numba.parts.wgmma.pipeline import make_acquire, make_own
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
-# By how many there are: the threads that load K, and V.
+# By the number of threads that load K and V: which one loads K, and which one V.
 COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 
 @part
 def make_shared_memory(spec):
-    """``shared_memory()``: slots of Q, of K and of V, of O in float32 where FlashAttention-1 has
-    it, and the barriers behind them.
+    """``shared_memory()``: slots of Q, of K, of V and, where FlashAttention-1 has it, of O in
+    float32, and the barriers behind them; beside O the words of ``SharedWithO`` too.
     """
     NQ, NK, NV = spec.tile_halves
     NQS, NKS, NVS = spec.q_stages * NQ, spec.stages * NK, spec.stages * NV
@@ -44,8 +44,8 @@ def make_shared_memory(spec):
 
 @part
 def make_q(spec):
-    """``q(shared, Q, i0, head, slot, w)``: Qi to a slot, zeros beyond the sequence; or consumer
-    w's rows of it, to its part of the slot as that is empty.
+    """``q(shared, Q, i0, head, slot, w)``: Qi to a slot that is empty; or consumer w's rows of it,
+    to its part of the slot, once that is empty. With ``query_ends`` zeros beyond the sequence.
     """
     (NQ, _, _), facts, ROWS = spec.tile_halves, spec.pipelines.q, GROUP_ROWS
     load = make_tile_of_queries(spec, GROUP_ROWS)
@@ -66,15 +66,15 @@ def make_q(spec):
 
 @part
 def make_k(spec):
-    """``k(sK, K, j0, head, pages, bars, slot)``: Kj to a slot, zeros beyond the sequence: P is 0
-    there, and 0 times what follows in memory need not be. ``pages`` is what ``look_up`` has found.
+    """``k(sK, K, j0, head, pages, bars, slot)``: Kj to a slot that is empty, zeros beyond the
+    sequence. ``pages`` is what ``look_up`` has found.
     """
     return _make_columns(spec, spec.pipelines.k.full, spec.panels)
 
 
 @part
 def make_v(spec):
-    """``v(sV, V, j0, head, pages, bars, slot)``: Vj to a slot, as Kj."""
+    """``v(sV, V, j0, head, pages, bars, slot)``: Vj, as ``k``; zeros, as P's 0 times NaN is NaN."""
     return _make_columns(spec, spec.pipelines.v.full, spec.panels_v)
 
 
@@ -95,15 +95,15 @@ def _make_columns(spec, full, panels):
 
 @part
 def make_columns(spec):
-    """``columns(shared, K, V, j0, head, slot)``: Kj and Vj to a slot of either as it is empty, by a
-    thread that loads both, or one of them.
+    """``columns(shared, K, V, j0, head, slot)``: Kj and Vj, or the one that this thread loads, each
+    to its slot once that is empty.
     """
     acquire_k, acquire_v = make_acquire(spec.pipelines.k), make_acquire(spec.pipelines.v)
     k, v, look_up, PAGES = make_k(spec), make_v(spec), make_look_up(spec), pages_of_tile(spec)
     produces_k, produces_v = make_produces_k(spec), make_produces_v(spec)
 
     def columns(shared, K, V, j0, head, slot):
-        pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
+        pages = cuda.local.array(PAGES, uint32)  # not used where K and V are in one piece
         look_up(pages, j0, head)
         if produces_k():
             acquire_k(shared.bars, slot)
@@ -117,7 +117,7 @@ def make_columns(spec):
 
 @part
 def make_tile_of_queries(spec, box):
-    """``load(sT, at, T, row0, head, bars, barrier)``: a row tile, by boxes of so many rows."""
+    """``load(sT, at, T, row0, head, bars, barrier)``: a row tile, by boxes of ``box`` rows."""
     find = make_query_box(spec)
     return make_tile(spec.Br, box, spec.panels, find, spec.tile_heads)
 
@@ -130,8 +130,8 @@ def make_tile_of_keys(spec, panels):
 
 @part
 def make_tile(rows, box, panels, find, heads=1):
-    """The load of a tile with these ``rows``, by boxes of ``box`` rows that ``find`` finds; with
-    ``heads`` of several heads.
+    """``tile(sT, at, T, row0, head, bars, barrier)``: a tile of ``rows`` rows, by boxes of ``box``
+    that ``find`` finds; a box may have rows of several ``heads``.
     """
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
 
@@ -154,8 +154,8 @@ def make_tile(rows, box, panels, find, heads=1):
 
 @part
 def make_own_tile(Br, panels, width, tile, facts, find):
-    """``load(sT, T, row0, head, bars, slot, w)``: a consumer's 64 rows of a ``tile`` of so many
-    elements, by ``panels`` boxes of 128 bytes, ``width`` columns each, that ``find`` finds.
+    """``load(sT, T, row0, head, bars, slot, w)``: consumer w's 64 rows to its part of a slot of
+    ``tile`` elements, by ``panels`` boxes of ``width`` columns, 128 bytes, that ``find`` finds.
     """
     size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
 
@@ -173,9 +173,9 @@ def make_own_tile(Br, panels, width, tile, facts, find):
 
 @part
 def _make_pages(spec, panels):
-    """``load(sT, at, T, row0, head, pages, bars, barrier)`` where a table has the pages: a page's
-    rows end where the sequence does, or with the page, and a box without valid rows is outside of
-    the map.
+    """``load(sT, at, T, row0, head, pages, bars, barrier)``: a column tile, by boxes of rows that
+    are of one page. A page's rows end where the sequence does, or with the page; a box without
+    valid rows is outside of the map.
     """
     page_size, Bc = spec.features.page_size, spec.Bc
     size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
@@ -240,7 +240,7 @@ def make_produces_rows(spec):
 @part
 def make_produces_columns(spec):
     """``produces_columns(w)``: whether this thread, of warp w, loads K and V, or one of them; where
-    other warps have rows of Q, the last one's.
+    three warps are kept for consumers' rows of Q, it is of the fourth.
     """
     own, (keys, values) = spec.loads_own_rows, COLUMN_PRODUCERS[spec.column_producers]
 

@@ -15,7 +15,7 @@ from fa_numba.tiling.wgmma import GROUP
 
 
 class NamedBarrier(IntEnum):
-    """A warpgroup's turn, the threads of a warpgroup, and those of all consumers."""
+    """Numbers of barriers: a warpgroup's turn, a warpgroup's threads, those of all consumers."""
 
     TURN_0, TURN_1, TURN_2 = 1, 2, 3
     GROUP_0, GROUP_1, GROUP_2 = 4, 5, 6
@@ -75,9 +75,9 @@ def make_give_turn(spec):
 
 @part
 def make_begin_products(spec):
-    """``begin_products(rS, rO, rP, shared, q_stage, kv, after, w)``: Sij of the K ``after``, and
-    Pij-1 Vj-1 of the slot ``kv``, on their way together; or, where these do not overlap, Pij-1 Vj-1
-    before, by itself.
+    """``begin_products(rS, rO, rP, shared, q_stage, kv, after, w)``: Sij, of Kj in slot ``after``,
+    and Pij-1 Vj-1, of Vj-1 in slot ``kv``, on their way together; or, without ``overlaps``,
+    Pij-1 Vj-1 first, which ends before Sij begins.
     """
     overlaps, wait_output = spec.overlaps, make_wait_output(spec)
     wait_k, wait_v = make_wait(spec.pipelines.k), make_wait(spec.pipelines.v)

@@ -2,7 +2,7 @@
 barrier for full and one for empty.
 
 ``facts`` is one of ``spec.pipelines``: the numbers of a pipeline's first barriers, and its slots
-(``tiling.wgmma.Pipeline``). A producer's first slot has phase 1: it is empty.
+(``tiling.wgmma.Pipeline``). A producer begins in phase 1: its first wait finds the slot empty.
 """
 
 from functools import cache
@@ -85,8 +85,8 @@ def make_release(facts):
 
 @part
 def make_release_by(facts):
-    """``release_by(bars, slot, thread)``: the first thread of a warpgroup reads the slot no more,
-    and has waited for the others.
+    """``release_by(bars, slot, thread)``: this warpgroup reads the slot no more, says its first
+    thread, which has waited for the others.
     """
     empty = facts.empty
 
@@ -139,7 +139,7 @@ def make_begin(spec):
 
 @part
 def _init_all(arrivals):
-    """``init(bars)``: of each (slots, barriers) all barriers of one slot after another."""
+    """``init(bars)``: for each (slots, barriers), slot after slot, ``barriers`` of the slot."""
     if not arrivals:
         return _nothing
     (slots, barriers), rest = arrivals[0], _init_all(arrivals[1:])
@@ -155,7 +155,7 @@ def _init_all(arrivals):
 
 @part
 def _init_slot(barriers):
-    """``init(bars, s)``: of each (first barrier, arrivals) the one of slot s."""
+    """``init(bars, s)``: of each (first barrier, arrivals) the barrier of slot s."""
     if not barriers:
         return _nothing_of_slot
     (first, arrivals), rest = barriers[0], _init_slot(barriers[1:])

@@ -1,5 +1,5 @@
-"""Products of a warpgroup of float32 matrices as sums of 16-bit ones, as ``parts.mma.planes`` has
-them: from the smallest on to one sum, which is one tile's.
+"""A warpgroup's products of float32 matrices in planes (``parts.mma.planes``): those of two planes
+each, from the smallest on, add to one sum, which is of one tile.
 
 In shared memory a plane's panels lie behind those of the plane before, in P's registers its words.
 """
@@ -39,8 +39,8 @@ def make_multiply_planes(spec):
 @part
 def multiply_pairs(spec, count, N, a, b, steps):
     """``multiply(rT, sA, first, sB, at)``: 64 rows and ``N`` columns of A B by the first ``count``
-    pairs of planes; of A and of B the rows of a tile, a plane's elements, and whether rows run
-    across the sum.
+    pairs of planes; ``a`` and ``b`` say of A and B the rows of a tile, a plane's elements, and
+    whether rows run across the sum.
     """
     (ROWS_A, plane_a, across_a), (ROWS_B, plane_b, across_b) = a, b
     i, j = pairs_of_planes(spec.planes)[count - 1]
@@ -58,7 +58,7 @@ def multiply_pairs(spec, count, N, a, b, steps):
 
 @part
 def make_product_of_planes(spec, count):
-    """``product(rT, rP, sV, at)``: P V of V's rows from ``at`` on, by ``count`` pairs of planes."""
+    """``product(rT, rP, sV, at)``: P V, V's tile from ``at`` on, by ``count`` pairs of planes."""
     d, Bc, STEPS, WORDS = spec.columns, spec.Bc, spec.Bc // STEP, spec.p_registers // spec.planes
     i, j = pairs_of_planes(spec.planes)[count - 1]
     A, B, ADDS = i * WORDS, j * spec.plane_panels_v * PANEL * Bc, count > 1
@@ -74,8 +74,8 @@ def make_product_of_planes(spec, count):
 
 @part
 def make_split_pair(spec, times=P_SCALE):
-    """``split_pair(rP, n, low, high)``: as ``products.make_round_pair``, to word n of each plane;
-    scaled they are multiplied.
+    """``split_pair(rP, n, low, high)``: as ``products.make_round_pair``, to word n of each plane,
+    multiplied by ``times`` where planes are scaled.
     """
     WORDS, scaled = spec.p_registers // spec.planes, spec.features.scaled
     split, P = make_split(spec.dtype, spec.planes), times
@@ -102,7 +102,7 @@ def make_split_p(spec, times=P_SCALE):
 
 @part
 def make_scale_output(spec):
-    """``scale_output(rO, head)``: O, summed of scaled planes."""
+    """``scale_output(rO, head)``: O over the powers of planes, and over 1 - p of dropout."""
     RO, units = spec.TM * spec.DN * 4, make_units(spec)
 
     def scale_output(rO, head):
@@ -115,8 +115,8 @@ def make_scale_output(spec):
 
 @part
 def make_write_floats(spec):
-    """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32, which
-    may start anywhere unless they are aligned.
+    """``write_floats(rO, O, row0, head, thread)``: a warpgroup's rows of O in float32, which start
+    at any address unless the spec is ``aligned``.
     """
     query_rows = make_query_rows(spec)
     write = make_write_fragments(spec) if spec.aligned else make_write_rows(spec)

@@ -56,8 +56,8 @@ def make_multiply(spec):
 
 @part
 def make_add_product(spec):
-    """``add_product(rO, rP, sV, at)``: O += P V of rows of V from ``at`` on, which run across the
-    sum.
+    """``add_product(rO, rP, sV, at)``: O += P V, V's tile from ``at`` on, whose rows in memory run
+    across the sum.
     """
     d, Bc, STEPS = spec.columns, spec.Bc, spec.Bc // STEP
     multiply = MULTIPLY_REGISTERS[DTYPES[spec.dtype].matrix]
@@ -109,7 +109,7 @@ def wait_for(registers, later):
 
 @part
 def make_tile_sums(spec):
-    """``tile_sums(rO)``: where the sums of a tile of P V go: of planes not to O at once."""
+    """``tile_sums(rO)``: registers for P V of one tile: O itself, of planes others."""
     RO, apart = spec.TM * spec.DN * 4, spec.planes > 1
 
     def tile_sums(rO):
@@ -123,8 +123,8 @@ def make_tile_sums(spec):
 
 @part
 def make_end_output(spec):
-    """``end_output(rO, rT, more)``: O is there (``wait_output``): T itself, or, of planes, the sum
-    with T, a tile's.
+    """``end_output(rO, rT, more)``: O is there (``wait_output``), with T, one tile's P V: T is O
+    itself, or, of planes, added to it.
     """
     RO, apart, wait_output = spec.TM * spec.DN * 4, spec.planes > 1, make_wait_output(spec)
 
@@ -139,7 +139,7 @@ def make_end_output(spec):
 
 @part
 def make_unscale_output(spec):
-    """``unscale_output(rO, head)``: O without the factors of what dropout kept, or of planes."""
+    """``unscale_output(rO, head)``: O over 1 - p of dropout, and over the powers of planes."""
     return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
 
 

@@ -1,5 +1,5 @@
-"""The tile scheduler: which work tiles, row tiles of Q, a block takes that stays on its
-multiprocessor for several.
+"""The tile scheduler of FlashAttention-2's forward kernel: which work tiles a block takes in turn.
+A work tile is a row tile of Q, or of a row tile a share of its columns (``kv_splits``).
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from fa_numba.parts.wgmma.load import make_produces_k
 from fa_numba.parts.wgmma.pipeline import make_acquire, make_commit, make_release_alone, make_wait
 from fa_numba.tiling.wgmma import WORK_WORDS
 
-# Bits of a word that name a batch entry, of which a grid has less than 2^16; the others a split.
+# Low bits of a word that name a batch entry, of fewer than 2^16; those above name a split.
 ENTRY_BITS = 16
 # Bytes of K and V that heads computed side by side may have, so that the L2 cache serves them.
 TOGETHER = 16 << 20
@@ -28,7 +28,7 @@ LAST_TILES = 8
 @part
 def make_schedule(spec):
     """``schedule(Q, K, taken, group, options)``: where a block's work tiles are written, how many
-    there are, and the counter of those taken beside each block's first.
+    there are in all, and the counter ``taken`` of those given out after each block's first.
     """
     first, words, row_tiles = spec.first_index, spec.index_words, _make_row_tiles(spec)
 
@@ -41,14 +41,14 @@ def make_schedule(spec):
 
 @device_function
 def is_valid(schedule, stage):
-    """Whether there is a work tile in this slot of Q, or the block is done."""
+    """Whether this slot of Q has a work tile; if not, the block is done."""
     return schedule.words[WORK_WORDS * stage] < schedule.tiles
 
 
 @part
 def make_announce(spec):
-    """``announce(schedule, bars, slot, n)``: whether work tile number n exists; its number to the
-    slot, once that is empty, and at the end the slot to its readers.
+    """``announce(schedule, bars, slot, n)``: writes n to the slot, once that is empty, and gives
+    whether a work tile has this number. If none has, the slot is full: its readers end.
     """
     (q, _, _, work, _), WORDS = spec.pipelines, WORK_WORDS
     acquire, commit_q, commit_work = make_acquire(q), make_commit(q), make_commit(work)
@@ -67,8 +67,8 @@ def make_announce(spec):
 
 @part
 def make_give(spec):
-    """``give(schedule, bars, slot, n)``: work tile number n, as the slot's readers see it, and
-    ``columns_of`` it.
+    """``give(schedule, bars, slot, n)``: writes work tile number n for the slot's readers, and
+    gives ``columns_of`` it.
     """
     tile_of, row_tile, columns_of = _make_tile_of(spec), _make_row_tile(spec), make_columns_of(spec)
     write_work_tile, commit = _make_write_work_tile(spec), make_commit(spec.pipelines.work)
@@ -86,7 +86,7 @@ def make_give(spec):
 
 @part
 def _make_write_work_tile(spec):
-    """``write_work_tile(schedule, slot, work)``: the work tile, for the slot's readers, behind
+    """``write_work_tile(schedule, slot, work)``: the work tile to the words of the slot, behind
     its number.
     """
     splits = spec.features.splits
@@ -121,15 +121,15 @@ def make_read_work_tile(spec):
 
 @cache
 def make_has_work(spec):
-    """``has_work(schedule, bars, slot)``: whether there is a work tile in this slot of Q, once that
-    is full, or the block is done.
+    """``has_work(schedule, bars, slot)``: whether this slot has a work tile (``is_valid``), once
+    its Q is there too.
     """
     return _make_is_given(spec.pipelines.q)
 
 
 @cache
 def make_has_columns(spec):
-    """``has_columns(schedule, bars, slot)``: ``has_work``, before Q is there, to load K, V."""
+    """``has_columns(schedule, bars, slot)``: ``has_work`` without Q, to load K and V."""
     return _make_is_given(spec.pipelines.work)
 
 
@@ -146,8 +146,8 @@ def _make_is_given(facts):
 
 @part
 def make_take_columns(spec):
-    """``take_columns(schedule, bars, slot)``: ``columns_of`` the slot's work tile, which this
-    thread reads no more there.
+    """``take_columns(schedule, bars, slot)``: ``columns_of`` the slot's work tile, whose words this
+    thread then needs no more.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
     release_alone = make_release_alone(spec.pipelines.q)
@@ -197,8 +197,8 @@ def make_columns_of(spec):
 
 @part
 def make_take(spec):
-    """``take(schedule, stage)``: a slot's work tile, Nq and Nk, its share of the columns as of
-    ``columns_of``, and its K/V head: plain numbers, which cross a consumer's loops.
+    """``take(schedule, stage)``: a slot's work tile, Nq and Nk, the first column tile and the end
+    of ``columns_of`` it, and its K/V head: plain numbers, which a consumer's loops carry.
     """
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
 
@@ -212,8 +212,8 @@ def make_take(spec):
 
 @part
 def make_begins_next(spec):
-    """``begins_next(schedule, bars, slot)``: whether the first product of the next
-    work tile, of this slot, is on its way with the last one of this: it has columns.
+    """``begins_next(schedule, bars, slot)``: whether ``pingpong.begin_last`` is to begin the first
+    S of the next work tile, which is in this slot: the spec does so, and it has columns.
     """
     ahead, columns_of = spec.begins_next, make_columns_of(spec)
     wait, read_work_tile = make_wait(spec.pipelines.q), make_read_work_tile(spec)
@@ -234,8 +234,8 @@ def make_begins_next(spec):
 
 @part
 def make_name_next(spec):
-    """``name_next(schedule, bars, slot, j0, j_end, i0, head)``: with a block mask, beside Kj, in
-    its slot, the column tile after it and the state of its block, for who multiplies.
+    """``name_next(schedule, bars, slot, j0, j_end, i0, head)``: with a block mask who loads Kj
+    writes, to the word of its slot, the column tile after it and the state of its own block.
     """
     Bc, named, first = spec.Bc, spec.slots_name_next, WORK_WORDS * spec.q_stages
     next_column, word = make_next_column(spec), make_word(spec)
@@ -254,8 +254,8 @@ def make_name_next(spec):
 
 @part
 def make_look_ahead(spec):
-    """``look_ahead(rB, schedule, stage, j0)``: what ``step`` makes the next column tile of: that
-    tile where K's slot names it, and in rB the state of this one; else this one.
+    """``look_ahead(rB, schedule, stage, j0)``: for ``step`` the column tile after the one at j0,
+    where K's slot names it, and in rB the state of that at j0; else j0.
     """
     named, first, read = spec.slots_name_next, WORK_WORDS * spec.q_stages, make_read_word(spec)
 
@@ -269,7 +269,7 @@ def make_look_ahead(spec):
 
 @part
 def make_step(spec):
-    """``step(ahead)``: the column tile after the one that ``look_ahead`` was asked for."""
+    """``step(ahead)``: the next column tile, of what ``look_ahead`` gave."""
     Bc, named = spec.Bc, spec.slots_name_next
 
     def step(ahead):
@@ -283,7 +283,7 @@ def make_step(spec):
 @part
 def make_is_long(spec):
     """``is_long(j0, j_end, i0, head)``: whether it is too early to take the next work tile: whether
-    a column tile is visited so far behind this one.
+    a column tile LAST_TILES or more behind the one at j0 is visited.
     """
     soon = LAST_TILES * spec.Bc if spec.takes_late else 1 << 31  # beyond all columns: never
     next_column = make_next_column(spec)
@@ -296,8 +296,8 @@ def make_is_long(spec):
 
 @part
 def make_wait_late(spec):
-    """``wait_late(bars, late, j0, j_end, i0, head)``: until it is time to take the next work tile,
-    and the phase of the next such wait.
+    """``wait_late(bars, late, j0, j_end, i0, head)``: who loads Q waits until it is time to take
+    the next work tile, in phase ``late``; gives the phase of the next such wait.
     """
     is_long, wait = make_is_long(spec), make_wait(spec.pipelines.late)
 
@@ -312,8 +312,8 @@ def make_wait_late(spec):
 
 @part
 def make_commit_late(spec):
-    """``commit_late(bars, waits, j0, j_end, i0, head)``: ends ``wait_late`` once it is time, and
-    gives whether who loads Q still waits.
+    """``commit_late(bars, waits, j0, j_end, i0, head)``: who loads K ends ``wait_late``, if that
+    still ``waits``, once the column tile at j0 is late enough; gives whether it waits on.
     """
     is_long, commit = make_is_long(spec), make_commit(spec.pipelines.late)
 
@@ -328,7 +328,7 @@ def make_commit_late(spec):
 
 @part
 def make_commit_at_last(spec):
-    """``commit_at_last(bars, waits)``: ends it after a block mask's last tile, however early."""
+    """``commit_at_last(bars, waits)``: ends ``wait_late`` behind the last tile of a block mask."""
     sparse, commit = spec.features.sparse, make_commit(spec.pipelines.late)
 
     def commit_at_last(bars, waits):
@@ -340,8 +340,8 @@ def make_commit_at_last(spec):
 
 @part
 def _make_row_tiles(spec):
-    """``row_tiles(shape, options)``: how many row tiles a Q of this shape has in all, each as often
-    as its columns are split.
+    """``row_tiles(shape, options)``: how many work tiles a Q of this shape has in all: row tiles,
+    each as often as its columns are split.
     """
     head_tiles, of_tile, splits = _make_head_tiles(spec), spec.tile_heads, spec.features.splits
 
@@ -359,8 +359,8 @@ def _make_row_tiles(spec):
 
 @part
 def _make_tile_of(spec):
-    """``tile_of(n, options)``: the row tile of a block's n-th piece of work, and which share of its
-    columns that is.
+    """``tile_of(n, options)``: the number of the row tile that work tile n is of, and which share
+    of its columns that is.
     """
     splits = spec.features.splits
 
@@ -375,9 +375,9 @@ def _make_tile_of(spec):
 
 @part
 def _make_head_tiles(spec):
-    """``head_tiles(rows, options)``: row tiles of a head. Of packed sequences one may be empty: a
-    sequence that begins within tile t of all rows, cut without regard to sequences, has t + (its
-    number) before it, so that nobody counts the tiles of those before.
+    """``head_tiles(rows, options)``: row tiles of a head. Packed sequence number b has its first at
+    t + b, where row tile t of all rows, cut without regard to sequences, is the one that it begins
+    in: nobody counts the tiles before. The last tile of each may be empty.
     """
     rows_of_tile, packed = spec.head_rows, spec.features.packed
 
@@ -420,10 +420,10 @@ def sequence_tile_of(rows_of_tile, keys=False):
 @part
 def _make_row_tile(spec):
     """``row_tile(n, q_shape, k_shape, options)``: the first row, head and batch entry of row tile
-    number n. Where heads share a tile, the group of heads.
+    number n; where heads share a tile, for the head the number of their group.
 
-    Heads whose K and V lie in the L2 cache together go side by side, the row tiles with most
-    columns first: a shorter tail.
+    As many heads as have K and V in the L2 cache together (TOGETHER) go side by side, of these the
+    row tiles with most columns first: a shorter tail.
     """
     rows_of_tile, of_tile, pair_bytes = (
         spec.head_rows,
@@ -442,7 +442,7 @@ def _make_row_tile(spec):
         Tr = head_tiles(rows, options)
         all_heads = uint32(heads * uint32(q_shape[0]))
         fit = uint32(max(uint32(1), uint32(TOGETHER // pair_bytes) // columns))
-        together = uint32(min(fit, all_heads))  # so that together Tr stays within 32 bits
+        together = uint32(min(fit, all_heads))  # together * Tr stays within 32 bits
         first = uint32(n // uint32(together * Tr) * together)
         place = uint32(n % uint32(together * Tr))
         here = uint32(min(together, uint32(all_heads - first)))

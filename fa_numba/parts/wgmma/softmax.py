@@ -1,4 +1,4 @@
-"""The online softmax where S leaves registers for P, on Hopper's tensor cores."""
+"""The online softmax on Hopper's tensor cores; one of its own lets S leave registers for P."""
 
 from fa_numba.device import cuda, float32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2
@@ -10,8 +10,8 @@ from fa_numba.parts.wgmma.products import make_round_pair
 
 @part
 def make_online_to_p(spec):
-    """``online_to_p(rP, rS, scale, rm, rl, rf)``: ``online`` with P in 16 bits, and in rf
-    what O is multiplied by, l exp(m - m_new).
+    """``online_to_p(rP, rS, scale, rm, rl, rf)``: ``online``, but P goes to rP, in 16 bits, and rf
+    is l exp(m - m_new), by which FlashAttention-1 multiplies the O that it has normalised.
 
     All maxima come first: then a few columns of all rows at a time leave S for P, from the last on,
     where ptxas finds a place for all of P.
