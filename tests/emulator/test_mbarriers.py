@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fa_numba import emulator
-from fa_numba.device import WRAPS, TiledArray, cuda, float32, uint32
+from fa_numba.device import WRAPS, TiledArray, cuda, device_function, float32, uint32
 from fa_numba.emulator import (
     BarrierMisuse,
     Boxed,
@@ -42,8 +42,8 @@ from fa_numba.intrinsics.mbarrier import (
 )
 from fa_numba.intrinsics.shared import half_tile, shared_tile
 
-SHARED = 1 << 16
-BARRIERS = 6000  # in 8 bytes, behind the tiles
+SHARED = 160 << 10
+BARRIERS = 20000  # in 8 bytes, behind the tiles
 COLUMNS = 64
 
 
@@ -61,6 +61,17 @@ def caught(error, kernel, threads, *args):
         launch(kernel, threads, *args)
     assert type(found.value) in (error if isinstance(error, tuple) else (error,)), found.value
     return found.value
+
+
+@device_function
+def begin(bars, first, second=0):
+    """Thread 0 initialises a barrier of so many arrivals, or two, for the whole block."""
+    if cuda.threadIdx.x == 0:
+        init_mbarrier(bars, 0, first)
+        if second:
+            init_mbarrier(bars, 1, second)
+        fence_mbarrier_init()
+    cuda.syncthreads()
 
 
 # --- phases ----------------------------------------------------------------------------------
@@ -153,11 +164,7 @@ def test_a_phase_that_may_be_over_when_somebody_looks():
     def kernel(x, ordered):
         bars = mbarrier_tile(BARRIERS, 2)
         t = cuda.threadIdx.x
-        if t == 0:
-            init_mbarrier(bars, 0, 1)
-            init_mbarrier(bars, 1, 1)
-            fence_mbarrier_init()
-        cuda.syncthreads()
+        begin(bars, 1, 1)
         if t == 0:
             arrive_mbarrier(bars, 0)
             if ordered:
@@ -208,11 +215,7 @@ def test_one_thread_passes_on_what_it_knows():
         tile = shared_tile(0, 64)
         bars = mbarrier_tile(BARRIERS, 2)
         t = cuda.threadIdx.x
-        if t == 0:
-            init_mbarrier(bars, 0, 32)
-            init_mbarrier(bars, 1, 1)
-            fence_mbarrier_init()
-        cuda.syncthreads()
+        begin(bars, 32, 1)
         if t >= 64:
             tile[t - 64] = float32(t)
             arrive_mbarrier(bars, 0)
@@ -242,10 +245,7 @@ def test_a_syncwarp_spreads_what_one_lane_knows():
         tile = shared_tile(0, 32)
         bars = mbarrier_tile(BARRIERS, 1)
         t = cuda.threadIdx.x
-        if t == 0:
-            init_mbarrier(bars, 0, 32)
-            fence_mbarrier_init()
-        cuda.syncthreads()
+        begin(bars, 32)
         if t >= 32:
             tile[t - 32] = float32(t)
             arrive_mbarrier(bars, 0)
@@ -411,11 +411,7 @@ def _reuse(X, Y, wrong):
     if wrong == "fenced":
         sX[t] = 1
         fence_async_proxy()
-    if t == 0:
-        init_mbarrier(bars, 0, 1)
-        init_mbarrier(bars, 1, 2 if wrong == "lanes" else 64)
-        fence_mbarrier_init()
-    cuda.syncthreads()
+    begin(bars, 1, 2 if wrong == "lanes" else 64)
     parity = 0
     for i in range(X.shape[2] // 8):
         if t == 0:
@@ -605,11 +601,7 @@ def _there_and_back(wrong):
     def kernel(X, Y, out):
         sX = half_tile(0, 512)
         bars = mbarrier_tile(BARRIERS, 2)
-        if cuda.threadIdx.x == 0:
-            init_mbarrier(bars, 0, 1)
-            init_mbarrier(bars, 1, 1)
-            fence_mbarrier_init()
-        cuda.syncthreads()
+        begin(bars, 1, 1)
         if cuda.threadIdx.x == 0:
             expect_bytes(bars, 0, 1024)
             load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)

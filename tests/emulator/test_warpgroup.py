@@ -4,6 +4,7 @@ values are `test_ptx_warpgroup`'s.
 
 import numpy as np
 import pytest
+from test_mbarriers import BARRIERS, begin, caught, launch
 
 from fa_numba import emulator
 from fa_numba.device import cuda, float32, uint32
@@ -22,14 +23,7 @@ from fa_numba.emulator import (
 from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
 from fa_numba.intrinsics.matrix import CONVERSIONS
-from fa_numba.intrinsics.mbarrier import (
-    arrive_mbarrier,
-    expect_bytes,
-    fence_mbarrier_init,
-    init_mbarrier,
-    mbarrier_tile,
-    wait_mbarrier,
-)
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile, wait_mbarrier
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.intrinsics.warpgroup import (
     MULTIPLY,
@@ -39,20 +33,7 @@ from fa_numba.intrinsics.warpgroup import (
     wait_products,
 )
 
-SHARED = 160 << 10
-BARRIERS = 20000
 ROWS = 64
-
-
-def launch(kernel, threads, *args):
-    return emulator.launch(kernel, 1, threads, args, shared_bytes=SHARED)
-
-
-def caught(error, kernel, threads, *args):
-    with pytest.raises(EmulatorError) as found:
-        launch(kernel, threads, *args)
-    assert type(found.value) in (error if isinstance(error, tuple) else (error,)), found.value
-    return found.value
 
 
 # --- numbers ---------------------------------------------------------------------------------
@@ -338,11 +319,7 @@ def test_operands_that_are_filled_again():
         bars = mbarrier_tile(BARRIERS, 2)
         rC = cuda.local.array(4, float32)
         t = cuda.threadIdx.x
-        if t == 0:
-            init_mbarrier(bars, 0, 1)
-            init_mbarrier(bars, 1, {"": 8, "early": 8, "one": 4, "leaders": 2}[wrong])
-            fence_mbarrier_init()
-        cuda.syncthreads()
+        begin(bars, 1, {"": 8, "early": 8, "one": 4, "leaders": 2}[wrong])
         for i in range(3):
             if t == 256:
                 wait_mbarrier(bars, 1, i % 2 ^ 1)
@@ -461,10 +438,7 @@ def test_one_thread_waits_for_its_warpgroup():
         bars = mbarrier_tile(BARRIERS, 1)
         rC = cuda.local.array(4, float32)
         t = cuda.threadIdx.x
-        if t == 0:
-            init_mbarrier(bars, 0, 1)
-            fence_mbarrier_init()
-        cuda.syncthreads()
+        begin(bars, 1)
         if t == 256:
             expect_bytes(bars, 0, 8192)
             load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
@@ -501,11 +475,8 @@ def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
         t = cuda.threadIdx.x
         for e in range(t, 4096, 128):
             sX[e] = 0
-        if t == 0:
-            init_mbarrier(bars, 0, 1)
-            fence_mbarrier_init()
         fence_async_proxy()
-        cuda.syncthreads()
+        begin(bars, 1)
         if t == 32:
             wait_mbarrier(bars, 0, 0)
         if t == 96:

@@ -12,7 +12,8 @@ from llvmlite import ir
 from mutants import modules_of
 from numba.core import types
 from ptx_machine import F32, I32, Machine, bits, floats, from_half
-from test_warpgroup import launch, make_product, random
+from test_mbarriers import launch
+from test_warpgroup import make_product, random
 
 from fa_numba import emulator
 from fa_numba.intrinsics import warpgroup
