@@ -1,11 +1,15 @@
 """What tests of experiments share: an experiment timed where there is no GPU, and its recording."""
 
+import os
+
 import fa_numba
 from experiments.lab.measure import counters, peers, timing, variants
 from experiments.lab.measure.series import row_fields
+from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import Row, Store
 
+SOME_GPU = Bench(machine="some-gpu", describe={}, say=lambda line: None)
 UNITS = {"time": "ms", "speed": "TFLOP/s", "bandwidth": "TB/s", "traffic": "bytes"}
 
 
@@ -43,6 +47,22 @@ def time_on_the_emulator(monkeypatch, experiment):
     monkeypatch.setattr(experiment, "time_call", time_call)
     monkeypatch.setattr(peers, "on_device", on_device)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+
+
+def on_some_gpu(experiment, **options):
+    """All rows of `measure`, with the emulator in the GPU's place; no reading is given twice."""
+    with fa_numba.device.using("emulator"):
+        rows = list(experiment.measure(Options(**options), SOME_GPU))
+    found = [(*row.key, row.machine, row.place) for row in rows]
+    assert len(set(found)) == len(found)
+    return rows
+
+
+def put_on_path(monkeypatch, program, text):
+    """A program, a path of that name, that is found before any other."""
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
 
 
 def no_gpu(monkeypatch):

@@ -1,12 +1,11 @@
 """Accesses and times over the block size: what is run, in which units it is drawn, the table."""
 
 import pytest
-from experiment_helpers import cells, made_up, noted_calls
+from experiment_helpers import cells, made_up, noted_calls, on_some_gpu
 from test_experiments import store_synthetic
 
 from experiments import block_size
 from experiments.lab.measure import scaling
-from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import io_model
@@ -80,8 +79,7 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
     for name, value in (("HEADS", 1), ("WIDTH", 128), ("SEQLEN", 128), ("HEAD_DIMS", (64, 128))):
         monkeypatch.setattr(block_size, name, value)
     monkeypatch.setattr(scaling, "count", lambda *arguments, inputs: [])
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    rows = [row for row in block_size.measure(Options(), bench) if row.machine == "some-gpu"]
+    rows = [row for row in on_some_gpu(block_size) if row.machine == "some-gpu"]
     assert len({row.key for row in rows}) == len(rows)
     ran = {
         (f"{c['algorithm']}-{c['unit']}", c["tiles"].Br, c["tiles"].Bc, c["shape"][3])

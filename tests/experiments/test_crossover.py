@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from experiment_helpers import made_up, no_gpu
+from experiment_helpers import made_up, no_gpu, on_some_gpu
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
@@ -97,9 +97,7 @@ def measured(monkeypatch, backward=exact_gradients):
     small = tuple((dtype, 8, batch, 2) for dtype in OVER for batch in (1, 2))
     monkeypatch.setattr(crossover, "CASES", small)
     monkeypatch.setattr(crossover, "SEQLENS", (12, 24))
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    with fa_numba.device.using("emulator"):
-        rows = list(crossover.measure(Options(), bench))
+    rows = on_some_gpu(crossover)
     assert len({(*row.key, row.machine) for row in rows}) == len(rows)
     return [row for row in rows if row.machine == "some-gpu"], ran
 

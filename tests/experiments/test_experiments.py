@@ -20,7 +20,7 @@ import pytest
 import test_ring_experiment
 import test_training
 from experiment_helpers import made_up as row_of
-from experiment_helpers import recorded
+from experiment_helpers import on_some_gpu, put_on_path, recorded
 from matplotlib.figure import Figure
 from mma_helpers import numpy_dtype
 from rich.console import Console
@@ -28,14 +28,7 @@ from rich.console import Console
 import experiments
 import fa_numba
 from experiments import __main__ as command
-from experiments import (
-    host_cost,
-    io_vs_seqlen,
-    speed,
-    speed_backward,
-    speed_bf16,
-    speed_fp16,
-)
+from experiments import host_cost, io_vs_seqlen, speed, speed_backward, speed_bf16, speed_fp16
 from experiments.beside import paper_bars
 from experiments.lab.measure import (
     calls,
@@ -59,14 +52,7 @@ from experiments.lab.measure.series import (
 )
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
 from experiments.lab.record import published, registry, runner
-from experiments.lab.record.options import (
-    CHOICES,
-    FIGURES,
-    REPOSITORY,
-    Bench,
-    Options,
-    Refused,
-)
+from experiments.lab.record.options import CHOICES, FIGURES, REPOSITORY, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Store, StoreError
 from experiments.lab.show import report, style, tables
 from fa_numba import bounds, io_model, reference
@@ -187,10 +173,7 @@ def test_help_explains(arguments, capsys):
         (["run", "speed", "--causal", "maybe"], "invalid choice: 'maybe'"),
         (["run", "speed", "--out", str(Path(__file__) / "x")], "is a file, not a folder"),
         (["run", "speed", "--out", ""], "'' names no folder"),
-        (
-            ["run", "speed", "generate", "--seqlens", "37"],
-            "generate takes, only ",
-        ),
+        (["run", "speed", "generate", "--seqlens", "37"], "generate takes, only "),
         (["run", "paged", "--seqlens", "37"], "--seqlens is nothing that paged takes"),
         (["run", "ring", "--seqlens", "37", "--causal=yes"], "that ring takes, only "),
         (["run", "paged", "--head-dims", "64"], "--head-dims is nothing that paged takes"),
@@ -467,10 +450,7 @@ def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path, capsys, monkey
     assert f"no data{what}, no figure" in said and not list(tmp_path.glob("*.svg"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["io_vs_seqlen", "loop_order"],
-)
+@pytest.mark.parametrize("name", ["io_vs_seqlen", "loop_order"])
 def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
     """A line of one point has no extent: without a marker of its own it gets one, when saved."""
     store = Store(FIGURES)
@@ -671,10 +651,7 @@ with open(arguments[at + 1], "w") as log:
 
 
 def test_cases_reach_the_tool_and_its_numbers_their_calls(monkeypatch, tmp_path):
-    tool = tmp_path / "ncu"
-    tool.write_text(FAKE_NCU.format(python=sys.executable))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    put_on_path(monkeypatch, tmp_path / "ncu", FAKE_NCU.format(python=sys.executable))
     problem = one_head(64, 64)
     cases = [
         counters.Case("fa1-simt", problem),
@@ -1100,10 +1077,7 @@ def host_rows(monkeypatch, clock=None):
         monkeypatch.setattr(host_cost, name, value)
     if clock:
         monkeypatch.setattr(host_cost.time, "perf_counter_ns", clock)
-    options = Options(quick=True, seqlens=(16,), head_dims=(8,))
-    with fa_numba.device.using("emulator"):
-        bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-        return list(host_cost.measure(options, bench)), waits
+    return on_some_gpu(host_cost, quick=True, seqlens=(16,), head_dims=(8,)), waits
 
 
 def test_host_times(monkeypatch):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from experiment_helpers import cells, made_up, no_gpu, recorded
+from experiment_helpers import cells, made_up, no_gpu, on_some_gpu, recorded
 
 import fa_numba
 from experiments import gpt2_table
@@ -140,11 +140,7 @@ def on_a_gpu(monkeypatch, attention=exact):
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(fa_numba, "attention_backward", exact_gradients)
     monkeypatch.setattr(gpt2_table, "_count", lambda *_, **__: [])
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    with fa_numba.device.using("emulator"):
-        rows = list(gpt2_table.measure(Options(quick=True), bench))
-    found = [(*row.key, row.machine, row.place) for row in rows]
-    assert len(set(found)) == len(found)
+    rows = on_some_gpu(gpt2_table, quick=True)
     return [row for row in rows if row.machine == "some-gpu"], cases, launched
 
 

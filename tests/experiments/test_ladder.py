@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, made_up, noted_calls, recorded
+from experiment_helpers import SOME_GPU, cells, made_up, noted_calls, recorded
 
 import fa_numba
 from experiments import ladder
@@ -12,7 +12,7 @@ from experiments.beside import ceilings
 from experiments.lab.measure import bandwidth, check, counters, peers, timing, variants, workloads
 from experiments.lab.measure.series import unit
 from experiments.lab.measure.workloads import fa2_setting, one_head
-from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from fa_numba import bounds, emulator
@@ -129,8 +129,7 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     monkeypatch.setattr(peers, "release", lambda: None)
     for name, value in (("TOKENS", 512), ("HIDDEN", 64)):
         monkeypatch.setattr(workloads, name, value)
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    rows = list(ladder.measure(Options(quick=True), bench))
+    rows = list(ladder.measure(Options(quick=True), SOME_GPU))
     assert len({row.key for row in rows}) == len(rows)
     timed = {row.series for row in rows if row.metric == "time" and not row.failed}
     assert timed == set(HOPPER)

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, made_up, no_gpu, recorded
+from experiment_helpers import cells, made_up, no_gpu, on_some_gpu, recorded
 from test_gpt2_table import exact
 
 import fa_numba
 from experiments import numerics
 from experiments.lab.measure import calls, peers
-from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
@@ -93,9 +92,7 @@ def on_a_gpu(monkeypatch, attention=exact):
     lengths = {"SEQLENS": (16,), "PLANES_AT": ()}
     for name, value in (lengths | {"HEAD_DIM": 8}).items():
         monkeypatch.setattr(numerics, name, value)
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    with fa_numba.device.using("emulator"):
-        return list(numerics.measure(Options(), bench))
+    return on_some_gpu(numerics)
 
 
 def test_bits_are_compared_on_a_gpu(monkeypatch):

@@ -1,20 +1,20 @@
 """The profiler's numbers beside the emulator's: names, what is run, the table and the figure."""
 
 import json
-import os
 import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from experiment_helpers import SOME_GPU, put_on_path
 
 import fa_numba
 from experiments import ladder, profile
 from experiments.beside import profiler
 from experiments.lab.measure import counter_target, counters, series
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
-from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import EMULATOR, Row, Store
 from experiments.lab.show import report
 from fa_numba import device
@@ -63,16 +63,10 @@ def every_metric():
 @pytest.fixture
 def fake_ncu(monkeypatch, tmp_path):
     def install(known=(), refused=()):
-        tool = tmp_path / "ncu"
         text = FAKE_NCU.format(python=sys.executable, known=sorted(known), refused=sorted(refused))
-        tool.write_text(text)
-        tool.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        put_on_path(monkeypatch, tmp_path / "ncu", text)
 
     return install
-
-
-BENCH = Bench(machine="some-gpu", describe={}, say=lambda line: None)
 
 
 class FakeCounts:
@@ -191,7 +185,7 @@ def ladder_options(run):
 def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
     fake_ncu(every_metric())
     monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(run.problem.seqlen_q))
-    rows = list(profile.measure(Options(quick=True), BENCH))
+    rows = list(profile.measure(Options(quick=True), SOME_GPU))
     assert len({(row.machine, *row.key) for row in rows}) == len(rows)
     measured = {(r.series, r.pass_, r.metric): r for r in rows if r.machine == "some-gpu"}
     kernels = {(run.series, run.pass_) for run in profile.runs()}
@@ -266,7 +260,7 @@ def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch)
         return names
 
     monkeypatch.setattr(profiler, "usable", then_broken)
-    rows = [r for r in profile.measure(Options(quick=True), BENCH) if r.machine == "some-gpu"]
+    rows = [r for r in profile.measure(Options(quick=True), SOME_GPU) if r.machine == "some-gpu"]
     failed = {row.metric for row in rows if row.failed}
     assert "shared wavefronts" in failed and "fma instructions" not in failed
     assert all("Failed to find metric" in row.note for row in rows if row.failed)
@@ -430,7 +424,7 @@ def test_a_cell_says_where_the_two_differ():
 def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     fake_ncu(every_metric())
     monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(1))
-    rows = list(profile.measure(Options(quick=True), BENCH))
+    rows = list(profile.measure(Options(quick=True), SOME_GPU))
     tables = [make(rows) for make in (profile.table, *profile.TABLES.values())]
     kernels = len(profile.runs()) - 2  # standard attention's backward passes
     header = [line for t in tables for line in t.body.splitlines()[0].strip("| ").split(" | ")]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from experiment_helpers import put_on_path
 from rich.console import Console
 
 from experiments import __main__ as command
@@ -227,11 +228,10 @@ def test_a_recording_that_does_not_say_its_sources_is_measured(bench):
 
 
 def test_an_interruption_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
-    tool, pid = tmp_path / "ncu", tmp_path / "pid"
+    pid = tmp_path / "pid"
     # It interrupts itself: once the program runs and is waited for.
-    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nsleep 1\nkill -ALRM $PPID\nwait\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    text = f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nsleep 1\nkill -ALRM $PPID\nwait\n"
+    put_on_path(monkeypatch, tmp_path / "ncu", text)
     case = counters.Case("fa2-simt", one_head(64, 64))
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -351,14 +351,12 @@ def test_clocks_are_of_the_samples_in_which_the_gpu_works():
 
 
 def test_clocks_are_sampled_while_something_is_measured(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(
+    text = (
         f"#!{sys.executable}\nimport sys, time\n"
         "print('1830, 3201, 660, 62, 80, 0x4', flush=True)\n"
         "time.sleep(60 * any('loop-ms' in a for a in sys.argv))\n"
     )
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    put_on_path(monkeypatch, tmp_path / "nvidia-smi", text)
     with clocks.Sampling() as sampling:
         end = time.monotonic() + 20
         while not sampling.summary() and time.monotonic() < end:

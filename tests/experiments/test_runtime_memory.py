@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from experiment_helpers import cells, made_up, no_gpu, recorded
+from experiment_helpers import cells, made_up, no_gpu, on_some_gpu, recorded
 from test_gpt2_table import exact, exact_gradients
 
 import fa_numba
 from experiments import runtime_memory
 from experiments.lab.measure import calls, check, peers, timing
-from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
 from experiments.lab.show import report
 from experiments.runtime_memory import BOTH, DROPPED, MASKED, OURS, PLAIN, given, setting
@@ -115,12 +114,7 @@ def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failin
         monkeypatch.setattr(check, name, 2.0)
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(fa_numba, "attention_backward", failing or exact_gradients)
-    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
-    with fa_numba.device.using("emulator"):
-        rows = list(runtime_memory.measure(Options(), bench))
-    found = [(*row.key, row.machine, row.place) for row in rows]
-    assert len(set(found)) == len(found)
-    return [row for row in rows if row.machine == "some-gpu"], timed
+    return [row for row in on_some_gpu(runtime_memory) if row.machine == "some-gpu"], timed
 
 
 def test_every_setting_and_pass_is_measured(monkeypatch):
