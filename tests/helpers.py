@@ -11,6 +11,7 @@ from unittest import mock
 
 import numba.np.arrayobj  # noqa: F401  Numba reads np.empty once: before `running` replaces it
 import numpy as np
+import pytest
 from numba.extending import overload
 
 import fa_numba
@@ -195,6 +196,15 @@ class Memory:
 class Result:
     O: np.ndarray
     L: np.ndarray | None
+
+
+@contextmanager
+def refused(error, says, begins=""):
+    """What is done inside raises `error`, whose message begins so and has all parts of `says`."""
+    with pytest.raises(error) as caught:
+        yield
+    message = str(caught.value)
+    assert message.startswith(begins) and all(part in message for part in says), message
 
 
 def to_numpy(array):

@@ -48,14 +48,7 @@ from fa_numba.intrinsics.matrix import (
     pack_positive_f16,
 )
 from fa_numba.intrinsics.reduction import add_four_vector, add_pair, add_pair_vector
-from fa_numba.intrinsics.shared import (
-    half_tile,
-    load2,
-    load4_at_byte,
-    load8,
-    shared_tile,
-    store2,
-)
+from fa_numba.intrinsics.shared import half_tile, load2, load4_at_byte, load8, shared_tile, store2
 
 THREADS = 32
 EPS = float(np.finfo(np.float32).eps)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers import refused
 
 from fa_numba import dropout
 from fa_numba.dropout import dropout_mask, kept
@@ -152,9 +153,8 @@ GOOD = dict(batch=1, heads=1, seqlen_q=2, seqlen_k=3, dropout_p=0.5)
 )
 def test_a_bad_argument_is_refused(bad, error, says):
     assert dropout_mask(**GOOD).shape == (1, 1, 2, 3)
-    with pytest.raises(error) as e:
+    with refused(error, says):
         dropout_mask(**{**GOOD, **bad})
-    assert all(part in str(e.value) for part in says), e.value
 
 
 def test_no_dropout_keeps_everything():

@@ -688,11 +688,7 @@ def test_hoppers_unit_says_what_it_lacks():
         (64, adds | gradients | {"dropout_p": 0.5}, "return_dcaptured beside dropout_p"),
         (64, adds | slopes_ | bias, "alibi_slopes beside bias"),
         (136, adds | bias, "bias beside score_mod at a head dimension of 136"),
-        (
-            136,
-            other | {"dropout_p": 0.5},
-            "dropout_p beside score_mod where dQ has its own kernel",
-        ),
+        (136, other | {"dropout_p": 0.5}, "dropout_p beside score_mod where dQ has its own kernel"),
     ):
         with pytest.raises(ValueError, match=f"'wgmma': its kernels lack the option {lacks}"):
             fa_numba.plan((1, 1, 64, d), (1, 1, 64, d), **how, **given_)

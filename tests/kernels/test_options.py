@@ -14,7 +14,7 @@ from backward_helpers import (
     random_gradients,
     saved,
 )
-from helpers import GUARD, FakeGpuArray, ml_dtypes, numpy_dtype, random_inputs
+from helpers import GUARD, FakeGpuArray, ml_dtypes, numpy_dtype, random_inputs, refused
 from options_helpers import SMALL, inputs, lengths, visited
 from test_calls import FORWARD, INF, TINY, _random_mask, normal
 
@@ -330,10 +330,8 @@ def test_bad_options_are_refused_and_nothing_is_written(arrays, others, bad, err
         given_ = {"algorithm": algorithm, **own, **options}
         calls.append(lambda o=given_: fa_numba.attention_backward(dout, q, k, v, q, lse, **o))
     for call in calls:
-        with pytest.raises(error) as caught:
+        with refused(error, says):
             call()
-        message = str(caught.value)
-        assert all(part in message for part in says), message
     assert not kernels and np.array_equal(out.view(np.uint32), bits)
 
 
@@ -440,10 +438,8 @@ BACKWARD = {
 @pytest.mark.parametrize("name", BACKWARD)
 def test_a_bad_backward_call_is_refused_before_any_launch(algorithm, name, kernels):
     replaced, error, says = BACKWARD[name]
-    with pytest.raises(error) as caught:
+    with refused(error, says):
         FUNCTIONS[algorithm](**{**GOOD, **replaced})
-    message = str(caught.value)
-    assert all(part in message for part in says), message
     assert not kernels
 
 
@@ -693,9 +689,8 @@ REFUSED_CALLS = [
 def test_what_cannot_be_is_refused_by_name(row, kernels):
     function, arrays, given_, error, *says = row
     places, names = ((), arrays) if isinstance(arrays, dict) else (arrays, {})
-    with pytest.raises(error) as caught:
+    with refused(error, says):
         getattr(fa_numba, function)(*places, **names | given_)
-    assert all(part in str(caught.value) for part in says), str(caught.value)
     assert not kernels
 
 

@@ -2,17 +2,8 @@
 
 import numpy as np
 import pytest
-from backward_helpers import (
-    ALL_WAYS,
-    check_gradients,
-    half_gradients,
-    random_gradients,
-)
-from helpers import (
-    ALGORITHMS,
-    check,
-    random_inputs,
-)
+from backward_helpers import ALL_WAYS, check_gradients, half_gradients, random_gradients
+from helpers import ALGORITHMS, check, random_inputs
 from mma_helpers import half_inputs
 
 import fa_numba

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from helpers import refused
 
 from fa_numba.problem import MAX_SEQLEN, UNBOUNDED, Problem
 
@@ -34,10 +35,8 @@ def test_a_problem_knows_its_shapes():
     ],
 )
 def test_a_bad_size_is_refused(name, value, error, says):
-    with pytest.raises(error) as e:
+    with refused(error, says, name):
         Problem(**{**SIZES, name: value})
-    assert str(e.value).startswith(name)
-    assert all(part in str(e.value) for part in says)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +104,8 @@ def test_a_bad_size_is_refused(name, value, error, says):
     ],
 )
 def test_a_bad_option_is_refused(bad, error, says):
-    with pytest.raises(error) as e:
+    with refused(error, says, says[0]):
         Problem(**{**SIZES, **bad})
-    assert str(e.value).startswith(says[0])
-    assert all(part in str(e.value) for part in says)
 
 
 def test_options_are_stored_as_what_they_mean():
@@ -206,10 +203,8 @@ def test_packed_sequences():
 def test_packed_sequences_that_do_not_fit_are_refused(bad, error, says):
     given = {"q": (8, 6, 4), "k": (9, 3, 4), "v": (9, 3, 4), **PACKED, **bad}
     shapes = [given.pop(name) for name in "qkv"]
-    with pytest.raises(error) as e:
+    with refused(error, says, says[0]):
         Problem.from_shapes(*shapes, **given)
-    assert str(e.value).startswith(says[0])
-    assert all(part in str(e.value) for part in says)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +235,8 @@ def test_packed_sequences_that_do_not_fit_are_refused(bad, error, says):
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(q, k, v, error, says):
-    with pytest.raises(error) as e:
+    with refused(error, says, says[0]):
         Problem.from_shapes(q, k, v)
-    assert str(e.value).startswith(says[0])
-    assert all(part in str(e.value) for part in says)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -4,16 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers import refused
 
 from fa_numba import Tiles
 from fa_numba.choices.tiles import paper_rule, simt_tiles
 from fa_numba.options import Features
-from fa_numba.tiling import (
-    MAX_THREADS,
-    SimtSpec,
-    select_spec,
-    splits,
-)
+from fa_numba.tiling import MAX_THREADS, SimtSpec, select_spec, splits
 
 KB = 1024
 
@@ -35,9 +31,8 @@ KB = 1024
     ],
 )
 def test_bad_tiles_are_refused(arguments, error, says):
-    with pytest.raises(error) as caught:
+    with refused(error, ["tiles", *says]):
         Tiles(*arguments)
-    assert all(part in str(caught.value) for part in ["tiles", *says])
 
 
 def test_the_backward_pass_has_no_stages():
