@@ -49,7 +49,7 @@ def make_scale_and_mask_all(spec):
 @cache
 def make_scale_bias_and_mask(spec):
     """``scale_bias_and_mask(rS, rB, scale, tile)``: ``scale_and_mask``, with the bias, or the state
-    of the tile's block, that ``read_bias`` has left in rB.
+    of the tile's block, that is in rB already (``read_bias``, ``wgmma.listed``).
     """
     return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
 

@@ -15,7 +15,7 @@ from fa_numba.parts.dropout import make_scale_kept as make_scale_kept
 from fa_numba.parts.layout import make_head_of_row, make_owns, make_row
 from fa_numba.parts.namespace import part
 
-# Registers of O that are scaled without asking.
+# Up to so many registers of O are scaled without asking whether a maximum is new.
 LARGEST_SCALED = 64
 
 
@@ -261,7 +261,7 @@ def make_sum_lanes(spec):
 def make_from_lse(spec):
     """``from_lse(rS, scale, rL)``: scores to P = exp(S - L); 0 in a row with L = -inf.
 
-    ``scale`` as in ``online_softmax``.
+    ``scale`` as of ``online``.
     """
     TM, TN, (EI, EJ), folds = spec.TM, spec.TN, spec.element_steps, spec.folds_scale
 

@@ -163,12 +163,12 @@ class Spec(ABC):
 
     @property
     def reads_state(self) -> bool:
-        """Whether a block's state is in a register for a bias, before the tile's scores are."""
+        """Whether a block's state is in the bias's register, before the tile's scores are there."""
         return self.asks_state and not self.reads_bias
 
     @property
     def slots_name_next(self) -> bool:
-        """Whether who loads Kj writes beside it the next column tile, and the block's state."""
+        """Whether who loads a tile writes beside it which comes next, and the block's state."""
         return False
 
     @property
@@ -193,7 +193,7 @@ class Spec(ABC):
 
     @property
     def stays(self) -> Text | None:
-        """The function to which scores are given as they are masked, where it is still to come."""
+        """Backward, the caller's function that is given scores after their mask; else None."""
         return None
 
     @property

@@ -140,6 +140,7 @@ class WgmmaSpec(Spec):
 
     @property
     def consumers(self) -> int:
+        """Warpgroups that consume."""
         return self.Br // GROUP_ROWS
 
     @property
@@ -191,6 +192,7 @@ class WgmmaSpec(Spec):
 
     @property
     def plane_columns(self) -> tuple[int, int]:
+        """Columns of one plane of Q or K, and of V, in whole boxes."""
         return PANEL * self.plane_panels, PANEL * self.plane_panels_v
 
     @property

@@ -346,7 +346,7 @@ def make_wait_initialised(spec):
 def make_write_state(spec):
     """``write_state(rO, rl, rm, shared, slot, out, more, tile)``: O = diag(l)^-1 O, l and m of a
     row tile to memory: O by way of a slot of O, to A, if ``more`` passes are to come, else rounded
-    by way of one of Q. Releases this consumer's part of the slots.
+    by way of one of Q. Releases what this consumer still has of the slots.
     """
     if spec.planes > 1:
         return _make_write_state_in_place(spec)

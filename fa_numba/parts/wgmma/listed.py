@@ -11,8 +11,8 @@ STATE_AT = 30  # the bits of a word from there on are a state, those below what 
 
 @part
 def make_word(spec):
-    """``word(following, tile)``: what comes after a tile and, if a mask_mod asks for it, the state
-    of the tile's block; read before the slot is empty, so that nobody waits for it.
+    """``word(following, tile)``: ``following``, what comes after a tile, and with ``reads_state``
+    the state of its block, for a mask_mod. Made before the slot is empty: nobody waits for it.
     """
     reads_state, block_state = spec.reads_state, make_block_state(spec)
 

@@ -1,4 +1,4 @@
-"""Tiles from global to shared memory by TMA: a box for each 128 bytes of a row, zeros beyond it.
+"""Tiles from global to shared memory by TMA: boxes of rows of 128 bytes, zeros beyond the array.
 
 Where sequences end within an array, or heads share a tile, the array's map has other axes
 (``TiledArray``). Of K and V in pages a box has rows of one page. Places, ``at``, are in elements.

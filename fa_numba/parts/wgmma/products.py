@@ -139,7 +139,7 @@ def make_end_output(spec):
 
 @part
 def make_unscale_output(spec):
-    """``unscale_output(rO, head)``: O over 1 - p of dropout, and over the powers of planes."""
+    """``unscale_output(rO, head)``: O over 1 - p of dropout, or over the powers of planes."""
     return planes.make_scale_output(spec) if spec.planes > 1 else _make_unscale_kept(spec)
 
 

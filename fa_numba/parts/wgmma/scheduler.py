@@ -146,9 +146,7 @@ def _make_is_given(facts):
 
 @part
 def make_take_columns(spec):
-    """``take_columns(schedule, bars, slot)``: ``columns_of`` the slot's work tile, whose words this
-    thread then needs no more.
-    """
+    """``take_columns(schedule, bars, slot)``: ``columns_of`` the work tile; releases the slot."""
     read_work_tile, columns_of = make_read_work_tile(spec), make_columns_of(spec)
     release_alone = make_release_alone(spec.pipelines.q)
 
