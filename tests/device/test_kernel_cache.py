@@ -34,11 +34,16 @@ def place(tmp_path, monkeypatch):
     return tmp_path / "kept"
 
 
+def written(kernel):
+    """What is read of a kernel once it was written."""
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    return kernel_cache.read(kernel, (9, 0))
+
+
 def test_a_cubin_comes_back(place):
     kernel = fa2_forward.make_forward(SPEC)
     assert kernel_cache.read(kernel, (9, 0)) is None
-    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-    assert kernel_cache.read(kernel, (9, 0)) == (b"cubin", "entry")
+    assert written(kernel) == (b"cubin", "entry")
     assert kernel_cache.read(kernel, (8, 0)) is None
     assert b"cubin" in [path.read_bytes() for path in place.rglob("*") if path.is_file()]
 
@@ -56,8 +61,7 @@ def test_what_is_damaged_is_compiled_anew(place, damage):
         if whole:
             path.write_bytes(damage(whole))
             assert kernel_cache.read(kernel, (9, 0)) is None
-            kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-            assert kernel_cache.read(kernel, (9, 0)) == (b"cubin", "entry")
+            assert written(kernel) == (b"cubin", "entry")
 
 
 @pytest.mark.parametrize(
@@ -103,22 +107,26 @@ def test_the_key_is_that_of_every_process():
     assert done.stdout.strip() == key().decode(), done.stderr
 
 
+def of_function(function):
+    """A kernel, as far as its key and what is kept of it go."""
+    return SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
+
+
+def key_made_with(p, body="A[0] = p.first(A[0]) + A.second"):
+    """That of a kernel of this body, made for `p`."""
+    scope = {"__name__": "fa_numba.made_up"}
+    exec(f"def outer(p):\n    def made(A):\n        {body}\n    return made", scope)
+    return kernel_cache.key_of(of_function(scope["outer"](p)), (9, 0))
+
+
 def test_code_and_values_count_one_by_one():
     """Kernels that differ in a constant, an operation, a name or a device function's value."""
-
-    def kernel(body):
-        scope = {"__name__": "fa_numba.made_up", "np": np}
-        exec(f"def outer(value):\n    def made(A):\n        {body}\n    return made", scope)
-        return lambda value: SimpleNamespace(
-            function=scope["outer"](value), threads=32, min_blocks=1, signature="void()"
-        )
-
-    bodies = ("A[0] = value + 1", "A[0] = value + 2", "A[0] = value - 1", "A[0] = A.size + value")
-    found = [kernel_cache.key_of(kernel(body)(1), (9, 0)) for body in bodies]
+    bodies = ("A[0] = p + 1", "A[0] = p + 2", "A[0] = p - 1", "A[0] = A.size + p")
+    found = [key_made_with(1, body) for body in bodies]
     for value in (2, True, 1.0, np.float32(1), np.float64(1), "1", (1,), (1, (2,)), None):
-        found.append(kernel_cache.key_of(kernel(bodies[0])(value), (9, 0)))
+        found.append(key_made_with(value, bodies[0]))
     assert len(set(found)) == len(found)
-    assert kernel_cache.key_of(kernel(bodies[0])(1), (9, 0)) == found[0]
+    assert key_made_with(1, bodies[0]) == found[0]
 
 
 class Parts(ModuleType):
@@ -139,53 +147,44 @@ class Parts(ModuleType):
         return getattr(self, name)
 
 
-def key_of_parts(p, body="A[0] = p.first(A[0]) + A.second"):
-    scope = {"__name__": "fa_numba.made_up"}
-    exec(f"def outer(p):\n    def made(A):\n        {body}\n    return made", scope)
-    kernel = SimpleNamespace(
-        function=scope["outer"](p), threads=32, min_blocks=1, signature="void()"
-    )
-    return kernel_cache.key_of(kernel, (9, 0))
-
-
 def test_what_a_kernel_takes_from_a_namespace_is_in_its_key():
     bodies = {"first": "return x + 1", "third": "return x"}
     parts = Parts(**bodies)
-    found = key_of_parts(parts)
+    found = key_made_with(parts)
     assert parts.made == ["first"], "a part that the kernel does not use was made"
-    assert key_of_parts(Parts(**bodies)) == found
-    assert key_of_parts(Parts(**bodies | {"third": "return x * 2"})) == found
-    changed = key_of_parts(Parts(**bodies | {"first": "return x + 2"}))
+    assert key_made_with(Parts(**bodies)) == found
+    assert key_made_with(Parts(**bodies | {"third": "return x * 2"})) == found
+    changed = key_made_with(Parts(**bodies | {"first": "return x + 2"}))
     # What the code takes of something else is no part of the kernel.
-    assert key_of_parts(Parts(**bodies, second="return x")) == found
-    other = key_of_parts(Parts(**bodies), "A[0] = p.third(A[0]) + A.second")
-    inside = key_of_parts(parts, "A[0] = (lambda x: p.third(x))(A[0])")
+    assert key_made_with(Parts(**bodies, second="return x")) == found
+    other = key_made_with(Parts(**bodies), "A[0] = p.third(A[0]) + A.second")
+    inside = key_made_with(parts, "A[0] = (lambda x: p.third(x))(A[0])")
     assert len({found, changed, other, inside}) == 4
 
 
 def test_parts_of_parts_are_in_the_key():
     bodies = {"first": "return p.second(x)", "second": "return x + 1"}
     body = "A[0] = p.first(A[0])"
-    found = {key_of_parts(Parts(**bodies), body) for _ in range(2)}
+    found = {key_made_with(Parts(**bodies), body) for _ in range(2)}
     assert len(found) == 1
-    found.add(key_of_parts(Parts(**bodies | {"second": "return x + 2"}), body))
+    found.add(key_made_with(Parts(**bodies | {"second": "return x + 2"}), body))
     assert len(found) == 2
     # Inside a function of the kernel's own too.
     nested = "A[0] = (lambda x: p.first(x))(A[0])"
     kept, changed = (
-        key_of_parts(Parts(first="return x", second=f"return {n}"), nested) for n in (1, 2)
+        key_made_with(Parts(first="return x", second=f"return {n}"), nested) for n in (1, 2)
     )
     assert kept == changed
-    assert key_of_parts(Parts(first="return -x"), nested) != kept
+    assert key_made_with(Parts(first="return -x"), nested) != kept
 
 
 def test_a_namespace_that_holds_what_is_unknown_is_never_kept():
     namespace = ModuleType("fa_numba.made_up")
     namespace.first = [1]
     with pytest.raises(kernel_cache._Unknown):
-        key_of_parts(namespace, "A[0] = p.first")
+        key_made_with(namespace, "A[0] = p.first")
     with pytest.raises(kernel_cache._Unknown):
-        key_of_parts(os, "A[0] = p.first")  # a module that was imported
+        key_made_with(os, "A[0] = p.first")  # a module that was imported
 
 
 @pytest.mark.parametrize(
@@ -196,9 +195,8 @@ def test_unknown_values_are_never_kept(place, value):
         A[0] = value
 
     function.__module__ = "fa_numba.made_up"
-    kernel = SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
-    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-    assert kernel_cache.read(kernel, (9, 0)) is None
+    kernel = of_function(function)
+    assert written(kernel) is None
     with pytest.raises(kernel_cache._Unknown):
         kernel_cache.key_of(kernel, (9, 0))
 
@@ -207,9 +205,7 @@ def test_kernels_from_elsewhere_are_never_kept(place):
     def function(A):
         A[0] = 1
 
-    kernel = SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
-    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-    assert kernel_cache.read(kernel, (9, 0)) is None
+    assert written(of_function(function)) is None
 
 
 def test_every_kernel_has_a_key():
@@ -254,17 +250,13 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch):
 def test_a_place_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file" / "kept"))
-    kernel = fa2_forward.make_forward(SPEC)
-    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-    assert kernel_cache.read(kernel, (9, 0)) is None
+    assert written(fa2_forward.make_forward(SPEC)) is None
 
 
 def test_nothing_is_kept_where_that_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(kernel_cache.VARIABLE, "")
-    kernel = fa2_forward.make_forward(SPEC)
-    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-    assert kernel_cache.read(kernel, (9, 0)) is None and not any(tmp_path.iterdir())
+    assert written(fa2_forward.make_forward(SPEC)) is None and not any(tmp_path.iterdir())
 
 
 def test_a_kernel_is_compiled_once(place, monkeypatch):

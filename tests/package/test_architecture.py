@@ -147,13 +147,10 @@ def test_an_import_that_goes_up_is_found(module, text):
 
 @pytest.mark.parametrize("start", APART)
 def test_what_is_compared_with_the_kernels_reaches_none(start):
-    below = {}
-    for module, name in edges():
-        below.setdefault(module, set()).add(name)
     todo = [module for module in MODULES if room(module) == start]
     reached = set(todo)
     while todo:
-        new = below.get(todo.pop(), set()) - reached
+        new = (MODULES.keys() & imports(todo.pop())) - reached
         reached |= new
         todo += new
     assert {room(module) for module in reached} & set(KERNEL_ROOMS) == set()
@@ -172,19 +169,16 @@ def test_experiments_take_public_rooms():
 def users(folder):
     """Module of a folder of experiments -> those outside the folder that reach it, tests apart."""
     inside = {m for m in MODULES if m.startswith(f"experiments.{folder}.")}
-    below = {}
-    for module, name in edges():
-        below.setdefault(module, set()).add(name)
     found = {}
     for start in MODULES:
         if start in inside or not start.startswith("experiments.") or ".lab." in start:
             continue
-        todo = list(below.get(start, ()))
+        todo = [*MODULES.keys() & imports(start)]
         while todo:
             name = todo.pop()
             if name in inside and start not in found.setdefault(name, set()):
                 found[name].add(start)
-                todo += below.get(name, ())
+                todo += MODULES.keys() & imports(name)
     return inside, found
 
 
