@@ -185,15 +185,24 @@ def _pair_kernel(X, Y):
 # --- asynchronous copies ---------------------------------------------------------------------
 
 
-def _copy4_kernel(X, Y, count):
-    tile = shared_tile(0, 128)
-    t = uint32(cuda.threadIdx.x)
-    copy4_async(tile, uint32(4 * t), X, t, uint32(4), count)
-    commit_async()
-    wait_async()
-    cuda.syncthreads()
-    for n in range(4):
-        Y[t, n] = tile[uint32(4 * (uint32(31) - t) + n)]
+def _make_copy(copy, n, make_tile, first, at=0):
+    """Rows of n elements, upside down, by way of a tile from its element `at` on."""
+
+    def kernel(X, Y, count):
+        tile = make_tile(first, 32 * n)
+        t = uint32(cuda.threadIdx.x)
+        copy(tile, uint32(n * t + at), X, t, uint32(n), count)
+        commit_async()
+        wait_async()
+        cuda.syncthreads()
+        for m in range(n):
+            Y[t, m] = tile[uint32(n * (uint32(31) - t) + m)]
+
+    return kernel
+
+
+_copy4_kernel = _make_copy(copy4_async, 4, shared_tile, 0)
+_copy8_kernel = _make_copy(copy8_async, 8, half_tile, 8)
 
 
 def _copy_value_kernel(X, Y, count):
@@ -348,10 +357,7 @@ ACCESSED = {
     # kernel, its arrays, elements that are loaded from X and stored to Y; faulty arrays
     "fours": (
         (_global_kernel, (ramp(8, 16), Z), 128, 128),
-        [
-            (Misaligned, (ramp(8, 17)[:, 1:], Z)),
-            (OutOfBounds, (ramp(7, 16), Z)),
-        ],
+        [(Misaligned, (ramp(8, 17)[:, 1:], Z)), (OutOfBounds, (ramp(7, 16), Z))],
     ),
     "pairs": (
         (_pair_kernel, (ramp(8, 8), Z[:, :8]), 64, 64),
@@ -401,17 +407,6 @@ def test_accesses_of_several_elements_are_counted_and_checked(name):
             emulator.launch(kernel, 1, 32, wrong, shared_bytes=528)
 
 
-def _copy8_kernel(X, Y, count):
-    tile = half_tile(8, 256)
-    t = uint32(cuda.threadIdx.x)
-    copy8_async(tile, uint32(8 * t), X, t, uint32(8), count)
-    commit_async()
-    wait_async()
-    cuda.syncthreads()
-    for n in range(8):
-        Y[t, n] = tile[uint32(8 * (uint32(31) - t) + n)]
-
-
 @pytest.mark.parametrize("count", range(9))
 def test_copy8_async_reads_no_more_than_it_counts(count):
     # The row ends where the copy does.
@@ -423,23 +418,12 @@ def test_copy8_async_reads_no_more_than_it_counts(count):
             emulator.launch(_copy8_kernel, 1, 32, (x, halves(32, 8), count + 1), shared_bytes=528)
 
 
-def _copy8_to(at):
-    def kernel(X, Y):
-        tile = half_tile(0, 512)
-        t = uint32(cuda.threadIdx.x)
-        copy8_async(tile, uint32(8 * t + at), X, t, uint32(0), int32(8))
-        commit_async()
-        wait_async()
-        Y[t] = tile[uint32(8 * t + at)]
-
-    return kernel
-
-
 def test_copies_of_eight_are_aligned():
-    y = halves(32)
-    for x, at in ((halves(32, 12), 0), (halves(32, 24)[:, 4:], 0), (halves(32, 8), 4)):
+    y = halves(32, 8)
+    for x, at in ((halves(32, 20), 0), (halves(32, 24)[:, 4:], 0), (halves(32, 16), 4)):
         with pytest.raises(Misaligned):
-            emulator.launch(_copy8_to(at), 1, 32, (x, y), shared_bytes=1024)
+            kernel = _make_copy(copy8_async, 8, half_tile, 0, at)
+            emulator.launch(kernel, 1, 32, (x, y, 8), shared_bytes=1024)
 
 
 # --- tiles of 8 x 8 --------------------------------------------------------------------------
