@@ -243,10 +243,7 @@ def _filled_on_gpu(shape, dtype="float32"):
 def running(device, counted=True):
     """`device` with every new array full of guard values; the counts, where there are any."""
     if device == "gpu":
-        with (
-            devices.using(device),
-            mock.patch.object(devices, "empty", _filled_on_gpu),
-        ):
+        with devices.using(device), mock.patch.object(devices, "empty", _filled_on_gpu):
             yield None
     elif counted:
         with (

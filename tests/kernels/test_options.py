@@ -130,10 +130,7 @@ ARGUMENTS = {
     "slopes": ({"alibi_slopes": normal(2)}, {"slopes"}),
     "q_lens": ({"q_lens": [3, 4]}, {"q_lens"}),
     "kv_lens": ({"kv_lens": [3, 4]}, {"kv_lens"}),
-    "block mask": (
-        {"block_mask": _random_mask(2, 2)},
-        {"block_mask", "next_column", "next_row"},
-    ),
+    "block mask": ({"block_mask": _random_mask(2, 2)}, {"block_mask", "next_column", "next_row"}),
     "dropout": (
         {"dropout_p": 0.5},
         {"threshold", "inverse_keep", "seed_low", "seed_high", "offset"},

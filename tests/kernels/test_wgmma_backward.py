@@ -21,34 +21,30 @@ BIAS = {
     "bias": np.random.default_rng(3).standard_normal((1, 2, 150, 150), dtype=np.float32),
     "return_dbias": False,
 }
-CASES = [
+OF_BOTH = [
     # B, Hq, Hk, Nq, Nk, d, options
     (1, 1, 1, 1, 1, 64, {}),
     (1, 1, 1, 77, 200, 64, {}),
     (1, 1, 1, 200, 77, 128, {"causal": True}),
     (1, 3, 1, 70, 130, 64, {"causal": True}),
-    (2, 2, 1, 70, 150, 128, {"causal": True, "group_splits": 2}),
     (1, 1, 1, 300, 300, 64, {"window": (40, 8)}),
+    (1, 2, 1, 128, 256, 64, {"causal": True}),  # no ragged edge
+]
+CASES = [
+    *OF_BOTH,
+    (2, 2, 1, 70, 150, 128, {"causal": True, "group_splits": 2}),
     (1, 1, 1, 150, 150, 80, {"window": (40, -1)}),
     (1, 1, 1, 70, 60, 40, {}),
     (1, 2, 1, 77, 130, 64, {"causal": True, "alibi_slopes": np.float32([0.7, -0.2])}),
     (1, 2, 1, 150, 150, 128, {"causal": True, **BIAS}),
     (1, 2, 2, 150, 150, 64, BIAS),
-    (1, 2, 1, 128, 256, 64, {"causal": True}),  # no ragged edge
-    (1, 1, 1, 384, 384, 64, {"causal": True}),  # nor here, in three row tiles
+    (1, 1, 1, 384, 384, 64, {"causal": True}),  # no ragged edge, in three row tiles
 ]
-
-
 FA1_CASES = [
-    (1, 1, 1, 1, 1, 64, {}),
-    (1, 1, 1, 77, 200, 64, {}),
-    (1, 1, 1, 200, 77, 128, {"causal": True}),
-    (1, 3, 1, 70, 130, 64, {"causal": True}),
+    *OF_BOTH,
     (2, 2, 1, 70, 150, 128, {"causal": True}),
-    (1, 1, 1, 300, 300, 64, {"window": (40, 8)}),
     (1, 2, 1, 150, 150, 80, {"window": (40, -1)}),
     (1, 1, 1, 70, 260, 40, {}),
-    (1, 2, 1, 128, 256, 64, {"causal": True}),  # no ragged edge
 ]
 # Blocks that share a head
 SPLIT_CASES = [(1, 2, 1, 300, 140, 64, x) for x in ({"causal": True}, {"window": (30, 5)})]

@@ -250,10 +250,7 @@ def test_the_columns_of_a_row(window, causal):
     of = dict(window=window, causal=causal)
     sizes = (len(lengths), 1, 1, longest_q, longest_k, 1)
     padded = Problem(*sizes, q_lens=q_lens, kv_lens=kv_lens, **of)
-    starts = {
-        "cu_seqlens_q": np.cumsum([0, *q_lens]),
-        "cu_seqlens_k": np.cumsum([0, *kv_lens]),
-    }
+    starts = {"cu_seqlens_q": np.cumsum([0, *q_lens]), "cu_seqlens_k": np.cumsum([0, *kv_lens])}
     packed = Problem.from_shapes((sum(q_lens), 1, 1), (sum(kv_lens), 1, 1), **starts, **of)
     for b, (Nq, Nk) in enumerate(lengths):
         problems = [(padded, b), (packed, b)]
