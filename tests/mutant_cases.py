@@ -30,6 +30,7 @@ import test_mma_swizzle
 import test_mods
 import test_options
 import test_pages
+import test_passes
 import test_plans
 import test_precision
 import test_prefix
@@ -773,7 +774,7 @@ def host_runs():
         *few,
         *runs_of("host", *others, *merged, quick=False),
         *runs_of("torch", passes, test_ring.test_one_argument_that_learns_is_enough, quick=False),
-        *runs_of("ring", test_ring, quick=False),
+        *runs_of("ring", test_ring, test_passes.test_ring, quick=False),
     )
 
 

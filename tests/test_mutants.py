@@ -331,7 +331,7 @@ def test_a_sample_is_noticed(unit):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_are_noticed(part):
-    """Of the host's code the sample alone has been looked at."""
+    """Of the host's code a sample is: not all that nothing has noticed there has a row yet."""
     chosen = [site for site in sites() if units_of(site)[0] in (*UNITS, "intrinsics")]
     all_noticed(chosen[part::PARTS])
     all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])

@@ -19,6 +19,7 @@ from stand_in_distributed import ranks_of
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 
 import fa_numba
+from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba import io_model, reference, ring
 from fa_numba.host import merging
@@ -426,6 +427,28 @@ def test_what_a_call_keeps_and_what_torch_was_told(torch):
         assert distributed.run(work) == [True]
 
 
+def test_parts_are_computed_with_the_tiles_and_the_order_of_the_call(torch, monkeypatch):
+    ft, ones, seen = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32), []
+    for name in ("attention", "attention_backward"):
+
+        def called(*args, of=getattr(fa_numba, name), **given):
+            seen.append((given.get("tiles"), given.get("deterministic")))
+            return of(*args, **given)
+
+        monkeypatch.setattr(fa_numba, name, called)
+
+    def work(rank):
+        given = [Tensor.of(ones, requires_grad=True) for _ in "qkv"]
+        own = {"backward_tiles": Tiles(16, 32), "deterministic": True}
+        sinks = Tensor.of(ones[0, 0, 0, :1].copy(), requires_grad=True)
+        out = ft.ring_attention(*given, sinks=sinks, tiles=Tiles(16, 16), **own)
+        out.backward(Tensor.of(ones))
+        return seen
+
+    with ranks_of(torch, 1) as distributed:
+        assert distributed.run(work) == [[(Tiles(16, 16), None), *[(Tiles(16, 32), True)] * 2]]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_sequence_is_split_and_joined(torch, causal):
     ft, x = fa_numba_torch(), np.arange(24).reshape(12, 2)
@@ -521,6 +544,32 @@ def test_a_call_that_is_like_a_known_one_is_checked_itself(torch):
 
     with ranks_of(torch, 2) as distributed:
         assert distributed.run(work) == [4, 4]  # the first call's K and V
+
+
+def test_kinds_of_calls_are_told_apart(torch, monkeypatch):
+    monkeypatch.setattr(ring_call, "_known", {})
+    ft, plain = fa_numba_torch(), np.ones((1, 2, 4, 8), np.float32)
+    long, wide = Tensor.of(np.ones((1, 2, 8, 8), np.float32)), Tensor.of(plain[..., :4].copy())
+    sinks = {"sinks": Tensor.of(np.ones(2, np.float32))}
+    changes = (
+        *({}, {"return_lse": True}, {"q": long}, {"v": wide}, {"group": object()}),
+        *({"group": object()}, {"q": Tensor.of(plain, requires_grad=True)}),
+        *(sinks, sinks | {"q": long}, sinks | {"v": wide}),
+        {n: Tensor.of(plain.astype(np.float16)) for n in "qkv"},
+    )
+
+    def work(rank):
+        for calls, change in enumerate(changes, 1):
+            for _ in range(2):
+                given = {n: Tensor.of(plain) for n in "qkv"} | change
+                ft.ring_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+                assert len(ring_call._known) == calls
+        with pytest.raises(TypeError, match="return_lse is 1"):
+            ft.ring_attention(*(Tensor.of(plain) for _ in range(3)), return_lse=1)
+        return True
+
+    with ranks_of(torch, 1) as distributed:
+        assert distributed.run(work) == [True]
 
 
 def test_no_more_kinds_of_calls_are_known_than_a_number(torch, monkeypatch):
