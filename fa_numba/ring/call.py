@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import fa_numba
 from fa_numba import checks, device
 from fa_numba.checks import LAYOUTS, as_flag, as_layout, as_lengths, as_sizes, as_window
-from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import check_tensor, has_tangent, on_host, operand
 from fa_numba.host.launch_cache import KEPT
@@ -119,7 +118,6 @@ def _checked(
         check_tensor(name, x)
     checks.check_name("travels", travels, TRAVELS)
     causal, layout = as_flag("causal", causal), as_layout(layout)
-    check_algorithm(options["algorithm"])
     link = Link(group, counter())
     for name, x in {"k": k, "v": v}.items():
         if x.device != q.device:

@@ -51,11 +51,11 @@ class Piece(NamedTuple):
 
 
 def mask_of(
-    window: tuple[int, int] | None, q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, *,
+    window: tuple[int, int], q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, *,
     causal: bool, batch: int, rows: int, columns: int,
 ) -> Mask | None:  # fmt: skip
     """The mask of so many rows and columns; None where it hides no more than ``causal``."""
-    left, right = (None if side < 0 else side for side in window or (-1, -1))
+    left, right = (None if side < 0 else side for side in window)
     every = zip(q_lens or batch * [rows], kv_lens or batch * [columns], strict=True)
     found: list[Entries] = []
     for n, (valid_rows, valid_columns) in enumerate(every):

@@ -19,9 +19,8 @@ from stand_in_distributed import ranks_of
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 
 import fa_numba
-from fa_numba import Tiles
+from fa_numba import Tiles, io_model, reference, ring
 from fa_numba import device as devices
-from fa_numba import io_model, reference, ring
 from fa_numba.host import merging
 from fa_numba.problem import Problem
 from fa_numba.ring import call as ring_call
@@ -36,6 +35,7 @@ def test_rows_are_split_among_ranks():
         covered = sorted(itertools.chain(*held))
         assert [b for b, _ in covered[1:]] == [e for _, e in covered[:-1]]
         assert (covered[0][0], covered[-1][1]) == (0, 20 * ranks)
+    assert ring.rows_of(0, 1, 7, True) == [(0, 7)]
     with pytest.raises(ValueError, match="has 6 rows for 2 ranks: allowed is a multiple of 4, two"):
         ring.rows_of(0, 2, 6, True)
     with pytest.raises(ValueError, match="has 7 rows for 2 ranks: allowed is a multiple of 2$"):
@@ -72,7 +72,11 @@ def wrong_steps(module, ranks, Nq, Nk, causal):
         begin, end = problem.columns_begin(i), problem.columns_end(i)
         want = ((j >= begin) & (j < end)).astype(int)
         mask = module.mask_of(**hidden, causal=causal, batch=1, rows=N, columns=M)
-        if mask is None:
+        plain = (left, right, rows, columns) == (-1, -1, N, M)
+        if mask is None or plain:
+            seen = np.tril(np.ones_like(want)) if causal else np.ones_like(want)
+            if not np.array_equal(seen, want) or mask is not None:
+                yield left, right, rows, columns, travels
             continue
         course, seen = module.Course(mask, ranks, 1, Nq, Nk, causal, travels), np.zeros_like(want)
         for rank, (n, step) in itertools.product(range(ranks), enumerate(course.stops)):
@@ -408,6 +412,7 @@ def test_what_a_call_keeps_and_what_torch_was_told(torch):
             before = torch.applied
             q, k, v = (Tensor.of(ones, requires_grad=learns and n == "q") for n in "qkv")
             out = ft.ring_attention(q, k, v)
+            ft.ring_attention(SHORT, SHORT, SHORT, causal=True)  # of a rank alone, three rows
             assert torch.applied - before == out.requires_grad == (torch.grad and learns)
             if out.requires_grad:
                 out.backward(None)
@@ -429,13 +434,16 @@ def test_what_a_call_keeps_and_what_torch_was_told(torch):
 
 def test_parts_are_computed_with_the_tiles_and_the_order_of_the_call(torch, monkeypatch):
     ft, ones, seen = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32), []
-    for name in ("attention", "attention_backward"):
 
-        def called(*args, of=getattr(fa_numba, name), **given):
+    def told(function):
+        def called(*args, **given):
             seen.append((given.get("tiles"), given.get("deterministic")))
-            return of(*args, **given)
+            return function(*args, **given)
 
-        monkeypatch.setattr(fa_numba, name, called)
+        return called
+
+    for name in ("attention", "attention_backward"):
+        monkeypatch.setattr(fa_numba, name, told(getattr(fa_numba, name)))
 
     def work(rank):
         given = [Tensor.of(ones, requires_grad=True) for _ in "qkv"]
