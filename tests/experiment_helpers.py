@@ -36,7 +36,7 @@ def time_on_the_emulator(monkeypatch, experiment):
     """The emulator is the experiment's GPU: every call is checked, and the nth takes n ms."""
     ran = []
 
-    def time_call(run, check):
+    def time_call(run, check, seconds=None):
         check(run())
         ran.append(run)
         return timing.Timing(float(len(ran)), 1.0, 2.0, 20, 0.0)

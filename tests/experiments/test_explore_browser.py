@@ -191,25 +191,18 @@ def test_what_the_page_has_not_it_offers_the_nearest_of(open_page):
     page.click("#orders button:has-text('d 16')")
     assert page.input_value("#orders-d") == "16" and page.input_value("#orders-window") == "24"
     state = dict(zip(explore_page.STATE, (64, 16, 16, 16, "no", 24, "simt"), strict=True))
-    assert (
-        page.inner_text("[data-key='fa2.total']")
-        == f"{panels()['orders'].at(**state)['fa2.total']:,}"
-    )
+    total = panels()["orders"].at(**state)["fa2.total"]
+    assert page.inner_text("[data-key='fa2.total']") == f"{total:,}"
     assert page.evaluate("document.activeElement.id") == "orders-d"
 
 
 @pytest.mark.parametrize("name", ["orders", "softmax"])
 def test_a_panel_steps_to_its_end(name, open_page):
     page = open_page()
-    go_to(
-        page,
-        name,
-        drawn_states(panels()[name], 1)[0] | ({"window": 0, "d": 16} if name == "orders" else {}),
-    )
-    slider, last = (
-        f"#{name} .transport input",
-        int(page.get_attribute(f"#{name} .transport input", "max")),
-    )
+    small = {"window": 0, "d": 16} if name == "orders" else {}
+    go_to(page, name, drawn_states(panels()[name], 1)[0] | small)
+    slider = f"#{name} .transport input"
+    last = int(page.get_attribute(slider, "max"))
     for at in range(1, last + 1):
         page.click(f"#{name} .transport button:has-text('Step')")
         assert page.input_value(slider) == str(at)

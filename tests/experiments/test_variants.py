@@ -9,12 +9,12 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up
+from experiment_helpers import made_up, time_on_the_emulator
 
 import fa_numba
 from experiments import variants
 from experiments.beside import variant_times
-from experiments.lab.measure import flex, peers, timing
+from experiments.lab.measure import flex, peers
 from experiments.lab.record.options import Bench
 from experiments.lab.record.store import Row
 from fa_numba.problem import Problem
@@ -69,25 +69,12 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
 @pytest.fixture
 def on_the_emulator(monkeypatch):
     """The emulator is a GPU without Hopper's unit: every call is checked, the nth takes n ms."""
-    ran = []
-
-    def time_call(run, check, seconds):
-        check(run())
-        ran.append(run)
-        return timing.Timing(float(len(ran)), 1.0, 2.0, 20, 0.0)
-
-    def on_device(arrays, dtype="float32"):
-        return tuple(x.astype(dtype) for x in arrays)
-
+    time_on_the_emulator(monkeypatch, variant_times)
     for name, N in (("CHECKED", 16), ("TIMED", 144)):
         monkeypatch.setattr(variant_times, name, Problem(1, 2, 2, N, N, 16, dtype="float16"))
     monkeypatch.setattr(variant_times, "SERIES", ("fa1-mma", "fa2-mma"))
-    monkeypatch.setattr(variant_times, "time_call", time_call)
-    monkeypatch.setattr(peers, "on_device", on_device)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     compiled = [row for row in timed("gpu") if row.metric == "compile"]
     monkeypatch.setattr(variant_times, "_compiled", lambda *_: compiled)
-    return ran
 
 
 def measured(names, bench=None):

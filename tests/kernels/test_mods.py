@@ -383,10 +383,8 @@ def emulated(text, places):
 @pytest.mark.parametrize("text", OF_CORNERS)
 def test_where_python_raises_a_kernel_and_the_reference_do_not(text):
     function = _from_text(f"lambda s, b, h, i, j: {text}")
-    mod, exactly = (
-        mods.captured("score_mod", function).mod,
-        mods.evaluated("score_mod", function, {}),
-    )
+    mod = mods.captured("score_mod", function).mod
+    exactly = mods.evaluated("score_mod", function, {})
     corners = [(s, n % 4 - 1, n % 3) for n, s in enumerate(CORNERS)]
     with np.errstate(all="ignore"):
         for each in (mod.value, mod.slope):

@@ -252,10 +252,8 @@ def test_what_lengths_hide_is_not_read(compute, name):
         for other in others:
             np.testing.assert_array_equal(other, zeros)
     for b, (Nq, Nk) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
-        rows, columns = (
-            slice(Nq if Nk or name == "sinks" else 0, None),
-            slice(Nk if Nq else 0, None),
-        )
+        rows = slice(Nq if Nk or name == "sinks" else 0, None)
+        columns = slice(Nk if Nq else 0, None)
         if compute in (attention, unfused):
             O, L = results[0]
             assert np.all(O[b, :, rows] == 0) and np.all(L[b, :, rows] == -np.inf)
