@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from numba import config, types
+from test_warpgroup import to_bits, to_numbers
 
 from fa_numba import count_accesses, emulator
 from fa_numba import device as devices
@@ -491,25 +492,6 @@ def test_all_lanes_of_a_warp_take_part(kernel):
 # --- products of 16 x 8 x 16 -----------------------------------------------------------------
 
 
-def to_float16(x):
-    with np.errstate(over="ignore"):
-        return np.asarray(x, np.float32).astype(np.float16).view(np.uint16)
-
-
-def from_float16(bits):
-    return bits.view(np.float16).astype(np.float64)
-
-
-def to_bfloat16(x):
-    """By truncation: for numbers that are bfloat16 already."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return (bits >> 16).astype(np.uint16)
-
-
-def from_bfloat16(bits):
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
 def fragments(matrix):
     """A 16 x 16 or 16 x 8 matrix of 16-bit elements as words (32, 4 or 2)."""
     m = matrix.astype(np.uint32)
@@ -541,17 +523,14 @@ def _make_mma(mma, low, high):
     return kernel
 
 
-FORMATS = {
-    "float16": (mma_f16, to_float16, from_float16),
-    "bfloat16": (mma_bf16, to_bfloat16, from_bfloat16),
-}
+FORMATS = {"float16": (mma_f16, "f16"), "bfloat16": (mma_bf16, "bf16")}
 every_format = pytest.mark.parametrize("kind", FORMATS)
 
 
 def multiply(device, kind, A, B, C, low=0, high=2):
     """A B + C by the instruction, and what A and B are once rounded; the rest of rC must stay."""
-    mma, to_bits, from_bits = FORMATS[kind]
-    A, B = to_bits(A), to_bits(B)
+    mma, short = FORMATS[kind]
+    A, B = to_bits(A, short), to_bits(B, short)
     words = np.concatenate([fragments(A), fragments(B)], axis=1)
     registers = np.full((32, 8), 77, np.float32)
     own = [low, low + 1, high, high + 1]
@@ -565,7 +544,7 @@ def multiply(device, kind, A, B, C, low=0, high=2):
     g, t = LANES // 4, LANES % 4
     for n, place in enumerate(own):
         D[g + 8 * (n // 2), 2 * t + n % 2] = made[:, place]
-    return D, from_bits(A), from_bits(B)
+    return D, to_numbers(A, short), to_numbers(B, short)
 
 
 @every_format
@@ -675,10 +654,10 @@ def test_pack_keeps_nan(device, kind):
     bits = [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF]
     x[:5, 0] = x[5:10, 1] = np.array(bits, np.uint32).view(np.float32)
     _, y = run(device, PACKS[kind], x, np.zeros(32, np.uint32))
-    low, high = (np.array(half, np.uint16) for half in (y & 0xFFFF, y >> 16))
-    to_float = from_float16 if kind == "float16" else from_bfloat16
-    assert np.isnan(to_float(low[:5])).all() and np.isnan(to_float(high[5:10])).all()
-    assert (to_float(low[5:]) == 1).all() and (to_float(high[:5]) == 1).all()
+    halves_of = (np.array(half, np.uint16) for half in (y & 0xFFFF, y >> 16))
+    low, high = (to_numbers(bits, FORMATS[kind][1]) for bits in halves_of)
+    assert np.isnan(low[:5]).all() and np.isnan(high[5:10]).all()
+    assert (low[5:] == 1).all() and (high[:5] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -693,8 +672,8 @@ def test_pack_of_what_is_positive(device, kind, pack):
     bits, want = y[: len(table)], [0 if value < 0 else n for value, n in table]
     assert [hex(n) for n in bits & 0xFFFF] == [hex(n) for n in want]
     assert [hex(n) for n in bits >> 16] == [hex(n) for n in want[::-1]]
-    to_float = from_float16 if kind == "float16" else from_bfloat16
-    assert np.isnan(to_float(y[-1:].astype(np.uint16))).all() and y[-1] >> 16 == 0
+    last = to_numbers(y[-1:].astype(np.uint16), FORMATS[kind][1])
+    assert np.isnan(last).all() and y[-1] >> 16 == 0
 
 
 # --- atomic additions ------------------------------------------------------------------------
