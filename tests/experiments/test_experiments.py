@@ -396,6 +396,7 @@ def test_figures_come_out_byte_for_byte_the_same(names, tmp_path, monkeypatch):
     done = run("draw", *names, "--out", str(tmp_path / "one"))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {other for name in names for other in (name, *registry.figures(registry.load(name)))}
+    figures -= {"io_vs_seqlen_small", "speed_fp16_small"}  # of sizes that made-up rows lack
     assert done.stdout.count(": drawn") == len(figures)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert command.main(["draw", *names[::-1], "--out", str(tmp_path / "two")]) == 0
