@@ -407,65 +407,58 @@ CASES = st.tuples(PROBLEMS, TILES).map(lambda plain: Case(*plain)) | with_option
 often = examples(250)
 
 
+def held(name, case, **options):
+    """An algorithm's accesses and visited tiles as the model has them, against the walk's."""
+    problem, tiles, mask, _ = case
+    walk = getattr(Walk(problem, tiles, mask), name)(**options)
+    walk.agrees_with(getattr(io, name)(problem, tiles, **options, block_mask=mask))
+    if name != "standard_backward":
+        passes = {"passes": "bwd"} if name.endswith("_backward") else {}
+        algorithm = name.removesuffix("_backward")
+        visited = io.tiles_visited(algorithm, problem, tiles, **passes, block_mask=mask)
+        assert visited == walk.tiles
+
+
 @often
 @given(CASES, st.booleans(), st.booleans())
 def test_standard_is_the_walk(case, return_lse, row_resident):
-    problem, tiles, mask, _ = case
-    options = {"return_lse": return_lse, "row_resident": row_resident}
-    walk = Walk(problem, tiles, mask).standard(**options)
-    walk.agrees_with(io.standard(problem, tiles, **options, block_mask=mask))
-    assert io.tiles_visited("standard", problem, tiles, block_mask=mask) == walk.tiles
+    held("standard", case, return_lse=return_lse, row_resident=row_resident)
 
 
 @often
 @given(CASES, st.integers(1, 16), st.booleans())
 def test_fa1_is_the_walk(case, query_splits, return_lse):
-    problem, tiles, mask, _ = case
-    options = {"query_splits": query_splits, "return_lse": return_lse}
-    walk = Walk(problem, tiles, mask).fa1(**options)
-    walk.agrees_with(io.fa1(problem, tiles, **options, block_mask=mask))
-    assert io.tiles_visited("fa1", problem, tiles, block_mask=mask) == walk.tiles
+    held("fa1", case, query_splits=query_splits, return_lse=return_lse)
 
 
 @often
 @given(CASES)
 def test_fa2_is_the_walk(case):
-    problem, tiles, mask, _ = case
-    walk = Walk(problem, tiles, mask).fa2()
-    walk.agrees_with(io.fa2(problem, tiles, block_mask=mask))
-    assert io.tiles_visited("fa2", problem, tiles, block_mask=mask) == walk.tiles
+    held("fa2", case)
 
 
 @often
 @given(CASES, st.booleans(), st.booleans())
 def test_standard_backward_is_the_walk(case, row_resident, forward_resident):
-    problem, tiles, mask, dbias = case
-    options = {"row_resident": row_resident, "forward_resident": forward_resident, "dbias": dbias}
-    walk = Walk(problem, tiles, mask).standard_backward(**options)
-    walk.agrees_with(io.standard_backward(problem, tiles, **options, block_mask=mask))
+    options = {"row_resident": row_resident, "forward_resident": forward_resident}
+    held("standard_backward", case, **options, dbias=case.dbias)
+
+
+def single(case):
+    """In 16 bits test_calls.py counts."""
+    return case._replace(problem=replace(case.problem, dtype="float32"))
 
 
 @often
 @given(CASES)
 def test_fa1_backward_is_the_walk(case):
-    problem, tiles, mask, dbias = case
-    problem = replace(problem, dtype="float32")  # in 16 bits test_calls.py counts
-    walk = Walk(problem, tiles, mask).fa1_backward(dbias=dbias)
-    walk.agrees_with(io.fa1_backward(problem, tiles, block_mask=mask, dbias=dbias))
-    visited = io.tiles_visited("fa1", problem, tiles, passes="bwd", block_mask=mask)
-    assert visited == walk.tiles
+    held("fa1_backward", single(case), dbias=case.dbias)
 
 
 @often
 @given(CASES, st.booleans())
 def test_fa2_backward_is_the_walk(case, deterministic):
-    problem, tiles, mask, dbias = case
-    problem = replace(problem, dtype="float32")  # in 16 bits test_calls.py counts
-    options = {"deterministic": deterministic, "dbias": dbias}
-    walk = Walk(problem, tiles, mask).fa2_backward(**options)
-    walk.agrees_with(io.fa2_backward(problem, tiles, **options, block_mask=mask))
-    visited = io.tiles_visited("fa2", problem, tiles, passes="bwd", block_mask=mask)
-    assert visited == walk.tiles
+    held("fa2_backward", single(case), deterministic=deterministic, dbias=case.dbias)
 
 
 @often

@@ -135,9 +135,8 @@ def test_the_longest_sequences():
     long = {**SIZES, "seqlen_q": MAX_SEQLEN, "seqlen_k": MAX_SEQLEN}
     assert Problem(**long).seqlen_k == MAX_SEQLEN
     for name in "qk":
-        with pytest.raises(
-            ValueError, match=f"{name} has seqlen {MAX_SEQLEN + 1}: .* {MAX_SEQLEN}"
-        ):
+        wrong = f"{name} has seqlen {MAX_SEQLEN + 1}: .* {MAX_SEQLEN}"
+        with pytest.raises(ValueError, match=wrong):
             Problem(**{**long, f"seqlen_{name}": MAX_SEQLEN + 1})
     windowed = {**SIZES, "seqlen_q": UNBOUNDED, "seqlen_k": UNBOUNDED, "window": (1, 1)}
     assert Problem(**windowed).seqlen_k == UNBOUNDED
