@@ -63,7 +63,7 @@ def _whole(
     def planned(sizes: Any, shapes: Any, dtypes: Any, aligned: bool) -> LaunchPlan:
         return make(sizes, shapes, dtypes[0], parts, aligned, dlse)
 
-    return _merged((name, layout, parts, dlse), arrays, layout, stream, planned)
+    return _merged((name, layout), arrays, layout, stream, planned)
 
 
 def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
