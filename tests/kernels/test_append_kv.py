@@ -104,16 +104,13 @@ def test_rows_are_appended_in_the_other_layout():
 
 REFUSED = {
     "more rows than pages": (
-        {"kv_lens": [62, 3]},
-        r"kv_lens holds 62 with 3 new rows: allowed are 64",
+        {"kv_lens": [62, 3]}, r"kv_lens holds 62 with 3 new rows: allowed are 64",
     ),
     "a page there is not": (
-        {"table": {(1, 0): 9}},
-        r"block_table holds 9 at \[1, 0\]: allowed is 0 to 6",
+        {"table": {(1, 0): 9}}, r"block_table holds 9 at \[1, 0\]: allowed is 0 to 6",
     ),
     "a page of two sequences": (
-        {"table": {(1, 0): 1}},
-        r"block_table holds 1 at \[1, 0\], a page that",
+        {"table": {(1, 0): 1}}, r"block_table holds 1 at \[1, 0\], a page that",
     ),
     "a page twice": (
         {"table": {(1, 1): 0}, "kv_lens": [0, 14]},
@@ -124,8 +121,7 @@ REFUSED = {
         r"block_table holds 0 at \[1, 2\], a page that batch entry 1 has",
     ),
     "too many new rows": (
-        {"new_lens": [4, 1]},
-        r"new_lens holds 4: allowed is 0 to 3, the rows of k_new",
+        {"new_lens": [4, 1]}, r"new_lens holds 4: allowed is 0 to 3, the rows of k_new",
     ),
     "negative lengths": ({"kv_lens": [-1, 0]}, r"kv_lens holds -1: allowed is 0 to 64"),
     "no lengths": ({"kv_lens": None}, r"block_table is given without kv_lens"),
@@ -135,7 +131,7 @@ REFUSED = {
     "k_new of other heads": ({"k_new": (2, 1, 3, 32)}, r"k_new has heads 1 .*allowed is 2"),
     "check_table of 1": ({"check_table": 1}, r"check_table is 1: allowed is True or False"),
     "a stream": ({"stream": 5}, r"stream is 5: the emulator has no streams"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

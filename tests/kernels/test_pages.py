@@ -180,34 +180,27 @@ def test_sequences_share_the_pages_of_a_prefix():
 
 BAD = {
     "a page there is not": (
-        {"table": {(1, 1): 7}},
-        r"block_table holds 7 at \[1, 1\]: allowed is 0 to 6",
+        {"table": {(1, 1): 7}}, r"block_table holds 7 at \[1, 1\]: allowed is 0 to 6",
     ),
     "a negative page": (
-        {"table": {(0, 0): -1}},
-        r"block_table holds -1 at \[0, 0\]: allowed is 0 to 6",
+        {"table": {(0, 0): -1}}, r"block_table holds -1 at \[0, 0\]: allowed is 0 to 6",
     ),
     "more keys than pages": (
-        {"kv_lens": [50, 65]},
-        r"kv_lens holds 65: allowed is 0 to 64, the 4 pages of 16",
+        {"kv_lens": [50, 65]}, r"kv_lens holds 65: allowed is 0 to 64, the 4 pages of 16",
     ),
     "fewer than no keys": ({"kv_lens": [-1, 3]}, r"kv_lens holds -1: allowed is 0 to 64"),
     "no lengths": ({"kv_lens": None}, r"block_table is given without kv_lens"),
     "lengths of another batch": (
-        {"kv_lens": [1, 2, 3]},
-        r"kv_lens has shape \(3,\): allowed is \(2,\)",
+        {"kv_lens": [1, 2, 3]}, r"kv_lens has shape \(3,\): allowed is \(2,\)",
     ),
     "a table of another batch": (
-        {"rows": 1},
-        r"block_table has shape \(1, 4\): allowed is \(2, pages",
+        {"rows": 1}, r"block_table has shape \(1, 4\): allowed is \(2, pages",
     ),
     "a table of numbers": (
-        {"dtype": np.float32},
-        r"block_table has dtype float32: allowed are integers",
+        {"dtype": np.float32}, r"block_table has dtype float32: allowed are integers",
     ),
     "pages of 24 rows": (
-        {"page_size": 24},
-        r"k has pages of 24 rows .*: allowed are multiples of 16 up to 256",
+        {"page_size": 24}, r"k has pages of 24 rows .*: allowed are multiples of 16 up to 256",
     ),
     "pages of 272 rows": ({"page_size": 272}, r"k has pages of 272 rows"),
     "fa1": ({"algorithm": "fa1"}, r"block_table is given with algorithm 'fa1': allowed is 'fa2'"),
@@ -227,14 +220,12 @@ BAD = {
     ),
     "fa1 on wgmma": ({"algorithm": "fa1", "unit": "wgmma"}, r"block_table is given with algorithm"),
     "tiles": (
-        {"tiles": Tiles(16, 40)},
-        r"tiles: Bc=40 with a block_table: allowed are multiples of 16",
+        {"tiles": Tiles(16, 40)}, r"tiles: Bc=40 with a block_table: allowed are multiples of 16",
     ),
     "check_table alone": (
-        {"block_table": None, "check_table": True},
-        r"check_table is True without a block_table",
+        {"block_table": None, "check_table": True}, r"check_table is True without a block_table",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
