@@ -42,9 +42,16 @@ def pytest_collection_modifyitems(items):
         module.compiled = _recorder(module)
 
 
-def _recorder(module):
+def ptx_of(kernel, capability):
     from numba import cuda
 
+    options = {"device": False, "abi": "numba", "output": "ptx"}
+    options["launch_bounds"] = kernel.threads, kernel.min_blocks
+    ptx, _ = cuda.compile(kernel.function, kernel.signature, cc=capability, **options)
+    return ptx
+
+
+def _recorder(module):
     try:
         from fa_numba.device.front_end import without_repeats as front_end
     except ImportError:  # a revision without it
@@ -53,15 +60,7 @@ def _recorder(module):
 
     def compiled(kernel, arch):
         with front_end():
-            ptx, _ = cuda.compile(
-                kernel.function,
-                kernel.signature,
-                cc=module.CAPABILITY[arch],
-                device=False,
-                abi="numba",
-                output="ptx",
-                launch_bounds=(kernel.threads, kernel.min_blocks),
-            )
+            ptx = ptx_of(kernel, module.CAPABILITY[arch])
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].rpartition("::")[2]
         row = {"test": test, "kernel": kernel.name, "arch": arch, "ptx": without_names(ptx)}
         with open(file, "a") as out:

@@ -5,7 +5,7 @@ import itertools
 import threading
 
 import pytest
-from compare_ptx import without_names
+from compare_ptx import ptx_of, without_names
 from numba import cuda
 from numba.cuda.core import analysis, ir_utils
 from offline import CAPABILITY
@@ -16,16 +16,7 @@ from fa_numba.device.front_end import REPLACED, _live_variables, without_repeats
 
 
 def ptx(kernel):
-    text, _ = cuda.compile(
-        kernel.function,
-        kernel.signature,
-        cc=CAPABILITY["sm_90a"],
-        device=False,
-        abi="numba",
-        output="ptx",
-        launch_bounds=(kernel.threads, kernel.min_blocks),
-    )
-    return without_names(text)
+    return without_names(ptx_of(kernel, CAPABILITY["sm_90a"]))
 
 
 def kernels(algorithm, unit, passes="fwd", d=64):
