@@ -140,14 +140,8 @@ PASSES = (
         (
             MMA_TWINS,
             LOOPS[0]
-            | {
-                "load.shared_memory",
-                "load.k",
-                "load.v",
-                "softmax.online",
-                "softmax.combine",
-                "visits.row_ahead",
-            },
+            | {"load.shared_memory", "load.k", "load.v"}
+            | {"softmax.online", "softmax.combine", "visits.row_ahead"},
             LOOPS[1] - {"softmax.start"}
             | {"load.first_columns", "load.columns_early", "softmax.online_of_lanes"}
             | {"softmax.start_of_lanes", "softmax.rescale_rows", "softmax.sum_lanes"}
