@@ -107,7 +107,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         def run(found: dict[str, Any], stream: Any) -> None:
             found |= {name: heads_first(found[name], heads != 1) for name in NAMES}
             for name, value in values.items():
-                if name not in found and value is not None:
+                if name not in found:
                     found[name] = sent(np.asarray(value, np.int32))
             execute(plan, found, stream)
 

@@ -54,7 +54,7 @@ class Operand:
         """
         rows = zip(self.shape[:-1], self.strides[:-1], strict=True)
         return (
-            (self.shape[-1] == 1 or self.strides[-1] == DTYPES[self.dtype].bytes)
+            self.strides[-1] == DTYPES[self.dtype].bytes
             and self.pointer % 16 == 0
             and all(n == 1 or stride >= 0 == stride % 16 for n, stride in rows)
         )

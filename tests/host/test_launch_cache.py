@@ -279,6 +279,10 @@ def test_calls_are_kept_by_lengths_of_any_library(gpu, torch, kept):
     for given, calls in ((Tensor.of(lens), 1), (lens, 1), ([7, 9], 2), ((7, 9), 2)):
         fa_numba.flash_attention_2(*there, kv_lens=given)
         assert len(kept) == calls
+    own = type("Own", (Tensor,), {})  # may see what is done to it
+    for make in (Tensor.of, lambda x: own.of(aligned(x.shape, values=x))):
+        fa_numba.flash_attention_2(*map(make, inputs()))
+    assert len(kept) == 2
 
 
 def test_what_fails_is_not_kept(gpu, kept):
@@ -338,9 +342,9 @@ def test_a_call_with_other_blocks_is_not_planned(gpu, kept, algorithm, backward)
         np.testing.assert_array_equal(blocks.blocks, mask.blocks)
 
 
-def test_what_blocks_are_kept_by(gpu, kept):
+def test_what_blocks_are_kept_by(gpu, torch, kept):
     """Their shape, and what their function is and captures, here nothing that lies on a GPU."""
-    there, tiles = [on_gpu(x) for x in inputs(0, (1, 2, 2, 40, 40, 4))], Tiles(16, 16)
+    there, tiles = tensors(inputs(0, (1, 2, 2, 40, 40, 4))), Tiles(16, 16)
 
     def blocks(reach, heads=1):
         return fa_numba.create_block_mask(

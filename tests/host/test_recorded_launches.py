@@ -486,8 +486,9 @@ def strided(shape, strides, offset=0, dtype="float32"):
         ((2, 2, 5, 8), (400, 200, 40, 4), 0, "float32", False),  # rows at multiples of 8
         ((2, 2, 5, 8), (336, 168, 32, 4), 0, "float32", False),  # heads
         ((2, 2, 5, 8), (328, 160, 32, 4), 0, "float32", False),  # entries
-        ((1, 2, 5, 8), (328, 160, 32, 4), 0, "float32", True),  # the only entry
+        ((1, 2, 5, 8), (326, 160, 32, 4), 0, "float32", True),  # the only entry
         ((2, 2, 1, 8), (320, 160, 40, 4), 0, "float32", True),
+        ((2, 2, 5, 8), (0, 160, 32, 4), 0, "float32", True),  # one entry twice
         ((2, 2, 5, 8), (640, 320, 64, 8), 0, "float32", False),  # every second element
         ((2, 2, 5, 8), (320, 32, 64, 4), 0, "float32", True),  # heads last
         ((2, 2, 5, 8), (160, 80, 16, 2), 0, "float16", True),
@@ -754,7 +755,9 @@ def test_masks_of_other_libraries_need_no_torch(gpu, torch, monkeypatch, importe
     here = [np.zeros(SHAPES[n], np.float32) for n in "qkv"]
     cases = [(there, Array(half_shown(1)), 6), (here, half_shown(None), 8)]
     if imported:
-        cases.append(([Tensor.of(x) for x in here], Tensor.of(half_shown(None)), 8))
+        hides = np.where(half_shown(None), 0, -np.inf).astype(np.float16)
+        masks = (Tensor.of(x) for x in (half_shown(None), hides))
+        cases += [([Tensor.of(x) for x in here], mask, 8) for mask in masks]
     for arrays, mask, stream in cases:
         fa_numba.flash_attention_2(*arrays, attn_mask=mask, stream=stream)
         added = gpu.given[-1]["bias"]

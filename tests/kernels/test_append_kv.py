@@ -57,6 +57,8 @@ def test_rows_appended_are_those_of_the_whole_cache(case):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes")
     whole, pages, added, before = begun(dtype, (2, 2, 2, 1, 50, d), lens, new, page_size)
+    pad = 3 * [(0, 0)] + [(0, -d % 4)]  # all rows start at 16-byte addresses
+    pages, added = ([np.pad(x, pad)[..., :d] for x in side] for side in (pages, added))
     ragged = {} if len(set(new)) == 1 else {"new_lens": new}
     with fa_numba.count_accesses() as counts:
         assert fa_numba.append_kv(*pages, *added, whole[2], before, **ragged) is None
@@ -103,15 +105,9 @@ def test_rows_are_appended_in_the_other_layout():
 
 
 REFUSED = {
-    "more rows than pages": (
-        {"kv_lens": [62, 3]}, r"kv_lens holds 62 with 3 new rows: allowed are 64",
-    ),
-    "a page there is not": (
-        {"table": {(1, 0): 9}}, r"block_table holds 9 at \[1, 0\]: allowed is 0 to 6",
-    ),
-    "a page of two sequences": (
-        {"table": {(1, 0): 1}}, r"block_table holds 1 at \[1, 0\], a page that",
-    ),
+    "more rows than pages": ({"kv_lens": [62, 3]}, r"holds 62 with 3 new rows: allowed are 64"),
+    "a page there is not": ({"table": {(1, 0): 9}}, r"holds 9 at \[1, 0\]: allowed is 0 to 6"),
+    "a page of two sequences": ({"table": {(1, 0): 1}}, r"holds 1 at \[1, 0\], a page that"),
     "a page twice": (
         {"table": {(1, 1): 0}, "kv_lens": [0, 14]},
         r"block_table holds 0 at \[1, 1\], a page that batch entry 1 has",
@@ -128,6 +124,8 @@ REFUSED = {
     "no table": ({"block_table": None}, r"block_table is None"),
     "another layout's": ({"layout": "bhdn"}, r"layout is 'bhdn'"),
     "v_new of another shape": ({"v_new": (2, 2, 4, 32)}, r"v_new has shape \(2, 2, 4, 32\)"),
+    "other v_pages": ({"v_pages": np.zeros((6, 2, 16, 32), "f2")}, r"v_pages has shape \(6, 2"),
+    "another dtype": ({"v_pages": np.zeros((7, 2, 16, 32), "f4")}, "v_pages has dtype float32"),
     "k_new of other heads": ({"k_new": (2, 1, 3, 32)}, r"k_new has heads 1 .*allowed is 2"),
     "check_table of 1": ({"check_table": 1}, r"check_table is 1: allowed is True or False"),
     "a stream": ({"stream": 5}, r"stream is 5: the emulator has no streams"),
@@ -264,6 +262,7 @@ def test_a_kept_append_writes_where_the_table_says_then(gpu, kept):
     for at in (15, 16):
         lens.values[...] = at
         assert fa_numba.append_kv(*pages, *new, table, lens) is None
+    fa_numba.append_kv(*pages, *new, [[3, 1]], [16], new_lens=on_gpu(np.array([1], np.int32)))
     for side, x in zip(pages, (1.0, 2.0), strict=True):
         assert (side.values[3, 0, 15] == x).all() and (side.values[1, 0, 0] == x).all()
         assert side.values.sum() == 16 * x
@@ -307,19 +306,18 @@ def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
 def test_integers_on_a_gpu_have_a_dtype_and_a_shape(gpu):
     q, k, v = inputs("float16", 1, 2, 2, 1, 40, 32)
     pages = [on_gpu(np.zeros((3, 2, 16, 32), np.float16)) for _ in range(2)]
+    new = [on_gpu(x[:, :, :1]) for x in (k, v)]
     for name, wrong, message in (
-        (
-            "block_table",
-            np.zeros((1, 3), np.int64),
-            "block_table has dtype int64: allowed is int32",
-        ),
+        ("block_table", np.zeros((1, 3), np.int64), "table has dtype int64: allowed is int32"),
         ("kv_lens", np.zeros(1, np.int64), "kv_lens has dtype int64: allowed is int32"),
-        ("kv_lens", np.zeros(2, np.int32), r"kv_lens has shape \(2,\): allowed is \(1,\)"),
+        ("kv_lens", np.zeros(2, np.int32), r"kv_lens has shape \(2,\): .* \(1,\), one a batch"),
     ):
         given = {"block_table": np.zeros((1, 3), np.int32), "kv_lens": np.zeros(1, np.int32)}
         given = {n: on_gpu(x) for n, x in (given | {name: wrong}).items()}
         with pytest.raises((TypeError, ValueError), match=message):
             fa_numba.flash_attention_2(on_gpu(q), *pages, **given)
+        with pytest.raises((TypeError, ValueError), match=message):
+            fa_numba.append_kv(*pages, *new, **given)
 
 
 def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):

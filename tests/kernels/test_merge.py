@@ -192,6 +192,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(error, match=says):
             fa_numba.merge(*given)
+    with pytest.raises(ValueError, match=r"outputs\[0\] has shape \(3, 45, 16\)"):
+        fa_numba.merge([x[0] for x in outputs], lses, layout="bhnd")
     many = np.broadcast_to(np.float32(0), (1, 1, 2**24, 8))
     with pytest.raises(ValueError, match=r"outputs\[0\] takes .* the emulator takes at most"):
         fa_numba.merge([many] * 2, [many[..., 0]] * 2)

@@ -862,9 +862,10 @@ def test_what_goes_with_blocks():
         fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)
     with pytest.raises(ValueError, match="block_mask has shape"):
         fa_numba.plan(shape, shape, block_mask=mask, tiles=Tiles(16, 16))
-    with pytest.raises(TypeError, match="mask_mod is None"):
-        fa_numba.create_block_mask(None, 1, 1, 77, 77, tiles=SMALL)
-    with pytest.raises(ValueError, match="the emulator takes at most"):
+    for call, says in ((None, SMALL), "mask_mod is None"), ((mask.mask_mod, 16), "tiles is 16"):
+        with pytest.raises(TypeError, match=says):
+            fa_numba.create_block_mask(call[0], 1, 1, 77, 77, tiles=call[1])
+    with pytest.raises(ValueError, match="up to about 19,8.. s: the emulator takes at most"):
         fa_numba.create_block_mask(
             lambda b, h, i, j: i > j, 8, 8, 2**14, 2**14, tiles=Tiles(64, 64)
         )
