@@ -339,7 +339,7 @@ def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
     kernel = kernels.make_round_fragments(p.head_dim, *UNITS[request.unit].row_facts(request))
     batch, heads, rows, d = request.q_shape
     groups = ceil_div(rows, FRAGMENT_ROWS)
-    launch = Launch.of(kernel, (groups, heads, batch), A="A", dQ="dQ", scale="scale")
+    launch = Launch.of(kernel, (groups, heads, batch))
     return launch, Buffer("A", (batch, heads, groups, FRAGMENT_ROWS * d))
 
 

@@ -40,10 +40,10 @@ def test_the_plan_shows_its_grid_kernels_workspace_and_accesses():
     assert "group_splits" not in str(plain)
     shape = (2, 4, 500, 128)
     assert [x.shape for x in split.workspace if x.name.startswith("parts")] == [shape, shape]
-    for plan, splits in ((plain, 1), (split, 2)):
+    for plan, splits in ((plain, 1), (split, 2), (planned(4, N=500), 4)):
         want = io_model.workspace("fa2", plan.problem, passes="bwd", group_splits=splits)
         assert plan.workspace_bytes == want
-        assert plan.launches[1].arguments["group"] == ("group" if splits == 1 else 2)
+        assert plan.launches[1].arguments["group"] == ("group" if splits == 1 else 4 // splits)
     keys = 2 * 2 * 500 * 128
     (a, b), (c, e) = ((p.accesses.loads, p.accesses.stores) for p in (plain, split))
     assert (c["K"] - a["K"], c["A"] - a["A"], e["dK"] - b["dK"]) == (keys, 4 * keys, keys)
