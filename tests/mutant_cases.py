@@ -757,14 +757,17 @@ def host_runs():
     others = (test_launch_cache, test_append_kv, test_merge, test_softmax, test_plans, test_inputs)
     others += (test_prefix, test_options, test_group_splits, test_kv_splits, test_pages)
     others += (backward_on_hopper.test_gradients_and_counts,)
+    others += (test_mods.test_a_derivative_may_be_given,)
     others += (test_mods.test_gradients_of_captured_arrays_by_name,)
     others += (test_mma_swizzle.test_what_padding_and_nothing_cost,)
     others += (test_mods.test_blocks_are_empty_full_or_mixed, test_mods.test_what_goes_with_blocks)
     others += (test_mods.test_where_there_are_no_gradients_of_captured_arrays,)
     others += (test_precision.test_what_is_not_built_is_refused,)
     ends = ("plain-0", "mods-0", "q_lens-0", "dropout-0", "sinks-0", "dlse-0", "from memory-1")
+    ends += ("standard-sinks-2", "fa1-split-splits-0")
     few = [x for x in own_runs() if x.title.endswith(ends)]
     few += runs_of("mma", test_precision.test_results_and_counts)
+    few += itertools.islice(runs_of("simt", test_value_dim.test_gradients), 4)  # of standard
     few = (replace(x, unit="host", quick=False) for x in few)
     return (
         *runs_of("host", test_recorded_launches),

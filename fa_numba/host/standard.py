@@ -116,10 +116,10 @@ def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 
 
     0 where ``rows`` of them, and two floats a warp, do not fit into ``limit`` bytes.
     """
-    room = (limit - 8 * max_warps) // dtype.bytes // rows
+    room = (limit - 8 * max_warps) // (16 * rows) * dtype.chunk  # whole 16 bytes
     if room < Nk:
         return 0
-    return min(room // dtype.chunk * dtype.chunk, max(256, power_of_two(Nk)))
+    return min(room, max(256, power_of_two(Nk)))
 
 
 def row_warps(Nk: int, dtype: DType, max_warps: int) -> int:

@@ -18,16 +18,13 @@ from fa_numba.choices.requests import Choices, Request
 from fa_numba.device import Kernel, array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
-from fa_numba.host import execution
+from fa_numba.host import execution, standard
 from fa_numba.host.plans import Launch, Untouched
 from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
 DTYPE_NAMES = tuple(DTYPES)
-PACKED = {
-    "cu_seqlens_q": np.array([0, 33, 50]),
-    "cu_seqlens_k": np.array([0, 40, 61]),
-}
+PACKED = {"cu_seqlens_q": np.array([0, 33, 50]), "cu_seqlens_k": np.array([0, 40, 61])}
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -382,3 +379,13 @@ def test_a_bias_takes_tiles_without_spills():
             assert tiles(d, **more, **named) == ("wgmma", 128, fewer)
     assert tiles(64, unit="mma") == ("mma", 64, 64)
     assert tiles(128, unit="mma") == ("mma", 128, 64)
+
+
+def test_rows_of_standard_attention_in_shared_memory():
+    for dtype, rows in itertools.product((DTYPES["float32"], DTYPES["float16"]), (1, 2)):
+        limit = 8 * 4 + 1003 * dtype.bytes * rows
+        found = [standard.row_elements(n, limit, dtype, 4, rows) for n in (5, 257, 1000, 1001)]
+        assert found == [256, 512, 1000, 0]
+        assert [standard.row_warps(n, dtype, 4) for n in (8, 32 * dtype.chunk + 1)] == [1, 2]
+    long = fa_numba.plan((1, 1, 9, 8), (1, 1, 40000, 8), algorithm="standard", passes="bwd")
+    assert max(k.shared_bytes for k in long.kernels) <= devices.shared_bytes_limit()

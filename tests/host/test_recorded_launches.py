@@ -566,6 +566,7 @@ def test_extents_and_overlaps_are_those_of_the_elements():
             assert overlap.overlaps_itself(a)
         shared, itself = shared + overlap.overlap(a, b), itself + overlap.overlaps_itself(a)
     assert 50 < shared < 350 and 50 < itself < 350
+    assert not overlap.overlaps_itself(SimpleNamespace(shape=(1, 3), strides=(0, 4)))
 
 
 @pytest.mark.parametrize("how", ["ascending", "last row first", "all axes descending"])
