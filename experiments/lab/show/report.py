@@ -8,7 +8,7 @@ What stands between two markers is replaced; all other text is written by hand.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
@@ -70,7 +70,7 @@ def text(name: str, store: Store) -> str:
         for machine in (MODEL, EMULATOR, its_gpu):
             rows += store.recorded(experiment, machine)[0]
     timed = isinstance(make, Across) and make.timed
-    table = make(rows, _seconds(store, experiments)) if timed else make(rows)
+    table = make(rows, _seconds(store, gpus)) if timed else make(rows)
     if table is None:
         return f"{NO_RECORDING}\n"
     if isinstance(make, Across) and not make.cites:
@@ -81,10 +81,10 @@ def text(name: str, store: Store) -> str:
     return f"{table.caption} {'; '.join(sources)}\n\n{table.body}{how}"
 
 
-def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
+def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
     found = {}
-    for name in experiments:
-        runs = store.recorded(name, gpu(store, name))[1]
+    for name, machine in gpus.items():
+        runs = store.recorded(name, machine)[1]
         if runs and all("seconds" in run for run in runs):
             found[name] = sum(run["seconds"] for run in runs)
     return found
