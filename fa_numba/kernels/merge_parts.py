@@ -37,8 +37,8 @@ from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
 from fa_numba.options import PLAIN
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.mma.chunks import conversions
-from fa_numba.parts.softmax import FULL_WARP
 
 THREADS = 128
 WIDE = 8
@@ -131,10 +131,7 @@ def make_merge_backward(head_dim, dtype, dlse, aligned):
             while col < uint32(head_dim):
                 dot += weight(dY[b, h], dO[b, h], O[b, h], Y[b, h], row, col, P)
                 col = uint32(col + T * width)
-        step = T // 2
-        while step > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
-            step //= 2
+        dot = sum_of_lanes(dot, T, 1)
         if lane == uint32(0) and row < uint32(O.shape[2]):
             dLY[b, h, row] = _share(P, dot)
 

@@ -31,9 +31,9 @@ from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.options import Features
 from fa_numba.parts import bind, mma, simt
 from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.lanes import FULL_WARP, max_of_lanes, sum_of_lanes
 from fa_numba.parts.mma.pairs import make_read_floats
 from fa_numba.parts.records import Head
-from fa_numba.parts.softmax import FULL_WARP
 
 WARPS = 8
 # Splits that one warp takes by itself; beyond these eight share the row.
@@ -95,20 +95,14 @@ def make_merge(facts):
             l_s = grid.rows_of_split(l, split, shared)[place]
         # m = max_s m_s
         m_new = m_s
-        step = 16
-        while step > 0:
-            m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, step))
-            step //= 2
+        m_new = max_of_lanes(m_new, 32, 1)
         shift = m_new
         if m_new == NEG_INF:  # -inf - -inf would be NaN
             shift = float32(0.0)
         # l = sum_s e^(m_s - m) l_s
         f_s = exp2(m_s - shift)
         l_new = f_s * l_s
-        step = 16
-        while step > 0:
-            l_new += cuda.shfl_xor_sync(FULL_WARP, l_new, step)
-            step //= 2
+        l_new = sum_of_lanes(l_new, 32, 1)
         # O = sum_s e^(m_s - m) O_s, of several splits on their way together
         for e in range(RO):
             rO[e] = float32(0.0)

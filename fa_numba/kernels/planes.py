@@ -24,10 +24,10 @@ from fa_numba.options import Features
 from fa_numba.parts import bind
 from fa_numba.parts import gradients as gradient_parts
 from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.lanes import max_of_lanes, sum_of_lanes
 from fa_numba.parts.mma.pairs import make_read_floats
 from fa_numba.parts.mma.planes import FINITE, make_split, power_of_two
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import FULL_WARP
 
 WARPS, ROWS = 8, 4  # of a block, and that a warp has on their way together
 WARPS_OF_HEAD = 128
@@ -107,10 +107,7 @@ def make_largest(facts):
                 if size <= FINITE:
                     found = maximum(found, size)
             row = uint32(row + STEP)
-        step = 16
-        while step > 0:
-            found = maximum(found, cuda.shfl_xor_sync(FULL_WARP, found, step))
-            step //= 2
+        found = max_of_lanes(found, 32, 1)
         if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
             M[head.b, head.h, warp] = found
 
@@ -142,10 +139,7 @@ def make_split_rows(facts):
             size = float32(0.0)
             for n in range(SEEN):
                 size = maximum(size, M[head.b, head.h, uint32(lane + 32 * n)])
-            step = 16
-            while step > 0:
-                size = maximum(size, cuda.shfl_xor_sync(FULL_WARP, size, step))
-                step //= 2
+            size = max_of_lanes(size, 32, 1)
             factor = power_of_two(size)
             for e in range(RX):
                 rX[e] *= factor
@@ -187,10 +181,7 @@ def make_row_sums(facts, d_v):
             if row < uint32(Oh.shape[0]) and (ALL_A or col < uint32(d)):
                 Ah[row, col] = float32(0.0)
             col = uint32(col + 32)
-        step = 16
-        while step > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
-            step //= 2
+        dot = sum_of_lanes(dot, 32, 1)
         if lane == uint32(0) and row < head.Nq:
             Dh[row] = gradients.row_less_dlse(dot, head, row)
 

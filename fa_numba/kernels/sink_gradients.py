@@ -18,8 +18,8 @@ from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts import bind
 from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
 
 WARPS = 16
 
@@ -46,10 +46,7 @@ def make_sink_gradients(features):
                     total -= exp2(LOG2E * (s - l)) * d
                 row = uint32(row + THREADS)
             b = uint32(b + 1)
-        lane = 16
-        while lane > 0:
-            total += cuda.shfl_xor_sync(FULL_WARP, total, lane)
-            lane //= 2
+        total = sum_of_lanes(total, 32, 1)
         if thread % uint32(32) == uint32(0):
             sSum[thread // uint32(32)] = total
         cuda.syncthreads()  # the warps' sums are there

@@ -14,12 +14,12 @@ from fa_numba.intrinsics.arithmetic import LOG2E, LOWEST, NEG_INF, ONE, exp2
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.mods import function_of
 from fa_numba.parts.division import DIVISION
+from fa_numba.parts.lanes import FULL_WARP, sum_of_lanes
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.namespace import part
 
 # Elements, and lines of all of them, of a loop that the compiler unrolls, as registers need.
 AT_A_TIME, LINES = 8, 128
-FULL_WARP = 0xFFFFFFFF
 
 _distance = device_function(masks.distance)
 
@@ -279,10 +279,7 @@ def make_add_sums(spec):
         sums, _ = kept
         if shares:
             for n in range(SHARED):
-                lane = 16
-                while lane > 0:
-                    sums[n] += cuda.shfl_xor_sync(FULL_WARP, sums[n], lane)
-                    lane //= 2
+                sums[n] = sum_of_lanes(sums[n], 32, 1)
             if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
                 rest(int32(head.b), int32(head.h), head.options, kept)
         if merges:

@@ -8,8 +8,8 @@ and, where its next turns stay in the run, for these.
 from math import gcd
 
 from fa_numba.device import cuda, int32, uint32
+from fa_numba.parts.lanes import FULL_WARP
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import FULL_WARP
 
 
 def common_rows(page_size, Bc):

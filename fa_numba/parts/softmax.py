@@ -12,6 +12,7 @@ from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maxi
 from fa_numba.parts.dropout import make_drop as make_drop
 from fa_numba.parts.dropout import make_kept as make_kept
 from fa_numba.parts.dropout import make_scale_kept as make_scale_kept
+from fa_numba.parts.lanes import FULL_WARP, max_of_lanes, sum_of_lanes
 from fa_numba.parts.layout import make_head_of_row, make_owns, make_row
 from fa_numba.parts.namespace import part
 
@@ -126,9 +127,6 @@ def make_normalise_rows(spec):
     return normalise_rows
 
 
-FULL_WARP = 0xFFFFFFFF
-
-
 @device_function
 def exp_of_difference(s, m):
     """e^(s - m), and 0 where s is -inf, whatever m."""
@@ -173,8 +171,7 @@ def make_merge_block(warps, sinks):
 @part
 def make_row_maximum(spec):
     """``row_maximum(rS, i, scale, m)``: of row i of S and of m, its maximum before."""
-    TN, STEP, folds = spec.TN, spec.lane_step, spec.folds_scale
-    FARTHEST = spec.tx_count // 2 * STEP
+    TN, TX, STEP, folds = spec.TN, spec.tx_count, spec.lane_step, spec.folds_scale
 
     def row_maximum(rS, i, scale, m):
         m_new = m
@@ -184,10 +181,7 @@ def make_row_maximum(spec):
             m_new = maximum(m_new, rS[i * TN + j])
         if folds:
             m_new = maximum(m, m_new * scale)
-        lane = FARTHEST
-        while lane >= STEP:
-            m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
-            lane //= 2
+        m_new = max_of_lanes(m_new, TX, STEP)
         return m_new
 
     return row_maximum
@@ -213,8 +207,8 @@ def make_online_of_lanes(spec):
 
 @part
 def _make_online(spec, whole_rows):
-    TM, TN, STEP, folds = spec.TM, spec.TN, spec.lane_step, spec.folds_scale
-    FARTHEST, row_maximum = spec.tx_count // 2 * STEP, make_row_maximum(spec)
+    TM, TN, folds, row_maximum = spec.TM, spec.TN, spec.folds_scale, make_row_maximum(spec)
+    SHARING, STEP = spec.tx_count if whole_rows else 1, spec.lane_step
 
     def online_softmax(rS, scale, rm, rl, rf):
         for i in range(TM):
@@ -230,10 +224,7 @@ def _make_online(spec, whole_rows):
                 p = exp2(s - shift)
                 rS[i * TN + j] = p
                 rowsum += p
-            lane = FARTHEST if whole_rows else 0
-            while lane >= STEP:
-                rowsum += cuda.shfl_xor_sync(FULL_WARP, rowsum, lane)
-                lane //= 2
+            rowsum = sum_of_lanes(rowsum, SHARING, STEP)
             rf[i] = exp2(rm[i] - shift)
             rl[i] = rf[i] * rl[i] + rowsum
             rm[i] = m_new
@@ -244,15 +235,11 @@ def _make_online(spec, whole_rows):
 @part
 def make_sum_lanes(spec):
     """``sum_lanes(rl)``: the sum of each row's value over the lanes that share the row."""
-    TM, STEP = spec.TM, spec.lane_step
-    FARTHEST = spec.tx_count // 2 * STEP
+    TM, TX, STEP = spec.TM, spec.tx_count, spec.lane_step
 
     def sum_lanes(rl):
         for i in range(TM):
-            lane = FARTHEST
-            while lane >= STEP:
-                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
-                lane //= 2
+            rl[i] = sum_of_lanes(rl[i], TX, STEP)
 
     return sum_lanes
 

@@ -4,9 +4,9 @@ from functools import cache
 
 from fa_numba.device import cuda, float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
+from fa_numba.parts.lanes import FULL_WARP
 from fa_numba.parts.layout import make_owns
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import FULL_WARP
 
 
 @cache

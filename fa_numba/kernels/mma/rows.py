@@ -15,8 +15,8 @@ from fa_numba.device.signature import array_type, half_type, result_type
 from fa_numba.intrinsics.global_memory import read4, read_pair, write4, write_pair
 from fa_numba.options import PLAIN
 from fa_numba.parts import bind, mma
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 
 WARPS = 4
@@ -75,10 +75,7 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features, fragments=Fals
             while col < uint32(head_dim):
                 Ah[row, col] = float32(0.0)
                 col = uint32(col + 32)
-        step = 16
-        while step > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
-            step //= 2
+        dot = sum_of_lanes(dot, 32, 1)
         if lane == uint32(0) and row < head.Nq:
             Dh[row] = gradients.row_less_dlse(dot, head, row)
 

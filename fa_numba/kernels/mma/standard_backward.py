@@ -22,9 +22,9 @@ from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import half_tile, shared_tile
 from fa_numba.parts import bind, mma
 from fa_numba.parts.dropout import keeps
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk, make_write_chunk
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
 
 
 @cache
@@ -143,10 +143,7 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
                         g = float32(0.0)
                 dot += rP[e] * g
             col = uint32(col + 8 * threads)
-        lane = 16
-        while lane > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
-            lane //= 2
+        dot = sum_of_lanes(dot, 32, 1)
         if dlse and thread == uint32(0) and row < head.Nq:
             dot = gradients.row_less_dlse(dot, head, row)
         if thread % uint32(32) == uint32(0):

@@ -5,8 +5,8 @@ from functools import cache
 from fa_numba.device import cuda, float32, uint32
 from fa_numba.device.signature import array_type
 from fa_numba.parts import bind, simt
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
 
 WARPS = 4
 
@@ -41,10 +41,7 @@ def make_row_sums(head_dim, d_v, clear, features):
             while col < uint32(head_dim):
                 dQh[row, col] = float32(0.0)
                 col = uint32(col + 32)
-        step = 16
-        while step > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
-            step //= 2
+        dot = sum_of_lanes(dot, 32, 1)
         if lane == uint32(0) and row < head.Nq:
             Dh[row] = gradients.row_less_dlse(dot, head, row)
 

@@ -22,7 +22,8 @@ from fa_numba.device import Kernel, cuda, device_function, float32, uint32
 from fa_numba.device.signature import array_type
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2, maximum
 from fa_numba.intrinsics.shared import shared_tile
-from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
+from fa_numba.parts.lanes import max_of_lanes, sum_of_lanes
+from fa_numba.parts.softmax import exp_of_difference
 
 ALGORITHMS = ("naive", "safe", "online")
 THREADS = 256
@@ -51,10 +52,7 @@ def load(rx, x, j, V):
 @device_function
 def max_of_block(m, s, thread):
     """The largest m of all threads, in each of them."""
-    lane = 16
-    while lane > 0:
-        m = maximum(m, cuda.shfl_xor_sync(FULL_WARP, m, lane))
-        lane //= 2
+    m = max_of_lanes(m, 32, 1)
     if thread % uint32(32) == uint32(0):
         s[thread // uint32(32)] = m
     cuda.syncthreads()
@@ -66,10 +64,7 @@ def max_of_block(m, s, thread):
 @device_function
 def sum_of_block(d, s, thread):
     """The sum of all threads' d, in each of them."""
-    lane = 16
-    while lane > 0:
-        d += cuda.shfl_xor_sync(FULL_WARP, d, lane)
-        lane //= 2
+    d = sum_of_lanes(d, 32, 1)
     if thread % uint32(32) == uint32(0):
         s[thread // uint32(32)] = d
     cuda.syncthreads()

@@ -21,8 +21,8 @@ from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts import bind, simt
 from fa_numba.parts.dropout import keeps
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
 
 
 @cache
@@ -122,10 +122,7 @@ def make_standard_score_gradients(row_floats, warps, features):
                 sdP[col] = g
             dot += abs(pij) * g
             col = uint32(col + threads)
-        lane = 16
-        while lane > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
-            lane //= 2
+        dot = sum_of_lanes(dot, 32, 1)
         if dlse and thread == uint32(0) and row < head.Nq:
             dot = gradients.row_less_dlse(dot, head, row)
         if thread % uint32(32) == uint32(0):

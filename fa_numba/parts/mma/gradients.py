@@ -9,6 +9,7 @@ from fa_numba.intrinsics.shared import load2
 from fa_numba.parts.gradients import *  # noqa: F403
 from fa_numba.parts.gradients import make_less_dlse
 from fa_numba.parts.grid import head_after, make_query_rows
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.epilogue import write_halves
 from fa_numba.parts.mma.pairs import (
@@ -20,7 +21,6 @@ from fa_numba.parts.mma.pairs import (
 from fa_numba.parts.mma.products import make_dq
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread, Warp
-from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.visits import make_is_unseen, make_row_sees_more, make_row_starts
 
 
@@ -244,10 +244,7 @@ def _make_row_dots(spec):
                     at = uint32(row * pitch + col)
                     o, g = unpack(load2(sO, at)), unpack(load2(sdO, at))
                     dot += o[0] * g[0] + o[1] * g[1]
-            step = 16
-            while step > 0:
-                dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
-                step //= 2
+            dot = sum_of_lanes(dot, 32, 1)
             if dlse and lane == uint32(0) and uint32(tile.i0 + row) < tile.head.Nq:
                 dot = less_dlse(dot, sL[row], tile.head, uint32(tile.i0 + row))
             if lane == uint32(0):

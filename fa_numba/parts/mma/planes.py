@@ -19,12 +19,12 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import ONE, inverse_power, maximum
 from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
 from fa_numba.intrinsics.shared import shared_tile, store2
+from fa_numba.parts.lanes import max_of_lanes
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.tiling.mma_backward import UNITS
 
 # What a scaled plane of P is multiplied by: float16 has 2^-24 at the least, and P is at most 1; or
@@ -322,10 +322,7 @@ def make_scale_ds(spec):
                 size = maximum(rdS[e], -rdS[e])
                 if size <= FINITE:
                     found = maximum(found, size)
-            step = 16
-            while step > 0:
-                found = maximum(found, cuda.shfl_xor_sync(FULL_WARP, found, step))
-                step //= 2
+            found = max_of_lanes(found, 32, 1)
             words, thread = units_of_tile(), uint32(cuda.threadIdx.x)
             if thread % uint32(32) == uint32(0):
                 words[UNITS + thread // uint32(32)] = found

@@ -8,11 +8,11 @@ from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import load4_at_byte
 from fa_numba.parts.gradients import *  # noqa: F403
 from fa_numba.parts.grid import head_after, make_query_rows
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread
 from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows
 from fa_numba.parts.simt.swizzle import flip_of
-from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.values import make_read
 from fa_numba.parts.visits import make_is_unseen, make_row_starts
 
@@ -114,10 +114,7 @@ def _make_row_dots(spec):
                 g = load4_at_byte(sdO, at + i * TY * row_bytes + 16 * c * TX)
                 e = 4 * (i * DN + c)
                 dot += g[0] * rO[e] + g[1] * rO[e + 1] + g[2] * rO[e + 2] + g[3] * rO[e + 3]
-            lane = TX // 2 * STEP
-            while lane >= STEP:
-                dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
-                lane //= 2
+            dot = sum_of_lanes(dot, TX, STEP)
             rD[i] = dot
         subtract_dlse(rD, rL, tile)
 

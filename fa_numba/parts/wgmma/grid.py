@@ -2,9 +2,9 @@
 
 from fa_numba.device import cuda, int32, uint32
 from fa_numba.parts.grid import *  # noqa: F403
+from fa_numba.parts.lanes import FULL_WARP
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import GroupThread
-from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.tiling.wgmma import GROUP
 
 

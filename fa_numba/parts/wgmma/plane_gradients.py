@@ -12,6 +12,7 @@ from fa_numba.intrinsics.bulk_copy import fence_async_proxy
 from fa_numba.intrinsics.shared import load4, shared_tile, store2
 from fa_numba.intrinsics.warpgroup import STEP
 from fa_numba.parts.grid import make_key_rows, make_query_rows
+from fa_numba.parts.lanes import max_of_lanes
 from fa_numba.parts.mma.pairs import make_add_two, make_write_two
 from fa_numba.parts.mma.planes import (
     FINITE,
@@ -20,7 +21,6 @@ from fa_numba.parts.mma.planes import (
     power_of_two,
 )
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.wgmma import planes
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.products import wait_for
@@ -88,10 +88,7 @@ def make_power_of_ds(spec):
             size = abs(rdS[e])
             if size <= FINITE:
                 found = maximum(found, size)
-        step = 16
-        while step > 0:
-            found = maximum(found, cuda.shfl_xor_sync(FULL_WARP, found, step))
-            step //= 2
+        found = max_of_lanes(found, 32, 1)
         words, own = shared_tile(AT, WORDS), uint32(4 * w)
         within = uint32(uint32(cuda.threadIdx.x) % uint32(GROUP))
         if within % uint32(32) == uint32(0):

@@ -2,9 +2,10 @@
 
 from fa_numba.device import cuda, float32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import part
 from fa_numba.parts.softmax import *  # noqa: F403
-from fa_numba.parts.softmax import FULL_WARP, make_row_maximum
+from fa_numba.parts.softmax import make_row_maximum
 from fa_numba.parts.wgmma.products import make_round_pair
 
 
@@ -39,10 +40,7 @@ def make_online_to_p(spec):
                 rl[i] += p0 + p1
                 round_pair(rP, e // 2, p0, p1)
         for i in range(TM):
-            lane = TX // 2
-            while lane > 0:
-                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
-                lane //= 2
+            rl[i] = sum_of_lanes(rl[i], TX, 1)
             rl[i] += rf[i]
 
     return online_to_p
