@@ -90,7 +90,7 @@ class Sum:
     def take(self, more: Part, rows: Span, entries: Span | None = None) -> None:
         """Add a part of these rows and batch entries, None for all; its memory may be kept."""
         kind, begin = self.kind, self.span[0]
-        if not kind.like or rows[0] == rows[1]:
+        if not kind.like:
             return
         every = 0, kind.like[0].shape[0]
         entries = every if entries is None else entries
