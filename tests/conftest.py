@@ -19,6 +19,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What pytest, a compiler or the emulator makes is seldom in circles: look at it seldom.
 gc.set_threshold(50_000, 20, 20)
 
+from stand_in_device import no_calls_kept, no_gpu_but_its_driver  # noqa: E402
+from stand_in_torch import no_torch_but_its_names  # noqa: E402
+
 from fa_numba.device import gpu_available  # noqa: E402
 
 pytest.register_assert_rewrite("helpers")
@@ -126,6 +129,26 @@ def leave_alone():
 
 
 DEVICES = ["emulator", *([pytest.param("gpu", marks=pytest.mark.gpu)] if gpu_available() else [])]
+
+
+@pytest.fixture
+def kept():
+    """The calls that are kept: none at first."""
+    with no_calls_kept() as found:
+        yield found
+
+
+@pytest.fixture
+def gpu(kept):
+    """A driver that is a stand-in, and its GPU."""
+    with no_gpu_but_its_driver() as found:
+        yield found
+
+
+@pytest.fixture
+def torch(gpu):
+    with no_torch_but_its_names(gpu) as found:
+        yield found
 
 
 @pytest.fixture(params=DEVICES, scope="session")

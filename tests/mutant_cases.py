@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+import conftest
 import numpy as np
 import pytest
 import rooms  # noqa: F401
@@ -709,7 +710,7 @@ def _tested(test, given):
             if name == "tmp_path":
                 found.setdefault(name, Path(stack.enter_context(TemporaryDirectory())))
             if name not in found:
-                fixture = getattr(module, name).__wrapped__
+                fixture = vars(module).get(name, vars(conftest).get(name)).__wrapped__
                 value = fixture(*map(made, inspect.signature(fixture).parameters))
                 if inspect.isgenerator(value):
                     value = stack.enter_context(contextmanager(lambda: value)())

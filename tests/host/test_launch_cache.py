@@ -10,15 +10,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers import random_inputs
-from stand_in_device import (
-    Address,
-    aligned,
-    no_calls_kept,
-    no_gpu_but_its_driver,
-    on_gpu,
-    owner_of,
-)
-from stand_in_torch import Tensor, no_torch_but_its_names
+from stand_in_device import Address, aligned, on_gpu, owner_of
+from stand_in_torch import Tensor
 
 import fa_numba
 from fa_numba import Tiles
@@ -27,25 +20,6 @@ from fa_numba.device import launch_record
 from fa_numba.host import binding, launch_cache
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
-
-
-@pytest.fixture(autouse=True)
-def kept():
-    """The calls that are kept: none at first."""
-    with no_calls_kept() as found:
-        yield found
-
-
-@pytest.fixture
-def gpu():
-    with no_gpu_but_its_driver() as found:
-        yield found
-
-
-@pytest.fixture
-def torch(gpu):
-    with no_torch_but_its_names(gpu) as found:
-        yield found
 
 
 def inputs(seed=0, sizes=SIZES):

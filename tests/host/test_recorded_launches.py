@@ -26,7 +26,7 @@ from stand_in_device import (
     on_gpu,
     owner_of,
 )
-from stand_in_torch import Tensor, no_torch_but_its_names
+from stand_in_torch import Tensor
 
 import fa_numba
 from fa_numba import Tiles
@@ -51,27 +51,15 @@ FLOAT32 = ("lse", "bias", "attn_mask", "alibi_slopes")  # whatever q has
 
 
 @pytest.fixture
-def gpu():
+def gpu(kept):
     with no_gpu_but_its_driver((9, 0), (8, 0)) as found:
         found.runs = False
         yield found
 
 
 @pytest.fixture
-def torch(gpu):
-    with no_torch_but_its_names(gpu) as found:
-        yield found
-
-
-@pytest.fixture
 def cupy(gpu):
     with no_cupy_but_its_names(gpu) as found:
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def kept():
-    with no_calls_kept() as found:
         yield found
 
 

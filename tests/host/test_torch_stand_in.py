@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from backward_helpers import random_gradients, true_gradients
 from helpers import assert_within, truth
-from stand_in_device import aligned, no_calls_kept, no_gpu_but_its_driver
-from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
+from stand_in_device import aligned, no_gpu_but_its_driver
+from stand_in_torch import Tensor, fa_numba_torch
 from test_merge import parts_of
 
 import fa_numba
@@ -25,27 +25,15 @@ FIRST_SEED = 11  # that the stand-in's generator gives
 
 
 @pytest.fixture
-def gpu():
+def gpu(kept):
     with no_gpu_but_its_driver() as found:
         found.runs = False
         yield found
 
 
 @pytest.fixture
-def torch(gpu):
-    with no_torch_but_its_names(gpu) as found:
-        yield found
-
-
-@pytest.fixture
 def attention(torch):
     return fa_numba_torch().attention
-
-
-@pytest.fixture(autouse=True)
-def kept():
-    with no_calls_kept() as found:
-        yield found
 
 
 def tensor(shape, dtype="float32", gradient=True, values=0.5):

@@ -4,25 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from stand_in_device import Array, aligned, no_calls_kept, no_gpu_but_its_driver, on_gpu
+from stand_in_device import Array, aligned, on_gpu
 from test_pages import cache_of, inputs
 
 import fa_numba
 from fa_numba import Tiles
 from fa_numba.host import append, merging, placement
 from fa_numba.host.plans import Launch, LaunchPlan, parameters
-
-
-@pytest.fixture
-def kept():
-    with no_calls_kept() as found:
-        yield found
-
-
-@pytest.fixture
-def gpu(kept):
-    with no_gpu_but_its_driver() as found:
-        yield found
 
 
 def begun(dtype, sizes, lens, new, page_size):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from stand_in_device import no_calls_kept, no_gpu_but_its_driver, on_gpu
+from stand_in_device import on_gpu
 
 import fa_numba
 from fa_numba import device as devices
@@ -221,31 +221,29 @@ def test_parts_may_begin_anywhere():
             np.testing.assert_allclose(got, exact, rtol=1e-6)
 
 
-def test_a_kept_call_is_of_one_layout():
+def test_a_kept_call_is_of_one_layout(gpu, kept):
     """Of as many heads as rows both layouts have one shape."""
     outputs, lses, *_ = parts_of(2, 16, "float32", None)
     outputs, lses = [x[:, :, :3] for x in outputs], [x[:, :, :3] for x in lses]
-    with no_calls_kept() as kept, no_gpu_but_its_driver():
-        arrays = [[on_gpu(x.copy()) for x in some] for some in (outputs, lses)]
-        for layout in ("bhnd", "bnhd"):
-            found, _ = fa_numba.merge(*arrays, layout=layout)
-            with devices.using("emulator"):
-                want, _ = fa_numba.merge(outputs, lses, layout=layout)
-            np.testing.assert_array_equal(found.values, want)
-        assert len(kept) == 2
+    arrays = [[on_gpu(x.copy()) for x in some] for some in (outputs, lses)]
+    for layout in ("bhnd", "bnhd"):
+        found, _ = fa_numba.merge(*arrays, layout=layout)
+        with devices.using("emulator"):
+            want, _ = fa_numba.merge(outputs, lses, layout=layout)
+        np.testing.assert_array_equal(found.values, want)
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(parts):
-    with no_calls_kept() as kept, no_gpu_but_its_driver():
-        for seed in range(2):
-            outputs, lses, dout, dlse = parts_of(parts, 16, "float16", None)
-            outputs = [np.roll(x, seed) for x in outputs]
-            arrays = [[on_gpu(x) for x in some] for some in (outputs, lses)]
-            out, lse = fa_numba.merge(*arrays)
-            weights, want_lse = weights_of(lses)
-            want = (weights[..., None] * np.array(outputs)).sum(0)
-            np.testing.assert_allclose(out.values, want, atol=4e-3)
-            np.testing.assert_allclose(lse.values, want_lse, atol=1e-5)
-            fa_numba.merge_backward(on_gpu(dout), *arrays, out, lse, dlse=on_gpu(dlse))
-        assert len(kept) == 2
+def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(gpu, kept, parts):
+    for seed in range(2):
+        outputs, lses, dout, dlse = parts_of(parts, 16, "float16", None)
+        outputs = [np.roll(x, seed) for x in outputs]
+        arrays = [[on_gpu(x) for x in some] for some in (outputs, lses)]
+        out, lse = fa_numba.merge(*arrays)
+        weights, want_lse = weights_of(lses)
+        want = (weights[..., None] * np.array(outputs)).sum(0)
+        np.testing.assert_allclose(out.values, want, atol=4e-3)
+        np.testing.assert_allclose(lse.values, want_lse, atol=1e-5)
+        fa_numba.merge_backward(on_gpu(dout), *arrays, out, lse, dlse=on_gpu(dlse))
+    assert len(kept) == 2

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import OnGpu, numpy_dtype, random_inputs, to_numpy
 from options_helpers import packed
-from stand_in_device import no_calls_kept, no_gpu_but_its_driver, on_gpu
+from stand_in_device import on_gpu
 from test_pages import cache_of
 
 import fa_numba
@@ -245,37 +245,33 @@ def test_a_plan_is_of_both_passes():
 
 
 @pytest.mark.parametrize("lies", ["bhnd", "bnhd", "packed pages", "pages"])
-def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(lies):
+def test_a_call_on_a_gpu_is_kept_and_made_again_with_other_arrays(gpu, kept, lies):
     options = {"q_lens": [3, 1], "kv_lens": [16, 9]} if lies.endswith("pages") else {}
     case = "float16", (2, 2, 1, 3, 16, 16), 20, lies, {"causal": True, **options}
-    with no_calls_kept() as kept, no_gpu_but_its_driver() as gpu:
-        for seed in range(2):
-            arrays, prefix, given, exact = call_of(*case, seed=seed)
-            if "block_table" in given:
-                given["kv_lens"] = np.int32(given["kv_lens"])
-            on = {n: given[n] for n in ("sinks", "block_table", "kv_lens") if n in given}
-            placed = {n: on_gpu(x) for n, x in (prefix | on).items()}
-            gpu.launches.clear()
-            O, L = fa_numba.flash_attention_2(
-                *map(on_gpu, arrays), return_lse=True, **given | placed
-            )
-            O, L = (padded(x.values, lies, options, case[1]) for x in (O, L))
-            helpers.assert_close_to_float64(O, *exact[:3], L, **exact[3])
-            planned = plan_of(arrays, prefix, given).kernels
-            assert [x[:2] for x in gpu.launches] == [(k.name, k.grid) for k in planned]
-        assert len(kept) == 1
+    for seed in range(2):
+        arrays, prefix, given, exact = call_of(*case, seed=seed)
+        if "block_table" in given:
+            given["kv_lens"] = np.int32(given["kv_lens"])
+        on = {n: given[n] for n in ("sinks", "block_table", "kv_lens") if n in given}
+        placed = {n: on_gpu(x) for n, x in (prefix | on).items()}
+        gpu.launches.clear()
+        O, L = fa_numba.flash_attention_2(*map(on_gpu, arrays), return_lse=True, **given | placed)
+        O, L = (padded(x.values, lies, options, case[1]) for x in (O, L))
+        helpers.assert_close_to_float64(O, *exact[:3], L, **exact[3])
+        planned = plan_of(arrays, prefix, given).kernels
+        assert [x[:2] for x in gpu.launches] == [(k.name, k.grid) for k in planned]
+    assert len(kept) == 1
 
 
-def test_host_arrays_reach_a_gpu_as_rows_one_behind_the_other():
+def test_host_arrays_reach_a_gpu_as_rows_one_behind_the_other(gpu):
     """Their copies are contiguous, whatever strides they have themselves."""
     case = "float16", (2, 2, 1, 3, 16, 16), 20, "bnhd", {"causal": True}
     arrays, prefix, given, exact = call_of(*case)
     arrays = [x.swapaxes(1, 2) for x in arrays]
     prefix = {n: x.swapaxes(0, 1) for n, x in prefix.items()}
     given["layout"] = "bhnd"
-    with no_gpu_but_its_driver() as gpu:
-        O = fa_numba.flash_attention_2(*arrays, **prefix, **given)
-        assert gpu.launches[0][0] == "gather_rows"
+    O = fa_numba.flash_attention_2(*arrays, **prefix, **given)
+    assert gpu.launches[0][0] == "gather_rows"
     helpers.assert_close_to_float64(O, *exact[:3], **exact[3])
 
 
