@@ -23,7 +23,7 @@ import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
 UNITS = {"simt": 8, "mma": 5, "wgmma": 3}  # and of how many sites by default
-HOST = {"host": 4, "ring": 4, "torch": 2, "intrinsics": 16}  # of one runs' functions
+HOST = {"host": 4, "ring": 4, "torch": 2, "intrinsics": 16}  # and of what is no kernel
 PARTS = 48  # of all
 SHARES = 5  # of a unit's runs: a sample looks first at one, of which what it executes is found out
 PACKAGES, INTRINSICS = ("fa_numba.kernels", "fa_numba.parts"), "fa_numba.intrinsics"
@@ -313,27 +313,20 @@ def test_quick_runs_notice_most_of_a_sample(unit):
     assert len(unnoticed) <= len(sample) // 2, "\n".join(unnoticed)
 
 
-@pytest.mark.parametrize("unit", some(HOST, ["intrinsics"]))
-def test_all_runs_notice_a_sample(unit):
-    of_unit = [site for site in sites() if units_of(site)[0] == unit]
-    all_noticed(sorted(of_unit, key=by_number)[: HOST[unit]])
-
-
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", (*UNITS, "intrinsics"))
 def test_a_sample_is_noticed(unit):
     """And a few by what they are; each unit in one process, which finds out what runs what."""
     of_unit = (site for site in sites() if units_of(site)[0] == unit)
-    all_noticed(sorted(of_unit, key=by_number)[: UNITS[unit]], SHARES)
-    of_unit = [(site, wanted) for site, wanted, first in diagnosed() if first]
+    all_noticed(sorted(of_unit, key=by_number)[: (UNITS | HOST)[unit]], SHARES)
+    of_all = diagnosed() if unit in UNITS else ()
+    of_unit = [(site, wanted) for site, wanted, first in of_all if first]
     all_diagnosed([(site, wanted) for site, wanted in of_unit if units_of(site)[0] == unit], SHARES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_are_noticed(part):
-    """Of the host's code a sample is: not all that nothing has noticed there has a row yet."""
-    chosen = [site for site in sites() if units_of(site)[0] in (*UNITS, "intrinsics")]
-    all_noticed(chosen[part::PARTS])
+    all_noticed(sites()[part::PARTS])
     all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])
 
 
