@@ -558,7 +558,7 @@ class JaxArray(Array):
     """A JAX array on ``count`` devices of a platform."""
 
     def __init__(self, values, platform="gpu", count=1):
-        super().__init__(values, read_only=True)
+        super().__init__(values)
         self.platform, self.count = platform, count
 
     def devices(self):

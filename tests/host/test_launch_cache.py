@@ -257,6 +257,9 @@ def test_calls_are_kept_by_lengths_of_any_library(gpu, torch, kept):
     for make in (Tensor.of, lambda x: own.of(aligned(x.shape, values=x))):
         fa_numba.flash_attention_2(*map(make, inputs()))
     assert len(kept) == 2
+    torch.grad = False
+    fa_numba.flash_attention_2(*tensors(inputs(), requires_grad=True), causal=True)
+    assert len(kept) == 3
 
 
 def test_what_fails_is_not_kept(gpu, kept):

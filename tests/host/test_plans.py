@@ -387,5 +387,8 @@ def test_rows_of_standard_attention_in_shared_memory():
         found = [standard.row_elements(n, limit, dtype, 4, rows) for n in (5, 257, 1000, 1001)]
         assert found == [256, 512, 1000, 0]
         assert [standard.row_warps(n, dtype, 4) for n in (8, 32 * dtype.chunk + 1)] == [1, 2]
-    long = fa_numba.plan((1, 1, 9, 8), (1, 1, 40000, 8), algorithm="standard", passes="bwd")
+    how = {"algorithm": "standard", "passes": "bwd"}
+    long = fa_numba.plan((1, 1, 9, 8), (1, 1, 40000, 8), **how)
     assert max(k.shared_bytes for k in long.kernels) <= devices.shared_bytes_limit()
+    shapes = (((1, 1, 9, d), (1, 1, 9, d), (1, 1, 9, 256)) for d in (8, 256))
+    assert len({fa_numba.plan(*each, **how).tiles for each in shapes}) == 1

@@ -666,8 +666,13 @@ def test_a_call_runs_on_the_gpu_of_its_arrays(gpu, torch, library):
         assert all(asked == 1 for x in arrays.values() for asked in x.asked)
 
 
-def test_parts_are_merged_on_one_gpu(gpu):
+def test_parts_are_merged_and_blocks_made_on_one_gpu(gpu):
     """And in no more blocks than a grid has places for."""
+    near, far = (Array(aligned((40,), gpu=n)) for n in range(2))
+    with pytest.raises(ValueError, match=r"mask_mod.* is in GPU 1, .* in GPU 0: allowed is one"):
+        fa_numba.create_block_mask(
+            lambda b, h, i, j: near[i] > far[j], 1, 1, 40, 40, tiles=Tiles(16, 16)
+        )
     x, lse = (on_gpu(np.zeros(n, np.float32)) for n in ((1, 2, 5, 8), (1, 2, 5)))
     far = Array(aligned((1, 2, 5), gpu=1))
     with pytest.raises(ValueError, match=r"lses\[1\] is in GPU 1, outputs\[0\] in GPU 0: allowed"):
@@ -765,6 +770,7 @@ def test_cupys_stream_is_that_of_the_arrays_gpu(gpu, cupy):
         results = MANY.run(arrays)
         assert all(type(x) is cupy.ndarray and owner_of(address(x)) == ordinal for x in results)
         assert streams_of(gpu) == 6 * [want]
+    assert {type(x) for x in MANY.run(MANY.made("interface"))} == {Array}
 
 
 def test_what_writes_an_input_on_another_stream_is_waited_for(gpu):

@@ -21,7 +21,7 @@ from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 import fa_numba
 from fa_numba import Tiles, io_model, reference, ring
 from fa_numba import device as devices
-from fa_numba.host import merging
+from fa_numba.host import merging, placement
 from fa_numba.problem import Problem
 from fa_numba.ring import call as ring_call
 from fa_numba.ring import link, visible
@@ -306,6 +306,7 @@ def test_both_passes_are_those_of_one_device(torch, case):
                 mine["q"], mine["k"], mine["v"], travels=travels, causal=causal, layout=layout,
                 return_lse=True, **learnt,
             )  # fmt: skip
+        assert link.counter() is None
         passed = (forward.sent, forward.received)
         out.backward(dout, () if dlse is None else [(lse, dlse)])
         both = (forward.sent - passed[0], forward.received - passed[1])
@@ -432,29 +433,36 @@ def test_what_a_call_keeps_and_what_torch_was_told(torch):
         assert distributed.run(work) == [True]
 
 
-def test_parts_are_computed_with_the_tiles_and_the_order_of_the_call(torch, monkeypatch):
+@pytest.mark.parametrize(("causal", "window"), [(False, (1, 1)), (True, (1, -1))])
+def test_parts_have_the_tiles_the_order_and_the_window_of_the_call(
+    torch, monkeypatch, causal, window
+):
+    """In their plans too, which refuse what parts would."""
     ft, ones, seen = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32), []
 
     def told(function):
         def called(*args, **given):
-            seen.append((given.get("tiles"), given.get("deterministic")))
+            seen.append(tuple(map(given.get, ("tiles", "deterministic", "causal", "window"))))
             return function(*args, **given)
 
         return called
 
-    for name in ("attention", "attention_backward"):
+    for name in ("plan", "attention", "attention_backward"):
         monkeypatch.setattr(fa_numba, name, told(getattr(fa_numba, name)))
 
     def work(rank):
         given = [Tensor.of(ones, requires_grad=True) for _ in "qkv"]
         own = {"backward_tiles": Tiles(16, 32), "deterministic": True}
+        own |= {"causal": causal, "window": window}
         sinks = Tensor.of(ones[0, 0, 0, :1].copy(), requires_grad=True)
         out = ft.ring_attention(*given, sinks=sinks, tiles=Tiles(16, 16), **own)
         out.backward(Tensor.of(ones))
         return seen
 
     with ranks_of(torch, 1) as distributed:
-        assert distributed.run(work) == [[(Tiles(16, 16), None), *[(Tiles(16, 32), True)] * 2]]
+        ahead, back = (Tiles(16, 16), None), (Tiles(16, 32), True)
+        calls = [(*each, causal, window) for each in (ahead, back, ahead, back)]
+        assert distributed.run(work) == [[*calls, (*back, None, None)]]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -475,6 +483,7 @@ def call_of(rank, changes, ft, **common):
 
 
 SHORT = Tensor.of(np.ones((1, 1, 3, 8), np.float32))
+FLAT = Tensor.of(np.ones((4, 8), np.float32))
 
 
 class Odd(str):
@@ -532,8 +541,10 @@ def test_known_calls_that_differ_are_told_before_anything_is_sent(torch):
     assert distributed.asked == 2 * (4 + 2)  # the last time each also says what it means
 
 
-def test_a_call_that_is_like_a_known_one_is_checked_itself(torch):
-    """All but the shape, the dtype, the device or the tangent of an operand is as before."""
+def test_a_call_that_is_like_a_known_one_is_checked_itself(torch, monkeypatch):
+    """All but the shape, the dtype, the device or the tangent of an operand is as before, or the
+    emulator's limit.
+    """
     ft, ones = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32)
     changes = {
         "k has dtype torch.float16": {"k": Tensor.of(ones.astype(np.float16))},
@@ -544,14 +555,18 @@ def test_a_call_that_is_like_a_known_one_is_checked_itself(torch):
     }
 
     def work(rank):
-        call_of(rank, {}, ft)
-        for says, change in changes.items():
-            with pytest.raises((TypeError, ValueError), match=says):
-                call_of(rank, {rank: change}, ft)
+        for own in ({}, {"sinks": Tensor.of(np.ones(1, np.float32))}):
+            call_of(rank, {}, ft, **own)
+            for says, change in changes.items():
+                with pytest.raises((TypeError, ValueError), match=says):
+                    call_of(rank, {rank: change}, ft, **own)
+        monkeypatch.setattr(placement, "EMULATOR_SECONDS", 0)
+        with pytest.raises(ValueError, match="the emulator takes at most 0"):
+            call_of(rank, {}, ft)
         return len(torch.distributed.sent)
 
     with ranks_of(torch, 2) as distributed:
-        assert distributed.run(work) == [4, 4]  # the first call's K and V
+        assert distributed.run(work) == [8, 8]  # K and V of the first calls
 
 
 def test_kinds_of_calls_are_told_apart(torch, monkeypatch):
@@ -631,6 +646,7 @@ REFUSED = [
     ({"scale": [1.0]}, TypeError, r"scale is \[1.0\]"),
     ({"window": (1, -3)}, ValueError, r"window is \(1, -3\): allowed is \(left, right\)"),
     ({"kv_lens": [9]}, ValueError, "kv_lens holds 9: allowed is 0 to 8, the rows of all ranks"),
+    ({"k": FLAT, "v": FLAT, "window": (1, 0)}, ValueError, r"k has shape \(4, 8\)"),
     ({"q_lens": [1.0, 2.0]}, TypeError, "q_lens has dtype float64: allowed are integers"),
     ({"q_lens": [1, 1]}, ValueError, r"q_lens has shape \(2,\): allowed is \(1,\), one a batch"),
     ({"tiles": [3]}, TypeError, r"tiles is \[3\]"),

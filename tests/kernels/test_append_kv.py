@@ -116,6 +116,10 @@ REFUSED = {
     "another dtype": ({"v_pages": np.zeros((7, 2, 16, 32), "f4")}, "v_pages has dtype float32"),
     "k_new of other heads": ({"k_new": (2, 1, 3, 32)}, r"k_new has heads 1 .*allowed is 2"),
     "check_table of 1": ({"check_table": 1}, r"check_table is 1: allowed is True or False"),
+    "too many heads": (
+        {n: np.zeros((2, 2**16, 16, 1), "f2") for n in ("k_pages", "v_pages", "k_new", "v_new")},
+        "heads of k_new is 65536: allowed is at most 65535",
+    ),
     "a stream": ({"stream": 5}, r"stream is 5: the emulator has no streams"),
 }  # fmt: skip
 
@@ -133,7 +137,7 @@ def test_what_is_refused_before_anything_is_written(name):
             for place, page in value.items():
                 table[place] = page
         else:
-            given[n] = np.ones(value, np.float16) if n.endswith("_new") else value
+            given[n] = np.ones(value, np.float16) if isinstance(value, tuple) else value
     with pytest.raises((ValueError, TypeError), match=message):
         fa_numba.append_kv(**given)
     assert not given["k_pages"].any() and not given["v_pages"].any()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from backward_helpers import check_gradients, random_gradients
 from conftest import examples
-from helpers import check, random_inputs
+from helpers import check, random_inputs, running
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import cuda, float32
@@ -23,8 +23,10 @@ from test_compile import plan_of
 import fa_numba
 from fa_numba import Tiles, mods, reference
 from fa_numba import device as devices
+from fa_numba.choices.requests import Choices
 from fa_numba.emulator import EmulatorError, launch
 from fa_numba.host.arrays import HOST
+from fa_numba.host.calls import of_blocks
 from fa_numba.mods import rewriting
 from fa_numba.options import FEATURES, Bound, Features
 from fa_numba.parts import division
@@ -788,10 +790,10 @@ def _states(seen, tiles):
 def test_blocks_are_empty_full_or_mixed(device, tiles):
     shape = (2, 2, 77, 90)
     seen = np.array([near_in_a_document(*place) for place in np.ndindex(*shape)]).reshape(shape)
-    with devices.using(device):
+    with running(device) as counts:
         found = fa_numba.create_block_mask(near_in_a_document, *shape, tiles=tiles)
         everything = fa_numba.create_block_mask(lambda b, h, i, j: i >= 0, *shape, tiles=tiles)
-    assert np.array_equal(found.blocks, _states(seen, tiles))
+    assert np.array_equal(found.blocks, _states(seen, tiles)) and not (counts and counts.loads)
     assert {0, 1} <= set(found.blocks.flat) and (everything.blocks == 2).all()
     assert (found.visited == (found.blocks > 0)).all() and "empty" in str(found)
     # What kernels follow is what the host lists of an array of blocks.
@@ -858,6 +860,9 @@ def test_each_block_on_hoppers_unit_has_its_own_state(algorithm, tiles):
 def test_what_goes_with_blocks():
     shape = (1, 1, 77, 4)
     mask = fa_numba.create_block_mask(lambda b, h, i, j: i > j, 1, 1, 77, 77, tiles=SMALL)
+    two = replace(mask, tiles=replace(SMALL, stages=2))
+    for passes, stages in (("fwd", 2), ("bwd", 1)):
+        assert of_blocks(Choices("fa2", passes), {"block_mask": two}).tiles.stages == stages
     with pytest.raises(ValueError, match="mask_mod is given with a block_mask that has one"):
         fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)
     with pytest.raises(ValueError, match="block_mask has shape"):

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from helpers import OnGpu, numpy_dtype, random_inputs, to_numpy
 from options_helpers import packed
-from stand_in_device import on_gpu
+from stand_in_device import Array, aligned, on_gpu
 from test_pages import cache_of
 
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.device import compute_capability
+from fa_numba.host import launch_cache
 
 HOPPER = {"unit": "wgmma", "tiles": Tiles(64, 64, stages=2)}
 CASES = [
@@ -273,6 +274,21 @@ def test_host_arrays_reach_a_gpu_as_rows_one_behind_the_other(gpu):
     O = fa_numba.flash_attention_2(*arrays, **prefix, **given)
     assert gpu.launches[0][0] == "gather_rows"
     helpers.assert_close_to_float64(O, *exact[:3], **exact[3])
+
+
+def test_queries_of_a_gpu_are_gathered_where_they_lie_apart(gpu, monkeypatch):
+    """As many of them as 32 bits count."""
+    rows, k, prefix = (aligned(x) for x in ((2, 4, 2, 64), (2, 5, 2, 64), (5, 2, 64)))
+    given = {"k": Array(k), "v": Array(k), "prefix_k": Array(prefix), "prefix_v": Array(prefix)}
+    many = np.lib.stride_tricks.as_strided(rows, (2, 3 * 2**28, 2, 64), (0, 0, 0, 4))
+    gpu.runs = False
+    for q, first in ((rows, "fa2_forward"), (rows[:, :3], "gather_rows")):
+        gpu.launches.clear()
+        fa_numba.flash_attention_2(Array(q), **given, layout="bnhd")
+        assert gpu.launches[0][0] == first
+    monkeypatch.setattr(launch_cache, "run_and_keep", None)
+    with pytest.raises(ValueError, match="q has 6442450944 pieces of rows a head: allowed"):
+        fa_numba.flash_attention_2(Array(many), **given, layout="bnhd")
 
 
 BAD = {

@@ -218,6 +218,7 @@ def test_small_arrays_come_by_dlpack_too():
             self.__dlpack__ = np.array(values).__dlpack__
             self.__dlpack_device__ = lambda: (1, 0)
 
-    assert on_host("kv_lens", Lengths(3, 4)).tolist() == [3, 4]
+    for lengths in (Lengths(3, 4), np.array([3, 4], ">i4")):  # which DLPack has no type for
+        assert on_host("kv_lens", lengths).tolist() == [3, 4]
     with pytest.raises(TypeError, match="kv_lens is .*: allowed are arrays and sequences"):
         on_host("kv_lens", object())
