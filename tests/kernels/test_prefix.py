@@ -137,10 +137,10 @@ def check(device, dtype, shape, Np, lies, options, *, seed=0):
     arrays, prefix, given, exact = call_of(dtype, shape, Np, lies, options, seed=seed)
     plan = plan_of(arrays, prefix, given)
     with helpers.running(device) as counts:
-        placed = {n: sent(device, x) for n, x in prefix.items()}
-        placed |= {"sinks": sent(device, given["sinks"])}
+        place, beside = helpers.place_of(device, arrays[0]), prefix | {"sinks": given["sinks"]}
+        placed = {n: sent(place, x) for n, x in beside.items()}
         found = fa_numba.flash_attention_2(
-            *(sent(device, x) for x in arrays), return_lse=True, **given | placed
+            *(sent(place, x) for x in arrays), return_lse=True, **given | placed
         )
         if counts is not None:
             helpers.assert_counts(counts, plan)
