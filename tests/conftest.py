@@ -49,9 +49,7 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
-    """Pytest rewrites each module's asserts as it is imported: each worker begins at another one,
-    and finds the others' on disk.
-    """
+    """Each worker begins to rewrite asserts at another module, and finds the others' on disk."""
     global every_example
     every_example = config.option.markexpr != "not slow"
     worker = getattr(config, "workerinput", None)
@@ -70,17 +68,23 @@ def pytest_collect_file():
     return [found for found in (yield) if type(found) is pytest.Module]
 
 
-@pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
+@pytest.hookimpl(wrapper=True)  # before those marked slow are left out, and after
 def pytest_collection_modifyitems(config, items):
     take_turns([item for item in items if item.get_closest_marker("in_turn")])
     unwanted = [] if gpu_available() else ["gpu"]
     unwanted += [] if "browser" in config.option.markexpr else ["browser"]
-    left_out = [item for item in items if any(map(item.get_closest_marker, unwanted))]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        gone = set(left_out)
-        items[:] = [item for item in items if item not in gone]
+    gone = {item for item in items if any(map(item.get_closest_marker, unwanted))}
+    config.hook.pytest_deselected(items=list(gone))
+    items[:] = [item for item in items if item not in gone]
+    yield
     items.sort(key=lambda item: item.path.name != "test_mutants.py")  # what takes longest, first
+    # The second process begins, where xdist lets it, with what needs no emulator, and finds the
+    # emulator's loops compiled by the first.
+    kernels = [item for item in items if item.path.name == "test_compile.py"]
+    second = len(items) // getattr(config, "workerinput", {}).get("workercount", 1) // 4
+    items[:] = [item for item in items if item.path.name != "test_compile.py"]
+    items[second:second] = kernels
+    leave_alone()
 
 
 def take_turns(items):
@@ -106,10 +110,6 @@ def numbered(items, names):
     numbers = {}
     values = ([id(item.callspec.params[name]) for name in names] for item in items)
     return [numbers.setdefault(tuple(each), len(numbers)) for each in values]
-
-
-def pytest_collection_finish():
-    leave_alone()
 
 
 def pytest_runtest_teardown(item, nextitem):
