@@ -262,10 +262,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             cells.append(tables.number(points, share, ".1f"))
             cells.append(tables.number(relative(points), share, ".2f"))
         lines.append([*cells, tables.number(relative(moved), share, ".2f")])
-    furthest = ["furthest from the share"]
-    for points in curves.values():
-        furthest += ["", _furthest(points)]
-    lines.append([*furthest, _furthest(moved)])
+    furthest = [cell for points in curves.values() for cell in ("", _furthest(points))]
+    lines.append(["furthest from the share", *furthest, _furthest(moved)])
     header = ["non-zero blocks, %"]
     for name in curves:
         header += [f"{name}, ms", "over no mask"]

@@ -1074,11 +1074,11 @@ def host_rows(monkeypatch, clock=None):
     monkeypatch.setattr(fa_numba.device, "synchronize", lambda: waits.append(1))
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(host_cost.peers, "available", lambda: False)
-    for name, value in (("CALLS", 3), ("WARMUP", 1)):
+    for name, value in (("CALLS", 3), ("WARMUP", 1), ("SEQLEN", 16), ("HEAD_DIM", 8)):
         monkeypatch.setattr(host_cost, name, value)
     if clock:
         monkeypatch.setattr(host_cost.time, "perf_counter_ns", clock)
-    return on_some_gpu(host_cost, quick=True, seqlens=(16,), head_dims=(8,)), waits
+    return on_some_gpu(host_cost, quick=True), waits
 
 
 def test_host_times(monkeypatch):

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,8 @@ def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
     return text.getvalue()
 
 
-def parse(text: str, machine: str) -> list[Row]:
+@lru_cache(128)  # a page of tables asks for each file some twelve times
+def parse(text: str, machine: str) -> tuple[Row, ...]:
     """The rows of CSV text, their runs or not. Raises ValueError, which names the line, where
     columns or a value are not ours.
     """
@@ -191,7 +193,7 @@ def parse(text: str, machine: str) -> list[Row]:
             rows.append(Row(machine=machine, **read))
         except (KeyError, ValueError) as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
-    return rows
+    return tuple(rows)
 
 
 @contextlib.contextmanager
@@ -249,7 +251,7 @@ class Store:
         """The stored rows, none without a file. Raises StoreError, with path and line."""
         path = self.path(experiment, machine)
         with naming(path):
-            return parse(path.read_text("utf-8"), machine) if path.exists() else []
+            return list(parse(path.read_text("utf-8"), machine)) if path.exists() else []
 
     def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
         """The JSON beside the rows; empty when there is none. Raises StoreError."""
