@@ -1082,8 +1082,7 @@ def host_rows(monkeypatch, clock=None):
 
 
 def test_host_times(monkeypatch):
-    ticks = iter(range(0, 10**9, 2000))
-    rows, waits = host_rows(monkeypatch, lambda: next(ticks))
+    rows, waits = host_rows(monkeypatch, iter(range(0, 10**9, 2000)).__next__)
     done = [row for row in rows if not row.failed]
     assert {(r.series, r.pass_) for r in done} >= {
         *(("fa1-simt", "fwd"), ("fa2-simt", "fwd"), ("fa1-mma", "fwd"), ("fa2-mma", "fwd")),
