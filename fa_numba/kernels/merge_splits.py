@@ -94,15 +94,13 @@ def make_merge(facts):
             m_s = grid.rows_of_split(m, split, shared)[place]
             l_s = grid.rows_of_split(l, split, shared)[place]
         # m = max_s m_s
-        m_new = m_s
-        m_new = max_of_lanes(m_new, 32, 1)
+        m_new = max_of_lanes(m_s, 32, 1)
         shift = m_new
         if m_new == NEG_INF:  # -inf - -inf would be NaN
             shift = float32(0.0)
         # l = sum_s e^(m_s - m) l_s
         f_s = exp2(m_s - shift)
-        l_new = f_s * l_s
-        l_new = sum_of_lanes(l_new, 32, 1)
+        l_new = sum_of_lanes(f_s * l_s, 32, 1)
         # O = sum_s e^(m_s - m) O_s, of several splits on their way together
         for e in range(RO):
             rO[e] = float32(0.0)
