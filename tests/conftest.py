@@ -78,8 +78,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in gone]
     yield
     items.sort(key=lambda item: item.path.name != "test_mutants.py")  # what takes longest, first
-    # The second process begins, where xdist lets it, with what needs no emulator, and finds the
-    # emulator's loops compiled by the first.
+    # The second process begins with these, and finds the emulator's loops compiled by the first.
     kernels = [item for item in items if item.path.name == "test_compile.py"]
     second = len(items) // getattr(config, "workerinput", {}).get("workercount", 1) // 4
     items[:] = [item for item in items if item.path.name != "test_compile.py"]

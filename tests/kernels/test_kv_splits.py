@@ -33,11 +33,12 @@ def check(dtype, shape, **options):
 CASES = {
     # (B, Hq, Hk, Nq, Nk, d), splits, options
     "even": ((1, 2, 2, 8, 96, 16), 3, {}),
+    "more than 16 splits a warp": ((1, 1, 1, 3, 2200, 8), 137, {"scale": 99.0}),
     "one tile more": ((2, 2, 1, 21, 100, 8), 3, {}),
     "more splits than tiles": ((1, 1, 1, 5, 35, 12), 7, {}),
     "a warp's splits in several rounds": ((1, 1, 1, 2, 160, 70), 8, {}),
     "eight warps a row": ((1, 2, 1, 3, 200, 70), 13, {}),
-    "maxima far apart, splits": ((1, 1, 1, 3, 2200, 8), 137, {"scale": 99.0}),
+    "maxima far apart, splits": ((1, 1, 1, 3, 540, 8), 34, {"scale": 99.0}),
     "odd": ((1, 2, 1, 13, 77, 5), 4, {"layout": "odd"}),
     "causal": ((1, 2, 2, 37, 51, 8), 3, {"causal": True}),
     "rows that see nothing": ((1, 1, 1, 40, 21, 8), 2, {"causal": True}),
