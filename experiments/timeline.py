@@ -75,21 +75,24 @@ def _traced(
 # Lanes of the figure: the arrays of a group share its lanes, a lane a tile.
 GROUPS = (("Q",), ("K",), ("V",), ("O",), ("l", "m", "L"))
 BLOCKS = {
-    "fa1": "One thread block takes the whole head, one j after the other.",
-    "fa2": "Each row tile i is a thread block; on a GPU they run side by side.\n"
-    "The last comes first: under a causal mask it has most columns.",
+    "fa1": "One thread block computes the head, one column tile j after another.",
+    "fa2": "One thread block computes one row tile i.\n"
+    "On a GPU, many blocks run at the same time. The last tile\n"
+    "starts first: with a causal mask it has the most work.",
 }
-READING = "One head, forward, fp32, CUDA cores. Time goes down: a move is as high as it has bytes."
+READING = (
+    "One head, forward pass, float32, CUDA cores. Time runs down: a box is as high as its bytes.\n"
+    "Lines are those of Algorithm 1 in each paper. Numbers 0, 1, ... are tiles."
+)
 # What moves has the strong colours, what sits on the chip the light ones.
 SHARED, REGISTERS, LANE = "#C3CCD5", "#F8E0BC", "#F4F4F4"
 LEGEND = {
-    INPUT: "load Q, K, V",
-    AGAIN: "load O, l, m again",
-    WRITTEN: "store O, l, m or L",
-    SHARED: "in shared memory",
-    REGISTERS: "in registers",
+    INPUT: "load of Q, K or V",
+    AGAIN: "load of O, l and m again",
+    WRITTEN: "store of O, l, m or L",
+    SHARED: "held in shared memory",
+    REGISTERS: "held in registers",
 }
-QUIET = "#555555"
 GAP, MARGIN = 0.3, 0.08  # between groups and beside them, in widths of a group
 WIDE = 0.86  # of a lane
 FEW = 8  # tiles: each has its number
@@ -113,7 +116,7 @@ def draw(rows: Sequence[Row]) -> Any:
     pairs = _pairs(rows)
     if not pairs:
         return None
-    figure, axes = style.new(len(pairs), 2, 0.7 + 6.8 * len(pairs))
+    figure, axes = style.new(len(pairs), 2, 0.9 + 7.2 * len(pairs))
     for pair, panels in zip(pairs, axes, strict=True):
         longest = max(trace.bytes for trace in pair.values()) / KB
         for series, ax in zip(SERIES, panels, strict=True):
@@ -122,8 +125,7 @@ def draw(rows: Sequence[Row]) -> Any:
             else:
                 style.empty(ax, f"{LABELS[series]}: not traced")
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
-    look = {"title_fontsize": 9.5, "ncols": len(LEGEND), "handlelength": 1.4}
-    figure.legend(handles=handles, title=READING, loc="outside upper center", **look)
+    style.legend(figure, handles, film.title([*pairs[0].values()]), len(LEGEND), READING)
     return figure
 
 
@@ -150,9 +152,11 @@ def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
         middle = x + 0.5
         name = "l, m, L" if moved == ["L"] else ", ".join(moved or arrays)
         ax.text(middle, -2.2 * line, name, ha="center", size=13, weight="bold")
-        ax.text(middle, -1.3 * line, trace.lines(moves), ha="center", size=8.5, color=QUIET)
+        ax.text(middle, -1.3 * line, trace.lines(moves), ha="center", size=8.5, color=style.QUIET)
         for t in range(n) if n <= FEW else (0, n - 1):
-            ax.text(x + (t + 0.5) / n, -0.4 * line, str(t), ha="center", size=8.5, color=QUIET)
+            ax.text(
+                x + (t + 0.5) / n, -0.4 * line, str(t), ha="center", size=8.5, color=style.QUIET
+            )
         for row, kind in enumerate(("load", "store")):
             ours = [move for move in moves if move.kind == kind]
             if ours:
@@ -171,15 +175,15 @@ def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
     _add(ax, boxes, 3)
     width = len(GROUPS) * (1 + GAP) - GAP
     _outer_loop(ax, trace, width)
-    fate = ax.text(0, end + 2.8 * line, _fate_of_o(trace), size=9.5, color=QUIET, va="top")
+    fate = ax.text(0, end + 2.8 * line, _fate_of_o(trace), size=9.5, color=style.QUIET, va="top")
     fate.set_in_layout(False)
-    ax.text(-1.5 * MARGIN, -0.4 * line, "time ↓", ha="right", size=8.5, color=QUIET)
-    ax.set(xlim=(-MARGIN, width + MARGIN), ylim=(longest + 4.8 * line, -3 * line))
+    ax.text(-1.5 * MARGIN, -0.4 * line, "time ↓", ha="right", size=8.5, color=style.QUIET)
+    ax.set(xlim=(-MARGIN, width + MARGIN), ylim=(longest + 5.6 * line, -3 * line))
     masked = ", causal" if trace.causal else ""
     setting = f"N={trace.seqlen}, d={trace.head_dim}, $B_r$={trace.Br}, $B_c$={trace.Bc}{masked}"
     title = f"{LABELS[trace.series]}: {size(trace.bytes)}"
-    ax.set_title(title, color=title_colour, weight="bold", size=13, pad=16)
-    ax.text(0.5, 1.01, setting, ha="center", size=9, color=QUIET, transform=ax.transAxes)
+    ax.set_title(title, color=title_colour, weight="bold", size=13, pad=24)
+    ax.text(0.5, 1.02, setting, ha="center", size=9, color=style.QUIET, transform=ax.transAxes)
 
 
 def _add(ax: Any, boxes: Sequence[tuple[Any, str]], order: int) -> None:
@@ -197,7 +201,7 @@ def _outer_loop(ax: Any, trace: Trace, width: float) -> None:
     ends = [*(start for start, _ in turns[1:]), trace.bytes / KB]
     for n, ((start, tile), end) in enumerate(zip(turns, ends, strict=False)):
         if n:
-            ax.plot([-MARGIN, width + MARGIN], [start] * 2, color=QUIET, lw=0.6, zorder=2)
+            ax.plot([-MARGIN, width + MARGIN], [start] * 2, color=style.QUIET, lw=0.6, zorder=2)
         if n % -(-len(turns) // FEW) == 0:
             ax.text(
                 -1.5 * MARGIN, (start + end) / 2, f"${index}$ = {tile}", ha="right", va="center"
@@ -210,8 +214,11 @@ def _fate_of_o(trace: Trace) -> str:
     each = " to ".join(
         dict.fromkeys(str(n) for n in (min(times, default=0), max(times, default=0)))
     )
-    fate = f"written {'once' if each == '1' else f'{each} times'}, "
-    fate += f"and read {len(read)} times in all" if read else "and never read"
+    fate = f"stored {'once' if each == '1' else f'{each} times'}"
+    if read:
+        fate += f".\nAll tiles of O together are loaded {len(read)} times"
+    else:
+        fate += " and never loaded"
     return f"Each tile of O is {fate}.\n{BLOCKS[trace.algorithm]}"
 
 

@@ -150,16 +150,16 @@ def test_the_figure_has_a_box_for_every_move_as_high_as_its_bytes(traced):
         assert len(drawn[timeline.SHARED]) == sum(h.array in "QKV" for h in trace.held)
         stored = trace.select(("O",), "store")
         most = max(sum(move.first == other.first for other in stored) for move in stored)
-        assert ("written once" if most == 1 else f"{most} times, ") in said(ax)
-        assert ("never read" in said(ax)) == (not trace.select(("O",), "load"))
+        assert ("is stored once " if most == 1 else f" {most} times.\n") in said(ax)
+        assert ("never loaded" in said(ax)) == (not trace.select(("O",), "load"))
         assert moves.size(trace.bytes) in ax.get_title()
 
 
 def test_fa1_is_shown_to_read_o_again_and_fa2_is_not():
     """Three column tiles: two of three passes read O, all three write it; FA-2 writes it once."""
     left, right = timeline.draw(measured(24, 4, 8, 8, False)).axes
-    assert "written 3 times, and read 6 times in all" in said(left)
-    assert "written once, and never read" in said(right)
+    assert "is stored 3 times.\nAll tiles of O together are loaded 6 times." in said(left)
+    assert "Each tile of O is stored once and never loaded." in said(right)
     assert timeline.AGAIN in boxes(left) and timeline.AGAIN not in boxes(right)
 
 
@@ -188,11 +188,18 @@ def test_a_moment_shows_what_moves_and_what_is_done(traced):
             assert done == computed
             begun += [(m.array, m.kind) for m in event]
             read, written = begun.count(("O", "load")), begun.count(("O", "store"))
-            line = f"{trace.lines(event)}: {event[0].kind} "
+            line = f"Algorithm 1, {trace.lines(event)}: {event[0].kind} "
             assert side.said(n).startswith(line)
-            assert side.said(n).endswith(f"tiles of O: {read} read, {written} written")
-        assert side.said(side.at(trace.bytes)).startswith("done")
+            assert side.said(n).endswith(f"\nTiles of O so far: {read} loads, {written} stores")
+        assert side.said(side.at(trace.bytes)).startswith("Done.")
         assert moves.size(trace.bytes) in side.ax.get_title()
+
+
+def test_the_title_says_how_often_tiles_of_o_move():
+    """Three tiles of O: FA-1 loads 6 times and stores 9 times, FA-2 stores 3 times."""
+    both = moves.traces(measured(24, 4, 8, 8, False))
+    assert film.title(both) == "FA-1 moves tiles of O 5 times as often as FA-2"
+    assert film.title(both[:1]) == "Tiles that move between global memory and the chip"
 
 
 def test_boxes_lie_as_the_matrices_do():

@@ -1,6 +1,7 @@
 """Both orders at the same moment, tile by tile: the page's picture, and all moments as a film."""
 
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,13 +15,13 @@ MOMENT = 0.9  # of the bytes of the order that moves less
 INPUT, AGAIN, WRITTEN = "#4A5A6A", "#E69F00", "#D55E00"
 SHARED, REGISTERS, LANE, SEEN, NOW = "#AAB8C5", "#F3D39C", "#EDEDED", "#CFE3D9", "#009E73"
 LEGEND = {
-    INPUT: "loads Q, K, V",
-    AGAIN: "loads O, l, m again",
-    WRITTEN: "stores",
-    SHARED: "in shared memory",
-    REGISTERS: "in registers",
-    SEEN: "tile of S done",
-    NOW: "tile of S now",
+    INPUT: "load of Q, K or V",
+    AGAIN: "load of O, l and m again",
+    WRITTEN: "store of O, l, m or L",
+    SHARED: "held in shared memory",
+    REGISTERS: "held in registers",
+    SEEN: "tile of S: computed",
+    NOW: "tile of S: being computed",
 }
 # Left edge and width of what lies beside S, which goes from 0 to 1.
 BESIDE = {
@@ -50,6 +51,7 @@ class Side:
                         ax.text(x + width / 2, 1.02, name, ha="center", weight="bold")
             for j in range(Tc):
                 self._box(f"S{i},{j}", j / Tc, y, 1 / Tc, 1 / Tr)
+        ax.text(0.5, 1.02, "S", ha="center", weight="bold")
         for name, y in ABOVE.items():
             ax.text(-0.05, y + 0.03, name, ha="center", weight="bold")
             for j in range(Tc):
@@ -86,25 +88,32 @@ class Side:
         return at
 
     def said(self, at: int) -> str:
-        """What step `at` moves, by which line of the paper, and how often tiles of O went by."""
+        """Describe step `at`: the paper's line, the moves, how often tiles of O moved so far."""
         found = events(self.trace)
         moved = [move for event in found[: at + 1] for move in event if move.array == "O"]
         times = [sum(move.kind == kind for move in moved) for kind in ("load", "store")]
         if at == len(found):
-            what = "done"
+            what = "Done."
         else:
             moves = found[at]
             tiles = ", ".join(f"{move.array}{self.trace.tile(move)}" for move in moves)
-            what = f"{self.trace.lines(moves)}: {moves[0].kind} {tiles}"
-        return f"{what}\ntiles of O: {times[0]} read, {times[1]} written"
+            what = f"Algorithm 1, {self.trace.lines(moves)}: {moves[0].kind} {tiles}"
+        return f"{what}\nTiles of O so far: {times[0]} loads, {times[1]} stores"
+
+
+def title(traces: Sequence[Trace]) -> str:
+    """Return the sentence that compares how often both orders move tiles of O."""
+    moved = {trace.algorithm: len([m for m in trace.moves if m.array == "O"]) for trace in traces}
+    if moved.keys() != {"fa1", "fa2"}:
+        return "Tiles that move between global memory and the chip"
+    times = moved["fa1"] / moved["fa2"]
+    return f"FA-1 moves tiles of O {times:.3g} times as often as FA-2"
 
 
 def _sides(traces: Sequence[Trace]) -> tuple[Any, list[Side]]:
-    figure, (axes,) = style.new(1, len(traces), 5.2)
+    figure, (axes,) = style.new(1, len(traces), 5.9)
     handles = [style.patch(label, color=shade) for shade, label in LEGEND.items()]
-    figure.legend(
-        handles=handles, loc="outside upper center", ncols=7, columnspacing=1.2, handlelength=1.2
-    )
+    style.legend(figure, handles, title(traces), ncols=4)
     return figure, [Side(ax, trace) for trace, ax in zip(traces, axes, strict=True)]
 
 
@@ -134,6 +143,8 @@ def frames(traces: Sequence[Trace], note: str) -> Iterator[Any]:
     figure, sides = _sides(traces)
     figure.text(0.008, 0.01, note, fontsize=8.5, color="#555555")
     texts = [side.ax.text(0, -0.05, "\n", va="top") for side in sides]
+    for side in sides:  # a panel without its title would be laid out below the legend
+        side.at(0)
     figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # lays it out
@@ -157,8 +168,38 @@ def gif(problems: Sequence[Sequence[Trace]], note: str) -> bytes:
     films = [list(frames(traces, note)) for traces in problems]
     pictures = [picture for film in films for picture in film]
     lasting = [time for film in films for time in [FRAME] * (len(film) - 1) + [END]]
-    first = pictures[0].quantize(256)  # the legend has all colours
-    rest = [picture.quantize(palette=first, dither=0) for picture in pictures[1:]]
+    palette = _palette([film[-1] for film in films])
+    first, *rest = (_with_palette(picture, palette) for picture in pictures)
     data = io.BytesIO()
     first.save(data, "GIF", save_all=True, append_images=rest, duration=lasting, loop=0)
     return data.getvalue()
+
+
+def _palette(pictures: Sequence[Any]) -> Any:
+    """Return an image whose palette has the 255 most frequent colours of the pictures.
+
+    The colour that is left over marks pixels that do not change: the file is a third as large.
+    """
+    from PIL import Image
+
+    found: Counter[tuple[int, ...]] = Counter()
+    for picture in pictures:
+        counts = picture.getcolors(picture.width * picture.height)
+        found.update({colour: count for count, colour in counts})
+    colours = sorted(found, key=lambda colour: (-found[colour], colour))[:255]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([level for colour in colours for level in colour])
+    return palette
+
+
+def _with_palette(picture: Any, palette: Any) -> Any:
+    """Return the picture in the palette's colours: exact, where the palette has the colour."""
+    near = picture.quantize(palette=palette, dither=0)
+    weights = np.array([1 << 16, 1 << 8, 1])
+    known = np.reshape(palette.getpalette(), (-1, 3)) @ weights
+    pixels = np.asarray(picture) @ weights
+    order = np.argsort(known, kind="stable")
+    at = order[np.searchsorted(known, pixels, sorter=order).clip(max=len(known) - 1)]
+    exact = np.where(known[at] == pixels, at, np.asarray(near)).astype(np.uint8)
+    near.frombytes(exact.tobytes())
+    return near

@@ -63,6 +63,7 @@ COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#330080", "H"
 COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#A48CFF", "8"
 COLOURS |= {"fa1-wgmma-own": "#0D1140", "fa2-wgmma-one-block": "#E1BEE7"}
 COLOURS["fa2-wgmma-fa1-tiles"] = "#AB6BC4"
+QUIET = "#555555"  # explanations
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 PAD = 0.06  # inches about what is drawn: no ink at the border
 RC: dict[Any, Any] = {
@@ -162,10 +163,20 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     ax.set_xlabel(name)
 
 
-def legend(figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3) -> None:
+def legend(
+    figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3, about: str = ""
+) -> None:
+    """Put the title, the lines `about` in smaller letters and the legend on top of the figure."""
+    from matplotlib.offsetbox import TextArea
+
     look: dict[str, Any] = {"title_fontsize": 12, "columnspacing": 1.4, "ncols": ncols}
-    found = figure.legend(handles=handles, loc="outside upper center", title=title, **look)
+    found: Any = figure.legend(handles=handles, loc="outside upper center", title=title, **look)
     found.get_title().set_multialignment("center")
+    if about:
+        small = {"fontsize": 9.5, "color": QUIET, "multialignment": "center"}
+        area = TextArea(about, textprops=small, multilinebaseline=True)
+        area.set_figure(figure)
+        found._legend_box.get_children().insert(1, area)
 
 
 def short(value: float) -> str:
