@@ -286,7 +286,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         form, run = model[series], counted.get(series)
         speeds = [over_safe(found, series, batch) for batch in BATCHES]
         name = LABELS.get(series)
-        cells = [f"{name} softmax" if name else f"attention, {ATTENTION_LABELS[series]}"]
+        cells = [f"{name} softmax" if name else f"{ATTENTION_LABELS[series]}"]
         cells += [f"{form[what]:.3g}" for what in ("loads", "stores")]
         cells += [f"{sum(of.values()):.3g}" if of else tables.MISSING for of in (run, form)]
         cells += [tables.number(known, series, "g"), tables.cell(nan.get(series), str)]

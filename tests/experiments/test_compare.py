@@ -180,7 +180,7 @@ def test_times_are_measured_where_a_gpu_is(with_a_gpu, capsys, monkeypatch):
     assert cells["time"] == ["time", "4", "ms", "3", "ms", "2", "ms", "-", "measured"]
     assert cells["time over FA-2's"][-5:] == ["2.00", "1.50", "1.00", "-", "measured"]
     assert cells["TFLOP/s"][1] == f"{4 * 4 * 2048**2 * 64 / 4e9:.3g}"
-    assert "standard: failed: out of memory" in lines
+    assert "standard attention: failed: out of memory" in lines
     assert not any("not measured" in line for line in lines)
 
 

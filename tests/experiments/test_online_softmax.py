@@ -155,7 +155,7 @@ def test_the_table(tmp_path, quick):
     text = report.text(NAME, store)
     assert "| safe softmax | 3 | 1 | 4 | 4 | 4 | 0 | 1.00 (256) | 1.00 (256) |" in text
     assert "| online softmax | 2 | 1 | 3 | 3 | 3 | 0 | 1.33 (" in text
-    assert "| attention, standard | 2 | 2 | 4 | 4 | - | - | - | - |" in text
+    assert "| standard attention | 2 | 2 | 4 | 4 | - | - | - | - |" in text
     assert len([line for line in text.splitlines() if line.startswith("| ")]) <= 2 + 10
 
 

@@ -236,12 +236,12 @@ def test_the_figure_shows_losses_and_distances():
     figure = char_model.draw(synthetic())
     assert [ax.get_title() for ax in figure.axes] == [
         "training loss, context 256, d=64",
-        "distance to torch efficient, same seed",
+        "distance to torch's memory-efficient attention, same seed",
     ]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [
-        *("torch efficient", "torch unfused", "FA-2 (Q outer)"),
-        "torch efficient: spread over seeds",
+        *("torch's memory-efficient attention", "torch's unfused attention", "FA-2 (Q outer)"),
+        "torch's memory-efficient attention: spread over seeds",
     ]
     assert len(figure.axes[0].lines) == 3 and len(figure.axes[1].lines) == 3
 

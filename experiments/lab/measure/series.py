@@ -33,36 +33,36 @@ HOPPER_PLANES = ("fa2-wgmma-fp16x3", "fa2-wgmma-bf16x3")
 LOADING_KV, ADDING_DKV = 0.5, 2.6
 # What figures and tables call a series.
 LABELS = {
-    "standard-simt": "standard",
+    "standard-simt": "standard attention",
     "fa1-simt": "FA-1 (K/V outer)",
     "fa1-simt-splits": "FA-1, query splits",
     "fa1-simt-keys": "FA-1, keys over the warps",
     "fa2-simt": "FA-2 (Q outer)",
     "fa2-simt-fa1-tiles": "FA-2, FA-1's tiles",
-    "fa2-simt-one-block": "FA-2, a block a head",
+    "fa2-simt-one-block": "FA-2, one block per head",
     "fa2-simt-deterministic": "FA-2, deterministic dQ",
-    "torch-efficient": "torch efficient",
-    "torch-fa2": "torch FA-2",
-    "torch-cudnn": "torch cuDNN",
-    "torch-math": "torch math",
-    "torch-unfused": "torch unfused",
-    "torch-flex": "torch flex_attention",
-    "fa2-auto": "FA-2, as auto takes it",
+    "torch-efficient": "torch's memory-efficient attention",
+    "torch-fa2": "torch's FlashAttention-2",
+    "torch-cudnn": "cuDNN",
+    "torch-math": "torch's math attention",
+    "torch-unfused": "torch's unfused attention",
+    "torch-flex": "torch's flex_attention",
+    "fa2-auto": 'FA-2, algorithm="auto"',
 }
 # In the backward pass both orders have K/V outside: what differs is the grid.
 BACKWARD_LABELS = LABELS | {
-    "fa1-simt": "FA-1 (a block a head)",
+    "fa1-simt": "FA-1 (one block per head)",
     "fa2-simt": "FA-2 (grid over K/V)",
 }
 for _names in (LABELS, BACKWARD_LABELS):
     _names |= {name.replace("-simt", "-mma"): label for name, label in _names.items()}
-    _names[HOPPER] = "FA-2 on wgmma"
-    _names[HOPPER_FA1] = "FA-1 on wgmma"
-    _names[HOPPER_SPLITS] = "FA-1 on wgmma, query splits"
-    _names["fa2-mma-splits"] = "FA-2, columns split"
-    _names["fa2-wgmma-splits"] = "FA-2 on wgmma, columns split"
+    _names[HOPPER] = "FA-2 (wgmma)"
+    _names[HOPPER_FA1] = "FA-1 (wgmma)"
+    _names[HOPPER_SPLITS] = "FA-1 (wgmma), query splits"
+    _names["fa2-mma-splits"] = "FA-2, key splits"
+    _names["fa2-wgmma-splits"] = "FA-2 (wgmma), key splits"
     _names |= {name: f"FA-2, {name.split('-')[2]}" for name in PLANES}
-    _names |= {name: f"FA-2 on wgmma, {name.split('-')[2]}" for name in HOPPER_PLANES}
+    _names |= {name: f"FA-2 (wgmma), {name.split('-')[2]}" for name in HOPPER_PLANES}
 
 
 def algorithm(series: str) -> str:
