@@ -117,7 +117,8 @@ PARTITIONS = {
     "fa1-mma": "FA-1, rows, tiles of the plan",
 }
 PREDICTED_PARTITION = 1.15
-LABELS = {step.series: step.label for step in STEPS} | PARTITIONS | {PEER: "torch FA-2"}
+LABELS = {step.series: step.label for step in STEPS} | PARTITIONS
+LABELS |= {PEER: "torch's FlashAttention-2"}
 PROFILED = {
     "instructions": "smsp__inst_executed.sum",
     # wavefronts of shared memory beyond those that the requests need

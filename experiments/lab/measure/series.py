@@ -31,7 +31,12 @@ HOPPER_PLANES = ("fa2-wgmma-fp16x3", "fa2-wgmma-bf16x3")
 # Of the time of a tile of S: what a column tile costs a block of FA-1 beside its tiles, and the
 # atomic adds to its dK and dV where several blocks share a head's queries, as measured on an H200.
 LOADING_KV, ADDING_DKV = 0.5, 2.6
-# What figures and tables call a series.
+# What figures and tables call a unit, and a series.
+UNIT_NAMES = {
+    "simt": "CUDA cores",
+    "mma": "tensor cores (mma)",
+    "wgmma": "Hopper's tensor cores (wgmma)",
+}
 LABELS = {
     "standard-simt": "standard attention",
     "fa1-simt": "FA-1 (K/V outer)",
@@ -47,7 +52,7 @@ LABELS = {
     "torch-math": "torch's math attention",
     "torch-unfused": "torch's unfused attention",
     "torch-flex": "torch's flex_attention",
-    "fa2-auto": 'FA-2, algorithm="auto"',
+    "fa2-auto": 'FA-2, unit="auto"',
 }
 # In the backward pass both orders have K/V outside: what differs is the grid.
 BACKWARD_LABELS = LABELS | {
