@@ -1,4 +1,4 @@
-"""The papers' algorithms in NumPy, step by step: the text to read beside the kernels.
+"""The papers' algorithms in NumPy, step by step: the text to read next to the kernels.
 
     function           algorithm                                 kernel
     standard_forward   FlashAttention, Algorithm 0               standard.py
@@ -8,23 +8,26 @@
     fa1_backward       FlashAttention, Algorithm 4               fa1_backward.py
     fa2_backward       FlashAttention-2, Algorithm 2             fa2_backward.py
 
-The kernels are in kernels/simt, mma and wgmma, the last without those of standard attention.
+The kernels are in kernels/simt, kernels/mma and kernels/wgmma. kernels/wgmma has no kernel of
+standard attention.
 FlashAttention: https://arxiv.org/abs/2205.14135, FlashAttention-2: https://arxiv.org/abs/2307.08691
 
-How to read it
-- A function computes one head: Q and O are (Nq, d), K and V (Nk, d), in float64. A whole call does
-  the same for every head of every batch entry.
-- Row tile i is Br rows of Q, column tile j is Bc rows of K and V; i0 and j0 are their first rows.
+How to read the code
+- A function computes one head in float64: Q and O are (Nq, d), K and V are (Nk, d). A complete call
+  does the same for every head of every batch entry.
+- Row tile i is Br rows of Q. Column tile j is Bc rows of K and V. Their first rows are i0 and j0.
   The last tile may be shorter.
-- Whole matrices (Q, K, V, O, l, m, dQ ...) lie in global memory, "HBM" in the papers. What belongs
-  to one tile (Qi, Kj, Sij, Pij, Oi, li, mi ...) is on chip. `load` brings a tile there, assigning
-  to a slice of a matrix writes it back, and everything else is arithmetic on chip.
-- A comment names the line of the algorithm that the statements below it carry out. They stand in
-  the paper's order; a kernel may load a tile earlier or take products in another order.
+- Whole matrices (Q, K, V, O, l, m, dQ ...) are in global memory, "HBM" in the papers. The arrays of
+  one tile (Qi, Kj, Sij, Pij, Oi, li, mi ...) are on chip. `load` copies a tile from global memory
+  to the chip. An assignment to a slice of a matrix writes the tile back. All other statements
+  compute on chip.
+- A comment names the line of the algorithm that the statements below it carry out. The statements
+  are in the paper's order. A kernel may load a tile earlier or compute products in another order.
 - The two flash algorithms are twins: a diff of fa1_forward and fa2_forward, or of fa1_backward and
   fa2_backward, shows what the second paper changed.
 
-`watch`, a function of one Step, is called after each step of the inner loop:
+The caller may pass a function `watch`. It is called with a `Step` after each step of the inner
+loop:
 
 >>> Q, K, V = np.array([[1.0]]), np.array([[1.0], [3.0]]), np.array([[10.0], [20.0]])
 >>> def show(step):
@@ -36,10 +39,11 @@ block 1: m = 3, l = 1.135, factor = 0.135
 >>> print(O.round(3))
 [[18.808]]
 
-Beside the papers: `scale` multiplies S, 1/sqrt(d) unless given; of the six only Algorithm 4 has it.
-`causal` lets row i see the columns j <= i + Nk - Nq, and tiles that no row of them sees are not
-visited (FlashAttention-2, section 3.1). A row that sees no column has O = 0, l = 0, m = L = -inf
-and no gradients. Dropout and the other options are not here: see `reference`.
+Two arguments are not in all of the papers' algorithms. `scale` multiplies S and is 1/sqrt(d) unless
+given; of the six algorithms only Algorithm 4 has it. `causal` lets row i see the columns
+j <= i + Nk - Nq. The two flash forward and backward passes do not visit tiles in which no row sees
+a column (FlashAttention-2, section 3.1). A row that sees no column gets O = 0, l = 0, m = L = -inf
+and gradients of 0. Dropout and the other options are not here: see `fa_numba.reference`.
 """
 
 from __future__ import annotations
@@ -60,11 +64,36 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an inner loop, for `watch`: tile (i, j) of S, after its statements have run.
+    """One step of an inner loop: tile (i, j) of S, after the statements of this step have run.
 
-    The arrays go by their names in the text. Those of `on_chip` have the values that the step
-    leaves. `read` and `written` are what the inner loop loads from and writes to global memory in
-    this step; the outer loop's own tiles (Kj and Vj, in fa2_forward Qi) are not among them.
+    The functions of this module pass a Step to `watch`. The arrays have the names that the code
+    uses, such as "Sij". The outer loop's own tiles (Kj and Vj; in `fa2_forward` Qi) are in no
+    mapping, as the inner loop does not load them.
+
+    Parameters
+    ----------
+    algorithm : str
+        Name of the function, such as "fa1_forward".
+    i, j : int
+        Numbers of the row tile and of the column tile, from 0.
+    rows : slice
+        Rows of Q that belong to row tile i.
+    columns : slice
+        Rows of K and V that belong to column tile j.
+    read : mapping of str to array
+        Arrays that the inner loop loads from global memory in this step.
+    on_chip : mapping of str to array
+        Arrays on chip, with the values that they have at the end of the step.
+    written : mapping of str to array
+        Arrays that the inner loop writes to global memory in this step.
+
+    Examples
+    --------
+    >>> steps = []
+    >>> Q = np.ones((4, 2))
+    >>> O, l, m = fa1_forward(Q, Q, Q, Br=2, Bc=4, watch=steps.append)
+    >>> [(step.i, step.j, step.rows, sorted(step.written)) for step in steps]
+    [(0, 0, slice(0, 2, None), ['Oi', 'li', 'mi']), (1, 0, slice(2, 4, None), ['Oi', 'li', 'mi'])]
     """
 
     algorithm: str  # the function's name
@@ -83,7 +112,41 @@ Watch = Callable[[Step], Any]
 def standard_forward(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, *, scale: float | None = None, causal: bool = False
 ) -> tuple[Array, Array]:
-    """(O, P) by Algorithm 0: S and P, both Nq x Nk, pass through global memory."""
+    """Compute attention by FlashAttention's Algorithm 0, with the whole matrices S and P.
+
+    S and P, both (Nq, Nk), are written to global memory and read again.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries of one head. Any real dtype; converted to float64.
+    K, V : array_like, shape (Nk, d)
+        Keys and values of one head.
+    scale : float, optional
+        Factor of the scores. Default: 1/sqrt(d).
+    causal : bool, default False
+        Whether row i sees only the columns j <= i + Nk - Nq.
+
+    Returns
+    -------
+    O : ndarray of float64, shape (Nq, d)
+        The output softmax(scale Q KT) V. A row that sees no column is 0.
+    P : ndarray of float64, shape (Nq, Nk)
+        The matrix softmax(scale Q KT), which `standard_backward` needs.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, or `scale` or `causal` has another type.
+    ValueError
+        If the shapes do not fit, or `scale` is not finite.
+
+    Examples
+    --------
+    >>> O, P = standard_forward([[0.0, 0.0]], np.eye(2), np.eye(2))
+    >>> print(O, P)
+    [[0.5 0.5]] [[0.5 0.5]]
+    """
     Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, causal)
 
     # Alg. 0 line 1: S = scale Q KT
@@ -102,10 +165,58 @@ def fa1_forward(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, *, Br: int, Bc: int,
     scale: float | None = None, causal: bool = False, watch: Watch | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(O, l, m) by FlashAttention's Algorithm 1: K/V outer, Q inner.
+    """Compute attention by FlashAttention's Algorithm 1: K/V outer, Q inner.
 
-    O, l and m pass through global memory once for every column tile, and O is normalised each
-    time: after column tile j it is attention over the first j + 1 tiles.
+    O, l and m are read from global memory and written back once for every column tile. O is
+    normalised each time: after column tile j it is attention over the first j + 1 column tiles.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries of one head. Any real dtype; converted to float64.
+    K, V : array_like, shape (Nk, d)
+        Keys and values of one head.
+    Br : int
+        Rows of a row tile, at least 1.
+    Bc : int
+        Columns of a column tile, at least 1.
+    scale : float, optional
+        Factor of the scores. Default: 1/sqrt(d).
+    causal : bool, default False
+        Whether row i sees only the columns j <= i + Nk - Nq.
+    watch : callable, optional
+        Function of one `Step`, called after each step of the inner loop.
+
+    Returns
+    -------
+    O : ndarray of float64, shape (Nq, d)
+        The attention output. A row that sees no column is 0.
+    l : ndarray of float64, shape (Nq,)
+        Sum of e^(S - m) over each row of S; 0 for a row that sees no column.
+    m : ndarray of float64, shape (Nq,)
+        Maximum of each row of S; -inf for a row that sees no column.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, or another argument has another type.
+    ValueError
+        If the shapes do not fit, a block size is below 1, or `scale` is not finite.
+
+    See Also
+    --------
+    fa2_forward : The same result with the other loop order.
+    logsumexp : Compute L from `m` and `l`.
+
+    Examples
+    --------
+    The output does not depend on the block sizes:
+
+    >>> rng = np.random.default_rng(0)
+    >>> Q, K, V = rng.normal(size=(3, 8, 4))
+    >>> O, l, m = fa1_forward(Q, K, V, Br=2, Bc=3)
+    >>> bool(np.allclose(O, standard_forward(Q, K, V)[0]))
+    True
     """
     # Alg. 1 line 1: the caller sets the block sizes; the paper's are Bc = ceil(M / 4d) and
     # Br = min(Bc, d), for M elements on chip
@@ -161,10 +272,54 @@ def fa2_forward(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, *, Br: int, Bc: int,
     scale: float | None = None, causal: bool = False, watch: Watch | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(O, L) by FlashAttention-2's Algorithm 1: Q outer, K/V inner.
+    """Compute attention by FlashAttention-2's Algorithm 1: Q outer, K/V inner.
 
-    Oi, li and mi stay on chip from the first column tile to the last. Oi is normalised once, and
-    one number a row, L = m + log l, is kept for the backward pass.
+    Oi, li and mi stay on chip from the first column tile to the last. Oi is normalised once, at the
+    end. One number per row, L = m + log l, is written for the backward pass.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries of one head. Any real dtype; converted to float64.
+    K, V : array_like, shape (Nk, d)
+        Keys and values of one head.
+    Br : int
+        Rows of a row tile, at least 1.
+    Bc : int
+        Columns of a column tile, at least 1.
+    scale : float, optional
+        Factor of the scores. Default: 1/sqrt(d).
+    causal : bool, default False
+        Whether row i sees only the columns j <= i + Nk - Nq.
+    watch : callable, optional
+        Function of one `Step`, called after each step of the inner loop.
+
+    Returns
+    -------
+    O : ndarray of float64, shape (Nq, d)
+        The attention output. A row that sees no column is 0.
+    L : ndarray of float64, shape (Nq,)
+        Logarithm of the sum of e^S over each row of S; -inf for a row that sees no column.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, or another argument has another type.
+    ValueError
+        If the shapes do not fit, a block size is below 1, or `scale` is not finite.
+
+    See Also
+    --------
+    fa1_forward : The same result with the other loop order.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> Q, K, V = rng.normal(size=(3, 8, 4))
+    >>> O, L = fa2_forward(Q, K, V, Br=2, Bc=3)
+    >>> _, l, m = fa1_forward(Q, K, V, Br=2, Bc=3)
+    >>> bool(np.allclose(L, logsumexp(m, l)))
+    True
     """
     # The caller sets the block sizes; the paper chooses 64 or 128 for both by hand (section 3.3)
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
@@ -216,9 +371,44 @@ def standard_backward(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, P: ArrayLike, dO: ArrayLike,
     *, scale: float | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(dQ, dK, dV) by FlashAttention's Algorithm 3, from the P of `standard_forward`.
+    """Compute the gradients of attention by FlashAttention's Algorithm 3.
 
-    P, dP and dS, all Nq x Nk, pass through global memory.
+    P, dP and dS, all (Nq, Nk), are written to global memory and read again.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries of one head. Any real dtype; converted to float64.
+    K, V : array_like, shape (Nk, d)
+        Keys and values of one head.
+    P : array_like, shape (Nq, Nk)
+        The second result of `standard_forward`. A mask needs no argument here: P is 0 where it
+        hides.
+    dO : array_like, shape (Nq, d)
+        Gradient of O.
+    scale : float, optional
+        Factor of the scores in the forward pass. Default: 1/sqrt(d).
+
+    Returns
+    -------
+    dQ : ndarray of float64, shape (Nq, d)
+        Gradient of Q.
+    dK, dV : ndarray of float64, shape (Nk, d)
+        Gradients of K and V.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, or `scale` is not a number.
+    ValueError
+        If the shapes do not fit, or `scale` is not finite.
+
+    Examples
+    --------
+    >>> Q, K, V, dO = np.random.default_rng(0).normal(size=(4, 8, 2))
+    >>> dQ, dK, dV = standard_backward(Q, K, V, standard_forward(Q, K, V)[1], dO)
+    >>> dQ.shape, dK.shape, dV.shape
+    ((8, 2), (8, 2), (8, 2))
     """
     Q, K, V, scale, Nq, Nk = as_head(Q, K, V, scale, False)
     P, dO = _like("P", P, (Nq, Nk)), _like("dO", dO, Q.shape)
@@ -243,11 +433,58 @@ def fa1_backward(
     l: ArrayLike, m: ArrayLike, *, Br: int, Bc: int,
     scale: float | None = None, causal: bool = False, watch: Watch | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(dQ, dK, dV) by FlashAttention's Algorithm 4, from what `fa1_forward` gave.
+    """Compute the gradients of attention by FlashAttention's Algorithm 4: K/V outer, Q inner.
 
-    P is made again, tile by tile, of l and m (the kernels take L = m + log l for both, as the
-    released code did). O is read once more in every pass over K/V, to make D again, and dQ passes
-    through global memory.
+    P is computed again, tile by tile, from l and m. (The kernels read L = m + log l in place of l
+    and m, as the released code of FlashAttention did.) O is read in every pass over the rows of Q,
+    to compute D again. dQ is read from global memory and written back in every pass.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries of one head. Any real dtype; converted to float64.
+    K, V : array_like, shape (Nk, d)
+        Keys and values of one head.
+    O : array_like, shape (Nq, d)
+        The attention output of `fa1_forward`.
+    dO : array_like, shape (Nq, d)
+        Gradient of O.
+    l, m : array_like, shape (Nq,)
+        Row sums and row maxima that `fa1_forward` returned.
+    Br : int
+        Rows of a row tile, at least 1.
+    Bc : int
+        Columns of a column tile, at least 1.
+    scale : float, optional
+        Factor of the scores in the forward pass. Default: 1/sqrt(d).
+    causal : bool, default False
+        Whether the forward pass was causal.
+    watch : callable, optional
+        Function of one `Step`, called after each step of the inner loop.
+
+    Returns
+    -------
+    dQ : ndarray of float64, shape (Nq, d)
+        Gradient of Q; 0 in a row that sees no column.
+    dK, dV : ndarray of float64, shape (Nk, d)
+        Gradients of K and V.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, or another argument has another type.
+    ValueError
+        If the shapes do not fit, a block size is below 1, or `scale` is not finite.
+
+    Examples
+    --------
+    >>> Q, K, V, dO = np.random.default_rng(0).normal(size=(4, 8, 2))
+    >>> sizes = dict(Br=3, Bc=2)
+    >>> O, l, m = fa1_forward(Q, K, V, **sizes)
+    >>> dQ, dK, dV = fa1_backward(Q, K, V, O, dO, l, m, **sizes)
+    >>> expected, _, _ = standard_backward(Q, K, V, standard_forward(Q, K, V)[1], dO)
+    >>> bool(np.allclose(dQ, expected))
+    True
     """
     # Alg. 4 lines 1, 2: no random state, as nothing is dropped; the caller sets the block sizes
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
@@ -307,10 +544,57 @@ def fa2_backward(
     L: ArrayLike, *, Br: int, Bc: int,
     scale: float | None = None, causal: bool = False, watch: Watch | None = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(dQ, dK, dV) by FlashAttention-2's Algorithm 2, from what `fa2_forward` gave.
+    """Compute the gradients of attention by FlashAttention-2's Algorithm 2: K/V outer, Q inner.
 
-    The column tiles, still the outer loop, run side by side. D is made once, before; P is made
-    again of L alone; dQ is summed in global memory, where the kernel adds atomically.
+    The column tiles are still the outer loop; the kernel runs them in parallel. D is computed once,
+    before the loops. P is computed again from L alone. dQ is summed in global memory, where the
+    kernel adds atomically.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries of one head. Any real dtype; converted to float64.
+    K, V : array_like, shape (Nk, d)
+        Keys and values of one head.
+    O : array_like, shape (Nq, d)
+        The attention output of `fa2_forward`.
+    dO : array_like, shape (Nq, d)
+        Gradient of O.
+    L : array_like, shape (Nq,)
+        The second result of `fa2_forward`.
+    Br : int
+        Rows of a row tile, at least 1.
+    Bc : int
+        Columns of a column tile, at least 1.
+    scale : float, optional
+        Factor of the scores in the forward pass. Default: 1/sqrt(d).
+    causal : bool, default False
+        Whether the forward pass was causal.
+    watch : callable, optional
+        Function of one `Step`, called after each step of the inner loop.
+
+    Returns
+    -------
+    dQ : ndarray of float64, shape (Nq, d)
+        Gradient of Q; 0 in a row that sees no column.
+    dK, dV : ndarray of float64, shape (Nk, d)
+        Gradients of K and V.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, or another argument has another type.
+    ValueError
+        If the shapes do not fit, a block size is below 1, or `scale` is not finite.
+
+    Examples
+    --------
+    >>> Q, K, V, dO = np.random.default_rng(0).normal(size=(4, 8, 2))
+    >>> O, L = fa2_forward(Q, K, V, Br=3, Bc=2)
+    >>> dQ, dK, dV = fa2_backward(Q, K, V, O, dO, L, Br=3, Bc=2)
+    >>> expected, _, _ = standard_backward(Q, K, V, standard_forward(Q, K, V)[1], dO)
+    >>> bool(np.allclose(dQ, expected))
+    True
     """
     # The caller sets the block sizes
     Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
@@ -371,12 +655,48 @@ def fa2_backward(
 
 
 def load(matrix: Array, tile: slice) -> Array:
-    """A tile of a matrix, brought on chip: a copy, which later writes to the matrix leave alone."""
+    """Return a tile of a matrix, brought on chip.
+
+    Parameters
+    ----------
+    matrix : ndarray, shape (rows, d) or (rows,)
+        A matrix, or one number per row, in global memory.
+    tile : slice
+        Rows of the tile.
+
+    Returns
+    -------
+    ndarray
+        A copy: later writes to the matrix do not change it.
+    """
     return matrix[tile].copy()
 
 
 def hide(S: Array, i0: int, j0: int, Nq: int, Nk: int, causal: bool) -> Array:
-    """The tile of S that starts at (i0, j0), -inf where a row does not see a column."""
+    """Return a tile of S with -inf where a row does not see a column.
+
+    Parameters
+    ----------
+    S : ndarray, shape (rows, columns)
+        The tile of S whose first element is S[i0, j0] of the whole matrix.
+    i0, j0 : int
+        First row and first column of the tile.
+    Nq, Nk : int
+        Rows and columns of the whole matrix.
+    causal : bool
+        Whether row i sees only the columns j <= i + Nk - Nq. If False, `S` itself is returned.
+
+    Returns
+    -------
+    ndarray, shape (rows, columns)
+        The masked tile.
+
+    Examples
+    --------
+    >>> print(hide(np.zeros((2, 2)), 0, 0, 2, 2, causal=True))
+    [[  0. -inf]
+     [  0.   0.]]
+    """
     if not causal:
         return S
     rows, columns = i0 + np.arange(S.shape[0])[:, None], j0 + np.arange(S.shape[1])
@@ -384,33 +704,149 @@ def hide(S: Array, i0: int, j0: int, Nq: int, Nk: int, causal: bool) -> Array:
 
 
 def columns_end(rows_end: int, Nq: int, Nk: int, causal: bool) -> int:
-    """One past the last column that the rows before rows_end see."""
+    """Return one past the last column that the rows before `rows_end` see.
+
+    Parameters
+    ----------
+    rows_end : int
+        One past the last row.
+    Nq, Nk : int
+        Rows and columns of S.
+    causal : bool
+        Whether row i sees only the columns j <= i + Nk - Nq. If False, the result is Nk.
+
+    Returns
+    -------
+    int
+        A number of columns, from 0 to Nk.
+
+    Examples
+    --------
+    >>> columns_end(4, 8, 8, causal=True), columns_end(4, 8, 8, causal=False)
+    (4, 8)
+    """
     return max(0, min(Nk, rows_end + Nk - Nq)) if causal else Nk
 
 
 def first_row_tile(j0: int, Nq: int, Nk: int, Br: int, causal: bool) -> int:
-    """Where the first row tile starts of which some row sees column j0; all below it do."""
+    """Return the first row of the first row tile in which some row sees column j0.
+
+    All row tiles below that row tile see column j0 too.
+
+    Parameters
+    ----------
+    j0 : int
+        First column of a column tile.
+    Nq, Nk : int
+        Rows and columns of S.
+    Br : int
+        Rows of a row tile.
+    causal : bool
+        Whether row i sees only the columns j <= i + Nk - Nq. If False, the result is 0.
+
+    Returns
+    -------
+    int
+        A multiple of Br. At least Nq if no row sees the column.
+
+    Examples
+    --------
+    >>> first_row_tile(5, 8, 8, Br=4, causal=True)
+    4
+    """
     return max(0, j0 - (Nk - Nq)) // Br * Br if causal else 0
 
 
 def scale_rows(X: Array, factor: Array) -> Array:
-    """diag(factor) X"""
+    """Return diag(factor) X: every row of X times the row's own factor.
+
+    Parameters
+    ----------
+    X : ndarray, shape (rows, d)
+        A tile.
+    factor : ndarray, shape (rows,)
+        One number per row.
+
+    Returns
+    -------
+    ndarray, shape (rows, d)
+        The product.
+    """
     return factor[:, None] * X
 
 
 def exp_minus(x: Array, m: Array) -> Array:
-    """e^(x - m), m one number a row; 0 where x = m = -inf: what nobody has seen weighs nothing."""
+    """Return e^(x - m), which is 0 where x = m = -inf.
+
+    A row that has seen no column yet has m = -inf. Its weights are 0, not NaN.
+
+    Parameters
+    ----------
+    x : ndarray, shape (rows, columns) or (rows,)
+        Scores. Any floating-point dtype, which the result keeps.
+    m : ndarray, shape (rows,)
+        One number per row, at least as large as the row's largest score.
+
+    Returns
+    -------
+    ndarray, same shape and dtype as `x`
+        The exponentials.
+
+    Examples
+    --------
+    >>> print(exp_minus(np.array([0.0, -np.inf]), np.array([0.0, -np.inf])))
+    [1. 0.]
+    """
     m = np.where(m == -np.inf, np.zeros_like(m), m)
     return np.exp(x - (m[:, None] if x.ndim == 2 else m))
 
 
 def divide_rows(X: Array, l: Array) -> Array:
-    """diag(l)^-1 X; a row of l = 0 has seen nothing and stays 0."""
+    """Return diag(l)^-1 X: every row of X divided by the row's own sum.
+
+    Parameters
+    ----------
+    X : ndarray, shape (rows, d)
+        A tile. Any floating-point dtype, which the result keeps.
+    l : ndarray, shape (rows,)
+        Row sums. A row with l = 0 has seen no column; it is divided by 1.
+
+    Returns
+    -------
+    ndarray, shape (rows, d)
+        The quotient.
+
+    Examples
+    --------
+    >>> print(divide_rows(np.array([[2.0, 4.0], [0.0, 0.0]]), np.array([2.0, 0.0])))
+    [[1. 2.]
+     [0. 0.]]
+    """
     return X / np.where(l == 0, np.ones_like(l), l)[:, None]
 
 
 def logsumexp(m: Array, l: Array) -> Array:
-    """L = m + log l, the logarithm of the sum of a row's e^S: all that a backward pass needs."""
+    """Return L = m + log l, the logarithm of the sum of e^S over each row of S.
+
+    L is all that a backward pass needs of the softmax.
+
+    Parameters
+    ----------
+    m : ndarray, shape (rows,)
+        Maximum of each row of S. Any floating-point dtype, which the result keeps.
+    l : ndarray, shape (rows,)
+        Sum of e^(S - m) over each row of S.
+
+    Returns
+    -------
+    ndarray, shape (rows,)
+        L; -inf for a row that sees no column (l = 0), without a warning.
+
+    Examples
+    --------
+    >>> print(logsumexp(np.array([3.0, -np.inf]), np.array([1.0, 0.0])))
+    [  3. -inf]
+    """
     with np.errstate(divide="ignore"):  # log 0 = -inf is the L of a row that sees nothing
         return m + np.log(l)
 
@@ -418,7 +854,36 @@ def logsumexp(m: Array, l: Array) -> Array:
 def as_head(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, scale: float | None = None, causal: bool = False
 ) -> tuple[Array, Array, Array, float, int, int]:
-    """Q, K and V in float64, the scale, Nq and Nk, or an error that names what is wrong."""
+    """Check the arrays of one head and convert them to float64.
+
+    Parameters
+    ----------
+    Q : array_like, shape (Nq, d)
+        Queries.
+    K, V : array_like, shape (Nk, d)
+        Keys and values.
+    scale : float, optional
+        Factor of the scores. Default: 1/sqrt(d).
+    causal : bool, default False
+        Whether row i sees only the columns j <= i + Nk - Nq; checked, not used.
+
+    Returns
+    -------
+    Q, K, V : ndarray of float64
+        The arrays.
+    scale : float
+        The factor of the scores.
+    Nq, Nk : int
+        Rows of Q, rows of K.
+
+    Raises
+    ------
+    TypeError
+        If an array is not real, `scale` is not a number or `causal` is not a bool.
+    ValueError
+        If an array does not have two axes of at least 1 element, the shapes do not fit each other,
+        or `scale` is not finite.
+    """
     Q, K, V = as_real("Q", Q), as_real("K", K), as_real("V", V)
     for name, x in zip("QKV", (Q, K, V), strict=True):
         if x.ndim != 2 or 0 in x.shape:
