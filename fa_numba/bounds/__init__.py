@@ -1,8 +1,18 @@
-"""What bounds a plan on a GPU, here or from its data sheet: nothing is measured.
+"""What limits the speed of a plan on a GPU, computed from data sheets. Nothing is measured.
 
-``devices`` has the GPUs' data sheets (devices.csv) and the GPU that is here; ``multiprocessor`` how
-many blocks one holds, and what limits them; ``cache`` which bytes L2 serves and which reach device
-memory; ``roofline`` the time that compute and memory take at least, and which takes longest.
+The GPU may be the present one or any GPU of the table devices.csv.
+
+    devices          data sheets of GPUs (DEVICES), and the GPU that is present
+    multiprocessor   how many thread blocks a multiprocessor holds, and what limits their number
+    cache            which of the accessed bytes L2 serves and which reach device memory
+    roofline         the least time that computing and memory take, and which takes longest
+
+>>> import fa_numba
+>>> gpu, shape = named("H200"), (1, 16, 4096, 128)
+>>> with gpu.planning():
+...     plan = fa_numba.plan(shape, shape, algorithm="fa2", unit="mma", dtype="float16")
+>>> expected(plan, gpu).bound
+'compute'
 """
 
 from fa_numba.bounds.cache import Dram, dram

@@ -1,20 +1,24 @@
 """Which of the accessed bytes the L2 cache serves, and which reach device memory: a rule of thumb.
 
-An array that is gone over again is served by L2 if all that is gone over, by all blocks that run at
-a time, lies in L2 together; then it comes from device memory once. L2 keeps about half its size of
-it: from the A100 on it has two partitions, and may hold a copy in both. Near that size the truth
-lies between the two. What is gone over, and what happens where it does not lie in L2:
+Some arrays are read several times. L2 serves the repeated reads of an array if it holds all the
+bytes that the thread blocks which run at the same time read repeatedly. Each of these bytes then
+comes from device memory once. L2 holds about half its size of such bytes: from the A100 on it has
+two partitions, and may keep a copy in both. If the bytes are near that limit, the true traffic is
+between the two cases. The table says which arrays are read repeatedly, and what happens if L2 does
+not hold them:
 
-    fa1       by each block, its rows of Q, of O and its sums, l and m (backward Q, O, dO, dQ, L):
-              every access reaches device memory
-    fa2       by the blocks of one head, K and V (backward Q, dO, dQ, L, D): those that run at a
-              time go in step, and what they share comes from device memory once for all of them;
-              a causal backward pass on Hopper takes a few column tiles of every head at a time
-    standard  by each kernel after the last, S and P (backward dP and dS too), all of them: every
-              access reaches device memory
+    fa1       each thread block reads repeatedly its own rows of Q, O, l and m (backward: Q, O, dO,
+              dQ and L). Without L2 every access reaches device memory.
+    fa2       the thread blocks of one head read repeatedly K and V (backward: Q, dO, dQ, L and D).
+              Thread blocks that run at the same time read the same tiles at about the same time.
+              Without L2 a tile comes from device memory once for all of them. A causal backward
+              pass on Hopper runs a few column tiles of every head at a time.
+    standard  each kernel reads what the kernel before it wrote: S and P (backward: dP and dS too).
+              Without L2 every access reaches device memory.
 
-All else comes, and goes, once. tests/package/test_bounds.py holds the rule against recorded
-counters; the experiment `cache` follows every tile through an LRU model of L2 instead.
+Every other element crosses between L2 and device memory once. tests/package/test_bounds.py compares
+the rule with recorded hardware counters. The experiment `cache` follows every tile through an LRU
+model of L2 instead.
 """
 
 from __future__ import annotations
@@ -47,8 +51,16 @@ _LOADED, _STORED = {"Q": 2, "K": 2, "dO": 2}, {"dV": 2, "S": 2}
 
 @dataclass(frozen=True)
 class Dram:
-    """Bytes from and to device memory. `again` are those of the arrays that are gone over by the
-    blocks that run at a time, `served` whether L2 holds them.
+    """Bytes between a GPU and its device memory, as `dram` expects them.
+
+    Parameters
+    ----------
+    bytes : int
+        Bytes read from and written to device memory.
+    again : int
+        Bytes of the arrays that the thread blocks which run at the same time read repeatedly.
+    served : bool
+        Whether L2 holds these bytes: whether `again` is at most half the size of L2.
     """
 
     bytes: int
@@ -57,7 +69,35 @@ class Dram:
 
 
 def dram(plan: Plan, device: Device, resident: int) -> Dram:
-    """What of the plan's accesses reaches device memory, `resident` blocks running at a time."""
+    """Return how many of a plan's accessed bytes reach device memory.
+
+    The rule is in the docstring of `fa_numba.bounds.cache`.
+
+    Parameters
+    ----------
+    plan : Plan
+        A call's plan, from `fa_numba.plan`.
+    device : Device
+        The GPU, whose L2 size is used.
+    resident : int
+        Thread blocks that run at the same time on the whole GPU.
+
+    Returns
+    -------
+    Dram
+        The bytes, and whether L2 serves repeated reads.
+
+    Examples
+    --------
+    All of K and V of one head fits into the L2 of an H200:
+
+    >>> import fa_numba
+    >>> from fa_numba.bounds import named
+    >>> shape = (1, 1, 1024, 64)
+    >>> plan = fa_numba.plan(shape, shape, algorithm="fa2", dtype="float16")
+    >>> dram(plan, named("H200"), resident=8)
+    Dram(bytes=528384, again=262144, served=True)
+    """
     again = _AGAIN[plan.algorithm, plan.passes]
     gone_over = _gone_over(plan, again, resident)
     served = gone_over <= KEPT * device.l2_bytes

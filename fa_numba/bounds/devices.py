@@ -1,4 +1,4 @@
-"""GPUs: what their data sheets say, and what the driver says of the one that is here."""
+"""GPUs: what their data sheets say, and what the driver says of the GPU that is present."""
 
 from __future__ import annotations
 
@@ -16,10 +16,41 @@ TABLE = Path(__file__).with_name("devices.csv")
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU. `shared_bytes`, `registers`, `threads` and `blocks` are what a multiprocessor holds,
-    `block_shared_bytes` what one block of it can have. `dram` and `l2` are bandwidths in bytes a
-    second, `fp16` (tensor cores, sums in fp32) and `fp32` (CUDA cores) peaks in FLOP/s; None where
-    they are not known. `source` says where the numbers are from, `present` whether it is here.
+    """A GPU: its sizes and its peak speeds.
+
+    Parameters
+    ----------
+    name : str
+        Short name, such as "H200".
+    driver_name : str
+        Name that the driver gives.
+    capability : tuple of int
+        Compute capability, such as (9, 0).
+    multiprocessors : int
+        Number of multiprocessors.
+    block_shared_bytes : int
+        Shared memory that one thread block can have, in bytes.
+    shared_bytes : int
+        Shared memory of a multiprocessor, in bytes.
+    registers, threads, blocks : int
+        Registers, threads and thread blocks that a multiprocessor holds.
+    l2_bytes : int
+        Size of the L2 cache, in bytes.
+    l2, dram : float or None
+        Bandwidth of L2 and of device memory, in bytes per second. None if not known.
+    fp16, fp32 : float or None
+        Peak of the tensor cores (float16 products, float32 sums) and of the CUDA cores (float32),
+        in FLOP/s. None if not known.
+    source : str
+        Where the numbers are from.
+    present : bool, default False
+        Whether the GPU is in this machine.
+
+    Examples
+    --------
+    >>> gpu = DEVICES["A100"]
+    >>> gpu.capability, gpu.multiprocessors, gpu.fp16
+    ((8, 0), 108, 312000000000000.0)
     """
 
     name: str
@@ -40,11 +71,41 @@ class Device:
     present: bool = False
 
     def peak(self, unit: str) -> float | None:
-        """FLOP/s of a unit: "mma" or "simt"."""
+        """Return the peak speed of a unit in FLOP/s.
+
+        Parameters
+        ----------
+        unit : str
+            "simt" for the CUDA cores; "mma" or "wgmma" for the tensor cores.
+
+        Returns
+        -------
+        float or None
+            The peak; None if not known.
+        """
         return self.fp32 if unit == "simt" else self.fp16
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which plans are made for this GPU, which need not be here."""
+        """Return a context manager in which `fa_numba.plan` plans for this GPU.
+
+        The GPU need not be in this machine. Calls inside still run where they always run.
+
+        Returns
+        -------
+        context manager
+            For a ``with`` statement.
+
+        Examples
+        --------
+        >>> import fa_numba
+        >>> shape = (1, 1, 4096, 256)
+        >>> with DEVICES["RTX 3060"].planning():
+        ...     small = fa_numba.plan(shape, shape, algorithm="fa2", unit="simt").tiles
+        >>> with DEVICES["H200"].planning():
+        ...     large = fa_numba.plan(shape, shape, algorithm="fa2", unit="simt").tiles
+        >>> small.Bc < large.Bc
+        True
+        """
         return device.planning_for(self.capability, self.block_shared_bytes, self.multiprocessors)
 
 
@@ -72,8 +133,25 @@ with open(TABLE, newline="", encoding="utf-8") as _file:
 
 
 def named(name: str) -> Device:
-    """The GPU of this name, in any case and spacing. Raises ValueError for one that is not known.
+    """Return the GPU of this name.
 
+    Parameters
+    ----------
+    name : str
+        Name in the table or the driver's name, in any case, with or without spaces and hyphens.
+
+    Returns
+    -------
+    Device
+        The GPU's data sheet.
+
+    Raises
+    ------
+    ValueError
+        If no GPU of the table has this name.
+
+    Examples
+    --------
     >>> named("rtx4090").multiprocessors
     128
     """
@@ -85,16 +163,35 @@ def named(name: str) -> Device:
 
 @contextlib.contextmanager
 def as_gpu(name: str) -> Iterator[None]:
-    """Calls inside run on the emulator as they would on the GPU of this name: what is chosen is
-    chosen for it, and what does not fit there is refused. Raises ValueError for one not known.
+    """Run calls on the emulator as they would run on the GPU of this name.
 
+    Units, tiles and splits are chosen for that GPU. A call that would not fit the GPU raises.
+
+    Parameters
+    ----------
+    name : str
+        Name of a GPU, as for `named`.
+
+    Yields
+    ------
+    None
+        The context, for a ``with`` statement.
+
+    Raises
+    ------
+    ValueError
+        If no GPU of the table has this name. Calls inside raise ValueError for tiles that do not
+        fit the GPU.
+
+    Examples
+    --------
     >>> import fa_numba
     >>> shape, tiles = (1, 1, 64, 64), fa_numba.Tiles(128, 128)
     >>> with as_gpu("RTX 3060"):
     ...     fa_numba.plan(shape, shape, algorithm="fa2", tiles=tiles)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: ... needs 163840 bytes of shared memory, the device has 101376 a block
+    ValueError: ... 163840 bytes of shared memory...
     """
     with device.using("emulator"), named(name).planning():
         yield
@@ -105,7 +202,16 @@ def _key(name: str) -> str:
 
 
 def here() -> Device | None:
-    """The GPU here, limits by the driver, speeds by its data sheet; None without one."""
+    """Return the GPU of this machine.
+
+    The sizes are from the driver. The speeds are from the data sheet, or None if the table has no
+    GPU with the driver's name.
+
+    Returns
+    -------
+    Device or None
+        The GPU with ``present`` set; None if calls run on the emulator.
+    """
     if not device.on_gpu():
         return None
     found = device.describe()

@@ -17,10 +17,17 @@ _PIECE, _SCHEDULERS = 256, 4
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Blocks of a kernel that a multiprocessor holds: at least `least`, at most `most`.
+    """How many thread blocks of a kernel a multiprocessor holds at a time.
 
-    The two differ where registers limit the blocks and are not known. `limit` names what allows no
-    more than `most`.
+    `least` and `most` differ only if the number of registers is not known.
+
+    Parameters
+    ----------
+    least, most : int
+        Least and greatest possible number of thread blocks.
+    limit : str
+        What allows no more than `most` thread blocks: "shared memory", "threads", "blocks" or
+        "registers".
     """
 
     least: int
@@ -32,9 +39,33 @@ class Occupancy:
 
 
 def occupancy(device: Device, kernel: Kernel, registers: int | None = None) -> Occupancy:
-    """The blocks of `kernel` on a multiprocessor of `device`, `registers` a thread if known.
+    """Return how many thread blocks of a kernel a multiprocessor holds at a time.
 
-    A kernel that fits without knowing them fits at least once, and as often as it is compiled for.
+    Parameters
+    ----------
+    device : Device
+        The GPU.
+    kernel : Kernel
+        The kernel; its threads and bytes of shared memory per thread block are used.
+    registers : int, optional
+        Registers of a thread. If None, the lower limit assumes 255 registers per thread, or as few
+        as the number of thread blocks that the kernel is compiled for (``kernel.min_blocks``)
+        allows.
+
+    Returns
+    -------
+    Occupancy
+        The number of thread blocks, or its range.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> from fa_numba.bounds import named
+    >>> kernel = SimpleNamespace(threads=128, shared_bytes=49152, min_blocks=1)
+    >>> print(occupancy(named("A100"), kernel, registers=128))
+    3
+    >>> occupancy(named("A100"), kernel)
+    Occupancy(least=2, most=3, limit='shared memory')
     """
     threads = round_up(kernel.threads, 32)
     reserved = RESERVED if device.capability >= (8, 0) else 0
@@ -61,10 +92,30 @@ def _by_registers(device: Device, threads: int, registers: int) -> int:
 
 
 def share(device: Device, blocks: int, even: bool = True) -> float:
-    """The share of the multiprocessors' time that `blocks` can fill.
+    """Return the share of the multiprocessors' time that thread blocks can fill.
 
-    Blocks that are all as long (`even`) come in waves of one for each multiprocessor, the last of
-    which may be small; of others nothing is known but how many there are.
+    Parameters
+    ----------
+    device : Device
+        The GPU.
+    blocks : int
+        Thread blocks of the launch.
+    even : bool, default True
+        Whether all thread blocks take the same time. They then run in waves of one thread block per
+        multiprocessor, and the last wave may be small. If False, only a launch of fewer thread
+        blocks than multiprocessors leaves some idle.
+
+    Returns
+    -------
+    float
+        More than 0, at most 1.
+
+    Examples
+    --------
+    >>> from fa_numba.bounds import named
+    >>> a100 = named("A100")  # 108 multiprocessors
+    >>> share(a100, 54), share(a100, 162), share(a100, 162, even=False)
+    (0.5, 0.75, 1.0)
     """
     if not even:
         return min(1.0, blocks / device.multiprocessors)

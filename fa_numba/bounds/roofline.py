@@ -1,4 +1,7 @@
-"""The time that a plan takes at least on a GPU, and what bounds it: a roofline of three roofs."""
+"""The least time that a plan takes on a GPU, and what limits it.
+
+A roofline with three limits: computing, L2 bandwidth and device memory bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,35 @@ FEW = 0.5
 
 @dataclass(frozen=True)
 class Expected:
-    """A plan on a GPU. Times are in seconds; no call takes less than `compute` and `l2`, nor than
-    `memory` if the rule for `dram` holds.
+    """What a plan takes on a GPU at least. Times are in seconds.
 
-    `registers` and `occupancies` are of the plan's kernels in their order, registers None where no
-    compile was asked for. `busy` is the share of the multiprocessors' time that the blocks of the
-    kernel with the products can fill. `flops` are the products of all tiles that are computed,
-    their masked and padded parts too; `compute` is their time at the unit's peak and `busy`, `l2`
-    that of the accessed bytes at L2's bandwidth, `memory` that of `dram`'s bytes at device
-    memory's; None where the device's number is not known.
+    No call takes less time than `compute` and `l2`. No call takes less time than `memory` if the
+    rule of `fa_numba.bounds.cache` holds. A time is None if the data sheet lacks the speed.
+
+    Parameters
+    ----------
+    plan : Plan
+        The call's plan.
+    device : Device
+        The GPU.
+    registers : tuple of int or None
+        Registers per thread of each of the plan's kernels, in launch order. None for a kernel that
+        was not compiled.
+    occupancies : tuple of Occupancy
+        Thread blocks of each kernel that a multiprocessor holds.
+    busy : float
+        Share of the multiprocessors' time that the thread blocks of the main kernel can fill, from
+        0 to 1. The main kernel is the one with the most shared memory; it computes the products.
+    flops : int
+        FLOPs of the products of all tiles that are computed, with their masked and padded parts.
+    dram : Dram
+        Bytes that reach device memory.
+    compute : float or None
+        Time of `flops` at the unit's peak times `busy`.
+    l2 : float or None
+        Time of all accessed bytes at L2's bandwidth.
+    memory : float or None
+        Time of ``dram.bytes`` at device memory's bandwidth.
     """
 
     plan: Plan
@@ -44,13 +67,19 @@ class Expected:
 
     @property
     def floor(self) -> float | None:
-        """The longest of the times; None where none is known."""
+        """Return the longest of the three times in seconds; None if none is known."""
         return max((x for x in (self.compute, self.l2, self.memory) if x is not None), default=None)
 
     @property
     def bound(self) -> str:
-        """What takes longest: "compute", "L2" or "DRAM"; "latency" where that is compute on few
-        multiprocessors, "unknown" without the GPU's peak and bandwidth.
+        """Return the name of what takes longest.
+
+        Returns
+        -------
+        str
+            "compute", "L2" or "DRAM". "latency" if computing takes longest but fewer than half of
+            the multiprocessors' time is filled. "unknown" if the data sheet lacks the peak or the
+            bandwidth of device memory.
         """
         times = {"compute": self.compute, "L2": self.l2, "DRAM": self.memory}
         known = {name: x for name, x in times.items() if x is not None}
@@ -61,11 +90,35 @@ class Expected:
 
 
 def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected:
-    """What is expected of `plan`, which was made for `device`.
+    """Return the least time that a plan takes on a GPU, and what limits it.
 
-    With `compiling` its kernels are compiled for their registers, which takes seconds each. Without
-    they are known of kernels alone that the GPU which is present has compiled before; of others the
-    blocks on a multiprocessor may have a range, and its lower end is taken.
+    Parameters
+    ----------
+    plan : Plan
+        A plan that was made for `device`, see `Device.planning`.
+    device : Device
+        The GPU.
+    compiling : bool, default False
+        Whether to compile the plan's kernels for their number of registers, which takes seconds per
+        kernel. If False, registers are known only of kernels that the present GPU has compiled
+        before. A kernel with unknown registers may have a range of thread blocks per
+        multiprocessor; the lower end is taken.
+
+    Returns
+    -------
+    Expected
+        Times in seconds, occupancy, FLOPs and bytes.
+
+    Examples
+    --------
+    >>> import fa_numba
+    >>> from fa_numba.bounds import named
+    >>> gpu, shape = named("A100"), (1, 16, 4096, 64)
+    >>> with gpu.planning():
+    ...     plan = fa_numba.plan(shape, shape, algorithm="fa2", unit="simt")
+    >>> found = expected(plan, gpu)
+    >>> found.bound, found.floor == found.compute
+    ('compute', True)
     """
     kernels = plan.launched
     known = device.present or compiling
@@ -97,7 +150,20 @@ def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected
 
 
 def computed_flops(plan: Plan) -> int:
-    """FLOPs of the products of all tiles of S that the plan computes, whole tiles."""
+    """Return the FLOPs of the products of all tiles of S that a plan computes.
+
+    Every visited tile counts in full, with its masked and padded parts: two FLOPs per multiply-add.
+
+    Parameters
+    ----------
+    plan : Plan
+        A call's plan.
+
+    Returns
+    -------
+    int
+        FLOPs. `fa_numba.io_model.flops` returns the published number instead.
+    """
     tiles = io_model.tiles_visited(
         plan.algorithm, plan.problem, plan.tiles, passes=plan.passes, block_mask=plan.block_mask
     )

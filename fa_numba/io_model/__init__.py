@@ -1,44 +1,50 @@
 """Global-memory accesses, FLOPs and workspace in closed form.
 
-    standard, fa1, fa2, standard_backward ...   loads and stores of this package's kernels, exact
-    with_prefix                                 of a prefix that sequences share, exact
-    softmax                                     of the softmax of vectors alone, exact
-    tiles_visited                               how many tiles of S they compute
-    theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1;
-    li_liang                                    of the backward pass
-    fa1_paper                                   how the first paper counts its own
+    standard, fa1, fa2, standard_backward,      loads and stores of this package's kernels, exact
+    fa1_backward, fa2_backward
+    with_prefix                                 loads and stores with a prefix that all sequences
+                                                begin with, exact
+    softmax                                     loads and stores of the softmax of vectors, exact
+    tiles_visited                               number of tiles of S that the kernels compute, exact
+    theta_standard, theta_flash, saha_ye        published bounds, every constant set to 1
+    li_liang                                    a published bound of the backward pass
+    fa1_paper                                   accesses as the first paper counts them
     ring, ring_messages, ring_break_even        bytes between devices that share a sequence, exact
-    flops, workspace                            FLOPs as published, bytes beside inputs and outputs
+    flops, workspace                            FLOPs by the papers' convention; workspace in bytes
 
-Exact counts, bounds and the paper's own count are three kinds of numbers, not to be mixed. The
-exact ones are in elements by array and hold for ragged edges, skipped tiles and sequences of their
-own lengths; tests compare them with what the emulator counts. No kernel is imported here: the model
-says on its own what a kernel does.
+Exact counts, bounds and the paper's own count are three different kinds of numbers. Never mix them
+in one comparison. The exact counts are in elements, by array. They hold for partial tiles at the
+edges, for skipped tiles and for sequences of different lengths. Tests compare them with the
+emulator's counts. This package imports no kernel, so that the two counts are independent.
 
-The formulas in the docstrings use these terms, for each batch entry:
+The formulas in the docstrings use these symbols. They are for one batch entry:
 
-    N_q, N_k     its valid rows and columns; N_q', N_k' those that its arrays have: seqlen_q and
-                 seqlen_k, or in packed sequences, which have no others, N_q and N_k
-    d            the head dimension; of V, O, dO, dV and, forward, of A that of V, `head_dim_v`,
-                 where it is another. In what the papers publish there is one d, else it raises
-                 ValueError
-    B_r, B_c     the block sizes, T_r = ceil(N_q / B_r) and T_c = ceil(N_k / B_c) the tiles
-    r_i, c_j     the valid rows of row tile i, the valid columns of column tile j
+    N_q, N_k     its valid rows and columns
+    N_q', N_k'   the rows and columns that its arrays have: seqlen_q and seqlen_k. Packed sequences
+                 have no other rows than the valid ones, so that N_q' = N_q and N_k' = N_k.
+    d            the head dimension of Q and K. For V, O, dO and dV read `head_dim_v` instead,
+                 if it is set; and for `A` if it is the sum of O. The published bounds know one d
+                 only: they raise ValueError if `head_dim_v` is set.
+    B_r, B_c     rows of a row tile, columns of a column tile
+    T_r, T_c     number of tiles: T_r = ceil(N_q / B_r), T_c = ceil(N_k / B_c)
+    r_i, c_j     valid rows of row tile i, valid columns of column tile j
+    B, H         batch entries, query heads
 
-Tile (i, j) of S is visited when one of its rows sees one of its columns, by the causal mask and the
-window, and the block mask has it; with neither, all T_r T_c are. A sum over r_i or c_j is over the
-visited tiles: if all are, sum c_j is T_r N_k and sum r_i is T_c N_q.
+Tile (i, j) of S is visited if one of its rows sees one of its columns (causal mask and window) and
+the block mask keeps it. Without masks all T_r T_c tiles are visited. A sum of r_i or c_j is over
+the visited tiles: if all are visited, sum c_j is T_r N_k and sum r_i is T_c N_q.
 
-"Per head" means summed over batch entries and query heads; each query head loads the K/V head that
-it shares with others for itself, unless it says "per K/V head". Integers that all threads read at
-one place (lengths, block mask), ALiBi slopes, sinks and what the caller's functions read are not
-counted. Softcap, score_mod and dropout cost accesses in `standard_backward` alone. Where a float32
-sum does not fit into an output, in 16 bits, there is an array `A` beside it.
+"Per head" formulas are summed over batch entries and query heads. Query heads that share a K/V head
+load K and V once each; a formula that counts them once says "per K/V head". Some accesses are not
+counted: integers that all threads read at one address (lengths, block mask), ALiBi slopes, sinks,
+and what the caller's functions (`score_mod`, `mask_mod`) read. Softcap, `score_mod` and dropout
+add accesses in `standard_backward` only. If a kernel keeps a running float32 sum in global memory
+and the output has 16 bits, the sum is in an additional array `A`.
 
-`tiles` is anything with Br and Bc. `block_mask` is the bool array (T_r, T_c) of the longest
-sequences, or that with leading axes that broadcast to (B, Hq); it must be given if and only if the
-problem is sparse. Wrong arguments raise TypeError or ValueError with the argument's name, its value
-and what is allowed.
+`tiles` is any object with integer attributes Br and Bc. `block_mask` is a bool array of shape
+(T_r, T_c), for the longest sequences, or with leading axes that broadcast to (batch, heads_q). It
+must be given if and only if the problem is sparse. Wrong arguments raise TypeError or ValueError.
+The message has the argument's name, its value and what is allowed.
 
 >>> from types import SimpleNamespace
 >>> from fa_numba.problem import Problem

@@ -1,4 +1,4 @@
-"""The record of a call's accesses: loads and stores of global memory by array."""
+"""`Accesses`, the record of a call's loads and stores of global memory by array; and its sums."""
 
 from __future__ import annotations
 
@@ -16,12 +16,28 @@ _OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "S", "P", "dO", "dQ", "dK", "dV",
 
 @dataclass(frozen=True)
 class Accesses:
-    """Global-memory loads and stores of one call: elements by array (Q K V O L l m S P ...).
+    """Global-memory loads and stores of one call, in elements by array.
 
-    An array goes by the name of the kernel's parameter; one that is never loaded (or stored) is
-    not in `loads` (or `stores`). An atomic add is a load and a store. `dtype` is that of Q, K, V,
-    O, S, P and their gradients, without those named in `sums`, which like every other array are
-    float32, but for those named in `halves`, of 16 bits. `print` shows a table.
+    An array has the name of the kernel's parameter (Q, K, V, O, L, l, m, S, P ...). An array that
+    is never loaded (or stored) is not in `loads` (or `stores`). An atomic add is a load and a
+    store. ``print(accesses)`` shows a table.
+
+    Parameters
+    ----------
+    loads, stores : dict of str to int
+        Elements loaded and stored, by array.
+    dtype : str, default "float32"
+        Dtype of Q, K, V, O, S, P and their gradients. All other arrays are float32.
+    sums : tuple of str, default ()
+        Names of arrays of that list which are float32 all the same.
+    halves : tuple of str, default ()
+        Names of arrays whose elements have 2 bytes, whatever `dtype` is.
+
+    Examples
+    --------
+    >>> found = Accesses({"Q": 100, "l": 10}, {"O": 100}, dtype="float16")
+    >>> found.total_loads, found.total, found.bytes
+    (110, 210, 440)
     """
 
     loads: dict[str, int]
@@ -32,22 +48,22 @@ class Accesses:
 
     @property
     def total_loads(self) -> int:
-        """Elements loaded."""
+        """Return the number of elements loaded."""
         return sum(self.loads.values())
 
     @property
     def total_stores(self) -> int:
-        """Elements stored."""
+        """Return the number of elements stored."""
         return sum(self.stores.values())
 
     @property
     def total(self) -> int:
-        """Elements loaded and stored."""
+        """Return the number of elements loaded and stored."""
         return self.total_loads + self.total_stores
 
     @property
     def bytes(self) -> int:
-        """Bytes moved."""
+        """Return the number of bytes loaded and stored."""
         return self._bytes(self.loads) + self._bytes(self.stores)
 
     def _bytes(self, counts: dict[str, int]) -> int:
@@ -67,7 +83,20 @@ class Accesses:
 
 
 def count(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Accesses:
-    """The accesses of one kernel, without the arrays that it does not touch."""
+    """Return the accesses of one kernel, without arrays whose count is 0.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem; its dtype is used.
+    loads, stores : dict of str to int
+        Elements by array.
+
+    Returns
+    -------
+    Accesses
+        The accesses.
+    """
 
     def touched(counts: dict[str, int]) -> dict[str, int]:
         return {name: n for name, n in counts.items() if n}
@@ -76,7 +105,20 @@ def count(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Ac
 
 
 def add_up(problem: Problem, parts: Iterable[Accesses]) -> Accesses:
-    """The accesses of kernels that run one after the other; arrays of one name add up."""
+    """Return the accesses of several kernels together; arrays of one name add up.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem; its dtype is used.
+    parts : iterable of Accesses
+        The accesses of each kernel.
+
+    Returns
+    -------
+    Accesses
+        The sums.
+    """
     loads: Counter[str] = Counter()
     stores: Counter[str] = Counter()
     for part in parts:
@@ -88,8 +130,26 @@ def add_up(problem: Problem, parts: Iterable[Accesses]) -> Accesses:
 def sink_gradients(
     problem: Problem, rows: int, dlse: bool = False, has_d: bool = True
 ) -> list[Accesses]:
-    """Of the kernel that makes the sinks' gradient over so many rows of all heads, which loads L
-    and D of each; unless the pass `has_d` of the one before it, which makes D.
+    """Return the accesses of the kernels that compute the gradient of `sinks`.
+
+    The kernel of the gradient loads L and D of every row, and stores one number per query head. If
+    D is not there yet, another kernel runs before: it loads O and dO, and stores D.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    rows : int
+        Valid rows of Q over all batch entries and query heads.
+    dlse : bool, default False
+        Whether there is a gradient of L: the kernel that computes D then loads dL and L too.
+    has_d : bool, default True
+        Whether D is there already.
+
+    Returns
+    -------
+    list of Accesses
+        One entry per kernel.
     """
     own = count(problem, {"L": rows, "D": rows}, {"dsinks": problem.heads_q})
     if has_d:
@@ -99,7 +159,23 @@ def sink_gradients(
 
 
 def one_head_dim(problem: Problem) -> int:
-    """The head dimension of Q, K, V and O; a ValueError where V has another."""
+    """Return the head dimension that Q, K, V and O share.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    int
+        The head dimension.
+
+    Raises
+    ------
+    ValueError
+        If V has another head dimension (`head_dim_v`).
+    """
     if problem.head_dim_v is not None:
         raise ValueError(
             f"head_dim_v is {problem.head_dim_v} with head_dim {problem.head_dim}: allowed here is "
@@ -110,6 +186,14 @@ def one_head_dim(problem: Problem) -> int:
 
 
 def check_dbias(problem: Problem, dbias: bool) -> None:
-    """Raise ValueError where a bias's gradient is asked for without a bias."""
+    """Raise ValueError if the gradient of a bias is wanted and the problem has no bias.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    dbias : bool
+        Whether the gradient of the bias is wanted.
+    """
     if dbias and problem.bias is None:
         raise ValueError(f"dbias is {dbias!r}: allowed is False, as the problem has no bias")

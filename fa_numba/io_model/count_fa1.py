@@ -24,34 +24,84 @@ def fa1(
     problem: Problem, tiles: BlockSizes, *, query_splits: int = 1, return_lse: bool = False,
     whole_tiles: bool = False, block_mask: Any = None,
 ) -> Accesses:  # fmt: skip
-    """Accesses of FA-1's Algorithm 1: K/V outer, Q inner; O, l and m through global memory.
+    """Return the accesses of FA-1 forward: K/V outer, Q inner.
 
-    The pass over column tile 0 starts O, l and m (line 2) and so visits every row tile. Per head:
-        loads   Q: sum r_i d    K, V: sum_j s_j c_j d each    bias: sum r_i c_j
-                O: sum_{j>0} r_i d    l, m: sum_{j>0} r_i each (the initial values need no read)
-        stores  O: sum r_i d    l, m: sum r_i each
-    with s_j the query splits that have a row tile which column tile j visits. All visited, one
-    split, N_q = N_k = N: Q, K, V and O together are (3 T_c + 1) N d.
+    O, l and m are read from global memory and written back in every pass over the rows.
 
-    With a window, `q_lens` or a block mask that pass is like the others (`starts_in_first_pass`).
-    Line 2 is then carried out before it, which stores O N_q' d and l and m N_q' each, and the sums
-    over "j > 0" are over all j. With a block mask that is so of rows alone that are in no visited
-    tile, or in one that `q_lens` ends in, and the sums are over all j but each row tile's first.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes, dtype and masks of the call.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    query_splits : int, default 1
+        Thread blocks that share a head. Each takes a run of ceil(T_r / query_splits) row tiles of
+        the longest sequence; a thread block without row tiles does nothing.
+    return_lse : bool, default False
+        Whether L = m + log l is stored: l and m are then loaded once more, N_q' elements each, and
+        N_q' elements of L are stored.
+    whole_tiles : bool, default False
+        Whether rows of a tile past `q_lens` are moved too, as the copy engine of Hopper does it.
+        This applies to Q, and in 16-bit dtypes to O and A. In packed sequences, a tile ends where
+        its sequence does. Planes are moved in panels of 64 columns.
+    block_mask : array_like of bool, optional
+        Tiles that are computed; see the package's docstring.
 
-    `query_splits` blocks share a head: each takes a run of ceil(T_r / query_splits) row tiles of
-    the longest sequence; one without tiles does nothing. `return_lse` adds L = m + log l: l and m
-    loaded once more, N_q' each, and L stored.
+    Returns
+    -------
+    Accesses
+        Elements loaded and stored, by array.
 
-    In 16 bits O is kept in a float32 array `A`, and the last visit of a row tile rounds it to O:
-        loads   A: what O loads above
-        stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
-    and where line 2 stores O it stores A too, N_q' d each, without a block mask.
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, `query_splits` is not an integer or the block mask is not bool.
+    ValueError
+        If a size is below 1, the block mask has another shape, or it does not go with
+        ``problem.sparse``.
 
-    Where float32 is split in planes a row of Q, K or V has more elements (`planes`).
+    Notes
+    -----
+    FlashAttention Algorithm 1. The pass over column tile 0 gives O, l and m their first values
+    (line 2), and so it visits every row tile. Per head, with the symbols of `fa_numba.io_model`:
 
-    With `whole_tiles` a row tile of Q, and in 16 bits of O and A, is moved whole, also the rows
-    past `q_lens`: what the copy engine does, by panels of 64 columns of planes. It ends where a
-    packed sequence does.
+        array   loads                     stores
+        Q       sum r_i d                 -
+        K, V    sum_j s_j c_j d each      -
+        bias    sum r_i c_j               -
+        O       sum_{j>0} r_i d           sum r_i d
+        l, m    sum_{j>0} r_i each        sum r_i each
+
+    Here s_j is the number of query splits that have a row tile which column tile j visits. "j > 0"
+    leaves out column tile 0, as first values need no load. If all tiles are visited, with one query
+    split and N_q = N_k = N, then Q, K, V and O have (3 T_c + 1) N d accesses together.
+
+    A window, `q_lens` or a block mask make the pass over column tile 0 like the others
+    (`starts_in_first_pass` is False). Line 2 is then carried out before that pass: it stores N_q' d
+    elements of O, and N_q' of l and of m. The sums over "j > 0" then are over all j. With a block
+    mask line 2 stores only the rows of row tiles that are never visited, or in which `q_lens` ends;
+    and the sums over "j > 0" leave out each row tile's first visit.
+
+    In 16-bit dtypes O is kept in a float32 array A. The last visit of a row tile rounds it to O:
+
+        array   loads                     stores
+        A       what O loads above        r_i d in every visit of row tile i but the last
+        O       -                         r_i d in the last visit of row tile i
+
+    Where line 2 stores O it then stores A too, N_q' d elements each, unless there is a block mask.
+
+    Where float32 is split in planes, rows of Q, K and V have more elements; see the module
+    `planes`.
+
+    Examples
+    --------
+    Two row tiles and two column tiles, 8 x 2 elements per matrix: Q is loaded in both passes, O in
+    the second pass only.
+
+    >>> from types import SimpleNamespace
+    >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)
+    >>> fa1(problem, tiles).loads
+    {'Q': 32, 'K': 16, 'V': 16, 'O': 16, 'l': 8, 'm': 8}
     """
     splits = as_size("query_splits", query_splits, axis=False)
     d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
@@ -87,23 +137,71 @@ def fa1_backward(
     problem: Problem, tiles: BlockSizes, *, query_splits: int = 1, block_mask: Any = None,
     dbias: bool = False, dlse: bool = False, dsinks: bool = False,
 ) -> Accesses:  # fmt: skip
-    """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
+    """Return the accesses of FA-1 backward: K/V outer, Q inner.
 
-    The pass over column tile 0 starts dQ (line 5) and so visits every row tile. Per head:
-        loads   Q, O, dO: sum r_i d each    L: sum r_i    bias: sum r_i c_j
-                dQ: sum_{j>0} r_i d (line 5's zeros need no read)
-        stores  dQ: sum r_i d
-    and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
-    sum r_i c_j atomic adds to dbias, each a load and a store, `dlse` loads dL as L. `dsinks` adds
-    FA-2's row sums, which store D, N_q, and loads L and D, N_q each, for dsinks, one a head.
+    dQ is read from global memory and written back in every pass over the rows.
 
-    With a window, `q_lens` or a block mask that pass is like the others, as in `fa1`: line 5 then
-    stores dQ as line 2 stores O there, and the sum over "j > 0" is as there. In 16 bits dQ is kept
-    in a float32 array `A`, and the last visit of a row tile rounds it to dQ, as O there.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes, dtype and masks of the call.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    query_splits : int, default 1
+        Thread blocks that share the row tiles of a head, as in `fa1`.
+    block_mask : array_like of bool, optional
+        Tiles that are computed; see the package's docstring.
+    dbias : bool, default False
+        Whether the gradient of the bias is computed: sum r_i c_j atomic adds, each a load and a
+        store.
+    dlse : bool, default False
+        Whether there is a gradient of L: dL is loaded as often as L.
+    dsinks : bool, default False
+        Whether the gradient of `sinks` is computed: the row sums of FA-2 store D, N_q elements;
+        another kernel loads L and D, N_q elements each, and stores one element of dsinks per query
+        head.
 
-    `query_splits` blocks share the row tiles of a head as there. Each loads K and V and adds to
-    dK and dV, N_k' d atomic adds each; in 16 bits to float32 sums, which one more kernel rounds:
-        loads  A: 2 N_k' d    stores  dQ: 2 N_k' d (its parameters' names, for dK and dV)
+    Returns
+    -------
+    Accesses
+        Elements loaded and stored, by array.
+
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, `query_splits` is not an integer or the block mask is not bool.
+    ValueError
+        If a size is below 1, the block mask has another shape or does not go with
+        ``problem.sparse``, or `dbias` is set for a problem without a bias.
+
+    Notes
+    -----
+    FlashAttention Algorithm 4. The pass over column tile 0 gives dQ its first values (line 5), and
+    so it visits every row tile. Per head, with the symbols of `fa_numba.io_model`:
+
+        array     loads                   stores
+        Q, O, dO  sum r_i d each          -
+        L         sum r_i                 -
+        bias      sum r_i c_j             -
+        dQ        sum_{j>0} r_i d         sum r_i d
+
+    and per K/V head N_k d loads of K and of V, and N_k' d stores of dK and of dV.
+
+    A window, `q_lens` or a block mask change the pass over column tile 0 as in `fa1`: line 5 stores
+    dQ before that pass, as line 2 stores O there, and the sum over "j > 0" changes as there. In
+    16-bit dtypes dQ is kept in a float32 array A; the last visit of a row tile rounds it to dQ.
+
+    With `query_splits` above 1 each thread block of a head loads K and V, and adds to dK and dV
+    with N_k' d atomic adds each. In 16-bit dtypes these go to float32 sums, which one more kernel
+    rounds. Per K/V head that kernel loads 2 N_k' d elements and stores 2 N_k' d. They are counted
+    under the names of the kernel's parameters, A and dQ.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)
+    >>> fa1_backward(problem, tiles).stores
+    {'dQ': 32, 'dK': 16, 'dV': 16}
     """
     check_dbias(problem, dbias)
     splits = as_size("query_splits", query_splits, axis=False)

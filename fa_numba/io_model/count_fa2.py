@@ -1,4 +1,4 @@
-"""Accesses of FlashAttention-2: Q outer, K/V inner; backward a grid over K/V blocks."""
+"""Accesses of FlashAttention-2: Q outer, K/V inner; backward, a grid over column tiles."""
 
 from __future__ import annotations
 
@@ -23,27 +23,81 @@ def fa2(
     problem: Problem, tiles: BlockSizes, *, block_mask: Any = None, tile_heads: int = 1,
     kv_splits: int = 1, threads: int = 0, key_pieces: tuple[int, ...] = (), panels: bool = False,
 ) -> Accesses:  # fmt: skip
-    """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
+    """Return the accesses of FA-2 forward: Q outer, K/V inner.
 
-    Per head:
-        loads   Q: N_q d    K, V: sum c_j d each    bias: sum r_i c_j
-        stores  O: N_q' d    L: N_q'
-    All visited, N_q = N_k = N: Q, K, V and O together are (2 T_r + 2) N d. L is always stored.
+    O and L are written once.
 
-    With `tile_heads` so many heads share a tile, which has B_r / tile_heads rows of each: K and V
-    are loaded once for all of them.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes, dtype and masks of the call.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    block_mask : array_like of bool, optional
+        Tiles that are computed; see the package's docstring.
+    tile_heads : int, default 1
+        Query heads that share a row tile. It has B_r / tile_heads rows of each head, and loads K
+        and V once for all of them.
+    kv_splits : int, default 1
+        Thread blocks that share the columns of a row tile.
+    threads : int, default 0
+        Threads of a thread block that load K and V. Used with pages only.
+    key_pieces : tuple of int, default ()
+        Neighbouring threads that share a row of K, and of V. Used with pages only: two numbers.
+    panels : bool, default False
+        Whether planes are loaded in panels of 64 columns, as the unit "wgmma" does.
 
-    With `kv_splits` S above 1 so many blocks share the columns of a row tile, each loads Qi, and
-    O leaves through A, and m and l in place of L:
-        loads   Q: S N_q d    K, V, bias as above    A: S N_q' d    l, m: S N_q' each
-        stores  A: S N_q' d    l, m: S N_q' each    O: N_q' d    L: N_q'
+    Returns
+    -------
+    Accesses
+        Elements loaded and stored, by array. L is counted always, as the kernel always stores it.
 
-    Where float32 is split in planes a row of Q, K or V has more elements (`planes`), the more on
-    Hopper's unit, which takes `panels`.
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, a number is not an integer or the block mask is not bool.
+    ValueError
+        If a size is below 1, the block mask has another shape, or it does not go with
+        ``problem.sparse``.
 
-    With pages the block table is read beside, for K and for V (`paging.table_reads`): of a block
-    `threads` threads load, and `key_pieces` neighbouring ones share a row of K, and of V. Where
-    the lengths are on the device, the numbers are of sequences as long as the table has pages for.
+    Notes
+    -----
+    FlashAttention-2 Algorithm 1. Per head, with the symbols of `fa_numba.io_model`:
+
+        array   loads             stores
+        Q       N_q d             -
+        K, V    sum c_j d each    -
+        bias    sum r_i c_j       -
+        O       -                 N_q' d
+        L       -                 N_q'
+
+    If all tiles are visited and N_q = N_k = N, then Q, K, V and O have (2 T_r + 2) N d accesses
+    together.
+
+    With S = `kv_splits` above 1 every thread block loads Qi. Partial results of O go through an
+    array A, with m and l instead of L, and are merged:
+
+        array   loads             stores
+        Q       S N_q d           -
+        A       S N_q' d          S N_q' d
+        l, m    S N_q' each       S N_q' each
+        O       -                 N_q' d
+        L       -                 N_q'
+
+    Where float32 is split in planes, rows of Q, K and V have more elements; see the module
+    `planes`.
+
+    With pages the block table is read too, once for K and once for V; see `paging.table_reads`. If
+    the lengths are on the device, the counts are for sequences that fill all pages of the table.
+
+    Examples
+    --------
+    Two row tiles and two column tiles, 8 x 2 elements per matrix: both row tiles load K and V.
+
+    >>> from types import SimpleNamespace
+    >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)
+    >>> fa2(problem, tiles).loads, fa2(problem, tiles).stores
+    ({'Q': 16, 'K': 32, 'V': 32}, {'O': 16, 'L': 8})
     """
     kv_splits = as_size("kv_splits", kv_splits, axis=False)
     tile_heads = as_size("tile_heads", tile_heads, axis=False)
@@ -74,13 +128,48 @@ def fa2(
 def with_prefix(
     problem: Problem, own: Accesses, prefix: Accesses, *, width: int, gathered: bool = False
 ) -> Accesses:
-    """Accesses of FA-2 forward where all sequences begin with one prefix: of the pass over each
-    sequence's ``own`` keys; of the one over those of the ``prefix``, whose rows are the queries of
-    all, N' = sum N_q' a head; and of what merges O and L of both, ``width`` elements a thread.
+    """Return the accesses of FA-2 forward for sequences that all begin with one prefix.
 
-    Per head the last
-        loads  X, Y: N' d each    LX, LY: N' d / width each    stores  O: N' d    L: N'
-    and where queries are ``gathered`` before, sum N_q d loads of X and stores of rows.
+    There are two passes: one over each sequence's own keys, and one over the keys of the prefix,
+    whose rows are the queries of all sequences. A kernel then merges O and L of both passes.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem of the sequences' own keys.
+    own : Accesses
+        Accesses of the pass over each sequence's own keys.
+    prefix : Accesses
+        Accesses of the pass over the keys of the prefix.
+    width : int
+        Elements of a row that a thread of the merging kernel handles.
+    gathered : bool, default False
+        Whether a kernel first gathers the queries of all sequences: sum N_q d loads of X and stores
+        of rows, per head.
+
+    Returns
+    -------
+    Accesses
+        The sums over all kernels.
+
+    Notes
+    -----
+    Per head, with N' the sum of N_q' over the batch entries, the merging kernel has
+
+        array   loads             stores
+        X, Y    N' d each         -
+        LX, LY  N' d / width each -
+        O       -                 N' d
+        L       -                 N'
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> tiles = SimpleNamespace(Br=4, Bc=4)
+    >>> one, both = Problem(2, 1, 1, 1, 8, 4), Problem(1, 1, 1, 2, 16, 4)
+    >>> found = with_prefix(one, fa2(one, tiles), fa2(both, tiles), width=4)
+    >>> found.loads["X"], found.loads["LX"], found.loads["K"]
+    (8, 2, 128)
     """
     valid = sum(problem.lengths(b)[0] for b in range(problem.batch)) * problem.heads_q
     rows = valid if problem.packed else problem.heads_q * problem.batch * problem.seqlen_q
@@ -100,29 +189,83 @@ def fa2_backward(
     dlse: bool = False, dsinks: bool = False, group_splits: int = 1, panels: bool = False,
     adders: int = 1,
 ) -> Accesses:  # fmt: skip
-    """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
+    """Return the accesses of FA-2 backward: D first, then a grid over column tiles.
 
-    Per head:
-        row sums      loads O, dO: N_q d each           stores D: N_q, dQ = 0: N_q' d
-        the K/V grid  loads Q, dO: sum r_i d each, L, D: sum r_i each, bias: sum r_i c_j
-                      dQ: sum r_i d atomic adds, each a load and a store
-    and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
-    sum r_i c_j atomic adds to dbias, each a load and a store; with `dlse` the row sums load dL and
-    L, N_q each. `dsinks` loads L and D, N_q each, for dsinks, one a head.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes, dtype and masks of the call.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    deterministic : bool, default False
+        Whether a kernel of its own computes dQ, without atomic adds.
+    dq_tiles : object with Br and Bc, optional
+        Tiles of that kernel. Default: `tiles`.
+    block_mask : array_like of bool, optional
+        Tiles that are computed; see the package's docstring.
+    dbias : bool, default False
+        Whether the gradient of the bias is computed: sum r_i c_j atomic adds, each a load and a
+        store.
+    dlse : bool, default False
+        Whether there is a gradient of L: the row sums load dL and L, N_q elements each.
+    dsinks : bool, default False
+        Whether the gradient of `sinks` is computed: loads of L and D, N_q elements each, and one
+        store of dsinks per query head.
+    group_splits : int, default 1
+        Thread blocks that share the query rows of a column tile of a K/V head.
+    panels : bool, default False
+        Whether planes are loaded in panels of 64 columns, as the unit "wgmma" does.
+    adders : int, default 1
+        Parts of a thread block that each add the product of their columns to dQ.
 
-    In 16 bits, and of float32 in planes, which Hopper's unit takes in `panels`, dQ is summed in a
-    float32 array `A`, `adders` of a block each adding its columns' part, and then rounded:
-        loads  A: N_q' d    stores  dQ: N_q' d
+    Returns
+    -------
+    Accesses
+        Elements loaded and stored, by array.
 
-    `deterministic` goes without the atomic adds to dQ, its zeros and its rounding: a kernel of
-    its own, a grid over Q blocks (of `dq_tiles`, or the same) makes dQ. Per head it
-        loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
-        stores dQ: N_q' d
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, `group_splits` is not an integer or the block mask is not bool.
+    ValueError
+        If a size is below 1, the block mask has another shape or does not go with
+        ``problem.sparse``, or `dbias` is set for a problem without a bias.
 
-    With `group_splits` S above 1 so many blocks share the query rows of a K/V head. Each loads K
-    and V and stores its parts of dK and dV, which are float32 and are then added up. Per K/V head:
-        loads  K, V: S N_k d each    A: 2 S N_k' d
-        stores  dK, dV: S N_k' d each    dQ: 2 N_k' d (its parameters' names, for parts and sums)
+    Notes
+    -----
+    FlashAttention-2 Algorithm 2. Per head, with the symbols of `fa_numba.io_model`:
+
+        kernel       loads                                    stores
+        row sums     O, dO: N_q d each                        D: N_q, dQ = 0: N_q' d
+        column tiles Q, dO: sum r_i d each                    -
+                     L, D: sum r_i each                       -
+                     bias: sum r_i c_j                        -
+                     dQ: sum r_i d                            dQ: sum r_i d (atomic adds)
+
+    and per K/V head N_k d loads of K and of V, and N_k' d stores of dK and of dV.
+
+    In 16-bit dtypes, and for float32 in planes, dQ is summed in a float32 array A and then rounded:
+    N_q' d more loads of A and N_q' d stores of dQ, per head. Each of the `adders` adds its part.
+
+    `deterministic` has no atomic adds to dQ, no zeros and no rounding. Instead, a kernel with a
+    grid over row tiles computes dQ. Per head that kernel has
+
+        loads        Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
+        stores       dQ: N_q' d
+
+    With S = `group_splits` above 1 each thread block of a column tile loads K and V, and stores its
+    part of dK and dV in float32. The parts are then added up, under the parameters' names A and dQ
+    of the kernel that adds. Per K/V head:
+
+        loads        K, V: S N_k d each, A: 2 S N_k' d
+        stores       dK, dV: S N_k' d each, dQ: 2 N_k' d
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)
+    >>> fa2_backward(problem, tiles).stores
+    {'D': 8, 'dQ': 48, 'dK': 16, 'dV': 16}
     """
     check_dbias(problem, dbias)
     splits = as_size("group_splits", group_splits, axis=False)

@@ -10,17 +10,54 @@ _LOADS = {"naive": 2, "safe": 3, "online": 2}
 
 
 def check_softmax(algorithm: str) -> None:
-    """Raise ValueError unless `algorithm` is "naive", "safe" or "online"."""
+    """Raise ValueError unless an algorithm has one of the three names.
+
+    Parameters
+    ----------
+    algorithm : str
+        "naive", "safe" or "online".
+    """
     check_name("algorithm", algorithm, tuple(_LOADS))
 
 
 def softmax(batch: int, elements: int, algorithm: str) -> Accesses:
-    """Accesses of the softmax of `batch` vectors X of so many `elements`, float32.
+    """Return the accesses of the softmax of vectors, in float32.
 
-    The result is Y. Per element, as the paper counts (its sections 2 and 3):
-        naive   loads X 2 (the sum; the result)             stores Y 1    3 in all
-        safe    loads X 3 (the maximum; the sum; the result) stores Y 1    4 in all
-        online  loads X 2 (both at once; the result)         stores Y 1    3 in all
+    Parameters
+    ----------
+    batch : int
+        Number of vectors X.
+    elements : int
+        Elements of each vector.
+    algorithm : str
+        "naive", "safe" or "online".
+
+    Returns
+    -------
+    Accesses
+        Loads of X and stores of the result Y.
+
+    Raises
+    ------
+    TypeError
+        If a size is not an integer.
+    ValueError
+        If a size is below 1, or the algorithm has another name.
+
+    Notes
+    -----
+    Accesses per element, as the paper counts them (Milakov and Gimelshein, arXiv 1805.02867,
+    sections 2 and 3):
+
+        algorithm  loads of X                           stores of Y   all
+        naive      2 (the sum; the result)              1             3
+        safe       3 (the maximum; the sum; the result) 1             4
+        online     2 (maximum and sum; the result)      1             3
+
+    Examples
+    --------
+    >>> softmax(2, 100, "safe").loads, softmax(2, 100, "safe").stores
+    ({'X': 600}, {'Y': 200})
     """
     check_softmax(algorithm)
     count = as_size("batch", batch) * as_size("elements", elements)

@@ -1,4 +1,4 @@
-"""Accesses of standard attention, whose matrices S and P pass through global memory."""
+"""Accesses of standard attention, which writes the matrices S and P to global memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,51 @@ def standard(
     row_resident: bool = True,
     block_mask: Any = None,
 ) -> Accesses:
-    """Accesses of standard attention (FA-1 Algorithm 0) in three tiled kernels.
+    """Return the accesses of standard attention forward, three tiled kernels.
 
-    Per head:
-        S = Q K^T   loads Q N_q d, K T_r N_k d, bias N_q N_k    stores S N_q N_k
-        softmax     loads S N_q N_k                             stores P N_q N_k, L N_q'
-        O = P V     loads P N_q N_k, V T_r N_k d                stores O N_q' d
-    L with `return_lse`, bias if there is one. P takes S's place in memory and is named P from then
-    on. A row of S too long for shared memory (`row_resident` False) is loaded twice by the softmax.
-    No mask skips a tile, the block mask neither.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes, dtype and masks of the call. No mask skips a tile.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    return_lse : bool, default False
+        Whether L is stored.
+    row_resident : bool, default True
+        Whether a row of S fits into shared memory. If not, the softmax loads S twice.
+    block_mask : array_like of bool, optional
+        Checked, but it skips no tile; see the package's docstring.
+
+    Returns
+    -------
+    Accesses
+        Elements loaded and stored, by array.
+
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, or the block mask is not bool.
+    ValueError
+        If a size is below 1, the block mask has another shape, or it does not go with
+        ``problem.sparse``.
+
+    Notes
+    -----
+    FlashAttention Algorithm 0. Per head, with the symbols of `fa_numba.io_model`:
+
+        kernel      loads                                      stores
+        S = Q K^T   Q N_q d, K T_r N_k d, bias N_q N_k         S N_q N_k
+        softmax     S N_q N_k                                  P N_q N_k, L N_q'
+        O = P V     P N_q N_k, V T_r N_k d                     O N_q' d
+
+    P overwrites S in memory, and is counted under the name P from then on.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)
+    >>> standard(problem, tiles).stores
+    {'S': 64, 'P': 64, 'O': 16}
     """
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     blocks_of(problem, block_mask, tiles)
@@ -51,26 +87,70 @@ def standard_backward(
     forward_resident: bool = True, block_mask: Any = None, dbias: bool = False, dlse: bool = False,
     dsinks: bool = False,
 ) -> Accesses:  # fmt: skip
-    """Accesses of standard attention's gradients (FA-1 Algorithm 3) in seven tiled kernels.
+    """Return the accesses of standard attention backward, seven tiled kernels.
 
-    The forward's scores and softmax make P again, and its product kernels are used for the other
-    matrices too, so that an array goes by the name of that kernel's parameter. Per head:
-        scores             loads Q N_q d, K T_r N_k d, bias N_q N_k    stores S N_q N_k
-        softmax            loads S N_q N_k                             stores P N_q N_k
-        dP = dO V^T        as scores without bias, named Q, K, S
-        dS = P o (dP - D)  loads P, dP N_q N_k each                    stores dS N_q N_k
-        dV = P^T dO        loads P N_q N_k, dO T_c N_q d               stores dV N_k' d
-        dQ = dS K          loads P N_q N_k, V T_r N_k d                stores O N_q' d
-        dK = dS^T Q        as dV, named P, dO, dV
-    with dV, and dK, stored per K/V head. Dropout makes dS also store P, N_q N_k, without what is
-    dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store, and
-    `dlse` load dL and L, N_q each; `dsinks` adds what it does in `fa1_backward`. A softcap or a
-    score_mod whose slope is not 1 takes the scores once more, to multiply dS by it: as dP, and S
-    also loaded, N_q N_k.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes, dtype and masks of the call. No mask skips a tile.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    row_resident : bool, default True
+        Whether a row of P and a row of dP fit into shared memory together. If not, the kernel of dS
+        loads both twice.
+    forward_resident : bool, default True
+        Whether a row of S fits into shared memory. If not, the softmax loads S twice.
+    block_mask : array_like of bool, optional
+        Checked, but it skips no tile; see the package's docstring.
+    dbias : bool, default False
+        Whether the gradient of the bias is computed: N_q N_k atomic adds to dbias, each a load and
+        a store.
+    dlse : bool, default False
+        Whether there is a gradient of L: dL and L are loaded, N_q elements each.
+    dsinks : bool, default False
+        Whether the gradient of `sinks` is computed, as in `fa1_backward`.
 
-    A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
-    rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
-    a tile, the block mask neither.
+    Returns
+    -------
+    Accesses
+        Elements loaded and stored, by array.
+
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, or the block mask is not bool.
+    ValueError
+        If a size is below 1, the block mask has another shape or does not go with
+        ``problem.sparse``, or `dbias` is set for a problem without a bias.
+
+    Notes
+    -----
+    FlashAttention Algorithm 3. The forward pass's kernels compute P again. The kernels of its
+    products also compute the products of the backward pass, so that several matrices are counted
+    under the name of one kernel parameter. Per head, with the symbols of `fa_numba.io_model`:
+
+        kernel             loads                                  stores
+        S = Q K^T          Q N_q d, K T_r N_k d, bias N_q N_k     S N_q N_k
+        softmax            S N_q N_k                              P N_q N_k
+        dP = dO V^T        as S, without bias; dO is counted as Q, V as K, dP as S
+        dS = P o (dP - D)  P N_q N_k, dP N_q N_k                  dS N_q N_k
+        dV = P^T dO        P N_q N_k, dO T_c N_q d                dV N_k' d
+        dQ = dS K          P N_q N_k, V T_r N_k d                 O N_q' d
+        dK = dS^T Q        as dV; dS is counted as P, Q as dO, dK as dV
+
+    In the row of dQ, dS is counted as P, K as V and dQ as O. dV and dK are stored once per K/V
+    head.
+
+    Dropout makes the kernel of dS also store P, N_q N_k elements, in which dropped elements are 0.
+    With a softcap, or a `score_mod` whose derivative is not 1, the scores are computed once more
+    and dS is multiplied by the derivative: as the row of dP, with N_q N_k more loads of S.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> problem, tiles = Problem(1, 1, 1, 8, 8, 2), SimpleNamespace(Br=4, Bc=4)
+    >>> standard_backward(problem, tiles).stores
+    {'S': 128, 'P': 64, 'dS': 64, 'dV': 32, 'O': 16}
     """
     check_dbias(problem, dbias)
     d, d_v, head = problem.head_dim, problem.d_v, whole_sums(problem, tiles, problem.heads_q)

@@ -1,4 +1,4 @@
-"""Reads of a block table: which entries the warps of a block look up for a tile of K or V."""
+"""Loads of a block table: the entries that a thread block's warps read to load a tile of K or V."""
 
 from __future__ import annotations
 
@@ -10,12 +10,40 @@ from fa_numba.integers import ceil_div
 
 
 def table_reads(columns: int, Bc: int, page_size: int, threads: int, pieces: int) -> int:
-    """Entries that a block reads to load ``columns`` rows of a tile of ``Bc``.
+    """Return the number of block-table entries that a thread block reads to load one tile.
 
-    The tile is copied in turns, in which each of ``threads`` threads takes a piece of a row and
-    ``pieces`` neighbours share one. The rows come in runs of g = gcd(page_size, Bc), which lie in
-    one page each. In every turn a warp reads an entry for each run that it has valid rows of; where
-    g is so many turns' rows, in the first of these turns alone.
+    Parameters
+    ----------
+    columns : int
+        Valid rows of K (or V) in the tile.
+    Bc : int
+        Rows of K (or V) in a full tile.
+    page_size : int
+        Rows of a page.
+    threads : int
+        Threads that load.
+    pieces : int
+        Neighbouring threads that share a row: each loads one piece of the row.
+
+    Returns
+    -------
+    int
+        Entries, summed over the warps.
+
+    Notes
+    -----
+    The tile is copied in turns. In every turn each thread loads one piece of a row. The rows come
+    in runs of g = gcd(page_size, Bc) rows, each of which is in one page. In every turn a warp reads
+    one entry for each run that it has valid rows of. If g is a multiple of the rows of one turn, a
+    warp reads the entry only in the first turn of the run.
+
+    Examples
+    --------
+    Two warps load 64 rows of 8 pieces in pages of 16 rows: 8 rows per turn, 4 rows per warp. Every
+    warp reads the entry of each of the 4 pages once.
+
+    >>> table_reads(64, 64, 16, threads=64, pieces=8)
+    8
     """
     run = gcd(page_size, Bc)
     turn_rows, rest = divmod(threads, pieces)

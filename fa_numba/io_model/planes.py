@@ -1,4 +1,4 @@
-"""Accesses of float32 matrices that are split in planes of 16 bits, and what makes these."""
+"""Accesses of float32 matrices split in planes of 16 bits, and of the kernels that split them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,27 @@ from fa_numba.problem import BlockSizes, Problem
 
 
 def rows_loaded(problem: Problem, backward: bool = False, panels: bool = False) -> tuple[int, int]:
-    """Elements that a kernel loads of a row of Q or K, and of one of V or dO: as many as it has, or
-    those of all planes, of d rounded up to a multiple of 16, ``backward`` beyond 64 of either of
-    32, by ``panels`` of 64.
+    """Return the elements that a kernel loads of one row of Q or K, and of one row of V or dO.
+
+    Without planes these are the head dimensions. With planes they are the planes' elements: each
+    plane has d rounded up to a multiple of 16. In the backward pass it is a multiple of 32 if one
+    of the head dimensions is above 64. In panels it is a multiple of 64.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem; its head dimensions and its precision are used.
+    backward : bool, default False
+        Whether the kernel is of the backward pass.
+    panels : bool, default False
+        Whether the kernel loads panels of 64 columns.
+
+    Returns
+    -------
+    of_keys : int
+        Elements of a row of Q or K.
+    of_values : int
+        Elements of a row of V or dO.
     """
     dims, planes = (problem.head_dim, problem.d_v), PRECISIONS[problem.precision].planes
     if planes == 1:
@@ -31,11 +49,34 @@ def of_planes(
     backward: bool = False,
     panels: bool = False,
 ) -> Accesses:
-    """The accesses of a ``kernel`` that takes Q, K and V as planes, and dO ``backward``, and of
-    those that make them.
+    """Return the accesses of a kernel that loads planes and of the kernels that make the planes.
 
-    Of each, with N valid rows, P planes and d' = d rounded up to a multiple of 16:
-        loads  X: N d; twice where the planes are scaled    stores  planes: N P d'
+    Parameters
+    ----------
+    problem : Problem
+        The problem. If its precision has no planes, `kernel` is returned unchanged.
+    tiles : object with Br and Bc
+        Block sizes.
+    kernel : Accesses
+        Accesses of the kernel that loads the planes.
+    backward : bool, default False
+        Whether dO is split too.
+    panels : bool, default False
+        Whether the planes have panels of 64 columns.
+
+    Returns
+    -------
+    Accesses
+        The sums.
+
+    Notes
+    -----
+    A matrix with N valid rows is split by a kernel with these accesses, where P is the number of
+    planes and d' is d rounded up to a multiple of 16 (or as in `rows_loaded`):
+
+        array   loads                                      stores
+        X       N d; 2 N d if the planes are scaled        -
+        planes  -                                          N P d'
     """
     precision = PRECISIONS[problem.precision]
     if precision.planes == 1:

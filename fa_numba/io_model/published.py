@@ -1,6 +1,6 @@
-"""What the papers publish of accesses: asymptotic bounds, and a count of an algorithm.
+"""Accesses as papers publish them: asymptotic bounds, and one count of an algorithm.
 
-None is an exact count of a kernel. No mask is known here.
+None of these numbers is an exact count of a kernel. All ignore masks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,67 @@ from fa_numba.problem import Problem
 
 
 def theta_standard(problem: Problem) -> float:
-    """Theta(N d + N^2) accesses of standard attention (FA-1 Theorem 2), constant 1, in elements.
+    """Return the bound N d + N^2 on the accesses of standard attention, in elements.
 
-    B H ((N_q + N_k) d / 2 + N_q N_k), which is B H (N d + N^2) at N_q = N_k = N. No mask.
+    Parameters
+    ----------
+    problem : Problem
+        The problem. Masks are ignored.
+
+    Returns
+    -------
+    float
+        B H ((N_q + N_k) d / 2 + N_q N_k) elements, which is B H (N d + N^2) at N_q = N_k = N. B is
+        the batch size, H the number of query heads, d the head dimension.
+
+    Raises
+    ------
+    ValueError
+        If V has another head dimension than Q and K.
+
+    Notes
+    -----
+    Theta(N d + N^2), FlashAttention Theorem 2, with the constant 1.
+
+    Examples
+    --------
+    >>> theta_standard(Problem(1, 1, 1, 1024, 1024, 64)) == 1024 * 64 + 1024**2
+    True
     """
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * ((Nq + Nk) * d / 2 + Nq * Nk)
 
 
 def theta_flash(problem: Problem, M: float) -> float:
-    """Theta(N^2 d^2 / M) accesses of FlashAttention (FA-1 Theorem 2), constant 1, in elements.
+    """Return the bound N^2 d^2 / M on the accesses of FlashAttention, in elements.
 
-    B H N_q N_k d^2 / M. `M` is the on-chip memory in elements; the theorem is for d <= M <= N d,
-    and Proposition 3 says that no exact algorithm does better for all of that range. No mask.
+    Parameters
+    ----------
+    problem : Problem
+        The problem. Masks are ignored.
+    M : float
+        On-chip memory in elements, above 0. The theorem is for d <= M <= N d.
+
+    Returns
+    -------
+    float
+        B H N_q N_k d^2 / M elements. B is the batch size, H the number of query heads, d the head
+        dimension.
+
+    Raises
+    ------
+    ValueError
+        If `M` is not a finite number above 0, or V has another head dimension than Q and K.
+
+    Notes
+    -----
+    Theta(N^2 d^2 / M), FlashAttention Theorem 2, with the constant 1. Proposition 3 of that paper
+    says that no exact algorithm needs fewer accesses for every M in that range.
+
+    Examples
+    --------
+    >>> theta_flash(Problem(1, 1, 1, 1024, 1024, 64), M=2**15) == 1024**2 * 64**2 / 2**15
+    True
     """
     if not isinstance(M, numbers.Real) or not 0 < M <= sys.float_info.max:
         raise ValueError(f"M is {M!r}: allowed is a finite number of elements > 0")
@@ -37,10 +85,39 @@ def theta_flash(problem: Problem, M: float) -> float:
 
 
 def saha_ye(problem: Problem, M: float) -> float:
-    """Theta(min(N^2 d / sqrt(M), N^2 d^2 / M)) (Saha and Ye, arXiv 2402.07443, Theorem 3.1).
+    """Return the lower bound of Saha and Ye on the accesses of any exact attention, in elements.
 
-    Constant 1, in elements, `M` in elements, times B H, no mask. The two meet at M = d^2: above,
-    it is `theta_flash` and FlashAttention is optimal; below, square tiles of S are.
+    Parameters
+    ----------
+    problem : Problem
+        The problem. Masks are ignored.
+    M : float
+        On-chip memory in elements, above 0.
+
+    Returns
+    -------
+    float
+        B H min(N_q N_k d / sqrt(M), N_q N_k d^2 / M) elements. B is the batch size, H the number of
+        query heads, d the head dimension.
+
+    Raises
+    ------
+    ValueError
+        If `M` is not a finite number above 0, or V has another head dimension than Q and K.
+
+    Notes
+    -----
+    Theta(min(N^2 d / sqrt(M), N^2 d^2 / M)), Saha and Ye, arXiv 2402.07443, Theorem 3.1, with the
+    constant 1. The two terms are equal at M = d^2. For larger M the bound equals `theta_flash`:
+    FlashAttention is optimal. For smaller M an algorithm with square tiles of S is optimal.
+
+    Examples
+    --------
+    >>> problem = Problem(1, 1, 1, 1024, 1024, 64)
+    >>> saha_ye(problem, 2 * 64**2) == theta_flash(problem, 2 * 64**2)
+    True
+    >>> saha_ye(problem, 64**2 / 4) < theta_flash(problem, 64**2 / 4)
+    True
     """
     flash = theta_flash(problem, M)
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
@@ -48,11 +125,37 @@ def saha_ye(problem: Problem, M: float) -> float:
 
 
 def li_liang(problem: Problem, M: float) -> float:
-    """Theta(min((N^2 d^2 + N d^3) / M, (N^2 d + N d^2) / sqrt(M))), backward (Li, Liang, Shi, Song
-    and Zhou, arXiv 2410.09397, main theorem).
+    """Return the lower bound of Li, Liang, Shi, Song and Zhou for the backward pass, in elements.
 
-    Constant 1, in elements, `M` in elements, times B H, no mask; of N d^2 the longer length's. As
-    `saha_ye` forward the two meet at M = d^2, above which FlashAttention is optimal.
+    Parameters
+    ----------
+    problem : Problem
+        The problem. Masks are ignored.
+    M : float
+        On-chip memory in elements, above 0.
+
+    Returns
+    -------
+    float
+        B H min((N_q N_k d^2 + N d^3) / M, (N_q N_k d + N d^2) / sqrt(M)) elements, where N is the
+        larger of N_q and N_k, B the batch size, H the number of query heads and d the head
+        dimension.
+
+    Raises
+    ------
+    ValueError
+        If `M` is not a finite number above 0, or V has another head dimension than Q and K.
+
+    Notes
+    -----
+    Theta(min((N^2 d^2 + N d^3) / M, (N^2 d + N d^2) / sqrt(M))), arXiv 2410.09397, main theorem,
+    with the constant 1. The two terms are equal at M = d^2, as in `saha_ye`. For larger M
+    FlashAttention is optimal.
+
+    Examples
+    --------
+    >>> li_liang(Problem(1, 1, 1, 1024, 1024, 64), M=64**2) == 1024**2 + 1024 * 64
+    True
     """
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     more = problem.batch * problem.heads_q * max(Nq, Nk) * d * d
@@ -60,11 +163,37 @@ def li_liang(problem: Problem, M: float) -> float:
 
 
 def fa1_paper(problem: Problem, Bc: int) -> int:
-    """Accesses of FA-1's Algorithm 1 as FA-1 Fig. 2 (middle) counts them, in elements.
+    """Return the accesses of FA-1 forward, in elements, as FlashAttention's Fig. 2 (middle) counts.
 
-    K and V read once; Q read, O read and O written in every pass over K/V, less the first read of
-    O; no l and m, no mask: 2 N_k d + (3 T_c - 1) N_q d per head. At N_q = N_k = N that is
-    X (3 N / B_c + 1) with X = B H N d.
+    Parameters
+    ----------
+    problem : Problem
+        The problem. Masks are ignored.
+    Bc : int
+        Columns of a column tile, at least 1.
+
+    Returns
+    -------
+    int
+        B H (2 N_k d + (3 T_c - 1) N_q d) elements with T_c = ceil(N_k / B_c) column tiles. At
+        N_q = N_k = N that is B H N d (3 T_c + 1).
+
+    Raises
+    ------
+    TypeError
+        If `Bc` is not an integer.
+    ValueError
+        If `Bc` is below 1, or V has another head dimension than Q and K.
+
+    Notes
+    -----
+    K and V are read once. Q is read, O read and O written in every pass over the rows, without the
+    first read of O. l and m are not counted.
+
+    Examples
+    --------
+    >>> fa1_paper(Problem(1, 1, 1, 1024, 1024, 64), Bc=256) == (3 * 4 + 1) * 1024 * 64
+    True
     """
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     Tc = ceil_div(Nk, as_size("Bc", Bc, axis=False))

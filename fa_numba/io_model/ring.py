@@ -1,4 +1,4 @@
-"""Bytes between devices that share a sequence, in closed form."""
+"""Bytes between devices that share one sequence, in closed form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _SUM_BYTES = 4  # a float32: sums of several parts, and L
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Bytes that a rank sends to the next and receives from the one before."""
+    """Bytes that a rank sends to the next rank, and receives from the rank before.
+
+    Parameters
+    ----------
+    sent, received : int
+        Bytes.
+    """
 
     sent: int
     received: int
@@ -28,43 +34,78 @@ def ring(
     problem: Problem, ranks: int, rank: int = 0, *, travels: str = "kv", passes: str = "fwd",
     q_lens: Sequence[int] | None = None, kv_lens: Sequence[int] | None = None, dlse: bool = False,
 ) -> LinkTraffic:  # fmt: skip
-    """Bytes on the link of one rank in a call of ``fa_numba.torch.ring_attention``.
+    """Return the bytes on the link of one rank in a call of `fa_numba.torch.ring_attention`.
 
-    ``problem`` is one rank's part: seqlen_q rows and seqlen_k columns; ``causal`` stands for the
-    zigzag split, ``window`` is that of the whole sequence. ``q_lens`` and ``kv_lens`` are the
-    whole's too, one a batch entry. ``passes`` is "fwd" or "bwd", the latter with a gradient of L
-    or without ``dlse``.
+    Parameters
+    ----------
+    problem : Problem
+        One rank's part of the call: `seqlen_q` rows and `seqlen_k` columns. ``causal`` means the
+        zigzag split. ``window`` is the window of the whole sequence.
+    ranks : int
+        Number of ranks, P.
+    rank : int, default 0
+        The rank, from 0 to P - 1.
+    travels : {"kv", "q"}, default "kv"
+        What is sent from rank to rank: K and V, or Q.
+    passes : {"fwd", "bwd"}, default "fwd"
+        Forward or backward pass.
+    q_lens, kv_lens : sequence of int, optional
+        Valid rows and columns of the whole sequence, one number per batch entry.
+    dlse : bool, default False
+        Whether there is a gradient of L. Used in the backward pass only.
 
-    With e bytes an element, n_q = B H_q N_q d, n_k = B H_k N_k d, R = B H_q N_q rows, a message has
+    Returns
+    -------
+    LinkTraffic
+        Bytes sent and received by the rank.
 
-        travels  pass  what travels            its results
-        "kv"     fwd   2 e n_k                 -
-        "kv"     bwd   2 e n_k                 2 w n_k
-        "q"      fwd   e n_q                   w n_q + 4 R
-        "q"      bwd   3 e n_q + 4 R           w n_q
+    Raises
+    ------
+    TypeError
+        If `ranks` or a length is not an integer.
+    ValueError
+        If `rank`, `travels` or `passes` has another value, lengths do not fit, ``problem`` itself
+        has lengths, or a causal problem does not have the same even number of rows and columns.
 
-    (Q; dO, O and L beside it in the backward pass, and 4 R more with dL; d of V, O, dO and dV is
-    that of V), and there are P - 1 messages of each kind. Of results w = e in the first message,
-    what one kernel has left, and 4 after it, float32 sums. Under a causal mask the results that
-    rank r sends after step s <= r are of half the rows: no rank that they have passed by then has
-    seen the others. What a rank receives the one before has sent.
+    Notes
+    -----
+    The schedule is ring attention (Liu, Zaharia and Abbeel, arXiv 2310.01889, section 3) if K and V
+    travel. If Q travels it is this package's own. Symbols:
 
-    With a window or lengths steps at which nobody sees anything are passed over, and a message has
-    some of the rows: of what travels those from the first to the last that a later stop sees, of
-    results those that an earlier one has seen; w = e where one call has made them, 4 where several
-    have. Of a chunk of rows a to b and one of columns c to d, valid ones, ends not included, with
-    the diagonal D = columns - rows of the whole sequence, these see and are seen:
+        e      bytes per element of the inputs
+        n_q    elements of a rank's Q: B H_q N_q d; in O and dO, d is the head dimension of V
+        n_k    elements of a rank's K: B H_k N_k d; in V and dV, d is the head dimension of V
+        R      rows of a rank's Q over batch entries and heads: B H_q N_q
+        w      bytes per element of a result: e in the first message, which one kernel call
+               computed; 4 in later messages, which are float32 sums
+
+    There are P - 1 messages of operands and P - 1 messages of results. Bytes of one message:
+
+        travels  pass  operands                             results
+        "kv"     fwd   2 e n_k (K, V)                       -
+        "kv"     bwd   2 e n_k (K, V)                       2 w n_k (dK, dV)
+        "q"      fwd   e n_q (Q)                            w n_q + 4 R (O, L)
+        "q"      bwd   3 e n_q + 4 R (Q, dO, O, L)          w n_q (dQ)
+
+    With a gradient of L, the operands of the last line have 4 R bytes more. With a causal mask, the
+    results that rank r sends after step s <= r have half the rows: no rank on their way so far has
+    seen the other half. What a rank receives is what the rank before has sent.
+
+    With a window or lengths, steps in which no rank sees anything are left out, and messages are
+    shorter. Operands contain the rows from the first to the last that a later step reads. Results
+    contain the rows from the first to the last that an earlier step has read; w is e if one kernel
+    call computed them, else 4. Take a chunk of rows a to b and a chunk of columns c to d, valid
+    ones, ends not included. With D = columns - rows of the whole sequence, these rows see and these
+    columns are seen:
 
         rows     max(a, c - D - right) to min(b, d - D + left)
         columns  max(c, a + D - left) to min(d, b + D + right)
 
-    So with the window (left, 0), left at most N_k = N_q, K and V travel once, by every rank but the
-    last, left columns of them, and their gradients once, home.
+    For example, take the window (left, 0) with left at most N_k = N_q. Every rank but the last then
+    sends `left` columns of K and V once, and their gradients are sent back once.
 
-    Source: the schedule of ring attention (Liu, Zaharia and Abbeel, arXiv 2310.01889, section 3)
-    for K and V; this package's own for Q. Raises ValueError for another pass, rank or operand, and
-    for other lengths.
-
+    Examples
+    --------
     >>> from fa_numba.problem import Problem
     >>> p = Problem(1, 16, 16, 16384, 16384, 128, dtype="float16")
     >>> ring(p, 2).sent == 2 * 2 * 16 * 16384 * 128
@@ -95,9 +136,40 @@ def ring(
 def ring_messages(
     problem: Problem, *, travels: str = "kv", passes: str = "fwd", dlse: bool = False
 ) -> tuple[int, int, int]:
-    """Bytes of one message of each kind, as the table of ``ring`` has them without a mask: what
-    travels, the first message of its results, and a later one.
+    """Return the bytes of one message of each kind, without a mask.
 
+    Parameters
+    ----------
+    problem : Problem
+        One rank's part of the call, as for `ring`.
+    travels : {"kv", "q"}, default "kv"
+        What is sent from rank to rank: K and V, or Q.
+    passes : {"fwd", "bwd"}, default "fwd"
+        Forward or backward pass.
+    dlse : bool, default False
+        Whether there is a gradient of L. Used in the backward pass only.
+
+    Returns
+    -------
+    operands : int
+        Bytes of a message of operands.
+    first : int
+        Bytes of the first message of results, in the inputs' dtype.
+    later : int
+        Bytes of a later message of results, in float32.
+
+    Raises
+    ------
+    ValueError
+        If `travels` or `passes` has another value, ``problem`` has lengths, or a causal problem
+        does not have the same number of rows and columns.
+
+    Notes
+    -----
+    The table in the notes of `ring` has the formulas.
+
+    Examples
+    --------
     >>> from fa_numba.problem import Problem
     >>> ring_messages(Problem(1, 1, 1, 64, 64, 32, dtype="float16"), passes="bwd")
     (8192, 8192, 16384)
@@ -195,18 +267,47 @@ def _of_seen(
 def ring_break_even(
     ranks: int, *, dtype: str = "float16", head_dim: int = 128, passes: str = "fwd"
 ) -> float:
-    """(H_k N_k) / (H_q N_q) above which Q on its way sends less than K and V, without a mask.
+    """Return the ratio of keys to queries above which it is cheaper to send Q than K and V.
 
-    The ratio of the bytes of ``ring`` by element, summed over the P - 1 messages:
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks P, at least 2.
+    dtype : str, default "float16"
+        Dtype of the inputs.
+    head_dim : int, default 128
+        Head dimension d of Q, K and V.
+    passes : {"fwd", "bwd"}, default "fwd"
+        Forward or backward pass.
+
+    Returns
+    -------
+    float
+        The ratio (H_k N_k) / (H_q N_q) at which both send the same number of bytes, without a mask.
+        H_k and H_q are the numbers of heads, N_k and N_q the numbers of columns and rows.
+
+    Raises
+    ------
+    TypeError
+        If `ranks` is not an integer.
+    ValueError
+        If `ranks` is below 2, or another argument has a value that is not allowed.
+
+    Notes
+    -----
+    Bytes of `ring` per element, summed over the P - 1 messages, with e bytes per element of the
+    inputs:
 
         fwd   (e (P - 1) + e + 4 (P - 2) + 4 (P - 1) / d) / (2 e (P - 1))
         bwd   (3 e (P - 1) + e + 4 (P - 2) + 4 (P - 1) / d) / (2 e (P - 1) + 2 (e + 4 (P - 2)))
 
-    In 16 bits that is 1 between two ranks, but for L, and for many ranks 3/2 forward and 5/6
-    backward: as many queries as keys are best left where they are, and their gradients too, where
-    those of K and V would follow these in float32. Heads that share K and V make the ratio smaller,
-    a few queries on a long cache make it larger.
+    In 16 bits the ratio is about 1 for two ranks. For many ranks it tends to 3/2 forward and to 5/6
+    backward. With many ranks and as many queries as keys it is best to send K and V in the forward
+    pass, and Q in the backward pass, where gradients of K and V would travel in float32. Heads that
+    share K and V make (H_k N_k) / (H_q N_q) smaller. A few queries on a long cache make it larger.
 
+    Examples
+    --------
     >>> round(ring_break_even(2), 2), round(ring_break_even(1024), 2)
     (1.01, 1.51)
     >>> round(ring_break_even(2, passes="bwd"), 2), round(ring_break_even(1024, passes="bwd"), 2)

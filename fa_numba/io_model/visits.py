@@ -1,4 +1,4 @@
-"""Which tiles of S an algorithm visits, and the sums over them that the counts are made of."""
+"""Which tiles of S an algorithm visits, and the sums over these tiles that all counts use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ PASSES = ("fwd", "bwd", "fwd+bwd")
 
 
 def entries(problem: Problem) -> list[tuple[int, int]]:
-    """Batch entries of which each has other lengths, and how many have the same as each."""
+    """Return one batch entry for each pair of lengths, and how many entries have this pair.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    list of tuple of int
+        Pairs (batch entry, number of batch entries with the same lengths).
+    """
     if problem.q_lens is None and problem.kv_lens is None:
         return [(0, problem.batch)]
     first: dict[tuple[int, int], int] = {}
@@ -30,7 +41,23 @@ def entries(problem: Problem) -> list[tuple[int, int]]:
 
 
 class Whole(NamedTuple):
-    """What no mask changes, summed over batch entries and heads, in the package's terms."""
+    """Sums over batch entries and heads that no mask changes.
+
+    The formulas of one batch entry are in the symbols of `fa_numba.io_model`.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Valid rows N_q, valid columns N_k.
+    all_rows, all_columns : int
+        Rows N_q' and columns N_k' of the arrays.
+    pairs : int
+        Pairs of a row and a column, N_q N_k.
+    tiles : int
+        Tiles of S, T_r T_c.
+    columns_by_row_tile, rows_by_column_tile : int
+        T_r N_k and T_c N_q.
+    """
 
     rows: int  # N_q
     columns: int  # N_k
@@ -43,7 +70,22 @@ class Whole(NamedTuple):
 
 
 def whole_sums(problem: Problem, tiles: BlockSizes, heads: int) -> Whole:
-    """The sums over all batch entries and so many heads of each."""
+    """Return the sums over all batch entries and `heads` heads of each.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    tiles : object with Br and Bc
+        Block sizes.
+    heads : int
+        Heads of a batch entry: heads_q or heads_k.
+
+    Returns
+    -------
+    Whole
+        The sums.
+    """
     check_blocks(tiles)
     # Python integers: a count may exceed 64 bits.
     total = [0] * len(Whole._fields)
@@ -57,7 +99,23 @@ def whole_sums(problem: Problem, tiles: BlockSizes, heads: int) -> Whole:
 
 
 class Visits(NamedTuple):
-    """Sums over the visited tiles (i, j) of all batch entries and query heads."""
+    """Sums over the visited tiles (i, j) of all batch entries and query heads.
+
+    r_i is the number of valid rows of row tile i, c_j the number of valid columns of column tile j.
+
+    Parameters
+    ----------
+    tiles : int
+        Number of visited tiles.
+    rows, columns, pairs : int
+        Sums of r_i, of c_j and of r_i c_j.
+    rows_again : int
+        Sum of r_i without the tiles of column tile 0.
+    rows_once : int
+        Sum of r_i with each row tile once that is visited at all.
+    rows_whole : int
+        As `rows_once`, without row tiles that have rows past `q_lens`.
+    """
 
     tiles: int  # how many there are
     rows: int  # of r_i
@@ -69,13 +127,30 @@ class Visits(NamedTuple):
 
 
 def starts_in_first_pass(problem: Problem) -> bool:
-    """Whether FA-1's pass over column tile 0 is what gives O, l and m (or dQ) their first values.
+    """Return whether FA-1's pass over column tile 0 gives O, l and m (or dQ) their first values.
 
-    Line 2 of Algorithm 1 (line 5 of Algorithm 4) then costs no accesses of its own. That takes a
-    first pass that goes over every row of the arrays. It goes over every row tile, also those that
-    see nothing of column tile 0 by the causal mask, but it is like any other pass with a window or
-    a block mask; and rows past `q_lens` are in no tile, unless sequences are packed, where such
-    rows do not exist.
+    If so, line 2 of Algorithm 1 (line 5 of Algorithm 4) has no accesses of its own. This needs a
+    first pass that visits every row of the arrays. The first pass visits every row tile, even one
+    that the causal mask hides from column tile 0. Two things make it like any other pass: a window
+    or a block mask; and `q_lens`, as rows past `q_lens` are in no tile. Packed sequences have no
+    such rows.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    bool
+        Whether the first pass gives the first values.
+
+    Examples
+    --------
+    >>> starts_in_first_pass(Problem(1, 1, 1, 8, 8, 2, causal=True))
+    True
+    >>> starts_in_first_pass(Problem(1, 1, 1, 8, 8, 2, window=(4, 0)))
+    False
     """
     every_row_has_a_tile = problem.q_lens is None or problem.packed
     takes_every_tile = problem.window == (-1, -1) and not problem.sparse
@@ -83,8 +158,22 @@ def starts_in_first_pass(problem: Problem) -> bool:
 
 
 def rows_read(problem: Problem, visits: Visits) -> int:
-    """Rows of FA-1's O, l and m, or dQ, that its visits read: all but those that a visit starts.
-    A block mask's lists say of a row tile which visit is its first; a window or `q_lens` do not.
+    """Return the rows of FA-1's O, l and m (or dQ) that the visits read.
+
+    A visit that gives a row tile its first values reads nothing. With a block mask, the lists of
+    tiles say which visit of a row tile is the first. With a window or `q_lens` every visit reads.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    visits : Visits
+        Sums over the visited tiles.
+
+    Returns
+    -------
+    int
+        Rows, each counted once per visit that reads it.
     """
     if starts_in_first_pass(problem):
         return visits.rows_again
@@ -92,8 +181,24 @@ def rows_read(problem: Problem, visits: Visits) -> int:
 
 
 def rows_started(problem: Problem, visits: Visits, whole: Whole) -> int:
-    """Rows that line 2 (line 5) stores before the first pass: with a window or `q_lens` all; with a
-    block mask those of row tiles that no visit goes to, or that `q_lens` ends in.
+    """Return the rows that FA-1 stores before the first pass (Algorithm 1 line 2, 4 line 5).
+
+    With a window or `q_lens` these are all rows. With a block mask these are the rows of row tiles
+    that are never visited, or in which `q_lens` ends.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    visits : Visits
+        Sums over the visited tiles.
+    whole : Whole
+        Sums over all rows.
+
+    Returns
+    -------
+    int
+        Rows; 0 if the first pass gives the first values.
     """
     if starts_in_first_pass(problem):
         return 0
@@ -104,12 +209,29 @@ def visit_sums(
     problem: Problem, tiles: BlockSizes, block_mask: Any, *, takes_all: bool = False, run: int = 1,
     whole: bool = False,
 ) -> Visits:  # fmt: skip
-    """The sums over the tiles that a kernel visits, in either loop order.
+    """Return the sums over the tiles that a kernel visits. They hold for both loop orders.
 
-    With `takes_all` column tile 0 is visited by every row tile, whatever it sees, and exists even
-    where N_k = 0. With `run` above 1 so many row tiles count as one, which visits every column
-    tile that one of them visits: what a block of FA-1's query splits loads of K and V. With `whole`
-    a row tile has the rows that the arrays have, also those past `q_lens`.
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    tiles : object with Br and Bc
+        Block sizes.
+    block_mask : array_like of bool or None
+        Tiles that are computed.
+    takes_all : bool, default False
+        Whether every row tile visits column tile 0, whatever it sees. Column tile 0 then exists
+        even if N_k = 0.
+    run : int, default 1
+        Neighbouring row tiles that count as one row tile, which visits every column tile that one
+        of them visits. This counts what a thread block of FA-1's query splits loads of K and V.
+    whole : bool, default False
+        Whether a row tile has all rows that the arrays have, including rows past `q_lens`.
+
+    Returns
+    -------
+    Visits
+        The sums.
     """
     check_blocks(tiles)
     total = [0] * len(Visits._fields)
@@ -125,7 +247,22 @@ def visit_sums(
 
 
 def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Counter[int]:
-    """How many of the visited tiles have so many columns, c_j, of all batch entries and heads."""
+    """Count the visited tiles of all batch entries and query heads by their number of columns, c_j.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    tiles : object with Br and Bc
+        Block sizes.
+    block_mask : array_like of bool or None
+        Tiles that are computed.
+
+    Returns
+    -------
+    Counter
+        Maps a number of columns to the number of visited tiles with so many columns.
+    """
     found: Counter[int] = Counter()
     for entry, mask, count in distinct_heads(problem, blocks_of(problem, block_mask, tiles)):
         visited, columns = _visited(problem, tiles, entry, mask)
@@ -148,7 +285,21 @@ def _visited(
 
 
 class RowTiles(NamedTuple):
-    """What each row tile of one head (or each run of row tiles) visits."""
+    """What each row tile of one head visits. A run of row tiles may count as one.
+
+    Parameters
+    ----------
+    rows : ndarray of int
+        Rows of each row tile, r_i.
+    seen : ndarray of int
+        Column tiles that it visits.
+    whole : ndarray of bool
+        Whether none of its rows is past `q_lens`.
+    columns : ndarray of int
+        Columns of the visited column tiles together, sum_j c_j.
+    with_0 : ndarray of bool
+        Whether it visits column tile 0.
+    """
 
     rows: np.ndarray  # its rows, r_i
     seen: np.ndarray  # how many column tiles it visits
@@ -157,13 +308,30 @@ class RowTiles(NamedTuple):
     with_0: np.ndarray  # whether column tile 0 is one of them
 
     def all_with_0(self, columns: int) -> RowTiles:
-        """These visits, and column tile 0, which has so many columns, by every row tile too."""
+        """Return these visits, with column tile 0 visited by every row tile too.
+
+        Parameters
+        ----------
+        columns : int
+            Columns of column tile 0.
+
+        Returns
+        -------
+        RowTiles
+            The visits.
+        """
         new = ~self.with_0
         seen, all_columns = self.seen + new, self.columns + columns * new
         return self._replace(seen=seen, columns=all_columns, with_0=self.with_0 | new)
 
     def sums(self) -> Visits:
-        """The sums over this head's tiles."""
+        """Return the sums over this head's tiles.
+
+        Returns
+        -------
+        Visits
+            The sums.
+        """
         return Visits(
             tiles=int(self.seen.sum()),
             rows=int(self.rows @ self.seen),
@@ -213,9 +381,28 @@ def _column_tiles(
 def blocks_of(
     problem: Problem, block_mask: Any, tiles: BlockSizes | None = None
 ) -> np.ndarray | None:
-    """The block mask with four axes, checked; None where the problem is not sparse.
+    """Return the block mask with four axes, checked; None if the problem is not sparse.
 
-    Without `tiles` it may have any number of blocks.
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    block_mask : array_like of bool or None
+        Tiles that are computed, with two to four axes.
+    tiles : object with Br and Bc, optional
+        Block sizes. If None, the mask may have any number of blocks.
+
+    Returns
+    -------
+    ndarray of bool or None
+        Shape (batch or 1, heads_q or 1, blocks of rows, blocks of columns).
+
+    Raises
+    ------
+    TypeError
+        If the mask is not bool.
+    ValueError
+        If the mask has another shape, is missing, or is given for a problem that is not sparse.
     """
     if not problem.sparse:
         if block_mask is not None:
@@ -229,7 +416,24 @@ def blocks_of(
 def distinct_heads(
     problem: Problem, blocks: np.ndarray | None
 ) -> Iterator[tuple[int, np.ndarray | None, int]]:
-    """Heads that may differ: (batch entry, block mask, how many query heads have the same)."""
+    """Iterate over heads that may differ in lengths or block mask.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    blocks : ndarray of bool or None
+        The block mask as `blocks_of` returns it.
+
+    Yields
+    ------
+    entry : int
+        Batch entry.
+    mask : ndarray of bool or None
+        The head's block mask.
+    count : int
+        Number of query heads like this one.
+    """
     if blocks is None:
         for entry, count in entries(problem):
             yield entry, None, count * problem.heads_q
@@ -249,11 +453,45 @@ def tiles_visited(
     passes: str = "fwd",
     block_mask: Any = None,
 ) -> int:
-    """Tiles of S computed, over batch and heads: B H T_r T_c without masks and lengths.
+    """Return the number of tiles of S that an algorithm computes.
 
-    fa2 computes the visited tiles alone. So does fa1, except that its first pass may go over every
-    row tile (`starts_in_first_pass`). standard computes all tiles. `passes` is "fwd" or "bwd", and
-    the number is the same for both; a deterministic fa2_backward goes over its tiles twice.
+    The number is the sum over batch entries and query heads. FA-2 computes the visited tiles only.
+    FA-1 does too, but its first pass may visit every row tile; see `starts_in_first_pass`. Standard
+    attention computes all tiles.
+
+    Parameters
+    ----------
+    algorithm : str
+        "standard", "fa1" or "fa2".
+    problem : Problem
+        Sizes and masks.
+    tiles : object with Br and Bc
+        Rows of a row tile, columns of a column tile.
+    passes : {"fwd", "bwd"}, default "fwd"
+        The pass. Both have the same number. A deterministic FA-2 backward pass computes its tiles
+        twice; they are counted once.
+    block_mask : array_like of bool, optional
+        Tiles that are computed; required if and only if the problem is sparse.
+
+    Returns
+    -------
+    int
+        Tiles. Without masks and lengths B H T_r T_c: batch, query heads, row tiles, column tiles.
+
+    Raises
+    ------
+    TypeError
+        If `tiles` has no Br and Bc, or the block mask is not bool.
+    ValueError
+        If a name is not allowed, a block size is below 1, or the block mask does not fit.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> tiles = SimpleNamespace(Br=4, Bc=4)
+    >>> causal = Problem(1, 2, 2, 16, 16, 8, causal=True)
+    >>> [tiles_visited(name, causal, tiles) for name in ("standard", "fa2")]
+    [32, 20]
     """
     check_name("algorithm", algorithm, ALGORITHMS)
     check_name("passes", passes, PASSES[:2])

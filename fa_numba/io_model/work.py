@@ -1,4 +1,4 @@
-"""FLOPs by the papers' convention, and the workspace that a call takes."""
+"""FLOPs by the papers' convention, and the workspace that a call needs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,46 @@ from fa_numba.problem import Problem
 
 
 def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> int:
-    """FLOPs as published (FA-2 section 4.1): the matrix products alone.
+    """Return the FLOPs of a call by the papers' convention: its matrix products only.
 
-    4 N_q N_k d per head forward, halved when causal; 2.5 times that backward, 3.5 times both; with
-    V's head dimension where it is another, as `multiply_adds` has it.
-    `passes` is "fwd", "bwd" or "fwd+bwd". This is a convention for comparing speeds, not a count of
-    operations. With a window, causal or not, the exact number of (row, column) pairs that it leaves
-    stands for N_q N_k. A sparse problem's `block_mask` multiplies what its heads have by the share
-    of blocks that it keeps, of all blocks, those included that other masks hide; the result is
-    rounded down.
+    Parameters
+    ----------
+    problem : Problem
+        Sizes and masks.
+    passes : {"fwd", "bwd", "fwd+bwd"}, default "fwd"
+        The pass or passes.
+    block_mask : array_like of bool, optional
+        Blocks that are computed, in any number; required if and only if the problem is sparse.
+
+    Returns
+    -------
+    int
+        FLOPs, rounded down.
+
+    Raises
+    ------
+    TypeError
+        If the block mask is not bool.
+    ValueError
+        If `passes` has another value, or the block mask does not fit.
+
+    Notes
+    -----
+    FlashAttention-2 section 4.1: 4 N_q N_k d per query head and batch entry forward, 2.5 times as
+    many backward, 3.5 times both. N_q and N_k are the rows and columns, d is the head dimension. If
+    V has another head dimension, see `multiply_adds`. A causal mask halves the number.
+
+    The convention is for comparing speeds. It is not a count of operations. With a window (also a
+    causal one), N_q N_k is replaced by the exact number of (row, column) pairs that the window
+    leaves. A block mask multiplies a head's number by the share of blocks that it keeps, among all
+    blocks, including blocks that other masks hide.
+
+    Examples
+    --------
+    >>> flops(Problem(1, 1, 1, 1024, 1024, 64)) == 4 * 1024**2 * 64
+    True
+    >>> flops(Problem(1, 1, 1, 1024, 1024, 64, causal=True), "bwd") == 5 * 1024**2 * 64
+    True
     """
     check_name("passes", passes, PASSES)
     blocks = blocks_of(problem, block_mask)
@@ -36,7 +67,28 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
 
 
 def multiply_adds(problem: Problem, passes: str) -> int:
-    """Of a row and a column: d for each of S, dQ and dK, V's d for each of O, dP and dV."""
+    """Return the multiply-adds of one pair of a row and a column.
+
+    S, dQ and dK have d each, where d is the head dimension of Q and K. O, dP and dV have d_v each,
+    where d_v is the head dimension of V.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem; its head dimensions are used.
+    passes : {"fwd", "bwd", "fwd+bwd"}
+        The pass or passes.
+
+    Returns
+    -------
+    int
+        The number: d + d_v forward, 3 d + 2 d_v backward, the sum for both.
+
+    Examples
+    --------
+    >>> multiply_adds(Problem(1, 1, 1, 8, 8, 64), "fwd+bwd")
+    448
+    """
     d, d_v = problem.head_dim, problem.d_v
     of_pass = {"fwd": d + d_v, "bwd": 3 * d + 2 * d_v}
     return sum(of_pass[name] for name in passes.split("+"))
@@ -67,24 +119,66 @@ def workspace(
     algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd",
     deterministic: bool = False, query_splits: int = 1, kv_splits: int = 1, group_splits: int = 1,
 ) -> int:  # fmt: skip
-    """Bytes of global memory beside inputs and outputs, `passes` "fwd" or "bwd".
+    """Return the bytes of global memory that a call needs besides inputs and outputs.
 
-    R is the number of rows of Q over all heads: B H N_q', for packed sequences H times their
-    total. S and P have B H N_q N_k elements of the problem's dtype, for the longest sequences, each
-    row rounded up to a multiple of 16 bytes; everything else is float32.
+    Parameters
+    ----------
+    algorithm : str
+        "standard", "fa1" or "fa2".
+    problem : Problem
+        Sizes, dtype and precision.
+    return_lse : bool, default False
+        Whether L is an output of the forward pass, and so not workspace.
+    passes : {"fwd", "bwd"}, default "fwd"
+        The pass.
+    deterministic : bool, default False
+        Whether FA-2's backward pass computes dQ without atomic adds.
+    query_splits : int, default 1
+        Thread blocks of FA-1 that share a head.
+    kv_splits : int, default 1
+        Thread blocks of FA-2 forward that share the columns of a row tile.
+    group_splits : int, default 1
+        Thread blocks of FA-2 backward that share a column tile of a K/V head.
+
+    Returns
+    -------
+    int
+        Bytes.
+
+    Raises
+    ------
+    TypeError
+        If a number of splits is not an integer.
+    ValueError
+        If a name is not allowed, or a number of splits is below 1.
+
+    Notes
+    -----
+    R is the number of rows of Q over all heads: B H N_q', and for packed sequences H times their
+    total. S and P have B H N_q N_k elements of the problem's dtype, for the longest sequences; each
+    row is rounded up to a multiple of 16 bytes. Everything else is float32. Bytes:
 
                     forward                            backward
         standard    S, which P overwrites              P; dP, which dS overwrites
         fa1         l and m, 8 R; in 16 bits A         in 16 bits A, and with query splits the sums
-                                                       of dK and dV, as A, of their rows
+                                                       of dK and dV, like A, for their rows
         fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits A, unless `deterministic`
 
-    With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside; with
-    `group_splits` above 1 backward, for each of them, parts of dK and dV, as A, of their rows.
-    Where float32 is split in P planes both have forward 2 P d' bytes for each row of Q, K and V, d'
-    being d rounded up to a multiple of 16, and where they are scaled 516 for each head; backward of
-    dO too.
-    A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2; of O that of V.
+    A is the float32 sum of O or dQ: 4 R d bytes, with d rounded up to a multiple of 2. For O, d is
+    the head dimension of V.
+
+    With `kv_splits` above 1, FA-2 forward has in addition A for O, and l and m, 8 R bytes, for each
+    split. With `group_splits` above 1, FA-2 backward has in addition parts of dK and dV, like A,
+    for each split. If float32 is split in P planes, both have in addition 2 P d' bytes for each row
+    of Q, K and V, and backward of dO: d' is d rounded up to a multiple of 16, or as in
+    `planes.rows_loaded`. If the planes are scaled, they also have 516 bytes for each head of these
+    matrices.
+
+    Examples
+    --------
+    >>> problem = Problem(1, 2, 2, 1024, 1024, 64, dtype="float16")
+    >>> [workspace(name, problem) for name in ("standard", "fa1", "fa2")]
+    [4194304, 540672, 8192]
     """
     check_name("algorithm", algorithm, ALGORITHMS)
     check_name("passes", passes, PASSES[:2])
