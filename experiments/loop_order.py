@@ -4,14 +4,17 @@ FA-1's order, on the paper's grid and with query splits, over FA-2's at the same
 unit: time, accesses, L2 and DRAM bytes over N in FA-2's setting, and over batch x heads.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
 from .lab.measure import variants
+from .lab.measure.series import UNIT_NAMES as NAMES_OF_UNITS
 from .lab.measure.series import plan, query_splits
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import SECONDS, attempt
@@ -24,11 +27,7 @@ NEEDS = ("GPU",)
 TAKES = ("seqlens", "head_dims")
 
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
-UNIT_NAMES = {
-    "simt": "fp32, CUDA cores",
-    "mma": "fp16, tensor cores",
-    "wgmma": "fp16, Hopper's (wgmma)",
-}
+UNIT_NAMES = {unit: f"{DTYPES[dtype]}, {NAMES_OF_UNITS[unit]}" for unit, dtype in UNITS.items()}
 # Batch x heads at one length: from one head to as many as fill a large GPU.
 HEADS_SEQLEN, QUICK_SEQLEN = 4096, 512
 HEADS = (1, 4, 16, 32, 64, 128)
@@ -148,24 +147,29 @@ def draw(rows: Sequence[Row]) -> Any:
     _hero(left, found, "dram")
     _hero(right, found, "splits")
     dram, splits = (
-        tables.between([ratio[name] for ratio in found.values() if name in ratio])
+        max((ratio[name] for ratio in found.values() if name in ratio), default=None)
         for name in ("dram", "splits")
     )
-    bytes_ = f"moves {dram} times the DRAM bytes" if dram else "bytes"
-    left.set(title=bytes_, ylabel="DRAM bytes, FA-1 / FA-2")
-    time = f"takes {splits} times as long" if splits else "time"
-    right.set(title=time, ylabel="time, FA-1 / FA-2")
-    shown = style.handles(left) or style.handles(right)
-    title = (
-        "At equal tiles, grid and work the K/V-outer order (FA-1) costs more than Q outer (FA-2)\n"
-        "forward, 16k tokens, hidden dimension 2048"
-    )
-    style.legend(figure, list(shown.values()), title)
+    many = f": up to {dram:.0f} times as many" if dram else ""
+    left.set(title=f"DRAM bytes{many}", ylabel="DRAM bytes, FA-1 / FA-2 (ratio)")
+    long = f": up to {splits:.1f} times as long" if splits else ""
+    right.set(title=f"time{long}", ylabel="time, FA-1 / FA-2 (ratio)")
+    message = "K/V outer (FA-1) costs more than Q outer (FA-2)"
+    if splits:
+        message = f"K/V outer takes up to {splits:.1f} times as long as Q outer"
+    what = "equal tiles, grid and work; forward, 16k tokens, hidden dimension 2048"
+    units = {unit for unit, _ in found}
+    shown = [
+        *(style.patch(UNIT_NAMES[u], color=c) for u, c in _UNITS.items() if u in units),
+        *(style.key(f"d={d}", marker=marker, ls=ls)
+          for d, (marker, ls) in _LOOKS.items() if d in {p.head_dim for _, p in found}),
+    ]  # fmt: skip
+    style.legend(figure, shown, f"{message}\n{what}")
     return figure
 
 
-# A unit in the colour of its FA-1; a head dimension's mark and line.
-_UNITS = {"simt": "fa1-simt", "mma": "fa1-simt-splits", "wgmma": "fa1-wgmma"}
+# A unit's colour, which no series has; a head dimension's mark and line.
+_UNITS = {"simt": "#999933", "mma": "#CC6677", "wgmma": "#332288"}
 _LOOKS = {64: ("o", "-"), 128: ("s", "--")}
 
 
@@ -178,71 +182,124 @@ def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str) -> Non
             if (where, p.head_dim) == (unit, d) and name in values
         )
         marker, ls = _LOOKS.get(d, ("D", ":"))
-        look = {"color": style.COLOURS[_UNITS[unit]], "marker": marker, "ls": ls}
-        style.line(ax, points, label=f"{UNIT_NAMES[unit]}, d={d}", **look)
+        style.line(ax, points, color=_UNITS[unit], marker=marker, ls=ls)
     ax.axhline(1, color="#555555", lw=0.8, zorder=1)
     if name == "dram":
         style.log(ax.yaxis, 2)
-    style.sizes(ax, sorted({p.seqlen_q for _, p in found}), "sequence length N")
+    style.sizes(ax, sorted({p.seqlen_q for _, p in found}), "sequence length N (tokens)")
 
 
 # What a panel shows of `ratios`: colour of, marker, line, label.
 _LINES = {
     "grid": ("fa1-simt", "o", "-", "time, the paper's grid"),
-    "splits": ("fa1-simt-splits", "D", "-", "time, query splits"),
-    "model": ("model", "", "-", "bytes accessed, model"),
-    "l2": ("model", "x", "", "bytes from and to L2, measured"),
+    "splits": ("fa1-simt-splits", "D", "-", "time, equal grid (marks: query splits)"),
+    "model": ("model", "", "-", "accesses in bytes, model"),
+    "l2": ("model", "x", "", "L2 bytes, measured"),
 }
 
 
-def detail(rows: Sequence[Row]) -> Any:
-    found = _every(rows)
+def detail(rows: Sequence[Row], over_heads: bool) -> Any:
+    """All ratios over N, or over batch x heads: a row of panels for each unit, one scale."""
+    found = {
+        place: ratio for place, ratio in _every(rows).items() if in_setting(place[1]) != over_heads
+    }
     if not found:
         return None
-    head_dims = sorted({p.head_dim for _, p in found})
-    panels = [
-        (unit, over_heads)
-        for over_heads in (False, True)
-        for unit in UNITS
-        if any(where == unit and in_setting(p) != over_heads for where, p in found)
-    ]
-    figure, axes = style.new(
-        len(panels), len(head_dims), 1.2 + 2.5 * len(panels), sharey="row", sharex="row"
-    )
-    for (unit, over_heads), across in zip(panels, axes, strict=True):
+    plans, head_dims = _plans(rows), sorted({p.head_dim for _, p in found})
+    units = [unit for unit in UNITS if any(where == unit for where, _ in found)]
+    size = (len(units), len(head_dims), 1.5 + 2.3 * len(units))
+    figure, axes = style.new(*size, sharey=True, sharex=True)
+    for unit, across in zip(units, axes, strict=True):
         for d, ax in zip(head_dims, across, strict=True):
             mine = {
-                p: values
-                for (where, p), values in found.items()
-                if (where, p.head_dim) == (unit, d) and in_setting(p) != over_heads
+                p: (ratio, *plans[where, p])
+                for (where, p), ratio in found.items()
+                if (where, p.head_dim) == (unit, d)
             }
             _panel(ax, mine, over_heads)
-            at = f", N={next(iter(mine)).seqlen_q}" if over_heads and mine else ""
-            ax.set_title(f"{UNIT_NAMES[unit]}, d={d}{at}")
-        across[0].set_ylabel("FA-1 / FA-2")
-    handles, title = style.handles(axes), "forward, the same tiles; above 1 the K/V-outer order"
-    title += " takes or moves more"
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, title=title)
+            ax.set_title(f"{UNIT_NAMES[unit]}, d={d}")
+        across[0].set_ylabel("FA-1 / FA-2 (ratio)")
+    for ax in axes[:-1].flat:
+        ax.set_xlabel("")
+    shown = style.handles(axes)
+    if any(p.causal for _, p in found):
+        shown["causal"] = style.key("dotted, small marks: causal", ls=":", lw=1.2)
+    if any(line.get_linestyle() == "-." for ax in axes.flat for line in ax.lines):
+        shown["tiles"] = style.key("here the tiles change", ls="-.", lw=1.0, color=_CHANGE)
+    slowest = max((ratio["grid"] for ratio in found.values() if "grid" in ratio), default=None)
+    message = "At equal tiles K/V outer (FA-1) takes longer than Q outer (FA-2)"
+    if slowest:
+        message = f"On the paper's grid FA-1 takes up to {slowest:.0f} times FA-2's time"
+    what = "forward, FA-1 over FA-2 at equal tiles; "
+    if over_heads:
+        what += f"N={next(p.seqlen_q for _, p in found)}, not causal"
+    else:
+        what += "16k tokens, hidden dimension 2048"
+    style.legend(figure, list(shown.values()), f"{message}\n{what}")
     return figure
 
 
-def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool) -> None:
-    sizes = sorted({p.heads_q if over_heads else p.seqlen_q for p in found})
+_CHANGE = "#B22222"
+# The tiles of FA-1 and FA-2, and whether query splits give FA-1 several blocks per head.
+Planned = tuple[tuple[int, int], bool]
+
+
+def _plans(rows: Sequence[Row]) -> dict[Place, Planned]:
+    found: dict[Place, Planned] = {}
+    for problem, mine in variants.problems_of(rows).items():
+        for unit in units_of(problem.dtype):
+            of = [r for r in mine if r.series in series_of(unit)]
+            if of:
+                split = any(r.note.startswith("query_splits=") for r in of)
+                found[unit, problem] = (of[0].Br or 0, of[0].Bc or 0), split
+    return found
+
+
+def _panel(
+    ax: Any, found: Mapping[Problem, tuple[dict[str, float], tuple[int, int], bool]],
+    over_heads: bool,
+) -> None:  # fmt: skip
+    def at(problem: Problem) -> int:
+        return problem.heads_q if over_heads else problem.seqlen_q
+
+    sizes = sorted({at(p) for p in found})
     for causal in (False, True):
+        mine = sorted((at(p), *of) for p, of in found.items() if p.causal == causal)
         for name, (like, marker, line, label) in _LINES.items():
-            points = sorted(
-                (p.heads_q if over_heads else p.seqlen_q, values[name])
-                for p, values in found.items()
-                if p.causal == causal and name in values
-            )
+            points = [(x, values[name]) for x, values, *_ in mine if name in values]
             look: dict[str, Any] = {"color": style.COLOURS[like], "marker": marker, "ls": line}
             look |= {"lw": 1.8, "ms": 6, "label": label}
             if causal:
-                look |= {"ls": line and ":", "lw": 1.2, "ms": 4, "label": f"{label}, causal"}
+                look |= {"ls": line and ":", "lw": 1.2, "ms": 4, "label": None}
+            if name == "splits":  # elsewhere it is the run on the paper's grid
+                split = [splits for _, values, _, splits in mine if name in values]
+                look["markevery"] = [n for n, splits in enumerate(split) if splits]
             style.line(ax, points, **look)
     ax.axhline(1, color="#555555", lw=0.8, zorder=1)
     style.log(ax.yaxis, 2)
-    style.sizes(ax, sizes, "batch x heads" if over_heads else "sequence length N")
+    style.sizes(ax, sizes, "batch x heads" if over_heads else "sequence length N (tokens)")
+    _tiles(ax, {(p.causal, at(p)): tiles for p, (_, tiles, _) in found.items()}, over_heads)
+
+
+def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_heads: bool) -> None:
+    """The tiles of a panel in its free corner; a line where they change."""
+    said = []
+    for causal in sorted({causal for causal, _ in found}):
+        mine = sorted((x, tiles) for (mask, x), tiles in found.items() if mask == causal)
+        words = ["causal: " if causal else "tiles: ", ""]
+        steps = [(0, mine[0])] + [(a[0], b) for a, b in itertools.pairwise(mine) if a[1] != b[1]]
+        for before, (x, (Br, Bc)) in steps:
+            if before:
+                ax.axvline((before * x) ** 0.5, color=_CHANGE, lw=1.0, ls="-.", ymax=0.74, zorder=1)
+                words.append(f"; from {style.short(x)}: {Br} x {Bc}")
+            else:
+                words.append(f"{Br} x {Bc}")
+        said.append("".join(words))
+    first, *others = said
+    others = [each for each in others if each.partition(": ")[2] != first.partition(": ")[2]]
+    side, x = ("right", 0.98) if over_heads else ("left", 0.02)
+    text = "\n".join([first, *others])
+    ax.text(x, 0.97, text, transform=ax.transAxes, fontsize=9, ha=side, va="top")
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
@@ -273,9 +330,13 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "Forward, FA-2 at FA-1's tiles, on wgmma FA-1 at FA-2's; bytes are those with query splits "
         f"over FA-2's; {tables.runs(times)}. All {len(problems)} problems, over batch x heads too, "
-        f"are in the data file and drawn in [{NAME}_detail.png](figures/{NAME}_detail.png)."
+        f"are in the data file and drawn in [{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
+        f"[{NAME}_heads.png](figures/{NAME}_heads.png)."
     )
     return tables.of(caption, header, lines)
 
 
-FIGURES = {f"{NAME}_detail": detail}
+FIGURES = {
+    f"{NAME}_seqlen": partial(detail, over_heads=False),
+    f"{NAME}_heads": partial(detail, over_heads=True),
+}

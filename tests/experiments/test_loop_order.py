@@ -101,10 +101,12 @@ def test_the_orders_are_compared_over_heads_too(monkeypatch):
     assert {case.problem.seqlen_q for case in cases} == {512, 1024}
     model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
     assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 27
-    figure = loop_order.detail(rows)
-    assert [ax.get_title() for ax in figure.axes] == [
-        f"{name}, d=64{at}" for at in ("", ", N=256") for name in loop_order.UNIT_NAMES.values()
-    ]
+    over_N, over_heads = (draw(rows) for draw in loop_order.FIGURES.values())
+    for figure in (over_N, over_heads):
+        assert [ax.get_title() for ax in figure.axes] == [
+            f"{name}, d=64" for name in loop_order.UNIT_NAMES.values()
+        ]
+    assert "; N=256, not causal" in over_heads.legends[0].get_title().get_text()
 
 
 def test_ratios_of_the_orders():
@@ -124,9 +126,11 @@ def test_the_result_is_seen_at_a_glance():
     """Two panels, bytes and time; their titles and labels say the ratios of the rows."""
     figure = loop_order.draw(synthetic())
     bytes_, time = figure.axes
-    assert bytes_.get_title() == "moves 4 to 16 times the DRAM bytes"
-    assert time.get_title() == "takes 1.5 times as long"
-    assert "At equal tiles, grid and work" in figure.legends[0].get_title().get_text()
+    assert bytes_.get_title() == "DRAM bytes: up to 16 times as many"
+    assert time.get_title() == "time: up to 1.5 times as long"
+    message, what = figure.legends[0].get_title().get_text().splitlines()
+    assert message == "K/V outer takes up to 1.5 times as long as Q outer"
+    assert what.startswith("equal tiles, grid and work; ")
     assert {y for line in time.lines[:-1] for y in line.get_ydata()} == {1.5}
     # Masked problems and other heads are the second figure's.
     masked = [replace(row, causal=True) for row in synthetic() if row.metric == "time"]
@@ -134,7 +138,26 @@ def test_the_result_is_seen_at_a_glance():
     assert loop_order.draw(both).axes[1].get_title() == time.get_title()
     assert loop_order.draw([*masked, *(r for r in synthetic() if r.batch == 1)]) is None
     times = [row for row in synthetic() if row.metric == "time"]
-    assert loop_order.draw(times).axes[0].get_title() == "bytes"
+    assert loop_order.draw(times).axes[0].get_title() == "DRAM bytes"
+
+
+def test_the_figures_say_where_the_tiles_change_and_heads_are_split():
+    def at(row):
+        N, split = row.seqlen_q, row.series.endswith("-splits") and row.seqlen_q > 1024
+        note = "query_splits=4" if split else ""
+        return replace(row, Br=32 if N < 4096 else 64, Bc=16, note=note)
+
+    rows = [at(row) for row in synthetic((512, 1024, 4096))]
+    figure = loop_order.FIGURES["loop_order_seqlen"](rows)
+    assert "here the tiles change" in [t.get_text() for t in figure.legends[0].get_texts()]
+    for ax in figure.axes:
+        assert [t.get_text() for t in ax.texts] == ["tiles: 32 x 16; from 4k: 64 x 16"]
+        (change,) = [line.get_xdata()[0] for line in ax.lines if line.get_linestyle() == "-."]
+        assert change == (1024 * 4096) ** 0.5
+        (splits,) = [line for line in ax.lines if "query splits" in line.get_label()]
+        assert splits.get_markevery() == [2]
+    figure = loop_order.FIGURES["loop_order_seqlen"](synthetic())
+    assert {t.get_text() for ax in figure.axes for t in ax.texts} == {"tiles: 64 x 64"}
 
 
 def test_the_table_has_the_shortest_and_the_longest(tmp_path):
@@ -167,8 +190,10 @@ def test_hoppers_unit_is_drawn_where_it_was_measured():
     old, new = synthetic(), synthetic(units=loop_order.UNITS)
     names = [{t.get_text() for t in loop_order.draw(rows).legends[0].get_texts()}
              for rows in (old, new)]  # fmt: skip
-    assert names[1] - names[0] == {"fp16, Hopper's (wgmma), d=64"} and len(names[0]) == 2
-    assert [len(loop_order.detail(rows).axes) for rows in (old, new)] == [4, 6]
+    assert names[1] - names[0] == {"fp16, Hopper's tensor cores (wgmma)"}
+    assert names[0] == {"fp32, CUDA cores", "fp16, tensor cores (mma)", "d=64"}
+    for draw in loop_order.FIGURES.values():
+        assert [len(draw(rows).axes) for rows in (old, new)] == [2, 3]
     without, table = (loop_order.table(rows) for rows in (old, new))
     assert table.body.count("| fp16, wgmma |") == 2 and "wgmma" not in without.body
     assert "All 4 problems" in table.caption
