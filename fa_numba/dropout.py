@@ -1,4 +1,4 @@
-"""Which elements of P dropout keeps: a function of seed, offset and the element's place alone."""
+"""Which elements of P dropout keeps: a function of seed, offset and the element's indices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _philox = make_philox(np.uint32, np.uint64)
 def kept(
     entry: int, head: int, rows: range, columns: int, *, dropout_p: float, seed: int, offset: int
 ) -> np.ndarray:
-    """What stays of these rows and the first `columns` columns: bool (len(rows), columns)."""
+    """Return which elements of these rows, and of the first `columns` columns, dropout keeps.
+
+    The result is a bool array of shape (len(rows), columns), True for a kept element.
+    """
     groups = ceil_div(columns, APART * DRAW_COLUMNS)
     counters = np.arange(groups * APART, dtype=np.uint32)[None, :]
     each = np.arange(rows.start, rows.stop, rows.step, dtype=np.uint32)[:, None]
@@ -39,18 +42,57 @@ def dropout_mask(
     batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, dropout_p: float, seed: int = 0,
     offset: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """The elements of P that attention with this dropout keeps: bool (B, Hq, Nq, Nk), True = kept.
+    """Return which elements of P attention keeps with this dropout.
 
-    An element is kept when its 16 bits of Philox4x32-7 are at least dropout_p 2^16, with dropout_p
-    rounded to a multiple of 2^-16. The bits depend on seed, offset, batch entry, query head, row
-    and column (see masks.py), not on the sizes here: a smaller mask is a part of a larger one. Of
-    packed sequences the batch entry is the sequence's number, and rows and columns count from its
+    Attention with the same ``dropout_p``, ``seed`` and ``offset`` keeps these elements, in every
+    algorithm, on every unit and in both passes.
+
+    Parameters
+    ----------
+    batch : int
+        Number of batch entries, or of packed sequences, 1 to 65536.
+    heads : int
+        Number of query heads, 1 to 65536.
+    seqlen_q : int
+        Number of rows.
+    seqlen_k : int
+        Number of columns.
+    dropout_p : float
+        Probability that an element is dropped, from 0 to below 1. It is rounded to a multiple of
+        2**-16.
+    seed : int, default 0
+        Seed, from 0 to 2**64 - 1.
+    offset : int, default 0
+        Second part of the seed, from 0 to 2**32 - 1.
+
+    Returns
+    -------
+    numpy.ndarray of bool
+        Array of shape (batch, heads, seqlen_q, seqlen_k). True means that the element is kept.
+
+    Raises
+    ------
+    TypeError
+        If a size, ``seed`` or ``offset`` is no integer, or ``dropout_p`` no real number.
+    ValueError
+        If a value is out of range.
+
+    See Also
+    --------
+    attention : Takes ``dropout_p``, ``seed`` and ``offset``.
+
+    Notes
+    -----
+    An element is kept if its 16 random bits are at least ``dropout_p * 2**16``. The bits come from
+    Philox4x32-7. They depend on the seed, the offset, the batch entry, the query head, the row and
+    the column, and not on the sizes. A smaller mask is therefore a part of a larger one. In packed
+    sequences the batch entry is the number of the sequence, and rows and columns count from its
     start.
 
-    Raises TypeError or ValueError with the argument's name, its value and what is allowed: at most
-    65536 batch entries and heads, dropout_p from 0 to below 1, seed below 2^64, offset below 2^32.
-
-    >>> dropout_mask(1, 1, 2, 8, dropout_p=0.5, seed=7).astype(int)
+    Examples
+    --------
+    >>> import fa_numba
+    >>> fa_numba.dropout_mask(1, 1, 2, 8, dropout_p=0.5, seed=7).astype(int)
     array([[[[0, 0, 0, 0, 1, 1, 1, 0],
              [1, 0, 1, 1, 1, 1, 1, 1]]]])
     """

@@ -1,4 +1,4 @@
-"""What a report of a fault needs: versions, driver, GPU, units, where compiled kernels are kept."""
+"""What a bug report needs: versions, driver, GPU, units and the folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,22 @@ _SHAPE = (1, 8, 1024, 64)
 
 
 def version() -> str:
-    """The version in setup.cfg of the source tree; of an installed package that of its metadata."""
+    """Return the version of fa_numba.
+
+    In a source tree this is the version in setup.cfg. Otherwise it is the version of the installed
+    package.
+
+    Returns
+    -------
+    str
+        Version, such as "0.2.0".
+
+    Examples
+    --------
+    >>> from fa_numba.environment import version
+    >>> version().count(".") >= 1
+    True
+    """
     source = configparser.ConfigParser()
     source.read(Path(__file__).parent.parent / "setup.cfg", encoding="utf-8")
     if source.get("metadata", "name", fallback="") == "fa_numba":
@@ -33,7 +48,19 @@ def version() -> str:
 
 
 def show_config() -> None:
-    """Print versions, driver, GPU, units, the kernels' folder and settings, to report a fault."""
+    """Print what a bug report needs.
+
+    The lines are the versions of fa_numba, Python and the packages, the device, the unit for each
+    dtype, the folder of compiled kernels, and environment variables that begin with ``FA_NUMBA_``,
+    ``NUMBA_`` or ``CUDA_``.
+
+    Examples
+    --------
+    >>> import fa_numba
+    >>> fa_numba.show_config()  # doctest: +ELLIPSIS
+    fa_numba  ...
+    python    ...
+    """
     print("\n".join(f"{name:9} {text}" for name, text in _lines()))
 
 
@@ -72,7 +99,7 @@ def _unit(dtype: str) -> str:
 
 
 def _cache() -> str:
-    """The folder, and whether a kernel would be kept there."""
+    """Return the folder of compiled kernels, and say if it cannot be written."""
     where = kernel_cache.directory()
     if where is None:
         return f"none: {kernel_cache.VARIABLE} is empty, or there is no home"

@@ -1,6 +1,6 @@
-"""The cache of keys and values that a model generates text with: its public function.
+"""The cache of keys and values of a model that generates text.
 
-Attention over it is ``flash_attention_2`` with a ``block_table``.
+``append_kv`` writes to the cache. ``flash_attention_2`` with a ``block_table`` reads from it.
 """
 
 from fa_numba.host.append import append
@@ -10,31 +10,69 @@ def append_kv(
     k_pages, v_pages, k_new, v_new, block_table, kv_lens, *, new_lens=None, layout=None,
     check_table=False, stream=None,
 ):  # fmt: skip
-    """Write new keys and values to the pages of a cache that ``flash_attention_2`` reads.
+    """Write new keys and values into the pages of a cache.
 
-    Row i of ``k_new`` becomes row ``kv_lens[b] + i`` of sequence b, in the page that
-    ``block_table[b, row // page_size]`` names. Nothing is returned: ``k_pages`` and ``v_pages`` are
-    written in place, and the lengths are the caller's, who adds the new rows to ``kv_lens``.
+    Row i of ``k_new[b]`` becomes row ``kv_lens[b] + i`` of sequence b. That row is in page
+    ``block_table[b, (kv_lens[b] + i) // page_size]``. The pages are changed in place. The caller
+    adds the number of new rows to ``kv_lens`` afterwards.
 
-    ``k_pages``, ``v_pages``: (pages, Hk, page_size, d), any strides, 16 to 256 rows a page, a
-        multiple of 16; with ``layout="bnhd"`` (pages, page_size, Hk, d); d of ``v_pages`` and
-        ``v_new`` may be another.
-    ``k_new``, ``v_new``: (B, Hk, N, d) or (B, N, Hk, d), of the pages' dtype, library and device.
-    ``block_table``: integers (B, pages of a sequence). ``kv_lens``: integers (B,), the keys that
-        each sequence has before the call. Sequences may share pages that they only read; a page
-        that takes new rows belongs to one of them.
-    ``new_lens``: integers (B,), how many rows of ``k_new`` each sequence takes, the first ones; all
-        unless given.
-    ``check_table``: bool, whether integers on a GPU are read back to be checked as those on the
-        host always are; the call waits for that.
-    ``stream``: as for ``flash_attention_2``.
+    Parameters
+    ----------
+    k_pages : array
+        Pages of keys, shape (pages, heads_k, page_size, head_dim), dtype float32, float16 or
+        bfloat16, any strides. page_size must be a multiple of 16, at most 256. The array must be
+        writable.
+    v_pages : array
+        Pages of values, shape (pages, heads_k, page_size, head_dim_v), with the dtype, library and
+        device of ``k_pages``. head_dim_v may differ from head_dim.
+    k_new : array
+        New keys, shape (batch, heads_k, seqlen_new, head_dim), with the dtype, library and device
+        of ``k_pages``.
+    v_new : array
+        New values, shape (batch, heads_k, seqlen_new, head_dim_v), with the dtype, library and
+        device of ``k_pages``.
+    block_table : array of int
+        Pages of each sequence in their order, shape (batch, pages per sequence). Sequences may
+        share pages that are only read. A page that takes new rows must belong to one sequence.
+    kv_lens : array of int
+        Number of keys that each sequence has before the call, shape (batch,).
+    new_lens : array of int, optional
+        Number of rows of ``k_new`` and ``v_new`` that each sequence takes, from the first row on,
+        shape (batch,). None stands for all rows.
+    layout : {"bhnd", "bnhd"}, default "bhnd"
+        "bnhd" if pages are (pages, page_size, heads_k, head_dim) and new rows are (batch,
+        seqlen_new, heads_k, head_dim).
+    check_table : bool, default False
+        Whether ``block_table``, ``kv_lens`` and ``new_lens`` on a GPU are copied to the host and
+        checked. The call then waits for the copy. Integers on the host are always checked.
+    stream : CUDA stream or int, optional
+        Stream of torch, CuPy or Numba, or its address, on which the kernel runs. None takes the
+        current stream of the library of ``k_pages``. The emulator takes None only.
 
-    Raises ValueError or TypeError, before anything is written, for arguments that are not as above:
-    the message names the argument, its value and what is allowed.
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type or dtype, for instance None for ``block_table``.
+    ValueError
+        If shapes, devices or libraries do not match, if arrays share memory, or if a length or a
+        page number is out of range. Also if a page would take rows of two sequences, or if the
+        emulator would run for more than about 30 seconds. All errors are raised before anything is
+        written.
 
+    See Also
+    --------
+    flash_attention_2 : Attention over the pages.
+
+    Notes
+    -----
+    int32 arrays on a GPU are used in place, so they may change before a CUDA graph that contains
+    the call is replayed.
+
+    Examples
+    --------
     >>> import numpy as np, fa_numba
     >>> k_pages, v_pages = np.zeros((2, 4, 1, 16, 8), np.float32)  # four pages of 16 rows each
-    >>> table = [[2, 0]]  # the sequence has its rows 0 to 15 in page 2, 16 to 31 in page 0
+    >>> table = [[2, 0]]  # rows 0 to 15 of the sequence are in page 2, rows 16 to 31 in page 0
     >>> k, v = np.random.default_rng(0).standard_normal((2, 1, 1, 20, 8), np.float32)
     >>> fa_numba.append_kv(k_pages, v_pages, k, v, table, kv_lens=[0])
     >>> q = k[:, :, -1:]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
+import textwrap
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -27,71 +29,146 @@ from fa_numba.problem import UNBOUNDED, Problem
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What changes the result; the same for every function, forward and backward.
+    """The options of attention: keyword arguments that change the result.
 
-    None stands for an option that is not given.
+    Every attention function takes these keyword arguments, in the forward and in the backward pass.
+    A backward pass must be given the options of its forward pass. None means that an option is not
+    given. Every algorithm, both passes and the units "simt" and "mma" take every option, unless the
+    option's description says otherwise. Unit "wgmma" lacks some options; ``unit="auto"`` then takes
+    another unit. In the descriptions, S are the scores, P is the softmax of S, a row is a query and
+    a column is a key. For packed sequences seqlen_q and seqlen_k are the longest lengths.
 
-    ``scale``: float, multiplies the scores; 1/sqrt(d) unless given.
-    ``causal``: bool, row i sees the columns j <= i + Nk - Nq.
-    ``window``: (left, right), row i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right; -1 or None
-        leaves a side open. Tiles wholly outside are not visited.
-    ``softcap``: float c, scores become c tanh(s / c), before biases and masks; 0 is no cap.
-    ``score_mod``: a Python function, scores become score_mod(score, b, h, i, j): after scale and
-        softcap, before biases and masks, float32, in natural units. b is the batch entry or the
-        number of the sequence, h the query head, i and j the row and the column within it, ints
-        from 0: with lengths those of valid rows and columns, so that row i is aligned to column
-        i + Nk - Nq of them, as ``causal`` is. It may assign names, and returns one expression of
-        arithmetic, comparisons, conditional expressions, ``math``, min, max and abs; and may take
-        numbers, and float32, int32 and bool arrays by an index for each axis, from outside. Numbers
-        are arguments of the kernel: another value compiles nothing. Arrays lie where q does, and
-        are read there. It is evaluated for every row and column of a visited tile, hidden ones too,
-        and an index has to be within its array: from 0, none counts from the end.
-    ``score_mod_grad``: a function like it that gives its derivative with respect to the score, for
-        the backward pass; made from ``score_mod`` unless given.
-    ``mask_mod``: such a function of (b, h, i, j), whether row i sees column j. It costs no memory;
-        every tile is visited that other options do not leave out; ``create_block_mask`` finds those
-        of which it hides everything, or nothing.
-    ``bias``: float32 array that broadcasts to (B, Hq, Nq, Nk), added to the scores.
-    ``attn_mask``: bool array that broadcasts to (B, Hq, Nq, Nk), True where a column takes part; or
-        numbers in float32, float16 or bfloat16 that are added to the scores. It becomes a float32
-        bias of the mask's shape, 4 bytes an element, and excludes ``bias``. A causal mask, a window
-        or a block mask costs no memory and leaves tiles out.
-    ``alibi_slopes``: float32 (Hq,) or (B, Hq), adds -slope |i + Nk - Nq - j| to the scores.
-    ``sinks``: float32 (Hq,), a logit s that each row of a head has beside its scores, with no value
-        of its own: l and lse have e^s in their sums (attention sinks; s = 0 is "softmax off by
-        one"). A row that sees no column has O = 0 and lse = s. -inf is none.
-    ``q_lens``, ``kv_lens``: integers (B,), the valid rows of each batch entry. What comes after is
-        neither read nor seen; its output and gradients are 0. Nq and Nk above are then the valid
-        ones. On a GPU they are read back to be checked: the call waits for them.
-    ``block_table``: integers (B, pages of a sequence): k and v are pages of a cache that sequences
-        share, (pages, Hk, page_size, d), or (pages, page_size, Hk, d) with ``layout="bnhd"``, and
-        rows n page_size to (n + 1) page_size - 1 of sequence b lie in page ``block_table[b, n]``.
-        Pages have 16 to 256 rows, a multiple of 16. ``kv_lens`` says how many keys a sequence has;
-        what the table and the pages hold after them is not read. FlashAttention-2 forward alone.
-        Table and lengths on the host are checked. Int32 arrays on a GPU are used where they lie
-        and not read back: the caller answers for them, and may change them before a graph that
-        captured the call is replayed.
-    ``check_table``: bool, True reads a table and lengths on a GPU back to check them too; the call
-        waits for that.
-    ``cu_seqlens_q``, ``cu_seqlens_k``: integers (B + 1,), cumulative lengths of sequences that lie
-        one after the other: q is (total, Hq, d), k and v (total, Hk, d), lse (Hq, total). With a
-        ``block_table`` k and v are pages and ``cu_seqlens_q`` stands alone, beside ``kv_lens``.
-    ``block_mask``: bool (ceil(Nq / Br), ceil(Nk / Bc)), or that with leading axes that broadcast to
-        (B, Hq), for the block sizes of ``tiles``, which must be given: False blocks are neither
-        loaded nor computed (block-sparse FlashAttention; standard attention computes and hides). Or
-        what ``create_block_mask`` gives, which has tiles and a ``mask_mod`` of its own.
-    ``dropout_p``: float from 0 to below 1, the probability that an element of P becomes 0,
-        rounded to a multiple of 2^-16; the rest are multiplied by 1 / (1 - dropout_p). 0 unless
-        given.
-    ``seed``, ``offset``: ints from 0 to below 2**64 and 2**32: with them the element's (batch,
-        head, row, column) decides alone, see ``dropout_mask``. 0 unless given.
-    ``layout``: "bhnd" for q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), unless given; "bnhd" for q
-        (B, Nq, Hq, d), k and v (B, Nk, Hk, d). Outputs and gradients have it too; lse does not.
-    ``precision``: how products of float32 matrices are computed. "ieee", unless given, in float32
-        on CUDA cores. On tensor cores, an element as a sum of 16-bit ones: "fp16x3" of two
-        float16, three products, forward; "bf16x6" of three bfloat16, six products; "bf16x3" of two
-        bfloat16, three products, 2^-16 of each element is lost. Sums are in float32 in all. Forward
-        in both orders, backward FlashAttention-2, without ``deterministic``.
+    Parameters
+    ----------
+    scale : float, default 1 / sqrt(head_dim)
+        Factor of the scores: S is ``scale * q @ k.T``. It must be finite and at most 2.35e38 in
+        magnitude. A factor that rounds to 0 in float32 is refused, except 0.0 itself.
+    causal : bool, default False
+        Whether row i sees only the columns ``j <= i + seqlen_k - seqlen_q``. The mask is aligned to
+        the bottom right: the last row sees every column. The flash algorithms do not visit tiles
+        in which this mask hides everything.
+    window : tuple (left, right) of int, optional
+        Sliding window. Row i sees the columns from ``i + seqlen_k - seqlen_q - left`` to
+        ``i + seqlen_k - seqlen_q + right``, both included. -1 or None removes the bound on that
+        side. With ``causal=True`` right is 0. The flash algorithms do not visit tiles outside of
+        the window. With a window, seqlen_q and seqlen_k must be at most 2**29.
+    softcap : float, optional
+        Cap c of the scores: a score s becomes ``c * tanh(s / c)``. It is applied after ``scale``,
+        and before all other options. It must be from 1e-30 to 1e30; 0 and None mean no cap.
+    score_mod : function, optional
+        Python function ``score_mod(score, b, h, i, j)`` that returns the new score. It is applied
+        after ``scale`` and ``softcap``, and before ``alibi_slopes``, ``bias`` and all masks.
+        ``score`` is a float32. ``b``, ``h``, ``i`` and ``j`` are ints that count from 0: the batch
+        entry or the packed sequence, the query head, the row and the column within the sequence.
+        The function is not called. Its source is read and compiled into the kernel, so it must be
+        defined in a file or in a notebook cell. It may assign names, and must end with one
+        ``return``. Allowed are arithmetic, comparisons, conditional expressions, functions of
+        ``math``, ``min``, ``max`` and ``abs``. It may use numbers, and arrays of float32, int32 or
+        bool, from outside. An array must be on the device of q, and takes one index for each axis.
+        The kernel also evaluates hidden elements of a visited tile, so every index must be within
+        its array for all of them. Negative indices do not count from the end. Another value of a
+        number compiles no new kernel.
+    score_mod_grad : function, optional
+        Python function ``score_mod_grad(score, b, h, i, j)`` that returns the derivative of
+        ``score_mod`` with respect to the score. Only the backward pass uses it. By default the
+        derivative is made from the source of ``score_mod``. It needs a ``score_mod``.
+    mask_mod : function, optional
+        Python function ``mask_mod(b, h, i, j)`` that returns whether row i sees column j. The rules
+        of ``score_mod`` hold for its source. It takes no memory, and skips no tile by itself;
+        ``fa_numba.create_block_mask`` finds the tiles that can be skipped.
+    bias : array of float32, optional
+        Added to the scores. Its shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k).
+        ``return_dbias=True`` returns its gradient in the backward pass.
+    attn_mask : array of bool, float32, float16 or bfloat16, optional
+        Mask whose shape broadcasts to (batch, heads_q, seqlen_q, seqlen_k). In a bool mask, True
+        means that the row sees the column. Numbers are added to the scores. The mask becomes a
+        float32 array of its own shape. It skips no tile. It cannot be combined with ``bias``.
+    alibi_slopes : array of float32, optional
+        ALiBi slopes of shape (heads_q,) or (batch, heads_q). The score of row i and column j is
+        reduced by ``slope * abs(i + seqlen_k - seqlen_q - j)``.
+    sinks : array of float32, optional
+        Attention sinks of shape (heads_q,): one logit per query head. Every row's sum of
+        exponentials also contains ``exp(sink)``; the sink has no value that is added to the output.
+        The logsumexp contains it too. A row that sees no column has output 0 and logsumexp
+        ``sink``. -inf means no sink. ``return_dsinks=True`` returns the gradient in the backward
+        pass.
+    q_lens : array of int, optional
+        Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Rows
+        after them are not read; their output and gradients are 0, their logsumexp is -inf. All
+        masks, ``alibi_slopes`` and the diagonal then use the valid lengths as seqlen_q and
+        seqlen_k. Lengths on a GPU are copied to the host to be checked, so the call waits for
+        them. It cannot be combined with ``cu_seqlens_q``.
+    kv_lens : array of int, optional
+        Number of valid rows of k and v in each batch entry, shape (batch,), from 0 to seqlen_k.
+        Rows after them are not read, and their gradients are 0. Otherwise as ``q_lens``.
+    block_table : array of int, optional
+        Shape (batch, pages per sequence). With it, k and v are the pages of a cache, of shape
+        (pages, heads_k, page_size, head_dim), or (pages, page_size, heads_k, head_dim) with
+        ``layout="bnhd"``. Rows n * page_size to (n + 1) * page_size - 1 of sequence b are in page
+        ``block_table[b, n]``. page_size must be a multiple of 16, at most 256. ``kv_lens`` is
+        required; keys after these lengths are not read. Only the forward pass of "fa2" takes
+        pages. A table and lengths on the host are checked. int32 arrays on a GPU are used in place
+        and are not checked, unless ``check_table`` is True. So they may change before a CUDA graph
+        that contains the call is replayed.
+    check_table : bool, default False
+        Whether a ``block_table`` and ``kv_lens`` on a GPU are copied to the host and checked. The
+        call then waits for the copy. True needs a ``block_table``.
+    cu_seqlens_q : array of int, optional
+        Cumulative lengths of packed sequences, shape (batch + 1,), from 0 to total_q. q is then
+        (total_q, heads_q, head_dim), the output has the shape of q with v's head dimension, and
+        the logsumexp is (heads_q, total_q). ``cu_seqlens_k`` is needed too. With a ``block_table``
+        ``cu_seqlens_q`` is given alone, together with ``kv_lens``.
+    cu_seqlens_k : array of int, optional
+        Cumulative lengths of the packed k and v, shape (batch + 1,), from 0 to total_k. k is then
+        (total_k, heads_k, head_dim) and v (total_k, heads_k, head_dim_v).
+    block_mask : array of bool or BlockMask, optional
+        Blocks of S that are computed. An array has the shape (ceil(seqlen_q / Br),
+        ceil(seqlen_k / Bc)), or this shape with leading axes that broadcast to (batch, heads_q).
+        Br and Bc are those of ``tiles``, which must then be given. Blocks that are False are
+        hidden; the flash algorithms neither load nor compute them. A ``BlockMask`` from
+        ``fa_numba.create_block_mask`` contains its own tiles and ``mask_mod``.
+    dropout_p : float, default 0
+        Probability that an element of P becomes 0, from 0 to below 1. It is rounded to a multiple
+        of 2**-16. The elements that are kept are multiplied by ``1 / (1 - dropout_p)``.
+    seed : int, default 0
+        Seed of dropout, from 0 to 2**64 - 1. The seed, the offset and the element's batch entry,
+        query head, row and column decide whether an element is kept; ``fa_numba.dropout_mask``
+        returns these decisions. Equal seeds give the same mask in every algorithm and pass.
+    offset : int, default 0
+        Second part of the seed, from 0 to 2**32 - 1.
+    layout : {"bhnd", "bnhd"}, default "bhnd"
+        Order of the axes. "bhnd": q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch,
+        heads_k, seqlen_k, head_dim). "bnhd": q is (batch, seqlen_q, heads_q, head_dim), k and v are
+        (batch, seqlen_k, heads_k, head_dim). Outputs and gradients have the same layout. The
+        logsumexp is (batch, heads_q, seqlen_q) in both. Packed sequences take the default only.
+    precision : {"ieee", "fp16x3", "bf16x6", "bf16x3"}, default "ieee"
+        How the products of float32 matrices are computed. "ieee" uses float32 on CUDA cores. The
+        others use tensor cores: each float32 element is split into a sum of 16-bit planes, and
+        products are added in float32. "fp16x3": two float16 planes, three products. "bf16x6": three
+        bfloat16 planes, six products. "bf16x3": two bfloat16 planes, three products, with a
+        relative error of about 2**-16 per element. They are for float32 inputs in the forward pass
+        of "fa1" and "fa2" and in the backward pass of "fa2". They cannot be combined with
+        ``block_table`` or ``deterministic=True``.
+
+    See Also
+    --------
+    fa_numba.attention : Function that takes these options.
+    fa_numba.create_block_mask : Find the blocks of S that a ``mask_mod`` hides.
+    fa_numba.dropout_mask : Return which elements of P dropout keeps.
+
+    Notes
+    -----
+    The order is ``scale``, ``softcap``, ``score_mod``, then ``alibi_slopes`` and ``bias`` or
+    ``attn_mask``, then the masks ``causal``, ``window``, ``mask_mod`` and ``block_mask``. Dropout
+    applies to P.
+
+    Examples
+    --------
+    >>> import numpy as np, fa_numba
+    >>> options = fa_numba.AttentionOptions(causal=True, scale=0.5)
+    >>> q = np.eye(4, dtype=np.float32).reshape(1, 1, 4, 4)
+    >>> fa_numba.attention(q, q, q, **options)[0, 0, 0].tolist()
+    [1.0, 0.0, 0.0, 0.0]
     """
 
     scale: float | None
@@ -144,12 +221,30 @@ _functions: list[Callable] = []  # those that take the options
 
 
 def documents_options(function: _Function) -> _Function:
-    """Append the options' documentation to that of a public function that takes them."""
+    """Add the options to the ``Parameters`` section of a public function that takes them.
+
+    The texts come from the docstring of ``AttentionOptions``, and follow the function's own
+    parameters. Without docstrings, as under ``python -OO``, the function stays as it is.
+    """
     _functions.append(function)
-    about = inspect.cleandoc(AttentionOptions.__doc__ or "").partition("\n\n")[2]
-    text = inspect.cleandoc(function.__doc__ or "")
-    function.__doc__ = f"{text}\n\nOptions, as in ``fa_numba.AttentionOptions``. {about}\n"
+    if function.__doc__ and AttentionOptions.__doc__:
+        before, others = _sections(function.__doc__)
+        about, options = _sections(AttentionOptions.__doc__)
+        intro = about.partition("\n\n")[2].strip()
+        own = others.pop("Parameters")
+        listed = f"**options : AttentionOptions\n{textwrap.indent(intro, '    ')}"
+        others = {"Parameters": f"{own}\n{listed}\n{options['Parameters']}", **others}
+        text = [before, *(f"{name}\n{'-' * len(name)}\n{x}" for name, x in others.items())]
+        function.__doc__ = "\n\n".join(text) + "\n"
     return function
+
+
+def _sections(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return what precedes the first section of a NumPy-style docstring, and each section's text by
+    its title.
+    """
+    before, *rest = re.split(r"^(\w[\w ]*)\n-{3,}\n", inspect.cleandoc(docstring), flags=re.M)
+    return before.strip(), dict(zip(rest[::2], map(str.strip, rest[1::2]), strict=True))
 
 
 def check_names(names: Iterable[str]) -> None:

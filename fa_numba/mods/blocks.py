@@ -1,4 +1,4 @@
-"""What a ``mask_mod`` hides of whole blocks of S, so that kernels need not look."""
+"""The blocks of S that a ``mask_mod`` hides, so that kernels can skip them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,41 @@ EMPTY, MIXED, FULL = 0, 1, 2
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A ``mask_mod`` and the blocks of ``tiles`` that it leaves empty, full or mixed, of ``shape``
-    (B or 1, Hq or 1, Tr, Tc).
+    """A ``mask_mod`` and the blocks of S that it leaves empty, full or mixed.
 
-    ``mask_mod`` has the values that it captured when they were made; ``captured`` are these, and
-    how kernels have it. ``lists`` has what kernels read, where the captured arrays lie
-    (``host/blocks.py``).
+    ``fa_numba.create_block_mask`` makes it, and attention takes it as ``block_mask``. ``print``
+    shows the share of empty, full and mixed blocks.
+
+    Attributes
+    ----------
+    mask_mod : function
+        The function, with the values that it used when the mask was made.
+    tiles : Tiles
+        Block sizes of the mask.
+    shape : tuple of int
+        Shape of the mask: (batch or 1, heads_q or 1, ceil(seqlen_q / Br), ceil(seqlen_k / Bc)).
+    captured : Captured
+        The function as kernels take it, and the values that it uses.
+    lists : Lists
+        Arrays that kernels read to find the next visited block.
+    blocks : numpy.ndarray of uint8
+        State of each block: 0 is empty, 1 is mixed, 2 is full.
+    visited : numpy.ndarray of bool
+        Which blocks are not empty.
+
+    See Also
+    --------
+    fa_numba.create_block_mask : Make a mask.
+
+    Examples
+    --------
+    >>> import fa_numba
+    >>> tiles = fa_numba.Tiles(Br=16, Bc=16)
+    >>> mask = fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 32, 32, tiles=tiles)
+    >>> mask.shape, mask.visited[0, 0].tolist()
+    ((1, 1, 2, 2), [[True, False], [True, True]])
+    >>> print(mask)  # doctest: +ELLIPSIS
+    (1, 1, 2, 2) blocks of Tiles(...): 25.0% empty, 25.0% full, 50.0% mixed
     """
 
     mask_mod: Callable[..., Any]
@@ -30,14 +59,16 @@ class BlockMask:
 
     @functools.cached_property
     def blocks(self) -> np.ndarray:
-        """uint8: 0 where no row of a block sees a column of it, 2 where each sees all, 1 elsewhere;
-        read back from a GPU when it is first asked for.
+        """State of each block, uint8 of the mask's shape.
+
+        0 is empty: no row of the block sees a column of the block. 2 is full: every row sees every
+        column. 1 is mixed. A mask on a GPU is copied to the host at the first access.
         """
         return self.lists.states()
 
     @property
     def visited(self) -> np.ndarray:
-        """Which blocks are visited: bool, as a ``block_mask``."""
+        """Which blocks are visited, bool of the mask's shape, as an array for ``block_mask``."""
         return self.blocks != EMPTY
 
     def __str__(self) -> str:

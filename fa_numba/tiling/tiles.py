@@ -13,17 +13,45 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of a tiled algorithm, and how a thread block holds them.
+    """Block sizes of an algorithm, and how a thread block holds them.
 
-    ``Br`` rows of Q and ``Bc`` rows of K and V make one tile of S. ``threads`` is the number of
-    threads in a block; None takes the split with the fewest shared-memory reads. ``stages`` is how
-    many tiles of K and of V are in shared memory; FlashAttention-2's forward kernel on tensor cores
-    takes 2 too, and has then the next ones on their way all the time; on Hopper's up to 4, and has
-    as many of Q.
+    A tile of S has Br rows and Bc columns: Br rows of Q, and Bc rows of K and V. Which sizes a
+    kernel has depends on the unit, the head dimension and the device; ``fa_numba.plan`` says if a
+    call has them.
 
-    Raises ValueError when Br is no positive multiple of 4, Bc none of 8, or stages not 1 to 4;
-    TypeError for what is no integer, of Python or NumPy. A call says which threads its kernels
-    have.
+    Parameters
+    ----------
+    Br : int
+        Rows of a row tile, a positive multiple of 4. Unit "mma" needs a multiple of 16. Unit
+        "wgmma" needs 64, 128 or 192 rows in the forward pass.
+    Bc : int
+        Rows of K and V in a column tile, a positive multiple of 8. Units "mma" and "wgmma" need a
+        multiple of 16, and "wgmma" at most 256.
+    threads : int, optional
+        Threads of a thread block. None takes the number with the fewest reads of shared memory. An
+        error of the call lists the numbers that a kernel has.
+    stages : int, default 1
+        Pipeline slots: how many tiles of K, and of V, are in shared memory. Only the forward pass
+        of "fa2" takes more than 1: up to 2 on unit "mma", up to 4 on unit "wgmma". Then the next
+        tiles are loaded during the products.
+
+    Raises
+    ------
+    TypeError
+        If a value is no int of Python or NumPy.
+    ValueError
+        If a value is out of range. A call also raises ValueError for tiles that its kernel does not
+        have.
+
+    See Also
+    --------
+    fa_numba.plan : Show the tiles that a call takes, and why.
+
+    Examples
+    --------
+    >>> import fa_numba
+    >>> fa_numba.Tiles(Br=64, Bc=32)
+    Tiles(Br=64, Bc=32, threads=None, stages=1)
     """
 
     Br: int
@@ -49,12 +77,18 @@ class Tiles:
             raise ValueError(f"tiles: stages is {self.stages}: allowed is 1 to {MOST_STAGES}")
 
     def for_backward(self) -> Tiles:
-        """These block sizes for the backward pass, whose kernels have no choice of stages."""
+        """Return these block sizes for a backward pass, which has one stage.
+
+        Returns
+        -------
+        Tiles
+            The same Br, Bc and threads, with ``stages=1``.
+        """
         return replace(self, stages=1)
 
 
 def is_valid(tiles: Tiles, select: Callable[[Tiles], Any]) -> bool:
-    """Whether ``select`` has a kernel specialisation for the tiles."""
+    """Return whether ``select`` has a kernel specialisation for the tiles."""
     try:
         select(tiles)
     except ValueError:

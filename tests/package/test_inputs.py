@@ -131,7 +131,7 @@ FUNCTIONS = [
 def test_every_option_is_in_the_help_of_every_function():
     for function in (*FUNCTIONS, fa_numba.plan):
         for name in NAMES:
-            assert f"``{name}``" in inspect.getdoc(function), (function.__name__, name)
+            assert f"\n{name} : " in inspect.getdoc(function), (function.__name__, name)
     assert len(FUNCTIONS) == 8
 
 
