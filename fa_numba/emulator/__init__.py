@@ -1,22 +1,48 @@
 """An emulator of CUDA kernels on the CPU that counts accesses and finds races.
 
-`launch` runs the unchanged Python function of a Numba-CUDA kernel once for all lanes of a block, or
-of several: a value is a number where they agree and a NumPy array over them where they may not. It
-counts the loads and stores of global memory exactly, with their sectors, the wavefronts and bank
-conflicts of shared memory and instructions by class, and raises, with block, thread, array and
-source line, on races in shared and global memory, conflicts between blocks, reads of uninitialised
-memory, divergent barriers, deadlock and accesses out of bounds.
+`launch` runs the unchanged Python function of a Numba-CUDA kernel. One run of the function computes
+all lanes of a thread block, or of several thread blocks. A value is a number if all lanes have the
+same, else a NumPy array with one element per lane.
 
-`rewrite.py` makes the code that runs for many lanes, of the trees of `syntax.py`; `flow.py` says
-which of them take part, `active.py` what these agree on, and `lanes.py` computes what Python's
-operators cannot; `rebind.py` gives it the emulator's names, which are in `namespace.py`. `run.py`
-takes blocks and groups of lanes in turn, or several blocks at once by `batches.py`, and
-`waiting.py` says where they wait; `context.py` is what a kernel calls: its arrays and copies.
-`shared_memory.py`, `local_memory.py` and `global_memory.py` check each access, by the loops of
-`checks.py`, which `compiling.py` compiles. What Hopper's GPUs do beside their threads:
-`mbarriers.py`, and by `knowledge.py` what who has waited knows; `boxes.py`, the copy engine's
-copies, and `products.py`, those of warpgroups, by the loops of `async_checks.py`. `trace.py` notes
-which tile moves when.
+The emulator counts
+- loads and stores of global memory, exactly, with the 32-byte sectors that they touch,
+- wavefronts and bank conflicts of shared memory,
+- instructions of warps, by class.
+
+It raises an error on races in shared and global memory, conflicts between thread blocks, reads of
+uninitialised memory, divergent barriers, deadlock and accesses out of bounds. The error names the
+thread block, thread, array and source line.
+
+    run.py               launches: thread blocks and groups of lanes in turn
+    batches.py           several thread blocks at once
+    rewrite.py           rewrites a kernel's syntax tree so that one run computes all lanes
+    expressions.py       the same for expressions
+    syntax.py            the syntax trees that these two modules read and make
+    rebind.py            replaces numba.cuda's names by the emulator's names
+    namespace.py         the emulator's names: `cuda`, `math`, types
+    conversions.py       casts, and stores to an array of each dtype
+    flow.py              which lanes take part in a statement
+    active.py            what the lanes that take part agree on
+    lanes.py             operations on arrays of lanes that Python's operators cannot compute
+    groups.py            groups of lanes, and what they wait for
+    context.py           what a kernel can call: arrays, copies, counts
+    waiting.py           barriers and warp collectives
+    global_memory.py, shared_memory.py, local_memory.py    arrays that check each access
+    checks.py            the compiled loops of these checks
+    compiling.py         compiles the loops, and caches them on disk
+    source_lines.py      source line and variable name of an instruction
+    counts.py            the counts, with Nsight Compute's definitions
+    errors.py            the errors
+    trace.py             which tile moves when
+
+Hopper's asynchronous instructions:
+
+    mbarriers.py         barriers in shared memory that count arrivals and bytes
+    knowledge.py         what each thread knows to have happened before
+    boxed_arrays.py      arrays with a tensor map
+    boxes.py             copies of boxes by the copy engine (TMA)
+    products.py          matrix products of a warpgroup
+    async_checks.py      the compiled loops of these checks
 """
 
 from .boxed_arrays import WRAPS, Boxed, BoxLayout

@@ -1,4 +1,4 @@
-"""Which lanes of the group that runs take part, and what they agree on."""
+"""Which lanes of the running group take part in a statement, and what these lanes agree on."""
 
 from __future__ import annotations
 

@@ -1,11 +1,17 @@
-"""What bulk copies and products of a warpgroup do to shared memory: hazards, values and marks.
+"""Compiled loops of bulk copies and warpgroup products: hazards, values and marks in shared memory.
 
-As checks.py, for operations that touch many elements for one thread or for a warpgroup. `known`
-is what happened before the present of whoever asks: a stamp by thread, below which that thread's
-accesses did, and behind these one for each warp's parts of products and each mbarrier's copies.
-`fences` has for every thread the stamp below which what it wrote may be read by the copy engine
-and the tensor cores. Functions that check return -1, or the first of the places at which something
-is wrong.
+These functions are like those of checks.py, for operations that touch many elements for one thread
+or for one warpgroup. Three arguments recur:
+
+    known     what happened before the present of the caller. It holds one stamp per thread:
+              accesses of that thread below the stamp happened before. Behind the threads it
+              holds a stamp for each warp's parts of products, and for each mbarrier's copies.
+    fences    one stamp per thread: the copy engine and the tensor cores may read what the thread
+              wrote below the stamp.
+    places    the elements that are touched.
+
+A function that checks returns -1, or the index into `places` of the first element at which
+something is wrong.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

@@ -1,12 +1,14 @@
-"""Several blocks of a launch at once: the lanes of all of them, step by step.
+"""Several thread blocks of a launch at once: the lanes of all of them, step by step.
 
-Most of what an operation on an array costs is the same for 32 lanes and for 1,000, so blocks of few
-lanes run in batches. Each keeps its own shared memory, barriers and stamps, and so its own faults;
-blocks whose lanes are all elsewhere, or have ended, are what lanes are under a mask. What they add
-to global memory atomically is added when they have ended, in the order in which one block after
-the other adds it. Anything else that only one block alone may do, an error among it, raises
-`OneByOne` or what it raises there: all is taken back, and the blocks run one by one. Results,
-counts and errors are the same either way.
+An operation on an array costs about the same for 32 lanes and for 1,000. Thread blocks of few lanes
+therefore run in batches. Each thread block has its own shared memory, barriers and stamps, and so
+its own faults. If all lanes of a thread block are elsewhere or have ended, they are masked out.
+Atomic additions to global memory are made when all thread blocks of the batch have ended, one
+thread block after the other.
+
+Some operations need a thread block that runs alone. They raise `OneByOne`; a fault raises its own
+error. The batch is then undone and its thread blocks run one by one. Results, counts and errors are
+the same as without batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays of which a kernel takes boxes, and where the elements of a box lie."""
+"""Arrays with a tensor map, of which a kernel copies boxes; the addresses of a box's elements."""
 
 from __future__ import annotations
 
@@ -23,9 +23,22 @@ ADDRESSES = 1 << 64
 
 
 class BoxLayout(NamedTuple):
-    """The axes of an array's map, from the outermost on: how many places each has, the bytes from
-    one to the next, and how many of them a box has; and what a kernel is told of them. Chunks of a
-    row change places within ``swizzle`` bytes; ``fill`` stands for what the array has not.
+    """The axes of an array's tensor map, from the outermost axis to the innermost.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Length of each axis.
+    strides : tuple of int
+        Bytes from one index of an axis to the next.
+    box : tuple of int
+        Length of a box along each axis.
+    steps : tuple of int, default ()
+        Numbers that the kernel is given with the array.
+    swizzle : int, default 128
+        Bytes within which the 16-byte chunks of a row are permuted in shared memory.
+    fill : float, default 0
+        Value of a box's elements that are outside of the array.
     """
 
     shape: tuple[int, ...]
@@ -37,10 +50,30 @@ class BoxLayout(NamedTuple):
 
 
 class Boxed:
-    """A 4-D array of which a kernel takes boxes of so many rows, as a launch's argument.
+    """A 4-D array with a tensor map, as an argument of `launch`.
 
-    Its map has the array's axes, or those of a ``layout``. Raises ValueError for an array that the
-    driver makes no tensor map of.
+    The kernel copies boxes of the array with the copy engine.
+
+    Parameters
+    ----------
+    array : ndarray, four axes
+        The array. Its last axis is contiguous; its address and the other strides are multiples of
+        16 bytes.
+    rows : int
+        Rows of a box, 1 to 256. A row has 128 bytes.
+    layout : BoxLayout, optional
+        Axes of the tensor map. Default: the axes of `array`, with a box of `rows` rows of the third
+        axis.
+
+    Raises
+    ------
+    ValueError
+        If the driver would make no tensor map of the array, or `rows` is not 1 to 256.
+
+    Examples
+    --------
+    >>> Boxed(np.zeros((1, 2, 64, 64), np.float16), rows=16).layout.box
+    (1, 1, 16, 64)
     """
 
     __slots__ = ("array", "layout")
@@ -64,7 +97,7 @@ class Boxed:
 
 
 class BoxedArray:
-    """An array of which a kernel takes boxes, as the kernel sees it."""
+    """An array with a tensor map as the kernel sees it."""
 
     __slots__ = ("array", "layout", "rows", "columns", "shape", "steps")
 
@@ -77,7 +110,33 @@ class BoxedArray:
     def inside(
         self, ctx: Boxes, place: tuple[int, ...], lane: int
     ) -> tuple[np.ndarray, slice, np.ndarray]:
-        """The rows and columns of a box that are the map's, and where these rows begin."""
+        """Return which part of a box is inside of the array.
+
+        Parameters
+        ----------
+        ctx : Boxes
+            The launch.
+        place : tuple of int
+            Index of the box's first element along each axis of the map.
+        lane : int
+            Lane that copies the box, for errors.
+
+        Returns
+        -------
+        rows : ndarray of int
+            Rows of the box that are inside.
+        columns : slice
+            Columns of the box that are inside.
+        first : ndarray of int
+            Element of the array's memory at which each of these rows begins.
+
+        Raises
+        ------
+        EmulatorError
+            If `place` has another number of axes than the map.
+        OutOfBounds
+            If the box is outside of the array's memory.
+        """
         layout = self.layout
         if len(place) != len(layout.shape):
             text = f"a box at {place} of a map with {len(layout.shape)} axes"
@@ -109,7 +168,35 @@ class BoxedArray:
     def access(
         self, ctx: Boxes, kind: int, place: tuple[int, ...], lane: int
     ) -> tuple[np.ndarray, slice, np.ndarray]:
-        """Count a box; gives its rows and columns inside, and their places, (rows, columns)."""
+        """Count the copy of a box and check it for conflicts.
+
+        Parameters
+        ----------
+        ctx : Boxes
+            The launch.
+        kind : int
+            LOAD, STORE or ATOMIC of `checks`.
+        place : tuple of int
+            Index of the box's first element along each axis of the map.
+        lane : int
+            Lane that copies the box, for errors.
+
+        Returns
+        -------
+        rows : ndarray of int
+            Rows of the box that are inside of the array.
+        columns : slice
+            Columns of the box that are inside.
+        places : ndarray of int, shape (rows, columns)
+            Elements of the array's memory.
+
+        Raises
+        ------
+        GlobalHazard
+            If another thread block accesses one of the elements and one of the two writes.
+        MissingFence
+            If a thread of this thread block stored one of the elements.
+        """
         rows, columns, starts = self.inside(ctx, place, lane)
         array = self.array
         height, width = rows.size, columns.stop - columns.start
@@ -138,7 +225,10 @@ class BoxedArray:
     def _require_fence(
         self, ctx: Boxes, kind: int, starts: np.ndarray, width: int, lane: int
     ) -> None:
-        """Raise for what a thread stored since the block began: only a launch's end fences it."""
+        """Raise if a thread stored one of the elements since the thread block began.
+
+        Only the end of a launch orders such a store before the copy engine.
+        """
         array, places = self.array, (starts[:, None] + np.arange(width)).reshape(-1)
         stamps = array.owners.stamps[STORE, places]
         stored = np.flatnonzero(stamps >= ctx.begun)
@@ -150,7 +240,18 @@ class BoxedArray:
             raise ctx.fault(MissingFence, text, array.name, lane)
 
     def index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The (batch, head, row, column) of elements of the array."""
+        """Return the (batch, head, row, column) indices of elements of the array's memory.
+
+        Parameters
+        ----------
+        starts : ndarray of int
+            Elements of the array's memory.
+
+        Returns
+        -------
+        tuple of ndarray of int
+            One array of indices per axis.
+        """
         array = self.array
         rest, found = starts - array._offset, {}
         for axis in sorted(range(array.ndim), key=lambda n: -array._steps[n]):
@@ -160,6 +261,25 @@ class BoxedArray:
         return tuple(found[axis] for axis in range(array.ndim))
 
     def merged(self, mask: Any, other: Any) -> BoxedArray:
+        """Return this array, which all lanes must hold.
+
+        Parameters
+        ----------
+        mask : ndarray of bool
+            Lanes that hold `other`.
+        other : object
+            What the other lanes hold.
+
+        Returns
+        -------
+        BoxedArray
+            This array.
+
+        Raises
+        ------
+        TypeError
+            If `other` is another array.
+        """
         if other is not self:
             raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
         return self

@@ -1,10 +1,13 @@
-"""Boxes of arrays that the copy engine moves between global and shared memory, asynchronously.
+"""Asynchronous copies of boxes between global and shared memory by the copy engine (TMA).
 
-A copy to shared memory is there for those who have waited for its mbarrier's phase, and for those
-who come after them; until the first of these has, its elements are in flight. A copy from shared
-memory reads its elements until its thread has waited for that, and is in global memory when the
-thread has waited for that too, or has ended. Who comes after that may touch these elements of
-global memory, and move another box from or to them.
+A load to shared memory is in flight until a thread waits for the phase of the load's mbarrier. From
+then on the elements may be used by the threads that waited, and by threads that a barrier orders
+after them.
+
+A store from shared memory reads its elements until the storing thread has waited for the read. The
+elements are in global memory when the thread has waited for the write, or has ended. From then on
+threads that a barrier orders after that wait may touch these elements of global memory, and may
+copy other boxes from or to them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What happens to memory at one access of many lanes: hazards, values, sectors and wavefronts.
+"""Compiled loops of memory accesses: hazards, values, sectors and wavefronts of many lanes.
 
-Loops over lanes and elements, compiled for the CPU, since they are most of what an emulated kernel
-does. A function returns -1, or the first lane at which something may be wrong: from that lane on
-the caller goes through the lanes one by one in Python, which knows every case and says what it is.
-Stamps are explained in shared_memory.py. Lanes are in the order of their threads. A thread's number
-is that in its block plus PITCH for each block before it of those that run at once; arrays of shared
-memory have a row for each of these blocks, and so have `base`, and, for every warp, `starts` and
-`seen`.
+These loops over lanes and elements are most of an emulated kernel's work, and so they are compiled
+for the CPU. A function returns -1, or the first lane at which something may be wrong. From that
+lane on the caller goes through the lanes one by one in Python, which knows every case and makes the
+error.
+
+Stamps are explained in shared_memory.py. Lanes are in the order of their threads. If several thread
+blocks run at once, a thread's number is its number in the thread block, plus PITCH for each thread
+block before. Arrays of shared memory and `base` have one row per thread block. `starts` and `seen`
+have one row per warp of all these thread blocks.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"

@@ -1,8 +1,7 @@
-"""Loops compiled for the CPU, once on a machine where a place to keep them can be written.
+"""Compiles loops for the CPU, and caches the result on disk if possible.
 
-Numba keeps them beside their module, or in the user's cache directory; where the environment
-variable ``FA_NUMBA_CACHE`` is set, in the directory that it names alone, and where it is empty,
-nowhere.
+Numba's cache is next to the module, or in the user's cache directory. The environment variable
+``FA_NUMBA_CACHE`` names another directory. If the variable is empty, nothing is cached.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A running launch as kernels and intrinsics meet it: lanes, arrays, asynchronous copies.
+"""A running launch as kernels and intrinsics see it: lanes, arrays, counts, asynchronous copies.
 
-What waits for other threads stands in waiting.py, which lanes take part in flow.py.
+Waiting for other threads is in waiting.py. Which lanes take part is in flow.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,23 @@ MOST_ACCESSES = 1 << 17
 
 
 class Context(Active):
-    """A running launch, as `current()` gives it to the emulation of an intrinsic.
+    """A running launch, which `current` returns to the emulation of an intrinsic.
 
-    `group` are the lanes that run, `mask` those of them that take part (flow.py). They are of one
-    block, number `block_number` of the launch from 1 on, or of `several` that run at once, the
-    first of which that is (batches.py).
+    `group` contains the lanes that run, `mask` says which of them take part (flow.py; None means
+    all). They are lanes of one thread block, with number `block_number` in the launch, from 1 on.
+    If `several` is set, they are lanes of consecutive thread blocks that run at once (batches.py),
+    and `block_number` is the number of the first.
+
+    Parameters
+    ----------
+    grid, block : tuple of int
+        (x, y, z) extents of the grid and of a thread block.
+    shared_bytes : int
+        Bytes of dynamic shared memory.
+    kernel : str
+        Name of the kernel function.
+    at_once : int, default 1
+        Most thread blocks that may run at once.
     """
 
     __slots__ = (
@@ -84,7 +96,13 @@ class Context(Active):
     # ---- where the kernel is
 
     def site(self) -> Site:
-        """The instruction of the innermost kernel or device-function frame."""
+        """Return the current instruction of the innermost kernel or device function.
+
+        Returns
+        -------
+        tuple of int
+            Id of the code object and offset of the instruction; (0, 0) outside of a kernel.
+        """
         frame: FrameType | None = sys._getframe(1)
         codes = self._codes
         while frame is not None:
@@ -95,7 +113,13 @@ class Context(Active):
         return 0, 0
 
     def numbered_site(self) -> int:
-        """The index into `sites` of this instruction."""
+        """Return the index into `sites` of the current instruction.
+
+        Returns
+        -------
+        int
+            The index.
+        """
         site = self.site()
         number = self._numbered.get(site)
         if number is None:
@@ -104,18 +128,65 @@ class Context(Active):
         return number
 
     def line_of(self, site: Site) -> str:
+        """Return the source line of an instruction as "file.py:123: source text".
+
+        Parameters
+        ----------
+        site : tuple of int
+            An instruction that `site` returned.
+
+        Returns
+        -------
+        str
+            The source line.
+        """
         code = self._codes.get(site[0])
         return "outside the kernel" if code is None else source_line(code, site[1])
 
     def place_of(self, tid: int) -> Index3:
-        """A thread's place in its block."""
+        """Return the (x, y, z) index of a thread in its thread block.
+
+        Parameters
+        ----------
+        tid : int
+            Number of the thread.
+
+        Returns
+        -------
+        tuple of int
+            The index.
+        """
         x, y, _ = self.block_shape
         return tid % x, tid // x % y, tid // (x * y)
 
     def thread_name(self, tid: int) -> str:
+        """Return the index of a thread as text, such as "(3, 0, 0)".
+
+        Parameters
+        ----------
+        tid : int
+            Number of the thread.
+
+        Returns
+        -------
+        str
+            The text.
+        """
         return f"({', '.join(map(str, self.place_of(tid)))})"
 
     def block_of(self, number: int) -> Index3:
+        """Return the (x, y, z) index of a thread block.
+
+        Parameters
+        ----------
+        number : int
+            Number of the thread block in the launch, from 1 on.
+
+        Returns
+        -------
+        tuple of int
+            The index.
+        """
         x, y, _ = self.grid
         n = number - 1
         return n % x, n // x % y, n // (x * y)
@@ -127,26 +198,92 @@ class Context(Active):
         array: str | None = None,
         lane: int | None = None,
     ) -> EmulatorError:
-        """An error of `kind` at the current line, in the first lane or another, to be raised."""
+        """Return an error at the current line, for the caller to raise.
+
+        Parameters
+        ----------
+        kind : type
+            Subclass of `EmulatorError`.
+        text : str
+            What went wrong.
+        array : str, optional
+            Name of the array.
+        lane : int, optional
+            Lane at fault. Default: the first lane that takes part.
+
+        Returns
+        -------
+        EmulatorError
+            The error.
+        """
         lane = self.first_lane() if lane is None else lane
         return self.fault_at(kind, text, int(self.group.tids[lane]), self.site(), array)
 
     def fault_at(
         self, kind: type[EmulatorError], text: str, tid: int, site: Site, array: str | None = None
     ) -> EmulatorError:
-        """An error of `kind` of a thread, at the line of an instruction, to be raised."""
+        """Return an error of a thread at the line of an instruction, for the caller to raise.
+
+        Parameters
+        ----------
+        kind : type
+            Subclass of `EmulatorError`.
+        text : str
+            What went wrong.
+        tid : int
+            Number of the thread.
+        site : tuple of int
+            The instruction.
+        array : str, optional
+            Name of the array.
+
+        Returns
+        -------
+        EmulatorError
+            The error.
+        """
         place = {"block": self.block, "thread": self.place_of(tid)}
         return kind(text, **place, array=array, line=self.line_of(site))
 
     def outside(self, name: str, shape: tuple[int, ...], index: Any, lane: int) -> EmulatorError:
-        """The error for an index past an array's shape, to be raised by the caller."""
+        """Return the error for an index outside of an array, for the caller to raise.
+
+        Parameters
+        ----------
+        name : str
+            Name of the array.
+        shape : tuple of int
+            Shape of the array.
+        index : int, ndarray or tuple
+            The index, by lane if lanes differ.
+        lane : int
+            Lane at fault.
+
+        Returns
+        -------
+        EmulatorError
+            An `OutOfBounds`.
+        """
         place = ", ".join(map(str, self.of_lane(index, lane, whole=True)))
         extent = " x ".join(map(str, shape))
         text = f"{name}[{place}] is outside of {extent} elements"
         return self.fault(OutOfBounds, text, name, lane)
 
     def refuse_zero(self, zero: np.ndarray | None, text: str) -> None:
-        """Raise for a division by zero, if a lane that takes part makes it."""
+        """Raise for a division by zero in a lane that takes part.
+
+        Parameters
+        ----------
+        zero : ndarray of bool or None
+            Lanes whose divisor is zero. None: all lanes.
+        text : str
+            Message of the error.
+
+        Raises
+        ------
+        ZeroDivisionError
+            If such a lane takes part.
+        """
         here = self.active() if zero is None else self.active() & zero
         if here.any():
             error: Any = ZeroDivisionError(text)
@@ -156,34 +293,102 @@ class Context(Active):
     # ---- what happened before what: see shared_memory.py
 
     def stamp(self, lane: int) -> int:
-        """The stamp of what a lane does now."""
+        """Return the stamp of what a lane does now; stamps are explained in shared_memory.py.
+
+        Parameters
+        ----------
+        lane : int
+            The lane.
+
+        Returns
+        -------
+        int
+            The stamp.
+        """
         group = self.group
         return int(self.starts[group.warp_of[lane]] + group.tids[lane])
 
     def ordered(self, stamp: int, lane: int) -> bool:
-        """Whether an access happened before the present of a lane."""
+        """Return whether an earlier access certainly happened before what a lane does now.
+
+        Parameters
+        ----------
+        stamp : int
+            Stamp of the access.
+        lane : int
+            The lane.
+
+        Returns
+        -------
+        bool
+            False if the two are a race.
+        """
         tid = int(self.group.tids[lane])
         return bool(ordered(stamp, tid, tid // WARP, self.seen))
 
     def joined(self, stamp: int, lane: int) -> int:
-        """The stamp of accesses of a lane's warp with its own added."""
+        """Return the stamp of the accesses of a lane's warp, with the lane's own access added.
+
+        Parameters
+        ----------
+        stamp : int
+            Stamp of the warp's accesses so far.
+        lane : int
+            The lane.
+
+        Returns
+        -------
+        int
+            The lane's own stamp, or the stamp for several threads of the warp.
+        """
         warp = int(self.group.warp_of[lane])
         before = stamp < self.seen[warp, warp] or stamp % STAMP == self.group.tids[lane]
         return self.stamp(lane) if before else int(self.starts[warp]) + SEVERAL + warp
 
     def who(self, stamp: int) -> str:
+        """Return who accessed, as text: "thread (3, 0, 0)" or "several threads of warp 2".
+
+        Parameters
+        ----------
+        stamp : int
+            Stamp of the access.
+
+        Returns
+        -------
+        str
+            The text.
+        """
         code = stamp % STAMP
         if code >= SEVERAL:
             return f"several threads of warp {code - SEVERAL}"
         return f"thread {self.thread_name(code)}"
 
     def synced(self, warps: np.ndarray) -> None:
-        """All lanes of these warps have met: see mbarriers.py."""
+        """Note that all lanes of these warps have met; mbarriers.py needs it.
+
+        Parameters
+        ----------
+        warps : ndarray of int
+            The warps.
+        """
 
     # ---- shared and local arrays
 
     def static_array(self, shape: Any, dtype: Any) -> SharedArray:
-        """`cuda.shared.array` of so many elements: one a block and call site; 0: all dynamic."""
+        """Return the array of a call of ``cuda.shared.array``: one per thread block and line.
+
+        Parameters
+        ----------
+        shape : int
+            Number of elements. 0: all of the dynamic shared memory.
+        dtype : type or dtype
+            Type of the elements.
+
+        Returns
+        -------
+        SharedArray
+            The array.
+        """
         element = element_type(dtype)
         if shape == 0:
             return self.shared_tile(0, self.shared_bytes // element.itemsize, dtype)
@@ -196,10 +401,30 @@ class Context(Active):
         return known
 
     def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> Any:
-        """The 1-D array of `length` elements at element `offset` of the dynamic shared memory.
+        """Return an array at a place of the dynamic shared memory.
 
-        Tiles of one dtype may overlap and then share values and hazards; tiles of different dtypes
-        may not. Raises EmulatorError past the `shared_bytes` of the launch.
+        Arrays of one dtype may overlap: they then share values and hazards. Arrays of different
+        dtypes may not overlap.
+
+        Parameters
+        ----------
+        offset : int
+            First element, in elements of `dtype`.
+        length : int
+            Number of elements.
+        dtype : type or dtype
+            Type of the elements. ``float`` means float32.
+
+        Returns
+        -------
+        SharedArray
+            The array.
+
+        Raises
+        ------
+        EmulatorError
+            If the array is outside of the launch's `shared_bytes`, or overlaps an array of another
+            dtype.
         """
         offset = self.uniform_in_block(offset)
         if offset.__class__ is np.ndarray:
@@ -238,7 +463,15 @@ class Context(Active):
         return self._pool[key]
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """Shared memory and clocks as `count` new blocks, from number `first` on, find them."""
+        """Set shared memory, clocks and indices to the beginning of new thread blocks.
+
+        Parameters
+        ----------
+        first : int
+            Number of the first thread block in the launch, from 1 on.
+        count : int
+            Number of thread blocks that run at once.
+        """
         self.block_number, self.several = first, count > 1
         self.block = self.block_of(first)
         warps = count * PITCH // WARP
@@ -254,17 +487,59 @@ class Context(Active):
         place.x, place.y, place.z = alike(at % x), alike(at // x % y), alike(at // (x * y))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
+        """Return the array of a call of ``cuda.local.array``: every lane has its own.
+
+        Parameters
+        ----------
+        shape : int
+            Number of elements.
+        dtype : type or dtype
+            Type of the elements.
+
+        Returns
+        -------
+        LocalArray
+            The array.
+        """
         return LocalArray(self, self.site(), shape, element_type(dtype))
 
     def target(self, site: Site, otherwise: str) -> str:
-        """The variable that the result of the call at `site` goes to."""
+        """Return the name of the variable to which the result of a call is assigned.
+
+        Parameters
+        ----------
+        site : tuple of int
+            Instruction of the call.
+        otherwise : str
+            Result if there is no such variable.
+
+        Returns
+        -------
+        str
+            The name.
+        """
         code = self._codes.get(site[0])
         return (code and assigned_name(code, site[1])) or otherwise
 
     # ---- counts
 
     def statistics(self, array: str, space: str, kind: str) -> np.ndarray:
-        """Where the requests, sectors, wavefronts and conflicts of this line's access add up."""
+        """Return the row of counts of the current line's access, for the caller to add to.
+
+        Parameters
+        ----------
+        array : str
+            Name of the array.
+        space : str
+            "global" or "shared".
+        kind : str
+            Kind of access, see `Access`.
+
+        Returns
+        -------
+        ndarray of int, shape (4,)
+            Requests, sectors, wavefronts and conflicts.
+        """
         self._accesses_left -= 1
         if self._accesses_left < 0:
             raise OneByOne
@@ -277,17 +552,47 @@ class Context(Active):
         return self._rows[row]
 
     def instruction(self, kind: str, times: int = 1) -> None:
-        """Count an instruction of every warp with a lane that takes part."""
+        """Count an instruction of every warp with a lane that takes part.
+
+        Parameters
+        ----------
+        kind : str
+            Class of the instruction, see `Counts`.
+        times : int, default 1
+            How many instructions.
+        """
         self.instruction_of(self.mask, kind, times)
 
     def instruction_of(self, mask: Mask, kind: str, times: int) -> None:
-        """Count an instruction of every warp with a lane of a mask."""
+        """Count an instruction of every warp with a lane of a mask.
+
+        Parameters
+        ----------
+        mask : ndarray of bool or None
+            The lanes. None: all lanes of the group.
+        kind : str
+            Class of the instruction, see `Counts`.
+        times : int
+            How many instructions.
+        """
         if self._warps_active[0] is not mask or mask is None:
             warps = (self.group.warps if mask is None else warps_of(self.group.tids[mask])).size
             self._warps_active = (mask, warps)
         self._instructions[kind] = self._instructions.get(kind, 0) + times * self._warps_active[1]
 
     def access_of(self, key: tuple[str, str, str, Site]) -> Access:
+        """Return the `Access` of a row of counts.
+
+        Parameters
+        ----------
+        key : tuple
+            Array, space, kind and instruction.
+
+        Returns
+        -------
+        Access
+            The access.
+        """
         array, space, kind, site = key
         return Access(self.kernel, array, space, kind, self.line_of(site))
 
@@ -296,9 +601,30 @@ class Context(Active):
     def async_copy(
         self, dst: SharedArray, e: Any, src: GlobalArray, index: tuple[Any, ...], n: int, valid: Any
     ) -> None:
-        """cp.async: `valid` elements of `src` from `index` on into dst[e:e+n], the rest zero.
+        """Start an asynchronous copy from global to shared memory (cp.async) of every lane.
 
-        Counts `valid` loads. Lands, reading `src` then, when these threads wait for its group.
+        The copy reads `src` and lands when the lane waits for the copy's group. Counts `valid`
+        loads.
+
+        Parameters
+        ----------
+        dst : SharedArray
+            Destination.
+        e : int or ndarray of int
+            First element of the destination.
+        src : GlobalArray
+            Source.
+        index : tuple
+            Index of the first element of the source.
+        n : int
+            Elements of the copy.
+        valid : int or ndarray of int
+            Elements that are copied, 0 to n. The rest of the destination becomes zero.
+
+        Raises
+        ------
+        ValueError
+            If `valid` is not 0 to n.
         """
         bad = self.first_outside(valid, n + 1)
         if bad >= 0:
@@ -315,11 +641,22 @@ class Context(Active):
         self.instruction("copy")
 
     def async_commit(self) -> None:
-        """cp.async.commit_group: closes each thread's group of copies, which may be empty."""
+        """Close each lane's group of asynchronous copies, which may be empty.
+
+        This is the instruction cp.async.commit_group.
+        """
         self.group.committed = self.group.committed + self.active()
 
     def async_wait(self, n: int) -> None:
-        """cp.async.wait_group: until at most n groups of each thread are in flight."""
+        """Wait until at most n groups of each lane's asynchronous copies are in flight.
+
+        This is the instruction cp.async.wait_group.
+
+        Parameters
+        ----------
+        n : int
+            Number of groups.
+        """
         group = self.group
         if not group.copies:
             return
@@ -339,7 +676,7 @@ class Context(Active):
 
 
 class Running(threading.local):
-    """The contexts of this Python thread's launches, the innermost last."""
+    """The launches that run in this Python thread, the innermost last."""
 
     def __init__(self) -> None:
         self.contexts: list[Any] = []
@@ -349,7 +686,18 @@ running = Running()
 
 
 def current() -> Any:
-    """The running launch. RuntimeError outside of one."""
+    """Return the running launch.
+
+    Returns
+    -------
+    Context
+        The innermost launch of this Python thread.
+
+    Raises
+    ------
+    RuntimeError
+        If no kernel runs on the emulator.
+    """
     if not running.contexts:
         raise RuntimeError("no kernel is running on the emulator")
     return running.contexts[-1]

@@ -1,4 +1,4 @@
-"""What casts and stores to an array of each dtype make of numbers, one or an array over lanes."""
+"""Conversions of numbers by casts and by stores, for one number or an array over lanes."""
 
 from __future__ import annotations
 

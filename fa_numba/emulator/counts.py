@@ -10,11 +10,22 @@ from dataclasses import astuple, dataclass, field
 
 @dataclass(frozen=True)
 class Access:
-    """A line of a kernel that touches an array.
+    """A line of a kernel that accesses an array: the key of `Counts.traffic`.
 
-    ``space`` is "global" or "shared"; ``kind`` "load", "store", "atomic" or "copy", an asynchronous
-    copy, which has a global and a shared side, or "box load" or "box store", of the copy engine,
-    which have a global side alone; ``line`` "file.py:123: source text".
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel function.
+    array : str
+        Name of the array.
+    space : str
+        "global" or "shared".
+    kind : str
+        "load", "store" or "atomic"; "copy" for an asynchronous copy, which has one entry for its
+        global side and one for its shared side; "box load", "box store" or "box add" for the copy
+        engine, which has entries for the global side only.
+    line : str
+        Source line as "file.py:123: source text".
     """
 
     kernel: str
@@ -26,16 +37,32 @@ class Access:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What accesses cost, as Nsight Compute counts it.
+    """What accesses cost, in the units of Nsight Compute. Two of them can be added.
 
-    ``requests`` are instructions of a warp. ``sectors`` are the 32-byte pieces of global memory
-    that they touch, each counted once a request. ``wavefronts`` are the passes that shared memory
-    takes, 128 bytes at best, and ``conflicts`` those beyond what the width of the access needs:
-    bank conflicts. Lanes that touch the same word share it; loads of 8 and 16 bytes whose lanes
-    share words in pairs (lanes 1 or 2 apart) take half the wavefronts. Copies of 16 bytes fetch a
-    sector again for every other 32 bytes of shared memory that it goes to. Measured on an H200. Not
-    measured: a box is one request, with the sectors of its rows that lie in the array. What boxes
-    and products of warpgroups do in shared memory takes none of the threads' wavefronts.
+    Parameters
+    ----------
+    requests : int, default 0
+        Instructions of a warp.
+    sectors : int, default 0
+        32-byte pieces of global memory that the requests touch, each counted once per request.
+    wavefronts : int, default 0
+        Passes that shared memory needs, at most 128 bytes per pass.
+    conflicts : int, default 0
+        Bank conflicts: wavefronts beyond the number that the width of the access needs.
+
+    Notes
+    -----
+    The rules were measured on an H200. Lanes that touch the same word share it. Loads of 8 and 16
+    bytes need half the wavefronts if lanes 1 or 2 apart share words in pairs. Asynchronous copies
+    of 16 bytes fetch a sector again for every other 32 bytes of shared memory that they write to.
+
+    Two rules were not measured. A box is one request, with the sectors of its rows that are in the
+    array. What boxes and products of warpgroups do in shared memory is not counted as wavefronts.
+
+    Examples
+    --------
+    >>> Traffic(requests=1, sectors=4) + Traffic(requests=1, sectors=8)
+    Traffic(requests=2, sectors=12, wavefronts=0, conflicts=0)
     """
 
     requests: int = 0
@@ -49,13 +76,30 @@ class Traffic:
 
 @dataclass
 class Counts:
-    """Global-memory accesses of one or more launches, by kernel parameter, and their cost.
+    """Global-memory accesses of one or more launches by kernel parameter, and what they cost.
 
-    `loads` and `stores` count elements, `load_bytes` and `store_bytes` bytes; an array that was not
-    touched counts 0. An atomic is one load and one store. `traffic` is what each line of a kernel
-    costs, `instructions` are those of warps, by class: "load", "store", "atomic", "copy", "mma",
-    "fma" (multiply-adds to an element of an array), "exp", "shuffle" and "barrier", mbarriers' too;
-    "tma" (copies of boxes); and of warpgroups "wgmma", a product once for 16 summed columns.
+    Counts can be added. ``print(counts)`` shows a table. An atomic operation is one load and one
+    store.
+
+    Parameters
+    ----------
+    loads, stores : Counter of str to int
+        Elements loaded and stored, by array. An array that was not touched counts 0.
+    load_bytes, store_bytes : Counter of str to int
+        Bytes loaded and stored, by array.
+    traffic : dict of Access to Traffic
+        What each line of the kernels costs.
+    instructions : Counter of str to int
+        Instructions of warps, by class: "load", "store", "atomic", "copy", "mma", "fma"
+        (multiply-adds to an element of an array), "exp", "shuffle", "barrier" (mbarriers too),
+        "tma" (copies of boxes) and "wgmma" (one per 16 summed columns of a warpgroup's product).
+
+    Examples
+    --------
+    >>> one, two = Counts(), Counts()
+    >>> one.loads["Q"], two.loads["Q"] = 8, 4
+    >>> (one + two).loads["Q"], one.loads["K"]
+    (12, 0)
     """
 
     loads: Counter[str] = field(default_factory=Counter)
@@ -66,7 +110,18 @@ class Counts:
     instructions: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: Counts) -> Counts:
-        """Add `other` to this one, in place; returns self."""
+        """Add the counts of `other` to this object, in place.
+
+        Parameters
+        ----------
+        other : Counts
+            Counts of another launch.
+
+        Returns
+        -------
+        Counts
+            This object.
+        """
         for name in ("loads", "stores", "load_bytes", "store_bytes", "instructions"):
             getattr(self, name).update(getattr(other, name))
         for access, traffic in other.traffic.items():
@@ -74,9 +129,30 @@ class Counts:
         return self
 
     def total(self, **fields: str) -> Traffic:
-        """The sum over accesses with these fields, as ``total(space="shared", kind="load")``.
+        """Return the sum of the traffic of all accesses with the given fields.
 
-        Raises TypeError for a name that is no field of `Access`.
+        Parameters
+        ----------
+        **fields : str
+            Fields of `Access` and their values, such as ``space="shared", kind="load"``. None: all.
+
+        Returns
+        -------
+        Traffic
+            The sum.
+
+        Raises
+        ------
+        TypeError
+            If a name is not a field of `Access`.
+
+        Examples
+        --------
+        >>> counts = Counts()
+        >>> access = Access("kernel", "s", "shared", "load", "a.py:1: y = s[0]")
+        >>> counts.traffic[access] = Traffic(2, 0, 4, 2)
+        >>> counts.total(space="shared").conflicts, counts.total(space="global").requests
+        (2, 0)
         """
         unknown = fields.keys() - Access.__dataclass_fields__.keys()
         if unknown:
@@ -89,7 +165,7 @@ class Counts:
         return found
 
     def __str__(self) -> str:
-        """A table: loads and stores in elements and bytes, a row for each array, and their sums."""
+        """Return a table of loads and stores in elements and bytes, by array and in all."""
         found = (self.loads, self.stores, self.load_bytes, self.store_bytes)
         rows: list[tuple[str, ...]] = [("array", "loads", "stores", "bytes loaded", "bytes stored")]
         rows += [(n, *(f"{each[n]:,}" for each in found)) for n in sorted(set().union(*found))]
@@ -102,14 +178,33 @@ class Counts:
 
 @dataclass(slots=True)
 class Tally:
-    """The accesses of one kernel parameter, in elements."""
+    """The number of elements of one kernel parameter that were loaded and stored."""
 
     loads: int = 0
     stores: int = 0
 
 
 def columns(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table: the columns numbered in ``left`` to the left, the others to the right."""
+    """Return the lines of a text table.
+
+    Parameters
+    ----------
+    rows : sequence of tuple of str
+        Cells of each row.
+    left : collection of int, default (0,)
+        Numbers of the columns that are aligned to the left. The other columns are aligned to the
+        right.
+
+    Returns
+    -------
+    list of str
+        One line per row.
+
+    Examples
+    --------
+    >>> columns([("array", "loads"), ("Q", "16")])
+    ['array  loads', 'Q         16']
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""What the emulator raises. Each error says where: block, thread, array and source line."""
+"""The errors that the emulator raises. They name thread block, thread, array and source line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ Index3 = tuple[int, int, int]
 
 
 class EmulatorError(RuntimeError):
-    """A fault of the emulated kernel.
+    """A fault of an emulated kernel. All other errors of the emulator are subclasses.
+
+    Parameters
+    ----------
+    text : str
+        What went wrong.
+    block, thread : tuple of int, optional
+        (x, y, z) indices of the thread block and of the thread. None if no single one is meant.
+    array : str, optional
+        Name of the array. None if no array is involved.
+    line : str, optional
+        Source line of the kernel or device function, as "file.py:123: source text".
 
     Attributes
     ----------
-    block, thread : (x, y, z) indices, None where no single one is meant.
-    array : name of the array, None where none is involved.
-    line : "file.py:123: source text" of the innermost kernel or device-function frame.
+    block, thread, array, line
+        The arguments.
     """
 
     def __init__(
@@ -27,38 +37,55 @@ class EmulatorError(RuntimeError):
 
 
 class SharedHazard(EmulatorError):
-    """Two threads touch a shared element, one of them writing, with no barrier between."""
+    """A race in shared memory: two threads access an element without a barrier, and one writes."""
 
 
 class GlobalHazard(EmulatorError):
-    """Two blocks touch an element of global memory, or two threads of a block with no barrier
-    between, one of them writing, without atomics; or a box is still being stored where a thread,
-    or another box, goes.
+    """A race in global memory without atomic operations.
+
+    There are three cases:
+    - two thread blocks access an element, and one of them writes;
+    - two threads of a thread block do so, with no barrier between them;
+    - a thread or a box accesses an element to which a box is still being stored.
     """
 
 
 class RegisterHazard(EmulatorError):
-    """A register that a product on its way reads or writes is touched before it was waited for."""
+    """An access to a register that a warpgroup's product still reads or writes.
+
+    The thread has to wait for the product first.
+    """
 
 
 class MissingFence(EmulatorError):
-    """What a thread wrote is touched by another proxy, of copies and products, without a fence."""
+    """An access by copies or products to what a thread wrote before, without a fence between them.
+
+    Threads on one side and the copy engine and tensor cores on the other side are different
+    proxies.
+    """
 
 
 class UninitialisedRead(EmulatorError):
-    """A read of shared or local memory, or of a warp lane, that holds no value."""
+    """A read of shared or local memory, or from a lane of a warp, that has no value yet."""
 
 
 class BarrierDivergence(EmulatorError):
-    """A barrier or warp collective that only some of the threads it waits for reach."""
+    """A barrier or a warp collective that only some of the threads reach that it waits for."""
 
 
 class BarrierMisuse(EmulatorError):
-    """A named barrier of a wrong number or count, or come to where its last use may go on still."""
+    """A wrong use of a named barrier or an mbarrier.
+
+    Examples are a wrong number or count, and a thread that arrives while an earlier use of the
+    barrier may not have ended.
+    """
 
 
 class Deadlock(EmulatorError):
-    """No thread can go on, although each waits where the others could join it."""
+    """Threads that wait for each other: no thread of the thread block can go on.
+
+    They wait at named barriers, mbarriers or warp collectives that no running thread can complete.
+    """
 
 
 class OutOfBounds(EmulatorError):
@@ -66,8 +93,8 @@ class OutOfBounds(EmulatorError):
 
 
 class Misaligned(EmulatorError):
-    """A vector access whose address is not a multiple of its size, or not contiguous."""
+    """A vector access at an address that is not a multiple of its size, or across a gap."""
 
 
 class ReadOnlyStore(EmulatorError):
-    """A store to an array passed as read-only."""
+    """A store to an array that was passed as read-only."""

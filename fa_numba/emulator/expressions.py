@@ -1,4 +1,4 @@
-"""Expressions of a kernel rewritten so that one evaluation stands for all lanes."""
+"""Rewrites the expressions of a kernel so that one evaluation computes all lanes."""
 
 from __future__ import annotations
 

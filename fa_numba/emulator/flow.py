@@ -1,7 +1,7 @@
-"""Which lanes take part: masks for what lanes decide differently.
+"""Which lanes take part in a statement: masks for branches that lanes take differently.
 
-The mask of a context is None while all lanes of its group take part, a bool a lane while some do. A
-rewritten function calls what stands here, see rewrite.py.
+The mask of a context is None while all lanes of its group take part. Else it is an array with one
+bool per lane. A rewritten function (rewrite.py) calls the methods of this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Global memory: the caller's NumPy arrays, whose every access is checked and counted."""
+"""Global memory: the caller's NumPy arrays, with every access checked and counted."""
 
 from __future__ import annotations
 
@@ -24,8 +24,21 @@ DOES = ("reads", "overwrites", "atomically updates")
 
 
 class Owners:
-    """Which block wrote, read or atomically updated each element: its number from 1, or MANY. And
-    by the kind of access the stamp of the thread that last touched it, or waited for a stored box.
+    """Who last accessed each element of an array.
+
+    `writers`, `readers` and `atomics` hold the number of the thread block that wrote, read or
+    atomically updated an element: 0 for none, from 1 on, or MANY for several. `stamps` holds, by
+    kind of access, the stamp of the thread that last accessed the element, or that waited for a box
+    stored there. Stamps are explained in shared_memory.py.
+
+    Parameters
+    ----------
+    length : int
+        Number of elements.
+    blocks : int, default 1
+        Thread blocks of the launch. With one, thread blocks are not recorded.
+    writeable : bool, default False
+        Whether the array can be written. If not, stamps are not recorded.
     """
 
     __slots__ = ("writers", "readers", "atomics", "stamps")
@@ -35,6 +48,18 @@ class Owners:
         self.stamps = np.zeros((BOX + 1, length * writeable), np.int64)
 
     def part(self, start: int, stop: int) -> Owners:
+        """Return the owners of a part of the elements, without a copy.
+
+        Parameters
+        ----------
+        start, stop : int
+            First element, and one past the last.
+
+        Returns
+        -------
+        Owners
+            The part.
+        """
         part = object.__new__(Owners)
         for name in Owners.__slots__:
             setattr(part, name, getattr(self, name)[..., start:stop])
@@ -42,14 +67,32 @@ class Owners:
 
     @property
     def blocks(self) -> tuple[np.ndarray, ...]:
+        """Return the three arrays of thread-block numbers: writers, readers, atomics."""
         return self.writers, self.readers, self.atomics
 
 
 class GlobalArray:
-    """A NumPy array as a kernel sees global memory: stores go to the caller's memory.
+    """A NumPy array as a kernel sees it in global memory. Stores change the caller's memory.
 
-    A full index is one counted access of every lane, a partial one an uncounted view on the same
-    memory; so is a slice start:stop of the first axis.
+    A full index, such as ``x[b, h, i, j]``, is one counted access of every lane that takes part. An
+    index of the first axes, such as ``x[b, h]``, gives a view on the same memory and is not
+    counted. So does a slice ``x[start:stop]`` of the first axis.
+
+    Parameters
+    ----------
+    ctx : Context
+        The launch.
+    name : str
+        Name of the kernel's parameter.
+    values : ndarray
+        The caller's array: bool, integer or float, in native byte order.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not emulated.
+    ValueError
+        If a stride is not a multiple of the itemsize.
     """
 
     __slots__ = (
@@ -88,7 +131,10 @@ class GlobalArray:
 
     @property
     def first_byte(self) -> Any:
-        """Where the first element is in the memory that the array is a part of."""
+        """Return the distance in bytes of the first element from the beginning of its memory.
+
+        For a part of a larger NumPy array, the distance is from the beginning of the larger array.
+        """
         return self.start + self._offset * self.itemsize
 
     def __getitem__(self, index: Any) -> Any:
@@ -112,19 +158,77 @@ class GlobalArray:
         self._put(places, (value,))
 
     def load(self, index: tuple[Any, ...], n: int) -> tuple[Any, ...]:
-        """n elements along the last axis from `index` on, in one access; counts n loads."""
+        """Load n neighbouring elements along the last axis in one access; counts n loads per lane.
+
+        Parameters
+        ----------
+        index : tuple
+            Index of the first element, one int or array over the lanes per axis.
+        n : int
+            Number of elements. Their bytes must be aligned to the size of the access.
+
+        Returns
+        -------
+        tuple
+            The n values, each a number or an array over the lanes.
+
+        Raises
+        ------
+        OutOfBounds
+            If an element is outside of the array.
+        Misaligned
+            If the address is not a multiple of the size of the access, or the last axis has gaps.
+        GlobalHazard
+            If the access races with another access.
+        """
         e = self._vector(index, n, n)
         places = self._access(LOAD, e, n, n, index)
         return tuple(self._values(places + k, e + k) for k in range(n))
 
     def store(self, index: tuple[Any, ...], values: Sequence[Any]) -> None:
-        """Write `values` along the last axis from `index` on, in one access."""
+        """Store neighbouring elements along the last axis in one access.
+
+        Every lane that takes part counts one store per value.
+
+        Parameters
+        ----------
+        index : tuple
+            Index of the first element, one int or array over the lanes per axis.
+        values : sequence
+            The values.
+
+        Raises
+        ------
+        OutOfBounds
+            If an element is outside of the array.
+        Misaligned
+            If the address is not a multiple of the size of the access, or the last axis has gaps.
+        ReadOnlyStore
+            If the array is read-only.
+        GlobalHazard
+            If the access races with another access.
+        """
         n = len(values)
         places = self._access(STORE, self._vector(index, n, n), n, n, index)
         self._put(places, values)
 
     def atomic_add(self, index: Any, *values: Any) -> Any:
-        """Add to as many neighbours, lane after lane, in one access; returns what was there."""
+        """Add values atomically to neighbouring elements, lane after lane.
+
+        An atomic addition counts as one load and one store.
+
+        Parameters
+        ----------
+        index : int or tuple
+            Index of the first element.
+        *values : number or ndarray
+            One value for each of the neighbouring elements.
+
+        Returns
+        -------
+        ndarray
+            For each lane, the old value of the last of these elements.
+        """
         ctx, n = self.ctx, len(values)
         if ctx.several:
             raise OneByOne
@@ -149,9 +253,17 @@ class GlobalArray:
         return old
 
     def add(self, index: tuple[Any, ...], *values: Any) -> None:
-        """`atomic_add` where nobody asks what was.
+        """Add values atomically, without returning the old values.
 
-        Those of blocks that run at once are made when these have ended, one block after the other.
+        If several thread blocks run at once, their additions are made when these thread blocks have
+        ended, one thread block after the other.
+
+        Parameters
+        ----------
+        index : tuple
+            Index of the first element.
+        *values : number or ndarray
+            One value for each of the neighbouring elements.
         """
         ctx, n = self.ctx, len(values)
         if not ctx.several:
@@ -170,11 +282,26 @@ class GlobalArray:
     def source(
         self, index: tuple[Any, ...], n: int, valid: Any, beside: Any = None
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """For an asynchronous copy of n elements, `valid` of them real.
+        """Return a function that reads the source of an asynchronous copy.
 
-        `beside` is where they go, in pieces of 32 bytes: a copy of 16 bytes, past L1, fetches a
-        sector again for every other piece. The function returned reads them, (lanes, n), zeros past
-        the valid ones.
+        The loads are counted at once.
+
+        Parameters
+        ----------
+        index : tuple
+            Index of the first element.
+        n : int
+            Elements of the copy.
+        valid : int or ndarray of int
+            Elements that are read; the others are zero.
+        beside : ndarray of int, optional
+            Destination in shared memory in pieces of 32 bytes, by lane. A copy of 16 bytes bypasses
+            L1 and fetches a sector again for every other piece.
+
+        Returns
+        -------
+        callable
+            Takes the lanes as a bool array and returns their values, shape (lanes, n).
         """
         ctx = self.ctx
         outer = ctx.mask
@@ -222,7 +349,7 @@ class GlobalArray:
             self._memory[at + k] = value
 
     def _keep(self, at: np.ndarray) -> None:
-        """Remember what will be overwritten, in case that the block has to begin again."""
+        """Record what a store overwrites, as the thread block may have to begin again."""
         if not self._memory.flags.writeable:
             text = f"a store to {self.name}, which is read-only"
             raise self.ctx.fault(ReadOnlyStore, text, self.name, self.ctx.first_lane())
@@ -231,7 +358,7 @@ class GlobalArray:
     # ---- places
 
     def _at(self, index: tuple[Any, ...], whole: bool = True) -> Any:
-        """Where an element is, or the first one of a part with an index of its first axes."""
+        """Return the position in memory of an element, or of the first element of a view."""
         e = self._offset
         if len(index) > self.ndim or (whole and len(index) < self.ndim):
             raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
@@ -245,7 +372,7 @@ class GlobalArray:
     def _access(
         self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], beside: Any = None
     ) -> np.ndarray:
-        """Count an access of every lane of the mask; its first element by lane, a valid one."""
+        """Count and check an access of every lane; return each lane's first position."""
         ctx = self.ctx
         group, mask = ctx.group, ctx.mask
         places = e if e.__class__ is np.ndarray else group.full(e)
@@ -285,7 +412,7 @@ class GlobalArray:
         return places
 
     def _touch(self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]) -> None:
-        """Raise if another thread of the block may touch elements as well, one of them writing."""
+        """Raise if the access races with another thread of the same thread block."""
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
             for other, did in enumerate(("reads", "wrote", "updates", "stored a box to")):
@@ -301,14 +428,14 @@ class GlobalArray:
             stamps[kind, p] = ctx.stamp(lane)
 
     def _element(self, index: tuple[Any, ...], lane: int, k: int) -> str:
-        """The name of the k-th element of a lane's access."""
+        """Return the name of the k-th element of a lane's access, such as "Q[0, 3]"."""
         *place, last = self.ctx.of_lane(index, lane, whole=True)
         return f"{self.name}[{', '.join(map(str, (*place, last + k)))}]"
 
     def _conflict(
         self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]
     ) -> EmulatorError:
-        """The error for an element that another block has touched too."""
+        """Return the error for an element that another thread block has accessed too."""
         ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
         for k in range(n):
             pairs = [(owners.writers, "wrote")]
@@ -372,7 +499,25 @@ class GlobalArray:
         return part
 
     def merged(self, mask: Mask, other: Any) -> GlobalArray:
-        """This view for the lanes of `mask`, another of the same array for the others."""
+        """Return a view that is this view for the lanes of `mask`, another one for the others.
+
+        Parameters
+        ----------
+        mask : ndarray of bool
+            Lanes that hold this view.
+        other : GlobalArray
+            The other lanes' view of the same array.
+
+        Returns
+        -------
+        GlobalArray
+            A view with a position for each lane.
+
+        Raises
+        ------
+        TypeError
+            If `other` is not a view of the same array with the same shape.
+        """
         if other.__class__ is GlobalArray and other._root is self._root:
             shape = self.shape
             if self.ctx.several and len(shape) == len(other.shape):
@@ -387,14 +532,22 @@ class GlobalArray:
 
 
 def _owner(values: np.ndarray) -> np.ndarray:
-    """The array whose memory this one is a part of."""
+    """Return the NumPy array whose memory this array is a part of."""
     while isinstance(values.base, np.ndarray):
         values = values.base
     return values
 
 
 def track_owners(arrays: Sequence[GlobalArray], blocks: int) -> None:
-    """Give arrays of a launch their owners; those that share memory share them."""
+    """Give the arrays of a launch their owners. Arrays that share memory share owners.
+
+    Parameters
+    ----------
+    arrays : sequence of GlobalArray
+        All arrays of the launch.
+    blocks : int
+        Thread blocks of the launch.
+    """
     spans = sorted((a for a in arrays if a.span), key=lambda a: (a.itemsize, a.address))
     group: list[GlobalArray] = []
     end = 0

@@ -1,8 +1,9 @@
-"""Threads in groups that run together, and what they wait for.
+"""Groups of threads that run together, and what they wait for.
 
-A block begins as one group, and so do several blocks that run at once. Lanes of a group that have
-to wait for others of the same group are made a group of their own, and the block begins again: see
-run.py. Which warps and lanes a group has does not change while a block runs.
+A thread block begins as one group. Several thread blocks that run at once also begin as one group.
+If lanes have to wait for other lanes of their group, they become a group of their own and the
+thread block begins again; see run.py. The warps and lanes of a group do not change while a thread
+block runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What each thread knows to have happened before its present.
 
-A warp's row of `seen` says it of all its threads. Threads that come to an mbarrier come one by one,
-so each may know more: a row of `_heard`, made when it is first needed, has a stamp for each thread
-of the block, below which the accesses of that one happened before. Behind these, and in `seen`
-behind the warps, stand columns for what no thread does: the parts that each warp has in products,
-and the copies that an mbarrier counts.
+A warp's row of `seen` holds what all threads of the warp know. Threads that arrive at an mbarrier
+arrive one by one, so one thread may know more than its warp. `_heard` holds what one thread knows;
+its rows are made when they are first needed. A row has a stamp for each thread of the thread block:
+accesses of that thread below the stamp happened before. Further columns, in `seen` behind the warps
+and in `_heard` behind the threads, are for what no thread does: each warp's parts of products, and
+the copies that an mbarrier counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Values of many lanes: what Python's operators cannot decide or compute for an array of them.
+"""Values of many lanes: operations that Python's operators cannot do on arrays of lanes.
 
-A value is one number where all lanes agree, else an array with an element a lane: of a float's own
-type, int64, uint64 (of `uint64` alone) or bool. Arrays are never changed once made. NumPy's rules
-of types are Numba's, but for Python's integers: these take the type of floats beside them.
+A value is one number if all lanes have the same, else an array with one element per lane. The
+array's dtype is the float's own type, int64, bool, or uint64 for values of `uint64`. Arrays are
+never changed once they are made. NumPy's type rules equal Numba's, except for Python's integers:
+next to a float they take the float's type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each thread's own arrays, which find uninitialised reads and accesses out of bounds."""
+"""Local arrays of each thread, which find uninitialised reads and accesses out of bounds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,21 @@ FLYING: Any = object()
 
 
 class LocalArray:
-    """An array of every lane: an element is a value of all lanes.
+    """An array of which every lane has its own: an element is one value of all lanes.
 
-    None marks an element that no lane has written; `partial` says which lanes have written one
-    that only some have.
+    An element that no lane has written is None. `partial` maps an element that only some lanes have
+    written to these lanes.
+
+    Parameters
+    ----------
+    ctx : Context
+        The launch.
+    site : tuple of int
+        Instruction that makes the array.
+    length : int
+        Number of elements.
+    dtype : dtype
+        Type of the elements.
     """
 
     __slots__ = (
@@ -47,10 +58,12 @@ class LocalArray:
 
     @property
     def name(self) -> str:
+        """Return the name of the variable in the kernel."""
         return self.ctx.target(self.site, "local array")
 
     @property
     def size(self) -> int:
+        """Return the number of elements."""
         return len(self.data)
 
     def __getitem__(self, index: Any) -> Any:
@@ -72,7 +85,20 @@ class LocalArray:
         self.put(index, self.convert(value))
 
     def put(self, index: Any, value: Any) -> None:
-        """Store what is of the array's dtype already."""
+        """Store a value that already has the array's dtype.
+
+        Parameters
+        ----------
+        index : int or ndarray of int
+            Element; by lane if lanes differ.
+        value : number or ndarray
+            The value of each lane that takes part.
+
+        Raises
+        ------
+        OutOfBounds
+            If the index is outside of the array.
+        """
         if self.waiting[0]:
             self._compute(writes=True)
         if index.__class__ is int and 0 <= index < len(self.data):
@@ -96,10 +122,15 @@ class LocalArray:
         self._put(index, value)
 
     def multiply_add(self, terms: tuple[Any, ...]) -> None:
-        """array[index] += a * b for every index, a and b of `terms`, each sum rounded.
+        """Compute ``array[index] += a * b`` for several elements, each sum rounded once.
 
-        Multiply-adds of the same lanes wait until somebody looks at the array: many at once are
+        Multiply-adds of the same lanes are collected until the array is read, as many at once are
         faster.
+
+        Parameters
+        ----------
+        terms : tuple
+            Index, a and b of the first multiply-add, then of the second, and so on.
         """
         mask = self.ctx.mask
         if not self.flying:
@@ -126,7 +157,7 @@ class LocalArray:
             self[terms[n]] = fma(terms[n + 1], terms[n + 2], self[terms[n]])
 
     def _may_sum(self, places: tuple[Any, ...]) -> bool:
-        """Whether these are elements that have values; then they are kept as such."""
+        """Return whether these elements have values, so that multiply-adds may be collected."""
         data, ctx = self.data, self.ctx
         sound = self.single and all(
             e.__class__ is int and 0 <= e < len(data) and data[e] is not None for e in places
@@ -139,20 +170,33 @@ class LocalArray:
         return sound
 
     def depart(self, product: Product) -> None:
-        """From here on a product reads or writes the array, until `arrive`."""
+        """Mark the array as in use by a product, until `arrive`.
+
+        Parameters
+        ----------
+        product : Product
+            A warpgroup's product that reads or writes the array.
+        """
         if not self.flying and self.waiting[0]:
             self._compute()
         self.flying.append(product)
         self.waiting, self.waiting_for = FLIGHT, FLYING
 
     def arrive(self, product: Product) -> None:
+        """End the use of the array by a product that was waited for.
+
+        Parameters
+        ----------
+        product : Product
+            The product.
+        """
         self.flying.remove(product)
         if not self.flying:
             self.waiting, self.waiting_for = ([], [], []), None
             self.summed.clear()
 
     def _compute(self, writes: bool = False) -> None:
-        """The multiply-adds that wait; not while products fly, which may forbid the access."""
+        """Compute the collected multiply-adds. Raise if a product in flight forbids the access."""
         if self.flying:
             for product in self.flying:
                 product.require_free(self, writes)
@@ -184,7 +228,25 @@ class LocalArray:
                 self.data[e] = np.where(mask, sums[n], self.data[e])
 
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
-        """The array `other`, which lanes of `mask` have come to the beginning of again."""
+        """Return the array `other`, as lanes of `mask` reach the line again that makes the array.
+
+        Parameters
+        ----------
+        mask : ndarray of bool
+            Lanes that make the array again; their elements have no values.
+        other : LocalArray
+            The array that was made at this line before.
+
+        Returns
+        -------
+        LocalArray
+            `other`.
+
+        Raises
+        ------
+        TypeError
+            If `other` was made at another line.
+        """
         if other.__class__ is not LocalArray or other.site != self.site:
             raise TypeError(f"lanes hold {self.name} and another array: not emulated")
         if other.waiting[0]:
@@ -199,7 +261,7 @@ class LocalArray:
     # ---- what is not the common case
 
     def _place(self, index: Any) -> Any:
-        """An index, which may be other ones by lane, within the array."""
+        """Return an index after the check of its bounds, as an int if all lanes have the same."""
         lane = self.ctx.first_outside(index, len(self.data))
         if lane >= 0:
             raise self.ctx.outside(self.name, (len(self.data),), index, lane)

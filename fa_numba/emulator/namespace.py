@@ -1,4 +1,4 @@
-"""What `cuda`, `math` and the numba types are to an emulated kernel."""
+"""The emulator's versions of `cuda`, `math` and the numba types, which a rewritten kernel uses."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Products of a warpgroup, `wgmma`: computed at once, but there only when they were waited for.
+"""Products of a warpgroup (`wgmma`): computed at once, but usable only after a wait.
 
-Operands in shared memory are lent to a product, and so are the registers of A; those of C are its
-own. What touches them before `wait_products` is a hazard. A warp's wait is that warp's own (PTX
-ISA, "wgmma.wait_group": for what the executing threads have committed): its part of the product has
-ended then, which reads its 16 rows of A and all of B. Of the other warps' parts it knows when they
-have met.
+From its start to `wait_products`, a product reads its operands in shared memory and the registers
+of A, and it writes the registers of C. A thread that writes the operands, or touches C, before the
+wait raises an error. A warp's wait is for its own part of the product only (PTX ISA,
+"wgmma.wait_group": what the executing threads have committed). That part reads the warp's 16 rows
+of A and all of B. The warp knows that the other warps' parts have ended when it has met these
+warps.
 """
 
 from __future__ import annotations

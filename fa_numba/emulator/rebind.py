@@ -1,4 +1,4 @@
-"""Gives a kernel's function the emulator's names in place of numba.cuda's, rewritten for lanes."""
+"""Replaces numba.cuda's names in a kernel's function by the emulator's names."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""A kernel's source rewritten so that one run of it stands for all lanes that agree.
+"""Rewrites a kernel's source so that one run of it computes all lanes that agree.
 
-One visitor for all of Python's statements that kernels have; `expressions.py` has that of what they
-compute.
+This module's visitor rewrites all Python statements that kernels use. The visitor of
+`expressions.py` rewrites expressions.
 
-In the rewritten function a value is a Python number where all lanes have the same, and a NumPy
-array over the lanes where they may not. What Python decides by one value, `if`, `while`, `and`, a
-conditional expression, is handed to `flow.py` where that value is an array: each side then runs for
-the lanes that take it, under a mask, and what it assigns is merged into what the others keep. Lanes
-that disagree on a `break`, `continue` or `return` go on as groups of their own instead.
-Operators, calls and subscripts stay as they are: arrays and the emulator's memory understand them.
+In the rewritten function a value is a Python number if all lanes have the same, else a NumPy array
+over the lanes. `if`, `while`, `and`, `or` and conditional expressions decide by one value in
+Python. If that value is an array, the rewritten function calls `flow.py`. Each branch then runs for
+the lanes that take it, under a mask, and its assignments are merged with the other lanes' values.
+Lanes that disagree on a `break`, `continue` or `return` go on as groups of their own instead.
+Operators, calls and subscripts are not changed, since NumPy arrays and the emulator's arrays define
+them.
 
-Names that begin with `_fa_` are the emulator's; line numbers stay those of the source.
+Names that begin with `_fa_` are the emulator's. Line numbers are those of the source.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runs a kernel's Python function on the CPU, for all lanes at once.
+"""Launches: runs a kernel's Python function on the CPU, for all lanes at once.
 
-Blocks of few lanes run several at once (batches.py), others one after the other. A block begins as
-one group of lanes. Where some of its lanes wait for others of it, at a barrier that only they have
-reached, the block's writes are taken back and it begins again with these lanes as a group of their
-own: a greenlet each, of which one runs until it waits or returns. When nothing can run, either all
-threads of the block stand at one barrier and it opens, or the kernel is at fault and the error says
-who waits where.
+Thread blocks of few lanes run several at once (batches.py), other thread blocks run one after the
+other. A thread block begins as one group of lanes. Sometimes lanes of a group wait for other lanes
+of the same group, for example at a barrier under a branch. The thread block's writes are then
+undone, and it begins again with these lanes as a group of their own. Each group is a greenlet, and
+one greenlet runs until it waits or returns. When no group can run, either all threads of the block
+are at one barrier, which then opens; or the kernel has a fault, and the error says who waits where.
 """
 
 from __future__ import annotations
@@ -45,12 +45,39 @@ _one_by_one: WeakSet[Callable[..., None]] = WeakSet()  # kernels whose blocks ma
 
 @contextmanager
 def schedule(seed: int) -> Iterator[None]:
-    """Let blocks, and warps within them, take turns in another order, which `seed` decides.
+    """Run the thread blocks, and the warps of each, in a random order that `seed` decides.
 
-    Inside, the blocks of a launch run in a random order, the warps of each in random groups, and
-    the groups take turns at random. Results must not depend on it, but for the order in which
-    atomic additions round; a fault that one order hides another may show. Raises ValueError for a
-    seed that is no integer from 0 on.
+    Inside the ``with`` block, the thread blocks of a launch run in a random order. The warps of
+    each thread block form random groups, and the groups take turns at random. A correct kernel
+    gives the same results in every order, apart from the rounding of atomic additions. Some faults
+    show in some orders only.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the random order, 0 or more.
+
+    Yields
+    ------
+    None
+        The context.
+
+    Raises
+    ------
+    ValueError
+        If `seed` is not an integer of 0 or more.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> def fill(x):
+    ...     x[cuda.grid(1)] = cuda.blockIdx.x
+    >>> x = np.zeros(4, np.int32)
+    >>> with schedule(1):
+    ...     counts = launch(fill, 4, 1, (x,))
+    >>> print(x)
+    [0 1 2 3]
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise ValueError(f"seed = {seed!r}, allowed: an integer from 0 on")
@@ -252,27 +279,77 @@ def launch(
     py_func: Callable[..., None], grid: int | tuple[int, ...], block: int | tuple[int, ...],
     args: Sequence[Any], *, shared_bytes: int = 0, uncounted: Collection[str] = (),
 ) -> Counts:  # fmt: skip
-    """Run a kernel on the CPU and count its global accesses.
+    """Run a kernel on the CPU, count its accesses and check them.
 
     Parameters
     ----------
-    py_func : a kernel, jitted or plain, whose source can be read.
-    grid, block : extents, one to three integers.
-    args : NumPy arrays, any strides and any real dtype, become `GlobalArray`s named after the
-        kernel's parameters and are written in place, `Boxed` ones `BoxedArray`s; NumPy integers
-        become Python's; so do the fields of a named tuple, under their own names; anything
-        else passes through.
-    shared_bytes : dynamic shared memory.
-    uncounted : names of arrays that the counts leave out.
+    py_func : callable
+        A kernel, jitted or a plain Python function, whose source can be read.
+    grid : int or tuple of int
+        Thread blocks along one to three axes.
+    block : int or tuple of int
+        Threads of a thread block along one to three axes; at most 1024 in all.
+    args : sequence
+        One argument for each parameter of the kernel. A NumPy array (bool, integer or float, any
+        strides) becomes a `GlobalArray` with the parameter's name; the kernel writes to the
+        caller's memory. A `Boxed` array is passed with its tensor map. NumPy integers and bools
+        become Python's. The fields of a named tuple are converted in the same way, under the
+        fields' names. Anything else is passed unchanged.
+    shared_bytes : int, default 0
+        Bytes of dynamic shared memory of a thread block.
+    uncounted : collection of str, default ()
+        Names of arrays that the counts leave out.
+
+    Returns
+    -------
+    Counts
+        Loads and stores by array, traffic by source line, instructions by class.
 
     Raises
     ------
-    EmulatorError : a subclass for each fault of the kernel, see errors.py.
-    ValueError, TypeError : bad extents or arguments.
-    Errors of Python in the kernel's code pass, with a note that names block, thread and line.
+    EmulatorError
+        If the kernel has a fault. Each kind of fault has a subclass, such as `SharedHazard`.
+    ValueError
+        If an extent is not positive, the thread block has more than 1024 threads, the strides of an
+        array are not multiples of its itemsize, or the source has statements that are not emulated.
+    TypeError
+        If the number of arguments is wrong, or an array has a dtype that is not emulated.
+    Exception
+        If the kernel's Python code raises. A note names thread block, thread and line.
 
-    Floats have their type and its rounding, between stores too; but `x[i] += a * b` is rounded
-    once. After five seconds a terminal is told how many blocks are done.
+    Notes
+    -----
+    Floats have Numba's types and rounding: float32 is rounded after each operation. Only ``x[i] +=
+    a * b`` is rounded once, like a GPU's fma.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from numba import cuda
+    >>> def double(x, y):
+    ...     i = cuda.grid(1)
+    ...     y[i] = 2 * x[i]
+    >>> x = np.arange(4, dtype=np.float32)
+    >>> y = np.zeros_like(x)
+    >>> print(launch(double, 2, 2, (x, y)))
+    array  loads  stores  bytes loaded  bytes stored
+    x          4       0            16             0
+    y          0       4             0            16
+    all        4       4            16            16
+    >>> print(y)
+    [0. 2. 4. 6.]
+
+    A missing barrier is found:
+
+    >>> from numba import float32
+    >>> def neighbour(y):
+    ...     s, i = cuda.shared.array(64, float32), cuda.threadIdx.x
+    ...     s[i] = i
+    ...     y[i] = s[63 - i]
+    >>> launch(neighbour, 1, 64, (np.zeros(64, np.float32),))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fa_numba.emulator.errors.SharedHazard: ...
     """
     function = getattr(py_func, "py_func", py_func)
     extent, shape = _extent("grid", grid), _extent("block", block)

@@ -1,16 +1,20 @@
 """Shared memory that finds races, uninitialised reads and accesses out of bounds.
 
-Each element has an integer stamp of its last write, and one of its last reads for each warp. A
-stamp is clock * STAMP + code, with the clock of the accessing thread's warp and a code
-for who: a thread (0..1023) or several threads of one warp (1024 + warp). The clock moves on at
-every barrier, of the block or named, and at every full `syncwarp`. Each warp has a vector clock
-`seen`: for each warp the stamp below which its accesses happened before the present, at least that
-of the block's last barrier (`ctx.base`). So did a thread's own. Later readers of a warp supersede
-earlier ones: the summary loses nothing. Nor does the order of lanes within a step matter: who
-conflicts with whom is decided by stamps alone.
+Each element has a stamp of its last write, and for each warp a stamp of the warp's last read. A
+stamp is the integer clock * STAMP + code. The clock is that of the accessing thread's warp. The
+code says who accessed: a thread (0 to 1023), or several threads of one warp (1024 + warp). The
+clock moves on at every barrier of the thread block, at every named barrier and at every full
+`syncwarp`.
 
-The loops over lanes are compiled (checks.py); what they cannot decide is gone through here, a block
-at a time. Of blocks that run at once each has a row of a buffer's arrays, and a `base`.
+Each warp has a vector clock `seen`, with one stamp for each warp. Accesses of that warp below the
+stamp happened before the present. The stamp is at least that of the thread block's last barrier
+(`ctx.base`). A thread's own earlier accesses also happened before. A later reader of a warp
+replaces earlier readers of that warp, which loses no information. The order of lanes within a step
+does not matter, as stamps alone decide which accesses conflict.
+
+The loops over lanes are compiled (checks.py). They hand undecided cases to this module, which
+goes through the lanes one by one, in one thread block at a time. If several thread blocks run at
+once, each has its own row in a buffer's arrays and its own `base`.
 """
 
 from __future__ import annotations
@@ -32,14 +36,39 @@ if TYPE_CHECKING:
 
 
 def bits_of(values: np.ndarray) -> np.ndarray:
-    """Values as integers: the compiled loops, which only move them, know few types."""
+    """Return values as integers, since the compiled loops only move them and know few types.
+
+    Parameters
+    ----------
+    values : ndarray
+        The values.
+
+    Returns
+    -------
+    ndarray of int
+        The bits of floats, or the integers as int64.
+    """
     if values.dtype.kind == "f":
         return values.view(f"i{values.itemsize}")
     return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
 
 
 class SharedBuffer:
-    """Shared memory of each block that runs: values and stamps, of the arrays laid over it."""
+    """Shared memory of the thread blocks that run: values and stamps of one dtype.
+
+    Several shared arrays may be parts of one buffer.
+
+    Parameters
+    ----------
+    blocks : int
+        Thread blocks that run at once.
+    length : int
+        Number of elements.
+    warps : int
+        Warps of a thread block.
+    dtype : dtype
+        Type of the elements.
+    """
 
     __slots__ = ("data", "bits", "written", "reads", "touched", "copiers", "sites")
 
@@ -55,13 +84,38 @@ class SharedBuffer:
         self.sites = np.zeros(shape, np.int64)
 
     def clear(self, blocks: int) -> None:
-        """Nothing is written, for new blocks; stamps of others are older than any of their own."""
+        """Mark all elements as unwritten, for `blocks` new thread blocks.
+
+        Stamps of earlier thread blocks are older than any stamp of the new ones.
+
+        Parameters
+        ----------
+        blocks : int
+            Number of thread blocks that run at once.
+        """
         self.written[:blocks] = UNWRITTEN
 
 
 class SharedArray:
-    """An array in shared memory: elements of a buffer from element `first` on, which of blocks that
-    run at once may be another for each.
+    """A one-dimensional array in shared memory.
+
+    ``s[e]`` is one access of every lane that takes part. The array is a part of a buffer. Thread
+    blocks that run at once may have different parts.
+
+    Parameters
+    ----------
+    ctx : Context
+        The launch.
+    name : str
+        Name of the variable in the kernel.
+    length : int
+        Number of elements.
+    dtype : dtype
+        Type of the elements.
+    buffer : SharedBuffer
+        Values and stamps.
+    first : int or ndarray of int, default 0
+        Element of the buffer at which the array begins; by lane if thread blocks differ.
     """
 
     __slots__ = (
@@ -92,14 +146,54 @@ class SharedArray:
         self._write(e, value.reshape(1, self.ctx.group.count))
 
     def load(self, e: Any, n: int, pairs: bool = True) -> tuple[Any, ...]:
-        """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n.
+        """Load n neighbouring elements in one access.
 
-        Lanes that share them in `pairs` may be served together: not so by ldmatrix.
+        Parameters
+        ----------
+        e : int or ndarray of int
+            First element, a multiple of n; by lane if lanes differ.
+        n : int
+            Number of elements.
+        pairs : bool, default True
+            Whether lanes that share words in pairs are served together. False for ldmatrix.
+
+        Returns
+        -------
+        tuple of ndarray
+            The n values, each an array over the lanes.
+
+        Raises
+        ------
+        SharedHazard
+            If the access races with a write of another thread.
+        UninitialisedRead
+            If an element was never written.
+        OutOfBounds
+            If an element is outside of the array.
+        Misaligned
+            If the first element's position is not a multiple of n.
         """
         return tuple(self._read(self.ctx.group.lanes(e), n, pairs))
 
     def store(self, e: Any, values: Sequence[Any]) -> None:
-        """Write n `values` from element e on (flat index) in one access, e a multiple of n."""
+        """Store neighbouring elements in one access.
+
+        Parameters
+        ----------
+        e : int or ndarray of int
+            First element, a multiple of the number of values; by lane if lanes differ.
+        values : sequence
+            The values: numbers, or arrays over the lanes.
+
+        Raises
+        ------
+        SharedHazard
+            If the access races with an access of another thread.
+        OutOfBounds
+            If an element is outside of the array.
+        Misaligned
+            If the first element's position is not a multiple of the number of values.
+        """
         rows = np.empty((len(values), self.ctx.group.count), self.buffer.data.dtype)
         for row, value in zip(rows, values, strict=True):
             row[:] = value
@@ -117,8 +211,10 @@ class SharedArray:
     def _left(
         self, check: Callable[..., int], kind: str, e: np.ndarray, n: int, *last: Any
     ) -> Iterable[tuple[int, range]]:
-        """What a function of checks.py leaves of an access of n elements of every lane: lanes to be
-        gone through one by one, and the places of each.
+        """Run a compiled check, and return the lanes and elements that it leaves undecided.
+
+        `check` is a function of checks.py for an access of n elements of every lane. The caller
+        goes through the returned lanes one by one.
         """
         ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
@@ -137,8 +233,10 @@ class SharedArray:
         return ((k, range(first, first + n)) for k, first in begin)
 
     def _from(self, e: np.ndarray, n: int) -> tuple[np.ndarray, int, int]:
-        """Places of accesses of n elements, the element that they count from, and how many follow:
-        they count from the buffer's where the array begins elsewhere for each block.
+        """Return positions of accesses, the element they count from, and the length.
+
+        If the array begins at different elements in different thread blocks, positions count from
+        the beginning of the buffer.
         """
         if self.first.__class__ is not np.ndarray:
             return e, self.first, self.length
@@ -198,7 +296,25 @@ class SharedArray:
     # ---- copies in flight: between issue and landing the elements belong to nobody
 
     def depart(self, e: Any, n: int) -> np.ndarray:
-        """Hand elements e..e+n-1 to an asynchronous copy of each lane; returns e by lane."""
+        """Hand elements to an asynchronous copy of each lane, which will write them.
+
+        Parameters
+        ----------
+        e : int or ndarray of int
+            First element.
+        n : int
+            Number of elements.
+
+        Returns
+        -------
+        ndarray of int
+            The first element by lane.
+
+        Raises
+        ------
+        SharedHazard
+            If an element may still be read or written.
+        """
         group, buffer, site = self.ctx.group, self.buffer, self.ctx.numbered_site()
         e, who = group.lanes(e), (buffer.copiers, buffer.sites, site)
         for k, places in self._left(checks.depart, "copy", e, n, *who):
@@ -210,7 +326,15 @@ class SharedArray:
         return e
 
     def land(self, copy: Copy, lanes: np.ndarray) -> None:
-        """The copies of `lanes` arrive."""
+        """Write the values of the copies of `lanes`, which have been waited for.
+
+        Parameters
+        ----------
+        copy : Copy
+            The copies of all lanes.
+        lanes : ndarray of bool
+            Lanes whose copies have been waited for.
+        """
         ctx, buffer = self.ctx, self.buffer
         values = copy.read(lanes).astype(buffer.data.dtype)
         e, first, _ = self._from(copy.e, copy.n)
@@ -220,8 +344,26 @@ class SharedArray:
         )  # fmt: skip
 
     def merged(self, mask: Any, other: Any) -> SharedArray:
-        """This array, where the lanes that are not in `mask` hold the same by another name; of
-        blocks that run at once each may have another part of the buffer.
+        """Return this array, which all lanes must hold, perhaps under another name.
+
+        If several thread blocks run at once, each may hold another part of the buffer.
+
+        Parameters
+        ----------
+        mask : ndarray of bool
+            Lanes that hold this array.
+        other : object
+            What the other lanes hold.
+
+        Returns
+        -------
+        SharedArray
+            The array of all lanes.
+
+        Raises
+        ------
+        TypeError
+            If `other` is another array.
         """
         same = other.__class__ is SharedArray and self.buffer is other.buffer
         same = same and self.length == other.length

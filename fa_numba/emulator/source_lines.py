@@ -1,4 +1,4 @@
-"""Where in a kernel's source an instruction stands, and which variable takes its result."""
+"""The source line of an instruction, and the variable to which its result is assigned."""
 
 from __future__ import annotations
 

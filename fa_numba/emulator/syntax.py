@@ -1,5 +1,7 @@
-"""Syntax trees that rewrite.py reads and makes: what statements assign, jump and add, and the calls
-of the emulator that stand in their place.
+"""Helpers for syntax trees, used by rewrite.py and expressions.py.
+
+They say what statements assign, where they jump and what they add, and they make calls of the
+emulator.
 """
 
 from __future__ import annotations

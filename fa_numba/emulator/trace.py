@@ -1,4 +1,4 @@
-"""Which tile of which array moves when: the accesses to global memory of kernels as they run."""
+"""Which tile of which array moves when: accesses to global memory, in the kernel's order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,32 @@ _STEP = re.compile(r"#\s*((?:Alg\. \d|FA-\d).*)")
 
 @dataclass(frozen=True)
 class TileAccess:
-    """A part of an array that a block moves between global memory and itself at one step.
+    """A part of an array that a thread block loads or stores at one step of the kernel.
 
-    ``kernel`` is the kernel function's name and ``block`` the block's index (x, y, z). ``step``
-    counts the accesses of a launch from 0. ``rows`` are the first row and the one past the last of
-    those touched, along the sequence; ``columns`` the same of the last axis, (0, 1) where an array
-    has one value a row. ``kind`` is "load", "store" or "atomic"; ``elements`` and ``bytes`` are
-    what moved. ``line`` is the comment above that names the step of the algorithm, ``place`` the
-    line of the kernel, "file.py:123".
+    Parameters
+    ----------
+    kernel : str
+        Name of the kernel function.
+    block : tuple of int
+        (x, y, z) index of the thread block.
+    step : int
+        Number of the access in its launch, from 0.
+    array : str
+        Name of the array.
+    rows : tuple of int
+        First row along the sequence axis, and one past the last.
+    columns : tuple of int
+        First index along the last axis, and one past the last; (0, 1) if the array has one value
+        per row.
+    kind : str
+        "load", "store" or "atomic".
+    elements, bytes : int
+        Elements and bytes that were loaded or stored.
+    line : str
+        The comment above the access that names the step of the algorithm, such as
+        "Alg. 1 line 7: load Kj, Vj". Empty if there is none.
+    place : str
+        Line of the kernel as "file.py:123".
     """
 
     kernel: str
@@ -54,11 +72,18 @@ _traces: ContextVar[list[TileAccess] | None] = ContextVar("fa_numba_trace", defa
 
 @contextmanager
 def trace() -> Iterator[list[TileAccess]]:
-    """Note every access to global memory of the kernels that run on the emulator inside.
+    """Record every access to global memory of the kernels that run on the emulator inside.
 
-    Yields a list that fills with ``TileAccess``. Accesses of one line of a kernel to one array that
-    follow each other without a barrier between are one: a tile.
+    Consecutive accesses of one kernel line to one array, with no barrier between them, are one
+    entry: a tile. Thread blocks run one after the other.
 
+    Yields
+    ------
+    list of TileAccess
+        Empty at first; each access is appended.
+
+    Examples
+    --------
     >>> import numpy as np, fa_numba
     >>> q = np.ones((1, 1, 8, 4), np.float32)
     >>> with fa_numba.device.using("emulator"), trace() as accesses:
@@ -75,7 +100,7 @@ def trace() -> Iterator[list[TileAccess]]:
 
 
 class Trace:
-    """What a launch adds to the list of `trace`."""
+    """The part of a launch that appends accesses to the list of `trace`."""
 
     def __init__(self, context: Context, kernel: FunctionType, found: list[TileAccess]) -> None:
         self._context, self._found = context, found
@@ -87,7 +112,21 @@ class Trace:
     def note(
         self, array: Any, kind: int, index: tuple[Any, ...], lengths: np.ndarray, active: np.ndarray
     ) -> None:
-        """An access of the active lanes to `lengths` elements from `index` on."""
+        """Record an access of the active lanes to `lengths` elements from `index` on.
+
+        Parameters
+        ----------
+        array : GlobalArray
+            The array.
+        kind : int
+            Index into `KINDS`.
+        index : tuple
+            Index of each lane's first element, an int or an array over the lanes for each axis.
+        lengths : ndarray of int
+            Elements along the last axis, by lane.
+        active : ndarray of bool
+            Lanes that take part.
+        """
         context = self._context
         touched = active & (lengths > 0)
         if not touched.any():
@@ -132,7 +171,7 @@ class Trace:
         )
 
     def _line(self) -> int:
-        """The line at work of the kernel or of a function that its factory makes with it."""
+        """Return the current line of the kernel, or of a function that its factory made with it."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not self._is_own(frame.f_code):
             frame = frame.f_back
@@ -143,11 +182,23 @@ class Trace:
         return code.co_filename == self._file and any(first in lines for lines in self._own)
 
     def mark(self) -> int:
-        """How far the list is, to come back to."""
+        """Return the length of the list, for `back_to`.
+
+        Returns
+        -------
+        int
+            The length.
+        """
         return len(self._found)
 
     def back_to(self, mark: int) -> None:
-        """Forget what came later: the block begins again."""
+        """Forget the accesses after `mark`, as the thread block begins again.
+
+        Parameters
+        ----------
+        mark : int
+            A length that `mark` returned.
+        """
         del self._found[mark:]
         self._last = None
 
@@ -158,7 +209,7 @@ def _joined(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
 
 @cache
 def _step_above(file: str, number: int) -> str:
-    """The nearest comment at or above a line that names a line of an algorithm."""
+    """Return the nearest comment at or above a line that names a line of an algorithm."""
     for n in range(number, 0, -1):
         found = _STEP.search(linecache.getline(file, n))
         if found:
@@ -167,12 +218,31 @@ def _step_above(file: str, number: int) -> str:
 
 
 def asked_for() -> bool:
-    """Whether what runs here is traced."""
+    """Return whether kernels that run here are traced.
+
+    Returns
+    -------
+    bool
+        Whether the code is inside of `trace`.
+    """
     return _traces.get() is not None
 
 
 def started(context: Context, kernel: Any) -> Trace | None:
-    """The trace of a launch, where one is asked for."""
+    """Return the trace of a new launch; None outside of `trace`.
+
+    Parameters
+    ----------
+    context : Context
+        The launch.
+    kernel : function
+        The kernel's Python function.
+
+    Returns
+    -------
+    Trace or None
+        The trace.
+    """
     found = _traces.get()
     return None if found is None else Trace(context, kernel, found)
 
@@ -184,7 +254,7 @@ def _lines(function: FunctionType) -> range:
 
 
 def _made_with(kernel: FunctionType) -> list[FunctionType]:
-    """The functions that the kernel calls and that its own factory has made."""
+    """Return the functions that the kernel calls and that the kernel's own factory made."""
     factory, local, _ = kernel.__qualname__.rpartition("<locals>")
     cells = (cell.cell_contents for cell in kernel.__closure__ or ())
     called = [getattr(value, "py_func", None) for value in cells]

@@ -1,7 +1,8 @@
-"""Where lanes wait: barriers of the block, named ones, and collectives of a warp.
+"""Waiting lanes: barriers of the thread block, named barriers, and collectives of a warp.
 
-A group whose lanes all wait hands control back to run.py, which lets the next group go on. Where
-some of a group's lanes would wait for others of it, the block begins again with them apart.
+A group whose lanes all wait returns control to run.py, which lets the next group run. If some lanes
+of a group would wait for other lanes of the same group, the thread block begins again with two
+groups.
 """
 
 from __future__ import annotations
