@@ -5,6 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+import texts
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib import colors, image  # noqa: E402
@@ -12,7 +13,7 @@ from matplotlib import colors, image  # noqa: E402
 from experiments.lab.record import registry  # noqa: E402
 from experiments.lab.record.options import FIGURES  # noqa: E402
 from experiments.lab.record.store import EMULATOR, MODEL, Store  # noqa: E402
-from experiments.lab.show import report, thumbs  # noqa: E402
+from experiments.lab.show import film, report, style, thumbs  # noqa: E402
 
 BORDER = 4  # pixels
 # Of CIELAB's distance, as people without the cones for green see it: 2 is just noticed.
@@ -95,25 +96,101 @@ def colour(handle):
     return colors.to_hex(patches[0].get_edgecolor()) if patches else None
 
 
+# Three lines, as the longest footnote has.
+FOOTNOTE = "recorded on a GPU\nL2 is a counter\ncounted on the emulator"
+MOST_WORDS = 12
+# Figures whose texts overlap, or whose titles are too long.
+TO_MEND = set(
+    """
+    block_sparse cache char_model claims decode generate
+    gpt2_table host_cost io_vs_seqlen io_vs_sram ladder loop_cost
+    loop_cost_hopper loop_order loop_order_detail memory_hierarchy numerics numerics_small
+    online_softmax paged prefix ring runtime_memory shapes
+    speed speed_bf16 variants
+""".split()
+)
+
+
 @pytest.mark.parametrize(
     ("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else ""
 )
-def test_colours_of_a_panel_are_apart_and_marks_lie_within_the_axes(name, draw):
+def test_a_figure_can_be_read(name, draw):
+    """The checks share a figure, as drawing all of them takes a minute of a core."""
     figure = draw(rows_of(name))
-    for ax in figure.axes if figure else ():
-        handles = ax.get_legend_handles_labels()[0]
-        found = {c for c in map(colour, handles) if c not in (None, "#ffffff")}
-        close = [(a, b) for a, b in combinations(sorted(found), 2) if apart(a, b) < APART]
-        assert not close, ax.get_title()
-        low, high = np.sort(np.array([ax.get_xlim(), ax.get_ylim()]), axis=1).T
-        for line in ax.lines:
-            if (
-                line.get_marker() not in ("None", "", " ", None)
-                and line.get_transform() == ax.transData
-            ):
-                at = np.array(line.get_xydata(), dtype=float)
-                at = at[np.isfinite(at).all(axis=1)]
-                assert ((low <= at) & (at <= high)).all(), (ax.get_title(), line.get_label())
+    if figure is None:
+        return
+    for ax in figure.axes:
+        assert not colours_that_look_alike(ax), ax.get_title()
+        assert not marks_outside(ax), ax.get_title()
+    with matplotlib.rc_context(style.RC):
+        style.lay_out(figure, FOOTNOTE)
+        found = texts.overlapping(figure) + long_titles(figure)
+    assert not found or name in TO_MEND, found
+
+
+def colours_that_look_alike(ax):
+    handles = ax.get_legend_handles_labels()[0]
+    found = {c for c in map(colour, handles) if c not in (None, "#ffffff")}
+    return [(a, b) for a, b in combinations(sorted(found), 2) if apart(a, b) < APART]
+
+
+def marks_outside(ax):
+    """Labels of the lines with a mark that is not within the axes."""
+    low, high = np.sort(np.array([ax.get_xlim(), ax.get_ylim()]), axis=1).T
+    found = []
+    for line in ax.lines:
+        marked = line.get_marker() not in ("None", "", " ", None)
+        if marked and line.get_transform() == ax.transData:
+            at = np.array(line.get_xydata(), dtype=float)
+            at = at[np.isfinite(at).all(axis=1)]
+            if not ((low <= at) & (at <= high)).all():
+                found.append(line.get_label())
+    return found
+
+
+def long_titles(figure):
+    """The titles, their first lines, that have more than MOST_WORDS words."""
+    titles = [figure.get_suptitle(), *(ax.get_title() for ax in figure.axes)]
+    titles += [legend.get_title().get_text() for legend in figure.legends]
+    return [title for title in titles if len(title.partition("\n")[0].split()) > MOST_WORDS]
+
+
+def test_overlapping_and_cut_texts_are_found():
+    figure, ((ax,),) = style.new(1, 1, 4.0)
+    ax.text(0.5, 0.5, "one text")
+    style.lay_out(figure, "")
+    assert texts.overlapping(figure) == []
+    ax.text(0.52, 0.51, "another text")
+    ax.text(0.99, 0.2, "a text that is cut")
+    found = texts.overlapping(figure)
+    assert found == ["'a text that is cut' is cut", "'one text' overlaps 'another text'"]
+
+
+def test_frames_of_the_animations_can_be_read(monkeypatch):
+    """The first, the middle and the last frame of each film, as they are drawn."""
+    films, sides, clocks = [], film._sides, film.clocks
+
+    def kept(traces):
+        films.append(sides(traces))
+        return films[-1]
+
+    def few(traces):
+        found = clocks(traces)
+        return [found[0], found[len(found) // 2], found[-1]]
+
+    monkeypatch.setattr(film, "_sides", kept)
+    monkeypatch.setattr(film, "clocks", few)
+    monkeypatch.setattr(
+        film, "gif", lambda problems, note: [film.frames(x, note) for x in problems]
+    )
+    animated = {name: registry.load(name) for name in registry.names()}
+    animated = {name: x for name, x in animated.items() if hasattr(x, "animate")}
+    for name, module in animated.items():
+        for frames in module.animate(rows_of(name), FOOTNOTE.partition("\n")[0]):
+            for n, _ in enumerate(frames):
+                assert texts.overlapping(films[-1][0]) == [], (name, n)
+            assert n == 2
+    assert len(films) >= len(animated) > 0
 
 
 @pytest.mark.parametrize(

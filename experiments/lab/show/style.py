@@ -6,7 +6,7 @@ matplotlib is imported once something is drawn: what measures does without it.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,29 +225,49 @@ def _show_single_points(figure: Figure) -> None:
                 line.set_markeredgewidth(line.get_linewidth())
 
 
-def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
-    """Write stem.svg and stem.png with the footnote, for which a small figure has no place; gives
-    the files that changed. Raises StoreError.
-    """
-    import matplotlib
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+def texts(artist: Any) -> Iterator[Any]:
+    """Yield the texts in the artist, of axes without minor ticks: to make these takes long."""
+    from matplotlib.axis import Axis
     from matplotlib.text import Text
 
+    if isinstance(artist, Text):
+        yield artist
+    if isinstance(artist, Axis):
+        yield from (artist.label, *artist.get_majorticklabels())
+    else:
+        for child in artist.get_children():
+            yield from texts(child)
+
+
+def lay_out(figure: Figure, footnote: str) -> None:
+    """Put the footnote, for which a small figure has no place, and everything else in position."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     _show_single_points(figure)
-    if not any("L2" in text.get_text() for text in figure.findobj(Text)):
+    if not any("L2" in text.get_text() for text in texts(figure)):
         said = footnote.splitlines()
         footnote = "\n".join(line for line in said if not line.startswith("L2 is "))
     if figure.get_figwidth() < WIDTH:
         footnote = ""
+    lines = footnote.count("\n") + bool(footnote)
+    room = (0.16 * lines + 0.06) / figure.get_figheight()
+    engine = figure.get_layout_engine()
+    if isinstance(engine, ConstrainedLayoutEngine):
+        engine.set(rect=(0, room, 1, 1 - room), w_pad=PAD, h_pad=PAD)
+    look: dict[str, Any] = {"fontsize": 8.5, "color": QUIET, "va": "bottom"}
+    figure.text(0.008, 0.05 / figure.get_figheight(), footnote, **look)
+    _settle(figure)
+
+
+def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
+    """Write stem.svg and stem.png with the footnote. Return the files that changed.
+
+    Raises StoreError.
+    """
+    import matplotlib
+
     with matplotlib.rc_context(RC):
-        lines = footnote.count("\n") + bool(footnote)
-        room = (0.16 * lines + 0.06) / figure.get_figheight()
-        engine = figure.get_layout_engine()
-        if isinstance(engine, ConstrainedLayoutEngine):
-            engine.set(rect=(0, room, 1, 1 - room), w_pad=PAD, h_pad=PAD)
-        look: dict[str, Any] = {"fontsize": 8.5, "color": "#555555", "va": "bottom"}
-        figure.text(0.008, 0.05 / figure.get_figheight(), footnote, **look)
-        _settle(figure)
+        lay_out(figure, footnote)
         changed = []
         for suffix, options in (
             (".svg", {"metadata": {"Date": None, "Creator": None}}),
