@@ -59,33 +59,36 @@ def _percent(kind: str) -> str:
     return f"{(FACTORS[kind] - 1) * 100:.0f} %"
 
 
-RATIO = f"{_percent('ratio')}; elsewhere above 1"
+RATIO = f"{_percent('ratio')}; on other GPUs: above 1"
 LINES = (
-    Line("accesses counted on the emulator equal the closed form", "CPU", COUNTED, _equal, "none"),
     Line(
-        "L2 moves what the kernels access", PROFILER, ("loop_order",),
+        "Accesses counted on the emulator equal the closed form.", "CPU", COUNTED, _equal, "none"
+    ),
+    Line(
+        "L2 bytes / bytes accessed by the kernels", PROFILER, ("loop_order",),
         _span(_over_units(lambda _, a, b: equal_tiles(a, "l2") / equal_tiles(a, "model")), ".3f"),
         _percent("count"),
     ),
     Line(
-        "DRAM bytes, K/V outer over Q outer, equal tiles", PROFILER, ("loop_order",),
+        "DRAM bytes at equal tiles: K/V outer / Q outer", PROFILER, ("loop_order",),
         _span(_over_units(moved("dram")), ".0f"), RATIO,
     ),
     Line(
-        "time, K/V outer over Q outer, equal tiles and grid", GPU, ("loop_order",),
+        "Time at equal tiles and an equal grid: K/V outer / Q outer", GPU, ("loop_order",),
         _span(_over_units(took(1))), RATIO,
     ),
     Line(
-        "the same on the paper's grid", GPU, ("loop_order",),
+        "Time at equal tiles on the paper's grid: K/V outer / Q outer", GPU, ("loop_order",),
         _span(_over_units(took(0)), ".1f"), RATIO,
     ),
     Line(
-        "the same with query splits, each at its own tiles", GPU, ("speed", "speed_fp16"),
+        "Time with query splits, each order at its own tiles: K/V outer / Q outer", GPU,
+        ("speed", "speed_fp16"),
         _span(_over_units(took_own(1))), RATIO,
     ),
-    Line("speed of FA-2 on mma.sync, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-mma"),
+    Line("Speed of FA-2 on mma.sync, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-mma"),
          _percent("speed")),
-    Line("speed of FA-2 on wgmma, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-wgmma"),
+    Line("Speed of FA-2 on wgmma, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-wgmma"),
          _percent("speed")),
 )  # fmt: skip
 
@@ -105,9 +108,9 @@ def _table(found: Sequence[Row], seconds: Mapping[str, float]) -> Table | None:
         return None
     header = ["claim", "command", "needs", "minutes", "expected", "allowed variation"]
     caption = (
-        "A command is `python -m experiments` and what stands there; minutes are those of the "
-        "recording, all that the command measures included. The variation is that of an H200, of "
-        "times and speeds an H100 too; `git diff` shows it in figures/data."
+        "Write `python -m experiments` before each command. *Minutes* is the time of the whole "
+        "command when it was recorded. *Allowed variation* holds for an H200, and for times and "
+        "speeds also for an H100. After a run, `git diff figures/data` shows what differs."
     )
     return Table(caption, markdown(header, lines).replace("---:", "---"))
 

@@ -170,14 +170,15 @@ for order, series in FLASH.items():
     IN_ORDERS |= {
         f"C3, {order}": {"standard": (round_trips("standard-simt"), 3.0),
                          order: (round_trips(series), 1.0)},
-        f"C5, {order}": {f"GB, {order}": (layer(half), ONCE)},
-        f"C27, {order}": {order: (growth(series, "dram"), Bounds(1.15, math.inf)),
-                          "standard": (growth("standard-simt", "dram"), Bounds(1 / 1.15, 1.15))},
+        f"C5, {order}": {f"{order}, GB": (layer(half), ONCE)},
+        f"C27, {order}": {f"{order} at 2N / at N": (growth(series, "dram"), Bounds(1.15, math.inf)),
+                          "standard at 2N / at N": (
+                              growth("standard-simt", "dram"), Bounds(1 / 1.15, 1.15))},
         f"C29, {order}": {name: (over_blocks(name, source="dram").over(0), 1.0)
                           for name in (series, half)},
     }  # fmt: skip
 PAIRS: dict[str, Pairs] = IN_ORDERS | {
-    "C1": {"equal elements, share": (
+    "C1": {"share of equal elements": (
         rows("numerics", "place", "seqlen_q", series="softmax-online", metric="identical",
              dtype="float32", source="measured"), 1.0)},
     "C2": {"largest error": (
@@ -187,16 +188,17 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
                   for order, series in FLASH.items()},
     "C4": {"elements": (accesses("standard-simt"), lambda d, N: 4.0 * N * (d + N))},
     "C6": EXPONENTS,
-    "C7": {order: (accesses(series).steps(), 2.0) for order, series in FLASH.items()},
-    "C8": {"GB, P": (GB_OF_P, 4.3), **STANDARD, "FA-2": (layer("fa2-mma"), 0.27),
+    "C7": {f"{order} at 2N / at N": (accesses(series).steps(), 2.0)
+           for order, series in FLASH.items()},
+    "C8": {"P, GB": (GB_OF_P, 4.3), **STANDARD, "FA-2": (layer("fa2-mma"), 0.27),
            "standard / FA-2": (layer("standard-mma") / layer("fa2-mma"), 65.0)},
     "C9": {"our standard / FA-2": won(("standard-mma", "standard-simt"), ("fa2-mma", "fa2-simt")),
            "torch's unfused / fused": won(("torch-unfused",), ("torch-fa2", "torch-efficient"))},
     "C9, one case": {"torch's unfused / FA-2": won(
         ("torch-unfused",), ("torch-fa2",), dtype="float16", head_dim=64, batch=1,
         pass_="fwd+bwd")},
-    "C10": {"over torch's unfused": over("torch-unfused"),
-            "over our standard": over("standard-mma")},
+    "C10": {"FA-2 / torch's unfused": over("torch-unfused"),
+            "FA-2 / our standard": over("standard-mma")},
     "C11": SOFTMAXES,
     "C12": {"standard": (counted("standard-simt", ("S", "P"), "loads", per=N * N), 2.0),
             "FA-1": (counted("fa1-simt", "Q", "loads", per=N * D * TILES), 1.0),
@@ -210,30 +212,31 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         for experiment in ("memory_hierarchy", "gpt2_table", measured.NAME)
         for label, series in (("standard", "standard-mma"), ("FA-1", "fa1-mma"),
                               ("FA-2", "fa2-mma"))},
-    "C15": {"K/V outer writes": (counted("fa1-simt", "O", "stores", per=N * D), float(TILES)),
-            "reads": (counted("fa1-simt", "O", "loads", per=N * D), TILES - 1.0),
-            "Q outer writes": (counted("fa2-simt", "O", "stores", per=N * D), 1.0)},
+    "C15": {"writes of O, K/V outer": (counted("fa1-simt", "O", "stores", per=N * D), float(TILES)),
+            "reads of O, K/V outer": (counted("fa1-simt", "O", "loads", per=N * D), TILES - 1.0),
+            "writes of O, Q outer": (counted("fa2-simt", "O", "stores", per=N * D), 1.0)},
     "C16": {"tiles": tiles("fa2-simt", "K", causal=True)},
-    "C16, time": {"causal / not": (at_16k(causal=True) / at_16k(causal=False), 0.5)},
-    "C17": {f"memory a step, {order}": (
+    "C16, time": {"causal / not causal": (at_16k(causal=True) / at_16k(causal=False), 0.5)},
+    "C17": {f"{order} at 2N / at N": (
         training(series.replace("simt", "mma"), "plain", "memory", pass_="fwd+bwd").steps(), 2.0)
         for order, series in FLASH.items()},
-    "C18": {f"accesses more, of N²: {order}": (dropped(series), 0.0)
+    "C18": {f"{order}: additional accesses / N²": (dropped(series), 0.0)
             for order, series in FLASH.items()},
-    "C19": {"area of a block": (
+    "C19": {"block area": (
         wide_over_narrow(value=lambda row: float(row.Br * row.Bc)), Bounds(0, 0.99)),
             "time": (wide_over_narrow(), Bounds(1.01, math.inf))},
-    "C20": {series: (over_blocks(series, source="model", unit="bytes").steps(), Bounds(0, 0.99))
+    "C20": {f"{series}, block doubled": (
+        over_blocks(series, source="model", unit="bytes").steps(), Bounds(0, 0.99))
             for series in ("fa1-simt", "fa1-mma", "fa2-simt", "fa2-mma")},
-    "C21": {"time over that of reading, the fastest of ours": (reading(), 1.0)},
+    "C21": {"our fastest time / time to read K and V": (reading(), 1.0)},
     "C22": {"elements that differ": (
         rows("paged", "series", "place", source="counted", metric="difference"), 0.0),
-        **{f"error of pages merged / of the whole, {series}": merged(series, dtype)
+        **{f"{series}: error of merged pages / error of one call": merged(series, dtype)
            for series, dtype in (("fa1-simt", "float32"), ("fa2-simt", "float32"),
                                  ("fa2-mma", "float16"))}},
     "C23": {"FA-1": tiles("fa1-simt", "Q"), "FA-2": tiles("fa2-simt", "K")},
-    "C24": {"MiB: standard": (long_context("standard-mma"), 30e9 / 2**20),
-            **{f"{order} over it": (long_context(series) / long_context("standard-mma"),
+    "C24": {"standard, MiB": (long_context("standard-mma"), 30e9 / 2**20),
+            **{f"{order} / standard": (long_context(series) / long_context("standard-mma"),
                                     Bounds(0, 0.01))
                for order, series in (("FA-1", "fa1-mma"), ("FA-2", "fa2-mma"))}},
     "C25, FLOPs": {f"{order} / standard": (executed(series) / executed("standard-simt"),
@@ -248,12 +251,13 @@ PAIRS: dict[str, Pairs] = IN_ORDERS | {
         / rows("online_softmax", "seqlen_q", series="unfused-online", **TIMES), 2.5)
         for label, name in (("safe", "safe"), ("torch's", "torch"))},
     "C27, accesses": {
-        **{order: (growth(series, "model"), Bounds(1.15, math.inf))
+        **{f"{order} at 2N / at N": (growth(series, "model"), Bounds(1.15, math.inf))
            for order, series in FLASH.items()},
-        "standard": (growth("standard-simt", "model"), Bounds(1 / 1.15, 1.15))},
-    "C28": {f"{label}: gain backward / forward": (gain(series, "bwd") / gain(series, "fwd"), MORE)
+        "standard at 2N / at N": (growth("standard-simt", "model"), Bounds(1 / 1.15, 1.15))},
+    "C28": {f"{label}, gain backward / gain forward": (
+        gain(series, "bwd") / gain(series, "fwd"), MORE)
             for label, series in (("our FA-2", "fa2-mma"), ("torch's FA-2", "torch-fa2"))},
-    "C30": {"longest N run: standard": (
+    "C30": {"longest N: standard": (
         longest("runtime_memory", "torch-unfused", "standard-mma", pass_="fwd+bwd",
                 place="plain"), 4096.0),
         "FA-2": (longest("runtime_memory", "fa2-mma", "fa2-auto", pass_="fwd+bwd", place="plain"),

@@ -125,7 +125,7 @@ PAIRS: dict[str, Pairs] = {
         FIGURE_2(method="Standard", metric="runtime")
         / FIGURE_2(method="FlashAttention", metric="runtime"))},
     "fa1-fig2-middle-accesses": {
-        "GB at 2 bytes": (
+        "GB at 2 bytes per element": (
             over_bc("fa1-simt", "float32", source="model", unit="elements",
                     value=lambda row: 2e-9 * row.number),
             of_fa1("Bc", item="Fig. 2 middle", metric="hbm_accesses"),
@@ -138,7 +138,7 @@ PAIRS: dict[str, Pairs] = {
         )
     },
     "fa1-fig2-right": {
-        "FA-1, over no mask": (
+        "FA-1, time / time without a mask": (
             rows("block_sparse", share, series="fa1-mma", pass_="fwd+bwd", dtype="float16",
                  seqlen_q=4096, causal=False, place=NO_MASK, **TIMES).over(-1),
             of_fa1(share, item="Fig. 2 right").over(-1),
@@ -152,8 +152,8 @@ PAIRS: dict[str, Pairs] = {
         label: (training(series, "plain", "memory", pass_="fwd+bwd"),
                 of_tables("plain", method, "memory"))
         for label, series, method in (
-            ("MiB: FA-1", "fa1-mma", "FlashAttention"),
-            ("torch's unfused", "torch-unfused", "PyTorch Attention"),
+            ("FA-1, MiB", "fa1-mma", "FlashAttention"),
+            ("torch's unfused, MiB", "torch-unfused", "PyTorch Attention"),
         )
     },
     "fa1-theorems": EXPONENTS,
@@ -171,8 +171,9 @@ def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
 def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> Pairs:
     """Our speed and the paper's method's, over those of its peers."""
     bars = partial(paper, *AT, paper=of, item=item)
+    label = "wgmma" if ours == "fa2-wgmma" else "FA-2"
     return {
-        f"over {peer}": (speed(ours, pass_) / speed(series, pass_),
+        f"{label} / {peer}": (speed(ours, pass_) / speed(series, pass_),
                          bars(method=method) / bars(method=peer))
         for peer, series in peers.items()
     }  # fmt: skip
@@ -235,15 +236,17 @@ SOFTMAXES: Pairs = {
 }
 PAIRS |= {
     "fa3-table3": {
-        "ours": rmse("standard-mma", "fa2-mma"), "torch's": rmse("torch-unfused", "torch-fa2"),
+        "our kernels": rmse("standard-mma", "fa2-mma"),
+        "torch's kernels": rmse("torch-unfused", "torch-fa2"),
     },
     "decoding-whole": {"FA-2": decoding("claims", "fa2-mma", "FlashAttention v2.0.9")},
     "decoding-split": {
-        "FA-2, columns split": decoding("decode", "fa2-mma-splits", "Flash-Decoding")
+        "FA-2 with key splits": decoding("decode", "fa2-mma-splits", "Flash-Decoding")
     },
     "softmax-accesses": SOFTMAXES,
-    "softmax-speed": {"the most": (softmax_over_online("softmax-safe").most().most(),
-                                   paper(paper="online-softmax", item="abstract"))},
+    "softmax-speed": {"largest ratio, safe / online": (
+        softmax_over_online("softmax-safe").most().most(),
+        paper(paper="online-softmax", item="abstract"))},
 }  # fmt: skip
 QUESTIONS = declared(PAIRS, {})
 TABLE = table(QUESTIONS, "figure or table")

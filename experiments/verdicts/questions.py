@@ -65,9 +65,10 @@ class Question:
         words = [self._words(label, points) for label in self.pairs]
         if len(points) > len(self.pairs):
             said = "true" if self.trend == "words" else "within the factor"
-            words.append(f"{said} at {sum(judged.within)} of {len(points)}")
+            words.append(f"{said} at {sum(judged.within)} of {len(points)} points")
             if self.trend != "words":
-                words.append(f"{self.trend} at {sum(judged.agreeing)} of {len(judged.agreeing)}")
+                agreeing = f"{sum(judged.agreeing)} of {len(judged.agreeing)}"
+                words.append(f"same {self.trend} at {agreeing}")
         why = {TREND: self.why_trend, REFUTED: self.why_refuted}.get(judged.verdict, "")
         return Finding("; ".join(words), judged.verdict, why)
 
@@ -79,9 +80,10 @@ class Question:
         numbers = [p.published for p in mine if not isinstance(p.published, rule.Bounds)]
         said = [span(numbers, self.form)] if numbers else []
         times = [p.times for p in mine if p.times is not None]
-        more = f", {span(times)} times" if len(times) > 1 and len(set(numbers)) > 1 else ""
+        several = len(times) > 1 and len(set(numbers)) > 1
+        more = f", ours / published {span(times)}" if several else ""
         ours = span([point.ours for point in mine], self.form)
-        return f"{label} {ours} (said {'; '.join([*said, *bounds])}{more})"
+        return f"{label}: {ours} (published {' or '.join([*said, *bounds])}{more})"
 
 
 def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
@@ -113,14 +115,15 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
 
 def table(questions: Sequence[Question], first: str) -> Across:
     """The table of these questions, a row each, without their links; `first` heads column one."""
-    header = [first, "quantity or words", "source", "there", "here", "kind", "ours", "verdict"]
+    header = [first, "what it says", "source", "setting there", "setting here", "kind, trend"]
+    header += ["our numbers", "verdict"]
 
     def make(evidence: Evidence) -> Table:
         lines, verdicts = [], []
         for q in questions:
             found = q.finding(evidence)
             verdicts.append(found.verdict)
-            was = f" (was: {q.before or 'none'})" if q.before != found.verdict else ""
+            was = f" (before: {q.before or 'none'})" if q.before != found.verdict else ""
             verdict = f"**{found.verdict}**{was}" + (f": {found.reason}" if found.reason else "")
             data = ", ".join(f"[{name}]" for name in q.experiments)
             cells = [LINK.sub(r"[\1]", words) for words in (q.name, q.words, q.source)]
@@ -145,7 +148,7 @@ def links(questions: Sequence[Question]) -> Across:
 
 def changed(questions: Sequence[Question]) -> Across:
     """The verdicts that the rule changed, before and after."""
-    header = ["figure or claim", "quantity or words", "before", "after", "what decides"]
+    header = ["figure or claim", "what it says", "verdict before", "verdict now", "our numbers"]
 
     def make(evidence: Evidence) -> Table:
         found = [(q, q.finding(evidence)) for q in questions]
@@ -154,7 +157,7 @@ def changed(questions: Sequence[Question]) -> Across:
             for q, after in found
             if q.before != after.verdict
         ]
-        caption = f"{len(lines)} of {len(found)} questions have another verdict than before."
+        caption = f"The rule changed {len(lines)} of {len(found)} verdicts."
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 
     return _across(questions, make)

@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments import loop_order
 from experiments.lab.record import Row
-from experiments.lab.show.tables import Across, Table, span
+from experiments.lab.show.tables import Across, Table, markdown, span
 
 from .evidence import Evidence, MissingRows, Quantity, rows
 
@@ -48,12 +48,9 @@ def took_own(at: int) -> Callable[..., Quantity]:
 
 
 def sentences(found: Evidence) -> str:
-    def each(ratio: Callable[..., Quantity], form: str = ".2f") -> str:
-        words = []
-        for unit, name in WORDS.items():
-            numbers = ratio(*loop_order.series_of(unit)).find(found).values()
-            words.append(f"{span(numbers, form)} in {name}")
-        return ", ".join(words)
+    def line(name: str, ratio: Callable[..., Quantity], form: str = ".2f") -> list[str]:
+        units = (ratio(*loop_order.series_of(unit)).find(found).values() for unit in WORDS)
+        return [name, *(span(numbers, form) for numbers in units)]
 
     def of_accesses() -> str:
         run = {row.series for row in found.rows("loop_order", source="l2")}
@@ -64,24 +61,29 @@ def sentences(found: Evidence) -> str:
     timed = equal_tiles("fa1-simt-splits", "measured").find(found)
     masked = sum(place[3] for place in counted)
     lines = [
-        f"**Accesses**, times the bytes: {each(moved('model'))}.",
-        f"**L2**, times the bytes: {each(moved('l2'))}. It moves "
-        f"{of_accesses()} of what the kernels access.",
-        f"**DRAM**, times the bytes: {each(moved('dram'), '.0f')}. O, l and m of all rows, written "
-        "in every pass, do not stay in L2; what Q outer reads again does.",
-        f"**Time at an equal grid**, times as long: {each(took(1))}.",
-        f"**Time on the paper's grid**, one thread block a head: {each(took(0), '.1f')}; the fewer "
-        "heads, the longer.",
-        "**Each at its own tiles**, the fastest of each order, times as long with query splits: "
-        f"{each(took_own(1))}; on the paper's grid: {each(took_own(0), '.1f')}.",
+        line("bytes accessed", moved("model")),
+        line("L2 bytes", moved("l2")),
+        line("DRAM bytes", moved("dram"), ".0f"),
+        line("time, equal grid", took(1)),
+        line("time, FA-1 on the paper's grid", took(0), ".1f"),
+        line("time, each order's own tiles, FA-1 with query splits", took_own(1)),
+        line("time, each order's own tiles, FA-1 on the paper's grid", took_own(0), ".1f"),
     ]
     return (
-        "K/V outer (FlashAttention-1's order) over Q outer (FlashAttention-2's) on the same unit, "
-        "forward, with and without a causal mask, N=512 to 16k. Lines 1 to 5 are at equal tiles "
-        "and work: FA-1's tiles, on wgmma FA-2's, at which FA-1 is slower than at its own "
-        f"(line 6). Bytes of L2 and DRAM are counted at {len(counted)} of the {len(timed)} "
-        f"problems, {masked or 'none'} of them causal.\n\n"
-    ) + "".join(f"{n}. {line}\n" for n, line in enumerate(lines, 1))
+        "K/V outer (FlashAttention-1's order) divided by Q outer (FlashAttention-2's order), on "
+        "the same unit, forward, with and without a causal mask, for N=512 to 16k. The first five "
+        "lines use equal tiles: those that are fastest for FA-1, and on wgmma those that are "
+        "fastest for FA-2. The last two lines use the fastest tiles of each order. L2 and DRAM "
+        f"bytes were counted at {len(counted)} of the {len(timed)} problems "
+        f"({masked or 'none'} with a causal mask).\n\n"
+        + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
+        + f"\n\n- L2 moves {of_accesses()} times the bytes that the kernels access.\n"
+        "- K/V outer writes O, l and m of all rows in every pass. They do not fit in L2, so they "
+        "come from DRAM each time.\n"
+        "- Q outer reads K and V of a head again for every row tile. They fit in L2.\n"
+        "- FA-1 on the paper's grid has one thread block per batch entry and head. The fewer heads "
+        "there are, the longer it takes.\n"
+    )
 
 
 def traffic(found: Evidence) -> str:
@@ -102,12 +104,13 @@ def traffic(found: Evidence) -> str:
     ]
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
-        f"K/V outer: DRAM moves {share} of what the kernel accesses: O, l and m of all rows do not "
-        "fit into L2 together, but for the shortest.",
-        f"Q outer: DRAM moves {over(of('fa2-simt', 'dram'), once)} times Q, K, V and O once, "
-        "whatever N: K and V of a head, which every row tile reads again, stay in L2.",
-        f"At d=128 and N={longest} K/V outer accesses {wide[0]} times the bytes of standard "
-        f"attention, and DRAM moves {wide[1]} times: registers hold few columns of it in fp32.",
+        f"K/V outer: DRAM moves {share} of the bytes that the kernel accesses. O, l and m of all "
+        "rows do not fit into L2, except at the shortest lengths.",
+        f"Q outer: DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V and O "
+        "at every N. Every row tile reads K and V of its head again, and these stay in L2.",
+        f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times the bytes of standard "
+        f"attention, and DRAM moves {wide[1]} times the bytes. In fp32, registers hold only few "
+        "columns of a tile.",
     ]
     head = "What the figure shows, in fp32 without a mask.\n\n"
     return head + "".join(f"- {line}\n" for line in lines)
@@ -118,7 +121,7 @@ def _text(say: Callable[[Evidence], str], *experiments: str) -> Across:
 
     def make(found: Sequence[Row]) -> Table | None:
         try:
-            return Table(*say(Evidence(found)).split("\n\n"))
+            return Table(*say(Evidence(found)).split("\n\n", 1))
         except MissingRows:
             return None
 

@@ -14,18 +14,33 @@ MOST = 0.9  # of all points, how many have to agree for a trend
 LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
 TRENDS = ("order", "shape", "words")
 
-TEXT = (
-    "**Reproduced**: the same quantity, in the paper's precision, pass and setting, is at every "
-    "point within a factor that was set for its kind: 1.02 for a *count*, 1.15 for a *ratio*, for "
-    "a *curve* over its first or last point, and for a *speed*, which is compared only with those "
-    "of an H100. **Trend only**: it is not, but at nine of ten points it has the paper's *order* "
-    "(which of a point's numbers is the larger, a ratio also against 1) or *shape* (whether the "
-    "next point lies higher, lower or within 2 %). What words say of every point (*words*) is "
-    "reproduced where it is true of all, a trend where it is of nine of ten. **Refuted**: else. "
-    "Ranges and bounds are taken as they stand, without a factor. A claim about FlashAttention is "
-    "about both loop orders; where these differ each has its row. Of N below ten points nine of "
-    "ten are all."
-)
+TEXT = """\
+Each row compares our numbers with the published ones, point by point.
+
+| verdict | when it is given |
+| --- | --- |
+| **reproduced** | every point is within a factor of the published number, in the paper's setting |
+| **trend only** | this does not hold, but at least nine of ten points agree in their trend |
+| **refuted** | in all other cases |
+
+"The paper's setting" means the same quantity, precision, pass and sizes.
+
+| kind | what is compared | factor |
+| --- | --- | --- |
+| *count* | accesses, bytes or operations | 1.02 |
+| *ratio* | one quantity divided by another | 1.15 |
+| *curve* | a quantity divided by its first or last point | 1.15 |
+| *speed* | TFLOP/s, compared only with those of an H100 | 1.15 |
+
+| trend | a point agrees if |
+| --- | --- |
+| *order* | our numbers at this point are in the published order (a ratio: also compared with 1) |
+| *shape* | the next point lies higher, lower or level (within 2 %), as published |
+| *words* | the words of the claim are true at this point; if true at all points: reproduced |
+
+- Published ranges and bounds are used as they are, without a factor.
+- A claim about FlashAttention is about both loop orders. If the orders differ, each has a row.
+- If there are fewer than ten points, all of them must agree."""
 
 
 @dataclass(frozen=True)
@@ -142,4 +157,4 @@ def tally(verdicts: Iterable[str]) -> str:
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f"{found.count(name)} {name}" for name in known if name in found]
-    return f"{', '.join(shown)}, of {len(found)}."
+    return f"Of {len(found)} verdicts: {', '.join(shown)}."
