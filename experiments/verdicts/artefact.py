@@ -62,7 +62,7 @@ def _percent(kind: str) -> str:
 RATIO = f"{_percent('ratio')}; on other GPUs: above 1"
 LINES = (
     Line(
-        "Accesses counted on the emulator equal the closed form.", "CPU", COUNTED, _equal, "none"
+        "Accesses counted on the emulator equal the closed form", "CPU", COUNTED, _equal, "none"
     ),
     Line(
         "L2 bytes / bytes accessed by the kernels", PROFILER, ("loop_order",),

@@ -66,20 +66,23 @@ def test_history_has_the_commit_that_is_checked_out():
 
 def test_clocks_are_said_in_words():
     assert provenance.clocks({"clocks": CLOCKS}) == (
-        "SM clock 1095 to 1980 MHz, in the median 1620 MHz in 102 samples of the busy GPU, held "
-        "down by the power cap in 94 of them"
+        "The SM clock was 1095 to 1980 MHz (median 1620) in 102 samples of the busy GPU; the power "
+        "cap limited it in 94 samples"
     )
     steady = {"SM clock, MHz": [1980.0] * 3, "busy": 2, "held by": {}}
-    assert provenance.clocks({"clocks": steady}) == "SM clock 1980 MHz in 2 samples of the busy GPU"
-    assert "no sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}})
-    assert provenance.clocks({}) == "clocks were not sampled"
+    assert (
+        provenance.clocks({"clocks": steady})
+        == "The SM clock was 1980 MHz in 2 samples of the busy GPU"
+    )
+    assert "not busy in any sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}})
+    assert provenance.clocks({}) == "The GPU's clocks were not sampled"
 
 
 def test_rows_of_few_runs_are_named():
     rows = [time(20), time(1, 128), time(4, 256, series="fa1-simt"), time(None)]
     assert (
         tables.fewer_runs(rows)
-        == "2 of 3 times are of 1 to 4 runs: N=128 to 256, fa1-simt, fa2-simt"
+        == "2 of 3 times are medians of only 1 to 4 runs (N=128 to 256; fa1-simt, fa2-simt)"
     )
-    assert tables.fewer_runs([time(1)]) == "1 of 1 times are of 1 run: N=64, fa2-simt"
+    assert tables.fewer_runs([time(1)]) == "1 of 1 times are medians of only 1 run (N=64; fa2-simt)"
     assert tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)]) == ""

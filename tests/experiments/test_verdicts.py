@@ -258,13 +258,13 @@ def test_the_table_says_number_verdict_command_and_data():
                 for n in range(10)]  # fmt: skip
     table = make(recorded)
     assert make.experiments == ("speed",) and not make.cites
-    assert table.caption == "1 trend only, of 1."
+    assert table.caption == "Of 1 verdicts: 1 trend only."
     assert table.body.splitlines()[2] == (
-        "| C0 | it is fast | there | A100 | H200 | ratio, words | ms 7 to 9 (said 7); true at 9 of "
-        "10 | **trend only** (was: refuted): a newer GPU | [speed] |"
+        "| C0 | it is fast | there | A100 | H200 | ratio, words | ms: 7 to 9 (published 7); true "
+        "at 9 of 10 points | **trend only** (before: refuted): a newer GPU | [speed] |"
     )
     other = [row(experiment="speed", metric="speed")]
-    assert make(other).caption == "1 not measured, of 1." and make([]) is None
+    assert make(other).caption == "Of 1 verdicts: 1 not measured." and make([]) is None
     changed = questions.changed([one, asked(pairs=one.pairs, before=TREND), asked(
         pairs=one.pairs, before="")])(recorded).body  # fmt: skip
     assert [line.split(" | ")[2:4] for line in changed.splitlines()[2:]] == [
@@ -610,7 +610,7 @@ def test_the_form_has_each_claim_with_time_value_and_variation():
     seconds = dict.fromkeys(artefact.COUNTED, 60.0)
     (line,) = artefact.TABLE(found, seconds).body.splitlines()[2:]
     assert line == (
-        "| accesses counted on the emulator equal the closed form | `run io_vs_seqlen "
+        "| Accesses counted on the emulator equal the closed form | `run io_vs_seqlen "
         "io_vs_head_dim io_vs_sram` | CPU | 3.0 | 2 of 3 numbers | none |"
     )
     assert "| CPU | - |" in artefact.TABLE(found, {"io_vs_sram": 1.0}).body

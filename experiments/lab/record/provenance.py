@@ -158,16 +158,16 @@ def clocks(run: Mapping[str, Any]) -> str:
     """What was seen of the GPU's clocks while the run measured."""
     found = run.get("clocks")
     if not found:
-        return "clocks were not sampled"
+        return "The GPU's clocks were not sampled"
     if not found["busy"]:
-        return "no sample of the clocks, one a second, found the GPU busy"
+        return "The GPU was not busy in any sample of its clocks (one sample a second)"
     low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
-    span = low if low == high else f"{low} to {high} MHz, in the median {middle}"
-    held = ", ".join(f"{name} in {n} of them" for name, n in found["held by"].items())
-    return (
-        f"SM clock {span} MHz in {found['busy']} samples of the busy GPU"
-        f"{f', held down by the {held}' if held else ''}"
+    span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle})"
+    held = "".join(
+        f"; the {name} limited it in {n} samples" for name, n in found["held by"].items()
     )
+    samples = f"{found['busy']} samples of the busy GPU"
+    return f"The SM clock {span} in {samples}{held}"
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:

@@ -78,7 +78,7 @@ def text(name: str, store: Store) -> str:
     l2 = _L2.search(table.body) is not None
     sources = [source for at in gpus.items() for source in _source(store, *at, l2)]
     how = _how_timed(store, gpus) if _TIMED.search(table.caption + table.body) else ""
-    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}{how}"
+    return f"{table.caption}\n\nData: {'; '.join(sources)}.\n\n{table.body}{how}"
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
@@ -98,10 +98,10 @@ def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
         runs = of_rows(store.runs(name, machine), rows)
         words = [clocks(run) for run in runs] + [each for each in (fewer_runs(rows),) if each]
         if runs:
-            sentence = f"{'; '.join(words)}."
+            sentence = " ".join(f"{each}." for each in words)
             several = len(gpus) > 1
-            said.append(f"{name}: {sentence}" if several else sentence[0].upper() + sentence[1:])
-    return f"\n{' '.join(said)}\n" if said else ""
+            said.append(f"- {name}: {sentence}" if several else sentence)
+    return "\n" + "\n".join(said) + "\n" if said else ""
 
 
 def _source(store: Store, experiment: str, its_gpu: str, l2: bool) -> list[str]:
@@ -109,14 +109,13 @@ def _source(store: Store, experiment: str, its_gpu: str, l2: bool) -> list[str]:
     commit, for a table that shows `l2` what counted it, and file.
     """
     stored = store.machines(experiment)
-    counted = EMULATOR, "Counted on the emulator"
+    counted = EMULATOR, "counted on the emulator"
     for machine, name in ((its_gpu,) * 2, counted, (MODEL, "closed forms")):
         if machine in stored:
             rows, runs = store.recorded(experiment, machine)
-            said = f"{device_name(runs, name)}, {when(runs)}"
-            by = l2_counter(runs, rows) if l2 else ""
-            file = f"figures/data/{experiment}/{machine}.csv"
-            return ["; ".join(part for part in (said, by, file) if part)]
+            said = [device_name(runs, name), when(runs), l2_counter(runs, rows) if l2 else ""]
+            about = ", ".join(part for part in said if part)
+            return [f"`figures/data/{experiment}/{machine}.csv` ({about})"]
     return []
 
 

@@ -110,7 +110,7 @@ def runs(rows: Iterable[Row]) -> str:
 
 
 def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
-    """Which timed numbers are of less runs than `least`; empty where none is."""
+    """Say which times are medians of fewer than `least` runs; return "" if none is."""
     timed = [row for row in rows if row.n is not None and not row.failed and row.metric == "time"]
     few = [row for row in timed if (row.n or least) < least]
     if not few:
@@ -118,6 +118,6 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     runs = span((row.n or 0 for row in few), "d")
     names = ", ".join(sorted({row.series for row in few}))
     return (
-        f"{len(few)} of {len(timed)} times are of {runs} run{'s' if runs != '1' else ''}: "
-        f"N={span((row.seqlen_q for row in few), 'd')}, {names}"
+        f"{len(few)} of {len(timed)} times are medians of only {runs} "
+        f"run{'s' if runs != '1' else ''} (N={span((row.seqlen_q for row in few), 'd')}; {names})"
     )
