@@ -231,9 +231,10 @@ def documents_options(function: _Function) -> _Function:
         before, others = _sections(function.__doc__)
         about, options = _sections(AttentionOptions.__doc__)
         intro = about.partition("\n\n")[2].strip()
-        own = others.pop("Parameters")
+        own = others.pop("Parameters", "")
         listed = f"**options : AttentionOptions\n{textwrap.indent(intro, '    ')}"
-        others = {"Parameters": f"{own}\n{listed}\n{options['Parameters']}", **others}
+        parameters = "\n".join((own, listed, options["Parameters"])).strip()
+        others = {"Parameters": parameters, **others}
         text = [before, *(f"{name}\n{'-' * len(name)}\n{x}" for name, x in others.items())]
         function.__doc__ = "\n\n".join(text) + "\n"
     return function

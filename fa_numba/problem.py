@@ -1,4 +1,4 @@
-"""What is to be computed: sizes, dtype, scale, mask and the other options that are values."""
+"""What a call computes: sizes, dtype, scale, masks and the other options that are values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
 
 class BlockSizes(Protocol):
-    """Whatever has two block sizes, such as Tiles: rows of Q, and of K and V, in one tile."""
+    """Any object with the block sizes Br (rows of Q) and Bc (rows of K and V), such as Tiles."""
 
     @property
     def Br(self) -> int: ...
@@ -31,7 +31,7 @@ class BlockSizes(Protocol):
 
 
 def check_blocks(tiles: BlockSizes) -> None:
-    """Raise TypeError or ValueError unless both block sizes are integers >= 1."""
+    """Raise TypeError or ValueError unless both block sizes are integers of at least 1."""
     if not (hasattr(tiles, "Br") and hasattr(tiles, "Bc")):
         raise TypeError(f"tiles is {tiles!r}: allowed is what has Br and Bc, such as a Tiles")
     checks.as_size("tiles.Br", tiles.Br, axis=False)
@@ -40,29 +40,86 @@ def check_blocks(tiles: BlockSizes) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call: O = softmax(scale Q K^T, masked) V for every batch entry and head.
+    """One attention call in values: O = softmax(scale Q K^T, masked) V for each query head.
 
-    Q and O are (batch, heads_q, seqlen_q, head_dim), K and V (batch, heads_k, seqlen_k, head_dim).
-    Query head h reads K/V head h // group. `scale` multiplies the scores; None stands for
-    1/sqrt(head_dim) and is stored as that number. `head_dim_v` is that of V, and so of O, where it
-    is another; None where it is not. `causal` aligns the mask to the bottom right: row i sees
-    columns j <= i + seqlen_k - seqlen_q; `window` (left, right) lets it see left columns before and
-    right columns after that one, -1 for all. `softcap` c makes c tanh(s / c) of a score, `bias` is
-    the 4-D shape of an array added to the scores, `alibi` whether slopes are, `sinks` whether each
-    row's sum has one more term.
-    `score_mod`, its derivative `score_mod_grad` and `mask_mod` are the caller's functions, or what
-    `mods` has made of them.
-    `q_lens` and `kv_lens` are the valid lengths of each batch entry, to which masks are then
-    aligned. `packed`: the sequences of these lengths lie one after the other in tensors
-    (total, heads, head_dim), and seqlen_q, seqlen_k are the longest. `sparse`: a block mask is
-    given. `dropout_p` is the probability that an element of P is dropped. `layout` "bnhd" says that
-    arrays lie as (batch, seqlen, heads, head_dim), which `q_shape` and `k_shape` then have; what is
-    computed is the same. `pages`: K and V lie in so many pages of `page_size` rows, (pages,
-    heads_k, page_size, head_dim), of which a table has seqlen_k / page_size for each batch entry;
-    without `kv_lens` their lengths are on the device. `precision` names how products of float32
-    matrices are computed, one of `dtypes.PRECISIONS`.
+    The closed forms in ``fa_numba.io_model`` take it, and a plan contains it. A problem checks its
+    values when it is made. Query head h reads K/V head ``h // group``.
 
-    Raises TypeError or ValueError with the argument's name, its value and what is allowed.
+    Parameters
+    ----------
+    batch : int
+        Number of batch entries, or of packed sequences.
+    heads_q : int
+        Number of query heads.
+    heads_k : int
+        Number of heads of K and V. It must divide ``heads_q``.
+    seqlen_q : int
+        Rows of Q; for packed sequences the longest length.
+    seqlen_k : int
+        Rows of K and V; for packed sequences the longest length, for pages the rows that a block
+        table has for one sequence.
+    head_dim : int
+        Head dimension of Q and K, 1 to 256.
+    dtype : {"float32", "float16", "bfloat16"}, default "float32"
+        Dtype of Q, K, V and O.
+    scale : float, default 1 / sqrt(head_dim)
+        Factor of the scores.
+    causal : bool, default False
+        Whether row i sees only the columns j <= i + seqlen_k - seqlen_q.
+    window : tuple of int, default (-1, -1)
+        (left, right): row i sees the columns from i + seqlen_k - seqlen_q - left to i + seqlen_k -
+        seqlen_q + right. -1 means no bound.
+    softcap : float, optional
+        Cap c of the scores: a score s becomes c tanh(s / c).
+    score_mod : function or Mod, optional
+        Function that changes the scores, as the option of ``attention``.
+    score_mod_grad : function or Mod, optional
+        Derivative of ``score_mod``.
+    mask_mod : function or Mod, optional
+        Function that returns whether row i sees column j.
+    bias : tuple of int, optional
+        Shape of the array that is added to the scores. It is stored with four axes.
+    alibi : bool, default False
+        Whether ALiBi slopes are given.
+    sinks : bool, default False
+        Whether attention sinks are given.
+    q_lens : sequence of int, optional
+        Valid rows of Q in each batch entry. Masks are aligned to valid lengths.
+    kv_lens : sequence of int, optional
+        Valid rows of K and V in each batch entry.
+    packed : bool, default False
+        Whether sequences of these lengths are packed: Q is (total_q, heads_q, head_dim).
+    sparse : bool, default False
+        Whether a block mask is given.
+    dropout_p : float, default 0.0
+        Probability that an element of P is dropped. It is rounded to a multiple of 2**-16.
+    layout : {"bhnd", "bnhd"}, default "bhnd"
+        Order of the axes in ``q_shape`` and the other shapes.
+    pages : int, optional
+        Number of pages, if K and V are pages of a cache.
+    page_size : int, optional
+        Rows of a page.
+    precision : {"ieee", "fp16x3", "bf16x6", "bf16x3"}, default "ieee"
+        How the products of float32 matrices are computed.
+    head_dim_v : int, optional
+        Head dimension of V and O, if it differs from ``head_dim``. It is stored as None if equal.
+
+    Raises
+    ------
+    TypeError
+        If a value has a wrong type.
+    ValueError
+        If a value is not allowed. The message names the argument, its value and what is allowed.
+
+    See Also
+    --------
+    fa_numba.plan : Make a plan from shapes and options.
+
+    Examples
+    --------
+    >>> problem = Problem(batch=1, heads_q=4, heads_k=2, seqlen_q=8, seqlen_k=16, head_dim=64)
+    >>> problem.scale, problem.group, problem.q_shape
+    (0.125, 2, (1, 4, 8, 64))
     """
 
     batch: int
@@ -150,12 +207,44 @@ class Problem:
         *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, attn_mask: Any = None,
         block_table: Any = None, **options: Any,
     ) -> Problem:  # fmt: skip
-        """The problem of q, k and v with these shapes; v's is k's unless given.
+        """Return the problem of q, k and v with these shapes.
 
-        With ``cu_seqlens_q`` and ``cu_seqlens_k`` (batch + 1 cumulative lengths each) the shapes
-        are (total, heads, head_dim). ``attn_mask`` is the shape of a mask in the place of a bias.
-        With the shape of a ``block_table`` k and v are pages. ``options`` are the fields that
-        shapes do not tell.
+        Parameters
+        ----------
+        q_shape : sequence of int
+            Shape of q: (batch, heads_q, seqlen_q, head_dim), in the axes of ``layout``, or
+            (total_q, heads_q, head_dim) for packed sequences.
+        k_shape : sequence of int
+            Shape of k, or of its pages.
+        v_shape : sequence of int, optional
+            Shape of v. None stands for the shape of k.
+        cu_seqlens_q : sequence of int, optional
+            Cumulative lengths of packed sequences, batch + 1 numbers.
+        cu_seqlens_k : sequence of int, optional
+            Cumulative lengths of packed k and v, batch + 1 numbers.
+        attn_mask : sequence of int, optional
+            Shape of a mask. It takes the place of a bias.
+        block_table : sequence of int, optional
+            Shape (batch, pages per sequence) of a block table. k and v are then pages.
+        **options : Any
+            The fields of ``Problem`` that shapes do not tell.
+
+        Returns
+        -------
+        Problem
+            The problem.
+
+        Raises
+        ------
+        TypeError
+            If a value has a wrong type.
+        ValueError
+            If shapes do not match, or a value is not allowed.
+
+        Examples
+        --------
+        >>> Problem.from_shapes((1, 4, 8, 64), (1, 2, 16, 64), causal=True).score_shape
+        (1, 4, 8, 16)
         """
         if attn_mask is not None:
             checks.check_alone(attn_mask, options.get("bias"))
@@ -233,7 +322,7 @@ class Problem:
         cls, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None,
         block_table: Any, lens: Mapping[str, Any], options: Mapping[str, Any],
     ) -> Problem:  # fmt: skip
-        """Queries packed, K and V in pages: as of sequences that are padded to the longest one."""
+        """Return the problem of packed queries over K and V in pages."""
         if lens["cu_seqlens_k"] is not None:
             raise ValueError(
                 "cu_seqlens_k is given with a block_table: allowed is kv_lens, the keys that each "
@@ -249,12 +338,12 @@ class Problem:
 
     @property
     def slopes(self) -> bool:
-        """Whether some option makes the scores' derivative another one than scale."""
+        """Whether an option gives the scores a derivative other than ``scale``."""
         return self.softcap is not None or bool(slope_of(self.score_mod, self.score_mod_grad))
 
     @property
     def options(self) -> dict[str, Any]:
-        """The fields unlike plain attention's, by name; sizes, dtype and scale apart."""
+        """Fields that differ from plain attention, by name; without sizes, dtype and scale."""
         named = (*_SIZES, "dtype", "scale")
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in named}
         defaults = {f.name: f.default for f in fields(self)}
@@ -262,27 +351,27 @@ class Problem:
 
     @property
     def mods(self) -> list[Mod]:
-        """The caller's functions."""
+        """The given functions among ``score_mod``, ``score_mod_grad`` and ``mask_mod``."""
         return [mod for name in MODS if (mod := getattr(self, name)) is not None]
 
     @property
     def group(self) -> int:
-        """Query heads that share one K/V head."""
+        """Number of query heads that share one K/V head."""
         return self.heads_q // self.heads_k
 
     @property
     def diagonal(self) -> int:
-        """seqlen_k - seqlen_q: the last column that row 0 sees when causal and without lengths."""
+        """Difference seqlen_k - seqlen_q: the last column that row 0 sees under a causal mask."""
         return self.seqlen_k - self.seqlen_q
 
     @property
     def left(self) -> int | None:
-        """Columns that a row sees before its diagonal one; None for all."""
+        """Columns that a row sees before its diagonal column; None for all."""
         return None if self.window[0] < 0 else self.window[0]
 
     @property
     def right(self) -> int | None:
-        """Columns that a row sees after its diagonal one; None for all."""
+        """Columns that a row sees after its diagonal column; None for all."""
         if self.causal:
             return 0
         return None if self.window[1] < 0 else self.window[1]
@@ -316,17 +405,17 @@ class Problem:
 
     @property
     def d_v(self) -> int:
-        """The head dimension of V and O."""
+        """Head dimension of V and O."""
         return self.head_dim if self.head_dim_v is None else self.head_dim_v
 
     @property
     def largest_dim(self) -> int:
-        """The larger head dimension, which block sizes are for."""
+        """Larger one of both head dimensions, which block sizes are chosen for."""
         return max(self.head_dim, self.d_v)
 
     @property
     def whole_chunks(self) -> bool:
-        """Whether rows of all matrices are whole pieces of 16 bytes."""
+        """Whether the bytes of a row of each matrix are a multiple of 16."""
         chunk = DTYPES[self.dtype].chunk
         return self.head_dim % chunk == 0 and self.d_v % chunk == 0
 
@@ -336,7 +425,7 @@ class Problem:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of L (and of FA-1's l and m); (heads_q, total) when packed."""
+        """Shape of L, and of FA-1's l and m; (heads_q, total_q) for packed sequences."""
         if self.packed:
             return self.heads_q, sum(self.q_lens or ())
         return self.batch, self.heads_q, self.seqlen_q
@@ -347,16 +436,47 @@ class Problem:
         return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
 
     def lengths(self, entry: int = 0) -> tuple[int, int]:
-        """Valid rows and columns of a batch entry."""
+        """Return the valid rows and columns of a batch entry.
+
+        Parameters
+        ----------
+        entry : int, default 0
+            Number of the batch entry.
+
+        Returns
+        -------
+        rows : int
+            Valid rows of Q.
+        columns : int
+            Valid rows of K and V.
+        """
         Nq = self.seqlen_q if self.q_lens is None else self.q_lens[entry]
         Nk = self.seqlen_k if self.kv_lens is None else self.kv_lens[entry]
         return Nq, Nk
 
     def columns_begin(self, row: Any, entry: int = 0) -> Any:
-        """The first column that `row`, an integer or an array of them, sees; columns_begin(row) ..
-        columns_end(row) - 1 are all.
+        """Return the first column that a row sees by the causal mask, the window and the lengths.
 
-        The block mask and the bias are not asked. A row at or past the valid ones sees none.
+        The row sees the columns from this one to ``columns_end(row) - 1``. A row past the valid
+        rows sees none. The block mask, ``mask_mod`` and the bias are not considered.
+
+        Parameters
+        ----------
+        row : int or numpy.ndarray of int
+            Row, or rows.
+        entry : int, default 0
+            Number of the batch entry.
+
+        Returns
+        -------
+        int or numpy.ndarray of int
+            First column of each row.
+
+        Examples
+        --------
+        >>> problem = Problem(1, 1, 1, 8, 8, 4, window=(2, 0))
+        >>> problem.columns_begin(5), problem.columns_end(5)
+        (3, 6)
         """
         Nq, Nk = self.lengths(entry)
         begin = np.zeros_like(row)
@@ -366,7 +486,20 @@ class Problem:
         return begin if isinstance(row, np.ndarray) else int(begin)
 
     def columns_end(self, row: Any, entry: int = 0) -> Any:
-        """One past the last column that `row` sees: at most the entry's valid columns."""
+        """Return one past the last column that a row sees; see ``columns_begin``.
+
+        Parameters
+        ----------
+        row : int or numpy.ndarray of int
+            Row, or rows.
+        entry : int, default 0
+            Number of the batch entry.
+
+        Returns
+        -------
+        int or numpy.ndarray of int
+            One past the last column of each row, at most the entry's valid columns.
+        """
         Nq, Nk = self.lengths(entry)
         end = np.full_like(row, Nk)
         if self.right is not None:
@@ -378,10 +511,28 @@ class Problem:
 def check_block_mask(
     block_mask: Any, problem: Problem, tiles: BlockSizes | None = None
 ) -> np.ndarray:
-    """``block_mask`` with four axes: (batch or 1, heads_q or 1, Tr, Tc), bool.
+    """Return a block mask with four axes, (batch or 1, heads_q or 1, Tr, Tc), bool.
 
-    It has a block for each tile of ``tiles``; without them any number of blocks is allowed.
-    Raises TypeError unless it is bool, ValueError unless its shape fits.
+    Parameters
+    ----------
+    block_mask : array of bool
+        Block mask of two to four axes.
+    problem : Problem
+        Problem that the mask is for.
+    tiles : object with Br and Bc, optional
+        Block sizes. The mask must have one block per tile. None allows any number of blocks.
+
+    Returns
+    -------
+    numpy.ndarray of bool
+        The mask with four axes.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not bool.
+    ValueError
+        If the shape does not fit.
     """
     mask = np.asarray(block_mask)
     if mask.dtype != np.bool_:

@@ -1,4 +1,4 @@
-"""Attention for torch, with gradients: fa_numba's two passes as one differentiable function."""
+"""Attention for torch, with gradients: both passes of fa_numba as one differentiable function."""
 
 from __future__ import annotations
 
@@ -61,41 +61,86 @@ def attention(
     backward_tiles: Tiles | None = None, kv_splits: int | str = "auto",
     group_splits: int | str = "auto", **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``fa_numba.attention`` of torch tensors, differentiable in q, k, v, ``bias``, ``sinks`` and
-    the float32 tensors that ``score_mod`` takes from outside.
+    """Return attention of torch tensors, differentiable by torch's automatic differentiation.
 
-    q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), all float32, float16 or bfloat16, any strides, on
-    one device; with ``layout="bnhd"`` (B, Nq, Hq, d) and (B, Nk, Hk, d); with ``cu_seqlens_q`` and
-    ``cu_seqlens_k`` (total, Hq, d) and (total, Hk, d). Nothing is copied on a GPU, and everything
-    runs on torch's current stream. CPU tensors go through the GPU, or the emulator where there is
-    none.
+    It computes what ``fa_numba.attention`` computes. It is differentiable in q, k, v, ``bias``,
+    ``sinks``, an ``attn_mask`` of numbers, and the float32 tensors that ``score_mod`` uses. It runs
+    on torch's current stream. Tensors on a GPU are used in place. Tensors on the CPU are copied to
+    a GPU and back, or run on the emulator if there is no GPU.
 
-    ``options`` as listed below, but that ``bias``, ``alibi_slopes``, ``sinks`` and ``attn_mask``
-    are tensors, a mask of numbers is differentiated too, functions keep for the backward pass what
-    they captured as they were given, and without a ``seed`` dropout draws one from torch's default
-    CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
-    ``tiles`` are the forward pass's block sizes, threads and stages, ``backward_tiles`` the
-    backward pass's, which are those of ``tiles`` unless given; its kernels have no choice of
-    stages. With a ``block_mask`` both have its blocks. ``kv_splits`` is the forward pass's,
-    ``group_splits`` the backward pass's, both of "fa2" alone.
+    Parameters
+    ----------
+    q : torch.Tensor
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), float32, float16 or bfloat16, any
+        strides.
+    k : torch.Tensor
+        Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
+        heads_q.
+    v : torch.Tensor
+        Values, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device of q.
+    algorithm : {"fa2", "fa1", "standard"}, default "fa2"
+        Algorithm of both passes. "fa2" is Q outer, "fa1" is K/V outer, "standard" stores S and P in
+        global memory.
+    return_lse : bool, default False
+        Whether the logsumexp is returned too. It is differentiable.
+    deterministic : bool or None, default False
+        Whether the backward pass of "fa2" sums dq in a fixed order. The other algorithms always do,
+        and refuse True. None takes the value of ``torch.are_deterministic_algorithms_enabled()``.
+    tiles : Tiles, optional
+        Block sizes, threads and stages of the forward pass. None chooses them.
+    backward_tiles : Tiles, optional
+        Block sizes and threads of the backward pass, with one stage. None takes Br, Bc and threads
+        of ``tiles`` if these are given, and else chooses them.
+    kv_splits : int or "auto", default "auto"
+        Number of thread blocks that share the columns of a row tile in the forward pass. "fa2"
+        only.
+    group_splits : int or "auto", default "auto"
+        Number of thread blocks that share a column tile of a K/V head in the backward pass. "fa2"
+        only.
 
-    ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
-    the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
-    gradient of a bias has no fixed order over the axes that the bias repeats, and that of what
-    ``score_mod`` captures has none.
+    Returns
+    -------
+    out : torch.Tensor
+        Output, shape (batch, heads_q, seqlen_q, head_dim_v), for packed sequences (total_q,
+        heads_q, head_dim_v), with the dtype, layout and device of q.
+    lse : torch.Tensor
+        Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. It is
+        float32, (batch, heads_q, seqlen_q), for packed sequences (heads_q, total_q). It is the
+        natural logarithm of each row's sum of exponentials of the scaled and masked scores.
 
-    Returns O, in q's shape and dtype; with ``return_lse`` (O, L), L float32 (B, Hq, Nq), or (Hq,
-    total), the natural logarithm of the rows' sums of exponentials, differentiable too.
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type or dtype, or an unknown name. Also for tensors without
+        values, as ``torch.vmap`` and the transforms of ``torch.func`` pass them.
+    ValueError
+        If a value, a shape or a combination of arguments is not allowed in the forward pass, or in
+        the backward pass where a gradient is wanted. Also for tensors with a tangent (forward-mode
+        differentiation), and if a tensor has no gradient but requires one: ``alibi_slopes``, what
+        ``mask_mod`` uses, and all tensors of a call with ``block_table``. These errors are raised
+        before anything runs.
+    RuntimeError
+        If gradients of the gradients are computed.
 
-    Over pages of a cache (``block_table``) there are no gradients: tensors that require one are
-    refused.
+    See Also
+    --------
+    fa_numba.attention : The same for arrays of any library, without gradients.
+    ring_attention : Attention over a sequence that several devices share.
+    merge : Combine attention over parts of the keys.
 
-    Raises ValueError or TypeError, before anything runs, as ``fa_numba.attention`` and, where a
-    gradient is wanted, ``fa_numba.attention_backward`` do, for tensors with a tangent (forward
-    mode), and for those that torch.vmap and the transforms of torch.func hand on. Gradients of the
-    gradients are refused, as they are computed, by a RuntimeError. torch.compile leaves its graph
-    for the call.
+    Notes
+    -----
+    The options have these differences from ``fa_numba.attention``. ``bias``, ``alibi_slopes``,
+    ``sinks`` and ``attn_mask`` must be torch tensors. Without a ``seed``, dropout draws a seed from
+    torch's default CPU generator, which ``torch.manual_seed`` sets. The backward pass drops the
+    same elements. The values that ``score_mod`` and ``mask_mod`` use are kept for the backward pass
+    as they were.
 
+    The gradient of a bias has no fixed order of summation over axes that are broadcast, and the
+    gradients of what ``score_mod`` uses have none. ``torch.compile`` breaks its graph at the call.
+
+    Examples
+    --------
     >>> import torch, fa_numba.torch
     >>> q, k, v = (torch.ones(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     >>> fa_numba.torch.attention(q, k, v, causal=True).sum().backward()
@@ -300,13 +345,47 @@ class _Attention(torch.autograd.Function):
 def merge(
     outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, layout: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``fa_numba.merge`` of torch tensors, differentiable in all of them.
+    """Combine attention over parts of the keys, differentiable in all parts.
 
-    ``outputs`` and ``lses`` are O and L of the same rows over parts of the columns, as
-    ``attention`` gives them with ``return_lse``; the result is (O, L) over all columns. Shapes,
-    dtypes and errors are those of ``fa_numba.merge``; tangents and gradients of the gradients are
-    refused as by ``attention``.
+    It computes what ``fa_numba.merge`` computes, for torch tensors.
 
+    Parameters
+    ----------
+    outputs : sequence of torch.Tensor
+        Two or more outputs of ``attention`` for the same queries over different keys, each (batch,
+        heads, seqlen, head_dim), for packed sequences (total, heads, head_dim), of one shape and
+        dtype.
+    lses : sequence of torch.Tensor
+        The logsumexp of each output, float32, (batch, heads, seqlen), for packed sequences (heads,
+        total).
+    layout : {"bhnd", "bnhd"}, optional
+        "bnhd" if outputs are (batch, seqlen, heads, head_dim). None means "bhnd" for tensors of
+        four axes, and packed sequences for tensors of three axes.
+
+    Returns
+    -------
+    out : torch.Tensor
+        Output over all keys, with the shape, dtype and device of ``outputs[0]``.
+    lse : torch.Tensor
+        Logsumexp over all keys, float32, with the shape of ``lses[0]``.
+
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type or dtype.
+    ValueError
+        If there are fewer than two outputs, if there are not as many ``lses`` as outputs, or if
+        shapes or devices differ. Also for tensors with a tangent (forward-mode differentiation).
+    RuntimeError
+        If gradients of the gradients are computed.
+
+    See Also
+    --------
+    fa_numba.merge : The formulas.
+    attention : Compute the parts.
+
+    Examples
+    --------
     >>> import torch, fa_numba.torch
     >>> q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     >>> parts = [fa_numba.torch.attention(q, k[:, :, n::2], v[:, :, n::2], return_lse=True)
@@ -358,57 +437,107 @@ def ring_attention(
     return_lse: bool = False, deterministic: bool | None = False, tiles: Tiles | None = None,
     backward_tiles: Tiles | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention over a sequence that the ranks of ``group`` share, differentiable in q, k, v and
-    ``sinks``.
+    """Return attention over a sequence that several processes share, with gradients.
 
-    Called by all ranks at once, each with its part: q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of
-    equal shapes on all ranks, float32, float16 or bfloat16; with ``layout="bnhd"`` (B, N, H, d).
-    Without a mask a part is the rank's share of neighbouring rows. With ``causal`` (Nq = Nk, even)
-    the sequence is cut into 2P chunks for P ranks and rank r holds chunk r and then chunk
-    2P - 1 - r, so that all ranks have equal work: ``ring_split`` gives that part and ``ring_join``
-    makes a sequence of all parts.
+    All ranks of a process group call it at the same time, each with its own part of the sequence.
+    The parts of k and v, or of q, travel from rank to rank in a ring. The function is
+    differentiable in q, k, v and ``sinks``. With ``causal`` the parts are in zigzag order:
+    ``ring_split`` returns the part of a rank, and ``ring_join`` puts the parts together.
 
-    ``group``: a group of torch.distributed, the default one for None: of NCCL for tensors on GPUs,
-        one for each rank, of gloo for those of the host.
-    ``travels``: "kv" sends K and V round the ring while Q, O and L stay (ring attention, arXiv
-        2310.01889), and dK and dV after them in the backward pass. "q" sends Q round, O and L
-        after it, while K and V stay; in the backward pass Q, dO, O and L, and dQ after them. "q"
-        sends less where K and V are more than what goes with Q: ``fa_numba.io_model.ring`` has the
+    Parameters
+    ----------
+    q : torch.Tensor
+        This rank's queries, shape (batch, heads_q, seqlen_q, head_dim), float32, float16 or
+        bfloat16. The shape must be the same on all ranks.
+    k : torch.Tensor
+        This rank's keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. With
+        ``causal`` seqlen_k must be seqlen_q, and even if there is more than one rank.
+    v : torch.Tensor
+        This rank's values, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device of q.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks that share the sequence. None takes the default group. It must be a group of NCCL
+        for tensors on GPUs, with one GPU per rank, and of gloo for tensors on the CPU.
+    travels : {"kv", "q"}, default "kv"
+        What is sent round the ring. "kv" sends K and V, while Q, O and the logsumexp stay (ring
+        attention, arXiv 2310.01889). "q" sends Q and its results, while K and V stay. "q" sends
+        less where K and V are larger than Q and its results; ``fa_numba.io_model.ring`` returns the
         bytes.
-    ``window``, ``q_lens``, ``kv_lens``: as for ``attention``, of the whole sequence and the same on
-        all ranks: (left, right) columns about the bottom right diagonal, and the valid rows of each
-        batch entry, at most those of all ranks together. They go with ``causal``, whose diagonal is
-        then that of the lengths. Chunks that do not see each other are not computed with, and only
-        what a later rank sees travels, past ranks that see none of it. Without ``causal`` the
-        window (left, 0) hides the same where Nq = Nk, and sends less: a part's columns go no
-        further than the ranks just after it. Neighbouring batch entries of equal lengths are one
-        call of a kernel, others one each.
-    ``sinks``: float32 (Hq,), as for ``attention``, the same on all ranks; once in each row's sum.
-        A rank's gradient is of its own rows: their sum over the ranks is the whole, as of other
-        weights that all ranks have.
-    ``scale``, ``softcap``, ``layout``, ``algorithm``, ``return_lse``, ``deterministic``, ``tiles``,
-        ``backward_tiles``: as for ``attention``. There are no other options.
+    causal : bool, default False
+        Whether row i of the sequence sees only the columns up to i. Rank r of P ranks must then
+        hold chunk r followed by chunk 2P - 1 - r of 2P chunks. All ranks then have equal work.
+    window : tuple (left, right) of int, optional
+        Sliding window over the complete sequence, as for ``attention``. What no rank sees is
+        neither computed nor sent.
+    q_lens : sequence or array of int, optional
+        Valid rows of each batch entry in the complete sequence, shape (batch,), the same on all
+        ranks.
+    kv_lens : sequence or array of int, optional
+        Valid keys of each batch entry in the complete sequence, shape (batch,), the same on all
+        ranks.
+    scale : float, default 1 / sqrt(head_dim)
+        Factor of the scores.
+    softcap : float, optional
+        Cap c of the scores: a score s becomes ``c * tanh(s / c)``.
+    sinks : torch.Tensor, optional
+        Attention sinks, float32, shape (heads_q,), the same on all ranks. The gradient is that of
+        this rank's rows; the sum over the ranks is the complete gradient.
+    layout : {"bhnd", "bnhd"}, default "bhnd"
+        "bnhd" if q is (batch, seqlen_q, heads_q, head_dim) and k and v are (batch, seqlen_k,
+        heads_k, head_dim).
+    algorithm : {"fa2", "fa1", "standard"}, default "fa2"
+        Algorithm on each rank.
+    return_lse : bool, default False
+        Whether the logsumexp is returned too. It is differentiable.
+    deterministic : bool or None, default False
+        Whether the backward pass of "fa2" sums dq in a fixed order, as for ``attention``.
+    tiles : Tiles, optional
+        Block sizes of the forward pass. None chooses them.
+    backward_tiles : Tiles, optional
+        Block sizes of the backward pass. None takes those of ``tiles`` if these are given.
 
-    While a part is computed with, the next is on its way, on a stream of torch.distributed's own.
-    The parts' results become one by their logsumexp, in float32 and in a fixed order: equal calls
-    give equal bits where those of ``attention`` do. A part's own result is rounded to q's dtype.
-    Everything that a rank sends, it sends to the next one of the group, or, with a window or
-    lengths, to the next that sees it and at last to its owner.
+    Returns
+    -------
+    out : torch.Tensor
+        Output of this rank's rows, shape (batch, heads_q, seqlen_q, head_dim_v), dtype and layout
+        of q.
+    lse : torch.Tensor
+        Logsumexp of this rank's rows, float32, (batch, heads_q, seqlen_q). It is only returned with
+        ``return_lse=True``, as the tuple ``(out, lse)``.
 
-    The backward pass sends too, so all ranks have to come to it: a rank whose loss does not use O
-    is never asked for its gradient, and leaves the others waiting until the group's timeout. Adding
-    ``0 * O.sum()`` to that loss is enough.
+    Raises
+    ------
+    TypeError
+        If an argument has the same wrong type or dtype on all ranks.
+    ValueError
+        If an argument is not allowed, if it is refused on some ranks only, if it differs between
+        the ranks, or if there is no process group. TypeError and ValueError are raised on every
+        rank, before any part is sent.
+    RuntimeError
+        If a rank has failed, or does not call the function within the group's timeout. On GPUs,
+        NCCL ends the process of a rank that has waited too long. Also if gradients of the gradients
+        are computed.
 
-    Returns O of this rank's rows, in q's shape and dtype; with ``return_lse`` (O, L), L float32
-    (B, Hq, Nq), differentiable too: with Q on its way its gradient goes with it.
+    See Also
+    --------
+    ring_split : Return the part of a sequence that a rank holds.
+    ring_join : Join the parts of all ranks.
+    attention : Attention on one device, with more options.
 
-    Raises ValueError or TypeError, on every rank and before anything is sent, where a rank has a
-    wrong argument, or another shape or option than the others, which the message names, or fails
-    otherwise while they are checked. The ranks ask each other in every call, over gloo, and from
-    the second call of a kind on compute some of their own part meanwhile, unless there is a window
-    or a length. Raises RuntimeError where a rank has failed or does not come within the group's
-    timeout; on GPUs NCCL ends the process of a rank that has waited so long.
+    Notes
+    -----
+    While one part is computed, the next part is on its way. The results of the parts are merged by
+    their logsumexps, in float32 and in a fixed order.
 
+    The backward pass sends too, so all ranks must run it. A rank whose loss does not use the output
+    makes the others wait until the timeout. Adding ``0 * out.sum()`` to that loss avoids this.
+
+    The ranks compare their arguments in every call, over gloo. ``window`` and lengths are those of
+    the complete sequence. Without ``causal``, ``window=(left, 0)`` hides the same as ``causal``
+    with ``window=(left, 0)`` if seqlen_q is seqlen_k, and sends less: each part is needed by few
+    neighbours.
+
+    Examples
+    --------
     >>> import torch, torch.distributed as dist, fa_numba.torch
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> q = torch.ones(1, 2, 8, 4)
@@ -465,13 +594,41 @@ class _RingAttention(torch.autograd.Function):
 def ring_split(
     x: torch.Tensor, rank: int, ranks: int, *, causal: bool = False, dim: int = -2
 ) -> torch.Tensor:
-    """The part of a whole sequence that a rank holds in ``ring_attention``.
+    """Return the part of a sequence that a rank holds in ``ring_attention``.
 
-    ``x``: any tensor whose axis ``dim`` is the sequence, of a multiple of ``ranks`` rows, with
-    ``causal`` of 2 ``ranks``. Returns the rank's rows: neighbours, or with ``causal`` chunk
-    ``rank`` and chunk 2 ``ranks`` - 1 - ``rank`` of 2 ``ranks``, in this order (zigzag).
-    Raises ValueError for other sizes and ranks.
+    Parameters
+    ----------
+    x : torch.Tensor
+        Tensor of the complete sequence, such as q. Its number of rows along ``dim`` must be a
+        multiple of ``ranks``, and with ``causal`` of ``2 * ranks``.
+    rank : int
+        Number of the rank, from 0 to ranks - 1.
+    ranks : int
+        Number of ranks.
+    causal : bool, default False
+        Whether the parts are for ``ring_attention`` with ``causal=True``.
+    dim : int, default -2
+        Axis of the sequence. -2 is for (batch, heads, seqlen, head_dim).
 
+    Returns
+    -------
+    torch.Tensor
+        The rank's rows: neighbouring rows, or with ``causal`` chunk ``rank`` followed by chunk ``2
+        * ranks - 1 - rank`` of ``2 * ranks`` chunks (zigzag).
+
+    Raises
+    ------
+    TypeError
+        If ``causal`` is no bool.
+    ValueError
+        If ``rank`` is out of range, or the rows cannot be divided evenly.
+
+    See Also
+    --------
+    ring_join : Join the parts of all ranks.
+
+    Examples
+    --------
     >>> import torch, fa_numba.torch
     >>> fa_numba.torch.ring_split(torch.arange(8), 0, 2, causal=True, dim=0)
     tensor([0, 1, 6, 7])
@@ -481,10 +638,36 @@ def ring_split(
 
 
 def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tensor:
-    """The whole sequence of all ranks' parts, in the order of the ranks: undoes ``ring_split``.
+    """Return the complete sequence from the parts of all ranks, the inverse of ``ring_split``.
 
-    Raises ValueError for no parts, and for parts of unequal lengths along ``dim``.
+    Parameters
+    ----------
+    parts : iterable of torch.Tensor
+        One tensor per rank, in the order of the ranks, of equal lengths along ``dim``.
+    causal : bool, default False
+        Whether the parts are in the zigzag order of ``causal=True``.
+    dim : int, default -2
+        Axis of the sequence. -2 is for (batch, heads, seqlen, head_dim).
 
+    Returns
+    -------
+    torch.Tensor
+        The rows of all parts, in the order of the sequence.
+
+    Raises
+    ------
+    TypeError
+        If ``causal`` is no bool.
+    ValueError
+        If there are no parts, if their lengths along ``dim`` differ, or if that length is odd and
+        ``causal`` is True for more than one part.
+
+    See Also
+    --------
+    ring_split : Return the part of a sequence that a rank holds.
+
+    Examples
+    --------
     >>> import torch, fa_numba.torch
     >>> fa_numba.torch.ring_join([torch.tensor([0, 3]), torch.tensor([1, 2])], causal=True, dim=0)
     tensor([0, 1, 2, 3])

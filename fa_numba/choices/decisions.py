@@ -15,8 +15,20 @@ from fa_numba.tiling import Tiles
 
 @dataclass(frozen=True)
 class Decision:
-    """What a pass runs on: the ``unit``, the ``tiles`` and the ``spec`` of its main kernel, and how
-    many blocks share a row tile or, backward, a column tile. ``why`` says of each what it is for.
+    """What a pass runs on: its unit, tiles and number of splits.
+
+    Attributes
+    ----------
+    unit : Unit
+        Which instructions multiply matrices, and the kernels for them.
+    tiles : Tiles
+        Block sizes, threads and stages of the main kernel.
+    spec : Spec
+        Specialisation that the main kernel is compiled for.
+    splits : int
+        Number of thread blocks that share a row tile or, in the backward pass, a column tile.
+    why : mapping of str to str
+        Reasons, by the name of the choice: "tiles", and "kv_splits" or "group_splits".
     """
 
     unit: Unit

@@ -24,18 +24,42 @@ _counts: ContextVar[tuple[emulator.Counts, ...]] = ContextVar("fa_numba_counts",
 
 @contextlib.contextmanager
 def count_accesses() -> Iterator[emulator.Counts]:
-    """Run everything inside on the emulator and count its accesses to global memory.
+    """Run everything inside on the emulator, and count the accesses to global memory.
 
-    Yields a ``Counts`` with dictionaries ``loads`` and ``stores`` (elements) and ``load_bytes``
-    and ``store_bytes``, keyed by the kernels' array names. One inside another counts what runs in
-    it, the outer one what runs in both.
+    It is a context manager. Calls inside run on the emulator even if there is a GPU, so their
+    arrays must be in host memory. If one is inside another, the outer one counts the calls of both.
 
+    Yields
+    ------
+    Counts
+        Counts that grow with each call. ``loads`` and ``stores`` are in elements, ``load_bytes``
+        and ``store_bytes`` in bytes. Each maps the name of an array, such as "Q", to a number.
+
+    See Also
+    --------
+    fa_numba.plan : Return the accesses in closed form, without running a call.
+
+    Notes
+    -----
+    Integers and slopes that all threads of a thread block read together, such as lengths, are not
+    counted.
+
+    Examples
+    --------
     >>> import numpy as np, fa_numba
     >>> q = np.ones((1, 1, 8, 4), np.float32)
     >>> with fa_numba.count_accesses() as counts:
     ...     _ = fa_numba.flash_attention_2(q, q, q)
     >>> counts.loads["Q"], counts.stores["O"]
     (32, 32)
+    >>> print(counts)
+    array  loads  stores  bytes loaded  bytes stored
+    K         32       0           128             0
+    L          0       8             0            32
+    O          0      32             0           128
+    Q         32       0           128             0
+    V         32       0           128             0
+    all       96      40           384           160
     """
     counts = emulator.Counts()
     token = _counts.set((*_counts.get(), counts))

@@ -27,12 +27,29 @@ UNCOUNTED = (*UNIFORM, "taken", "M", "power", *POWERS)
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array that launches take by ``name``: workspace, or an output.
+    """An array that the launches of a plan use: workspace, or an output.
 
-    ``dtype`` is a name among ``STORED``. ``zeroed``: it is filled with zeros before the
-    first launch. ``pitch`` is how many elements lie between a row's first and the next one's; None
-    for as many as a row has. ``like`` is the input whose shape an output has, as the caller gave
-    it.
+    Attributes
+    ----------
+    name : str
+        Name of the array in the plan, such as "L" or "dQ".
+    shape : tuple of int
+        Shape of the array.
+    dtype : str
+        Name of the dtype: "float32", "float16", "bfloat16", "int32", "bool" or "uint8".
+    zeroed : bool
+        Whether the array is filled with zeros before the first launch.
+    pitch : int or None
+        Elements from the start of a row to the start of the next row. None means the length of a
+        row.
+    like : str
+        Name of the input whose shape an output takes, or "" if the output has ``shape``.
+    allocated : tuple of int
+        Shape in memory, with the elements between rows.
+    nbytes : int
+        Size in memory in bytes.
+    host_dtype : str
+        NumPy dtype in which kernels see the array.
     """
 
     name: str
@@ -44,23 +61,25 @@ class Buffer:
 
     @property
     def allocated(self) -> tuple[int, ...]:
-        """The shape with whatever lies between rows."""
+        """Shape in memory, with the elements between rows."""
         return (*self.shape[:-1], self.pitch or self.shape[-1])
 
     @property
     def nbytes(self) -> int:
+        """Size in memory in bytes."""
         return np.dtype(self.host_dtype).itemsize * math.prod(self.allocated)
 
     @property
     def host_dtype(self) -> str:
-        """The NumPy dtype in which kernels see it."""
+        """NumPy dtype in which kernels see the array; uint16 stands for float16 and bfloat16."""
         return STORED[self.dtype].host
 
 
 @dataclass(frozen=True)
 class Untouched:
-    """Stands for an array that a kernel has a parameter for, and as compiled never reads or writes:
-    one with this shape and no memory of its own.
+    """Stand-in for an array that a compiled kernel takes but never reads or writes.
+
+    It has a shape and a dtype, and no memory.
     """
 
     shape: tuple[int, ...]
@@ -69,9 +88,20 @@ class Untouched:
 
 @dataclass(frozen=True)
 class Boxes:
-    """The array called ``name`` for a kernel that takes it by boxes of ``rows`` rows, of so many
-    ``heads``, and with ``ends`` where a sequence's rows end (``device.TiledArray``); its dtype is
-    the call's, unless said.
+    """An array that a kernel copies by boxes, the copy engine's unit (``device.TiledArray``).
+
+    Attributes
+    ----------
+    name : str
+        Name of the array.
+    rows : int
+        Rows of a box.
+    dtype : str
+        Dtype of the array; "" stands for the dtype of the call.
+    heads : int
+        Heads of a box.
+    ends : bool
+        Whether a box stops at the end of a sequence's rows.
     """
 
     name: str
@@ -83,8 +113,16 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Grouped:
-    """The array called ``name``, its heads by groups of so many ``heads`` behind the rows
-    (``device.grouped``), for a kernel that has them in the rows of one tile.
+    """An array whose heads are grouped behind its rows (``device.grouped``).
+
+    A kernel takes it in this form if the rows of one tile belong to several heads.
+
+    Attributes
+    ----------
+    name : str
+        Name of the array.
+    heads : int
+        Heads of a group.
     """
 
     name: str
@@ -98,11 +136,18 @@ Argument = str | int | float | Untouched | Boxes | Grouped
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel over ``grid`` blocks.
+    """One launch of a kernel over a grid of thread blocks.
 
-    ``arguments`` are by the kernel's own parameter names, all but the last, ``options``. A string
-    names an array (Q, K, V, O, dO, L, dQ, dK, dV, or one of the plan's workspace) or a number of
-    the call (``scale``, ``score_scale``, ``group``, ``split_rows``; see ``host/execution.py``).
+    Attributes
+    ----------
+    kernel : Kernel
+        The kernel.
+    grid : tuple of int
+        Number of thread blocks along the three axes of the grid.
+    arguments : mapping of str to Argument
+        Arguments by the names of the kernel's parameters, without the last parameter ``options``. A
+        string names an array (Q, K, V, O, dO, L, dQ, dK, dV or workspace) or a number of the call
+        (``scale``, ``score_scale``, ``group``, ``split_rows``; see ``host/execution.py``).
     """
 
     kernel: Kernel = field(compare=False)
@@ -111,9 +156,26 @@ class Launch:
 
     @classmethod
     def of(cls, kernel: Kernel, grid: tuple[int, int, int], **bound: Argument) -> Launch:
-        """A launch whose parameters take what has their name, but for those ``bound`` to another.
+        """Return a launch whose parameters take the array or number of their own name.
 
-        Raises TypeError for a name that the kernel has no parameter of.
+        Parameters
+        ----------
+        kernel : Kernel
+            The kernel.
+        grid : tuple of int
+            Number of thread blocks along the three axes of the grid.
+        **bound : Argument
+            Other arguments, by the name of the parameter that takes them.
+
+        Returns
+        -------
+        Launch
+            The launch.
+
+        Raises
+        ------
+        TypeError
+            If a name in ``bound`` is no parameter of the kernel.
         """
         names = parameters(kernel)
         for name in bound:
@@ -123,19 +185,35 @@ class Launch:
 
 
 def takes_options(kernel: Kernel) -> bool:
-    """Whether a kernel's last parameter is ``options``, the arguments of options by name."""
+    """Return whether a kernel's last parameter is ``options``, the options' arguments by name."""
     return hasattr(kernel.argument_types[-1], "instance_class")
 
 
 def parameters(kernel: Kernel) -> tuple[str, ...]:
-    """The names of a kernel's parameters, but for ``options``."""
+    """Return the names of a kernel's parameters, without ``options``."""
     code = kernel.function.__code__
     return code.co_varnames[: code.co_argcount - takes_options(kernel)]
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """One launch at a glance: ``grid`` in blocks, ``threads`` and ``shared_bytes`` a block."""
+    """One launch of a plan in numbers.
+
+    Attributes
+    ----------
+    name : str
+        Name of the kernel, such as "fa2_forward".
+    grid : tuple of int
+        Number of thread blocks along the three axes of the grid.
+    threads : int
+        Threads of a thread block.
+    shared_bytes : int
+        Shared memory of a thread block in bytes.
+
+    See Also
+    --------
+    fa_numba.plan : Return a plan; its ``kernels`` are of this class.
+    """
 
     name: str
     grid: tuple[int, int, int]
@@ -145,9 +223,27 @@ class KernelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """The ``launches`` of a call in their order, over its inputs, ``outputs`` and ``workspace`` by
-    name. Inputs that are ``updated`` are written where they lie; accesses to those
-    ``uncounted``, which threads of a block read together, are no part of the emulator's counts.
+    """The launches of a call in their order, and their arrays by name.
+
+    Attributes
+    ----------
+    launches : tuple of Launch
+        The launches in their order.
+    workspace : tuple of Buffer
+        Temporary device memory, besides inputs and outputs.
+    outputs : tuple of Buffer
+        Arrays that the call returns.
+    updated : tuple of str
+        Names of the inputs that are written in place.
+    uncounted : tuple of str
+        Names of the arrays that the emulator's counts leave out. All threads of a thread block read
+        the elements of these arrays together.
+    kernels : tuple of KernelPlan
+        Name, grid, threads and shared memory of each launch.
+    launched : tuple of Kernel
+        Kernel of each launch.
+    workspace_bytes : int
+        Size of the workspace in bytes.
     """
 
     launches: tuple[Launch, ...] = field(repr=False, hash=False)
@@ -158,6 +254,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def kernels(self) -> tuple[KernelPlan, ...]:
+        """Name, grid, threads and shared memory of each launch."""
         return tuple(
             KernelPlan(k.name, launch.grid, k.threads, k.shared_bytes)
             for launch, k in zip(self.launches, self.launched, strict=True)
@@ -165,16 +262,19 @@ class LaunchPlan:
 
     @property
     def launched(self) -> tuple[Kernel, ...]:
+        """Kernel of each launch, as it is compiled."""
         return tuple(launch.kernel for launch in self.launches)
 
     @property
     def workspace_bytes(self) -> int:
+        """Size of the workspace in bytes: temporary device memory, besides inputs and outputs."""
         return sum(buffer.nbytes for buffer in self.workspace)
 
     def compile(self) -> None:
-        """Compile for the current GPU what a call would compile; nothing on the emulator.
+        """Compile the kernels for the current GPU, ahead of a call.
 
-        Kernels are kept on disk too (``fa_numba.device.kernel_cache``), for later processes.
+        Without a GPU it does nothing. Compiled kernels are kept on disk too, in the folder that
+        ``fa_numba.show_config`` prints, for later processes.
         """
         if device.on_gpu():
             for kernel in self.launched:
@@ -182,7 +282,12 @@ class LaunchPlan:
 
 
 class Reasons(dict[str, str]):
-    """Why something was chosen, by its name; ``print`` shows a line of each."""
+    """Reasons for what a plan has chosen: a dictionary from the name of a choice to a sentence.
+
+    ``print`` shows one line for each choice. The names are "unit", "tiles" and, where there is a
+    choice, "kv_splits" or "group_splits". With a prefix, the reasons for the prefix's pass begin
+    with "prefix: ".
+    """
 
     def __str__(self) -> str:
         return "\n".join(f"{name.ljust(12)}  {why}" for name, why in self.items())
@@ -190,20 +295,86 @@ class Reasons(dict[str, str]):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(LaunchPlan):
-    """What a call of attention runs; ``print`` shows it as a table.
+    """What a call of attention launches, and what it costs.
 
-    A thread block takes ``split_rows`` rows of Q where FlashAttention-1's share a head;
-    ``kv_splits`` blocks share the columns of a row tile of FlashAttention-2's, backward
-    ``group_splits`` a column tile. Scores are multiplied by ``score_unit`` beside the scale:
-    log2(e) where exponentials are powers of 2. ``warp_partition`` is what the warps of a block
-    share of a tile: its "rows" or the "keys"; ``ablated`` names the measures that the kernel does
-    without.
+    ``fa_numba.plan`` returns it. ``print`` shows it as a table.
 
-    ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
-    FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
-    block mask accesses and FLOPs need it as ``block_mask``. ``launched`` are the functions behind
-    ``kernels``. ``why`` has the reasons of "unit", "tiles" and, where there is a choice, of
-    "kv_splits" or "group_splits".
+    Attributes
+    ----------
+    algorithm : str
+        "fa2", "fa1" or "standard".
+    passes : str
+        "fwd" for a forward pass, "bwd" for a backward pass.
+    unit : str
+        Which instructions multiply matrices: "simt", "mma" or "wgmma".
+    problem : Problem
+        Sizes, dtype and options of the call.
+    tiles : Tiles
+        Block sizes, threads and stages of the main kernel.
+    kernels : tuple of KernelPlan
+        Name, grid, threads and shared memory of each launch, in their order.
+    workspace : tuple of Buffer
+        Temporary device memory, besides inputs and outputs.
+    workspace_bytes : int
+        Size of the workspace in bytes.
+    outputs : tuple of Buffer
+        Arrays that the call returns.
+    accesses : Accesses
+        Loads and stores of global memory in elements, by array. They are exact, from the closed
+        form.
+    flops : int
+        FLOPs of the matrix products, by FlashAttention-2's convention (section 4.1).
+    why : Reasons
+        Reasons for the unit, the tiles and the splits.
+    kv_splits : int
+        Number of thread blocks that share the columns of a row tile. Forward pass of "fa2", else 1.
+    group_splits : int
+        Number of thread blocks that share a column tile of a K/V head. Backward pass of "fa2", else
+        1.
+    split_rows : int
+        Rows of q that one thread block of "fa1" takes; 0 for the other algorithms.
+    warp_partition : str
+        What the warps of a thread block share: "rows" of q, or "keys", rows of k and v.
+    ablated : tuple of str
+        Optimisations that are switched off.
+    score_unit : float
+        Factor of the scores besides ``scale``: log2(e) where kernels use powers of 2, else 1.
+    block_mask : numpy.ndarray of bool or None
+        Visited blocks of S, if the call has a block mask.
+    launches : tuple of Launch
+        Kernels with their arguments.
+    launched : tuple of Kernel
+        Kernel of each launch, as it is compiled.
+    updated : tuple of str
+        Names of the inputs that are written in place; none for attention.
+    uncounted : tuple of str
+        Names of the arrays that are no part of ``accesses``, such as ``sinks`` and lengths.
+    count : function
+        Function that computes ``accesses``, with the argument ``block_mask``.
+    request : Request
+        Choices, problem and device that the plan was made for.
+    decided : Decision
+        Unit, tiles, specialisation and splits of the main kernel.
+
+    See Also
+    --------
+    fa_numba.plan : Make a plan.
+
+    Notes
+    -----
+    The methods of a plan are ``compile``, which compiles the kernels ahead of a call, and ``of``,
+    which the package uses to make a plan.
+
+    Examples
+    --------
+    >>> import fa_numba
+    >>> p = fa_numba.plan((1, 2, 64, 16), (1, 2, 64, 16), algorithm="fa1")
+    >>> [kernel.name for kernel in p.kernels], p.workspace_bytes
+    (['fa1_forward'], 1024)
+    >>> p.accesses.loads["K"], p.accesses.stores["O"]
+    (2048, 2048)
+    >>> sorted(p.why)
+    ['tiles', 'unit']
     """
 
     algorithm: str
@@ -227,7 +398,28 @@ class Plan(LaunchPlan):
         cls, request: Request, decided: Decision, launches: Sequence[Launch],
         workspace: Sequence[Buffer], count: Callable[..., io_model.Accesses], split_rows: int = 0,
     ) -> Plan:  # fmt: skip
-        """Of the algorithm's own parts, with the outputs of the pass in the caller's shapes."""
+        """Return the plan of an algorithm's launches, with the outputs of the pass.
+
+        Parameters
+        ----------
+        request : Request
+            Choices, problem and device that the plan is for.
+        decided : Decision
+            Unit, tiles, specialisation and splits of the main kernel.
+        launches : sequence of Launch
+            The launches in their order.
+        workspace : sequence of Buffer
+            Temporary device memory.
+        count : function
+            Function that computes the accesses, with the argument ``block_mask``.
+        split_rows : int, default 0
+            Rows of q that one thread block of "fa1" takes.
+
+        Returns
+        -------
+        Plan
+            The plan. Its outputs have the shapes of the caller's arrays.
+        """
         p, choices = request.problem, request.choices
         forward = choices.passes == "fwd"
         if forward:
@@ -269,14 +461,20 @@ class Plan(LaunchPlan):
 
     @property
     def why(self) -> Reasons:
+        """Reasons for the unit, the tiles and the splits; ``print`` shows one line for each."""
         return Reasons({"unit": unit_of(self.request)[1], **self.decided.why})
 
     @functools.cached_property
     def accesses(self) -> io_model.Accesses:
+        """Loads and stores of global memory in elements, by array, from the closed form.
+
+        With a block mask they depend on ``block_mask``.
+        """
         return self.count(block_mask=self.block_mask)
 
     @functools.cached_property
     def flops(self) -> int:
+        """FLOPs of the matrix products, by FlashAttention-2's convention (section 4.1)."""
         return io_model.flops(self.problem, self.passes, block_mask=self.block_mask)
 
     def __str__(self) -> str:
@@ -287,7 +485,7 @@ _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
 def _table(plan: Plan) -> list[str]:
-    """The lines that ``print(plan)`` shows."""
+    """Return the lines that ``print(plan)`` shows."""
     p, tiles = plan.problem, plan.tiles
     options = [f"{name}={value}" for name, value in p.options.items()]
     lines = [
