@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "figures", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
 PAGES += tuple(f"{room}/README.md" for room in ROOMS)
+PAGES += tuple(f"fa_numba/{name}.md" for name in ("guide", "options", "architecture"))
 PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob("*.md")))
 RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h100-80gb-hbm3.csv"
 # README's rows, by series, and what their columns are: source and metric.
@@ -175,7 +176,7 @@ def test_the_times_of_a_first_call_are_those_of_the_file():
     ]
     for whole, *stages in zip(seconds["compile"], *parts, strict=True):
         assert float(whole) == pytest.approx(sum(map(float, stages)), abs=0.05)
-        assert 1.0 <= float(whole) < 3.5  # the one to three of fa_numba/README.md
+        assert 1.0 <= float(whole) < 3.5  # the one to three of fa_numba/guide.md
 
 
 @pytest.mark.parametrize("Nq, Nk", [(20, 12), (12, 20), (16, 16)])
@@ -224,7 +225,7 @@ SHOWN = re.compile(
 )
 
 
-SHOWING = (ROOT / "fa_numba" / "README.md", ROOT / "experiments" / "README.md")
+SHOWING = (ROOT / "fa_numba" / "guide.md", ROOT / "experiments" / "README.md")
 
 
 def shown_again(page):
@@ -254,7 +255,7 @@ def test_pages_show_what_the_commands_print():
 
 
 def test_the_table_for_other_libraries_names_what_there_is():
-    page = (ROOT / "fa_numba" / "README.md").read_text()
+    page = (ROOT / "fa_numba" / "options.md").read_text()
     page = page.partition("## Coming from another library")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     names = {n for row in rows for n in re.findall(r"`(\w+)(?:=[^`]*)?`", row)}

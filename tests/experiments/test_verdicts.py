@@ -412,10 +412,135 @@ def test_what_the_ladder_says_of_further_trials_on_hopper():
     assert not missing, missing
 
 
-def test_what_the_page_says_of_trials_on_an_h100():
-    readme = " ".join((FIGURES.parent / "fa_numba" / "README.md").read_text().split())
+def rows_of_planes():
+    """float32 by planes, over torch's kernel: rows of the option reference."""
     said = []
-    # dQ written late, beside cuDNN.
+    for trial, pass_, unit, series, names in (
+        ("precision on wgmma", "fwd", "wgmma", "fa2-wgmma-", ("fp16x3", "bf16x6")),
+        ("precision", "fwd", "mma", "fa2-", ("fp16x3", "bf16x6")),
+        ("planes backward", "bwd", "wgmma", "fa2-wgmma-", ("fp16x3",)),
+        ("planes backward", "bwd", "mma", "fa2-mma-", ("fp16x3", "bf16x6")),
+    ):
+        at = partial(of, trial, N="4096", causal="false", d=DIMS, **{"pass": pass_})
+        for name in names:
+            found = over(at(series="torch-efficient"), at(series=f"{series}{name}"), "d")
+            word = {"fwd": "forward", "bwd": "backward"}[pass_]
+            said.append('`"{}"` | `"{}"` | {} | {:.1f} | {:.1f}'.format(name, unit, word, *found))
+    return said
+
+
+def rows_of_planes_in_fa1():
+    at = partial(of, "precision in both orders", N="4096", note="checked before", causal="false")
+    return [
+        '`"{}"` | {:.1f} | {:.1f}'.format(
+            name, *over(at(series=f"fa1-mma-{name}"), at(series=f"fa1-wgmma-{name}"), "d")
+        )
+        for name in ("fp16x3", "bf16x6")
+    ]
+
+
+def rows_of_errors():
+    """dV by an L of another precision."""
+    errors = [r for r in trials("h100_errors") if r["trial"] == "precision of L by ieee"]
+    dv = {(r["case"], r["series"]): float(r["error"]) for r in errors if r["case"].endswith("dV")}
+    planes = {case: error for (case, series), error in dv.items() if series == "bwd-fp16x3"}
+    more = [x / dv[case, "bwd-ieee"] for case, x in planes.items() if case.startswith("outliers")]
+    worst = max(error for case, error in planes.items() if case.startswith("logits"))
+    times = f"{min(more):.0f} to {max(more):.0f}"
+    return [
+        f'outliers | `"ieee"` | dV: {times} times the error of `"ieee"`',
+        f'scores of 10^4 | `"ieee"` | dV: {worst:.0e}'.replace("e-03", "e-3"),
+    ]
+
+
+def rows_of_functions():
+    """Functions, over the options that they stand for, and their blocks."""
+    orders = {"fa2": "FA-2", "fa1": "FA-1"}
+    said = []
+    for words, option, name in (
+        ("ALiBi", "alibi_slopes", "alibi"),
+        ("a cap", "softcap", "softcap"),
+    ):
+        for order, title in orders.items():
+            series = tuple(x.replace("fa2", order) for x in UNITS)
+            at = partial(of, "functions", series=series)
+            ways = (at(note=f"{name} by {way}") for way in ("a function", "its option"))
+            ratio = span(over(*ways, "d", "pass", "series"))
+            said.append(f"{words}, as a `score_mod` | `{option}` | {title} | {ratio}")
+    for words, mask in (("a causal mask", "causal"), ("a window", "window")):
+        for order, title in orders.items():
+
+            def rows(way, mask=mask, order=order):
+                start = f"{mask} {way} of "
+                found = of("blocks", series=tuple(unit.replace("fa2", order) for unit in UNITS))
+                return [r | {"tiles": r["note"].removeprefix(start)} for r in found
+                        if r["note"].startswith(start)]  # fmt: skip
+
+            ways = rows("mask_mod with blocks"), rows("by its option, tiles")
+            found = over(*ways, "d", "pass", "series", "tiles")
+            assert len(found) == 8
+            made = "with `create_block_mask`, equal tiles"
+            said.append(f"{words}, {made} | `{mask}` | {title} | {span(found)}")
+    own = partial(of, "blocks of the option's tiles")
+    (alike,) = over(own(note="window mask_mod with blocks of 64 x 64"),
+                    own(note="window by its option, tiles of 64 x 64"), "series")  # fmt: skip
+    at = {"series": "fa2-wgmma", "pass": "fwd", "d": "64"}
+    (wider,) = over(of("blocks", note="window mask_mod with blocks of 128 x 128", **at),
+                    own(note="window by its option, tiles of 64 x 64"), "series")  # fmt: skip
+    for size, ratio in (("64 x 64", alike), ("128 x 128", wider)):
+        said.append(f"a window, blocks of {size} | `window` | FA-2 | {ratio:.2f}")
+    return said
+
+
+def rows_of_flex():
+    timed = Store(FIGURES).read("variants", "nvidia-h100-80gb-hbm3")
+    pairs = product({row.place for row in timed}, variant_times.PASSES)
+    flex = [x for at in pairs if (x := variant_times.over_flex(timed, *at))]
+    low, high = span(flex).split(" to ")
+    return [f"fifteen | {low} | {high} | {np.median(flex):.2f} | {len(flex)}"]
+
+
+def rows_of_captured():
+    """Gradients of what functions take from outside."""
+    ms = {
+        (r["series"], r["d"], r["note"]): f"{float(r['ms']):.1f}" for r in of("captured gradients")
+    }
+    which, none = "relative positions with their gradients", "relative positions without"
+    on = {d: ms["fa2-wgmma", d, none] for d in DIMS}
+    slope, buckets = "a slope a head with its gradient", "16 buckets with their gradients"
+    return [
+        f'relative positions | `"mma"` | 64 | {ms["fa2-mma", "64", which]} | {on["64"]}',
+        f'relative positions | `"wgmma"` | 128 | {ms["fa2-wgmma", "128", which]} | {on["128"]}',
+        f"relative positions | flex_attention | 128 | {ms['flex', '128', which]} | -",
+        f'a slope per head | `"wgmma"` | 64 | {ms["fa2-wgmma", "64", slope]} | -',
+        f'16 buckets of distances | `"wgmma"` | 64 | {ms["fa2-wgmma", "64", buckets]} | -',
+    ]
+
+
+def rows_of_value_dim():
+    """v with another head dimension."""
+
+    def less(trial, note, padded, **fields):
+        rows = partial(of, trial, causal="true", **fields)
+        return [f"{x:.2f}" for x in over(rows(note=note), rows(note=padded), "pass")]
+
+    narrow = less("value dimension", "d_v 128", "v padded to 192")
+    said = ['`"mma"` | 192 | v padded to 192 columns | {} | {}'.format(*narrow)]
+    own, hopper = "v of 128 columns", "value dimension on Hopper's unit"
+    for d, padded, words in (
+        ("192", "v padded to 192", "v padded to 192 columns"),
+        ("64", "q and k padded to 128", "q and k padded to 128 columns"),
+    ):
+        ours = partial(of, hopper, causal="true", d=d, note=own)
+        cudnn = over(ours(series="fa2-wgmma"), ours(series="torch-cudnn"), "pass")
+        narrow = less(hopper, own, padded, d=d, series="fa2-wgmma")
+        said.append('`"wgmma"` | {} | {} | {} | {}'.format(d, words, *narrow))
+        said.append('`"wgmma"` | {} | cuDNN | {:.2f} | {:.2f}'.format(d, *cudnn))
+    return said
+
+
+def rows_of_late_dq():
+    """dQ written late, and the speed of cuDNN."""
     theirs = of("late dQ", series="torch-cudnn")
     kept64, kept128, before = (
         over(theirs, of("late dQ", series="fa2-wgmma", note=note, d=d), "d", "N", "causal")
@@ -423,101 +548,32 @@ def test_what_the_page_says_of_trials_on_an_h100():
                         ("as it is", DIMS))
     )  # fmt: skip
     assert [len(x) for x in (kept64, kept128, before)] == [12, 12, 24]
-    said += [f"has {span(kept64)} of the speed of cuDNN's at d=64 and {span(kept128)} at",
-             f"it is the kernel before, at {span(before)}"]  # fmt: skip
-    # float32 by planes, over torch's kernel.
-    for trial, pass_, unit, names in (
-        ("precision", "fwd", "", ("fp16x3", "bf16x6")),
-        ("planes backward", "bwd", "wgmma-", ("fp16x3",)),
-        ("planes backward", "bwd", "mma-", ("fp16x3", "bf16x6")),
-        ("precision on wgmma", "fwd", "wgmma-", ("fp16x3", "bf16x6")),
-    ):
-        at = partial(of, trial, N="4096", causal="false", d=DIMS, **{"pass": pass_})
-        for name in names:
-            found = over(at(series="torch-efficient"), at(series=f"fa2-{unit}{name}"), "d")
-            said.append("{:.1f} and {:.1f}".format(*found))
-    at = partial(of, "precision in both orders", N="4096", note="checked before", causal="false")
-    for name in ("fp16x3", "bf16x6"):
-        found = over(at(series=f"fa1-mma-{name}"), at(series=f"fa1-wgmma-{name}"), "d")
-        said.append('"{}" {:.1f} and {:.1f} times as fast'.format(name, *found))
-    errors = [r for r in trials("h100_errors") if r["trial"] == "precision of L by ieee"]
-    dv = {(r["case"], r["series"]): float(r["error"]) for r in errors if r["case"].endswith("dV")}
-    planes = {case: error for (case, series), error in dv.items() if series == "bwd-fp16x3"}
-    more = [x / dv[case, "bwd-ieee"] for case, x in planes.items() if case.startswith("outliers")]
-    worst = max(error for case, error in planes.items() if case.startswith("logits"))
-    said += [f"dV errs {min(more):.0f} to {max(more):.0f} times as much with outliers",
-             f"and by {worst:.0e} where".replace("e-03", "e-3")]  # fmt: skip
-
-    # Functions, over the options that they stand for, and their blocks.
-    def functions(name, order):
-        at = partial(of, "functions", series=tuple(x.replace("fa2", order) for x in UNITS))
-        ways = (at(note=f"{name} by {way}") for way in ("a function", "its option"))
-        return span(over(*ways, "d", "pass", "series"))
-
-    alibi, cap = ([functions(name, x) for x in ("fa2", "fa1")] for name in ("alibi", "softcap"))
-    said += ["took {} of the time of `alibi_slopes` in FlashAttention-2 and {} in".format(*alibi),
-             "a cap {} and {} of `softcap`'s".format(*cap)]  # fmt: skip
-
-    def blocks(order, mask):
-        def rows(way):
-            start = f"{mask} {way} of "
-            found = of("blocks", series=tuple(unit.replace("fa2", order) for unit in UNITS))
-            return [r | {"tiles": r["note"].removeprefix(start)} for r in found
-                    if r["note"].startswith(start)]  # fmt: skip
-
-        ways = rows("mask_mod with blocks"), rows("by its option, tiles")
-        found = over(*ways, "d", "pass", "series", "tiles")
-        assert len(found) == 8
-        return span(found)
-
-    said += [f"FlashAttention-2 {blocks('fa2', 'causal')} of the time of `causal` and a window",
-             f"{blocks('fa2', 'window')} of `window`'s, on both units",
-             f"FlashAttention-1 {' and '.join(blocks('fa1', x) for x in ('causal', 'window'))}",
-             ]  # fmt: skip
-    own = partial(of, "blocks of the option's tiles")
-    (alike,) = over(own(note="window mask_mod with blocks of 64 x 64"),
-                    own(note="window by its option, tiles of 64 x 64"), "series")  # fmt: skip
-    at = {"series": "fa2-wgmma", "pass": "fwd", "d": "64"}
-    (wider,) = over(of("blocks", note="window mask_mod with blocks of 128 x 128", **at),
-                    own(note="window by its option, tiles of 64 x 64"), "series")  # fmt: skip
-    said.append(f"takes {alike:.2f} of its option's time, and of 128 x 128 {wider:.2f}")
-    timed = Store(FIGURES).read("variants", "nvidia-h100-80gb-hbm3")
-    pairs = product({row.place for row in timed}, variant_times.PASSES)
-    flex = [x for at in pairs if (x := variant_times.over_flex(timed, *at))]
-    said += [f"takes {span(flex)} times as long as fifteen such functions on `wgmma`, median "
-             f"{np.median(flex):.2f} of {len(flex)} points"]  # fmt: skip
-    # Gradients of what functions take from outside.
-    ms = {
-        (r["series"], r["d"], r["note"]): f"{float(r['ms']):.1f}" for r in of("captured gradients")
-    }
-    which, none = "relative positions with their gradients", "relative positions without"
-    on = {d: ms["fa2-wgmma", d, none] for d in DIMS}
-    said += [
-        f"took {ms['fa2-mma', '64', which]} ms with them and {on['64']} without at d=64",
-        f"{ms['fa2-wgmma', '128', which]} and {on['128']} at d=128 (flex_attention "
-        f"{ms['flex', '128', which]} with",
-        f"head {ms['fa2-wgmma', '64', 'a slope a head with its gradient']} ms",
-        f"add, {ms['fa2-wgmma', '64', '16 buckets with their gradients']} ms",
+    return [
+        f"no option, `causal` or `block_mask` | 64 | {span(kept64)}",
+        f"no option, `causal` or `block_mask` | 128 | {span(kept128)}",
+        "any other option, fewer heads of k and v, another head dimension of v | 64 and 128 | "
+        f"{span(before)}",
     ]
 
-    # v with another head dimension.
-    def less(trial, note, padded, **fields):
-        rows = partial(of, trial, causal="true", **fields)
-        return [f"{x:.2f}" for x in over(rows(note=note), rows(note=padded), "pass")]
 
-    narrow = less("value dimension", "d_v 128", "v padded to 192")
-    said.append("{} of the time of v padded to 192 forward, {} backward".format(*narrow))
-    own, hopper = "v of 128 columns", "value dimension on Hopper's unit"
-    for d, padded, words in (
-        ("192", "v padded to 192", "192 takes {0} of the time of v padded to 192 forward and {1} "
-         "backward"),
-        ("64", "q and k padded to 128", "64 beside v of 128 takes {0} and {1} of q padded to 128"),
-    ):  # fmt: skip
-        ours = partial(of, hopper, causal="true", d=d, note=own)
-        cudnn = over(ours(series="fa2-wgmma"), ours(series="torch-cudnn"), "pass")
-        said.append(words.format(*less(hopper, own, padded, d=d, series="fa2-wgmma")))
-        said.append(", and {:.2f} and {:.2f} of cuDNN's".format(*cudnn))
-    assert [words for words in said if words not in readme] == []
+# The rows of the option reference's tables that follow from recorded numbers.
+MEASURED = {
+    "planes": rows_of_planes,
+    "planes_fa1": rows_of_planes_in_fa1,
+    "errors": rows_of_errors,
+    "functions": rows_of_functions,
+    "flex": rows_of_flex,
+    "captured": rows_of_captured,
+    "value_dim": rows_of_value_dim,
+    "late": rows_of_late_dq,
+}
+
+
+@pytest.mark.parametrize("table", MEASURED)
+def test_what_the_page_says_of_trials_on_an_h100(table):
+    page = (FIGURES.parent / "fa_numba" / "options.md").read_text()
+    rows = "".join(f"| {row} |\n" for row in MEASURED[table]())
+    assert rows and rows in page, rows
 
 
 def test_what_the_page_says_of_training():

@@ -3,6 +3,7 @@
 import ast
 import functools
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,31 @@ def test_every_room_has_its_floor():
 
 def test_imports_go_down():
     assert upward(edges()) == []
+
+
+def page_of_architecture():
+    """The part of the page that says who imports whom."""
+    page = (ROOT / "fa_numba" / "architecture.md").read_text()
+    return page.partition("## Who imports whom\n")[2].partition("\n## ")[0]
+
+
+def test_the_page_has_the_floors():
+    files = {m.removeprefix("fa_numba."): p.name != "__init__.py" for m, p in MODULES.items()}
+    named = {"fa_numba": "`__init__.py`", "__main__": "`__main__.py`"}
+    lines = [
+        ", ".join(named.get(x, f"{x}.py" if files.get(x) else x) for x in names)
+        for names in reversed(FLOORS)
+    ]
+    shown = re.findall(r"^\| (\d+) \| (.+) \|$", page_of_architecture(), re.M)
+    want = [(str(n), set(line.split(", "))) for n, line in enumerate(lines, 1)]
+    assert [(n, set(line.split(", "))) for n, line in shown] == want
+
+
+def test_the_page_has_what_experiments_import():
+    (line,) = re.findall(
+        r"^- Experiments import only(.*?)\.\n", page_of_architecture(), re.M | re.S
+    )
+    assert set(re.findall(r"`(\w+)`", line)) == PUBLIC - {"fa_numba"}
 
 
 @pytest.mark.parametrize(

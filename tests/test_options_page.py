@@ -1,0 +1,222 @@
+"""The option reference: each option has an entry, whose table says which kernels accept it."""
+
+import functools
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fa_numba
+from fa_numba.bounds import as_gpu
+
+PAGE = Path(__file__).resolve().parent.parent / "fa_numba" / "options.md"
+ALGORITHMS = {"standard": "standard", "fa1": "FA-1", "fa2": "FA-2"}
+UNITS, PASSES = ("simt", "mma", "wgmma"), {"fwd": "forward", "bwd": "backward"}
+EVERYWHERE = "Accepted by every algorithm, unit and pass."
+HEADS, HEADS_K, ROWS = 4, 2, 256
+STARTS = np.array([0, 100, 256])
+
+
+def doubled(score, b, h, i, j):
+    return score * 2.0
+
+
+def two(score, b, h, i, j):
+    return 2.0
+
+
+def below(b, h, i, j):
+    return j <= i
+
+
+TABLE = np.zeros(ROWS, np.float32)
+
+
+def captured(score, b, h, i, j):
+    return score + TABLE[j]
+
+
+def block_mask(unit, passes, d):
+    """A block mask and the tiles that the kernels of a unit have."""
+    tiles = fa_numba.Tiles(32, 32)
+    if unit == "wgmma":
+        tiles = fa_numba.Tiles(64 if passes == "bwd" and d > 64 else 128, 128)
+    blocks = np.ones((ROWS // tiles.Br, ROWS // tiles.Bc), bool)
+    return {"block_mask": blocks, "tiles": tiles}
+
+
+PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "q": (ROWS, HEADS), "k": (ROWS, HEADS_K)}
+PAGES = {"block_table": (2, 4), "kv_lens": [200, 100], "k": (10, HEADS_K, 64)}
+MATRIX = (2, HEADS, ROWS, ROWS)
+# What a call is given, by the names under which the page has a table.
+GIVEN = {
+    "scale": {"scale": 0.5},
+    "causal": {"causal": True},
+    "window": {"window": (64, 0)},
+    "softcap": {"softcap": 30.0},
+    "score_mod": {"score_mod": doubled},
+    "score_mod_grad": {"score_mod": doubled, "score_mod_grad": two},
+    "mask_mod": {"mask_mod": below},
+    "block_mask": block_mask,
+    "bias": {"bias": (HEADS, ROWS, ROWS)},
+    "attn_mask": {"attn_mask": (ROWS, ROWS)},
+    "alibi_slopes": {"alibi_slopes": (HEADS,)},
+    "sinks": {"sinks": (HEADS,)},
+    "q_lens": {"q_lens": [200, 100]},
+    "kv_lens": {"kv_lens": [200, 100]},
+    "cu_seqlens_q and cu_seqlens_k": PACKED,
+    "block_table": PAGES,
+    "check_table": PAGES | {"check_table": True},
+    "prefix_k and prefix_v": {"prefix_k": HEADS_K},
+    "dropout_p": {"dropout_p": 0.1},
+    "seed and offset": {"dropout_p": 0.1, "seed": 1, "offset": 1},
+    "layout": {"layout": "bnhd", "q": (2, ROWS, HEADS), "k": (2, ROWS, HEADS_K)},
+    '"fp16x3"': {"precision": "fp16x3"},
+    '"bf16x3"': {"precision": "bf16x3"},
+    '"bf16x6"': {"precision": "bf16x6"},
+    "head dimension of v": {"d_v": 32},
+    "heads of k and v": {"k": (2, 1, ROWS)},
+    "kv_splits": {"kv_splits": 2},
+    "query_splits": {"query_splits": 2},
+    "group_splits": {"group_splits": 2},
+    "warp_partition": {"warp_partition": "keys"},
+    "ablate": lambda unit, *_: {"ablate": ("turns" if unit == "wgmma" else "prefetch",)},
+    "deterministic": {"deterministic": True},
+    "return_lse": {"return_lse": True},
+    "dlse": {"dlse": True},
+    "return_dbias": {"return_dbias": True, "bias": MATRIX},
+    "return_dsinks": {"return_dsinks": True, "sinks": (HEADS,)},
+    "return_dcaptured": {"return_dcaptured": True, "score_mod": captured},
+}
+# Several tables of a section, by the text before each.
+TABLES = {
+    "`q_lens`": "q_lens",
+    "`kv_lens`": "kv_lens",
+    '`"fp16x3"` and `"bf16x3"`': '"fp16x3"',
+    '`"bf16x6"`': '"bf16x6"',
+}
+
+
+@functools.cache
+def planned(name, algorithm, unit, passes, d, causal):
+    """Whether a call is planned with what is given under a name."""
+    given = GIVEN[name]
+    given = dict(given(unit, passes, d) if callable(given) else given)
+    q = (*given.pop("q", (2, HEADS, ROWS)), d)
+    k = given.pop("k", (2, HEADS_K, ROWS))
+    v = (*k, given.pop("d_v", d))
+    if "prefix_k" in given:
+        given["prefix_k"] = (HEADS_K, 64, d)
+    floats = unit == "simt" or "precision" in given
+    given = {"causal": causal, "dtype": "float32" if floats else "float16"} | given
+    try:
+        fa_numba.plan(q, (*k, d), v, algorithm=algorithm, unit=unit, passes=passes, **given)
+    except ValueError:
+        return False
+    return True
+
+
+def cell(name, algorithm, passes):
+    """The units that accept an option in one pass of an algorithm, in words."""
+    said = []
+    for unit in UNITS:
+        calls = itertools.product((64, 128), (False, True))
+        found = {planned(name, algorithm, unit, passes, *call) for call in calls}
+        if True in found:
+            said.append(unit if found == {True} else f"{unit} (in part)")
+    return ", ".join(said) or "-"
+
+
+def accepted(name):
+    """What the page says of the kernels that accept an option."""
+    rows = []
+    with as_gpu("H100"):
+        for passes, word in PASSES.items():
+            rows.append([word, *(cell(name, algorithm, passes) for algorithm in ALGORITHMS)])
+    if all(row[1:] == ["simt, mma", *[", ".join(UNITS)] * 2] for row in rows):
+        return EVERYWHERE
+    head = ["accepted by", *ALGORITHMS.values()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * 4, *rows))
+
+
+def sections():
+    """Map the name of an entry to its text."""
+    return dict(re.findall(r"^### (.+)\n((?:(?!##+ ).*\n)*)", PAGE.read_text(), re.M))
+
+
+SAID = re.compile(rf"{re.escape(EVERYWHERE)}|\| accepted by \|(?:.*\n){{3}}.*\|")
+
+
+def tables(title, text):
+    """What each table of an entry is about, and the table."""
+    found = []
+    for match in SAID.finditer(text):
+        before = text[: match.start()].rstrip().splitlines()[-1].removesuffix(":")
+        found.append((TABLES.get(before, title), match[0]))
+    return found
+
+
+def with_tables(text):
+    """The page with tables as they are now."""
+    for title, section in sections().items():
+        new = section
+        for name, table in tables(title, section):
+            new = new.replace(table, accepted(name), 1)
+        text = text.replace(f"### {title}\n{section}", f"### {title}\n{new}")
+    return text
+
+
+@pytest.mark.parametrize("title", [t for t, text in sections().items() if SAID.search(text)])
+def test_an_entry_says_which_kernels_accept_the_option(title):
+    """`python tests/test_options_page.py` writes what is true now."""
+    for name, table in tables(title, sections()[title]):
+        assert table == accepted(name)
+
+
+def test_planes_of_two_numbers_are_accepted_alike():
+    assert accepted('"fp16x3"') == accepted('"bf16x3"')
+
+
+def test_every_option_has_an_entry_and_a_line_of_the_first_table():
+    page = PAGE.read_text()
+    lines = page.partition("## All options\n")[2].partition("\n## ")[0]
+    titles = {name for title in sections() for name in title.split(" and ")}
+    functions = [
+        fa_numba.flash_attention_1,
+        fa_numba.flash_attention_2,
+        fa_numba.standard_attention,
+    ]
+    functions += [fa_numba.flash_attention_1_backward, fa_numba.flash_attention_2_backward]
+    kinds = (inspect.Parameter.KEYWORD_ONLY,)
+    wanted = {p.name for f in functions for p in inspect.signature(f).parameters.values()
+              if p.kind in kinds}  # fmt: skip
+    wanted |= set(fa_numba.AttentionOptions.__annotations__) | {"algorithm"}
+    assert wanted <= titles
+    assert all(re.search(rf"^\| \[.*`{name}`.*\]\(#", lines, re.M) for name in wanted)
+    assert {name for title in GIVEN for name in title.split(" and ")} - titles == {
+        '"fp16x3"', '"bf16x3"', '"bf16x6"'
+    }  # fmt: skip
+
+
+def test_every_argument_of_a_function_is_in_the_table_of_functions():
+    part = PAGE.read_text().partition("## Arguments of each function\n")[2].partition("\n## ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("| `")]
+    found = ((re.match(r"\| `(\w+)\(", row), row) for row in rows)
+    shown = {match[1]: row for match, row in found if match}
+    names = [n for n in fa_numba.__all__ if inspect.isfunction(getattr(fa_numba, n))]
+    assert set(names) - {"show_config"} <= set(shown)
+    titles = {name for title in sections() for name in title.split(" and ")}
+    more = {"append_kv": sections()["append_kv"], "plan": " ".join(titles)}
+    for name in set(names) - {"show_config"}:
+        text = shown[name] + more.get(name, "")
+        if name.endswith("attention_backward") or name.endswith("_backward") and "flash" in name:
+            text += shown["attention_backward"]
+        for parameter in inspect.signature(getattr(fa_numba, name)).parameters:
+            assert parameter == "options" or re.search(rf"\b{parameter}\b", text), (name, parameter)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
