@@ -1,10 +1,10 @@
 """The figure and the table of a speed experiment, and the curves published for its problems."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..measure import peers
-from ..measure.series import LABELS
+from ..measure.series import BACKWARD_LABELS, LABELS, UNIT_NAMES, unit
 from ..measure.speeds import DTYPES, PASSES, UNSPLIT, Study
 from ..measure.workloads import HEAD_DIMS
 from ..record import Row, published
@@ -14,36 +14,53 @@ from . import style, tables
 def draw(study: Study, rows: Sequence[Row]) -> Any:
     """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
     peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
+    every = rows
     rows = [row for row in rows if row.metric == "speed" and row.series in study.drawn]
     if not rows:
         return None
     measured = {r.series for r in rows}
     shown = [series for series in study.drawn if series in measured]
-    several = len(study.passes) > 1
+    several, names = len(study.passes) > 1, _names(study)
     across = [
         (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
     ]
     masks = sorted({row.causal for row in rows})
-    height = 1.1 + 2.6 * len(across) if several else 0.9 + 3.1 * len(across)
+    height = 1.6 + 2.6 * len(across) if several else 0.9 + 3.1 * len(across)
     figure, axes = style.new(len(across), len(masks), height, sharey="row")
     for (pass_, d), panels in zip(across, axes, strict=True):
         for mask, ax in zip(masks, panels, strict=True):
             mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
-            _curves(ax, mine, shown)
+            _curves(ax, mine, shown, names)
             if peak is not None:
-                name = f"torch matmul of the same run: {peak:.0f}"
+                name = f"torch's matrix product: {peak:.0f} TFLOP/s"
                 ax.axhline(peak, color="#555555", ls=(0, (6, 3)), lw=1.2, zorder=1, label=name)
             ax.set_ylim(bottom=0)
             lengths = {row.seqlen_q for row in (rows if several else mine)}
-            style.sizes(ax, sorted(lengths), "sequence length N")
+            style.sizes(ax, sorted(lengths), LENGTH)
             title = f"d={d}, {'causal' if mask else 'not causal'}"
             ax.set_title(f"{PASSES[pass_]}, {title}" if several else title)
-        panels[0].set_ylabel("TFLOP/s")
-    _legend(figure, axes, rows, study)
+        panels[0].set_ylabel("speed (TFLOP/s)")
+    _legend(figure, axes, every, study)
     return figure
 
 
-def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
+# What the axes of these figures are called.
+LENGTH = "sequence length N (tokens)"
+
+
+def _names(study: Study) -> dict[str, str]:
+    """What a series is called: where there is a backward pass, by its grid."""
+    return LABELS if study.passes == ("fwd",) else BACKWARD_LABELS
+
+
+def _band() -> Any:
+    """What a legend says of the bands that `_curves` draws."""
+    return style.patch("band: p20 to p80 of the runs", color="#444444", alpha=0.2, lw=0)
+
+
+def _curves(
+    ax: Any, rows: Sequence[Row], shown: Sequence[str], names: Mapping[str, str] = LABELS
+) -> None:
     """Speed over N of each series, the band between its percentiles behind it."""
     for series in shown:
         points = sorted(
@@ -52,7 +69,7 @@ def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
         x = [r.seqlen_q for r in points]
         look: dict[str, Any] = {"ls": "--" if series.startswith("torch") else "-"}
         look |= {"zorder": 2.5 if series in UNSPLIT else 3, "marker": style.MARKERS[series]}
-        look |= {"color": style.COLOURS[series], "label": LABELS[series]}
+        look |= {"color": style.COLOURS[series], "label": names[series]}
         ax.plot(x, [r.value for r in points], **look)
         low, high = (
             [r.value if (end := getattr(r, name)) is None else end for r in points]
@@ -76,12 +93,14 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
     for d, ax in zip(head_dims, axes, strict=True):
         here = [r for r in mine if r.head_dim == d]
         _curves(ax, here, [series for series in shown if series in {r.series for r in here}])
-        style.sizes(ax, sorted({r.seqlen_q for r in here}), "sequence length N")
+        style.sizes(ax, sorted({r.seqlen_q for r in here}), LENGTH)
         ax.set_title(f"d={d}{', causal' if here[0].causal else ''}")
-    axes[0].set(ylabel="TFLOP/s", ylim=(0, None))
-    found = style.handles(axes)
-    what = f"forward, {DTYPES[mine[0].dtype]}, 16k tokens in all, hidden dimension 2048"
-    style.legend(figure, list(found.values()), f"{message}\n{what}")
+    axes[0].set(ylabel="speed (TFLOP/s)", ylim=(0, None))
+    found = [*style.handles(axes).values(), _band()]
+    units = {unit(r.series) for r in mine if not r.series.startswith("torch")}
+    what = f"forward, {DTYPES[mine[0].dtype]}, "
+    what += ", ".join(name for each, name in UNIT_NAMES.items() if each in units)
+    style.legend(figure, found, f"{message}\n{what}; 16k tokens, hidden dimension 2048")
     return figure
 
 
@@ -111,27 +130,31 @@ def _over_fa1(rows: Sequence[Row]) -> list[float]:
 
 
 def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
-    handles = style.handles(axes)
-    used = {r.series for r in rows}
-    left_out = {LABELS[series] for series in study.drawn if series not in used}
-    order = [LABELS[series] for series in study.drawn]
+    handles, names = style.handles(axes), _names(study)
+    drawn = [r for r in rows if r.metric == "speed" and r.series in study.drawn]
+    used = {r.series for r in drawn}
+    left_out = {names[series] for series in study.drawn if series not in used}
+    order = [names[series] for series in study.drawn]
     kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
-    title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
-    faster = _over_fa1(rows)
+    units = {unit(series) for series in study.ours if series in study.drawn}
+    named = " and ".join(name for each, name in UNIT_NAMES.items() if each in units)
+    title = f"{DTYPES[study.dtype]}, {named}, 16k tokens, hidden dimension 2048"
+    faster = _over_fa1(drawn)
     if len(study.passes) == 1:
         title = f"{PASSES[study.passes[0]]}, {title}"
     if study.passes != ("fwd",):
-        title += (
-            "\nbackward both orders have K/V outside: FA-1 with a block a head, FA-2 with a grid "
-            "over K/V"
-        )
-    longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
-    if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
-        title += f"; FA-1 to N={style.short(longest)} only"
+        title += "\nK/V is outer in both backward passes: they differ in the grid"
+    longest, ends = study.fa1_longest, []
+    if longest is not None and any(r.seqlen_q > longest for r in drawn):
+        ends.append(f"FA-1 was run up to N={style.short(longest)}")
+    if any(r.failed and "memory" in r.note.lower() and r.series in used for r in rows):
+        ends.append("a line ends early where memory was full")
+    if ends:
+        title += f"\n{'; '.join(ends)}"
     if faster:
-        grid = " at its faster grid" if any(s.endswith("-splits") for s in used) else ""
-        title = f"FA-2 is {tables.between(faster)} times as fast as FA-1{grid}\n{title}"
-    style.legend(figure, [handles[label] for label in kept], title)
+        grid = "; FA-1 at its faster grid" if any(s.endswith("-splits") for s in used) else ""
+        title = f"FA-2 is up to {max(faster):.1f} times as fast as FA-1\n{title}{grid}"
+    style.legend(figure, [*(handles[label] for label in kept), _band()], title)
 
 
 def table(

@@ -50,20 +50,20 @@ THUMBS = {
         "time (ms)", tokens=True, fields={"metric": "time", "head_dim": 64, "heads_q": 32, **PLAIN},
     ),
     "speed_fp16": Thumb(
-        "Speed beside torch's, fp16, d=128",
-        {"fa2-wgmma": "FA-2, wgmma", "torch-cudnn": "cuDNN", "fa2-mma": "FA-2",
+        "FA-2 (wgmma) keeps up with cuDNN",
+        {"fa2-wgmma": "FA-2 (wgmma)", "torch-cudnn": "cuDNN", "fa2-mma": "FA-2 (mma)",
          "torch-fa2": "torch's FA-2"},
-        "TFLOP/s", log=False, fields={"metric": "speed", "head_dim": 128, **PLAIN},
+        "speed (TFLOP/s)", log=False, fields={"metric": "speed", "head_dim": 128, **PLAIN},
     ),
     "runtime_memory": Thumb(
-        "Memory grows with N², or with N",
-        {"torch-unfused": "torch unfused", "fa2-mma": "FA-2"}, "GiB", unit=1024,
+        "Unfused attention needs N² memory",
+        {"torch-unfused": "torch's unfused", "fa2-mma": "FA-2"}, "peak memory (GiB)", unit=1024,
         fields={"metric": "memory", "source": "measured", "pass_": "fwd+bwd", "place": "plain"},
     ),
     "numerics": Thumb(
-        "With outliers standard loses digits",
-        {"standard-mma": "standard", "fa2-mma": "FA-2"}, "error, 10⁻⁴", unit=1e-4, log=False,
-        fields={"metric": "error", "dtype": "float16", "place": "outliers"},
+        "Outliers cost standard attention digits",
+        {"standard-mma": "standard", "fa2-mma": "FA-2"}, "relative error (10⁻⁴)", unit=1e-4,
+        log=False, fields={"metric": "error", "dtype": "float16", "place": "outliers"},
     ),
     "decode": Thumb(
         "One query: columns shared by blocks",
@@ -90,7 +90,8 @@ def draw(experiment: str, rows: Sequence[Row]) -> Any:
         look = {"color": style.COLOURS[base], "marker": style.MARKERS[base]}
         ax.plot(*zip(*points, strict=True), label=thumb.series[series], lw=2.4, **look)
     every = sorted({x for points in lines.values() for x, _ in points})
-    style.sizes(ax, every, "keys" if thumb.x == "seqlen_k" else "N", 1 + len(every) // 5)
+    name = "keys" if thumb.x == "seqlen_k" else "sequence length N"
+    style.sizes(ax, every, name, 1 + len(every) // 5)
     if thumb.log:
         style.log(ax.yaxis)
     else:
