@@ -1,6 +1,6 @@
-"""A paper's speed figure drawn as the paper draws it, ours beside: grouped bars over N."""
+"""A paper's speed figure with ours: grouped bars, or ratios where the GPUs differ."""
 
-from collections import Counter
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +28,27 @@ class Bar:
 BARS = {
     "fa2": (
         Bar("PyTorch, published", "torch-unfused", method="PyTorch"),
-        Bar("torch unfused, here", "torch-unfused", series=("torch-unfused",)),
+        Bar("torch's unfused attention, measured", "torch-unfused", series=("torch-unfused",)),
         Bar("FlashAttention, published", "fa1-mma", method="FlashAttention"),
-        Bar("FA-1, ours, the faster grid", "fa1-mma", series=("fa1-mma", "fa1-mma-splits")),
+        Bar("FA-1 at its faster grid, measured", "fa1-mma", series=("fa1-mma", "fa1-mma-splits")),
         Bar("FlashAttention-2, published", "fa2-mma", method="FlashAttention-2"),
-        Bar("FA-2, ours", "fa2-mma", series=("fa2-mma",)),
+        Bar("FA-2 (Q outer), measured", "fa2-mma", series=("fa2-mma",)),
     ),
     "fa3": (
         Bar("FlashAttention-2, published", "torch-fa2", method="FA-2"),
-        Bar("torch FA-2, here", "torch-fa2", series=("torch-fa2",)),
+        Bar("torch's FlashAttention-2, measured", "torch-fa2", series=("torch-fa2",)),
         Bar("cuDNN, published", "torch-cudnn", method="cuDNN"),
-        Bar("cuDNN by torch, here", "torch-cudnn", series=("torch-cudnn",)),
-        Bar("FlashAttention-3, published", "fa2-wgmma", method="FA-3"),
-        Bar("FA-2 on wgmma, ours", "fa2-wgmma", series=("fa2-wgmma",)),
+        Bar("cuDNN, measured", "torch-cudnn", series=("torch-cudnn",)),
+        Bar("FlashAttention-3, published", "fa3", method="FA-3"),
+        Bar("FA-2 (wgmma), measured", "fa2-wgmma", series=("fa2-wgmma",)),
     ),
 }
 NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3"}
+# What ratios call the kernel of a pair of bars: what is over the others comes last.
+SHORT = {
+    "fa2": ("PyTorch unfused", "FA-1", "FA-2"),
+    "fa3": ("FlashAttention-2", "cuDNN", "FA-2 (wgmma)"),
+}
 
 
 def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
@@ -58,28 +63,75 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
     panels = [at for at in panels if any((r.head_dim, r.causal) == at for r in mine)]
     if not panels:
         return None
-    figure, axes = style.new(len(panels), 1, 1.3 + 2.5 * len(panels))
-    fastest: list[str] = []
-    for (d, causal), ax in zip(panels, axes[:, 0], strict=True):
+    curves = {}
+    for d, causal in panels:
         at = {"head_dim": str(d), "causal": str(causal).lower()}
         theirs = published.lookup(paper=paper, item=item, metric="speed", **at)
         here = [r for r in mine if (r.head_dim, r.causal) == (d, causal)]
-        curves = {bar: _curve(bar, theirs, here) for bar in BARS[paper]}
-        _groups(ax, {bar: curve for bar, curve in curves.items() if curve})
-        ours = {bar: curve for bar, curve in curves.items() if bar.series}
-        for N in sorted(set().union(*ours.values())):
-            _, winner = max((curve.get(N, 0.0), bar.label) for bar, curve in ours.items())
-            fastest.append(winner)
-        ax.set(title=f"d={d}, {'causal' if causal else 'not causal'}", ylabel="TFLOP/s")
+        every = {bar: _curve(bar, theirs, here) for bar in BARS[paper]}
+        curves[f"d={d}, {'causal' if causal else 'not causal'}"] = every
     gpu = lines[0]["hardware"].split("-")[0]
-    dtype = DTYPES[mine[0].dtype]
-    shown = style.handles(axes)
-    ((first, times),) = Counter(fastest).most_common(1)
-    message = f"{first.partition(',')[0]} is the fastest here at {times} of {len(fastest)} sizes"
-    what = f"{NAMES[paper]}, {item}: {PASSES[pass_]}, {dtype}, 16k tokens"
-    title = f"{message}\n{what}; hollow: published, {gpu}; filled: here"
-    style.legend(figure, list(shown.values()), title)
-    axes[-1, 0].set_xlabel("sequence length N")
+    what = f"{NAMES[paper]}, {item}: {PASSES[pass_]}, {DTYPES[mine[0].dtype]}, 16k tokens"
+    if any(gpu.lower() in (r.machine or "").split("-") for r in mine):
+        return _bars(paper, curves, f"{what}; hollow: published, {gpu}")
+    return _ratios(paper, curves, gpu, what)
+
+
+# Title of a panel -> its bars.
+Panels = Mapping[str, Mapping[Bar, Curve]]
+
+
+def _over(over: Curve, under: Curve) -> Curve:
+    return {N: value / under[N] for N, value in sorted(over.items()) if N in under}
+
+
+def _bars(paper: str, panels: Panels, what: str) -> Any:
+    """The figure as the paper draws it, where its GPU is ours."""
+    figure, axes = style.new(len(panels), 1, 1.3 + 2.5 * len(panels))
+    *_, theirs, ours = BARS[paper]
+    found: list[float] = []
+    for (title, curves), ax in zip(panels.items(), axes[:, 0], strict=True):
+        _groups(ax, {bar: curve for bar, curve in curves.items() if curve})
+        found += _over(curves[ours], curves[theirs]).values()
+        ax.set(title=title, ylabel="speed (TFLOP/s)")
+    message = f"Speeds of {NAMES[paper]}'s {what.partition(', ')[2].partition(':')[0]}"
+    if found:
+        whose = "the" if paper == "fa2" else f"{NAMES[paper]}'s"
+        many = f"{statistics.median(found):.2f} times {whose} published speed"
+        message = f"Our {SHORT[paper][-1]} reaches {many} (median)"
+    style.legend(figure, list(style.handles(axes).values()), f"{message}\n{what}")
+    axes[-1, 0].set_xlabel("sequence length N (tokens)")
+    return figure
+
+
+def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
+    """The last kernel's speed over that of the others, published and ours: no GPU is in it."""
+    *names, last = SHORT[paper]
+    theirs, ours = BARS[paper][::2], BARS[paper][1::2]
+    looks = {
+        f"published, {gpu}": (theirs, style.COLOURS["published"], {"ls": "--", "mfc": "white"}),
+        "measured here": (ours, style.COLOURS[ours[-1].like], {}),
+    }
+    figure, axes = style.new(len(names), len(panels), 1.4 + 2.3 * len(names), sharey="row")
+    found: dict[str, list[float]] = {}
+    for at, (name, across) in enumerate(zip(names, axes[::-1], strict=True)):
+        for (title, curves), ax in zip(panels.items(), across, strict=True):
+            for label, (bars, colour, look) in looks.items():
+                points = _over(curves[bars[-1]], curves[bars[at]])
+                style.line(ax, points, color=colour, marker="o", label=label, **look)
+                if bars is ours:
+                    found.setdefault(name, []).extend(points.values())
+            ax.axhline(1, color="#555555", lw=0.8, zorder=1)
+            lengths = {N for bar in ours for N in curves[bar]}
+            style.sizes(ax, sorted(lengths), "N (tokens)")
+            ax.set_title(title)
+        across[0].set(ylabel=f"speed, {last} /\n{name} (ratio)", ylim=(0, None))
+    message = f"{last} over other kernels, published and measured"
+    what += "; FA-1 here at its faster grid" if paper == "fa2" else ""
+    if ratios := found.get(names[-1]):
+        other = "our FA-1" if paper == "fa2" else names[-1]
+        message = f"Our {last} is {statistics.median(ratios):.1f} times as fast as {other} (median)"
+    style.legend(figure, list(style.handles(axes).values()), f"{message}\n{what}")
     return figure
 
 
