@@ -1,4 +1,4 @@
-"""The command line, python -m experiments: `--help` names its commands."""
+"""The command line: ``python -m experiments --help`` lists its commands."""
 
 import argparse
 import signal
@@ -35,16 +35,18 @@ CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
 def _several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """A parser of values separated by commas, each once."""
+    """Return a parser of values separated by commas, which drops repeated values."""
     return lambda text: tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
 def _tiles(text: str) -> tuple[int, int]:
+    """Parse block sizes such as "64x32" into (Br, Bc)."""
     found = tiles(text)
     return found.Br, found.Bc
 
 
 def _folder(text: str) -> Path:
+    """Parse the path of a folder that exists or can be made."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} names no folder")
     path = Path(text).resolve()
@@ -133,7 +135,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """The choices of the command line. Raises ValueError for a part of a run with --out figures."""
+    """Return the choices of the command line.
+
+    Raises ValueError if --out names the folder of complete runs, but the run is not complete.
+    """
     given = {name: getattr(args, name) for name in ("quick", "recount", "replace", *CHOICES)}
     options = Options(**given | {"causal": CAUSAL.get(args.causal)})
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
@@ -146,6 +151,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _report(console: Console) -> int:
+    """Write the tables of all pages; return the exit status, 1 for an error."""
     try:
         changed = report.update()
     except (OSError, ValueError) as error:  # a file, a marker, or stored rows: it says which
@@ -157,7 +163,7 @@ def _report(console: Console) -> int:
 
 
 def _origins(console: Console) -> int:
-    """1 where a commit is lost: such a recording is to be made again."""
+    """Print recordings of unknown origin; return 1 if the commit of one of them is lost."""
     found = list(origins.unknown(Store(FIGURES), origins.history()))
     for line, _ in found:
         console.print(line, soft_wrap=True, highlight=False)
@@ -165,6 +171,18 @@ def _origins(console: Console) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Arguments without the program's name. Default: those of this process.
+
+    Returns
+    -------
+    int
+        0 for success, 1 for an error, 130 if interrupted.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set above
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -175,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> int:
+    """Run one command and return its exit status; see `main`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(arguments)

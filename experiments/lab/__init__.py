@@ -1,1 +1,1 @@
-"""What experiments share, in three rooms: `measure`, `record` and `show`."""
+"""What experiments share, in three packages: `measure`, `record` and `show`."""

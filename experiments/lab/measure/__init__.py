@@ -1,1 +1,1 @@
-"""Numbers: calls, inputs, times, counters, counts, each in its module."""
+"""Numbers: calls, inputs, checks, times, hardware counters and counts. One module for each."""

@@ -1,8 +1,8 @@
-"""How fast a GPU's memories are read, by two kernels that do little else; matrix products by torch.
+"""How fast a GPU's memories are read, by two simple kernels; how fast torch multiplies matrices.
 
-`read_global` reads `footprint` bytes of global memory over and over: they come from L2 where they
-fit there, else from DRAM. No thread reads what its multiprocessor read lately, so that L1 serves
-nothing. `read_shared` reads shared memory, without bank conflicts. Every access is of 16 bytes.
+`read_global` reads `footprint` bytes of global memory repeatedly. They come from L2 if they fit
+into L2, else from DRAM. No thread reads what its multiprocessor has read recently, so that L1
+serves nothing. `read_shared` reads shared memory without bank conflicts. Every access has 16 bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,15 @@ MATMUL_SIZE = 8192
 
 @cache
 def make_read_global() -> Kernel:
-    """Each thread's sum of `steps` accesses of X (chunks, 4) in Y; launched over BLOCKS blocks."""
+    """Return the kernel that reads global memory; it is launched with BLOCKS thread blocks.
+
+    Each thread reads `steps` chunks of X (chunks, 4) and stores their sum in Y.
+
+    Returns
+    -------
+    Kernel
+        Its arguments are X, Y and steps.
+    """
 
     def read_global(X, Y, steps):
         r = cuda.local.array(AT_A_TIME, float32)
@@ -69,8 +77,15 @@ def make_read_global() -> Kernel:
 
 @cache
 def make_read_shared() -> Kernel:
-    """Sums of what each thread reads of shared memory in `steps` accesses, all of it 1; `stride` is
-    an argument so that no compiler sees that the same floats come back.
+    """Return the kernel that reads shared memory.
+
+    Each thread reads `steps` chunks of ones and stores their sum in Y. `stride` is an argument so
+    that the compiler cannot know that the same numbers come back.
+
+    Returns
+    -------
+    Kernel
+        Its arguments are Y, steps and stride.
     """
 
     def read_shared(Y, steps, stride):
@@ -103,12 +118,48 @@ def make_read_shared() -> Kernel:
 
 
 def speed_of(work: float, milliseconds: Sequence[float]) -> Timing:
-    """TB/s or TFLOP/s of bytes or FLOPs, each run of which took so long."""
+    """Return the speed of runs that take the given times.
+
+    Parameters
+    ----------
+    work : float
+        Bytes or FLOPs of one run.
+    milliseconds : sequence of float
+        Time of each run.
+
+    Returns
+    -------
+    Timing
+        TB/s or TFLOP/s.
+
+    Examples
+    --------
+    >>> speed_of(2e9, [1.0]).median
+    2.0
+    """
     return Timing.of([work / t / 1e9 for t in milliseconds])
 
 
 def global_steps(footprint: int, total: int = BYTES) -> int:
-    """Accesses of a thread that read `total` bytes. Raises ValueError below LEAST_BYTES."""
+    """Return how many chunks each thread reads, so that `total` bytes are read at least.
+
+    Parameters
+    ----------
+    footprint : int
+        Bytes that are read repeatedly.
+    total : int
+        Bytes of a run. All of the footprint is read at least twice.
+
+    Returns
+    -------
+    int
+        A multiple of UNROLL.
+
+    Raises
+    ------
+    ValueError
+        If the footprint is below LEAST_BYTES.
+    """
     if footprint < LEAST_BYTES:
         raise ValueError(f"footprint is {footprint}: allowed is at least {LEAST_BYTES} bytes")
     steps = max(total, 2 * footprint) // (AT_ONCE * CHUNK)
@@ -116,13 +167,52 @@ def global_steps(footprint: int, total: int = BYTES) -> int:
 
 
 def measure_global(X: Any, footprint: int, repeats: int) -> Timing:
-    """Bytes a second of all threads over `footprint` bytes of X, ones. Raises WrongResult."""
+    """Measure how fast `footprint` bytes of global memory are read repeatedly.
+
+    Parameters
+    ----------
+    X : array of float32, shape (chunks, 4)
+        Ones on the GPU.
+    footprint : int
+        Bytes that are read repeatedly.
+    repeats : int
+        Timed runs.
+
+    Returns
+    -------
+    Timing
+        TB/s of all threads.
+
+    Raises
+    ------
+    WrongResult
+        If a sum is wrong.
+    """
     steps = global_steps(footprint)
     part = device.argument(X[: footprint // CHUNK])
     return _timed(make_read_global(), BLOCKS, AT_ONCE, steps, repeats, part)
 
 
 def measure_shared(multiprocessors: int, repeats: int) -> Timing:
+    """Measure how fast all multiprocessors read shared memory.
+
+    Parameters
+    ----------
+    multiprocessors : int
+        Multiprocessors of the GPU.
+    repeats : int
+        Timed runs.
+
+    Returns
+    -------
+    Timing
+        TB/s of all threads.
+
+    Raises
+    ------
+    WrongResult
+        If a sum is wrong.
+    """
     blocks = 2 * multiprocessors
     threads = blocks * SHARED_THREADS
     return _timed(make_read_shared(), blocks, threads, SHARED_STEPS, repeats, then=(SHARED_STRIDE,))
@@ -132,7 +222,7 @@ def _timed(
     kernel: Kernel, blocks: int, threads: int, steps: int, repeats: int, *first: Any,
     then: tuple[int, ...] = (),
 ) -> Timing:  # fmt: skip
-    """Bytes a second of a kernel of which each thread reads `steps` chunks."""
+    """Check and time a kernel of which each thread reads `steps` chunks; return TB/s."""
     Y = device.empty((threads,))
     arguments = (*first, device.argument(Y), steps, *then)
 
@@ -153,14 +243,42 @@ def _check(sums: np.ndarray, expected: float) -> None:
 
 
 def measure_matmul(dtype: str, repeats: int) -> Timing:
-    """FLOP a second of torch's product of two square matrices; float32 without TF32."""
+    """Measure how fast torch multiplies two square matrices; float32 without TF32.
+
+    Parameters
+    ----------
+    dtype : str
+        Dtype of the matrices.
+    repeats : int
+        Timed runs.
+
+    Returns
+    -------
+    Timing
+        TFLOP/s.
+    """
     run = peers.matmul(MATMUL_SIZE, dtype)
     times = device.time_ms(run, repeats=repeats, warmup=3, flush_l2=False)
     return speed_of(2 * MATMUL_SIZE**3, times)
 
 
 def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
-    """torch's product of two square matrices, whose size its row has in the lengths' columns."""
+    """Yield the row with torch's speed of multiplying two square matrices.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    dtype : str
+        Dtype of the matrices.
+    machine : str
+        Name of the GPU.
+
+    Yields
+    ------
+    Row
+        One row. The size of the matrices is in its columns seqlen_q, seqlen_k and head_dim.
+    """
     speed, failure = attempt(measure_matmul, dtype, REPEATS)
     size, one = MATMUL_SIZE, Problem(1, 1, 1, 1, 1, 1, dtype=dtype)
     sizes = {"seqlen_q": size, "seqlen_k": size, "head_dim": size}
@@ -170,7 +288,18 @@ def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
 
 
 def ones(nbytes: int) -> Any:
-    """An array (chunks, 4) of ones on the GPU, filled there."""
+    """Return an array (chunks, 4) of ones on the GPU.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes.
+
+    Returns
+    -------
+    array of float32
+        On the GPU.
+    """
     X = device.empty((nbytes // CHUNK, 4))
     small = np.ones((2**20, 4), np.float32)
     for first in range(0, X.shape[0], len(small)):

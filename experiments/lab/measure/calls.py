@@ -1,4 +1,4 @@
-"""Calls of any series, ours or torch's, in any pass and with options, and their checks."""
+"""Calls of any series, ours or torch's, in any pass and with options; and their checks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,14 +23,43 @@ _TAKEN = ("dropout_p", "kv_lens")
 
 
 def theirs(series: str) -> bool:
+    """Return whether a series is one of torch's.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+
+    Returns
+    -------
+    bool
+        True for names that begin with "torch".
+    """
     return series.startswith("torch")
 
 
 def make(
     series: str, pass_: str, problem: Problem, arrays: Sequence[Any], **options: Any
 ) -> Callable[..., Any]:
-    """A function that runs the series once in a pass on q, k, v and, with gradients, dout; it takes
-    `out`. Of `options`, our calls', torch's are given those that they have.
+    """Return a function that runs a series once in a pass.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series, such as "fa2-mma" or "torch-fa2".
+    pass_ : str
+        "fwd", "bwd" or "fwd+bwd".
+    problem : Problem
+        The problem.
+    arrays : sequence of array
+        Arrays q, k and v on the GPU; with gradients dout too.
+    **options
+        Options of our call. torch's calls get `dropout_p` and `kv_lens` only.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out` and returns O or (dq, dk, dv).
     """
     source: Any = peers if theirs(series) else ours
     if theirs(series):
@@ -41,15 +70,39 @@ def make(
 
 
 def shortened(longest: int, problem: Problem) -> Problem:
-    """A problem of a longer sequence with one batch entry and that length, any other as it is."""
+    """Return a problem of at most `longest` rows, with one batch entry if it had to be shortened.
+
+    Parameters
+    ----------
+    longest : int
+        Most rows of Q.
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    Problem
+        `problem` itself if it is short enough.
+    """
     if problem.seqlen_q <= longest:
         return problem
     return replace(problem, batch=1, seqlen_q=longest, seqlen_k=longest)
 
 
 class Checks:
-    """Checks of calls: of O on the problem itself, of gradients on what `shorter` makes of it, once
-    and without an error where that is another; `given` are options by problem.
+    """The checks of an experiment's calls.
+
+    O is checked on the problem itself. Gradients of a long problem are checked once on a shorter
+    problem with the same head dimension and mask; the check of the long problem then returns NaN.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        Inputs of any problem.
+    shorter : callable, optional
+        Returns the shorter problem of a problem. Default: at most 1024 rows.
+    given : callable, optional
+        Returns the options of a problem's calls. Default: none.
     """
 
     def __init__(
@@ -64,7 +117,32 @@ class Checks:
     def __call__(
         self, series: str, pass_: str, problem: Problem, run: Any = None, **options: Any
     ) -> Check:
-        """The check of a result; `run(problem, arrays)` gives the call. Raises WrongResult."""
+        """Return the check of a series' result.
+
+        Parameters
+        ----------
+        series : str
+            Name of the series.
+        pass_ : str
+            "fwd", "bwd" or "fwd+bwd".
+        problem : Problem
+            The problem.
+        run : callable, optional
+            Takes a problem and its arrays and returns the call, if it is not that of `make`.
+        **options
+            Options of the call.
+
+        Returns
+        -------
+        callable
+            Takes a result and returns its relative error, NaN if the shorter problem was checked
+            instead.
+
+        Raises
+        ------
+        WrongResult
+            If the result of the shorter problem is wrong.
+        """
         small = problem if pass_ == "fwd" else self._shorter(problem)
         gate = self.gate(pass_, small)
         check: Check = gate.peer if theirs(series) else gate
@@ -81,13 +159,42 @@ class Checks:
         return self.once((series, pass_, small), shorter)
 
     def once(self, key: Any, check: Callable[[], Any]) -> Check:
-        """What `check` checks for others, which is done once for all of this key."""
+        """Run a check unless it has passed before; return a check that accepts everything.
+
+        Parameters
+        ----------
+        key : hashable
+            Identifies the check.
+        check : callable
+            The check; it raises if something is wrong.
+
+        Returns
+        -------
+        callable
+            Takes a result and returns NaN.
+        """
         if key not in self._passed:
             check()
             self._passed.add(key)
         return lambda result: float("nan")
 
     def gate(self, pass_: str, problem: Problem, **options: Any) -> Gate:
+        """Return the gate of a problem's result in a pass; it is made once.
+
+        Parameters
+        ----------
+        pass_ : str
+            "fwd", "bwd" or "fwd+bwd".
+        problem : Problem
+            The problem.
+        **options
+            Options of the call, in addition to the given ones.
+
+        Returns
+        -------
+        Gate
+            The gate.
+        """
         key = (pass_ == "fwd", problem, *map(str, options.items()))
         if key not in self._gates:
             options = self._given(problem) | options
@@ -98,8 +205,25 @@ class Checks:
 def check_once(
     series: str, problem: Problem, host: Sequence[np.ndarray], options: dict[str, Any]
 ) -> None:
-    """Check all of O and the gradients of a small problem; `host` are q, k, v, dout. Of torch's
-    calls with dropout O is held to `DropoutGate`, gradients to be finite. Raises WrongResult.
+    """Check O and the gradients of a small problem completely.
+
+    For torch's calls with dropout, O is checked by `DropoutGate`, and gradients must be finite.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        A small problem.
+    host : sequence of ndarray
+        Arrays q, k, v and dout.
+    options : dict
+        Options of the call.
+
+    Raises
+    ------
+    WrongResult
+        If a result is wrong.
     """
     q_lens = options.get("q_lens")
     valid = np.ones((problem.batch, 1, problem.seqlen_q, 1), np.float32)
@@ -121,14 +245,42 @@ def check_once(
 
 
 def time_row(timing: Timing | None, failure: str = "", place: str = "", **columns: Any) -> Row:
-    """A row of time, or one that failed: its note says `place` and, behind a semicolon, why."""
+    """Return a row of time, or of a measurement that failed.
+
+    Parameters
+    ----------
+    timing : Timing or None
+        Milliseconds; None if the measurement failed.
+    failure : str, default ""
+        Why it failed.
+    place : str, default ""
+        What no column says; the beginning of the note.
+    **columns
+        The other columns of the row.
+
+    Returns
+    -------
+    Row
+        The row.
+    """
     note = f"{place}; {failure}" if failure else place
     common = {"source": "measured", "metric": "time", "unit": "ms", "note": note, **columns}
     return Row(**number(timing), **common)
 
 
 def workspace_bytes(run: Callable[..., Any]) -> int:
-    """Peak memory of one call of ours beside inputs and output; it takes `out`."""
+    """Return the peak memory of one of our calls, in bytes, besides inputs and output.
+
+    Parameters
+    ----------
+    run : callable
+        The call, as `make` returns it.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
     out = run()
     device.synchronize()
     with device.track_memory() as memory:
@@ -138,8 +290,22 @@ def workspace_bytes(run: Callable[..., Any]) -> int:
 
 
 def own_peak_bytes(run: Callable[..., Any], results: int) -> int:
-    """Peak memory of one call of ours, with what it returns: `results` bytes without torch. The
-    peaks of workspace and results are added, which is a little more where their times differ.
+    """Return the peak memory of one of our calls, in bytes, with its results.
+
+    The peaks of workspace and results are added. The sum is a little too large if they are at
+    different times.
+
+    Parameters
+    ----------
+    run : callable
+        The call, as `make` returns it.
+    results : int
+        Bytes of the results. With torch installed they are measured instead.
+
+    Returns
+    -------
+    int
+        Bytes.
     """
     with device.track_memory() as memory:
         if peers.available():

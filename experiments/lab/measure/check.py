@@ -1,4 +1,4 @@
-"""Results against float64, before anything is timed."""
+"""Checks of results against float64, before anything is timed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ class WrongResult(Exception):
 
 
 def to_host(array: Any) -> np.ndarray:
+    """Return an array of any library as a NumPy array. torch's arrays become float32.
+
+    Parameters
+    ----------
+    array : array
+        An array of NumPy, Numba or torch.
+
+    Returns
+    -------
+    ndarray
+        Its values.
+    """
     if hasattr(array, "copy_to_host"):
         return array.copy_to_host()
     if hasattr(array, "cpu"):
@@ -41,14 +53,40 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def rounds(problem: Problem) -> dict[str, Any]:
-    """How the unfused computation of the problem's dtype rounds: sums are float32 in any."""
+    """Return how the unfused computation of a problem's dtype rounds, as arguments of `reference`.
+
+    Sums are float32 in every dtype. Matrices are rounded to the dtype.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    dict
+        The argument `matrix_dtype`.
+    """
     return {"matrix_dtype": None if problem.dtype == "float32" else problem.dtype}
 
 
 class Gate:
-    """Holds parts of a result, which `take` finds, to float64: `gate(result)` of ours to twice the
-    unfused computation's error and a rounding, `gate.peer(result)` to PEER_BOUND. Both give the
-    largest error, or raise WrongResult with the part's name and `at`.
+    """A check of a result, part by part, against float64.
+
+    ``gate(result)`` is for our kernels: it allows twice the error of the unfused computation plus
+    one rounding. ``gate.peer(result)`` is for other libraries' kernels and allows `PEER_BOUND`.
+    Both return the largest relative error of a part. They raise `WrongResult` with the part's name.
+
+    Parameters
+    ----------
+    dtype : str
+        Dtype of the problem.
+    take : callable
+        Returns the parts of a result.
+    parts : sequence of (str, ndarray, ndarray)
+        Name of each part, its exact values in float64, and its values by the unfused computation.
+    at : str, default ""
+        Text for the message, such as " at N=512".
     """
 
     def __init__(
@@ -63,8 +101,23 @@ class Gate:
 
     @classmethod
     def of_rows(cls, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Gate:
-        """Of O: the first, the middle and the last 32 rows of the first and the last head, which
-        alone are copied from a GPU. `options` are our call's, but a block mask and dropout.
+        """Return the gate of O that checks rows of the first and of the last head.
+
+        These are the first, the middle and the last 32 rows. Only they are copied from the GPU.
+
+        Parameters
+        ----------
+        problem : Problem
+            The problem.
+        q, k, v : array
+            Inputs.
+        **options
+            Options of the call. A block mask and dropout are not supported.
+
+        Returns
+        -------
+        Gate
+            The gate.
         """
         problem = _with_lengths(problem, options)
         places, exact, unfused = [], [], []
@@ -80,7 +133,26 @@ class Gate:
         cls, problem: Problem, pass_: str, *arrays: Any, take: Callable[[Any], Any] = tuple,
         **options: Any,
     ) -> Gate:  # fmt: skip
-        """Of all of (O,) or (dq, dk, dv), as `take` finds them; `arrays` are NumPy's q to dout."""
+        """Return the gate of a complete result: (O,), or (dq, dk, dv).
+
+        Parameters
+        ----------
+        problem : Problem
+            The problem.
+        pass_ : str
+            "fwd" for O, else the gradients.
+        *arrays : ndarray
+            Arrays q, k and v; with gradients dout too.
+        take : callable, default tuple
+            Returns the parts of a result.
+        **options
+            Options of the call.
+
+        Returns
+        -------
+        Gate
+            The gate.
+        """
         own = {"scale": problem.scale, "causal": problem.causal, **options}
         exact: Any
         unfused: Any
@@ -98,7 +170,20 @@ class Gate:
 
     @classmethod
     def of_gradients(cls, problem: Problem, *arrays: Any) -> Gate:
-        """Of dq, dk and dv of the last K/V head and its query heads; `arrays` as in `of_whole`."""
+        """Return the gate of dq, dk and dv of the last K/V head and its query heads.
+
+        Parameters
+        ----------
+        problem : Problem
+            The problem.
+        *arrays : ndarray
+            Arrays q, k, v and dout.
+
+        Returns
+        -------
+        Gate
+            The gate.
+        """
         last = slice(problem.batch - 1, problem.batch)
         queries = last, slice(problem.heads_q - problem.group, problem.heads_q)
         keys = last, slice(problem.heads_k - 1, problem.heads_k)
@@ -112,13 +197,42 @@ class Gate:
         )
 
     def __call__(self, result: Any) -> float:
+        """Return the largest error of our result; raise WrongResult if it is too large."""
         return self._check(result, self.bounds)
 
     def peer(self, result: Any) -> float:
+        """Return the largest error of another library's result.
+
+        Parameters
+        ----------
+        result : Any
+            The result.
+
+        Returns
+        -------
+        float
+            The relative error.
+
+        Raises
+        ------
+        WrongResult
+            If the error of a part is above `PEER_BOUND`.
+        """
         return self._check(result, self.peer_bounds)
 
     def by(self, precision: str) -> Check:
-        """The check of ours where products of float32 are computed in that precision."""
+        """Return the check for a call of ours that computes float32 products in a given precision.
+
+        Parameters
+        ----------
+        precision : str
+            A key of `PLANES_ROUNDING`, such as "fp16x3".
+
+        Returns
+        -------
+        callable
+            Takes a result and returns its error, or raises WrongResult.
+        """
         more = PLANES_ROUNDING[precision]
         return lambda result: self._check(result, [bound + more for bound in self.bounds])
 
@@ -136,12 +250,25 @@ class Gate:
 
 
 class DropoutGate(Gate):
-    """Holds O of a call with dropout to what dropout has to make of it.
+    """A check of O of a call with dropout.
 
-    It draws other elements in torch than in our kernels: of any call with it, the deviation from
-    float64 without dropout is held to what it has to be, whose square is p / (1 - p) times the sum
-    of Pij^2 |vj|^2, within 20 percent, and its size, its projection on the result without dropout,
-    to 1 within 6 percent. Looked at are the middle and the last 128 rows of two heads.
+    torch drops other elements than our kernels do, so the values of O cannot be compared. Two
+    numbers are checked instead, for the middle and the last 128 rows of two heads:
+
+    - The deviation from the float64 result without dropout. The square of its expected value is
+      p / (1 - p) times the sum of Pij^2 |vj|^2. It must be met within 20 percent.
+    - The projection on the result without dropout, which must be 1 within 6 percent.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    q, k, v : array
+        Inputs.
+    dropout_p : float
+        Probability that an element of P is dropped.
+    **options
+        Further options of the call.
     """
 
     def __init__(
@@ -173,7 +300,24 @@ class DropoutGate(Gate):
 
 
 def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
-    """The gate of a call's result in a pass; arrays are q, k, v and, with gradients, dout."""
+    """Return the gate of a call's result in a pass.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    pass_ : str
+        "fwd", "bwd" or "fwd+bwd".
+    *arrays : array
+        Arrays q, k and v; with gradients dout too.
+    **options
+        Options of the call.
+
+    Returns
+    -------
+    Gate
+        `DropoutGate` for a forward pass with dropout, else a `Gate`.
+    """
     if pass_ != "fwd" and options:
         return Gate.of_whole(problem, "bwd", *arrays, **options)
     if pass_ != "fwd":
@@ -184,7 +328,7 @@ def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
 
 
 def _with_lengths(problem: Problem, options: dict[str, Any]) -> Problem:
-    """The problem with the valid lengths that the options name."""
+    """Return the problem with the valid lengths that the options name."""
     lens = {n: tuple(map(int, x)) for n, x in options.items() if n in ("q_lens", "kv_lens")}
     return replace(problem, **lens)  # type: ignore[arg-type]
 
@@ -193,8 +337,10 @@ def _blocks(
     problem: Problem, arrays: Sequence[Any], halves: Sequence[int], rows: int, share: int,
     options: dict[str, Any],
 ) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:  # fmt: skip
-    """(where its rows are, its q, k and v, its options) of blocks of at most `rows` rows and one of
-    `share` of a sequence's, `halves` half lengths from the first row, cut to the columns seen.
+    """Yield blocks of at most `rows` rows of two heads: place, q, k and v, and options of each.
+
+    A block begins `halves` half lengths after the first row. It has at most one of `share` parts of
+    the sequence's rows. Columns that none of its rows sees are cut off.
     """
     for b, h in dict.fromkeys([(0, 0), (problem.batch - 1, problem.heads_q - 1)]):
         Nq, _ = problem.lengths(b)
@@ -220,7 +366,7 @@ def _blocks(
 def _place(
     problem: Problem, lens: Sequence[int] | None, entry: int, head: int, first: int, end: int
 ) -> tuple[Any, ...]:
-    """Where a head's rows lie: in (batch, heads, N, d), or packed (total, heads, d)."""
+    """Return the index of a head's rows in (batch, heads, N, d), or packed (total, heads, d)."""
     if not problem.packed:
         return entry, head, slice(first, end)
     begin = sum((lens or ())[:entry])
@@ -232,7 +378,7 @@ def _taken(places: Sequence[Any]) -> Callable[[Any], list[np.ndarray]]:
 
 
 def _spread(Q: np.ndarray, K: np.ndarray, V: np.ndarray, scale: float, causal: bool) -> float:
-    """The sum of Pij^2 |vj|^2 over the rows of Q, which are the last ones of a head."""
+    """Return the sum of Pij^2 |vj|^2 over the rows of Q, which are the last rows of a head."""
     S = scale * (Q @ K.T)
     if causal:
         above = np.arange(len(K)) > np.arange(len(Q))[:, None] + len(K) - len(Q)

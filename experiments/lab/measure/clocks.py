@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of the GPU while something is measured, from nvidia-smi."""
+"""Clocks, power and temperature of the GPU during a measurement, by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BITS = {
 
 
 class Sampling:
-    """Samples once a second between `with` and its end; `summary` is of the samples so far."""
+    """A context manager that samples clocks, power and temperature once per second."""
 
     def __enter__(self) -> Sampling:
         self._file = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by __exit__
@@ -61,13 +61,26 @@ class Sampling:
         self._file.close()
 
     def summary(self) -> dict[str, Any]:
+        """Return the summary of the samples so far; see `summarize`."""
         at = os.fstat(self._file.fileno()).st_size
         return summarize(os.pread(self._file.fileno(), at, 0).decode())
 
 
 def summarize(text: str) -> dict[str, Any]:
-    """[least, median, most] of each number, and in how many samples what held the clocks: of the
-    lines in which the GPU was busy, or of all where it never was. Empty without a sample.
+    """Summarise the lines that nvidia-smi printed.
+
+    Only samples in which the GPU was busy count. If it never was, all samples count.
+
+    Parameters
+    ----------
+    text : str
+        Lines of numbers. Lines that cannot be read are left out.
+
+    Returns
+    -------
+    dict
+        "samples" and "busy": their number. For each value of `NUMBERS`: [least, median, most].
+        "held by": number of samples by the reason for a lower clock. Empty without a sample.
     """
     samples = []
     for line in text.splitlines():

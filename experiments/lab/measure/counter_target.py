@@ -2,9 +2,9 @@
 
     python -m experiments.lab.measure.counter_target CASES KERNELS
 
-CASES is a pickled list of `counters.Case`. A call is warmed up before the profiled range, which
-holds its kernels and nothing else. KERNELS gets a JSON list: for each call how many kernels it
-launched, or why it failed.
+CASES is a pickled list of `counters.Case`. Each call is warmed up before the profiled range, so
+that the range contains the call's kernels only. The program writes a JSON list to KERNELS: the
+number of kernels that each call launched, or why the call failed.
 """
 
 import json
@@ -28,11 +28,12 @@ _INPUTS = Inputs(gradient=True)
 
 @lru_cache(1)
 def arrays_of(problem: Problem) -> tuple[Any, ...]:
-    """q, k, v and dout on the GPU, kept for the next case where it is of the same problem."""
+    """Return q, k, v and dout on the GPU; they are kept if the next case has the same problem."""
     return tuple(device.to_gpu(x.astype(problem.dtype)) for x in _INPUTS(problem))
 
 
 def run(case: Case) -> int:
+    """Run a case, profile it, and return the number of its kernels."""
     q, k, v, dout = arrays_of(replace(case.problem, causal=False))  # of which a mask says nothing
     of = case.series, case.problem
     planned = series.plan(*of, passes=case.pass_, **case.options)
@@ -53,6 +54,7 @@ def run(case: Case) -> int:
 
 
 def main(cases: str, kernels: str) -> None:
+    """Run the cases of the file `cases`, and write the numbers of kernels to the file `kernels`."""
     found: list[int | str] = []
     for case in pickle.loads(Path(cases).read_bytes()):
         launched, failure = attempt(run, case)

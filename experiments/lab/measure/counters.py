@@ -1,4 +1,4 @@
-"""Hardware counters from Nsight Compute (`ncu`), which runs `counter_target` under it."""
+"""Hardware counters by Nsight Compute (`ncu`), which profiles the program `counter_target`."""
 
 from __future__ import annotations
 
@@ -56,12 +56,24 @@ _UNITS = {
 
 
 class CountersError(Exception):
-    """ncu is missing, or did not give what was asked of it."""
+    """Nsight Compute is missing, or did not return what was asked for."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted: of a series in a pass, "fwd" or "bwd", with options."""
+    """One call to be counted.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    options : mapping, default {}
+        Further options of the call.
+    pass_ : str, default "fwd"
+        "fwd" or "bwd".
+    """
 
     series: str
     problem: Problem
@@ -70,14 +82,39 @@ class Case:
 
 
 def available() -> bool:
+    """Return whether Nsight Compute is on the PATH."""
     return shutil.which("ncu") is not None
 
 
 def l2_bytes(counted: Mapping[str, float]) -> float:
+    """Return the bytes between the multiprocessors and L2.
+
+    Parameters
+    ----------
+    counted : mapping of str to float
+        Value by counter.
+
+    Returns
+    -------
+    float
+        Bytes.
+    """
     return SECTOR_BYTES * sum(counted[name] for name in L2)
 
 
 def dram_bytes(counted: Mapping[str, float]) -> float:
+    """Return the bytes read from and written to device memory.
+
+    Parameters
+    ----------
+    counted : mapping of str to float
+        Value by counter.
+
+    Returns
+    -------
+    float
+        Bytes.
+    """
     return sum(counted[name] for name in DRAM)
 
 
@@ -88,7 +125,22 @@ BYTES: dict[str, Callable[[Mapping[str, float]], float]] = {"l2": l2_bytes, "dra
 def read(
     result: Mapping[str, float] | str, number: Callable[[Mapping[str, float]], float]
 ) -> tuple[float | None, str]:
-    """(the number of a counted call, "") or, of one that failed, (None, why)."""
+    """Return a number of a counted call, or why the call failed.
+
+    Parameters
+    ----------
+    result : mapping or str
+        Value by counter, or the reason.
+    number : callable
+        Computes the number from the mapping.
+
+    Returns
+    -------
+    value : float or None
+        The number; None if the call failed.
+    failure : str
+        The reason; empty if the call did not fail.
+    """
     return (None, result) if isinstance(result, str) else (number(result), "")
 
 
@@ -96,8 +148,25 @@ def traffic(
     result: Mapping[str, float] | str | None, planned: Any = None, calls: int = 1, note: str = "",
     **common: Any,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of the bytes that a plan has in closed form, and of those through L2 and of DRAM of so
-    many calls as the one counted, where one was. Why it failed stands behind the note.
+    """Yield rows of the bytes that a call moves: closed form, through L2, and to or from DRAM.
+
+    Parameters
+    ----------
+    result : mapping, str or None
+        Value by counter; the reason of a failure; None if nothing was counted.
+    planned : Plan, optional
+        The plan, for the row of the closed form.
+    calls : int, default 1
+        How many calls like the counted one there are.
+    note : str, default ""
+        Beginning of the rows' note; the reason of a failure follows it.
+    **common
+        The other columns of the rows.
+
+    Yields
+    ------
+    Row
+        Up to three rows, with sources "model", "l2" and "dram".
     """
     common |= {"metric": "traffic", "unit": "bytes"}
     if planned is not None:
@@ -113,8 +182,26 @@ def traffic(
 
 
 def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
-    """ncu's CSV as metric -> value of each launch, in order: counts and ratios as they are, ns,
-    fractions of 1. Raises CountersError for any other unit and a metric that a launch lacks.
+    """Return the counters of each kernel launch from the CSV that ncu prints.
+
+    Counts and ratios are unchanged, times are in ns, and percent become fractions of 1.
+
+    Parameters
+    ----------
+    text : str
+        What ncu printed.
+    metrics : sequence of str
+        The counters.
+
+    Returns
+    -------
+    list of dict of str to float
+        Value by counter, one dictionary per launch.
+
+    Raises
+    ------
+    CountersError
+        If there is no table, a unit is unknown, or a launch lacks a counter.
     """
     launches: dict[int, dict[str, float]] = {}
     for line in _lines(text):
@@ -133,7 +220,10 @@ def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
 
 
 def _lines(text: str) -> Iterator[dict[str, str]]:
-    """The lines of the table that ncu prints, by column. Raises CountersError without one."""
+    """Yield the lines of the table that ncu prints, by column.
+
+    Raises CountersError without a table.
+    """
     start = re.search(r'^"ID",', text, re.MULTILINE)
     if start is None:
         raise CountersError(f"ncu printed no table: {_tail(text)}")
@@ -141,7 +231,23 @@ def _lines(text: str) -> Iterator[dict[str, str]]:
 
 
 def parse_opcodes(text: str) -> list[dict[str, float]]:
-    """ncu's raw page as opcode -> warp instructions of each launch. Raises CountersError."""
+    """Return the executed warp instructions of each kernel launch, by opcode.
+
+    Parameters
+    ----------
+    text : str
+        The raw page that ncu printed.
+
+    Returns
+    -------
+    list of dict of str to float
+        Instructions by opcode, one dictionary per launch.
+
+    Raises
+    ------
+    CountersError
+        If there is no table, or a launch has no opcodes.
+    """
     found: dict[int, dict[str, float]] = {}
     for line in _lines(text):
         if not (line["ID"] or "").isdecimal():  # the line of the units
@@ -170,7 +276,25 @@ def _number(name: str, value: str, unit: str) -> float:
 def by_case(
     launches: Sequence[dict[str, float]], kernels: Sequence[int | str]
 ) -> list[list[dict[str, float]] | str]:
-    """Each call's launches, in order, or why it failed; `kernels` has how many each call made."""
+    """Return the launches of each call.
+
+    Parameters
+    ----------
+    launches : sequence of dict
+        Counters of all launches, in order.
+    kernels : sequence of int or str
+        Number of launches of each call, or why the call failed.
+
+    Returns
+    -------
+    list of (list of dict) or str
+        Launches of each call, or why the call failed.
+
+    Raises
+    ------
+    CountersError
+        If the numbers do not add up.
+    """
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
         raise CountersError(f"ncu saw {len(launches)} kernels where {expected} were launched")
@@ -179,8 +303,18 @@ def by_case(
 
 
 def total(launches: Sequence[dict[str, float]] | str) -> dict[str, float] | str:
-    """A call's values, or why it failed: totals (.sum) are added up, a ratio only a call of one
-    kernel has.
+    """Return the counters of a call of several kernels.
+
+    Parameters
+    ----------
+    launches : sequence of dict, or str
+        Counters of each launch, or why the call failed.
+
+    Returns
+    -------
+    dict or str
+        Sums of the counters. A reason if the call failed, or if it has several kernels and a
+        counter is a ratio (a name without ".sum").
     """
     if isinstance(launches, str):
         return launches
@@ -192,8 +326,24 @@ def total(launches: Sequence[dict[str, float]] | str) -> dict[str, float] | str:
 
 
 def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
-    """Run the cases under ncu, in one process: metric -> value of each, or why it failed. Raises
-    CountersError without ncu, and where ncu itself fails.
+    """Count calls with Nsight Compute, in one process.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The calls.
+    metrics : sequence of str
+        The counters.
+
+    Returns
+    -------
+    list of dict or str
+        Value by counter for each call, or why the call failed.
+
+    Raises
+    ------
+    CountersError
+        If ncu is missing or fails.
     """
     return [total(launches) for launches in count_kernels(cases, metrics)]
 
@@ -201,13 +351,47 @@ def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float
 def count_kernels(
     cases: Sequence[Case], metrics: Sequence[str]
 ) -> list[list[dict[str, float]] | str]:
-    """The same for each kernel of a case by itself, in launch order; ratios too."""
+    """Count each kernel of the calls by itself; ratios are allowed.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The calls.
+    metrics : sequence of str
+        The counters.
+
+    Returns
+    -------
+    list of (list of dict) or str
+        Value by counter for each kernel of each call, in launch order, or why the call failed.
+
+    Raises
+    ------
+    CountersError
+        If ncu is missing or fails.
+    """
     table, kernels = _run(cases, metrics)
     return by_case(parse(table, metrics), kernels)
 
 
 def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
-    """The same with opcode -> executed warp instructions, of all kernels of a case together."""
+    """Count the executed warp instructions of calls by opcode, over all kernels of a call.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The calls.
+
+    Returns
+    -------
+    list of dict or str
+        Instructions by opcode for each call, or why the call failed.
+
+    Raises
+    ------
+    CountersError
+        If ncu is missing or fails.
+    """
     table, kernels = _run(cases, (OPCODES,), _INSTANCES)
     launches = parse_opcodes(table)
     every = sorted(set().union(*launches))
@@ -218,7 +402,13 @@ def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
 
 
 def available_metrics() -> set[str] | None:
-    """The metrics that this GPU has, without suffixes such as .sum; None where ncu cannot say."""
+    """Return the counters that this GPU has.
+
+    Returns
+    -------
+    set of str or None
+        Names without suffixes such as ".sum". None if ncu is missing or fails.
+    """
     status, said = _with_children(("ncu", "--query-metrics")) if available() else (1, "")
     found = set(re.findall(r"^\s*(\w+__\w+)\b", said, re.MULTILINE))
     return found if status == 0 and found else None
@@ -227,7 +417,8 @@ def available_metrics() -> set[str] | None:
 def _run(
     cases: Sequence[Case], metrics: Sequence[str], options: Sequence[str] = ()
 ) -> tuple[str, list[int | str]]:
-    """(the table that ncu prints, what counter_target says of each case's kernels)."""
+    """Profile the cases; return the table that ncu prints, and the number of kernels of each case.
+    """
     if not available():
         raise CountersError("ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
@@ -244,7 +435,10 @@ def _run(
 
 
 def _with_children(command: Sequence[str]) -> tuple[int, str]:
-    """(exit status, output) of a command. Raises CountersError after TIMEOUT."""
+    """Run a command and return its exit status and output.
+
+    Raises CountersError after TIMEOUT seconds.
+    """
     with subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -266,7 +460,22 @@ def _with_children(command: Sequence[str]) -> tuple[int, str]:
 def count_or_say(
     cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
 ) -> list[dict[str, float] | str] | None:
-    """What `count` gives, with messages for exceptions; None without ncu, which is said."""
+    """Count calls like `count`, but say what goes wrong instead of raising.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        The calls.
+    metrics : sequence of str
+        The counters.
+    say : callable
+        Prints a line.
+
+    Returns
+    -------
+    list of dict or str, or None
+        As `count`. A reason for each call if ncu failed; None if ncu is missing.
+    """
     if not available():
         say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return None

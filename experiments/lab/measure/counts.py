@@ -1,4 +1,4 @@
-"""Accesses counted on the emulator, beside the model's of the same problems."""
+"""Accesses counted on the emulator, next to those of the model for the same problems."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,20 @@ LONGEST, FLOPS = 1024, 2**29
 
 
 def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
-    """The problems that the emulator counts within half a minute; says which are too large."""
+    """Return the problems that the emulator counts within half a minute; say which are too large.
+
+    Parameters
+    ----------
+    problems : sequence of Problem
+        Problems.
+    bench : Bench
+        Where the experiment runs.
+
+    Returns
+    -------
+    list of Problem
+        The problems that are small enough.
+    """
     small = [
         p for p in problems if p.seqlen_q <= LONGEST and 4 * p.seqlen_q**2 * p.head_dim <= FLOPS
     ]
@@ -23,14 +36,40 @@ def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
 
 
 def totals(*accesses: Any, **common: Any) -> Iterator[Row]:
-    """A row of loads and a row of stores, in elements, of all these accesses together."""
+    """Yield a row of loads and a row of stores, in elements, summed over all given accesses.
+
+    Parameters
+    ----------
+    *accesses : Counts or Accesses
+        Objects with `loads` and `stores` by array.
+    **common
+        The other columns of the rows.
+
+    Yields
+    ------
+    Row
+        Two rows.
+    """
     for metric in ("loads", "stores"):
         value = sum(sum(getattr(each, metric).values()) for each in accesses)
         yield Row(metric=metric, unit="elements", value=value, **common)
 
 
 def equal(rows: Sequence[Row]) -> tuple[int, int]:
-    """(counted numbers that equal the model's at the same place, counted numbers)."""
+    """Count how many counted numbers equal the model's number of the same thing.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        Rows with source "counted" and "model".
+
+    Returns
+    -------
+    same : int
+        Counted numbers that equal the model's.
+    counted : int
+        All counted numbers.
+    """
 
     def what(row: Row) -> tuple:
         at = row.key.index(row.source)
@@ -42,7 +81,18 @@ def equal(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def said(rows: Sequence[Row]) -> str:
-    """How many counted numbers equal the model's; empty where none was counted."""
+    """Return a sentence on how many counted numbers equal the model; empty if nothing was counted.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        Rows with source "counted" and "model".
+
+    Returns
+    -------
+    str
+        The sentence, without a full stop.
+    """
     found, counted = equal(rows)
     if not counted:
         return ""
@@ -52,7 +102,17 @@ def said(rows: Sequence[Row]) -> str:
 
 
 def annotate(ax: Any, rows: Sequence[Row], height: float) -> None:
-    """Write on a panel, below a height from 0 to 1, how many counted numbers equal the model's."""
+    """Write on a panel how many counted numbers equal the model's.
+
+    Parameters
+    ----------
+    ax : Axes
+        The panel.
+    rows : sequence of Row
+        Rows with source "counted" and "model".
+    height : float
+        Upper edge of the text, from 0 (bottom) to 1 (top).
+    """
     text = said(rows).replace(" at ", "\nat ").replace(": ", ":\n")
     if text:
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}

@@ -1,4 +1,4 @@
-"""torch's flex_attention, compiled for a problem: the peer where others lack an option."""
+"""torch's flex_attention, compiled for a problem: the peer for options that other kernels lack."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,27 +17,47 @@ BIAS_STAGES = 2
 
 
 def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[..., Any]:
-    """A function that runs flex_attention once, compiled for this problem at its first run; it
-    takes `out` and leaves it alone. `given` are our call's options, arrays on the GPU, but torch's
-    mask_mod and score_mod. Packed sequences are one, copied before any run, whose mask tells them
-    apart.
+    """Return a function that runs flex_attention once forward.
+
+    It is compiled for the problem in its first run. Packed sequences are copied into one long
+    sequence before any run; a mask separates them.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    q, k, v : torch.Tensor
+        Inputs on the GPU.
+    **given
+        Options of our call, with arrays on the GPU. `mask_mod` and `score_mod` are functions for
+        torch.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns O.
     """
     run = _compiled(problem, *_laid_out(problem, q, k, v), **given)
     return lambda out=None: _as_given(problem, run())
 
 
 def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
-    """The arrays as flex_attention has them: packed ones copied to (1, heads, total, d)."""
+    """Return the arrays in flex_attention's layout.
+
+    Packed arrays are copied to (1, heads, total, d).
+    """
     if not problem.packed:
         return arrays
     return tuple(x.transpose(0, 1)[None].contiguous() for x in arrays)
 
 
 def _as_given(problem: Problem, x: Any) -> Any:
+    """Return an array of flex_attention's layout in the layout of the problem."""
     return x[0].transpose(0, 1) if problem.packed else x
 
 
 def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[[], Any]:
+    """Return a function that runs the compiled flex_attention."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Else a new mask would be one of many of one compiled function, of which torch keeps a few.
@@ -57,7 +77,24 @@ def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callabl
 
 
 def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Callable[..., Any]:
-    """A function that gives dq, dk and dv once, as `peers.gradients` does."""
+    """Return a function that computes dq, dk and dv once with flex_attention.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    pass_ : str
+        "bwd" for the backward pass alone; "fwd+bwd" for a forward pass before it.
+    *arrays : torch.Tensor
+        Arrays q, k, v and dout on the GPU.
+    **given
+        As for `call`.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns (dq, dk, dv).
+    """
     import torch._functorch.config as functorch
 
     functorch.donated_buffer = False  # a backward pass runs more than once here
@@ -68,7 +105,8 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
 
 
 def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable | None:
-    """Which column j a row i sees; None where it sees all."""
+    """Return the function that says whether row i sees column j; None if all rows see all columns.
+    """
     left, right, diagonal = problem.left, problem.right, problem.diagonal
     if cu_seqlens_q is not None:
         ends = torch.as_tensor(cu_seqlens_q, device="cuda")[1:].long()
@@ -87,7 +125,10 @@ def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable 
 def _score_mod(
     problem: Problem, alibi_slopes: Any = None, bias: Any = None, **_: Any
 ) -> Callable | None:
-    """What becomes of a score s of row i and column j; None where it stays. One option at most."""
+    """Return the function that changes a score of row i and column j; None if scores do not change.
+
+    At most one option is supported.
+    """
     cap, diagonal = problem.softcap, problem.diagonal
     if cap is not None:
         return lambda s, b, h, i, j: cap * torch.tanh(s / cap)
@@ -100,6 +141,17 @@ def _score_mod(
 
 
 def options_on_gpu(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call with their float32 arrays on the GPU; all others as they are."""
+    """Return the options of a call with their float32 arrays on the GPU.
+
+    Parameters
+    ----------
+    given : mapping
+        Options.
+
+    Returns
+    -------
+    dict
+        The options; other values are unchanged.
+    """
     arrays = {name: x for name, x in given.items() if getattr(x, "dtype", None) == "float32"}
     return {**given, **{name: peers.on_device((x,))[0] for name, x in arrays.items()}}

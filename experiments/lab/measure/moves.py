@@ -1,8 +1,8 @@
-"""Tiles on their way between global memory and a thread block: a traced call as rows, and back.
+"""Tiles that move between global memory and a thread block: a traced call as rows, and back.
 
-A move is one traced access: some rows of one array, loaded or stored. The clock of a trace is the
-bytes moved so far, one thread block after the other; a tile sits on the chip from its load until
-the next tile takes its place.
+A move is one traced access: rows of one array that are loaded or stored. The clock of a trace is
+the number of bytes moved so far, one thread block after the other. A tile is on chip from its load
+until another tile replaces it.
 """
 
 import re
@@ -44,7 +44,25 @@ IN_REGISTERS = ("O", "l", "m", "L")
 
 @dataclass(frozen=True)
 class Move:
-    """Rows `first` to `end` of an array, moved by `block`; `start` is the clock before it."""
+    """Rows of an array that a thread block loads or stores.
+
+    Parameters
+    ----------
+    array : str
+        Name of the array.
+    kind : str
+        "load" or "store".
+    first, end : int
+        First row, and one past the last.
+    block : int
+        Number of the thread block.
+    bytes : int
+        Bytes that are moved.
+    start : int
+        The clock before the move, in bytes.
+    line : str
+        The algorithm's line, as the kernel's comment says it.
+    """
 
     array: str
     kind: str
@@ -57,12 +75,25 @@ class Move:
 
     @property
     def stop(self) -> int:
+        """Return the clock after the move, in bytes."""
         return self.start + self.bytes
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tile of an array on the chip, over an interval of the clock."""
+    """A tile that is on chip during an interval of the clock.
+
+    Parameters
+    ----------
+    array : str
+        Name of the array.
+    tile : int
+        Number of the tile.
+    block : int
+        Number of the thread block.
+    start, stop : int
+        The interval, in bytes.
+    """
 
     array: str
     tile: int
@@ -73,7 +104,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Visit:
-    """Tile (i, j) of S, and the interval of the clock in which it is computed with."""
+    """Tile (i, j) of S, and the interval of the clock in which it is used for computing.
+
+    Parameters
+    ----------
+    i, j : int
+        Numbers of the row tile and of the column tile.
+    start, stop : int
+        The interval, in bytes.
+    """
 
     i: int
     j: int
@@ -82,7 +121,20 @@ class Visit:
 
 
 def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
-    """The note and the bytes of each access, block by block in the order of the grid."""
+    """Yield the note of a row, and the bytes, for each traced access.
+
+    Parameters
+    ----------
+    accesses : iterable of TileAccess
+        The trace of a call.
+
+    Yields
+    ------
+    note : str
+        Order, kind, array, rows, thread block and line. `traces` reads it.
+    bytes : int
+        Bytes that are moved.
+    """
     in_order = sorted(accesses, key=lambda access: (access.block[::-1], access.step))
     for order, access in enumerate(in_order):
         first, end = access.rows
@@ -92,7 +144,25 @@ def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Trace:
-    """One call of one series: its moves in order, and what follows from them."""
+    """One call of one series: its moves in order, and what follows from them.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    seqlen, head_dim : int
+        Sequence length and head dimension.
+    causal : bool
+        Whether the mask is causal.
+    Br, Bc : int
+        Block sizes.
+    moves : tuple of Move
+        The moves, in order.
+    window : int, default 0
+        Columns that a row sees to its left; 0 for all.
+    blocks_seen : ndarray of bool, optional
+        Block mask, shape (Tr, Tc).
+    """
 
     series: str
     seqlen: int
@@ -106,47 +176,58 @@ class Trace:
 
     @property
     def algorithm(self) -> str:
+        """Return "fa1" or "fa2"."""
         return self.series.split("-")[0]
 
     @property
     def slots(self) -> int:
-        """How many tiles of Q, K and V each are in shared memory: of two one is loaded ahead."""
+        """Return how many tiles of each of Q, K and V are in shared memory.
+
+        It is 2 if one tile is loaded ahead, else 1.
+        """
         return 2 if self.series == "fa1-wgmma" else 1
 
     @property
     def problem(self) -> tuple[int, int, bool, int, int]:
-        """What both orders have in common: d, N, the mask and the tiles."""
+        """Return head dimension, length, mask and block sizes, which both loop orders share."""
         return self.head_dim, self.seqlen, self.causal, self.Br, self.Bc
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all moves."""
         return sum(move.bytes for move in self.moves)
 
     @property
     def row_tiles(self) -> int:
+        """Return the number of row tiles."""
         return -(-self.seqlen // self.Br)
 
     @property
     def column_tiles(self) -> int:
+        """Return the number of column tiles."""
         return -(-self.seqlen // self.Bc)
 
     def tiles(self, array: str) -> int:
+        """Return the number of tiles of an array."""
         return self.row_tiles if array in ROW_TILES else self.column_tiles
 
     def tile(self, move: Move) -> int:
+        """Return the number of the tile that a move loads or stores."""
         return move.first // (self.Br if move.array in ROW_TILES else self.Bc)
 
     def select(self, arrays: Sequence[str], kind: str) -> list[Move]:
+        """Return the moves of one kind and of the given arrays."""
         return [m for m in self.moves if m.array in arrays and m.kind == kind]
 
     def lines(self, moves: Iterable[Move]) -> str:
-        """Where the algorithm has these moves, as "line 8" or "lines 8, 12"."""
+        """Return the algorithm's lines of the given moves, as "line 8" or "lines 8, 12"."""
         known = LINES[self.algorithm]
         found = {known[m.array, m.kind] for m in moves if (m.array, m.kind) in known}
         return f"line{'s'[: len(found) > 1]} {', '.join(map(str, sorted(found)))}" if found else ""
 
     @cached_property
     def blocks(self) -> dict[int, list[Move]]:
+        """Return the moves of each thread block, by its number."""
         found: dict[int, list[Move]] = {}
         for move in self.moves:
             found.setdefault(move.block, []).append(move)
@@ -154,13 +235,17 @@ class Trace:
 
     @cached_property
     def held(self) -> list[Held]:
-        """When which tile is on the chip: of Q, K or V in shared memory until another is loaded
-        over it or the block ends, of O, l and m in registers until their store, from their load or
-        from when their Q is there and the row tile before is stored.
+        """Return the intervals in which tiles are on chip.
+
+        Tiles of Q, K and V are in shared memory until another tile is loaded over them or the
+        thread block ends. Tiles of O, l and m are in registers until they are stored: from their
+        load; or, if they were not loaded, from when their tile of Q is there and the row tile
+        before is stored.
         """
         return [held for moves in self.blocks.values() for held in self._held_by(moves)]
 
     def _held_by(self, moves: Sequence[Move]) -> Iterator[Held]:
+        """Yield the intervals of one thread block, given its moves."""
         end = moves[-1].stop
         shared: dict[tuple[str, int], Move] = {}
         brought = Counter[str]()
@@ -192,10 +277,15 @@ class Trace:
 
     @cached_property
     def visits(self) -> list[Visit]:
-        """The tiles of S in computed order: while Oi is on chip, or from Vj's load to the next."""
+        """Return the tiles of S in the order in which they are computed.
+
+        The interval of a tile is, for FA-1, that in which Oi is on chip; for FA-2, from the load of
+        Vj to the next load of V.
+        """
         return [visit for moves in self.blocks.values() for visit in self._visited_by(moves)]
 
     def _visited_by(self, moves: Sequence[Move]) -> Iterator[Visit]:
+        """Yield the visits of one thread block, given its moves."""
         if self.algorithm == "fa1":
             taken = {(h.tile, h.stop): h.start for h in self._held_by(moves) if h.array == "O"}
             j, stored = 0, Counter[int]()
@@ -216,14 +306,27 @@ class Trace:
             yield Visit(i, self.tile(move), move.start, end)
 
     def _columns_of(self, i: int) -> list[int]:
-        """The column tiles that row tile i sees from its first on."""
+        """Return the column tiles that row tile i sees, in order."""
         first = max(0, i * self.Br - self.window) // self.Bc if self.window else 0
         tiles = range(first, self.column_tiles)
         return [j for j in tiles if self.blocks_seen is None or self.blocks_seen[i, j]]
 
 
 def events(trace: Trace) -> list[list[Move]]:
-    """The moves that are shown as one: a tile of O with its l and m, or a single tile."""
+    """Return the moves, with those together that a figure shows as one.
+
+    A tile of O is shown with its l and m. Any other tile is shown alone.
+
+    Parameters
+    ----------
+    trace : Trace
+        The trace.
+
+    Returns
+    -------
+    list of list of Move
+        The moves of each event.
+    """
     found: list[list[Move]] = []
     for move in trace.moves:
         last = found[-1][-1] if found else None
@@ -240,14 +343,37 @@ def events(trace: Trace) -> list[list[Move]]:
 
 
 def passes(trace: Trace) -> Trace:
-    """Without what FA-1 stores before it loads the first Qi."""
+    """Return the trace without what FA-1 stores before it loads the first Qi.
+
+    Parameters
+    ----------
+    trace : Trace
+        The trace.
+
+    Returns
+    -------
+    Trace
+        The shorter trace.
+    """
     first = next(n for n, m in enumerate(trace.moves) if m.array == "Q")
     loads = tuple(m for m in trace.moves[:first] if m.kind == "load")
     return replace(trace, moves=loads + trace.moves[first:])
 
 
 def steps(trace: Trace) -> dict[str, list[Any]]:
-    """Of each step "moves|on the chip|tile of S|lines|block", and the bytes so far."""
+    """Return the trace as text for the page explore.html.
+
+    Parameters
+    ----------
+    trace : Trace
+        The trace.
+
+    Returns
+    -------
+    dict
+        "steps": for each event the text "moves|tiles on chip|tile of S|lines|thread block";
+        "bytes": the clock after each event.
+    """
     clean = passes(trace)
     fills = {*trace.moves} - {*clean.moves}
     known = LINES[trace.algorithm]
@@ -275,7 +401,23 @@ def steps(trace: Trace) -> dict[str, list[Any]]:
 
 
 def traces(rows: Iterable[Row]) -> list[Trace]:
-    """The traced calls among rows. Raises ValueError for a row whose note is no move."""
+    """Return the traced calls among rows.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows whose notes are from `notes`.
+
+    Returns
+    -------
+    list of Trace
+        The calls.
+
+    Raises
+    ------
+    ValueError
+        If a note of a traced row is not a move.
+    """
     calls: dict[tuple[Any, ...], list[tuple[int, Row, re.Match[str]]]] = {}
     for row in rows:
         if row.source != "counted" or row.metric != "traffic" or row.failed:
@@ -298,7 +440,23 @@ def traces(rows: Iterable[Row]) -> list[Trace]:
 
 
 def size(moved: int) -> str:
-    """Bytes in kB or, from ten thousand of them on, in MB."""
+    """Return a number of bytes as text in kB, or from 10 MB on in MB.
+
+    Parameters
+    ----------
+    moved : int
+        Bytes.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> size(1500), size(20_000_000)
+    ('1.5 kB', '20.0 MB')
+    """
     if moved >= 1e7:
         return f"{moved / 1e6:.1f} MB"
     return f"{moved / 1e3:.{0 if moved >= 1e4 else 1}f} kB"

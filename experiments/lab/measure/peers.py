@@ -1,4 +1,4 @@
-"""torch's attention kernels, measured beside ours on the same arrays. torch may be missing."""
+"""torch's attention kernels, measured in the same run on the same arrays. torch may be missing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,15 +35,24 @@ _BACKENDS = {
 
 
 def available() -> bool:
+    """Return whether torch with CUDA is here."""
     return torch is not None and torch.cuda.is_available()
 
 
 def say_missing(say: Callable[[str], None]) -> None:
+    """Say that torch's kernels are not measured, if torch with CUDA is missing.
+
+    Parameters
+    ----------
+    say : callable
+        Prints a line.
+    """
     if not available():
         say("  no torch with CUDA here: its kernels are not measured")
 
 
 def version() -> str | None:
+    """Return torch's version; None without torch."""
     return torch.__version__ if torch is not None else None
 
 
@@ -51,9 +60,34 @@ def call(
     series: str, problem: Problem, q: Any, k: Any, v: Any, *, dropout_p: float = 0.0,
     kv_lens: Sequence[int] | None = None, softmax: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """A function that runs the series once on q, k and v, viewed, not copied; it takes `out` as
-    ours do and leaves it alone. `kv_lens`, valid columns, are a mask of (batch, 1, 1, seqlen_k);
-    `softmax` is that of the unfused steps, torch's unless given.
+    """Return a function that runs a series of torch once forward.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series, such as `FLASH` or `UNFUSED`.
+    problem : Problem
+        The problem.
+    q, k, v : array
+        Inputs on the GPU. They are viewed, not copied.
+    dropout_p : float, default 0.0
+        Probability that an element of P is dropped.
+    kv_lens : sequence of int, optional
+        Valid columns of each batch entry; torch gets them as a mask (batch, 1, 1, seqlen_k).
+    softmax : callable, optional
+        Softmax of the unfused steps. Default: torch's.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns O.
+
+    Raises
+    ------
+    ValueError
+        If the mask is causal and the two lengths differ.
+    RuntimeError
+        If torch copied an input.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
@@ -102,7 +136,26 @@ def call(
 def gradients(
     series: str, problem: Problem, pass_: str, *arrays: Any, **options: Any
 ) -> Callable[..., Any]:
-    """A function that gives dq, dk and dv once by autograd; passes as `series.gradients`."""
+    """Return a function that computes dq, dk and dv once by torch's autograd.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    pass_ : str
+        "bwd" for the backward pass alone; "fwd+bwd" for a forward pass before it.
+    *arrays : array
+        Arrays q, k, v and dout on the GPU.
+    **options
+        Options of `call`.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns (dq, dk, dv).
+    """
     *inputs, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
     leaves = tuple(x.requires_grad_() for x in inputs)
     return differentiated(call(series, problem, *leaves, **options), pass_, leaves, dout)
@@ -111,7 +164,24 @@ def gradients(
 def differentiated(
     forward: Callable[[], Any], pass_: str, leaves: Sequence[Any], dout: Any
 ) -> Callable[..., Any]:
-    """A function that gives the leaves' gradients by dout; "bwd" alone keeps what forward gave."""
+    """Return a function that computes the gradients of `leaves` from a result's gradient `dout`.
+
+    Parameters
+    ----------
+    forward : callable
+        Computes the result.
+    pass_ : str
+        "bwd" keeps the result of one forward pass; "fwd+bwd" computes it again in every call.
+    leaves : sequence of torch.Tensor
+        Inputs.
+    dout : torch.Tensor
+        Gradient of the result.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns the gradients.
+    """
     kept = forward() if pass_ == "bwd" else None
 
     def run(out: Any = None) -> Any:
@@ -123,12 +193,37 @@ def differentiated(
 
 
 def softmax(x: Any) -> Callable[..., Any]:
-    """A function that gives torch's softmax of the rows of x, which is viewed; it takes `out`."""
+    """Return a function that computes torch's softmax of the rows of `x`.
+
+    Parameters
+    ----------
+    x : array
+        On the GPU; viewed, not copied.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out`, ignores it, and returns the softmax.
+    """
     viewed = torch.as_tensor(x, device="cuda")
     return lambda out=None: torch.softmax(viewed, dim=-1)
 
 
 def matmul(size: int, dtype: str) -> Callable[[], Any]:
+    """Return a function that multiplies two random square matrices with torch.
+
+    Parameters
+    ----------
+    size : int
+        Rows and columns.
+    dtype : str
+        Dtype of the matrices.
+
+    Returns
+    -------
+    callable
+        Returns the product, which is always written to the same memory.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     generator = torch.Generator("cuda").manual_seed(0)
     shape, kind = (size, size), getattr(torch, dtype)
@@ -138,7 +233,20 @@ def matmul(size: int, dtype: str) -> Callable[[], Any]:
 
 
 def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
-    """NumPy arrays on the GPU in `dtype`, of which bfloat16 needs torch."""
+    """Return NumPy arrays on the GPU in a dtype.
+
+    Parameters
+    ----------
+    arrays : sequence of ndarray
+        Arrays.
+    dtype : str, default "float32"
+        Dtype. "bfloat16" needs torch.
+
+    Returns
+    -------
+    tuple of array
+        Tensors of torch if it is installed, else arrays of Numba.
+    """
     if available():
         kind = getattr(torch, dtype)
         return tuple(torch.as_tensor(x, device="cuda").to(kind) for x in arrays)
@@ -148,7 +256,24 @@ def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any
 def repeated(
     arrays: Sequence[np.ndarray], dtype: str, times: int, axis: int = 0
 ) -> tuple[Any, ...]:
-    """NumPy arrays on the GPU as `on_device` puts them, one behind the other so many times."""
+    """Return NumPy arrays on the GPU, each repeated along an axis.
+
+    Parameters
+    ----------
+    arrays : sequence of ndarray
+        Arrays with four axes.
+    dtype : str
+        Dtype.
+    times : int
+        Number of copies, one behind the other.
+    axis : int, default 0
+        The axis.
+
+    Returns
+    -------
+    tuple of array
+        As for `on_device`.
+    """
     if available():
         shape = [times if at == axis else 1 for at in range(4)]
         return tuple(x.repeat(*shape) for x in on_device(arrays, dtype))
@@ -157,7 +282,18 @@ def repeated(
 
 
 def allocated_bytes(run: Callable[..., Any]) -> int:
-    """Peak memory that torch's allocator gives to one call, what it returns with the rest."""
+    """Return the peak memory that torch's allocator gives to one call, in bytes, results included.
+
+    Parameters
+    ----------
+    run : callable
+        The call.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -169,12 +305,24 @@ def allocated_bytes(run: Callable[..., Any]) -> int:
 
 
 def peak_bytes(run: Callable[..., Any]) -> int:
-    """The same beside the output, the one array that the call returns."""
+    """Return the peak memory of one call, in bytes, without its only result.
+
+    Parameters
+    ----------
+    run : callable
+        The call; returns one tensor.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
     made: list[Any] = []
     peak = allocated_bytes(lambda: made.append(run()))
     return peak - made[0].numel() * made[0].element_size()
 
 
 def release() -> None:
+    """Give the memory that torch keeps back to the GPU."""
     if available():
         torch.cuda.empty_cache()

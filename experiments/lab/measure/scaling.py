@@ -1,4 +1,7 @@
-"""Accesses at given tiles from every source, in elements a score, and the powers they grow by."""
+"""Accesses at given tiles from every source, per score, and the powers with which they grow.
+
+A score is an element of S.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,8 +47,20 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """A call of a series at these block sizes, forward ("fwd") or the backward pass alone ("bwd");
-    `note` says what no column of a row does.
+    """A call of a series at given block sizes.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    Br, Bc : int
+        Block sizes.
+    note : str, default ""
+        What no column of a row says.
+    pass_ : str, default "fwd"
+        "fwd" for the forward pass, "bwd" for the backward pass alone.
     """
 
     series: str
@@ -57,16 +72,51 @@ class Setting:
 
     @property
     def tiles(self) -> fa_numba.Tiles:
+        """Return the block sizes as `Tiles`."""
         return fa_numba.Tiles(Br=self.Br, Bc=self.Bc)
 
     def fields(self, experiment: str, machine: str | None) -> dict[str, Any]:
+        """Return the columns of this call's rows, except metric, unit and number.
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+        machine : str or None
+            Name of the rows' file.
+
+        Returns
+        -------
+        dict
+            Arguments of `Row`.
+        """
         own = {"note": self.note, "pass_": self.pass_}
         return columns(experiment, self.series, self.problem, machine, self, **own)
 
 
 def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "fwd") -> Setting:
-    """Block sizes by line 1 of FlashAttention's Algorithms 1 and 4 for M floats: Bc = ceil(M / 4d),
-    Br = min(Bc, d), exchanged for Q outer, which keeps rows of Q on chip, forward.
+    """Return a call with the block sizes of line 1 of FlashAttention's Algorithms 1 and 4.
+
+    These are Bc = ceil(M / 4d) and Br = min(Bc, d). FA-2's forward pass keeps rows of Q on chip:
+    there the two are exchanged.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    M : int
+        On-chip memory in floats.
+    note : str, default ""
+        What no column of a row says.
+    pass_ : str, default "fwd"
+        The pass.
+
+    Returns
+    -------
+    Setting
+        The call.
     """
     rows, columns = paper_rule(M, problem.head_dim)
     if algorithm(series) == "fa2" and pass_ == "fwd":
@@ -75,14 +125,42 @@ def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "f
 
 
 def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting:
-    """Block sizes that the planner takes where a block has M floats of shared memory."""
+    """Return a call with the block sizes that the planner chooses for a given shared memory.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series, on CUDA cores.
+    problem : Problem
+        The problem.
+    M : int
+        Shared memory of a thread block, in floats.
+    note : str, default ""
+        What no column of a row says.
+
+    Returns
+    -------
+    Setting
+        The call.
+    """
     sizes = (problem.seqlen_q, problem.seqlen_k, problem.head_dim)
     tiles = simt_tiles(algorithm(series), "fwd", *sizes, M * FLOAT).value
     return Setting(series, problem, tiles.Br, tiles.Bc, note)
 
 
 def made(setting: Setting) -> fa_numba.Plan | None:
-    """The setting's plan on the emulated device, None where it has no kernel for the tiles."""
+    """Return the plan of a call on the emulated device.
+
+    Parameters
+    ----------
+    setting : Setting
+        The call.
+
+    Returns
+    -------
+    Plan or None
+        None if there is no kernel for its block sizes.
+    """
     series, problem, passes = setting.series, setting.problem, setting.pass_
     with device.using("emulator"), suppress(ValueError):
         return plan(series, problem, tiles=setting.tiles, passes=passes)
@@ -90,14 +168,42 @@ def made(setting: Setting) -> fa_numba.Plan | None:
 
 
 def model(experiment: str, setting: Setting) -> Iterator[Row]:
-    """Loads and stores in closed form, of any block sizes."""
+    """Yield rows of loads and stores in closed form, for any block sizes.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    setting : Setting
+        The call.
+
+    Yields
+    ------
+    Row
+        Two rows.
+    """
     tiles = SimpleNamespace(Br=setting.Br, Bc=setting.Bc)
     accesses = FORMS[algorithm(setting.series), setting.pass_](setting.problem, tiles)
     yield from counts.totals(accesses, **setting.fields(experiment, MODEL))
 
 
 def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
-    """The same counted on the emulator; backward, `inputs` have a gradient."""
+    """Yield rows of loads and stores counted on the emulator.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    setting : Setting
+        The call.
+    inputs : Inputs
+        Inputs; with a gradient for the backward pass.
+
+    Yields
+    ------
+    Row
+        Two rows.
+    """
     of, arrays, own = (setting.series, setting.problem), inputs(setting.problem), setting.tiles
     if setting.pass_ == "fwd":
         once = call(*of, *arrays[:3], tiles=own)
@@ -111,7 +217,24 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
 def counted(
     experiment: str, settings: Sequence[Setting], bench: Bench, inputs: Inputs
 ) -> Iterator[Row | Sequence[Row]]:
-    """Closed forms of these settings, and what the emulator counts of them."""
+    """Yield the closed forms of several calls, then what the emulator counts of them.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    settings : sequence of Setting
+        The calls.
+    bench : Bench
+        Where the experiment runs.
+    inputs : Inputs
+        Inputs.
+
+    Yields
+    ------
+    Row or sequence of Row
+        Rows.
+    """
     for setting in settings:
         yield from model(experiment, setting)
     work = [(setting,) for setting in settings]
@@ -120,6 +243,22 @@ def counted(
 
 
 def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
+    """Yield rows of the bytes of several calls: closed form, and hardware counters.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    settings : sequence of Setting
+        The calls.
+    bench : Bench
+        Where the experiment runs.
+
+    Yields
+    ------
+    Row
+        Rows.
+    """
     work = [(s.problem, [Variant(s.series, {"tiles": s.tiles}, note=s.note)]) for s in settings]
     yield from variants.hardware(experiment, work, bench)
 
@@ -128,8 +267,21 @@ Points = dict[Any, float]
 
 
 def per_score(rows: Iterable[Row], x: Callable[[Row], Any]) -> dict[tuple[str, str], Points]:
-    """(series, source) -> x -> loads and stores a score in elements of 4 bytes, of one length and,
-    of closed forms, of those in elements or those in bytes.
+    """Return loads plus stores per score, in elements of 4 bytes, as curves.
+
+    The rows of a curve must have one sequence length, and closed forms one unit.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows of loads, stores or traffic.
+    x : callable
+        Takes a row and returns its position on the curve.
+
+    Returns
+    -------
+    dict
+        Maps (series, source) to {x: accesses per score}.
     """
     found: dict[tuple[str, str], Points] = {}
     for row in rows:
@@ -144,8 +296,16 @@ def per_score(rows: Iterable[Row], x: Callable[[Row], Any]) -> dict[tuple[str, s
 
 @dataclass(frozen=True)
 class Fit:
-    """y ~ x**exponent from `low` to `high`, least squares of the logarithms, and its standard
-    error.
+    """A power law, y proportional to x**exponent, fitted by least squares of the logarithms.
+
+    Parameters
+    ----------
+    exponent : float
+        The exponent.
+    error : float
+        Its standard error.
+    low, high : float
+        First and last x.
     """
 
     exponent: float
@@ -158,7 +318,25 @@ class Fit:
 
 
 def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
-    """The exponent of the points from x = low to high; None where there are fewer than three."""
+    """Fit a power law to points.
+
+    Parameters
+    ----------
+    points : dict
+        Maps x to y.
+    low, high : float
+        Points outside of this range of x are left out. Default: none.
+
+    Returns
+    -------
+    Fit or None
+        None if there are fewer than three points.
+
+    Examples
+    --------
+    >>> print(fit({1: 1.0, 2: 4.0, 4: 16.0}))
+    2.00 ± 0.00 (1 to 4)
+    """
     from scipy import stats  # here: every command would wait a second for it
 
     inside = [(x, y) for x, y in sorted(points.items()) if low <= x <= high and y > 0]
@@ -169,7 +347,18 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
 
 
 def equal(rows: Sequence[Row]) -> str:
-    """How many counted numbers equal the closed form, as a sentence."""
+    """Return a sentence on how many counted numbers equal the closed form.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        Rows.
+
+    Returns
+    -------
+    str
+        The sentence, with a blank before it; empty if nothing was counted.
+    """
     same, counted = counts.equal(rows)
     return f" {same} of {counted} counted numbers equal the closed form." if counted else ""
 
@@ -192,6 +381,17 @@ FITTED = {source: label for source, label in KINDS.items() if source != "counted
 
 
 def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) -> None:
+    """Draw the curves of `per_score` that are from the given sources.
+
+    Parameters
+    ----------
+    ax : Axes
+        The panel.
+    found : dict
+        The curves.
+    sources : sequence of str
+        Sources, such as "model" and "counted".
+    """
     for (series, source), points in found.items():
         if source not in sources:
             continue
@@ -203,6 +403,18 @@ def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) 
 
 
 def handles(found: Iterable[tuple[str, str]]) -> list[Any]:
+    """Return the entries of a legend: one for each series, and one for each source.
+
+    Parameters
+    ----------
+    found : iterable of (str, str)
+        Series and source of each curve.
+
+    Returns
+    -------
+    list of Line2D
+        The entries.
+    """
     there = list(found)
     lines = []
     for series, label in LABELS.items():

@@ -1,4 +1,7 @@
-"""Our algorithms under the names that the data store gives them."""
+"""Our algorithms under the names that the data store uses, "series" such as "fa2-mma".
+
+A series is algorithm-unit or algorithm-unit-variant.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -71,33 +74,115 @@ for _names in (LABELS, BACKWARD_LABELS):
 
 
 def algorithm(series: str) -> str:
-    """The name that fa_numba has for what a series runs: "standard", "fa1" or "fa2"."""
+    """Return the algorithm of a series: "standard", "fa1" or "fa2".
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+
+    Returns
+    -------
+    str
+        The name for `fa_numba`.
+
+    Examples
+    --------
+    >>> algorithm("fa2-mma-splits"), unit("fa2-mma-splits"), precision("fa2-mma-fp16x3")
+    ('fa2', 'mma', 'fp16x3')
+    """
     return series.split("-")[0]
 
 
 def unit(series: str) -> str:
-    """What a series runs on: "simt", "mma" or "wgmma"."""
+    """Return the unit of a series: "simt", "mma" or "wgmma".
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+
+    Returns
+    -------
+    str
+        The name for `fa_numba`.
+    """
     return series.split("-")[1]
 
 
 def precision(series: str) -> str:
-    """How a series computes products of float32: its variant where that names a precision."""
+    """Return the precision in which a series computes products of float32.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+
+    Returns
+    -------
+    str
+        The series' variant if it names a precision, else "ieee".
+    """
     variant = series.split("-")[-1]
     return variant if variant in PRECISIONS else "ieee"
 
 
 def by_planes(series: str) -> bool:
-    """Whether a series computes float32 by planes of 16 bits."""
+    """Return whether a series computes float32 products from planes of 16 bits.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+
+    Returns
+    -------
+    bool
+        Whether its precision is not "ieee".
+    """
     return precision(series) != "ieee"
 
 
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
+    """Return the plan of a series' call.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    **options
+        Further options of `fa_numba.plan`.
+
+    Returns
+    -------
+    Plan
+        The plan.
+    """
     options = _whole_columns(series, options) | _common(series, problem)
     return fa_numba.plan(problem.q_shape, problem.k_shape, dtype=problem.dtype, **options)
 
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
-    """A function that runs the series once on q, k and v; it takes `out=`."""
+    """Return a function that runs a series once forward.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    q, k, v : array
+        Inputs.
+    **options
+        Further options of `fa_numba.attention`.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out` and returns O.
+    """
     options = _whole_columns(series, options) | _common(series, problem)
 
     def run(out: Any = None) -> Any:
@@ -107,8 +192,10 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) 
 
 
 def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, and on a GPU the papers' grid where nothing else is asked for: a row tile's
-    columns are one block's, also where that leaves multiprocessors idle.
+    """Return the options with the paper's grid unless `kv_splits` is given.
+
+    This is for FA-2 forward on a GPU: one thread block computes all columns of a row tile, even if
+    that leaves multiprocessors idle.
     """
     forward = algorithm(series) == "fa2" and options.get("passes", "fwd") == "fwd"
     return {"kv_splits": 1, **options} if forward and device.planned_for_gpu() else options
@@ -120,18 +207,46 @@ def _common(series: str, problem: Problem) -> dict[str, Any]:
 
 
 def backward_options(series: str) -> dict[str, Any]:
-    """The options of the series in the backward pass, beside algorithm and unit."""
+    """Return the further options of a series in the backward pass.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+
+    Returns
+    -------
+    dict
+        ``deterministic`` for the deterministic series, else nothing.
+    """
     return {"deterministic": True} if series == DETERMINISTIC else {}
 
 
 def gradients(
     series: str, problem: Problem, pass_: str, *arrays: Any, before: Any = None, **given: Any
 ) -> Callable:
-    """A function that gives dq, dk and dv once by the series; `arrays` are q, k, v and dout.
+    """Return a function that computes dq, dk and dv once by a series.
 
-    For "bwd" it runs the backward pass alone, for "fwd+bwd" a forward pass before it, both with
-    what is `given`, or that with `before` instead. It takes `out`, which it leaves alone: the
-    gradients are made in the call.
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    pass_ : str
+        "bwd" for the backward pass alone; "fwd+bwd" for a forward pass before it.
+    *arrays : array
+        Arrays q, k, v and dout.
+    before : dict, optional
+        Options of the forward pass. Default: `given`.
+    **given
+        Options of the backward pass.
+
+    Returns
+    -------
+    callable
+        Returns (dq, dk, dv), which are allocated in the call. It takes the argument `out` and
+        ignores it.
     """
     q, k, v, dout = arrays
     options = _common(series, problem) | given | backward_options(series)
@@ -149,8 +264,26 @@ def gradients(
 
 
 def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
-    """A function that runs the series on one row tile of q after the other, a call each. Causal
-    ones are given the keys that they see: aligned to the bottom right their mask is the whole's.
+    """Return a function that runs a series once per row tile of q, with one call each.
+
+    With a causal mask a call gets only the keys that its row tile sees. Its mask, aligned to the
+    bottom right, then equals that part of the complete mask.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    q, k, v : array
+        Inputs.
+    **options
+        Further options of the call; `tiles` is required.
+
+    Returns
+    -------
+    callable
+        Takes the argument `out` and returns O.
     """
     options = _whole_columns(series, options | _common(series, problem))
     Br, Nq = options["tiles"].Br, problem.seqlen_q
@@ -175,8 +308,26 @@ def query_splits(
     problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd",
     tiles: Any = None,
 ) -> int:  # fmt: skip
-    """Into how many thread blocks FA-1 should split a head's queries, by `makespan`: a power of two
-    below the number of row tiles or that number, the fewest of equals.
+    """Return the number of thread blocks into which FA-1 should split the queries of a head.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    multiprocessors : int
+        Multiprocessors of the GPU.
+    series : str, default "fa1-simt"
+        Series without splits.
+    passes : str, default "fwd"
+        The pass.
+    tiles : Tiles, optional
+        Block sizes. Default: those of the plan.
+
+    Returns
+    -------
+    int
+        A power of two below the number of row tiles, or that number. The smallest of equally good
+        ones, judged by the time at which the last thread block ends.
     """
     tiles = tiles or plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")
@@ -184,8 +335,10 @@ def query_splits(
 
 @cache
 def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds: bool) -> int:
-    """Those with which the last thread block ends first: they go in order, splits first, to the
-    multiprocessor that is free first, one at a time.
+    """Return the splits with which the last thread block ends first.
+
+    Thread blocks start in order, splits first. Each goes to the multiprocessor that is free first,
+    and a multiprocessor runs one thread block at a time.
     """
 
     def ends(splits: int) -> float:
@@ -199,8 +352,26 @@ def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds:
 
 
 def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
-    """The work of one head's thread blocks in launch order, the last rows first, in tiles of S:
-    those visited, and for every column tile loading Kj and Vj, with `adds` adding to dKj and dVj.
+    """Return the work of one head's thread blocks in launch order (the last rows first).
+
+    The unit of work is a tile of S. The work is the number of visited tiles. Loading Kj and Vj adds
+    `LOADING_KV` for every column tile.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    Br, Bc : int
+        Block sizes.
+    splits : int
+        Thread blocks of a head.
+    adds : bool, default False
+        Whether thread blocks add to dKj and dVj, which adds `ADDING_DKV` for every column tile.
+
+    Returns
+    -------
+    list of float
+        Work of each thread block.
     """
     Nq, Tr = problem.seqlen_q, -(-problem.seqlen_q // Br)
     column_tiles = [
@@ -213,7 +384,18 @@ def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = Fa
 
 
 def row_fields(problem: Problem) -> dict[str, Any]:
-    """The columns of a row that say which problem it is of."""
+    """Return the columns of a row that identify its problem.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    dict
+        Arguments of `Row`: dtype, sizes and causal.
+    """
     sizes = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
     return {name: getattr(problem, name) for name in ("dtype", *sizes, "causal")}
 
@@ -222,7 +404,28 @@ def columns(
     experiment: str, series: str, problem: Problem, machine: str | None, tiles: Any = None,
     **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The columns of a row but its number; its source is what the machine gives, or in `more`."""
+    """Return all columns of a row except metric, unit and number.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    series : str
+        Name of the series.
+    problem : Problem
+        The problem.
+    machine : str or None
+        Name of the row's file. "model" and "emulator" set the source to "model" and "counted".
+    tiles : object with Br and Bc, optional
+        Block sizes.
+    **more
+        Further columns, which replace others.
+
+    Returns
+    -------
+    dict
+        Arguments of `Row`.
+    """
     source = {MODEL: "model", EMULATOR: "counted"}.get(machine or "", "measured")
     found = {"machine": machine, "experiment": experiment, "series": series, "source": source}
     found |= {} if tiles is None else {"Br": tiles.Br, "Bc": tiles.Bc}

@@ -1,4 +1,4 @@
-"""Speed over the length in FA-2's setting: a `Study` says what `measure` measures."""
+"""Speed over the sequence length in FA-2's benchmark: `measure` measures a `Study`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +30,26 @@ UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma", HOPPER_SPLITS: HOPPER_FA1}
 
 @dataclass(frozen=True)
 class Study:
-    """What one experiment measures: series `ours` and `theirs`, FA-1's backward pass to
-    `fa1_longest`, of `forward_dims` the forward pass alone; `figures` are the FA-2 paper's beside.
+    """What one speed experiment measures.
+
+    Parameters
+    ----------
+    name : str
+        Name of the experiment.
+    dtype : str
+        Dtype of the problems.
+    passes : tuple of str
+        Passes.
+    ours, theirs : tuple of str
+        Our series and torch's.
+    fa1_longest : int, optional
+        Longest sequence of FA-1's backward pass. None: no limit.
+    forward_dims : tuple of int, default ()
+        Head dimensions of which only the forward pass is measured.
+    figures : tuple of str, default ()
+        Figures of the FA-2 paper that show the same.
+    seqlens : tuple of int
+        Sequence lengths.
     """
 
     name: str
@@ -46,20 +64,46 @@ class Study:
 
     @property
     def series(self) -> tuple[str, ...]:
+        """Return all series, ours first."""
         return (*self.ours, *self.theirs)
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """The series of the figure: those of float32 by planes are in a table."""
+        """Return the series of the figure. Series of float32 in planes are in a table instead."""
         return tuple(series for series in self.series if not by_planes(series))
 
     def passes_of(self, series: str) -> tuple[str, ...]:
-        """The passes in which the series is measured; those by planes in each alone."""
+        """Return the passes in which a series is measured.
+
+        Parameters
+        ----------
+        series : str
+            Name of the series. Some have one pass only. Series in planes have no "fwd+bwd".
+
+        Returns
+        -------
+        tuple of str
+            Passes.
+        """
         only = _ONLY_IN.get(series)
         passes = (p for p in self.passes if only in (None, p))
         return tuple(p for p in passes if not by_planes(series) or p != "fwd+bwd")
 
     def at(self, problem: Problem, pass_: str) -> list[str]:
+        """Return the series that are measured at a problem in a pass.
+
+        Parameters
+        ----------
+        problem : Problem
+            The problem.
+        pass_ : str
+            The pass.
+
+        Returns
+        -------
+        list of str
+            Series; torch's only if torch is installed.
+        """
         if pass_ != "fwd" and problem.head_dim in self.forward_dims:
             return []
         shown = self.series if peers.available() else self.ours
@@ -73,7 +117,24 @@ class Study:
 
 
 def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
-    """Rows of time, speed, error and, forward, peak memory; results are checked before timing."""
+    """Measure a study: rows of time, speed and error, and of peak memory for forward passes.
+
+    Results are checked before they are timed.
+
+    Parameters
+    ----------
+    study : Study
+        What to measure.
+    options : Options
+        The user's choices.
+    bench : Bench
+        Where the experiment runs.
+
+    Yields
+    ------
+    Row
+        Rows.
+    """
     lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
     every = (*HEAD_DIMS, *study.forward_dims)
     beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]
@@ -93,7 +154,10 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:
-    """Of a series with splits, both passes have the backward one's; none where there is no plan."""
+    """Yield the calls of a problem. Series with splits are left out if they have no plan.
+
+    The splits of "fwd+bwd" are those of the backward pass.
+    """
     for pass_ in study.passes:
         for series in study.at(problem, pass_):
             own = Variant(series, passes=pass_)

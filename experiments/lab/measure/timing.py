@@ -1,4 +1,4 @@
-"""Times on a GPU, warm, of device events, with L2 flushed, of results checked first."""
+"""Times of calls on a GPU: warm, by device events, with L2 flushed, after a check of the result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,17 @@ PROTOCOL = {
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a call, or what else of several runs, and the error of the check before."""
+    """A timing: milliseconds of a call, or another number of which there are several readings.
+
+    Parameters
+    ----------
+    median, p20, p80 : float
+        Median, 20th and 80th percentile of the readings.
+    n : int
+        Number of readings.
+    error : float, default nan
+        Relative error of the checked result against float64. NaN if there is none.
+    """
 
     median: float
     p20: float
@@ -60,6 +70,25 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float], error: float = math.nan) -> Timing:
+        """Return the timing of several readings.
+
+        Parameters
+        ----------
+        samples : sequence of float
+            The readings, such as milliseconds.
+        error : float, default nan
+            Relative error of the checked result.
+
+        Returns
+        -------
+        Timing
+            The timing.
+
+        Examples
+        --------
+        >>> Timing.of([1.0, 2.0, 3.0]).median
+        2.0
+        """
         p20, median, p80 = np.percentile(samples, [20, 50, 80])
         return cls(float(median), float(p20), float(p80), len(samples), error)
 
@@ -68,8 +97,33 @@ def time_call(
     call: Callable[..., Any], check: Callable[[Any], float], repeats: int = REPEATS,
     seconds: float | None = None,
 ) -> Timing:  # fmt: skip
-    """Check `call()`'s result with a gate, then time `call(out=result)`: `repeats` runs or, with
-    `seconds`, as many as that takes, FEWEST at least. One of more than LONG seconds is warm then.
+    """Check a call's result, then time the call.
+
+    Parameters
+    ----------
+    call : callable
+        Runs once and returns its result; takes the argument `out`, a result to overwrite.
+    check : callable
+        Takes a result and returns its relative error, or raises.
+    repeats : int, default 20
+        Number of timed calls.
+    seconds : float, optional
+        About how long to time. The number of calls is then reduced, but not below 5.
+
+    Returns
+    -------
+    Timing
+        Milliseconds of a call, and the error that `check` returned.
+
+    Raises
+    ------
+    WrongResult
+        If the result is wrong.
+
+    Notes
+    -----
+    Before the timing the call runs twice: once for the check, and once more. Calls of at most 0.05
+    s run 3 more times. `PROTOCOL` has all details.
     """
     out = call()
     device.synchronize()
@@ -86,14 +140,40 @@ def time_call(
 
 
 def number(found: Timing | None) -> dict[str, Any]:
-    """The columns of a row that have what was found, or that nothing was."""
+    """Return the columns of a row that contain a timing: value, p20, p80 and n.
+
+    Parameters
+    ----------
+    found : Timing or None
+        The timing; None if the measurement failed.
+
+    Returns
+    -------
+    dict
+        Arguments of `Row`.
+    """
     if found is None:
         return {"value": None}
     return {"value": found.median, "p20": found.p20, "p80": found.p80, "n": found.n}
 
 
 def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row]:
-    """Rows of time, speed and, where there is one, error; `common` are their other columns."""
+    """Yield rows of time (ms), speed (TFLOP/s) and, if there is one, error.
+
+    Parameters
+    ----------
+    timing : Timing
+        Milliseconds of a call.
+    problem : Problem
+        The problem, whose FLOPs are used.
+    **common
+        The other columns of the rows.
+
+    Yields
+    ------
+    Row
+        Two or three rows.
+    """
     yield Row(metric="time", unit="ms", **number(timing), **common)
     teraflop = io_model.flops(problem, common.get("pass_", "fwd")) / 1e9
     # The fastest fifth of the runs is the upper end of the speed.
@@ -105,7 +185,27 @@ def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row
 
 
 def attempt(work: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
-    """(result, "") of the call, or (None, why it failed): one failure does not end a run."""
+    """Call a function; return its result, or why it failed. One failure must not end a run.
+
+    Parameters
+    ----------
+    work : callable
+        The function.
+    *arguments, **named
+        Its arguments.
+
+    Returns
+    -------
+    result : Any
+        The function's result; None if it failed.
+    failure : str
+        Empty, or "failed: " and the reason in at most 200 characters.
+
+    Examples
+    --------
+    >>> attempt(int, "7"), attempt(int, "x")[1][:18]
+    ((7, ''), 'failed: ValueError')
+    """
     try:
         return work(*arguments, **named), ""
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Block sizes, warps and stages of the tensor-core kernels, forward and backward: a sweep on this
-GPU, and the table that plans read.
+"""A sweep over block sizes, warps and stages of the tensor-core kernels on this GPU.
 
-`figures/data/tune/<machine>.csv` has every time, `fa_numba/choices/tuned.csv` the fastest tiles of
-each compute capability, unit, algorithm, pass and head dimension.
+`figures/data/tune/<machine>.csv` contains every time. `fa_numba/choices/tuned.csv`, which plans
+read, contains the fastest tiles for each compute capability, unit, algorithm, pass and head
+dimension.
 """
 
 import contextlib
@@ -53,7 +53,22 @@ def candidates(
     head_dims: Sequence[int] = HEAD_DIMS, series: Sequence[str] = SERIES,
     passes: Sequence[str] = PASSES,
 ) -> variants.Work:  # fmt: skip
-    """The calls to time: all tiles with a plan here; head dimensions in whole fragments."""
+    """Return the calls to time: all tiles that have a plan on this GPU.
+
+    Parameters
+    ----------
+    head_dims : sequence of int
+        Head dimensions, which are rounded up to multiples of 16.
+    series : sequence of str
+        Series.
+    passes : sequence of str
+        "fwd", "bwd".
+
+    Returns
+    -------
+    Work
+        Each problem with its calls.
+    """
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
     for d, name, pass_, causal in itertools.product(head_dims, series, passes, (False, True)):
@@ -69,11 +84,23 @@ def candidates(
 
 
 def swept(work: variants.Work) -> set[Key]:
+    """Return which (series, pass, head dimension) the calls belong to.
+
+    Parameters
+    ----------
+    work : Work
+        Each problem with its calls.
+
+    Returns
+    -------
+    set of (str, str, int)
+        The keys.
+    """
     return {(each.series, each.passes, p.head_dim) for p, calls in work for each in calls}
 
 
 def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
-    """Br, Bc, threads and stages to try."""
+    """Yield Br, Bc, threads and stages to try."""
     on = unit(name)
     if (on, pass_) not in BLOCKS:
         return
@@ -84,7 +111,23 @@ def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
 
 
 def note(tiles: fa_numba.Tiles) -> str:
-    """What a row of the sweep says of its tiles beside Br and Bc."""
+    """Return what the note of a row says of its tiles, besides Br and Bc.
+
+    Parameters
+    ----------
+    tiles : Tiles
+        The tiles.
+
+    Returns
+    -------
+    str
+        Threads, and stages if there is more than one.
+
+    Examples
+    --------
+    >>> note(fa_numba.Tiles(64, 64, 128, 2))
+    'threads=128 stages=2'
+    """
     staged = f" stages={tiles.stages}" if tiles.stages > 1 else ""
     return f"threads={tiles.threads}{staged}"
 
@@ -96,7 +139,21 @@ def _tiles(row: Row) -> fa_numba.Tiles:
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
-    """The fastest tiles over masks and lengths, their geometric mean; those that failed are out."""
+    """Return the fastest tiles of each series, pass and head dimension.
+
+    Tiles are compared by the geometric mean of their speeds over masks and lengths. Tiles that
+    failed somewhere are left out.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows of the sweep.
+
+    Returns
+    -------
+    dict
+        Maps (series, pass, head dimension) to the tiles and their mean speed in TFLOP/s.
+    """
     speeds: dict[Key, dict[fa_numba.Tiles, dict[tuple[bool, int], float]]] = {}
     for row in rows:
         if row.metric != "speed" or row.value is None:
@@ -121,7 +178,22 @@ def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
 def update(
     found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TABLE
 ) -> bool:
-    """Put the tiles that were found into the table; True if it changed. Its other lines stay."""
+    """Write the fastest tiles into the table that plans read. Its other lines stay.
+
+    Parameters
+    ----------
+    found : dict
+        The fastest tiles, as `best` returns them.
+    capability : str
+        Compute capability, such as "9.0".
+    path : Path
+        The table.
+
+    Returns
+    -------
+    bool
+        Whether the table changed.
+    """
     with open(path, newline="", encoding="utf-8") as file:
         lines = {tuple(line[: len(KEY)]): list(line) for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():

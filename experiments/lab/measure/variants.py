@@ -1,4 +1,4 @@
-"""Several calls compared at one problem: times, checked first, then hardware counters."""
+"""Several calls compared at one problem: times, after a check, and then hardware counters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,23 @@ from .workloads import Inputs
 
 @dataclass(frozen=True)
 class Variant:
-    """One call of a comparison. `same_as` names the series whose call it is, whose rows are copied,
-    `note` goes into the rows. `by_row_tile` makes a forward call for each row tile of q: so an
-    order whose grid is over row tiles has one thread block a head at a time.
+    """One call of a comparison.
+
+    Parameters
+    ----------
+    series : str
+        Name of the series.
+    options : dict, default {}
+        Further options of the call.
+    same_as : str, optional
+        Series that makes the same call. Its rows are copied instead of measuring again.
+    note : str, default ""
+        Note of the rows.
+    passes : str, default "fwd"
+        "fwd", "bwd" or "fwd+bwd".
+    by_row_tile : bool, default False
+        Whether there is one forward call per row tile of q. A loop order whose grid is over row
+        tiles then has one thread block per head at a time.
     """
 
     series: str
@@ -33,7 +47,7 @@ class Variant:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """The options of its plan, of several passes the backward one's."""
+        """Return the options of the call's plan; for several passes those of the backward plan."""
         backward = {"passes": "bwd", **backward_options(self.series)}
         return self.options | ({} if self.passes == "fwd" else backward)
 
@@ -42,7 +56,22 @@ Work = Sequence[tuple[Problem, list[Variant]]]
 
 
 def splits_of(fa1: str, splits: int, passes: str = "fwd") -> Variant:
-    """FA-1 with its queries split; with one split that is the call of `fa1`, a copy."""
+    """Return FA-1 with its queries split over several thread blocks.
+
+    Parameters
+    ----------
+    fa1 : str
+        Series without splits, such as "fa1-mma".
+    splits : int
+        Thread blocks of a head. One makes a copy of the series without splits.
+    passes : str, default "fwd"
+        The passes.
+
+    Returns
+    -------
+    Variant
+        Its series ends in "-splits".
+    """
     series = f"{fa1}-splits"
     if splits == 1:
         note = f"one split: the run of {fa1}"
@@ -54,9 +83,27 @@ def measure(
     experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str], *,
     seconds: float | None = None, counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of every problem's variants, copies after their originals: all times, then bytes and
-    hardware counters, `profiled` by Nsight Compute's names; the model's bytes alone where `counted`
-    is False.
+    """Measure all calls: first times, then bytes and hardware counters.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    work : sequence of (Problem, list of Variant)
+        The calls of each problem. A copy stands behind its original.
+    bench : Bench
+        Where the experiment runs.
+    profiled : mapping of str to str
+        Further hardware counters: metric of the row to Nsight Compute's name.
+    seconds : float, optional
+        About how long to time a call.
+    counted : callable, optional
+        Takes a problem and returns whether hardware counters are read. Default: for all problems.
+
+    Yields
+    ------
+    Row
+        Rows.
     """
     yield from times(experiment, work, bench, seconds)
     yield from hardware(experiment, work, bench, profiled, counted)
@@ -65,8 +112,25 @@ def measure(
 def times(
     experiment: str, work: Work, bench: Bench, seconds: float | None = None, memory: bool = False
 ) -> Iterator[Row]:
-    """Rows of time, speed, error and, of forward calls with `memory`, its peak, of every problem's
-    variants, each checked first.
+    """Time all calls, each after a check of its result.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    work : sequence of (Problem, list of Variant)
+        The calls of each problem.
+    bench : Bench
+        Where the experiment runs.
+    seconds : float, optional
+        About how long to time a call.
+    memory : bool, default False
+        Whether to measure the peak memory of forward calls too.
+
+    Yields
+    ------
+    Row
+        Rows of time, speed, error and memory.
     """
     backwards = any(s.passes != "fwd" for _, variants in work for s in variants)
     inputs = Inputs(gradient=backwards)
@@ -89,7 +153,26 @@ def plain_times(
     experiment: str, work: Sequence[tuple[Problem, Sequence[str]]], passes: Sequence[str],
     bench: Bench, seconds: float,
 ) -> Iterator[Row]:  # fmt: skip
-    """The times alone of problems' series in passes, without options; torch's where it is here."""
+    """Time series without options, and yield the rows of time only.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    work : sequence of (Problem, sequence of str)
+        Series of each problem. torch's are left out if torch is missing.
+    passes : sequence of str
+        Passes.
+    bench : Bench
+        Where the experiment runs.
+    seconds : float
+        About how long to time a call.
+
+    Yields
+    ------
+    Row
+        Rows of time.
+    """
     made = []
     for problem, series in work:
         here = [s for s in series if peers.available() or not calls.theirs(s)]
@@ -106,14 +189,31 @@ def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[
 
 
 def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
-    """The rows of a call under the name of a variant that makes the same call."""
+    """Return the rows of a call under the name of a variant that makes the same call.
+
+    Parameters
+    ----------
+    variant : Variant
+        The variant.
+    rows : iterable of Row
+        The rows of the original.
+
+    Returns
+    -------
+    list of Row
+        The copies.
+    """
     return [replace(row, series=variant.series, note=row.note or variant.note) for row in rows]
 
 
 def _common(
     experiment: str, variant: Variant, problem: Problem, machine: str | None
 ) -> tuple[dict[str, Any], Any, str]:
-    """(columns of the variant's rows, its plan, "") or (columns, None, why there is no plan)."""
+    """Return the columns of a variant's rows, its plan, and why there is no plan.
+
+    The plan is None for torch's series, or if there is no plan. The reason is empty if nothing
+    failed.
+    """
     planned, failure = None, ""
     if not calls.theirs(variant.series):
         planned, failure = attempt(plan, variant.series, problem, **variant.planned)
@@ -156,7 +256,26 @@ def hardware(
     experiment: str, work: Work, bench: Bench, profiled: Mapping[str, str] = MappingProxyType({}),
     counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:  # fmt: skip
-    """Rows of bytes, the model's and measured, and of the counters `profiled`, as of `measure`."""
+    """Yield rows of the bytes that calls move, in closed form and by hardware counters.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    work : sequence of (Problem, list of Variant)
+        The calls of each problem.
+    bench : Bench
+        Where the experiment runs.
+    profiled : mapping of str to str, default {}
+        Further hardware counters: metric of the row to Nsight Compute's name.
+    counted : callable, optional
+        Takes a problem and returns whether hardware counters are read. Default: for all problems.
+
+    Yields
+    ------
+    Row
+        Rows.
+    """
     wanted = [(p, v) for p, variants in work for v in variants if v.same_as is None and counted(p)]
     cases = [_case(problem, variant) for problem, variant in wanted]
     metrics = (*counters.TRAFFIC, *profiled.values())
@@ -176,7 +295,7 @@ def hardware(
 
 
 def _case(problem: Problem, variant: Variant) -> counters.Case:
-    """What is counted of a variant: its call or, of calls by row tile, the first."""
+    """Return the case to be counted: the variant's call, or the first of its calls by row tile."""
     if variant.by_row_tile:
         if problem.causal:
             raise ValueError("problem is causal: its row tiles are not alike, and one is counted")
@@ -204,7 +323,18 @@ def _counted(
 
 
 def problems_of(rows: Iterable[Row]) -> dict[Problem, list[Row]]:
-    """The rows by problem: float32 first and without a mask, then by length and head dimension."""
+    """Group rows by problem.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+
+    Returns
+    -------
+    dict of Problem to list of Row
+        Float32 first, without a mask first, then by length and head dimension.
+    """
     found: dict[Problem, list[Row]] = {}
     for row in sorted(rows, key=lambda r: (r.dtype != "float32", r.causal, r.seqlen_q, r.head_dim)):
         sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)

@@ -28,7 +28,30 @@ DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
 def fa2_setting(
     seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32"
 ) -> Problem:
-    """FA-2's benchmark: 16k tokens, hidden dimension 2048, one batch entry and head at least."""
+    """Return a problem of FA-2's benchmark (section 4.1): 16k tokens, hidden dimension 2048.
+
+    Parameters
+    ----------
+    seqlen : int
+        Rows of Q and of K.
+    head_dim : int
+        Head dimension. There are 2048 / head_dim heads, at least one.
+    causal : bool, default False
+        Whether the mask is causal.
+    dtype : str, default "float32"
+        Dtype.
+
+    Returns
+    -------
+    Problem
+        With 16384 / seqlen batch entries, at least one.
+
+    Examples
+    --------
+    >>> problem = fa2_setting(1024, 64)
+    >>> problem.batch, problem.heads_q
+    (16, 32)
+    """
     heads = max(1, HIDDEN // head_dim)
     sizes = max(1, TOKENS // seqlen), heads, heads, seqlen, seqlen, head_dim
     return Problem(*sizes, dtype=dtype, causal=causal)
@@ -37,8 +60,24 @@ def fa2_setting(
 def fa2_problems(
     options: Options, dtypes: Iterable[str], seqlens: Sequence[int], quick: Sequence[int]
 ) -> list[Problem]:
-    """By dtype, head dimension, mask and length: what the options ask for; else all lengths, the
-    paper's head dimensions and both masks, or, quick, `quick` lengths, d=64 and no mask.
+    """Return FA-2's benchmark problems that the user chose.
+
+    Parameters
+    ----------
+    options : Options
+        The user's choices. What was not chosen has both head dimensions of the paper and both
+        masks. A quick run has d=64 and no mask.
+    dtypes : iterable of str
+        Dtypes.
+    seqlens : sequence of int
+        Lengths of a complete run.
+    quick : sequence of int
+        Lengths of a quick run.
+
+    Returns
+    -------
+    list of Problem
+        By dtype, head dimension, mask and length.
     """
     few = options.quick
     of = (quick if few else seqlens, HEAD_DIMS[: 1 if few else None], (False, True)[: 2 - few])
@@ -50,17 +89,61 @@ def fa2_problems(
 
 
 def padded_lengths(problem: Problem, most: int) -> list[int]:
-    """Of each batch entry, up to ``most`` rows short of the longest; drawn anew for each N."""
+    """Return valid lengths for the batch entries of a problem, drawn from a fixed seed.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+    most : int
+        Most rows by which a batch entry is shorter than `problem.seqlen_q`.
+
+    Returns
+    -------
+    list of int
+        One length per batch entry. Each sequence length has its own numbers.
+    """
     N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
     return rng.integers(max(1, N - most), N + 1, problem.batch).tolist()
 
 
 def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
+    """Return a problem with one batch entry and one head.
+
+    Parameters
+    ----------
+    seqlen : int
+        Rows of Q and of K.
+    head_dim : int
+        Head dimension.
+    causal : bool, default False
+        Whether the mask is causal.
+    dtype : str, default "float32"
+        Dtype.
+
+    Returns
+    -------
+    Problem
+        The problem.
+    """
     return Problem(1, 1, 1, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
 
 
 def held(x: np.ndarray, dtype: str) -> np.ndarray:
-    """`x`, a float32 array, rounded or cut to numbers that `dtype` holds exactly; float32 still."""
+    """Return a float32 array with numbers that a dtype represents exactly.
+
+    Parameters
+    ----------
+    x : ndarray of float32
+        Numbers.
+    dtype : str
+        "float32", "float16" (rounds) or "bfloat16" (cuts off the lower 16 bits).
+
+    Returns
+    -------
+    ndarray of float32
+        The numbers, still in float32.
+    """
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":  # the upper half of a float32
@@ -69,8 +152,22 @@ def held(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Inputs:
-    """`inputs(problem)` gives q, k and v, with `gradient` dout: the first numbers of standard
-    normal streams, drawn once, float32 that the problem's dtype holds exactly.
+    """Random inputs of any problem: ``inputs(problem)`` returns q, k and v.
+
+    The numbers are standard normal from a fixed seed. They are drawn once per dtype; a smaller
+    problem gets the first numbers of each stream. They are float32 that the problem's dtype
+    represents exactly.
+
+    Parameters
+    ----------
+    gradient : bool, default False
+        Whether there is a fourth array, dout.
+
+    Examples
+    --------
+    >>> q, k, v = Inputs()(one_head(8, 4))
+    >>> q.shape, q.dtype.name
+    ((1, 1, 8, 4), 'float32')
     """
 
     def __init__(self, *, gradient: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Figures drawn by other processes."""
+"""Draws several figures at once, each in a process of its own."""
 
 import io
 import multiprocessing
@@ -20,7 +20,17 @@ START = "fork"
 
 
 def side_by_side(runner: Any, names: Sequence[str]) -> None:
-    """Draw the named figures, a process a core; none beside a GPU's, or for one figure."""
+    """Draw the named figures, in as many processes as there are cores.
+
+    On a machine with a GPU, and for a single figure, this process draws.
+
+    Parameters
+    ----------
+    runner : Runner
+        Runs experiments; its reports are updated.
+    names : sequence of str
+        Names of experiments.
+    """
     count, starts = min(len(names), os.cpu_count() or 1), multiprocessing.get_all_start_methods()
     if count < 2 or runner.machine is not None or START not in starts:
         for name in names:
@@ -39,7 +49,7 @@ def side_by_side(runner: Any, names: Sequence[str]) -> None:
 
 
 def _draw(options: Options, look: dict[str, Any], name: str) -> tuple[Report, str]:
-    """The figure's report and what was said, in a process of its own."""
+    """Draw a figure in a process of its own; return its report and the printed text."""
     said = io.StringIO()
     runner = Runner(options, [], Console(file=said, **look))
     runner.draw(name)

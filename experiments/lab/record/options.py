@@ -1,4 +1,4 @@
-"""What a run was asked for, and where it runs, as every experiment receives them."""
+"""What the user asked for and where a run takes place: the two arguments of every `measure`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,31 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """Why something is not measured, said in a line."""
+    """The reason why an experiment is not measured, as one line of text."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Choices from the command line, None where nothing was chosen; `tiles` are (Br, Bc). `quick`
-    shrinks an experiment to seconds, `recount` counts what was counted from the same sources too,
-    `replace` records without what `review` finds lacking. Data go to `out`/data.
+    """What the user chose on the command line.
+
+    Parameters
+    ----------
+    quick : bool, default False
+        Whether to measure a few small sizes only, in seconds.
+    seqlens : tuple of int, optional
+        Sequence lengths. None: the experiment's own.
+    head_dims : tuple of int, optional
+        Head dimensions. None: the experiment's own.
+    causal : tuple of bool, optional
+        With and without the causal mask. None: the experiment's own.
+    tiles : tuple of (int, int), optional
+        Block sizes (Br, Bc). None: the experiment's own.
+    out : Path, default FIGURES
+        Folder of the figures. Data go to its folder "data".
+    recount : bool, default False
+        Whether to count on the emulator even if stored counts are from the same sources.
+    replace : bool, default False
+        Whether to replace a recording that has numbers this machine cannot measure.
     """
 
     quick: bool = False
@@ -52,7 +69,31 @@ class Options:
         self, make: Callable[[int, int, bool], T], seqlens: Sequence[int], head_dims: Sequence[int],
         masks: Sequence[bool] = (False,),
     ) -> list[T]:  # fmt: skip
-        """make(N, d, mask) of what was asked for, else of these: by head dimension, mask, N."""
+        """Return one problem (or anything else) for each head dimension, mask and length.
+
+        The user's choices replace the given values.
+
+        Parameters
+        ----------
+        make : callable
+            Takes a sequence length, a head dimension and whether the mask is causal.
+        seqlens : sequence of int
+            The experiment's sequence lengths.
+        head_dims : sequence of int
+            The experiment's head dimensions.
+        masks : sequence of bool, default (False,)
+            The experiment's masks.
+
+        Returns
+        -------
+        list
+            Results of `make`: the length changes fastest, then the mask, then the head dimension.
+
+        Examples
+        --------
+        >>> Options(seqlens=(64,)).grid(lambda N, d, causal: (N, d, causal), (512, 1024), (64, 128))
+        [(64, 64, False), (64, 128, False)]
+        """
         return [
             make(N, d, mask)
             for d in self.head_dims or head_dims
@@ -61,7 +102,27 @@ class Options:
         ]
 
     def admits(self, row: Any) -> bool:
-        """Whether a row, or a problem, is among what was asked for: of a length by Q or by K."""
+        """Return whether a row, or a problem, is among what the user chose.
+
+        Parameters
+        ----------
+        row : Row or Problem
+            Anything with `seqlen_q`, `seqlen_k`, `head_dim` and `causal`; with Br and Bc if the
+            user chose tiles.
+
+        Returns
+        -------
+        bool
+            True if nothing was chosen, and for published rows. One of the two lengths has to be
+            chosen.
+
+        Examples
+        --------
+        >>> from fa_numba.problem import Problem
+        >>> problem = Problem(1, 1, 1, 1, 512, 64)
+        >>> Options(seqlens=(512,)).admits(problem), Options(head_dims=(128,)).admits(problem)
+        (True, False)
+        """
         return getattr(row, "source", "") == PUBLISHED or (
             (self.seqlens is None or not {row.seqlen_q, row.seqlen_k}.isdisjoint(self.seqlens))
             and (self.head_dims is None or row.head_dim in self.head_dims)
@@ -72,9 +133,22 @@ class Options:
 
 @dataclass
 class Bench:
-    """Where an experiment runs: `machine` is this GPU as a file name, None without one, `describe`
-    what `device.describe` says of it, `kept` the rows counted before from the same sources. What
-    the `recorder` has of an interrupted run is not measured again.
+    """Where an experiment runs.
+
+    Parameters
+    ----------
+    machine : str, optional
+        Name of the present GPU as a file name, such as "nvidia-h200". None without a GPU.
+    describe : dict, optional
+        What `fa_numba.device.describe` returns.
+    progress : callable, optional
+        Takes items and a label, shows progress and yields the items.
+    say : callable, default print
+        Prints a line for the user.
+    kept : sequence of Row, default ()
+        Stored counts from the same sources, to be used instead of counting again.
+    recorder : Recorder, optional
+        Stores the rows. It knows what an interrupted run has measured already.
     """
 
     machine: Any = None
@@ -85,10 +159,39 @@ class Bench:
     recorder: Recorder | None = None
 
     def track(self, items: Sequence[T], label: str) -> Iterator[T]:
+        """Yield the items while showing progress.
+
+        Parameters
+        ----------
+        items : sequence
+            What the experiment goes through.
+        label : str
+            What is going on.
+
+        Yields
+        ------
+        item
+            Each item.
+        """
         yield from self.progress(items, label) if self.progress and items else items
 
     def each(self, items: Sequence[T], label: str) -> Iterator[T]:
-        """As `track`, each item's rows given in the loop; what was done before is left out."""
+        """Yield the items while showing progress, without those that an interrupted run has done.
+
+        All rows of an item must be yielded inside the loop's body.
+
+        Parameters
+        ----------
+        items : sequence
+            What the experiment goes through.
+        label : str
+            What is going on; it identifies the loop when a run goes on.
+
+        Yields
+        ------
+        item
+            Each item that is left.
+        """
         if self.recorder is None:
             yield from self.track(items, label)
             return
@@ -101,7 +204,22 @@ class Bench:
         self, work: Sequence[tuple[Any, ...]], label: str,
         count: Callable[..., Iterable[Row | Sequence[Row]]],
     ) -> Iterator[Row | Sequence[Row]]:  # fmt: skip
-        """The rows of `count(*item)`, all that the emulator counts, or those kept instead."""
+        """Yield the rows that the emulator counts, or the stored counts from the same sources.
+
+        Parameters
+        ----------
+        work : sequence of tuple
+            Arguments of `count`, once per call.
+        label : str
+            What is going on.
+        count : callable
+            Counts one item of `work` and yields rows.
+
+        Yields
+        ------
+        Row or sequence of Row
+            The counts.
+        """
         if self.kept:
             self.say(f"  counted before from the same sources: {len(self.kept)} rows")
             yield self.kept

@@ -1,4 +1,4 @@
-"""Recordings of a commit that this history has not, or of a tree that may have differed."""
+"""Finds recordings whose commit is not in this history, or whose working tree may have differed."""
 
 import subprocess
 from collections.abc import Collection, Iterator
@@ -9,14 +9,40 @@ from .store import Store
 
 
 def history() -> set[str]:
-    """The commits that HEAD comes from. Raises OSError or CalledProcessError without git."""
+    """Return the commits in the history of HEAD.
+
+    Returns
+    -------
+    set of str
+        Full hashes.
+
+    Raises
+    ------
+    OSError, CalledProcessError
+        If git is missing or fails.
+    """
     command = ("git", "rev-list", "HEAD")
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
 def unknown(store: Store, known: Collection[str]) -> Iterator[tuple[str, bool]]:
-    """(what is not known of which recording, whether its commit is none of those `known`)."""
+    """Find recordings whose origin is not known.
+
+    Parameters
+    ----------
+    store : Store
+        The recordings.
+    known : collection of str
+        Full hashes of known commits.
+
+    Yields
+    ------
+    what : str
+        The recording, and what is not known of it.
+    lost : bool
+        Whether its commit is none of the known commits.
+    """
     for name in (*registry.names(), "tune"):
         for machine in store.machines(name):
             for run in store.runs(name, machine):

@@ -1,4 +1,4 @@
-"""The papers' published figures, figures/data/published.csv."""
+"""Numbers that the papers publish, from figures/data/published.csv."""
 
 import csv
 from functools import cache
@@ -16,7 +16,23 @@ def _lines() -> tuple[dict[str, str], ...]:
 
 
 def lookup(**wanted: str) -> list[dict[str, str]]:
-    """The lines with just this text. Raises StoreError for an unknown item."""
+    """Return the lines of the table whose columns have exactly these texts.
+
+    Parameters
+    ----------
+    **wanted : str
+        Columns and their text, such as ``paper="fa2", item="Fig. 5"``. None: all lines.
+
+    Returns
+    -------
+    list of dict of str to str
+        One dictionary per line: text by column.
+
+    Raises
+    ------
+    StoreError
+        If no line has this paper and item, or the file cannot be read.
+    """
     found = [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
     of = {name: wanted[name] for name in ("paper", "item") if name in wanted}
     if not found and (of == wanted or not lookup(**of)):
@@ -25,7 +41,23 @@ def lookup(**wanted: str) -> list[dict[str, str]]:
 
 
 def value(**wanted: str) -> float:
-    """The number of the one line that `lookup` finds. Raises StoreError for none or several."""
+    """Return the number of the only line whose columns have exactly these texts.
+
+    Parameters
+    ----------
+    **wanted : str
+        Columns and their text, as for `lookup`.
+
+    Returns
+    -------
+    float
+        The number in column "value".
+
+    Raises
+    ------
+    StoreError
+        If there is no such line, or more than one.
+    """
     found = lookup(**wanted)
     if len(found) != 1:
         raise StoreError(

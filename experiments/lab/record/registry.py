@@ -1,4 +1,4 @@
-"""The experiments that there are, and what a module must have to be one."""
+"""The list of experiments, and what a module must have to be one."""
 
 import importlib
 import pkgutil
@@ -14,35 +14,74 @@ from .store import Row
 
 
 class Experiment(Protocol):
-    """What a module of `experiments` must have; it is found by its file alone.
+    """What a module of `experiments` must have. The command line finds it by its file alone.
 
-    The first paragraph of its docstring is its title, the second what the command `list` says of
-    it. A module may have more:
+    The first paragraph of the module's docstring is its title. The command `list` prints the title
+    and the second paragraph. Besides `measure` and `draw`, a module may have:
 
-    `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
-    `animate(rows, note)`   its figure as an animated GIF, bytes; the note says where rows are from
-    `page(rows, note)`   its figure as a page, HTML; the note as above
-    FIGURES         further figures: name of the file -> function of the rows, as `draw`
-    TABLES          further tables: name -> function of the rows
-    NEEDS           ("GPU",) or ("GPU", "torch"), without which nothing is measured
-    TAKES           which of `options.CHOICES` it takes; all but tiles without it
-    PROTOCOL        a sentence on how it measures, kept with its rows
+        table(rows)          makes the table, a `tables.Table`, for the page of the experiment
+        animate(rows, note)  makes the figure as an animated GIF, in bytes; `note` says the origin
+        page(rows, note)     makes the figure as an HTML page, a str; `note` as above
+        FIGURES              further figures: {name of the file: function of the rows, like `draw`}
+        TABLES               further tables: {name: function of the rows, like `table`}
+        NEEDS                ("GPU",) or ("GPU", "torch"): without these nothing is measured
+        TAKES                options among `options.CHOICES` that it takes. Default: all but "tiles"
+        PROTOCOL             a sentence on how it measures, stored with its rows
     """
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-        """The rows as they are measured, each stored at once; rows of one whole as one sequence."""
+        """Measure and yield rows. Each is stored as soon as it is yielded.
+
+        Parameters
+        ----------
+        options : Options
+            What the user chose.
+        bench : Bench
+            Where the experiment runs.
+
+        Yields
+        ------
+        Row or sequence of Row
+            One number; or numbers that only make sense together, which are stored together.
+        """
 
     def draw(self, rows: Sequence[Row]) -> Any:
-        """A matplotlib figure of stored rows, measured now or before; None without rows to draw."""
+        """Draw the figure of stored rows, which may be from this run or from an earlier one.
+
+        Parameters
+        ----------
+        rows : sequence of Row
+            The rows of this experiment.
+
+        Returns
+        -------
+        matplotlib figure or None
+            None if there are no rows to draw.
+        """
 
 
 def names() -> list[str]:
+    """Return the names of all experiments, sorted.
+
+    Returns
+    -------
+    list of str
+        Names of modules.
+    """
     found = pkgutil.iter_modules(experiments.__path__)
     return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
 
 
 def shared_tables() -> dict[str, Across]:
-    """Tables of several experiments' rows, by name: what the packages' functions `tables` give."""
+    """Return the tables that use rows of several experiments, by name.
+
+    A package of `experiments` gives them by a function `tables`, as `verdicts` does.
+
+    Returns
+    -------
+    dict of str to Across
+        The tables.
+    """
     found: dict[str, Across] = {}
     for each in pkgutil.iter_modules(experiments.__path__):
         if each.ispkg:
@@ -52,31 +91,102 @@ def shared_tables() -> dict[str, Across]:
 
 
 def load(name: str) -> Experiment:
+    """Import an experiment.
+
+    Parameters
+    ----------
+    name : str
+        Name of the module.
+
+    Returns
+    -------
+    Experiment
+        The module.
+    """
     return cast(Experiment, importlib.import_module(f"experiments.{name}"))
 
 
 def words(experiment: Experiment) -> tuple[str, str]:
+    """Return the title of an experiment and what `list` says of it.
+
+    Parameters
+    ----------
+    experiment : Experiment
+        The module.
+
+    Returns
+    -------
+    title : str
+        First paragraph of the docstring, without a full stop.
+    about : str
+        Second paragraph; may be empty.
+    """
     title, about, *_ = [*(experiment.__doc__ or "").split("\n\n"), ""]
     return " ".join(title.split()).rstrip("."), " ".join(about.split())
 
 
 def needs(experiment: Experiment) -> Sequence[str]:
+    """Return what an experiment needs to measure: some of "GPU" and "torch".
+
+    Parameters
+    ----------
+    experiment : Experiment
+        The module.
+
+    Returns
+    -------
+    sequence of str
+        Empty if it needs nothing.
+    """
     return tuple(getattr(experiment, "NEEDS", ()))
 
 
 def figures(experiment: Experiment) -> Mapping[str, Callable[[Sequence[Row]], Any]]:
-    """The experiment's figures beside the one under its own name, a small one for README too."""
+    """Return an experiment's further figures: its own, and the small one for the README.
+
+    Parameters
+    ----------
+    experiment : Experiment
+        The module.
+
+    Returns
+    -------
+    mapping of str to callable
+        File name to a function of the rows, like `draw`.
+    """
     name = getattr(experiment, "__name__", "").rpartition(".")[2]
     return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
 
 
 def takes(experiment: Experiment) -> set[str]:
-    """The choices of the command line that it takes."""
+    """Return the options of the command line that an experiment takes.
+
+    Parameters
+    ----------
+    experiment : Experiment
+        The module.
+
+    Returns
+    -------
+    set of str
+        Some of `options.CHOICES`.
+    """
     return set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))
 
 
 def tables(name: str) -> Mapping[str, Make]:
-    """The experiment's tables by the names that the page has for them."""
+    """Return the tables of an experiment by the names that the pages use.
+
+    Parameters
+    ----------
+    name : str
+        Name of the experiment.
+
+    Returns
+    -------
+    mapping of str to callable
+        Name to a function of the rows.
+    """
     module = load(name)
     own = {name: module.table} if hasattr(module, "table") else {}
     return own | getattr(module, "TABLES", {})

@@ -1,8 +1,8 @@
-"""The data store: one tidy CSV for each experiment and machine, its provenance in a JSON beside it.
+"""The data store: a CSV file per experiment and machine, and a JSON file with its provenance.
 
-`<root>/data/<experiment>/<machine>.csv`. Files are sorted and are rewritten only when a row
-differs, so that a repeated count leaves a checkout as it was. A row names its run, which the JSON
-describes; recordings from before rows did have one run, without a name.
+The files are `<root>/data/<experiment>/<machine>.csv` and `.json`. Rows are sorted. A file is
+written only if a row differs, so that counting again leaves a checkout unchanged. Each row has the
+id of its run, which the JSON file describes. Old recordings have one run without an id.
 """
 
 from __future__ import annotations
@@ -29,14 +29,61 @@ Number = int | float
 
 
 class StoreError(ValueError):
-    """A file or folder that is damaged, or cannot be read or written: which one, and why."""
+    """A damaged or unreadable file or folder, or one that cannot be written; with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number: the CSV's columns, and `machine`, its file. `value` is None for what failed,
-    `note` says why; `p20`, `p80` and `n` belong to timings. What no column has stands at the start
-    of `note`, up to a semicolon: `place`. `run` is the id of the run, put in by the recorder.
+    """One number with all that identifies it: a line of the CSV file.
+
+    Parameters
+    ----------
+    machine : str
+        Name of the file: a GPU, "emulator" or "model".
+    experiment : str
+        Name of the experiment.
+    series : str
+        What was run, such as "fa2-mma" or "torch-cudnn".
+    source : str
+        "measured", "counted" (emulator), "model" (closed form), "l2", "dram" (hardware counters) or
+        "published".
+    pass_ : str, default "fwd"
+        "fwd", "bwd" or "fwd+bwd". The CSV's column is "pass".
+    dtype : str, default "float32"
+        Dtype of Q, K and V.
+    batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim : int
+        Sizes of the problem.
+    causal : bool
+        Whether the mask is causal.
+    Br, Bc : int, optional
+        Block sizes.
+    metric : str
+        What the number is, such as "time", "speed", "loads", "traffic", "memory" or "error".
+    unit : str
+        Unit of the number, such as "ms", "TFLOP/s", "elements", "bytes", "MiB"; "1" for a ratio.
+    value : int, float or None
+        The number; for timings the median. None if the measurement failed.
+    p20, p80 : int or float, optional
+        20th and 80th percentile of a timing.
+    n : int, optional
+        Number of timed calls.
+    note : str, default ""
+        Up to the first semicolon: what no column says. Behind it: why the measurement failed.
+    run : str, default ""
+        Id of the run. The recorder sets it. It does not count when rows are compared.
+
+    Raises
+    ------
+    ValueError
+        If `source` is another name.
+
+    Examples
+    --------
+    >>> row = Row(machine="model", experiment="demo", series="fa2-simt", source="model", batch=1,
+    ...     heads_q=1, heads_k=1, seqlen_q=512, seqlen_k=512, head_dim=64, causal=False,
+    ...     metric="loads", unit="elements", value=1000, note="10 % of blocks; failed: no memory")
+    >>> row.number, row.failed, row.place
+    (1000, False, '10 % of blocks')
     """
 
     machine: str
@@ -69,23 +116,36 @@ class Row:
 
     @property
     def number(self) -> Number:
-        """The value of a row that did not fail. Raises ValueError for one that did."""
+        """Return the value of a row that did not fail.
+
+        Raises
+        ------
+        ValueError
+            If the row failed.
+        """
         if self.value is None:
             raise ValueError(f"the row of {self.series}, {self.metric}, has no value: {self.note}")
         return self.value
 
     @property
     def failed(self) -> bool:
+        """Whether the measurement failed, so that there is no value."""
         return self.value is None
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the number is of; two rows with one key are two readings of the same thing."""
+        """Return the columns that say what the number is of, from the experiment to the metric.
+
+        Two rows with the same key are two readings of the same thing.
+        """
         return tuple(getattr(self, name) for name in _KEY)
 
     @property
     def place(self) -> str:
-        """The note up to a semicolon: "10 % of blocks" of "10 % of blocks; failed: why"."""
+        """Return the note up to the first semicolon.
+
+        An example is "10 % of blocks" of the note "10 % of blocks; failed: why".
+        """
         return self.note.partition(";")[0]
 
     @property
@@ -124,7 +184,19 @@ def _number(text: str) -> Number:
 
 
 def impossible(row: Row) -> str:
-    """What of the row no measurement or count gives; empty for nothing."""
+    """Return why no measurement or count can give this row's numbers; empty if they are possible.
+
+    Parameters
+    ----------
+    row : Row
+        A row.
+
+    Returns
+    -------
+    str
+        What is wrong: a number that is negative or not finite. Metrics that end in "difference" may
+        be negative.
+    """
     least, allowed = 0.0, "a finite number of at least 0"
     if row.metric.endswith("difference"):
         least, allowed = -math.inf, "a finite number"
@@ -135,19 +207,91 @@ def impossible(row: Row) -> str:
 
 
 def select(rows: Iterable[Row], **fields: Any) -> list[Row]:
-    """The rows that did not fail with these fields, of which a tuple allows several values."""
+    """Return the rows that did not fail and have the given fields.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+    **fields : Any
+        Attributes of a row and their value, such as ``series="fa2-mma"``. A tuple allows several
+        values.
+
+    Returns
+    -------
+    list of Row
+        The selected rows.
+
+    Examples
+    --------
+    >>> common = dict(machine="model", experiment="demo", source="model", batch=1, heads_q=1,
+    ...     heads_k=1, head_dim=64, causal=False, metric="loads", unit="elements")
+    >>> numbers = ("fa1-simt", 64, 10), ("fa2-simt", 64, 20), ("fa2-simt", 128, 40)
+    >>> rows = [Row(series=s, seqlen_q=N, seqlen_k=N, value=x, **common) for s, N, x in numbers]
+    >>> [row.value for row in select(rows, series=("fa1-simt", "fa2-simt"), seqlen_q=64)]
+    [10, 20]
+    """
     wanted = [(n, want if isinstance(want, tuple) else (want,)) for n, want in fields.items()]
     return [r for r in rows if not r.failed and all(getattr(r, n) in want for n, want in wanted)]
 
 
 def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
-    """The numbers of the rows with these fields by these columns, of several by a tuple."""
+    """Return the numbers of the rows with the given fields, by the named columns.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+    *names : str
+        One or more attributes of a row, which become the key.
+    **fields : Any
+        As for `select`.
+
+    Returns
+    -------
+    dict
+        Key to number. The key is a tuple if there are several names. The last row with a key
+        counts.
+
+    Examples
+    --------
+    >>> common = dict(machine="model", experiment="demo", source="model", batch=1, heads_q=1,
+    ...     heads_k=1, head_dim=64, causal=False, metric="loads", unit="elements")
+    >>> numbers = ("fa1-simt", 64, 10), ("fa2-simt", 64, 20), ("fa2-simt", 128, 40)
+    >>> rows = [Row(series=s, seqlen_q=N, seqlen_k=N, value=x, **common) for s, N, x in numbers]
+    >>> values(rows, "series", seqlen_q=64)
+    {'fa1-simt': 10, 'fa2-simt': 20}
+    """
     key = attrgetter(*names)
     return {key(row): row.number for row in select(rows, **fields)}
 
 
 def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
-    """The same one in the other: by the first column, or function of a row, then by the next."""
+    """Return the numbers of the rows with the given fields, in nested dictionaries.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+    *names : str or callable
+        An attribute of a row, or a function of a row, for each level.
+    **fields : Any
+        As for `select`.
+
+    Returns
+    -------
+    dict
+        Nested dictionaries, with one level per name.
+
+    Examples
+    --------
+    >>> common = dict(machine="model", experiment="demo", source="model", batch=1, heads_q=1,
+    ...     heads_k=1, head_dim=64, causal=False, metric="loads", unit="elements")
+    >>> numbers = ("fa1-simt", 64, 10), ("fa2-simt", 64, 20), ("fa2-simt", 128, 40)
+    >>> rows = [Row(series=s, seqlen_q=N, seqlen_k=N, value=x, **common) for s, N, x in numbers]
+    >>> nested(rows, "series", "seqlen_q")
+    {'fa1-simt': {64: 10}, 'fa2-simt': {64: 20, 128: 40}}
+    """
     found: dict[Any, Any] = {}
     for row in select(rows, **fields):
         *outer, last = (getattr(row, n) if isinstance(n, str) else n(row) for n in names)
@@ -159,12 +303,36 @@ def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """What a run measures anew as a whole: series, source and problem."""
+    """Return the columns of a row that say what a run measures together.
+
+    Parameters
+    ----------
+    row : Row
+        A row.
+
+    Returns
+    -------
+    tuple
+        Experiment, series, source, pass and problem: the key without metric and block sizes.
+    """
     return tuple(getattr(row, name) for name in _SETTING)
 
 
 def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
-    """The rows as CSV text, sorted by key; without the column of their runs unless `runs`."""
+    """Return the rows as CSV text, sorted by key.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+    runs : bool, default True
+        Whether there is a column with the id of the run.
+
+    Returns
+    -------
+    str
+        The text, with a header.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     last = None if runs else -1
@@ -176,8 +344,24 @@ def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
 
 @lru_cache(128)  # a page of tables asks for each file some twelve times
 def parse(text: str, machine: str) -> tuple[Row, ...]:
-    """The rows of CSV text, their runs or not. Raises ValueError, which names the line, where
-    columns or a value are not ours.
+    """Return the rows of CSV text, with or without the column of runs.
+
+    Parameters
+    ----------
+    text : str
+        The text, with a header.
+    machine : str
+        Name of the file, which the rows get.
+
+    Returns
+    -------
+    tuple of Row
+        The rows in the order of the text.
+
+    Raises
+    ------
+    ValueError
+        If the columns differ, or a cell cannot be read. The message names the line.
     """
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
@@ -198,7 +382,23 @@ def parse(text: str, machine: str) -> tuple[Row, ...]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise a StoreError that names the path, or the folder in its way, for what goes wrong."""
+    """Turn errors inside into a StoreError that names the path.
+
+    Parameters
+    ----------
+    path : Path
+        The file that is read or written.
+
+    Yields
+    ------
+    None
+        The context.
+
+    Raises
+    ------
+    StoreError
+        For an OSError, ValueError or csv.Error inside.
+    """
     try:
         yield
     except OSError as error:
@@ -208,8 +408,25 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
-    """Replace each file in one step unless it holds just that; gives those changed. All are written
-    before the first is replaced: where one cannot be, each is as it was. Raises StoreError.
+    """Write files, each in one step, and only if its content differs.
+
+    All new contents are written next to the files first. If one of them cannot be written, every
+    file stays as it was.
+
+    Parameters
+    ----------
+    contents : mapping of Path to str or bytes
+        The content of each file.
+
+    Returns
+    -------
+    list of Path
+        The files that changed.
+
+    Raises
+    ------
+    StoreError
+        If a file cannot be read or written.
     """
     beside: dict[Path, Path] = {}
     try:
@@ -230,43 +447,168 @@ def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
 
 
 def write_if_changed(path: Path, content: str | bytes) -> bool:
-    """`replace_files` of one; gives whether it changed."""
+    """Write one file in one step, and only if its content differs.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    content : str or bytes
+        Its content.
+
+    Returns
+    -------
+    bool
+        Whether the file changed.
+
+    Raises
+    ------
+    StoreError
+        If the file cannot be read or written.
+    """
     return bool(replace_files({path: content}))
 
 
 class Store:
-    """Stored rows and provenance under `<root>/data`."""
+    """Stored rows and their runs, in the folder `<root>/data`.
+
+    Parameters
+    ----------
+    root : Path
+        The folder that contains "data".
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, experiment: str, machine: str, suffix: str = ".csv") -> Path:
+        """Return the path of a file of an experiment.
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+        machine : str
+            A GPU, "emulator" or "model".
+        suffix : str, default ".csv"
+            ".csv" or ".json".
+
+        Returns
+        -------
+        Path
+            The path; the file may be missing.
+        """
         return self.root / "data" / experiment / f"{machine}{suffix}"
 
     def machines(self, experiment: str) -> list[str]:
-        """Machines with stored rows of the experiment: GPUs, `emulator` and `model`."""
+        """Return the machines with stored rows of an experiment: GPUs, "emulator" and "model".
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+
+        Returns
+        -------
+        list of str
+            Names, sorted.
+        """
         return sorted(path.stem for path in (self.root / "data" / experiment).glob("*.csv"))
 
     def read(self, experiment: str, machine: str) -> list[Row]:
-        """The stored rows, none without a file. Raises StoreError, with path and line."""
+        """Return the stored rows; an empty list if there is no file.
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+        machine : str
+            A GPU, "emulator" or "model".
+
+        Returns
+        -------
+        list of Row
+            The rows.
+
+        Raises
+        ------
+        StoreError
+            If the file is damaged or cannot be read. The message names file and line.
+        """
         path = self.path(experiment, machine)
         with naming(path):
             return list(parse(path.read_text("utf-8"), machine)) if path.exists() else []
 
     def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
-        """The JSON beside the rows; empty when there is none. Raises StoreError."""
+        """Return the JSON file of stored rows; empty if there is none.
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+        machine : str
+            A GPU, "emulator" or "model".
+
+        Returns
+        -------
+        dict
+            Its content.
+
+        Raises
+        ------
+        StoreError
+            If the file is damaged or cannot be read.
+        """
         path = self.path(experiment, machine, ".json")
         with naming(path):
             return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
     def runs(self, experiment: str, machine: str) -> list[dict[str, Any]]:
-        """The runs that the JSON lists, the last one first. Raises StoreError."""
+        """Return the runs that the JSON file lists, the last run first.
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+        machine : str
+            A GPU, "emulator" or "model".
+
+        Returns
+        -------
+        list of dict
+            What is known of each run: commit, date, command, device and more.
+
+        Raises
+        ------
+        StoreError
+            If the file is damaged or cannot be read.
+        """
         about = self.provenance(experiment, machine)
         one = {name: value for name, value in about.items() if name != "counted"}
         return list(about.get("runs", [one] if about else []))
 
     def recorded(self, experiment: str, machine: str) -> tuple[list[Row], list[dict[str, Any]]]:
-        """The stored rows and their runs. Raises StoreError, also where the JSON lacks one."""
+        """Return the stored rows, and the runs that these rows are from.
+
+        Parameters
+        ----------
+        experiment : str
+            Name of the experiment.
+        machine : str
+            A GPU, "emulator" or "model".
+
+        Returns
+        -------
+        rows : list of Row
+            The rows.
+        runs : list of dict
+            Their runs.
+
+        Raises
+        ------
+        StoreError
+            If a file is damaged or cannot be read, or a row's run is not in the JSON file.
+        """
         rows = self.read(experiment, machine)
         known = {run.get("id", ""): run for run in self.runs(experiment, machine)}
         named = {row.run for row in rows}

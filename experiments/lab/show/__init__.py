@@ -1,1 +1,1 @@
-"""Figures, tables and pages made of stored rows."""
+"""Figures, tables and pages, made from stored rows."""
