@@ -1,26 +1,36 @@
 """Attention and its gradients in NumPy: what every kernel is tested against.
 
-`attention` and `attention_backward` compute in float64 and are the truth. `unfused` and
-`unfused_backward` compute the same, step by step in the kernels' own dtype: their error says how
-much rounding is usual, and a kernel may have about twice as much. `relative_error` and `worst`
-compare two arrays. All options are taken, see `options.AttentionOptions`.
+====================  ==============================================================================
+function              what it returns
+====================  ==============================================================================
+`attention`           attention in float64, the exact result
+`attention_backward`  its gradients in float64, the exact result
+`unfused`             attention step by step in another dtype, to measure the usual rounding error
+`unfused_backward`    its gradients step by step in another dtype
+`relative_error`      relative error of one array against another
+`worst`               where two arrays differ most
+====================  ==============================================================================
 
-Shapes: q is (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k, head_dim). The
-output O is as q, L, the natural logarithm of the sum of the exponentials of a row's scores, is
-(batch, heads_q, seqlen_q). The head dimension of v may be another, which O then has. With
-layout="bnhd" heads and seqlen change places, but not in L. With
-cu_seqlens_q and cu_seqlens_k q is (total_q, heads_q, head_dim), k and v are (total_k, heads_k,
-head_dim), O is as q and L (heads_q, total_q). Gradients have the shapes of q, k and v, and of the
-bias as it was given. `tiles`, any object with Br and Bc, gives the sizes of the blocks of a
-block_mask and is needed for that alone.
+A kernel passes a test if its error is at most about twice that of `unfused`.
 
-A row that sees no column, or has only scores of -inf, gets O = 0 and L = -inf and takes no part in
-the gradients. Rows and columns past q_lens and kv_lens are not read; their O and gradients are 0,
-their L is -inf. A NaN or infinity in k or v can reach rows that do not see it, as 0 times it is
-NaN.
+All options of `fa_numba.AttentionOptions` are taken, except ``block_table`` and ``check_table``.
+``precision`` is checked and has no effect. Shapes are those of `fa_numba.attention`.
 
-Wrong arguments raise TypeError or ValueError with the argument's name, its value and what is
+A row that sees no column, or has only scores of -inf, gets output 0 and logsumexp -inf, and takes
+no part in the gradients. Rows and columns past ``q_lens`` and ``kv_lens`` are not read; their
+output and gradients are 0, their logsumexp is -inf. A NaN or infinity in k or v can reach rows that
+do not see it, since 0 times it is NaN.
+
+Wrong arguments raise TypeError or ValueError. The message names the argument, its value and what is
 allowed. No kernel is imported here.
+
+Examples
+--------
+>>> import numpy as np
+>>> from fa_numba import reference
+>>> q = np.eye(2).reshape(1, 1, 2, 2)
+>>> reference.attention(q, q, q, causal=True)[0, 0, 0].tolist()
+[1.0, 0.0]
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ from scipy import special
 
 from .algorithms import divide_rows, exp_minus, logsumexp
 from .checks import as_real, check_shape
-from .options import AttentionOptions
+from .options import AttentionOptions, documents_options
 from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
 
@@ -47,13 +57,16 @@ _ROWS = 512  # rows of S held at a time: at seqlen_k = 65536 that is 256 MiB of 
 
 
 def _row_blocks(head: Head) -> Iterator[slice]:
-    """The rows of a head, so many at a time."""
+    """Return slices of a head's rows, `_ROWS` rows in each."""
     for row in range(0, head.Nq, _ROWS):
         yield slice(row, min(row + _ROWS, head.Nq))
 
 
 def _with_sinks(softmax: Softmax) -> Softmax:
-    """``softmax(S, L=None, sink=None)``: a sink is a score of the row that has no P of it."""
+    """Return ``softmax(S, L=None, sink=None)``, which appends the sink to S as a column.
+
+    The sink's column takes part in the sum of a row, and is removed from P.
+    """
 
     @functools.wraps(softmax)
     def with_sink(S: Array, L: Array | None = None, sink: Any = None) -> Array:
@@ -66,7 +79,10 @@ def _with_sinks(softmax: Softmax) -> Softmax:
 
 @_with_sinks
 def _exact_softmax(S: Array, L: Array | None = None) -> Array:
-    """P by SciPy; L, if given, is filled. A row of -inf, for SciPy NaN, has P = 0 and L = -inf."""
+    """Return P by SciPy, and fill L if it is given.
+
+    A row that has only -inf, for which SciPy returns NaN, has P = 0 and L = -inf.
+    """
     empty = S.max(axis=1) == -np.inf
     S[empty] = 0
     P = special.softmax(S, axis=1)
@@ -79,7 +95,10 @@ def _exact_softmax(S: Array, L: Array | None = None) -> Array:
 
 @_with_sinks
 def _rounded_softmax(S: Array, L: Array | None = None) -> Array:
-    """P = e^(S - m) / l, m the rows' maxima, l their sums, in S's dtype; L is filled if given."""
+    """Return P = e^(S - m) / l in S's dtype, and fill L if it is given.
+
+    m are the maxima and l the sums of the rows.
+    """
     m = S.max(axis=1)
     P = exp_minus(S, m)
     l = P.sum(axis=1)
@@ -89,7 +108,7 @@ def _rounded_softmax(S: Array, L: Array | None = None) -> Array:
 
 
 def _to_half(x: Array, name: str) -> Array:
-    """float32 values rounded to the nearest of float16 or bfloat16, as float32."""
+    """Return float32 values rounded to the nearest float16 or bfloat16, as float32."""
     if name == "float16":
         with np.errstate(over="ignore"):
             return x.astype(np.float16).astype(np.float32)
@@ -107,7 +126,10 @@ def _forward(
     v: Array,
     rounded: Callable[..., Array] = np.asarray,
 ) -> tuple[Array, Array]:
-    """O = (P o dropout) V, and L, a block of rows at a time; P o dropout and O are `rounded`."""
+    """Return O = (P o dropout) V, and L, one block of rows after the other.
+
+    The function `rounded` is applied to P o dropout and to O.
+    """
     O = np.zeros(call.problem.o_shape, call.dtype)
     L = np.full(call.problem.lse_shape, -np.inf, call.dtype)
     for head in call.heads():
@@ -124,15 +146,21 @@ def _backward(
     dbias_shape: tuple[int, ...] | None, dlse: ArrayLike | None = None, return_dsinks: bool = False,
     return_dcaptured: bool = False, rounded: Callable[..., Array] = np.asarray,
 ) -> Gradients:  # fmt: skip
-    """dQ, dK, dV, for a `dbias_shape` dbias, then dsinks and dcaptured, a block of rows at a time.
+    """Return dQ, dK, dV, and dbias, dsinks and dcaptured if they are wanted.
 
-    The matrices that are multiplied, and the first three gradients, are `rounded`.
+    One block of rows is computed after the other. The function `rounded` is applied to the matrices
+    that are multiplied, and to the first three gradients.
 
-    dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP) - dL for a gradient dL of L,
-    dS = P o (dP - D), which is dbias; dS then times the softcap's derivative: dQ = scale dS K, dK =
-    scale dS^T Q. dK and dV are sums over the query heads of a group, dbias over the axes that the
-    bias broadcasts along. A sink s is a column with dP = 0: ds = -sum e^(s - L) D. dcaptured has,
-    by its name, for each array that score_mod captures the sum of dS by its elements.
+    - dV = (P o dropout)^T dO
+    - dP = dO V^T o dropout
+    - D = rowsum(P o dP) - dL, for a gradient dL of L
+    - dS = P o (dP - D), which is dbias; then dS is multiplied by the derivative of the score
+    - dQ = scale dS K
+    - dK = scale dS^T Q
+
+    dK and dV are summed over the query heads of a group, and dbias over the axes that are
+    broadcast. A sink s is a column with dP = 0: ds = -sum e^(s - L) D. dcaptured maps the name of
+    each array that score_mod uses to the sum of dS times the derivative by each element.
     """
     problem = call.problem
     if return_dsinks and call.sinks is None:
@@ -185,12 +213,57 @@ def _backward(
     return dQ, dK, dV, *added, *([dsinks] if return_dsinks else []), *last
 
 
+@documents_options
 def attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
     return_lse: bool = False, **options: Unpack[AttentionOptions],
 ) -> Result:  # fmt: skip
-    """O, or (O, L) with `return_lse`, in float64, by SciPy's softmax and logsumexp.
+    """Return attention in float64, the exact result for tests.
 
+    Parameters
+    ----------
+    q : array_like
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), or (total_q, heads_q, head_dim) with
+        ``cu_seqlens_q``. Real numbers of any dtype.
+    k : array_like
+        Keys, shape (batch, heads_k, seqlen_k, head_dim). heads_k must divide heads_q.
+    v : array_like
+        Values, shape (batch, heads_k, seqlen_k, head_dim_v).
+    tiles : object with Br and Bc, optional
+        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
+        ``block_mask``, and not used otherwise.
+    return_lse : bool, default False
+        Whether the logsumexp is returned too.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        Output, shape (batch, heads_q, seqlen_q, head_dim_v), or (total_q, heads_q, head_dim_v).
+    lse : numpy.ndarray
+        Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. Its shape is
+        (batch, heads_q, seqlen_q), or (heads_q, total_q). It is the natural logarithm of each row's
+        sum of exponentials of the scaled and masked scores.
+
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type, or an unknown name.
+    ValueError
+        If a value, a shape or a combination of arguments is not allowed.
+
+    See Also
+    --------
+    attention_backward : Gradients in float64.
+    fa_numba.attention : The same by kernels.
+
+    Notes
+    -----
+    The softmax and the logsumexp are SciPy's. ``bias``, ``attn_mask``, ``alibi_slopes`` and
+    ``sinks`` may be real numbers of any dtype. ``block_table`` and ``check_table`` are not
+    supported.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> one_key = np.ones((1, 1, 1, 2))
     >>> attention(one_key, one_key, 3 * one_key)
@@ -200,21 +273,70 @@ def attention(
     return (O, L) if return_lse else O
 
 
+@documents_options
 def unfused(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
     matrix_dtype: str | None = None, stored_scores: bool = False, tiles: BlockSizes | None = None,
     return_lse: bool = False, **options: Unpack[AttentionOptions],
 ) -> Result:  # fmt: skip
-    """O, or (O, L) with `return_lse`, from whole rows of S and P, every step rounded to `dtype`.
+    """Return attention from complete rows of S and P, with every step rounded to a dtype.
 
-    S = scale Q K^T with softcap, ALiBi and bias in this order, P = e^(S - m) / l with the rows'
-    maxima m and sums l, O = (P o dropout) V, L = m + log l. It measures how much error is usual: a
-    kernel passes when its error against `attention` is at most twice this one's plus a rounding.
+    It measures the usual rounding error. A kernel passes a test if its error against `attention` is
+    at most twice the error of this function plus one rounding.
 
-    `matrix_dtype`, "float16" or "bfloat16", computes as tensor cores do: the matrices that are
-    multiplied (q, k, v, P o dropout) and O are rounded to it, everything else to `dtype`, which is
-    then float32; the arrays returned have that dtype. `stored_scores` rounds S to it as well, as
-    standard attention does, whose S passes through memory.
+    Parameters
+    ----------
+    q : array_like
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), or (total_q, heads_q, head_dim) with
+        ``cu_seqlens_q``. Real numbers of any dtype.
+    k : array_like
+        Keys, shape (batch, heads_k, seqlen_k, head_dim). heads_k must divide heads_q.
+    v : array_like
+        Values, shape (batch, heads_k, seqlen_k, head_dim_v).
+    dtype : dtype, default numpy.float32
+        Dtype of every step and of the results.
+    matrix_dtype : {"float16", "bfloat16"}, optional
+        Rounds the matrices that are multiplied, and the output, to this dtype, as tensor cores do.
+        ``dtype`` must then be float32, and the results have that dtype.
+    stored_scores : bool, default False
+        Whether S is rounded to ``matrix_dtype`` too, as by standard attention, which stores S.
+    tiles : object with Br and Bc, optional
+        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
+        ``block_mask``, and not used otherwise.
+    return_lse : bool, default False
+        Whether the logsumexp is returned too.
+
+    Returns
+    -------
+    out : numpy.ndarray
+        Output, shape (batch, heads_q, seqlen_q, head_dim_v), or (total_q, heads_q, head_dim_v).
+    lse : numpy.ndarray
+        Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. Its shape is
+        (batch, heads_q, seqlen_q), or (heads_q, total_q). It is the natural logarithm of each row's
+        sum of exponentials of the scaled and masked scores.
+
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type, or an unknown name.
+    ValueError
+        If a value, a shape or a combination of arguments is not allowed.
+
+    See Also
+    --------
+    attention : The exact result.
+
+    Notes
+    -----
+    The steps are S = scale Q K^T with ``softcap``, ALiBi and bias in this order, P = e^(S - m) / l
+    with the rows' maxima m and sums l, O = (P o dropout) V, and L = m + log l.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.random.default_rng(0).standard_normal((1, 1, 8, 4))
+    >>> bool(0 < relative_error(unfused(x, x, x), attention(x, x, x)) < 1e-6)
+    True
     """
     rounded = _rounding(dtype, matrix_dtype)
     call, Q, K, V = checked_call(q, k, v, dtype, tiles=tiles, **options)
@@ -229,7 +351,7 @@ def unfused(
 
 
 def _rounding(dtype: DTypeLike, matrix_dtype: str | None) -> Callable[..., Array]:
-    """The function that rounds what is multiplied; ValueError for dtypes that do not fit."""
+    """Return the function that rounds the matrices; raise ValueError for unfit dtypes."""
     if matrix_dtype not in (None, "float16", "bfloat16"):
         raise ValueError(f"matrix_dtype is {matrix_dtype!r}: allowed is float16, bfloat16 or None")
     if matrix_dtype is None:
@@ -239,18 +361,70 @@ def _rounding(dtype: DTypeLike, matrix_dtype: str | None) -> Callable[..., Array
     return functools.partial(_to_half, name=matrix_dtype)
 
 
+@documents_options
 def attention_backward(
     dout: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
     dlse: ArrayLike | None = None, return_dbias: bool = False, return_dsinks: bool = False,
     return_dcaptured: bool = False, **options: Unpack[AttentionOptions],
 ) -> Gradients:  # fmt: skip
-    """(dq, dk, dv) in float64: the gradients of sum(dout o attention(q, k, v)), by their formulas.
+    """Return the gradients of attention in float64, the exact result for tests.
 
-    dout has the shape of O. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias), with
-    `return_dsinks` then dsinks, and with `return_dcaptured` at last those of the float32 arrays
-    that score_mod captures, by its names for them. With a `dlse` of L's shape those of
-    sum(dout o O) + sum(dlse o L), over rows that see a column.
+    They are the gradients of ``sum(dout * out) + sum(dlse * lse)``, by their formulas.
 
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of the output, with the shape of the output.
+    q : array_like
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), or (total_q, heads_q, head_dim) with
+        ``cu_seqlens_q``. Real numbers of any dtype.
+    k : array_like
+        Keys, shape (batch, heads_k, seqlen_k, head_dim). heads_k must divide heads_q.
+    v : array_like
+        Values, shape (batch, heads_k, seqlen_k, head_dim_v).
+    tiles : object with Br and Bc, optional
+        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
+        ``block_mask``, and not used otherwise.
+    dlse : array_like, optional
+        Gradient of the logsumexp, shape (batch, heads_q, seqlen_q). A row that sees no column does
+        not use it.
+    return_dbias : bool, default False
+        Whether the gradient of ``bias`` is returned too. It needs a ``bias``.
+    return_dsinks : bool, default False
+        Whether the gradient of ``sinks`` is returned too. It needs ``sinks``.
+    return_dcaptured : bool, default False
+        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too.
+
+    Returns
+    -------
+    dq : numpy.ndarray
+        Gradient of q, with the shape of q.
+    dk : numpy.ndarray
+        Gradient of k, with the shape of k.
+    dv : numpy.ndarray
+        Gradient of v, with the shape of v.
+    dbias : numpy.ndarray
+        Only with ``return_dbias=True``. Gradient of ``bias``, with the shape of ``bias``.
+    dsinks : numpy.ndarray
+        Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
+    dcaptured : dict
+        Only with ``return_dcaptured=True``. Maps the name of each float32 array that ``score_mod``
+        uses to its gradient.
+
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type, or an unknown name.
+    ValueError
+        If a value, a shape or a combination of arguments is not allowed.
+
+    See Also
+    --------
+    attention : The forward pass.
+    fa_numba.attention_backward : The same by kernels.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> one_key = np.ones((1, 1, 1, 2))
     >>> [g.ravel().tolist() for g in attention_backward(5 * one_key, one_key, one_key, one_key)]
@@ -261,16 +435,81 @@ def attention_backward(
     return _backward(_exact_softmax, dout, *call, shape, dlse, return_dsinks, return_dcaptured)
 
 
+@documents_options
 def unfused_backward(
     dout: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
     matrix_dtype: str | None = None, tiles: BlockSizes | None = None, dlse: ArrayLike | None = None,
     return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:  # fmt: skip
-    """What `attention_backward` gives, from whole rows of P and dP, every step rounded to `dtype`.
+    """Return the gradients from complete rows of P and dP, with every step rounded to a dtype.
 
-    It is for the backward kernels what `unfused` is for the forward ones. With a `matrix_dtype` q,
-    k, v, dout, P o dropout, dS, dQ, dK and dV are rounded to it.
+    It measures the usual rounding error of a backward pass, as `unfused` does of a forward pass.
+
+    Parameters
+    ----------
+    dout : array_like
+        Gradient of the output, with the shape of the output.
+    q : array_like
+        Queries, shape (batch, heads_q, seqlen_q, head_dim), or (total_q, heads_q, head_dim) with
+        ``cu_seqlens_q``. Real numbers of any dtype.
+    k : array_like
+        Keys, shape (batch, heads_k, seqlen_k, head_dim). heads_k must divide heads_q.
+    v : array_like
+        Values, shape (batch, heads_k, seqlen_k, head_dim_v).
+    dtype : dtype, default numpy.float32
+        Dtype of every step and of the results.
+    matrix_dtype : {"float16", "bfloat16"}, optional
+        Rounds the matrices that are multiplied, and the output, to this dtype, as tensor cores do.
+        ``dtype`` must then be float32, and the results have that dtype. The rounded matrices are q,
+        k, v, dout, P o dropout, dS, dq, dk and dv.
+    tiles : object with Br and Bc, optional
+        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
+        ``block_mask``, and not used otherwise.
+    dlse : array_like, optional
+        Gradient of the logsumexp, shape (batch, heads_q, seqlen_q). A row that sees no column does
+        not use it.
+    return_dbias : bool, default False
+        Whether the gradient of ``bias`` is returned too. It needs a ``bias``.
+    return_dsinks : bool, default False
+        Whether the gradient of ``sinks`` is returned too. It needs ``sinks``.
+    return_dcaptured : bool, default False
+        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too.
+
+    Returns
+    -------
+    dq : numpy.ndarray
+        Gradient of q, with the shape of q.
+    dk : numpy.ndarray
+        Gradient of k, with the shape of k.
+    dv : numpy.ndarray
+        Gradient of v, with the shape of v.
+    dbias : numpy.ndarray
+        Only with ``return_dbias=True``. Gradient of ``bias``, with the shape of ``bias``.
+    dsinks : numpy.ndarray
+        Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
+    dcaptured : dict
+        Only with ``return_dcaptured=True``. Maps the name of each float32 array that ``score_mod``
+        uses to its gradient.
+
+    Raises
+    ------
+    TypeError
+        If an argument has a wrong type, or an unknown name.
+    ValueError
+        If a value, a shape or a combination of arguments is not allowed.
+
+    See Also
+    --------
+    attention_backward : The exact result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.random.default_rng(0).standard_normal((1, 1, 8, 4))
+    >>> exact, (dq, dk, dv) = attention_backward(x, x, x, x), unfused_backward(x, x, x, x)
+    >>> bool(relative_error(dq, exact[0]) < 1e-6)
+    True
     """
     rounded = _rounding(dtype, matrix_dtype)
     shape = _dbias_shape(return_dbias, options)
@@ -289,7 +528,10 @@ def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ..
 
 
 def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:
-    """out, ref and |out - ref| in float64; 0 where both are the same infinity or both NaN."""
+    """Return out, ref and |out - ref| in float64.
+
+    The difference is 0 where both are the same infinity or both are NaN.
+    """
     out, ref = as_real("out", out), as_real("ref", ref)
     check_shape("out", out.shape, ref.shape, of=", the reference's")
     if out.size == 0:
@@ -301,10 +543,38 @@ def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:
 
 
 def relative_error(out: ArrayLike, ref: ArrayLike) -> float:
-    """||out - ref|| / ||ref||, Frobenius norms in float64.
+    """Return the relative error of an array: norm(out - ref) / norm(ref).
 
-    Where `ref` is infinite or NaN, `out` must be the same, or the error is inf; such elements add
-    nothing to either norm. Any difference from a `ref` of zeros is an error of inf too.
+    The norms are Frobenius norms in float64.
+
+    Parameters
+    ----------
+    out : array_like
+        Array to judge.
+    ref : array_like
+        Exact array of the same shape.
+
+    Returns
+    -------
+    float
+        The error. It is 0 for equal arrays, and inf if ``out`` differs where ``ref`` is infinite or
+        NaN, or if ``ref`` is 0 everywhere and ``out`` is not.
+
+    Raises
+    ------
+    TypeError
+        If an array is not of real numbers.
+    ValueError
+        If the shapes differ, or an axis is empty.
+
+    See Also
+    --------
+    worst : Find the element with the largest difference.
+
+    Examples
+    --------
+    >>> relative_error([3.0, 4.5], [3.0, 4.0])
+    0.1
     """
     _, ref, difference = _differences(out, ref)
     error = float(np.linalg.norm(difference))
@@ -315,7 +585,40 @@ def relative_error(out: ArrayLike, ref: ArrayLike) -> float:
 
 
 def worst(out: ArrayLike, ref: ArrayLike) -> tuple[tuple[int, ...], float, float]:
-    """(coordinate, got, expected) of the largest absolute difference, to print in a failure."""
+    """Return where two arrays differ most, to print in a failure.
+
+    Parameters
+    ----------
+    out : array_like
+        Array to judge.
+    ref : array_like
+        Exact array of the same shape.
+
+    Returns
+    -------
+    coordinate : tuple of int
+        Index of the element with the largest absolute difference.
+    got : float
+        The element of ``out``.
+    expected : float
+        The element of ``ref``.
+
+    Raises
+    ------
+    TypeError
+        If an array is not of real numbers.
+    ValueError
+        If the shapes differ, or an axis is empty.
+
+    See Also
+    --------
+    relative_error : Return the relative error of an array.
+
+    Examples
+    --------
+    >>> worst([3.0, 4.5], [3.0, 4.0])
+    ((1,), 4.5, 4.0)
+    """
     out, ref, difference = _differences(out, ref)
     where = np.unravel_index(int(np.argmax(difference)), difference.shape)
     return tuple(int(i) for i in where), float(out[where]), float(ref[where])

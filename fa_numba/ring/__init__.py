@@ -1,21 +1,31 @@
-"""A sequence over several devices: attention whose keys and values, or queries, travel.
+"""One sequence over several devices: attention whose keys and values, or queries, travel in a ring.
 
-Each rank of a group holds its rows of Q and its columns of K and V, and the ranks stand in a ring.
-In every step a rank computes attention of the rows and columns that it has at hand, while what
-travels goes on to the next rank.
+Each rank of a process group holds its rows of Q and its columns of K and V. In every step a rank
+computes attention of the rows and columns that it has, while the travelling part goes to the next
+rank. ``fa_numba.torch.ring_attention`` is the public function for it, and
+``fa_numba.io_model.ring`` returns the bytes in closed form.
 
-    travels="kv"   K and V go round, Q, O and L stay: FlashAttention-2's order, an output finished
-                   where it lies (ring attention, arXiv 2310.01889)
-    travels="q"    Q goes round and O, L follow it, K and V stay: FlashAttention-1's order
+============== =====================================================================================
+travels        what moves
+============== =====================================================================================
+"kv"           K and V move; Q, O and L stay. This is FlashAttention-2's order: an output is
+               finished where it is (ring attention, arXiv 2310.01889)
+"q"            Q moves, followed by O and L; K and V stay. This is FlashAttention-1's order
+============== =====================================================================================
 
-``schedule`` says which rank holds and computes what, in plain Python; ``visible`` who sees what
-where the sequence has a window or lengths, and from that where what travels stops; ``parts`` makes
-one result of several; ``link`` sends and receives over torch.distributed; ``passes`` are the
-forward and the backward pass; ``agreement`` asks first whether all ranks mean the same call.
-``fa_numba.torch.ring_attention`` is the public function, ``fa_numba.io_model.ring`` has the bytes
-in closed form.
+============== =====================================================================================
+module         what it contains
+============== =====================================================================================
+``schedule``   which rank holds and computes what, in plain Python
+``visible``    which rows see which columns, with a window or lengths, and where the parts stop
+``parts``      one result from the results of several parts
+``link``       messages over torch.distributed
+``passes``     the forward and the backward pass
+``agreement``  comparison of the ranks' arguments before a call
+``call``       checks of a call
+============== =====================================================================================
 
-torch is not imported here: it is the caller's, in ``sys.modules``.
+torch is not imported here. The caller has imported it, and it is taken from ``sys.modules``.
 """
 
 from fa_numba.ring.link import LinkBytes, count_link

@@ -1,4 +1,7 @@
-"""What a rank sends to the next and receives from the one before, over torch.distributed."""
+"""Messages of a ring: what a rank sends to the next rank and receives from the previous rank.
+
+They go over torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,15 @@ from typing import Any
 
 @dataclass
 class LinkBytes:
-    """Bytes that a rank has sent and received."""
+    """Bytes that a rank has sent and received.
+
+    Attributes
+    ----------
+    sent : int
+        Bytes sent.
+    received : int
+        Bytes received.
+    """
 
     sent: int = 0
     received: int = 0
@@ -26,10 +37,28 @@ _counted: ContextVar[LinkBytes | None] = ContextVar("fa_numba_link_bytes", defau
 
 @contextlib.contextmanager
 def count_link() -> Iterator[LinkBytes]:
-    """Count the bytes of the tensors that this rank gives to send and to receive inside.
+    """Count the bytes that this rank sends and receives inside.
 
-    Yields a ``LinkBytes``. What ranks agree on before a call, some dozens of bytes, is not counted.
-    A backward pass counts with its forward pass, whenever it runs.
+    It is a context manager around calls of ``ring_attention``. A backward pass counts with its
+    forward pass, whenever it runs. The comparison of arguments before each call, some dozens of
+    bytes, is not counted.
+
+    Yields
+    ------
+    LinkBytes
+        Bytes sent and received. They grow with each call.
+
+    See Also
+    --------
+    fa_numba.io_model.ring : Return the bytes in closed form.
+
+    Examples
+    --------
+    >>> from fa_numba.ring import count_link
+    >>> with count_link() as counted:
+    ...     pass  # calls of fa_numba.torch.ring_attention
+    >>> counted
+    LinkBytes(sent=0, received=0)
     """
     counted = LinkBytes()
     token = _counted.set(counted)
@@ -40,13 +69,16 @@ def count_link() -> Iterator[LinkBytes]:
 
 
 def counter() -> LinkBytes | None:
-    """The counter of the code around, if there is one."""
+    """Return the counter of the enclosing ``count_link``, or None."""
     return _counted.get()
 
 
 @dataclass
 class Exchange:
-    """A message on its way out and one on its way in; ``wait`` gives the second."""
+    """A message that is being sent and a message that is being received.
+
+    ``wait`` returns the received one.
+    """
 
     link: Link
     hop: int
@@ -55,7 +87,11 @@ class Exchange:
     received: tuple[Any, ...] = ()
 
     def wait(self) -> tuple[Any, ...]:
-        """What came in; a GPU's stream waits, a CPU's caller. RuntimeError after the timeout."""
+        """Wait for both messages, and return what was received.
+
+        On a GPU the current stream waits, on a CPU the caller. RuntimeError is raised after the
+        group's timeout.
+        """
         try:
             for each in self.works:
                 each.wait()
@@ -71,7 +107,7 @@ class Exchange:
 
 
 class Link:
-    """The ring of a group, seen from this rank; ``counted`` takes the bytes, if given."""
+    """The ring of a process group, seen from this rank; ``counted`` takes the bytes, if given."""
 
     def __init__(self, group: Any, counted: LinkBytes | None = None):
         dist = sys.modules["torch"].distributed
@@ -80,17 +116,21 @@ class Link:
         self.before = self.at(-1)
 
     def at(self, hop: int) -> int:
-        """The rank so many further in the ring."""
+        """Return the rank that is ``hop`` positions further in the ring."""
         return (self.rank + hop) % self.ranks
 
     def exchange(self, sent: Sequence[Any], received: Sequence[Any], hop: int = 1) -> Exchange:
-        """Send contiguous tensors ``hop`` ranks on, to the next rank, and receive others from as
-        many before; either may be none.
+        """Send tensors to the rank ``hop`` positions further, and receive from the rank ``hop``
+        before.
 
-        On a GPU what the current stream has begun is done first; what it gets after this call runs
-        meanwhile, and begins after the copy has: a kernel that takes every multiprocessor until its
-        end would leave it none. Nothing tells that the copy has begun, so a few fills of one
-        element, some microseconds each, are waited for beside it.
+        The tensors must be contiguous. Either list may be empty.
+
+        On a GPU, the exchange runs on a stream of its own. It starts after the work that the
+        current stream already has. Work that the current stream gets after this call runs at the
+        same time, but starts after the copy has started: a kernel that takes every multiprocessor
+        until its end would leave the copy no multiprocessor. Nothing reports that the copy has
+        started. So the current stream also waits for a few fills of one element, which take some
+        microseconds each.
         """
         torch = sys.modules["torch"]
         dist = torch.distributed
@@ -119,7 +159,10 @@ class Link:
         return Exchange(self, hop, works, *given)
 
     def met(self, like: Any) -> None:
-        """Bring NCCL's ranks together once: its first messages need all, and some send none."""
+        """Run one small collective operation of NCCL, once per group.
+
+        The first messages of NCCL need all ranks, and some ranks send none.
+        """
         torch = sys.modules["torch"]
         dist = torch.distributed
         key = self.group if self.group is not None else dist.group.WORLD
@@ -133,7 +176,7 @@ _side: dict[Any, tuple[Any, Any]] = {}
 
 
 def _side_of(torch: Any, device: Any) -> tuple[Any, Any]:
-    """The stream on which exchanges are asked for and the element to fill there, one a GPU."""
+    """Return the stream for exchanges and the element that is filled, one pair per GPU."""
     if device not in _side:
         _side[device] = torch.cuda.Stream(device), torch.empty(1, device=device)
     return _side[device]

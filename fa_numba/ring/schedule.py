@@ -1,15 +1,22 @@
-"""Which rank computes what at which step, and what it then sends; nothing here knows of torch.
+"""Which rank computes what at which step, and what it then sends. torch is not used here.
 
-There are P ranks and P steps, 0 to P - 1. At step s rank r has what travels of rank (r - s) mod P:
-its own at step 0, then what the rank before it had. Without a mask a call is over all rows and all
-columns. Under a causal mask rank r holds chunks r and 2P - 1 - r of the 2P that the sequence is cut
-into (zigzag), in this order, so that all ranks do equal work:
+There are P ranks and P steps, 0 to P - 1. Each rank has a part of the sequence that stays, and a
+part that travels. At step s, rank r has the travelling part of rank (r - s) mod P: at step 0 its
+own, then the one that the rank before it had.
 
-    Q and K of one rank      a causal call on what it holds, as positions only grow
-    K of a rank before Q's   all rows see the first half of the columns, none the second
-    K of a rank after Q's    the second half of the rows sees all columns, the first half none
+Without a mask, each call is over all rows and all columns. Under a causal mask the sequence is cut
+into 2P chunks. Rank r holds chunk r followed by chunk 2P - 1 - r (zigzag), so that all ranks do
+equal work:
 
-One call a step, without a mask but at step 0.
+======================= ========================================================================
+columns of k belong to  what is computed
+======================= ========================================================================
+the rank of the rows    a causal call over the rank's own rows and columns
+an earlier rank         all rows see the first half of the columns; no row sees the second half
+a later rank            the second half of the rows sees all columns; the first half sees none
+======================= ========================================================================
+
+There is one call per step. Only the call of step 0 has a mask.
 """
 
 from __future__ import annotations
@@ -21,7 +28,17 @@ ALL, FIRST, LAST = "all", "first", "last"
 
 
 class Work(NamedTuple):
-    """One step's call: "all", the "first" or the "last" half of rows and of columns."""
+    """The call of one step: which rows, which columns, and whether the call is causal.
+
+    Attributes
+    ----------
+    rows : {"all", "first", "last"}
+        All rows, or the first or last half of the rows.
+    columns : {"all", "first", "last"}
+        All columns, or the first or last half of the columns.
+    causal : bool
+        Whether the call has a causal mask.
+    """
 
     rows: str
     columns: str
@@ -29,12 +46,52 @@ class Work(NamedTuple):
 
 
 def owner_at(rank: int, step: int, ranks: int) -> int:
-    """Whose part has come to ``rank`` at ``step``."""
+    """Return the rank whose travelling part is at ``rank`` at a step.
+
+    Parameters
+    ----------
+    rank : int
+        Rank that has the part.
+    step : int
+        Number of the step, from 0.
+    ranks : int
+        Number of ranks.
+
+    Returns
+    -------
+    int
+        Rank that the part belongs to.
+
+    Examples
+    --------
+    >>> [owner_at(0, step, 4) for step in range(4)]
+    [0, 3, 2, 1]
+    """
     return (rank - step) % ranks
 
 
 def work(q_rank: int, k_rank: int, causal: bool) -> Work:
-    """What is computed of the rows of one rank with the columns of another."""
+    """Return what is computed of the rows of one rank with the columns of another rank.
+
+    Parameters
+    ----------
+    q_rank : int
+        Rank that the rows belong to.
+    k_rank : int
+        Rank that the columns belong to.
+    causal : bool
+        Whether the sequence has a causal mask.
+
+    Returns
+    -------
+    Work
+        The rows, the columns and the mask of the call.
+
+    Examples
+    --------
+    >>> work(1, 0, causal=True)
+    Work(rows='all', columns='first', causal=False)
+    """
     if not causal or q_rank == k_rank:
         return Work(ALL, ALL, causal)
     if k_rank < q_rank:
@@ -43,18 +100,40 @@ def work(q_rank: int, k_rank: int, causal: bool) -> Work:
 
 
 def span(half: str, size: int) -> tuple[int, int]:
-    """(begin, end) of a half of ``size`` rows."""
+    """Return (begin, end) of all rows, or of half of the rows, of ``size`` rows."""
     if half == ALL:
         return 0, size
     return (0, size // 2) if half == FIRST else (size // 2, size)
 
 
 def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, int]]:
-    """The (begin, end) of the rows of a sequence of ``size`` that a rank holds, in its order.
+    """Return the rows of a sequence that a rank holds, in the order in which it holds them.
 
-    Without a mask neighbouring rows; under a causal one chunks rank and 2 ranks - 1 - rank of
-    2 ranks. Raises ValueError where these are not of equal size.
+    Parameters
+    ----------
+    rank : int
+        Number of the rank, from 0 to ranks - 1.
+    ranks : int
+        Number of ranks.
+    size : int
+        Rows of the complete sequence: a multiple of ``ranks``, and of ``2 * ranks`` with a causal
+        mask.
+    causal : bool
+        Whether the sequence has a causal mask.
 
+    Returns
+    -------
+    list of tuple of int
+        (begin, end) of each piece: one piece without a mask, and chunks ``rank`` and ``2 * ranks -
+        1 - rank`` with a causal mask.
+
+    Raises
+    ------
+    ValueError
+        If ``rank`` is out of range, or the rows cannot be divided evenly.
+
+    Examples
+    --------
     >>> rows_of(1, 2, 16, causal=False), rows_of(1, 2, 16, causal=True)
     ([(8, 16)], [(4, 8), (8, 12)])
     >>> rows_of(0, 2, 16, causal=True)
