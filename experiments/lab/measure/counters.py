@@ -417,8 +417,7 @@ def available_metrics() -> set[str] | None:
 def _run(
     cases: Sequence[Case], metrics: Sequence[str], options: Sequence[str] = ()
 ) -> tuple[str, list[int | str]]:
-    """Profile the cases; return the table that ncu prints, and the number of kernels of each case.
-    """
+    """Profile the cases; return the table that ncu prints, and each case's number of kernels."""
     if not available():
         raise CountersError("ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:

@@ -105,8 +105,7 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
 
 
 def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable | None:
-    """Return the function that says whether row i sees column j; None if all rows see all columns.
-    """
+    """Return the function that says whether row i sees column j; None if every row sees all."""
     left, right, diagonal = problem.left, problem.right, problem.diagonal
     if cu_seqlens_q is not None:
         ends = torch.as_tensor(cu_seqlens_q, device="cuda")[1:].long()

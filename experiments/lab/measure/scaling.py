@@ -306,6 +306,11 @@ class Fit:
         Its standard error.
     low, high : float
         First and last x.
+
+    Examples
+    --------
+    >>> print(Fit(exponent=2.0, error=0.01, low=32, high=1024))
+    2.00 ± 0.01 (32 to 1024)
     """
 
     exponent: float
@@ -331,11 +336,6 @@ def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
     -------
     Fit or None
         None if there are fewer than three points.
-
-    Examples
-    --------
-    >>> print(fit({1: 1.0, 2: 4.0, 4: 16.0}))
-    2.00 ± 0.00 (1 to 4)
     """
     from scipy import stats  # here: every command would wait a second for it
 

@@ -1,4 +1,4 @@
-"""Both orders at the same moment, tile by tile: the page's picture, and all moments as a film."""
+"""Both loop orders at the same moment, tile by tile: as a picture, and as a film."""
 
 import io
 from collections import Counter
@@ -36,7 +36,7 @@ FRAME, END, MOST_FRAMES = 200, 4000, 240  # of a film: milliseconds of a frame a
 
 
 class Side:
-    """One order's half of the picture: a box for each tile, whose colour says where that is."""
+    """One loop order's half of the picture: a box for each tile, coloured by where the tile is."""
 
     def __init__(self, ax: Any, trace: Trace) -> None:
         self.ax, self.trace, self.steps = ax, trace, steps(trace)
@@ -66,7 +66,18 @@ class Side:
         self.ax.add_patch(self.boxes[key])
 
     def at(self, clock: float) -> int:
-        """Show the step that moves at the clock, in bytes; gives its number."""
+        """Show the step at a moment, and return its number.
+
+        Parameters
+        ----------
+        clock : float
+            The moment: bytes moved so far.
+
+        Returns
+        -------
+        int
+            Number of the step; the number of steps if the clock is past the last one.
+        """
         ends, said = self.steps["bytes"], [step.split("|") for step in self.steps["steps"]]
         at = next((n for n, end in enumerate(ends) if end > clock), len(ends))
         shades = {f"S{visit}": SEEN for _, _, visit, *_ in said[:at] if visit}
@@ -118,6 +129,18 @@ def _sides(traces: Sequence[Trace]) -> tuple[Any, list[Side]]:
 
 
 def draw(traces: Sequence[Trace]) -> Any:
+    """Draw the picture of the moment at which most of the bytes have moved.
+
+    Parameters
+    ----------
+    traces : sequence of Trace
+        The traces from left to right.
+
+    Returns
+    -------
+    Figure
+        The picture.
+    """
     figure, sides = _sides(traces)
     for side in sides:
         side.at(MOMENT * min(trace.bytes for trace in traces))
@@ -125,8 +148,10 @@ def draw(traces: Sequence[Trace]) -> Any:
 
 
 def clocks(traces: Sequence[Trace]) -> list[int]:
-    """When a frame starts: at every event of either order, once where two are close, or at some of
-    them where these are many; and the end.
+    """Return the moments of the frames, in bytes, and the end.
+
+    There is a frame at every event of either order. Of close events only one has a frame. If there
+    are too many events, some are left out.
     """
     found = [event for trace in traces for event in events(trace)]
     starts = np.unique([event[0].start for event in found])
@@ -136,7 +161,20 @@ def clocks(traces: Sequence[Trace]) -> list[int]:
 
 
 def frames(traces: Sequence[Trace], note: str) -> Iterator[Any]:
-    """A picture of each moment; `note` says where the traces are from."""
+    """Yield the picture of each moment.
+
+    Parameters
+    ----------
+    traces : sequence of Trace
+        The traces from left to right.
+    note : str
+        Says where the traces are from; written below the picture.
+
+    Yields
+    ------
+    Image
+        A picture of PIL.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image  # matplotlib brings it
 
@@ -164,7 +202,20 @@ def frames(traces: Sequence[Trace], note: str) -> Iterator[Any]:
 
 
 def gif(problems: Sequence[Sequence[Trace]], note: str) -> bytes:
-    """The problems one after the other, each with its traces from left to right, as a GIF file."""
+    """Return the film of several problems, one after the other, as a GIF file.
+
+    Parameters
+    ----------
+    problems : sequence of sequence of Trace
+        For each problem the traces from left to right.
+    note : str
+        Says where the traces are from.
+
+    Returns
+    -------
+    bytes
+        The file.
+    """
     films = [list(frames(traces, note)) for traces in problems]
     pictures = [picture for film in films for picture in film]
     lasting = [time for film in films for time in [FRAME] * (len(film) - 1) + [END]]

@@ -1,10 +1,10 @@
-"""The page paper_repro.md and those of figures/tables, whose tables are made from stored rows.
+"""Writes the tables of paper_repro.md and of the pages in figures/tables from stored rows.
 
     <!-- table: NAME -->
     ...
     <!-- end: NAME -->
 
-What stands between two markers is replaced; all other text is written by hand.
+The text between two such markers is replaced. All other text is written by hand.
 """
 
 import re
@@ -36,7 +36,18 @@ _TIMED = re.compile(
 
 
 def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
-    """Table -> what makes it, whose rows it takes. Raises ValueError for a name given twice."""
+    """Return all tables by name.
+
+    Returns
+    -------
+    dict
+        Name to the function that makes the table, and the experiments whose rows it takes.
+
+    Raises
+    ------
+    ValueError
+        If two tables have one name.
+    """
     found: dict[str, tuple[Make, tuple[str, ...]]] = {}
     for experiment in registry.names():
         for name, make in registry.tables(experiment).items():
@@ -50,7 +61,20 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
 
 
 def gpu(store: Store, experiment: str) -> str:
-    """The GPU of an experiment's numbers: LATER, MACHINE, or another if it alone was recorded."""
+    """Return the GPU whose numbers the pages show for an experiment.
+
+    Parameters
+    ----------
+    store : Store
+        The recordings.
+    experiment : str
+        Name of the experiment.
+
+    Returns
+    -------
+    str
+        LATER if it has recorded the experiment; another GPU if only that one has; else MACHINE.
+    """
     if store.read(experiment, LATER):
         return LATER
     others = {*store.machines(experiment)} - {MODEL, EMULATOR, MACHINE}
@@ -58,7 +82,25 @@ def gpu(store: Store, experiment: str) -> str:
 
 
 def text(name: str, store: Store) -> str:
-    """Caption and source, an empty line, the table. Raises ValueError for an unknown name."""
+    """Return a table's text: caption and source, an empty line, the table.
+
+    Parameters
+    ----------
+    name : str
+        Name of the table.
+    store : Store
+        The recordings.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Raises
+    ------
+    ValueError
+        If there is no table of this name.
+    """
     tables = known()
     if name not in tables:
         raise ValueError(f"no table named {name!r}: known are {', '.join(tables)}")
@@ -82,6 +124,7 @@ def text(name: str, store: Store) -> str:
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
+    """Return the seconds of each experiment's recording, if all of its runs have them."""
     found = {}
     for name, machine in gpus.items():
         runs = store.recorded(name, machine)[1]
@@ -91,7 +134,7 @@ def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
 
 
 def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
-    """At which clocks, and what is of few runs, of each experiment that timed something."""
+    """Return at which clocks the experiments were timed, and which times are of few runs."""
     said = []
     for name, machine in gpus.items():
         rows = [row for row in store.read(name, machine) if row.n is not None]
@@ -105,8 +148,9 @@ def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
 
 
 def _source(store: Store, experiment: str, its_gpu: str, l2: bool) -> list[str]:
-    """Which recording it is: the GPU, or without one what is counted, or the closed forms; date,
-    commit, for a table that shows `l2` what counted it, and file.
+    """Return what a recording is: GPU (or emulator, or closed forms), date, commit and file.
+
+    With `l2` it also says which counter measured L2.
     """
     stored = store.machines(experiment)
     counted = EMULATOR, "counted on the emulator"
@@ -120,7 +164,27 @@ def _source(store: Store, experiment: str, its_gpu: str, l2: bool) -> list[str]:
 
 
 def render(page: str, store: Store, path: Path = PAGE) -> str:
-    """The page, its tables and links made anew. Raises ValueError for an unknown table."""
+    """Return a page with its tables made again.
+
+    Parameters
+    ----------
+    page : str
+        Text of the page.
+    store : Store
+        The recordings.
+    path : Path
+        File of the page, on which its links depend.
+
+    Returns
+    -------
+    str
+        The new text.
+
+    Raises
+    ------
+    ValueError
+        If a marker names no table.
+    """
 
     def table(found: re.Match[str]) -> str:
         made = text(found["name"], store)
@@ -132,7 +196,23 @@ def render(page: str, store: Store, path: Path = PAGE) -> str:
 
 
 def tables(page: str) -> dict[str, str]:
-    """Name -> text of the marked tables. Raises ValueError for a marker without its end."""
+    """Return the tables between the markers of a page.
+
+    Parameters
+    ----------
+    page : str
+        Text of the page.
+
+    Returns
+    -------
+    dict of str to str
+        Name to text.
+
+    Raises
+    ------
+    ValueError
+        If a marker has no end marker.
+    """
     found = {block["name"]: block["body"] for block in _BLOCK.finditer(page)}
     for name in re.findall(r"<!-- table: ([\w-]+) -->", page):
         if name not in found:
@@ -141,11 +221,31 @@ def tables(page: str) -> dict[str, str]:
 
 
 def pages() -> list[Path]:
+    """Return the paths of all pages with tables.
+
+    Returns
+    -------
+    list of Path
+        The pages, paper_repro.md first.
+    """
     return [PAGE, *sorted(TABLES.glob("*.md"))]
 
 
 def update(path: Path | None = None, store: Store | None = None) -> list[str]:
-    """Write the tables of a page, or of all, anew; gives the names of those that changed."""
+    """Write the tables of a page, or of all pages, again.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The page. None: all pages.
+    store : Store, optional
+        The recordings. Default: those in `figures`.
+
+    Returns
+    -------
+    list of str
+        Names of the tables that changed.
+    """
     found = stale(path, store)
     replace_files({each: page for each, (_, page) in found.items()})
     return [name for names, _ in found.values() for name in names]
@@ -154,7 +254,20 @@ def update(path: Path | None = None, store: Store | None = None) -> list[str]:
 def stale(
     path: Path | None = None, store: Store | None = None
 ) -> dict[Path, tuple[list[str], str]]:
-    """Of each page, or of this one, where it differs: its tables that do, and what it should be."""
+    """Return the pages whose tables differ from the recordings.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The page. None: all pages.
+    store : Store, optional
+        The recordings. Default: those in `figures`.
+
+    Returns
+    -------
+    dict
+        Page to the names of its tables that differ, and the text that the page should have.
+    """
     old = {each: each.read_text("utf-8") for each in ([path] if path else pages())}
     store, found = store or Store(FIGURES), {}
     for each, page in old.items():

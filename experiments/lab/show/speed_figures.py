@@ -1,4 +1,4 @@
-"""The figure and the table of a speed experiment, and the curves published for its problems."""
+"""The figure and the table of a speed experiment, and the published curves for its problems."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,22 @@ from . import style, tables
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
+    """Draw speed over sequence length.
+
+    There is a row of panels per pass and head dimension, and a column per mask.
+
+    Parameters
+    ----------
+    study : Study
+        The experiment.
+    rows : sequence of Row
+        Its rows.
+
+    Returns
+    -------
+    Figure or None
+        None if there is no speed to draw.
+    """
     peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
     every = rows
     rows = [row for row in rows if row.metric == "speed" and row.series in study.drawn]
@@ -61,7 +76,7 @@ def _band() -> Any:
 def _curves(
     ax: Any, rows: Sequence[Row], shown: Sequence[str], names: Mapping[str, str] = LABELS
 ) -> None:
-    """Speed over N of each series, the band between its percentiles behind it."""
+    """Draw the speed of each series over the length, with a band between the percentiles."""
     for series in shown:
         points = sorted(
             (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
@@ -79,8 +94,21 @@ def _curves(
 
 
 def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
-    """TFLOP/s of the forward pass over N without a mask: a panel for d=64 and one for 128, or for
-    what there is, of the series that are `shown`. None without rows of them.
+    """Draw speed over length for the forward pass without a mask, a panel per head dimension.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        Rows.
+    shown : sequence of str
+        Series.
+    message : str
+        The title.
+
+    Returns
+    -------
+    Figure or None
+        None without rows of these series.
     """
     mine = [r for r in rows if r.metric == "speed" and r.series in shown and r.pass_ == "fwd"]
     mine = [r for r in mine if not r.causal] or mine
@@ -107,7 +135,24 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
 def published_speeds(
     figures: Sequence[str], pass_: str, head_dim: int, causal: bool
 ) -> dict[tuple[str, str], dict[int, float]]:
-    """(method, GPU) -> N -> TFLOP/s of those FA-2 paper's figures that show the pass."""
+    """Return the curves that figures of the FA-2 paper publish.
+
+    Parameters
+    ----------
+    figures : sequence of str
+        Figures, such as "Fig. 5".
+    pass_ : str
+        The pass.
+    head_dim : int
+        Head dimension.
+    causal : bool
+        Whether the mask is causal.
+
+    Returns
+    -------
+    dict
+        Maps (method, GPU) to {sequence length: TFLOP/s}.
+    """
     found: dict[tuple[str, str], dict[int, float]] = {}
     wanted = {"pass": pass_, "head_dim": str(head_dim), "causal": str(causal).lower()}
     for item in figures:
@@ -119,7 +164,7 @@ def published_speeds(
 
 
 def _over_fa1(rows: Sequence[Row]) -> list[float]:
-    """FA-2's speed over the larger of FA-1's, with its grid or with query splits."""
+    """Return FA-2's speed over FA-1's at each problem, with FA-1's faster grid."""
     best: dict[tuple, dict[str, float]] = {}
     for row in rows:
         algorithm = row.series.split("-")[0]
@@ -160,9 +205,26 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
 def table(
     study: Study, rows: Sequence[Row], caption: str, shown: Sequence[str] | None = None
 ) -> tables.Table | None:
-    """TFLOP/s of the series `shown`, the study's unless given, and our FA-2 over the first of
-    torch's kernels, at the shortest and longest length; of several passes at the longest, with a
-    mask where that is stored.
+    """Return the table of a speed experiment: TFLOP/s of several series, and our FA-2 over torch.
+
+    It shows the shortest and the longest length. With several passes it shows the longest length
+    only, with a mask if that is stored.
+
+    Parameters
+    ----------
+    study : Study
+        The experiment.
+    rows : sequence of Row
+        Its rows.
+    caption : str
+        Sentence above the table.
+    shown : sequence of str, optional
+        Series. Default: those of the figure.
+
+    Returns
+    -------
+    Table or None
+        None without rows of speed.
     """
     shown = shown or study.drawn
     mine = [r for r in rows if r.metric == "speed" and r.series in study.series]

@@ -1,6 +1,6 @@
-"""One look for every figure, and files that come out byte for byte the same.
+"""One look for all figures, saved so that equal figures are equal files, byte for byte.
 
-matplotlib is imported once something is drawn: what measures does without it.
+matplotlib is imported only when something is drawn, so that measuring works without it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,26 @@ RC: dict[Any, Any] = {
 def new(
     rows: int, columns: int, height: float, width: float = WIDTH, **options: Any
 ) -> tuple[Figure, Any]:
-    """A figure and its grid of axes (always two-dimensional)."""
+    """Return a new figure and its grid of axes.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Shape of the grid.
+    height : float
+        Height in inches.
+    width : float, default 10
+        Width in inches.
+    **options
+        Options of matplotlib's `Figure.subplots`, such as ``sharey``.
+
+    Returns
+    -------
+    figure : Figure
+        The figure.
+    axes : ndarray of Axes, shape (rows, columns)
+        The panels.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -103,27 +122,72 @@ def new(
 
 
 def empty(ax: Any, text: str) -> None:
-    """A panel without data: the text, and no axes with made-up ticks."""
+    """Write a text on a panel that has no data, and remove its axes.
+
+    Parameters
+    ----------
+    ax : Axes
+        The panel.
+    text : str
+        The text.
+    """
     ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
     ax.set_axis_off()
 
 
 def patch(label: str, **look: Any) -> Any:
-    """A box of a legend that stands for a look."""
+    """Return a box for a legend.
+
+    Parameters
+    ----------
+    label : str
+        Text of the entry.
+    **look
+        Options of matplotlib's `Patch`, such as ``color``.
+
+    Returns
+    -------
+    Patch
+        The box.
+    """
     from matplotlib.patches import Patch
 
     return Patch(label=label, **look)
 
 
 def key(label: str, **look: Any) -> Any:
-    """A line of a legend that stands for a look: "dashed: backward"."""
+    """Return a line for a legend, such as a dashed line with the text "backward".
+
+    Parameters
+    ----------
+    label : str
+        Text of the entry.
+    **look
+        Options of matplotlib's `Line2D`, such as ``ls`` and ``color``.
+
+    Returns
+    -------
+    Line2D
+        The line.
+    """
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **{"color": "#444444", **look})
 
 
 def handles(axes: Any) -> dict[str, Any]:
-    """Label -> the first handle of it on any of the axes, for a legend of the whole figure."""
+    """Return the legend entries of several panels, each label once.
+
+    Parameters
+    ----------
+    axes : Axes or ndarray of Axes
+        The panels.
+
+    Returns
+    -------
+    dict of str to artist
+        Label to the first artist with it.
+    """
     found: dict[str, Any] = {}
     for ax in np.atleast_1d(axes).flat:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -132,7 +196,19 @@ def handles(axes: Any) -> dict[str, Any]:
 
 
 def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **look: Any) -> None:
-    """Points x -> y, or pairs, in a look or that of the series `like`; nothing where none are."""
+    """Draw points that a line connects; nothing if there are no points.
+
+    Parameters
+    ----------
+    ax : Axes
+        The panel.
+    points : mapping or iterable of pairs
+        Maps x to y.
+    like : str, default ""
+        Series whose colour and marker the line gets.
+    **look
+        Options of matplotlib's `Axes.plot`.
+    """
     pairs = list(points.items() if isinstance(points, Mapping) else points)
     own = {"color": COLOURS[like], "marker": MARKERS.get(like)} if like else {}
     if pairs:
@@ -140,7 +216,15 @@ def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **l
 
 
 def bars(ax: Any, shown: Sequence[tuple[str, float, str, str]]) -> None:
-    """Bars from the top down: (name, value, colour, what is written behind it) each."""
+    """Draw horizontal bars, the first at the top.
+
+    Parameters
+    ----------
+    ax : Axes
+        The panel.
+    shown : sequence of (str, float, str, str)
+        Name, length, colour and text of each bar.
+    """
     for at, (_, value, color, text) in enumerate(shown):
         ax.barh(at, value, height=0.62, color=color)
         ax.text(value, at, f" {text}", va="center", fontsize=9.5)
@@ -151,7 +235,19 @@ def bars(ax: Any, shown: Sequence[tuple[str, float, str, str]]) -> None:
 
 
 def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
-    """A log2 x axis over all sizes with a tick at every so many of them, 1024 as 1k."""
+    """Draw the x axis as a log2 axis with ticks at the given sizes; 1024 is written "1k".
+
+    Parameters
+    ----------
+    ax : Axes
+        The panel.
+    values : sequence of int
+        The sizes, in order.
+    name : str
+        Label of the axis.
+    every : int, default 1
+        Draw a tick at every so many sizes only.
+    """
     from matplotlib.ticker import NullLocator
 
     ticks = list(values)[::every]
@@ -166,7 +262,21 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
 def legend(
     figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3, about: str = ""
 ) -> None:
-    """Put the title, the lines `about` in smaller letters and the legend on top of the figure."""
+    """Put a title, smaller lines and a legend on top of a figure.
+
+    Parameters
+    ----------
+    figure : Figure
+        The figure.
+    handles : sequence of artist
+        Entries of the legend.
+    title : str
+        The title.
+    ncols : int, default 3
+        Columns of the legend.
+    about : str, default ""
+        Lines below the title, in a smaller font.
+    """
     from matplotlib.offsetbox import TextArea
 
     look: dict[str, Any] = {"title_fontsize": 12, "columnspacing": 1.4, "ncols": ncols}
@@ -180,12 +290,36 @@ def legend(
 
 
 def short(value: float) -> str:
-    """1024 as 1k, 65536 as 64k; anything else as it is."""
+    """Return a number as text, with multiples of 1024 as "1k", "64k".
+
+    Parameters
+    ----------
+    value : float
+        The number.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> short(65536), short(1000)
+    ('64k', '1000')
+    """
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
 def plain_ticks(axis: Any, label: Any = lambda value, _position: f"{value:g}") -> None:
-    """The major ticks of an axis alone, written by `label`, a function or a formatter."""
+    """Label the major ticks of an axis, and no minor ticks.
+
+    Parameters
+    ----------
+    axis : Axis
+        The x or y axis of a panel.
+    label : callable or Formatter
+        Takes the value and the position of a tick and returns its text. Default: the plain number.
+    """
     from matplotlib.ticker import NullFormatter
 
     axis.set_major_formatter(label)
@@ -193,19 +327,34 @@ def plain_ticks(axis: Any, label: Any = lambda value, _position: f"{value:g}") -
 
 
 def log(axis: Any, base: int = 10) -> None:
+    """Make an axis logarithmic, with plain numbers at its major ticks.
+
+    Parameters
+    ----------
+    axis : Axis
+        The x or y axis of a panel.
+    base : int, default 10
+        Base of the logarithm.
+    """
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
     plain_ticks(axis)
 
 
 def byte_axis(axis: Any) -> None:
-    """Ticks of a log axis of bytes in MB, GB, TB (powers of ten)."""
+    """Label the ticks of a logarithmic axis of bytes in MB, GB, TB (powers of ten).
+
+    Parameters
+    ----------
+    axis : Axis
+        The x or y axis of a panel.
+    """
     from matplotlib.ticker import EngFormatter
 
     plain_ticks(axis, EngFormatter("B"))
 
 
 def _settle(figure: Figure) -> None:
-    """Lay the axes out and round where they are: an SVG names clip paths by the last bits."""
+    """Lay out the panels and round their positions, as an SVG depends on the last bits."""
     engine = figure.get_layout_engine()
     if engine is not None:
         engine.execute(figure)
@@ -216,7 +365,7 @@ def _settle(figure: Figure) -> None:
 
 
 def _show_single_points(figure: Figure) -> None:
-    """A line of one point has no extent: a short dash of the line's width stands for it."""
+    """Draw a short dash for each line that has a single point, which would be invisible."""
     for ax in figure.axes:
         for line in ax.lines:
             if np.size(line.get_xdata()) == 1 and line.get_marker() in ("None", "none", "", " "):
@@ -260,9 +409,27 @@ def lay_out(figure: Figure, footnote: str) -> None:
 
 
 def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
-    """Write stem.svg and stem.png with the footnote. Return the files that changed.
+    """Write a figure as SVG and as PNG, with a footnote.
 
-    Raises StoreError.
+    Parameters
+    ----------
+    figure : Figure
+        The figure.
+    stem : Path
+        Path of the files without their suffix.
+    footnote : str
+        Lines below the figure. A small figure has none. Lines on L2 are left out if the figure
+        shows no L2.
+
+    Returns
+    -------
+    list of Path
+        The files that changed.
+
+    Raises
+    ------
+    StoreError
+        If a file cannot be written.
     """
     import matplotlib
 

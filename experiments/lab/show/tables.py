@@ -1,4 +1,4 @@
-"""What the tables of the pages have in common: captions, Markdown, how a cell is written."""
+"""What all tables of the pages share: captions, Markdown, and how a cell is written."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,15 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Table:
-    """A table's `caption`, behind which the page writes its recording, and `body` in Markdown."""
+    """A table of a page.
+
+    Parameters
+    ----------
+    caption : str
+        Sentences above the table. The page adds where the numbers are from.
+    body : str
+        The table in Markdown.
+    """
 
     caption: str
     body: str
@@ -26,9 +34,20 @@ Make = Callable[..., Table | None]
 
 @dataclass(frozen=True)
 class Across:
-    """A table that `make` makes of the rows of all of `experiments`. `cites` is False where its
-    cells say what they are from; `timed`, it takes the seconds of each recording too; `machine` is
-    the GPU whose recordings it is of, where it is of one.
+    """A table that uses rows of several experiments. Call it with rows to get the `Table`.
+
+    Parameters
+    ----------
+    make : callable
+        Takes the rows and returns a `Table`, or None without rows for it.
+    experiments : tuple of str
+        Names of the experiments.
+    cites : bool, default True
+        Whether the page adds where the numbers are from. False if the cells say it.
+    timed : bool, default False
+        Whether `make` also takes the seconds of each recording, by experiment.
+    machine : str, default ""
+        GPU whose recordings are used. Empty: the page's GPU.
     """
 
     make: Callable[..., Table | None]
@@ -42,24 +61,89 @@ class Across:
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is aligned to the left, the others to the right."""
+    """Return a Markdown table. The first column is aligned to the left, all others to the right.
+
+    Parameters
+    ----------
+    header : sequence of str
+        Names of the columns.
+    lines : iterable of sequence of str
+        Cells of each line.
+
+    Returns
+    -------
+    str
+        The table.
+
+    Examples
+    --------
+    >>> print(markdown(["N", "ms"], [["512", "0.1"]]))
+    | N | ms |
+    | --- | ---: |
+    | 512 | 0.1 |
+    <BLANKLINE>
+    """
     rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def of(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table | None:
+    """Return a table; None if it has no lines.
+
+    Parameters
+    ----------
+    caption : str
+        Sentences above the table.
+    header : sequence of str
+        Names of the columns.
+    lines : sequence of sequence of str
+        Cells of each line.
+
+    Returns
+    -------
+    Table or None
+        The table.
+    """
     return Table(caption, markdown(header, lines)) if lines else None
 
 
 def cell(row: Row | None, shown: Callable[[float], str]) -> str:
-    """The row's value as `shown` writes it, "failed" where it failed, a dash without a row."""
+    """Return the text of a cell with a row's value.
+
+    Parameters
+    ----------
+    row : Row or None
+        The row.
+    shown : callable
+        Takes the value and returns its text.
+
+    Returns
+    -------
+    str
+        "failed" if the row failed, a dash if there is no row.
+    """
     if row is None:
         return MISSING
     return "failed" if row.value is None else shown(row.value)
 
 
 def number(values: Mapping[Any, float | None], key: Any, form: str) -> str:
-    """The value under the key in the format `form`, a dash where there is none."""
+    """Return the text of a cell with a value of a mapping.
+
+    Parameters
+    ----------
+    values : mapping
+        Values; some may be None.
+    key : hashable
+        Key of the value.
+    form : str
+        Format, such as ".2f".
+
+    Returns
+    -------
+    str
+        The formatted value; a dash if there is none.
+    """
     value = values.get(key)
     return MISSING if value is None else format(value, form)
 
@@ -69,39 +153,136 @@ PROBLEM = ("d", "causal", "N")
 
 
 def problem_cells(problem: Problem) -> list[str]:
+    """Return the cells of a problem: head dimension, causal, sequence length.
+
+    Parameters
+    ----------
+    problem : Problem
+        The problem.
+
+    Returns
+    -------
+    list of str
+        Three cells, for the columns `PROBLEM`.
+    """
     return [str(problem.head_dim), yes_no(problem.causal), str(problem.seqlen_q)]
 
 
 def spread(ratios: Sequence[float]) -> str:
+    """Return least, median and greatest ratio as text; a dash if there are none.
+
+    Parameters
+    ----------
+    ratios : sequence of float
+        The ratios.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> spread([1.0, 1.5, 3.0])
+    '1.00, 1.50, 3.00'
+    """
     if not ratios:
         return MISSING
     return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"
 
 
 def between(values: Sequence[float]) -> str:
-    """The smallest and the largest: "5 to 135", "1.1 to 1.4"; empty where there are none."""
+    """Return the least and the greatest value as text; empty if there are none.
+
+    Parameters
+    ----------
+    values : sequence of float
+        The values. From 4 on they are written without decimals, below with one.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> between([135, 5]), between([1.1, 1.42])
+    ('5 to 135', '1.1 to 1.4')
+    """
     if not values:
         return ""
     return span(values, ".0f" if min(values) >= 4 else ".1f")
 
 
 def span(values: Iterable[float], form: str = ".2f") -> str:
-    """The least and the largest: "1.09 to 1.38", or one number where they look the same."""
+    """Return the least and the greatest value as text, or one number if both look the same.
+
+    Parameters
+    ----------
+    values : iterable of float
+        The values, at least one.
+    form : str, default ".2f"
+        Format.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> span([1.38, 1.09]), span([2.001, 2.002])
+    ('1.09 to 1.38', '2.00')
+    """
     found = list(values)
     return " to ".join(dict.fromkeys(format(value, form) for value in (min(found), max(found))))
 
 
 def yes_no(causal: bool) -> str:
+    """Return "yes" or "no" for a causal mask.
+
+    Parameters
+    ----------
+    causal : bool
+        Whether the mask is causal.
+
+    Returns
+    -------
+    str
+        The text.
+    """
     return "yes" if causal else "no"
 
 
 def sizes(row: Row) -> tuple[int, int, bool]:
-    """What distinguishes the problems of most experiments: length, head dimension, mask."""
+    """Return what distinguishes the problems of most experiments.
+
+    Parameters
+    ----------
+    row : Row
+        A row.
+
+    Returns
+    -------
+    tuple
+        Sequence length, head dimension, causal.
+    """
     return row.seqlen_q, row.head_dim, row.causal
 
 
 def runs(rows: Iterable[Row]) -> str:
-    """Such as "medians of 5 to 20 runs"; empty where no row says so."""
+    """Return of how many runs the medians are, such as "medians of 5 to 20 runs".
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+
+    Returns
+    -------
+    str
+        The text; empty if no row has a number of runs.
+    """
     counts = sorted({row.n for row in rows if row.n is not None and row.value is not None})
     if not counts:
         return ""
@@ -110,7 +291,20 @@ def runs(rows: Iterable[Row]) -> str:
 
 
 def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
-    """Say which times are medians of fewer than `least` runs; return "" if none is."""
+    """Return a sentence on the times that are medians of few runs.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        Rows.
+    least : int, default 5
+        Fewer runs are few.
+
+    Returns
+    -------
+    str
+        The sentence without a full stop; empty if there are no such times.
+    """
     timed = [row for row in rows if row.n is not None and not row.failed and row.metric == "time"]
     few = [row for row in timed if (row.n or least) < least]
     if not few:

@@ -1,4 +1,4 @@
-"""Small figures for README: one panel of an experiment's rows, read at a third of a page."""
+"""Small figures for the README: one panel of an experiment's rows, a third of the page wide."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,26 @@ WIDTH, HEIGHT = 3.4, 2.9  # inches; shown some 270 pixels wide
 
 @dataclass(frozen=True)
 class Thumb:
-    """The rows with these `fields`, over the column `x`: series -> label; `y` names the axis and
-    `unit` is what values are divided by. With `tokens` batch x N is 16k.
+    """What a small figure shows.
+
+    Parameters
+    ----------
+    title : str
+        Title.
+    series : mapping of str to str
+        Series to its label.
+    y : str
+        Label of the y axis.
+    fields : mapping
+        Fields of the rows, as for `record.select`.
+    x : str, default "seqlen_q"
+        Column of the x axis.
+    unit : float, default 1.0
+        Values are divided by it.
+    log : bool, default True
+        Whether the y axis is logarithmic.
+    tokens : bool, default False
+        Whether only problems with 16k tokens are shown.
     """
 
     title: str
@@ -29,6 +47,20 @@ class Thumb:
     tokens: bool = False
 
     def points(self, rows: Sequence[Row], series: str) -> list[tuple[int, float]]:
+        """Return the points of a series, sorted; counts on the emulator are left out.
+
+        Parameters
+        ----------
+        rows : sequence of Row
+            Rows of the experiment.
+        series : str
+            Name of the series.
+
+        Returns
+        -------
+        list of (int, float)
+            The points.
+        """
         return sorted(
             (getattr(row, self.x), row.number / self.unit)
             for row in select(rows, series=series, **self.fields)
@@ -75,11 +107,36 @@ THUMBS = {
 
 
 def figures(experiment: str) -> dict[str, Any]:
-    """The experiment's small figure by its file's name; empty where it has none."""
+    """Return an experiment's small figure by the name of its file.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+
+    Returns
+    -------
+    dict
+        Empty if there is none.
+    """
     return {experiment + SUFFIX: partial(draw, experiment)} if experiment in THUMBS else {}
 
 
 def draw(experiment: str, rows: Sequence[Row]) -> Any:
+    """Draw the small figure of an experiment.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    rows : sequence of Row
+        Its rows.
+
+    Returns
+    -------
+    Figure or None
+        None if a series has no points.
+    """
     thumb = THUMBS[experiment]
     lines = {series: thumb.points(rows, series) for series in thumb.series}
     if not all(lines.values()):
