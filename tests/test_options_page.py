@@ -218,5 +218,110 @@ def test_every_argument_of_a_function_is_in_the_table_of_functions():
             assert parameter == "options" or re.search(rf"\b{parameter}\b", text), (name, parameter)
 
 
+LENGTHS = ({"q_lens": [200, 100]}, {"kv_lens": [200, 100]}, PACKED)
+BIAS, SLOPES = GIVEN["bias"], GIVEN["alibi_slopes"]
+CAP, WINDOW, DROPOUT = GIVEN["softcap"], GIVEN["window"], GIVEN["dropout_p"]
+MASKED = {"causal": True}
+ADDS, DCAPTURED = {"score_mod": captured}, GIVEN["return_dcaptured"]
+FIRST, SECOND = ("fa1", "fwd"), ("fa2", "bwd")
+FIRST_BACKWARD = ("fa1", "bwd")
+# The two tables of what Hopper's unit lacks: (algorithm, pass), options, head dimensions that are
+# refused, and head dimensions that are not.
+LACKS = [
+    *((FIRST, x, (64, 128), ()) for x in (BIAS, SLOPES, GIVEN["kv_lens"], PACKED, DROPOUT)),
+    *((FIRST_BACKWARD, x, (64, 128), ()) for x in (BIAS, SLOPES, *LENGTHS, DROPOUT, CAP)),
+    (FIRST_BACKWARD, {}, (136, 256), (64, 128)),
+    (SECOND, GIVEN["return_dbias"], (32, 64, 128, 192), ()),
+    *((SECOND, CAP | x | MASKED, (32, 64, 128, 192), ()) for x in (BIAS, SLOPES, DROPOUT)),
+    (SECOND, BIAS | SLOPES, (32, 128, 192), ()),
+    *((SECOND, x | y, (16, 64), (72, 128, 192)) for x in (CAP, WINDOW) for y in LENGTHS),
+    *((SECOND, SLOPES | MASKED | y, (16, 64), (72, 128, 192)) for y in LENGTHS),
+    *((SECOND, BIAS | y, (56, 64), (48, 72, 192)) for y in LENGTHS[:2]),
+    (SECOND, PACKED | {"bias": (HEADS, 156, 156)}, (56, 64, 136, 192), (48, 72, 128, 200)),
+    (SECOND, BIAS | {"score_mod": doubled}, (16, 64, 136, 256), (72, 128)),
+    (SECOND, BIAS | ADDS, (136, 256), (16, 64, 128)),
+    (SECOND, SLOPES, (56, 64), (48, 72)),
+    *((SECOND, x | DROPOUT | MASKED, (56, 64), (48, 72, 192)) for x in (SLOPES, BIAS)),
+    (SECOND, DCAPTURED | DROPOUT, (56, 64), (48, 72, 128)),
+    *((SECOND, x | DCAPTURED | MASKED, (56, 64), (48, 72)) for x in (SLOPES, BIAS)),
+    *(
+        (SECOND, DROPOUT | {"score_mod": doubled} | way, sizes, allowed)
+        for way, sizes, allowed in (
+            ({}, (136, 256), (64, 128)),
+            ({"deterministic": True}, (64,), ()),
+        )
+    ),
+    (SECOND, DROPOUT | ADDS | {"deterministic": True}, (), (64, 192)),
+    *((SECOND, SLOPES | ADDS | MASKED | y, (), (64, 128)) for y in (*LENGTHS, DROPOUT)),
+]
+
+
+@pytest.mark.parametrize("kernel, given, refused, allowed", LACKS)
+def test_hoppers_unit_lacks_what_the_limits_say(kernel, given, refused, allowed):
+    given = dict(given)
+    q, k = given.pop("q", (2, HEADS, ROWS)), given.pop("k", (2, HEADS_K, ROWS))
+    how = {"unit": "wgmma", "dtype": "float16", "algorithm": kernel[0], "passes": kernel[1]}
+    with as_gpu("H100"):
+        for d in allowed:
+            fa_numba.plan((*q, d), (*k, d), **how, **given)
+        for d in refused:
+            with pytest.raises(ValueError, match="wgmma"):
+                fa_numba.plan((*q, d), (*k, d), **how, **given)
+            other = fa_numba.plan((*q, d), (*k, d), **how | {"unit": "auto"}, **given)
+            assert other.unit == "mma"
+
+
+# The table of options that are refused together: options, and the argument that the message names.
+TOGETHER = [
+    (GIVEN["attn_mask"] | BIAS, "attn_mask"),
+    *((PAGES | x, "block_table") for x in ({"algorithm": "fa1"}, {"algorithm": "standard"})),
+    (PAGES | {"passes": "bwd"}, "block_table"),
+    (PAGES | {"tiles": fa_numba.Tiles(16, 24)}, "tiles"),
+    (PAGES | {"precision": "fp16x3"}, "precision"),
+    (PAGES | {"q": (ROWS, HEADS), "cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}, "cu_seqlens_k"),
+    *(
+        ({"prefix_k": (HEADS_K, 64, 64)} | x, next(iter(x)))
+        for x in (WINDOW, BIAS, GIVEN["attn_mask"], SLOPES, DROPOUT, ADDS, GIVEN["mask_mod"])
+    ),
+    (PACKED | {"q_lens": [1, 1]}, "q_lens"),
+    (PACKED | {"kv_lens": [1, 1]}, "kv_lens"),
+    (PACKED | {"layout": "bnhd"}, "layout"),
+    ({"precision": "fp16x3", "dtype": "float16"}, "precision"),
+    ({"precision": "fp16x3", "algorithm": "standard"}, "precision"),
+    ({"precision": "fp16x3", "algorithm": "fa1", "passes": "bwd"}, "precision"),
+    ({"precision": "fp16x3", "passes": "bwd", "deterministic": True}, "precision"),
+    ({"precision": "fp16x3", "passes": "bwd", "group_splits": 2}, "group_splits"),
+    (DCAPTURED | {"passes": "bwd", "deterministic": True}, "deterministic"),
+    (
+        BIAS | {"passes": "bwd", "deterministic": True, "return_dbias": True},
+        "deterministic",
+    ),
+    (DCAPTURED | {"passes": "bwd", "algorithm": "standard"}, "return_dcaptured"),
+    *(
+        (x | {"passes": "bwd", "group_splits": 4, "dtype": "float16"}, "group_splits")
+        for x in (CAP, ADDS, SLOPES | MASKED, BIAS)
+    ),
+    (
+        {"ablate": ("prefetch",), "tiles": fa_numba.Tiles(64, 64, stages=2), "dtype": "float16"},
+        "tiles",
+    ),
+]
+
+
+@pytest.mark.parametrize("given, named", TOGETHER)
+def test_options_are_refused_together_as_the_limits_say(given, named):
+    given = dict(given)
+    q, k = given.pop("q", (2, HEADS, ROWS)), given.pop("k", (2, HEADS_K, ROWS))
+    with as_gpu("H100"), pytest.raises(ValueError, match=named):
+        fa_numba.plan((*q, 64), (*k, 64), **given)
+
+
+def test_a_block_mask_of_a_function_excludes_another_function():
+    blocks = fa_numba.create_block_mask(below, 1, 1, 64, 64, tiles=fa_numba.Tiles(32, 32))
+    shape = (1, 1, 64, 8)
+    with pytest.raises(ValueError, match="mask_mod"):
+        fa_numba.plan(shape, shape, block_mask=blocks, mask_mod=below)
+
+
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
