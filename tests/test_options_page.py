@@ -225,6 +225,7 @@ MASKED = {"causal": True}
 ADDS, DCAPTURED = {"score_mod": captured}, GIVEN["return_dcaptured"]
 FIRST, SECOND = ("fa1", "fwd"), ("fa2", "bwd")
 FIRST_BACKWARD = ("fa1", "bwd")
+PLANES = {"precision": "fp16x3", "dtype": "float32"}
 # The two tables of what Hopper's unit lacks: (algorithm, pass), options, head dimensions that are
 # refused, and head dimensions that are not.
 LACKS = [
@@ -253,6 +254,17 @@ LACKS = [
     ),
     (SECOND, DROPOUT | ADDS | {"deterministic": True}, (), (64, 192)),
     *((SECOND, SLOPES | ADDS | MASKED | y, (), (64, 128)) for y in (*LENGTHS, DROPOUT)),
+    *(
+        (kernel, PLANES | x, (64, 128), ())
+        for kernel in (FIRST, ("fa2", "fwd"), SECOND)
+        for x in (CAP, BIAS, SLOPES, DROPOUT, ADDS, GIVEN["mask_mod"])
+    ),
+    *((kernel, PLANES, (136, 256), (64, 128)) for kernel in (FIRST, ("fa2", "fwd"), SECOND)),
+    *((SECOND, PLANES | x, (136,), (64,)) for x in (*LENGTHS, WINDOW, MASKED)),
+    (FIRST, PLANES | {"query_splits": 2}, (), (64,)),
+    (("fa2", "fwd"), PLANES | {"kv_splits": 2}, (), (64,)),
+    (SECOND, PLANES | {"precision": "bf16x6"}, (64, 128), ()),
+    (SECOND, PLANES | {"v": (2, HEADS_K, ROWS, 32)}, (64, 128), ()),
 ]
 
 
@@ -260,15 +272,15 @@ LACKS = [
 def test_hoppers_unit_lacks_what_the_limits_say(kernel, given, refused, allowed):
     given = dict(given)
     q, k = given.pop("q", (2, HEADS, ROWS)), given.pop("k", (2, HEADS_K, ROWS))
-    how = {"unit": "wgmma", "dtype": "float16", "algorithm": kernel[0], "passes": kernel[1]}
+    how = {"algorithm": kernel[0], "passes": kernel[1], "dtype": "float16"} | given
+    v = how.pop("v", None)
     with as_gpu("H100"):
         for d in allowed:
-            fa_numba.plan((*q, d), (*k, d), **how, **given)
+            fa_numba.plan((*q, d), (*k, d), v, unit="wgmma", **how)
         for d in refused:
             with pytest.raises(ValueError, match="wgmma"):
-                fa_numba.plan((*q, d), (*k, d), **how, **given)
-            other = fa_numba.plan((*q, d), (*k, d), **how | {"unit": "auto"}, **given)
-            assert other.unit == "mma"
+                fa_numba.plan((*q, d), (*k, d), v, unit="wgmma", **how)
+            assert fa_numba.plan((*q, d), (*k, d), v, **how).unit == "mma"
 
 
 # The table of options that are refused together: options, and the argument that the message names.
@@ -314,6 +326,17 @@ def test_options_are_refused_together_as_the_limits_say(given, named):
     q, k = given.pop("q", (2, HEADS, ROWS)), given.pop("k", (2, HEADS_K, ROWS))
     with as_gpu("H100"), pytest.raises(ValueError, match=named):
         fa_numba.plan((*q, 64), (*k, 64), **given)
+
+
+def test_hoppers_unit_takes_rows_at_16_byte_addresses_alone_but_for_planes():
+    q = np.ones((1, 1, 16, 12), np.float16)
+    for function in (fa_numba.flash_attention_1, fa_numba.flash_attention_2):
+        with pytest.raises(ValueError, match="wgmma.*16-byte"):
+            function(q, q, q, unit="wgmma")
+    q = q.astype(np.float32)
+    assert fa_numba.flash_attention_2(q, q, q, unit="wgmma", precision="fp16x3").shape == q.shape
+    with pytest.raises(ValueError, match="wgmma.*16-byte"):
+        fa_numba.flash_attention_1(q, q, q, unit="wgmma", precision="fp16x3")
 
 
 def test_a_block_mask_of_a_function_excludes_another_function():
