@@ -1,5 +1,6 @@
-"""What no kernel on Hopper's tensor cores passes: products of operands that stay in shared memory,
-and exponentials, each by a kernel that does nothing else.
+"""Speeds that no kernel on Hopper's tensor cores can exceed, each by a kernel of its own.
+
+They are products of operands that stay in shared memory, and exponentials.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,10 @@ FIXED_POINT = 0.6411857445
 
 @cache
 def make_multiply() -> Kernel:
-    """Sums of `steps` products of tiles of ones, a warpgroup's first element for each thread."""
+    """Return the kernel that adds up `steps` products of tiles of ones.
+
+    A thread stores one element of it.
+    """
 
     def multiply(Y, steps):
         sA, sB = half_tile(0, TILE_A), half_tile(TILE_A, TILE_B)
@@ -65,7 +69,7 @@ def make_multiply() -> Kernel:
 
 @cache
 def make_exponentials() -> Kernel:
-    """x = 2^-x, `steps` times from 0 on, CHAINS of them a thread."""
+    """Return the kernel that computes x = 2^-x, `steps` times, in CHAINS chains per thread."""
 
     def exponentials(Y, steps):
         r = cuda.local.array(CHAINS, float32)
@@ -86,12 +90,14 @@ def make_exponentials() -> Kernel:
 
 
 def measure_products(multiprocessors: int, repeats: int) -> Timing:
+    """Measure TFLOP/s of the products."""
     kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
     work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS
     return kernel(float(SUMMED * PRODUCTS), work)
 
 
 def measure_exponentials(multiprocessors: int, repeats: int) -> Timing:
+    """Measure 10^12 exponentials per second."""
     blocks = EXP_BLOCKS * multiprocessors
     kernel = partial(_measured, make_exponentials(), blocks, EXPONENTIALS, repeats)
     return kernel(CHAINS * FIXED_POINT, CHAINS * EXP_THREADS * blocks * EXPONENTIALS)
@@ -106,7 +112,10 @@ MEASURES: dict[str, Callable[[int, int], Timing]] = {
 def _measured(
     kernel: Kernel, blocks: int, steps: int, repeats: int, wanted: float, work: float
 ) -> Timing:
-    """What a second has of `work`; raises WrongResult unless each thread gives what is wanted."""
+    """Time a kernel after a check of its results; return `work` per second, in units of 10^12.
+
+    Raises WrongResult unless every thread returns `wanted`.
+    """
     Y = device.empty((blocks * kernel.threads,))
     argument = device.argument(Y)
 
@@ -119,7 +128,7 @@ def _measured(
 
 
 def check(found: np.ndarray, wanted: float) -> None:
-    """Raise WrongResult unless all are as wanted, but for what an approximate 2^x may be off."""
+    """Raise WrongResult unless every value matches within the error of the approximate 2^x."""
     wrong = np.flatnonzero(~(np.abs(found - wanted) <= 1e-5 * wanted))
     if wrong.size:
         at = int(wrong[0])

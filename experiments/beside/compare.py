@@ -1,4 +1,4 @@
-"""The command python -m experiments compare: both loop orders at one size of the reader's own."""
+"""The command ``python -m experiments compare``: both loop orders at a size that the user gives."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ ENOUGH = 4
 
 @dataclass(frozen=True)
 class Side:
-    """One of the calls that are compared: a series and the options of its plan."""
+    """One of the compared calls: a series, its plan and the plan's options."""
 
     series: str
     planned: fa_numba.Plan
@@ -49,7 +49,11 @@ class Side:
 def sides(
     problem: Problem, pass_: str, tiles: Tiles | None, gpu: bounds.Device
 ) -> tuple[list[Side], dict[str, str]]:
-    """FA-1, with query splits where these fill more of the GPU, FA-2, standard; why one lacks."""
+    """Return the calls that are compared, and why a series is missing.
+
+    These are FA-1, FA-2 and standard attention, and FA-1 with query splits if they fill more of the
+    GPU.
+    """
     unit = "simt" if problem.dtype == "float32" else "mma"
     common: dict[str, Any] = {"tiles": tiles} if tiles else {}
     wanted: list[tuple[str, dict[str, Any]]] = [(f"fa1-{unit}", common)]
@@ -74,7 +78,19 @@ def sides(
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: what, by series, how a number is written, and where it is from."""
+    """A line of the table.
+
+    Parameters
+    ----------
+    what : str
+        Name of the number.
+    values : mapping
+        Number by series.
+    shown : callable
+        Takes a number and returns its text.
+    source : str
+        Where the numbers are from.
+    """
 
     what: str
     values: Mapping[str, float]
@@ -83,6 +99,7 @@ class Line:
 
 
 def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
+    """Yield the lines that follow from the plans and the GPU's data sheet."""
     plans = {side.series: side.planned for side in found}
     for metric in ("loads", "stores"):
         values = {s: getattr(p.accesses, f"total_{metric}") for s, p in plans.items()}
@@ -104,6 +121,7 @@ def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
 
 
 def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]:
+    """Yield a line with the values divided by FA-2's."""
     fa2 = next((x for series, x in values.items() if series.startswith("fa2")), None)
     if fa2:
         ratios = {series: x / fa2 for series, x in values.items()}
@@ -111,6 +129,7 @@ def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]
 
 
 def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
+    """Return the bytes of some arrays' accesses."""
     loads, stores = (
         {name: n for name, n in of.items() if name in arrays}
         for of in (accesses.loads, accesses.stores)
@@ -119,7 +138,7 @@ def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
 
 
 def why_not_counted(problem: Problem, pass_: str) -> str:
-    """Why the emulator does not count one head of this; empty where it does."""
+    """Return why the emulator does not count one head of the problem; empty if it does."""
     head = replace(problem, batch=1, heads_q=1, heads_k=1, causal=False)
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > counts.LONGEST or io_model.flops(head, pass_) > counts.FLOPS:
@@ -128,7 +147,10 @@ def why_not_counted(problem: Problem, pass_: str) -> str:
 
 
 def counted(problem: Problem, pass_: str, side: Side) -> Any:
-    """What one head accesses, on host arrays; which numbers they hold changes no access."""
+    """Return the accesses of one head, counted on the emulator.
+
+    The inputs are zeros, as their values change no access.
+    """
     head = replace(problem, batch=1, heads_q=1, heads_k=1)
     # NumPy has no bfloat16: float16 has as many bytes, and its kernels the same accesses.
     dtype = "float32" if problem.dtype == "float32" else "float16"
@@ -147,7 +169,7 @@ def counted(problem: Problem, pass_: str, side: Side) -> Any:
 def with_counts(
     problem: Problem, pass_: str, found: Sequence[Side], lines: Sequence[Line]
 ) -> tuple[list[Line], str]:
-    """The lines, those of elements as counted, where one head is small enough; and what to say."""
+    """Return the lines, with counted elements if one head is small enough, and a remark."""
     why = why_not_counted(problem, pass_)
     if why:
         return list(lines), f"model: closed forms. Not counted: {why}."
@@ -176,7 +198,7 @@ def with_counts(
 def measured(
     problem: Problem, pass_: str, found: Sequence[Side]
 ) -> tuple[list[Line], dict[str, str]]:
-    """Times on this GPU, of results that are checked first; why one lacks."""
+    """Return lines of times on this GPU, and why a series has none. Results are checked first."""
     inputs = Inputs(gradient=pass_ == "bwd")
     checks = calls.Checks(inputs)
 
@@ -209,6 +231,7 @@ def measured(
 
 
 def add(commands: Any) -> None:
+    """Add the command and its options to the command line."""
     sub = commands.add_parser(
         NAME,
         help="set both loop orders side by side on a size of your own",
@@ -237,6 +260,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run the command and return the exit status, 1 if a call failed."""
     here = bounds.here()
     gpu = here or bounds.DEVICES[STAND_IN]
     pass_ = "bwd" if args.backward else "fwd"
@@ -280,6 +304,7 @@ _GRIDS = "both orders have K/V outside: FA-1 with a thread block a head, FA-2 wi
 def table(
     found: Sequence[Side], lines: Sequence[Line], names: dict[str, str]
 ) -> list[tuple[str, ...]]:
+    """Return the cells of the table."""
     return [
         ("", *(names[side.series] for side in found), "from"),
         ("tiles Br x Bc", *(f"{x.planned.tiles.Br} x {x.planned.tiles.Bc}" for x in found), "plan"),
@@ -293,5 +318,5 @@ def table(
 
 
 def _blocks(side: Side) -> int:
-    """Thread blocks of the kernel with the largest tiles, which has the products."""
+    """Return the thread blocks of the main kernel: the one with the most shared memory."""
     return int(np.prod(max(side.planned.kernels, key=lambda k: k.shared_bytes).grid))

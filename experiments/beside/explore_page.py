@@ -1,4 +1,4 @@
-"""The page as one file: template, style, script and data."""
+"""The page explore.html as one file: template, style, script and data."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,12 @@ STATE = ("N", "d", "Br", "Bc", "causal", "window", "unit")
 
 
 def panels(orders: Panel) -> list[Panel]:
+    """Return the panels of the page, the given one first."""
     return [orders, explore_panels.SOFTMAX, explore_panels.TILES, explore_panels.PLAN]
 
 
 def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:
-    """The first panel, of traces by state."""
+    """Return the first panel with stored traces, given by state."""
 
     def traces(*state: Any) -> Mapping[str, Trace]:
         if len(found.get(state, ())) < 2:
@@ -32,7 +33,7 @@ def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:
 
 
 def html(shown: Sequence[Panel], note: str, *, live: bool = False) -> str:
-    """The page; `live`, it asks the server for answers."""
+    """Return the page. If `live`, its script asks the server for answers."""
     data = {
         "live": live,
         "panels": {

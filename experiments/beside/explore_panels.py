@@ -1,4 +1,4 @@
-"""What the page's panels answer: every number of the package's own functions."""
+"""What the page's panels answer. Every number is from the package's own functions."""
 
 import inspect
 import math
@@ -28,7 +28,10 @@ MOST_SCORES = 64
 
 
 def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
-    """The algorithm's lines in NumPy, without what watches, each with the paper's lines for it."""
+    """Return the lines of an algorithm in NumPy, each with the paper's lines that it carries out.
+
+    The statements that call `watch` are left out.
+    """
     source = inspect.getsource(getattr(algorithms, f"{algorithm}_forward")).splitlines()
     first = next(
         n for n, line in enumerate(source) if re.match(r" +# (Alg\. 1 line 2|In gl)", line)
@@ -54,6 +57,8 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
 
 
 def order(trace: Trace, plan: fa_numba.Plan) -> Answer:
+    """Return the answer for one loop order: steps, bytes, tiles and grid."""
+
     def moved(arrays: str, kind: str) -> int:
         return sum(move.bytes for move in trace.select(tuple(arrays), kind))
 
@@ -73,7 +78,7 @@ def orders(
     traces: Callable[..., Mapping[str, Trace]], N: int, d: int, Br: int, Bc: int,
     causal: str, window: int, unit: str, mask: str = "",
 ) -> Answer:  # fmt: skip
-    """Both traces, and the size of the grid of tiles."""
+    """Return the answer of the first panel: both traces, and the numbers of tiles."""
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
     problem, tiles = explore.problem_of(N, d, causal == "yes", window, unit), fa_numba.Tiles(Br, Bc)
     blocks, typed = typed_mask.blocks_of(mask, N, tiles), (mask,) if mask else ()
@@ -84,7 +89,11 @@ def orders(
 
 
 def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:
-    """`traces` gives those of a state, or raises ValueError; `baked` are the values that it has."""
+    """Return the first panel.
+
+    `traces` returns the traces of a state, or raises ValueError. `baked` has the values of each
+    input for which the page has answers.
+    """
     return Panel(
         name="orders",
         title="Both orders, side by side",
@@ -122,7 +131,7 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
 
 @cache
 def examples() -> dict[str, worked.Rows]:
-    """The worked examples of `python -m fa_numba trace`, and two more."""
+    """Return the worked examples of ``python -m fa_numba trace``, and two more."""
     Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
     large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
     return worked.examples() | {
@@ -132,13 +141,16 @@ def examples() -> dict[str, worked.Rows]:
 
 
 def _row_of(scores: list[float], title: str) -> worked.Rows:
-    """The scores themselves; V is the unit matrix, so that O is their softmax."""
+    """Return an example with given scores.
+
+    V is the unit matrix, so that O is the softmax of the scores.
+    """
     one, every = np.ones((1, len(scores))), np.eye(len(scores))
     return worked.Rows(f"{title}; V = I", one, np.diag(scores), every, 4, 1.0)
 
 
 def softmax(example: str, block: int, scores: str) -> Answer:
-    """A row in steps, by both orders, and the softmax of its scores by three algorithms."""
+    """Return one row's steps by both loop orders, and its softmax by three algorithms."""
     rows = own_scores(scores) if example == "own" else examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V
     block = block or rows.block
@@ -172,12 +184,16 @@ def softmax(example: str, block: int, scores: str) -> Answer:
 
 @lru_cache(64)
 def _in_float32(scores: tuple[float, ...], name: str) -> np.ndarray:
+    """Return the softmax of scores in float32, by the emulator."""
     with device.using("emulator"), np.errstate(all="ignore"):
         return fa_numba.softmax(np.array([scores], np.float32), algorithm=name)[0]
 
 
 def own_scores(text: str) -> worked.Rows:
-    """A row of the reader's own scores. Raises ValueError with what is wrong in the text."""
+    """Return an example with the scores that a reader typed.
+
+    Raise ValueError if they are not allowed.
+    """
     parts = text.replace(",", " ").split()
     if not 1 <= len(parts) <= MOST_SCORES:
         raise ValueError(f"scores has {len(parts)} numbers: allowed are 1 to {MOST_SCORES}")
@@ -218,6 +234,7 @@ SOFTMAX = Panel(
 
 
 def tiles(n: int, d: int, Br: int, Bc: int, causal: str, window: int) -> Answer:
+    """Return tiles, FLOPs, workspace and accesses of each algorithm, in closed form."""
     problem = explore.problem_of(n, d, causal == "yes", window, "mma")
     sizes = SimpleNamespace(Br=Br, Bc=Bc)
     found: Answer = {}
@@ -272,6 +289,7 @@ TILES = Panel(
 def plans(
     gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
 ) -> Answer:
+    """Return the plan of each algorithm on a GPU, and what is expected of it."""
     found: Answer = {}
     sheet, shape = bounds.DEVICES[gpu], (batch, heads, T, d)
     options: dict[str, Any] = {"dtype": dtype, "passes": passes, "causal": causal == "yes"}
@@ -287,6 +305,7 @@ def plans(
 
 
 def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
+    """Yield the facts of a plan by key."""
     expected = bounds.expected(plan, gpu)
     # Of the kernel with the largest tiles, which has the products.
     both = zip(plan.kernels, expected.occupancies, strict=True)

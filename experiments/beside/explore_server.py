@@ -1,4 +1,4 @@
-"""The page, served on this machine alone: python -m experiments explore, for any size."""
+"""The page explore.html served on this machine: ``python -m experiments explore``, for any size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EMULATOR = threading.Lock()
 def _traces(
     N: int, d: int, Br: int, Bc: int, causal: str, window: int, unit: str, *typed: str
 ) -> dict[str, Trace]:
-    """By algorithm. Raises ValueError for what the emulator would take long for."""
+    """Return the traces by algorithm; raise ValueError if the emulator would take long."""
     problem, tiles = explore.problem_of(N, d, causal == "yes", window, unit), fa_numba.Tiles(Br, Bc)
     explore.check(N, d, Br, Bc)
     blocks, inputs = typed_mask.blocks_of("".join(typed), N, tiles), Inputs()
@@ -53,7 +53,7 @@ def _orders() -> Panel:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / is the page, /api/PANEL?INPUTS an answer in JSON."""
+    """The handler of requests: GET / returns the page, GET /api/PANEL?INPUTS an answer in JSON."""
 
     timeout = 20
     protocol_version = "HTTP/1.1"
@@ -114,11 +114,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: what is wrong the page says."""
+        """Log nothing, as the page shows what is wrong."""
 
 
 class Server(ThreadingHTTPServer):
-    """On loopback alone. Raises OSError for a port that is taken."""
+    """The server, which listens on the loopback address only.
+
+    Raises OSError if the port is taken.
+    """
 
     daemon_threads = True
 
@@ -130,14 +133,15 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """Return the address of the page."""
         return f"http://{ADDRESS}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Of a broken connection nothing is said."""
+        """Ignore broken connections."""
 
 
 def serve(port: int, say: Callable[[str], Any]) -> int:
-    """Serve until interrupted; gives an exit status."""
+    """Serve the page until interrupted; return the exit status."""
     try:
         server = Server(port)
     except OSError as error:

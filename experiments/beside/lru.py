@@ -1,12 +1,14 @@
-"""What an L2 cache would pass on to DRAM: an LRU model fed with the tile accesses of a launch.
+"""A model of L2 as an LRU cache: the bytes that reach DRAM, from the tile accesses of a launch.
 
-Assumptions: the cache is fully associative and replaces what was used longest ago. Its entries are
-whole tiles of one head: Br rows of Q, of O, of its float32 sum A, of l and m or of L, or Bc rows of
-K and V, which are always used together.
-Thread blocks take free places on the multiprocessors in launch order, and all blocks that run go on
-by one tile of S at a time, in turn. A load that misses reads DRAM; a store does not, and is written
-when its tile leaves the cache. What is in the cache at the end stays there, as in a profiler's
-count of one kernel.
+Assumptions: - The cache is fully associative and replaces the entry that was not used for the
+longest time. - An entry is a tile of one head: Br rows of Q, of O, of O's float32 sum A, of l and m
+together, or of
+  L; or Bc rows of K and V together.
+- Thread blocks start in launch order on free multiprocessors. All running thread blocks advance by
+one
+  tile of S at a time, in turn.
+- A load that misses reads DRAM. A store does not; the tile is written when it leaves the cache.
+- What is in the cache at the end stays there, as when a profiler counts one kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -45,6 +47,7 @@ class Device:
 
 @register_jitable
 def _unlink(tile, before, after, box):
+    """Take a tile out of the list of tiles in the order of their last use."""
     if before[tile] == NONE:
         box[NEWEST] = after[tile]
     else:
@@ -57,6 +60,7 @@ def _unlink(tile, before, after, box):
 
 @register_jitable
 def _touch(lru, tile, kind):
+    """Access a tile: count DRAM traffic, evict old tiles, make it the newest."""
     sizes, state, before, after, box, capacity = lru
     size = sizes[tile]
     if state[tile] != ABSENT:
@@ -90,7 +94,10 @@ def _touch(lru, tile, kind):
 
 @compiled
 def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, capacity, halves):
-    """Bytes that (read, write) DRAM. `ends` are the column tiles that each row tile visits."""
+    """Return the bytes read from and written to DRAM.
+
+    `ends` has the column tiles that a row tile visits.
+    """
     Tr = len(ends)
     run = -(-Tr // splits)
     state = np.zeros(len(sizes), np.int8)
@@ -174,8 +181,34 @@ def dram_bytes(
     algorithm: str, problem: Problem, tiles: Any, threads: int, device: Device, *,
     query_splits: int = 1, capacity: int | None = None,
 ) -> int:  # fmt: skip
-    """Bytes that a forward call of fa1 or fa2 reads from and writes to DRAM; `capacity` are bytes
-    of cache in place of the device's own, with 0 all that the kernel accesses.
+    """Return the bytes that a forward call of FA-1 or FA-2 reads from and writes to DRAM.
+
+    Parameters
+    ----------
+    algorithm : str
+        "fa1" or "fa2".
+    problem : Problem
+        The problem.
+    tiles : object with Br and Bc
+        Block sizes.
+    threads : int
+        Threads of a thread block.
+    device : Device
+        The GPU.
+    query_splits : int, default 1
+        Thread blocks of FA-1 that share a head.
+    capacity : int, optional
+        Bytes of cache instead of the GPU's. With 0, all accessed bytes reach DRAM.
+
+    Returns
+    -------
+    int
+        Bytes.
+
+    Raises
+    ------
+    ValueError
+        If the algorithm has another name.
     """
     if algorithm not in ("fa1", "fa2"):
         raise ValueError(f"algorithm is {algorithm!r}: allowed is 'fa1' or 'fa2'")

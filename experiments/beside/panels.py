@@ -1,4 +1,4 @@
-"""Panels of the page: inputs, a function of them, and all its answers as one small table."""
+"""Panels of the page: inputs, a function of the inputs, and all answers as one small table."""
 
 import itertools
 import json
@@ -19,9 +19,23 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Axis:
-    """An input: the `values` that the page has answers for. One with bounds takes any whole number
-    between them where the page is served, or with `text` any text; another one its values and
-    what there are `words` for. The page begins with `first`, or the first of the values.
+    """An input of a panel.
+
+    Parameters
+    ----------
+    label : str
+        Label.
+    values : sequence of int or str
+        Values for which the stored page has answers.
+    least, most : int, optional
+        On the served page any integer in this range is allowed.
+    words : mapping, default {}
+        Text to show for a value. Without a range, only `values` and the keys of `words` are
+        allowed.
+    text : bool, default False
+        Whether any text is allowed on the served page.
+    first : int or str, optional
+        Value at the start. Default: the first of `values`.
     """
 
     label: str
@@ -33,7 +47,10 @@ class Axis:
     first: Value | None = None
 
     def parse(self, name: str, given: str) -> Value:
-        """The value of a text. Raises ValueError, which names the input and what is allowed."""
+        """Return the value that a text of a request stands for.
+
+        Raise ValueError if it is not allowed.
+        """
         if self.text:
             return given
         if self.least is None or self.most is None:
@@ -49,9 +66,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: a `question`, the `sentence` that answers it, inputs, and what `answer` gives of
-    them, by key. A table shows `rows`, (key, label), over `columns`, (prefix, label); a key of a
-    column is "prefix.key".
+    """A panel of the page: a question, a sentence that answers it, inputs and numbers.
+
+    Parameters
+    ----------
+    name : str
+        Name in requests.
+    title, question, sentence, note : str
+        Texts.
+    axes : mapping of str to Axis
+        Inputs.
+    answer : callable
+        Takes the inputs and returns the numbers by key.
+    columns, rows : sequence of (str, str)
+        Prefixes and labels of the table's columns; keys and labels of its rows. A cell has the key
+        "prefix.key".
     """
 
     name: str
@@ -65,7 +94,10 @@ class Panel:
     note: str = ""
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Value]:
-        """A state of a request. Raises ValueError for a wrong, unknown or missing input."""
+        """Return the inputs of a request.
+
+        Raise ValueError for a wrong, unknown or missing input.
+        """
         unknown = [name for name in given if name not in self.axes]
         missing = [name for name in self.axes if name not in given]
         for said, names in (("unknown", unknown), ("missing", missing)):
@@ -74,13 +106,17 @@ class Panel:
         return {name: axis.parse(name, given[name]) for name, axis in self.axes.items()}
 
     def at(self, **state: Value) -> Answer:
-        """The answer in plain JSON; what is refused says why under "refused"."""
+        """Return the answer for given inputs as plain JSON values.
+
+        If the inputs are refused, the answer has the reason under "refused".
+        """
         try:
             return {key: plain(value) for key, value in self.answer(**state).items()}
         except ValueError as error:
             return {"refused": str(error)}
 
     def described(self) -> dict[str, Any]:
+        """Return the panel without its answers, as plain JSON values."""
         axes = {
             name: {**asdict(axis), "first": axis.values[0] if axis.first is None else axis.first}
             for name, axis in self.axes.items()
@@ -89,8 +125,11 @@ class Panel:
         return {"axes": axes, **{name: getattr(self, name) for name in words}}
 
     def baked(self) -> dict[str, Any]:
-        """Every answer: key -> the axes that it depends on, slowest first, its different values,
-        and which of them stands where, -1 for none. A key that an answer lacks is as in another.
+        """Return all answers in a compact form.
+
+        Each key has a list of three: numbers of the inputs that it depends on, slowest first; its
+        different values; and for each combination of these inputs the number of the value, -1 for
+        none. If an answer lacks a key, the value of another answer may be given.
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))
@@ -119,7 +158,7 @@ class Panel:
 
 
 def plain(value: Any) -> Any:
-    """What JSON has: a float to six digits, one that is not finite as "inf", "-inf" or "nan"."""
+    """Return a value as JSON allows it: floats with six digits, "inf", "-inf" and "nan" as text."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""A paper's speed figure with ours: grouped bars, or ratios where the GPUs differ."""
+"""A paper's speed figure together with our numbers: as bars, or as ratios if the GPUs differ."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,19 @@ Curve = dict[int, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar: a published `method`, hollow, or the faster `series` of ours; in `like`'s colour."""
+    """A bar of the figure.
+
+    Parameters
+    ----------
+    label : str
+        Label.
+    like : str
+        Series whose colour it has.
+    method : str, default ""
+        Published method; the bar is hollow.
+    series : tuple of str, default ()
+        Our series; the fastest of them is shown.
+    """
 
     label: str
     like: str
@@ -52,8 +64,21 @@ SHORT = {
 
 
 def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
-    """The figure `item` of a paper, a panel for each of its head dimensions and masks; None where
-    no row is of it.
+    """Draw a figure of a paper: a panel for each head dimension and mask.
+
+    Parameters
+    ----------
+    paper : str
+        "fa2" or "fa3".
+    item : str
+        The figure, such as "Fig. 5".
+    rows : sequence of Row
+        Our rows.
+
+    Returns
+    -------
+    Figure or None
+        None if no row belongs to the figure.
     """
     lines = published.lookup(paper=paper, item=item, metric="speed")
     pass_ = lines[0]["pass"]
@@ -82,6 +107,7 @@ Panels = Mapping[str, Mapping[Bar, Curve]]
 
 
 def _over(over: Curve, under: Curve) -> Curve:
+    """Return one curve divided by another, at common lengths."""
     return {N: value / under[N] for N, value in sorted(over.items()) if N in under}
 
 
@@ -136,7 +162,7 @@ def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
 
 
 def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -> Curve:
-    """N -> TFLOP/s of a bar in one panel; of several series the fastest."""
+    """Return a bar's TFLOP/s by length in one panel; of several series the fastest."""
     if bar.method:
         return {int(x["seqlen"]): float(x["value"]) for x in theirs if x["method"] == bar.method}
     found: Curve = {}
@@ -147,6 +173,7 @@ def _curve(bar: Bar, theirs: Sequence[Mapping[str, str]], here: Sequence[Row]) -
 
 
 def _groups(ax: Any, curves: Mapping[Bar, Curve]) -> None:
+    """Draw the bars of a panel, in groups by length."""
     lengths = sorted({N for bar, curve in curves.items() if bar.series for N in curve})
     width = 0.86 / len(curves)
     for n, (bar, curve) in enumerate(curves.items()):

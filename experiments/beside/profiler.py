@@ -1,4 +1,4 @@
-"""What a profiler says of a kernel: our names, Nsight Compute's, and the emulator's numbers."""
+"""What a profiler says of a kernel: our names, Nsight Compute's, the emulator's numbers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,16 @@ Counts = Any  # emulator.Counts
 
 @dataclass(frozen=True)
 class Counter:
-    """A number that hardware and emulator count: by Nsight Compute's `names`, the first that a GPU
-    has, or the executions of `opcodes`, a pattern; `counted` gives the emulator's.
+    """A number that both the hardware and the emulator count.
+
+    Parameters
+    ----------
+    counted : callable
+        Takes the emulator's counts and returns the number.
+    names : tuple of str, default ()
+        Nsight Compute's names; the first that the GPU has is used.
+    opcodes : str, default ""
+        Regular expression of opcodes whose executions are counted instead.
     """
 
     counted: Callable[[Counts], int]
@@ -41,17 +49,17 @@ _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op"
 
 
 def _sass(name: str) -> str:
-    """What a counter is called, behind its unit, where instrumented code counts it."""
+    """Return a counter's name, without its unit, if instrumented code counts it."""
     return f"sass_{name.replace('__', '_')}"
 
 
 def _of_copies(name: str) -> tuple[str, ...]:
-    """The names that a counter of cp.async, LDGSTS in SASS, has in one version or another."""
+    """Return the names of a counter of cp.async (LDGSTS in SASS) in different versions."""
     return f"smsp__{_sass(name)}_ldgsts", f"sm__{_sass(name)}_ldgsts", f"{name}_ldgsts"
 
 
 def _shared_wavefronts(counts: Counts) -> int:
-    """Those of loads and stores, and one for each shuffle, which takes the same way."""
+    """Return the wavefronts of loads and stores, plus one for each shuffle (the same path)."""
     both = [counts.total(space="shared", kind=kind).wavefronts for kind in ("load", "store")]
     return sum(both) + counts.instructions["shuffle"]
 
@@ -104,12 +112,15 @@ CERTAIN = (*counters.TRAFFIC, f"{_WAVEFRONTS}.sum", f"{_CONFLICTS}.sum")
 
 
 def counted(counts: Counts) -> dict[str, int]:
+    """Return the emulator's number for each counter."""
     return {name: counter.counted(counts) for name, counter in COUNTERS.items()}
 
 
 def chosen(known: set[str] | None) -> dict[str, str]:
-    """Our name -> Nsight Compute's, of those `known` without their suffix; None for all. Metrics of
-    instrumented code are taken as known where the list has none: it may leave them out.
+    """Return Nsight Compute's name for each of our names that the GPU has.
+
+    `known` has the GPU's counters without suffix; None means all. If the list has no counters of
+    instrumented code, they are taken as known, since some lists leave them out.
     """
     if known is not None and not any("__sass_" in name for name in known):
         known = None
@@ -122,8 +133,10 @@ def chosen(known: set[str] | None) -> dict[str, str]:
 
 
 def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
-    """Our name -> Nsight Compute's, of those that it gives here: without those that it refuses for
-    `case`, which is said. Raises CountersError where not even CERTAIN ones are given.
+    """Return Nsight Compute's name for each of our names that it can count here.
+
+    Counters that it refuses for `case` are left out; says which. Raises CountersError if even the
+    names in CERTAIN are refused.
     """
     names = chosen(counters.available_metrics())
     result: dict[str, float] | str | None = None
@@ -152,7 +165,7 @@ def _named(metric: str, text: str) -> bool:
 
 
 def executed(opcodes: Mapping[str, float]) -> dict[str, float]:
-    """Executed warp instructions by our names, of a launch's opcodes with their modifiers."""
+    """Return the executed warp instructions by our names, from the executions by opcode."""
     return {
         name: sum(
             n for op, n in opcodes.items() if re.fullmatch(rf"({counter.opcodes})(\..*)?", op)
@@ -168,7 +181,10 @@ Numbers = list[dict[str, float] | str]
 def profiled(
     cases: Sequence[Case], names: Mapping[str, str], say: Callable[[str], None]
 ) -> tuple[Numbers, Numbers]:
-    """Of each case (ncu's metric -> value, our name -> executed instructions), or why it failed."""
+    """Return, for each case, values by ncu's counter and executed instructions by our name.
+
+    A case that failed has the reason instead.
+    """
     say(f"  Nsight Compute: {len(cases)} calls, {len(names)} counters")
     metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))
     numbers = _tried(counters.count, cases, metrics, say=say)
@@ -188,7 +204,7 @@ def _tried(
 
 
 def ratio(measured: float | None, count: float | None) -> float | None:
-    """Measured over counted; 1 where both are 0, None without one of them."""
+    """Return measured divided by counted; 1 if both are 0, None if one is missing."""
     if measured is None or count is None:
         return None
     if measured == count:

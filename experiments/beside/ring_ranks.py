@@ -1,4 +1,4 @@
-"""What the processes of experiment `ring` run, a GPU each, and how they are begun."""
+"""The processes of the experiment `ring`, one per GPU, and the function that starts them."""
 
 import contextlib
 import datetime
@@ -30,7 +30,10 @@ TIMEOUT = datetime.timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class Task:
-    """One call to time: a series and a problem of `seqlen` rows over all ranks; LINK or MERGE."""
+    """One call to time: a series and a problem of `seqlen` rows over all ranks.
+
+    The series may also be LINK or MERGE, which time the link and the kernel that merges.
+    """
 
     series: str
     seqlen: int
@@ -41,8 +44,20 @@ class Task:
 
 @dataclass
 class Found:
-    """What the ranks found for the task of this index: milliseconds of each repeat on the slowest
-    rank, bytes sent by the rank that sends most, MiB of the one that takes most.
+    """What the ranks found for one task.
+
+    Parameters
+    ----------
+    index : int
+        Number of the task.
+    samples : list of float
+        Milliseconds of each repeat, on the slowest rank.
+    sent : int, default 0
+        Bytes sent, by the rank that sends most.
+    memory : float, default 0.0
+        MiB of the rank that needs most.
+    failure : str, default ""
+        Why the task failed.
     """
 
     index: int
@@ -53,8 +68,10 @@ class Found:
 
 
 def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
-    """Time the tasks over so many processes of this host, on a GPU each: what was found of each as
-    it comes. Who stops asking ends the processes.
+    """Time tasks in `ranks` processes of this host, one per GPU.
+
+    Yields what was found of each task as soon as it is known. The processes end when the caller
+    stops.
     """
     from torch import multiprocessing
 
@@ -81,7 +98,7 @@ def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
 
 
 def _lines(results: Path) -> list[Found]:
-    """What the first rank has written; a line that is not whole yet is left for later."""
+    """Return what the first rank has written so far; an incomplete line is left for later."""
     if not results.exists():
         return []
     whole = results.read_text("utf-8").rpartition("\n")[0]
@@ -89,7 +106,7 @@ def _lines(results: Path) -> list[Found]:
 
 
 def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str) -> None:
-    """One process: every task in turn, all ranks at once; rank 0 writes what was found."""
+    """Run one process: all ranks run every task together, rank 0 writes what was found."""
     import torch
     from torch import distributed as dist
 
@@ -109,10 +126,12 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
 
 
 class _Failed(Exception):
-    """Why a task fails, the same on every rank."""
+    """The reason why a task failed, the same on every rank."""
 
 
 class _Bench:
+    """One rank: its GPU, and the calls, checks and timings of tasks."""
+
     def __init__(self, rank: int, ranks: int, device: Any) -> None:
         import torch
 
@@ -123,7 +142,7 @@ class _Bench:
         self.mesh = None
 
     def found(self, index: int, task: Task) -> Found:
-        """Check the task's kind of call once, then time it; every rank comes to the same end."""
+        """Check the task's kind of call once, then time it. All ranks agree on the result."""
         try:
             with self._all(self._within, task.series, task.causal):
                 if task.series in SERIES:
@@ -135,7 +154,10 @@ class _Bench:
             return Found(index, [], failure=str(error))
 
     def _all(self, work: Callable[..., Any], *given: Any) -> Any:
-        """This rank's result. Raises _Failed on all ranks where the work fails on any."""
+        """Return this rank's result of `work`.
+
+        Raise _Failed on all ranks if it fails on one of them.
+        """
         result, failure = attempt(work, *given)
         every: list[Any] = [None] * self.ranks
         self.dist.all_gather_object(every, failure)
@@ -215,7 +237,10 @@ class _Bench:
         )
 
     def _within(self, series: str, causal: bool) -> Any:
-        """Of torch's context parallelism the context, whose split with a mask is the zigzag."""
+        """Return the context in which a series runs: torch's context parallelism, or nothing.
+
+        With a causal mask torch's split is the zigzag.
+        """
         if series not in _BACKENDS:
             return contextlib.nullcontext()
         from torch.distributed.device_mesh import init_device_mesh
@@ -272,7 +297,7 @@ class _Bench:
         return times, int(sent), memory
 
     def _check(self, task: Task) -> None:
-        """Hold such a call of a short problem to float64, once. Raises _Failed."""
+        """Check a call of a short problem against float64, once for each kind of call."""
         key = (task.series, task.causal, task.pass_)
         if key not in self.passed:
             self._all(self._compare, *key)
@@ -321,13 +346,15 @@ def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tupl
 
 
 def _all_to_all(torch: Any) -> Any:
-    """DeepSpeed-Ulysses' exchange (arXiv 2309.14509) of rows for heads, if its second argument is
-    true, or of heads for rows: each is the other's gradient.
+    """Return DeepSpeed-Ulysses' exchange (arXiv 2309.14509) as an autograd function.
+
+    If its second argument is true, it exchanges rows for heads, else heads for rows. Each is the
+    other's gradient.
     """
     dist = torch.distributed
 
     def exchange(x: Any, to_heads: bool) -> Any:
-        """(1, H, n, d) to (1, H / P, P n, d), or (1, H, n, d) to (1, P H, n / P, d)."""
+        """Exchange (1, H, n, d) for (1, H / P, P n, d), or for (1, P H, n / P, d)."""
         P = dist.get_world_size()
         _, H, n, d = x.shape
         parts = (

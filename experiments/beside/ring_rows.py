@@ -1,15 +1,14 @@
-"""What the rows of experiment `ring` say: gains over one GPU, and a model of the time over any
-number of them.
+"""What the rows of the experiment `ring` say: gains over one GPU, and a model of the time.
 
-A step is over when its call is done and when the parts that are on the link meanwhile have come:
+A step ends when its call is done and the parts that are on the link meanwhile have arrived:
 
     T = sum over the steps s of max(call_s + merge_s, bytes on the link / bandwidth)
 
-During step s the link has what travels, for step s + 1, and the results of step s - 1. Where
-results travel, half of the first step's heads are computed at the end, while the last results come
-home. The first step is causal where there is a mask, the others have half of the pairs. Calls take
-what one GPU took for the rank's length; a rank sends and receives at once. No latency, no other
-traffic, no wait for a slower rank.
+During step s the link carries the operands for step s + 1 and the results of step s - 1. If results
+travel, half of the first step's heads are computed at the end, while the last results are on their
+way home. With a causal mask the first step is causal, and the other steps have half of the pairs of
+rows and columns. A call takes the time that one GPU took for the rank's length. A rank sends and
+receives at the same time. The model has no latency, no other traffic, and no wait for slower ranks.
 """
 
 import math
@@ -25,8 +24,16 @@ from .ring_ranks import HEAD_DIM, HEADS, LINK, LINK_BYTES, MERGE, ONE, OURS, SER
 
 @dataclass(frozen=True)
 class Measured:
-    """One GPU and a link: milliseconds of a call by (pass, causal, length), passes "fwd" and
-    "fwd+bwd"; bytes a millisecond of the link, one direction, and of the kernel that merges.
+    """What was measured of one GPU and the link.
+
+    Parameters
+    ----------
+    times : mapping
+        Milliseconds of a call by (pass, causal, length), for the passes "fwd" and "fwd+bwd".
+    link : float
+        Bytes per millisecond of the link, in one direction.
+    merging : float
+        Bytes per millisecond of the kernel that merges.
     """
 
     times: Mapping[tuple[str, bool, int], float]
@@ -34,7 +41,10 @@ class Measured:
     merging: float
 
     def call(self, passes: str, causal: bool, N: int) -> float | None:
-        """Of one pass; beyond the longest measured in proportion to the work, else None."""
+        """Return the milliseconds of one pass; None if it is not known.
+
+        Beyond the longest measured length, times grow in proportion to the work.
+        """
         known = [n for p, c, n in self.times if (p, c) == (_PASSES[passes], causal)]
         if not known or N < min(known):
             return None
@@ -56,7 +66,10 @@ _PASSES = {"fwd": "fwd", "bwd": "fwd+bwd"}
 def milliseconds(
     measured: Measured, problem: Problem, ranks: int, series: str, pass_: str
 ) -> float | None:
-    """Of a call of the whole problem; None where a rank's call was not measured."""
+    """Return the model's milliseconds of a call of the complete problem.
+
+    None if a time is not known.
+    """
     part, travels = _part(problem, ranks), _travels(series)
     times = [_pass(measured, part, ranks, travels, each) for each in _passes(pass_)]
     known = [time for time in times if time is not None]
@@ -99,8 +112,9 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
 
 
 def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
-    """Bytes that making one result of two accesses in a step: both are read, one is written, in 16
-    bits between two ranks and else the sum in float32; O, or dQ, dK and dV.
+    """Return the bytes that a step's merge accesses: two results are read and one is written.
+
+    The sum has 16 bits between two ranks, else it is float32. The results are O, or dQ, dK and dV.
     """
     n_q, n_k = (math.prod(shape) for shape in (part.q_shape, part.k_shape))
     e = io_model.ring_messages(part)[0] // (2 * n_k)  # K and V
@@ -111,19 +125,22 @@ def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
 
 
 def whole(N: int, causal: bool) -> Problem:
+    """Return the complete problem of a sequence length."""
     return Problem(1, HEADS, HEADS, N, N, HEAD_DIM, dtype="float16", causal=causal)
 
 
 def place(ranks: int) -> str:
+    """Return the text by which rows name a number of ranks."""
     return f"{ranks} ranks"
 
 
 def ranks_of(row: Row) -> int:
+    """Return the number of ranks that a row names."""
     return int(row.place.split()[0])
 
 
 def sent_bytes(problem: Problem, ranks: int, series: str, pass_: str) -> int:
-    """Bytes that the rank which sends most sends in a call of the whole problem."""
+    """Return the bytes sent in a call of the complete problem, by the rank that sends most."""
     part, travels = _part(problem, ranks), _travels(series)
     return max(
         sum(io_model.ring(part, ranks, r, travels=travels, passes=p).sent for p in _passes(pass_))
@@ -135,11 +152,13 @@ Key = tuple[str, str, bool, int]  # series, pass, causal, length
 
 
 def by_key(rows: Sequence[Row], metric: str) -> dict[Key, float]:
+    """Return measured numbers by series, pass, causal and length."""
     at = ("series", "pass_", "causal", "seqlen_q")
     return values(rows, *at, metric=metric, source="measured")
 
 
 def gains(rows: Sequence[Row]) -> dict[Key, float]:
+    """Return one GPU's time divided by that of each series."""
     times = by_key(rows, "time")
     return {
         key: times[ONE, *key[1:]] / time
@@ -149,7 +168,10 @@ def gains(rows: Sequence[Row]) -> dict[Key, float]:
 
 
 def measured(rows: Sequence[Row]) -> Measured | None:
-    """One GPU's times and the link's bandwidth, as the model takes them; None without a link."""
+    """Return what the model needs: one GPU's times and the link.
+
+    None if the link was not measured.
+    """
     times = by_key(rows, "time")
     link = [t for (series, *_), t in times.items() if series == LINK]
     merge = [(t, N) for (series, *_, N), t in times.items() if series == MERGE]
@@ -163,7 +185,7 @@ def measured(rows: Sequence[Row]) -> Measured | None:
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, float]:
-    """The model's milliseconds of every measured call of ours, where it has what it needs."""
+    """Return the model's milliseconds of every measured call of ours, if known."""
     machine, found = measured(rows), {}
     for row in rows:
         if machine is None or row.metric != "time" or row.series not in OURS or row.failed:
@@ -178,7 +200,7 @@ def predicted(rows: Sequence[Row]) -> dict[Key, float]:
 def efficiency(
     machine: Measured, N: int, ranks: int, series: str, causal: bool, pass_: str
 ) -> float | None:
-    """The model's share of the time in which calls are computed, of so many ranks."""
+    """Return the share of the model's time in which attention calls are computed."""
     free = replace(machine, link=float("inf"), merging=float("inf"))
     time, alone = (
         milliseconds(at, whole(N, causal), ranks, series, pass_) for at in (machine, free)

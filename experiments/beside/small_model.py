@@ -1,8 +1,8 @@
-"""A small language model, run with NumPy or torch and any attention, and its text, character by
-character, with a cache of keys and values or none.
+"""A small language model in NumPy or torch with any attention, with or without a K/V cache.
 
-Pre-norm by root mean squares, without parameters; ReLU; no vectors of places, but ALiBi: each head
-takes off its slope times the distance, so that a text may be longer than those that were learned.
+It has RMS normalisation before each part, without parameters, and ReLU. It has no position vectors
+but ALiBi: each head subtracts its slope times the distance, so that a text may be longer than the
+texts of the training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EPSILON = 1e-5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: characters of the alphabet, heads of `head_dim` columns, layers."""
+    """The sizes of a model: characters of the alphabet, heads, columns of a head, layers."""
 
     alphabet: int
     heads: int
@@ -35,16 +35,21 @@ class Sizes:
 
     @property
     def width(self) -> int:
+        """Return the columns of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def slopes(self) -> np.ndarray:
-        """ALiBi's, of half a head's distance each time (Press et al. 2022)."""
+        """Return the ALiBi slopes: 1/2, 1/4, 1/8 ... by head (Press et al. 2022)."""
         return (2.0 ** -np.arange(1, self.heads + 1)).astype(np.float32)
 
 
 def logits(w: Weights, sizes: Sizes, characters: Any, attend: Attend) -> Any:
-    """(B, N, alphabet) of characters (B, N), NumPy arrays or torch tensors like the weights."""
+    """Return the logits (B, N, alphabet) of characters (B, N).
+
+    The arrays are NumPy arrays or torch tensors, like the weights `w`. `attend` computes the
+    attention of a layer.
+    """
     x = w["characters"][characters]
     for layer in range(sizes.layers):
         q, k, v = _heads(_norm(x) @ w[f"{layer}.qkv"], sizes)
@@ -56,11 +61,12 @@ def logits(w: Weights, sizes: Sizes, characters: Any, attend: Attend) -> Any:
 
 
 def _norm(x: Any) -> Any:
+    """Divide by the root mean square of each row."""
     return x * ((x * x).mean(-1, keepdims=True) + EPSILON) ** -0.5
 
 
 def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
-    """(B, N, 3 H d) as three of (B, H, N, d)."""
+    """Split (B, N, 3 H d) into q, k and v of shape (B, H, N, d)."""
     B, N, _ = qkv.shape
     D = sizes.width
     parts = (qkv[:, :, n * D : (n + 1) * D] for n in range(3))
@@ -68,13 +74,17 @@ def _heads(qkv: Any, sizes: Sizes) -> list[Any]:
 
 
 def _like(x: Any, other: Any) -> Any:
-    """`x` in the dtype of `other`."""
+    """Return `x` in the dtype of `other`."""
     return x.to(other.dtype) if hasattr(x, "to") else x.astype(other.dtype)
 
 
 @dataclass
 class Cache:
-    """Keys and values of every layer in pages, a block table, lengths `kv_lens` and `then`."""
+    """Keys and values of every layer in pages.
+
+    `block_table` lists the pages of each sequence. `kv_lens` is the number of keys before the
+    current step, `then` the number after it.
+    """
 
     pages: list[tuple[Any, Any]]
     block_table: Any
@@ -87,8 +97,29 @@ class Cache:
         cls, sizes: Sizes, sequences: int, length: int, page_size: int,
         put: Callable[[np.ndarray, str], Any], dtype: str, **options: Any,
     ) -> Cache:  # fmt: skip
-        """An empty one for `length` rows a sequence; `put(array, dtype)` brings an array to where
-        the model runs. `options` are those of flash_attention_2.
+        """Return an empty cache.
+
+        Parameters
+        ----------
+        sizes : Sizes
+            Sizes of the model.
+        sequences : int
+            Number of sequences.
+        length : int
+            Most keys of a sequence.
+        page_size : int
+            Rows of a page.
+        put : callable
+            Takes an array and a dtype and returns the array where the model runs.
+        dtype : str
+            Dtype of the keys and values.
+        **options
+            Further options of `flash_attention_2`.
+
+        Returns
+        -------
+        Cache
+            The cache.
         """
         each = -(-length // page_size)
         order = np.random.default_rng(SEED).permutation(sequences * each)
@@ -102,7 +133,7 @@ class Cache:
         return cls(pages, table, before, then, options)
 
     def attend(self, layer: int, q: Any, k: Any, v: Any) -> Any:
-        """Attention of the new rows to all rows, which the new ones are put to."""
+        """Append the new keys and values, and return the attention of the new rows to all rows."""
         k_pages, v_pages = self.pages[layer]
         if layer == 0:
             self.kv_lens[:] = self.then
@@ -122,7 +153,7 @@ class Cache:
 
 
 def whole(dtype: Any, **options: Any) -> Attend:
-    """Attention without a cache, in the dtype that the array `dtype` has."""
+    """Return an attention function without a cache, in the dtype of the array `dtype`."""
 
     def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
         arrays = (_like(x, dtype) for x in (q, k, v))
@@ -135,8 +166,11 @@ def steps(
     w: Weights, sizes: Sizes, characters: Any, attend: Attend,
     *, first: int, cached: bool,
 ) -> Iterator[int]:  # fmt: skip
-    """Put the likeliest character at each place of (sequences, length) from `first` on; yields how
-    many there are then. If `cached`, `attend` is given the rows that are new since the last step.
+    """Write the likeliest next character at each position, from `first` on.
+
+    Yield the length after each.
+
+    With `cached`, the model gets only the characters that are new since the last step.
     """
     begin = 0
     for n in range(first, characters.shape[1]):

@@ -1,8 +1,11 @@
-"""What Hopper's backward kernels spill, compiled without a GPU: the table that plans read.
+"""What Hopper's backward kernels spill, found by compiling them without a GPU.
 
-A row of `fa_numba/choices/spills.csv` is an option, alone or beside another, over some head
-dimensions. Its kernels are compiled at the largest of them, and where a thread's registers are
-shared out otherwise below, under each mask; the most bytes that one spills are the row's.
+Plans read the table.
+
+A row of `fa_numba/choices/spills.csv` is an option, alone or with another option, for a range of
+head dimensions. Its kernels are compiled at the largest head dimension; and also below where a
+thread's registers are divided differently; each with the masks that the row is about. The row has
+the most bytes that one of these kernels spills.
 """
 
 import csv
@@ -47,7 +50,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 
 def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(head dimension, options) of each call that a row is about."""
+    """Yield the head dimension and the options of each call that a row of the table is about."""
     option, beside = row["option"], row["beside"]
     last = int(row["last"])
     dims = [d for d in DIMENSIONS if int(row["first"]) <= d <= last] if last in DIMENSIONS else [64]
@@ -62,6 +65,7 @@ def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def spilled(d: int, options: tuple[str, ...]) -> int:
+    """Return the bytes that the kernels of a call spill."""
     given: dict[str, Any] = {}
     for name in options:
         given |= GIVEN[name]
@@ -74,7 +78,10 @@ def spilled(d: int, options: tuple[str, ...]) -> int:
 
 
 def write(say: Callable[[str], None], path: Path = SPILLS) -> bool:
-    """Compile what the table's rows are about and put their bytes there; True if it changed."""
+    """Compile the calls of all rows and write their bytes into the table.
+
+    Return whether it changed.
+    """
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:

@@ -1,4 +1,4 @@
-"""A mask that is typed on the page: an expression of i and j in Python's words."""
+"""A mask that a reader types on the page: a Python expression of i and j."""
 
 import ast
 import linecache
@@ -19,6 +19,7 @@ ALLOWED += f"{', '.join(CALLS)} and math's functions"
 
 
 def _is_known(node: ast.AST) -> bool:
+    """Return whether a part of the expression is allowed."""
     match node:
         case ast.Attribute(value=ast.Name(id="math"), attr=name):
             return not name.startswith("_")
@@ -33,7 +34,10 @@ def _is_known(node: ast.AST) -> bool:
 
 @lru_cache(maxsize=32)
 def function_of(text: str) -> Callable[..., Any]:
-    """The text's function (b, h, i, j). Raises ValueError for anything but these words."""
+    """Return the function (b, h, i, j) of the typed expression.
+
+    Raise ValueError if it is not allowed.
+    """
 
     def refused(what: str) -> ValueError:
         return ValueError(f"mask is {text!r}: {what}; allowed is {ALLOWED}")
@@ -54,7 +58,7 @@ def function_of(text: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=4)
 def blocks_of(text: str, N: int, tiles: fa_numba.Tiles) -> Any:
-    """The text's mask of N x N scores in blocks of these tiles; None for an empty text."""
+    """Return the block mask of the typed expression for N x N scores; None for an empty text."""
     if not text.strip():
         return None
     mask = function_of(text)

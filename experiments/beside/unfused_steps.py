@@ -1,4 +1,4 @@
-"""The steps of standard attention, one by one, beside the kernels that fuse them."""
+"""The steps of standard attention, one by one, compared with the kernels that fuse them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ DURATION = "gpu__time_duration.sum"
 
 
 def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterator[Row]:
-    """Times of each step, its name in the note, and of the fused kernels, all forward."""
+    """Measure the time of each step and of the fused kernels, forward. The note names the step."""
     common = columns(name, "", problem, str(bench.machine))
     host = inputs(problem)[:3]
     arrays = peers.on_device(host, problem.dtype)
@@ -72,7 +72,7 @@ def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> 
 
 
 def torch_steps(problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
-    """Step -> a function that makes it from what the step before left, and gives its result."""
+    """Return a function for each of torch's steps, which uses the result of the step before."""
     torch = peers.torch
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
     shape = (problem.seqlen_q, problem.seqlen_k)
@@ -133,18 +133,20 @@ _HATCHED = {
 
 
 def published_steps() -> dict[str, float]:
-    """Step, or FUSED -> milliseconds of FA-1's Fig. 1 right."""
+    """Return the milliseconds of each step, and of FUSED, in FA-1's Fig. 1 right."""
     where = {"paper": "fa1", "item": "Fig. 1 right", "metric": "runtime"}
     return {step: published.value(method=name, **where) for step, name in _PUBLISHED.items()}
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Return milliseconds by series and step, for the longest sequence."""
     steps = [row for row in rows if row.metric == "time" and row.place and row.value is not None]
     longest = max(((r.seqlen_q, r.batch) for r in steps), default=None)
     return {(r.series, r.place): r.number for r in steps if (r.seqlen_q, r.batch) == longest}
 
 
 def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
+    """Draw the steps of one implementation as a stacked bar."""
     left = 0.0
     for step, value in steps.items():
         first, hatch = _HATCHED.get(step, (step, ""))
@@ -160,6 +162,7 @@ def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
 
 
 def draw(ax: Any, rows: Sequence[Row]) -> None:
+    """Draw the steps of each implementation as stacked bars, and the fused kernels as bars."""
     found, paper = times(rows), published_steps()
     ways: dict[str, dict[str, float]] = {
         "paper: PyTorch, A100": {step: paper[step] for step in STEPS},
@@ -196,6 +199,7 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the steps: published, torch's and ours."""
     found, paper = times(rows), published_steps()
     if not found:
         return None

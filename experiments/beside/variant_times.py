@@ -1,5 +1,6 @@
-"""What variants of attention take on a GPU: both orders on both kinds of tensor cores, forward and
-backward, beside torch's flex_attention; and what compiling each takes.
+"""Times of attention variants on a GPU, in both loop orders, compared with flex_attention.
+
+The time to compile each variant is measured too.
 """
 
 import contextlib
@@ -55,8 +56,10 @@ PROTOCOL = (
 
 
 def flex_given(make: Variant, N: int, H: int, place: str = "cuda") -> dict[str, Any]:
-    """What flex_attention takes for one of our variants, with what our function takes from outside.
-    Raises KeyError for a variant that has no counterpart here.
+    """Return what flex_attention takes for one of our variants.
+
+    It uses the values that our function captures. Raises KeyError for a variant without a
+    counterpart.
     """
     ((option, function),) = make(N, H).items()
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -97,13 +100,14 @@ _MADE: Mapping[str, Callable[..., Callable]] = {
 
 
 def _warm() -> None:
+    """Compile and run a trivial function with torch."""
     double = torch.compile(lambda x: x * 2, dynamic=False)
     double(torch.zeros(64, device="cuda"))
     torch.cuda.synchronize()
 
 
 def on_device(function: FunctionType) -> FunctionType:
-    """The function with the arrays that it takes from outside on the GPU."""
+    """Return the function with its captured arrays on the GPU."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     moved = (
         peers.on_device((x,), x.dtype.name)[0] if isinstance(x, np.ndarray) else x for x in values
@@ -117,12 +121,13 @@ def _how(series: str) -> dict[str, Any]:
 
 
 def planned(series: str, pass_: str, problem: Problem, **options: Any) -> fa_numba.Plan:
+    """Return the plan of a series' call."""
     how = {"dtype": problem.dtype, "passes": pass_, **_how(series)}
     return fa_numba.plan(problem.q_shape, problem.k_shape, **how, **options)
 
 
 def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict[str, Any]:
-    """What a call takes for a variant: the timed problem's tiles, captured arrays on the GPU."""
+    """Return the options of a variant's call, with captured arrays on the GPU."""
     tiles = planned(series, pass_, TIMED, **make(TIMED.seqlen_q, TIMED.heads_q)).tiles
     ((option, function),) = make(problem.seqlen_q, problem.heads_q).items()
     moved = on_device(function)
@@ -135,6 +140,10 @@ def options_of(make: Variant, series: str, pass_: str, problem: Problem) -> dict
 def call(
     series: str, pass_: str, arrays: Sequence[Any], saved: Sequence[Any], options: dict[str, Any]
 ) -> Callable[..., Any]:
+    """Return a function that runs a series once in a pass.
+
+    `saved` is O and L for the backward pass.
+    """
     q, k, v, dout = arrays
     own = _how(series) | options
     if pass_ == "fwd":
@@ -143,14 +152,17 @@ def call(
 
 
 def _saved(make: Variant, problem: Problem, arrays: Sequence[Any]) -> Any:
-    """O and L, which the backward passes of both orders take."""
+    """Return O and L, which the backward passes of both loop orders take."""
     options = options_of(make, "fa2-mma", "fwd", problem)
     q, k, v = arrays[:3]
     return fa_numba.attention(q, k, v, return_lse=True, **_how("fa2-mma"), **options)
 
 
 def compile_ours(make: Variant, series: str, pass_: str) -> float:
-    """Seconds until all that a pass launches is compiled; NaN where it was on disk before."""
+    """Return the seconds until all kernels of a pass are compiled.
+
+    NaN if some were cached on disk.
+    """
     device.synchronize()
     start = time.perf_counter()
     plan = planned(series, pass_, TIMED, **options_of(make, series, pass_, TIMED))
@@ -161,6 +173,7 @@ def compile_ours(make: Variant, series: str, pass_: str) -> float:
 
 
 def compile_flex(make: Variant, pass_: str) -> float:
+    """Return the seconds until flex_attention has been compiled and has returned a result."""
     shapes = (TIMED.q_shape, TIMED.k_shape, TIMED.k_shape, TIMED.q_shape)
     arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], TIMED.dtype)
     device.synchronize()
@@ -171,6 +184,7 @@ def compile_flex(make: Variant, pass_: str) -> float:
 
 
 def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
+    """Return a function that runs flex_attention once for a variant."""
     given = flex_given(make, TIMED.seqlen_q, TIMED.heads_q)
     if pass_ == "fwd":
         return flex.call(TIMED, *arrays[:3], **given)
@@ -178,7 +192,7 @@ def flex_call(make: Variant, pass_: str, arrays: Sequence[Any]) -> Callable[...,
 
 
 def _begin() -> None:
-    """A process that compiles: what every compiler loads first is no part of a variant's time."""
+    """Prepare a process that compiles: load what every compilation needs, untimed."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # and torch in no others of its own
     if peers.available():
         attempt(_warm)
@@ -188,7 +202,10 @@ def _begin() -> None:
 def _compiled(
     variants: Mapping[str, Variant], timed: Sequence[str], bench: Bench, machine: str
 ) -> list[Row]:
-    """Rows of what compiling took, side by side; nothing is timed meanwhile."""
+    """Return rows of the time to compile each variant.
+
+    Processes compile in parallel, nothing is timed.
+    """
     jobs = min(JOBS, os.cpu_count() or 1)
     found: list[tuple[tuple[str, str, str], Future]] = []
     rows = []
@@ -218,7 +235,7 @@ def _compiled(
 
 @contextlib.contextmanager
 def _empty_caches() -> Iterator[None]:
-    """Inside torch keeps what it compiles in a folder of its own."""
+    """Let torch cache compiled code in a new folder inside the context."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         caches = {name: os.path.join(folder, name) for name in names}
@@ -227,7 +244,7 @@ def _empty_caches() -> Iterator[None]:
 
 
 class Alike:
-    """Holds results to the first of their pass, which another series gave."""
+    """A check that compares results with another series' first result of the same pass."""
 
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
@@ -253,6 +270,7 @@ def _real(x: Any) -> Any:
 
 
 def measure(variants: Mapping[str, Variant], bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure the time to compile, then the times of all variants."""
     timed = [s for s in SERIES if unit(s) != "wgmma" or device.compute_capability() == (9, 0)]
     if not peers.available():
         bench.say("  no torch with CUDA here: flex_attention is not measured")
@@ -314,11 +332,12 @@ def _times(
 
 
 def times(rows: Sequence[Row], metric: str = "time") -> dict[tuple[str, str, str], float]:
+    """Return a metric by variant, series and pass."""
     return values(rows, "place", "series", "pass_", source="measured", metric=metric)
 
 
 def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:
-    """flex_attention's time over that of FlashAttention-2 on the newest unit recorded."""
+    """Return flex_attention's time divided by FA-2's, on the newest unit that was recorded."""
     found = times(rows)
     ours = [found[name, s, pass_] for s in (HOPPER, "fa2-mma") if (name, s, pass_) in found]
     theirs = found.get((name, peers.FLEX, pass_))
@@ -326,7 +345,7 @@ def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:
 
 
 def said(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """The medians over the variants, in words; empty where nothing was timed."""
+    """Return the medians of `over_flex` over the variants, in words; empty if nothing was timed."""
     words = []
     for pass_, what in (("fwd", "forward"), ("bwd", "backward")):
         ratios = [x for x in (over_flex(rows, name, pass_) for name in names) if x is not None]
@@ -336,6 +355,7 @@ def said(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of all variants."""
     compiled, visited = times(rows, "compile"), times(rows, "visited")
     measured = [row for row in rows if row.source == "measured" and row.metric == "time"]
     names = list(dict.fromkeys(row.place for row in measured))

@@ -1,11 +1,11 @@
-"""What the stored rows say of the papers' figures and of claims about them.
+"""What the stored rows say about the papers' figures and about claims on them.
 
-- rule.py: the one rule: kinds, factors, trends; from points to a verdict
-- evidence.py: rows by what is asked of them, and quantities made of them
-- questions.py: a question as data, its row on the page; questions.csv: the words of each
-- published.py, claims.py: our quantity and the published one of each question
-- artefact.py: the main claims as a form, for who checks them
-- result.py: the main result, in sentences whose numbers are the rows'
+- rule.py: the one rule by which points become a verdict
+- evidence.py: selects rows, and makes quantities (numbers by place) from them
+- questions.py: a question as data, and its row on the page; questions.csv has the words
+- published.py, claims.py: for each question our quantity and the published one
+- artefact.py: the main claims as a form for people who check them
+- result.py: the main result in sentences, with numbers from the rows
 """
 
 from experiments.lab.show.tables import Across
@@ -16,7 +16,7 @@ QUESTIONS = (*published.QUESTIONS, *claims.QUESTIONS)
 
 
 def tables() -> dict[str, Across]:
-    """Tables of the page by name: they take rows of many experiments."""
+    """Return the tables of these pages by name. They use rows of many experiments."""
     return {
         "artefact": artefact.TABLE,
         "rule": questions.RULE,

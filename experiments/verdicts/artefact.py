@@ -1,4 +1,4 @@
-"""The form for who checks the main claims: command, time, expected value, allowed variation."""
+"""The form for people who check the main claims: command, time, expected value, variation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,21 @@ COUNTED = ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram")
 
 @dataclass(frozen=True)
 class Line:
-    """A claim, what it needs, its numbers in words, and how far another run may be from them."""
+    """A line of the form.
+
+    Parameters
+    ----------
+    claim : str
+        The claim.
+    needs : str
+        What it needs, such as a GPU.
+    experiments : tuple of str
+        Experiments whose rows decide it.
+    expected : callable
+        Takes the evidence and returns the numbers in words.
+    allowed : str
+        How far the numbers of another run may differ.
+    """
 
     claim: str
     needs: str
@@ -30,7 +44,7 @@ class Line:
 
 
 def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidence], Numbers]:
-    """A ratio of the two orders at every problem of every unit."""
+    """Return a function that finds a ratio of both loop orders at all problems of all units."""
 
     def find(found: Evidence) -> Numbers:
         of = {unit: ratio(*loop_order.series_of(unit)).find(found) for unit in WORDS}
@@ -44,7 +58,7 @@ def _span(find: Callable[[Evidence], Numbers], form: str = ".2f") -> Callable[[E
 
 
 def _equal(found: Evidence) -> str:
-    """How many counted numbers the closed form has."""
+    """Return how many counted numbers equal the closed form, as text."""
     same, number = zip(*(counts.equal(found.rows(name)) for name in COUNTED), strict=True)
     return f"{sum(same)} of {sum(number)} numbers"
 

@@ -1,4 +1,7 @@
-"""Of each claim, C1 to C30: our quantity and what the words say. Several contradict each other."""
+"""Our quantity and what the words say, for each of the claims C1 to C30.
+
+The claims are listed in questions.csv. Several contradict each other.
+"""
 
 import math
 from functools import partial
@@ -25,24 +28,29 @@ ANY, MORE, LESS = Bounds(0, math.inf), Bounds(1, math.inf), Bounds(0, 1)
 
 def counted(series: str, note: str | tuple[str, ...], metric: Any = ("loads", "stores"),
             causal: bool = False, per: float = 1, **more: Any) -> Quantity:  # fmt: skip
-    """Elements of these arrays, counted on the emulator, over `per`."""
+    """Return the elements of arrays that the emulator counted, divided by `per`.
+
+    `note` names the array or arrays, `metric` is "loads", "stores" or both.
+    """
     return rows(measured.NAME, series=series, source="counted", metric=metric, note=note,
                 causal=causal, head_dim=D, value=lambda row: row.number / per, **more)  # fmt: skip
 
 
 def round_trips(series: str) -> Quantity:
-    """How often S, P and O are written whole."""
+    """Return how often S, P and O are written completely."""
     return rows(measured.NAME, series=series, source="counted", metric="stores", causal=False,
                 head_dim=D, note=("S", "P", "O"),
                 value=lambda row: row.number / N / (N if row.note in "SP" else D))  # fmt: skip
 
 
 def tiles(series: str, array: str, causal: bool = False) -> Pair:
+    """Return how many tiles of an array a series loads, and how many the claim says."""
     seen = counted(series, array, "loads", causal, TILE * D)
     return seen, TILES * (TILES + 1) / 2 if causal else float(TILES**2)
 
 
 def layer(series: str) -> Quantity:
+    """Return the GB that DRAM moves for a layer of the model in claim C8."""
     return rows(measured.NAME, series=series, source="dram", metric="traffic", dtype="float16",
                 seqlen_q=measured.LAYER.seqlen_q, value=lambda row: row.number / 1e9)  # fmt: skip
 
@@ -55,19 +63,20 @@ STANDARD = {"standard": (layer("standard-mma"), Bounds(17.35, 17.85))}
 
 
 def dropped(series: str) -> Quantity:
-    """Accesses more with dropout, over those of a mask of N x N."""
+    """Return the accesses that dropout adds, divided by the elements of an N x N mask."""
     arrays = ("Q", "K", "V", "O", "L", "l", "m")
     marked = tuple(f"{name}, dropout" for name in (*arrays, "mask"))
     return counted(series, marked, per=N * N) - counted(series, arrays, per=N * N)
 
 
 def flops(row: Row) -> float:
+    """Return the FLOPs of a row's problem."""
     sizes = row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim
     return io_model.flops(Problem(*sizes, causal=row.causal), row.pass_)
 
 
 def intensity(experiment: str, *by: str, source: str, **fields: Any) -> Quantity:
-    """FLOP a byte."""
+    """Return FLOPs per byte, by the given columns."""
     of = partial(rows, experiment, *by, source=source, metric="traffic", **fields)
     return of(value=flops) / of()
 
@@ -78,19 +87,23 @@ BALANCE = rows("memory_hierarchy", metric="speed", series="matmul", dtype="float
 
 
 def growth(series: str, source: str) -> Quantity:
-    """FLOP a byte from one length to the next, how many times as much."""
+    """Return how many times FLOPs per byte grow from one length to the next."""
     at = ("head_dim", "seqlen_q")
     return intensity("io_vs_seqlen", *at, source=source, series=series, unit="bytes").steps()
 
 
 def wide_over_narrow(**how: Any) -> Quantity:
+    """Return a number of FA-2's calls at d=128 divided by that at d=64."""
     calls = partial(rows, "speed_fp16", "pass_", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
     return calls(head_dim=128) / calls(head_dim=64)
 
 
 def over_blocks(series: str, **fields: Any) -> Quantity:
-    """Over the columns of FA-1's blocks or the rows of FA-2's, the other being 64, that ran."""
+    """Return a number by block size, at N=1024: columns of FA-1's tiles, or rows of FA-2's.
+
+    The other block size is 64. Only block sizes with a measured time are kept.
+    """
     fixed, varied = ("Br", "Bc") if series.startswith("fa1") else ("Bc", "Br")
     given: dict[str, Any] = {fixed: 64, "seqlen_q": 1024}
     of = partial(rows, "block_size", "head_dim", varied, series=series, fold=max, **given)
@@ -98,11 +111,12 @@ def over_blocks(series: str, **fields: Any) -> Quantity:
 
 
 def long_cache(batch: int, heads_q: int, heads_k: int, d: int, keys: int) -> bool:
+    """Return whether a cache has at least 16384 keys and too many bytes for L2."""
     return keys >= 16384 and 4 * batch * heads_k * keys * d >= decode.LARGE_BYTES
 
 
 def reading() -> Quantity:
-    """Time of one row of Q by the fastest of ours over that of reading K and V."""
+    """Return the time of one query row by our fastest call, divided by the time to read K and V."""
     by = ("batch", "heads_q", "heads_k", "head_dim", "seqlen_k")
     calls = partial(rows, decode.NAME, *by, series=decode.OURS, seqlen_q=1, **TIMES)
     read = rows(
@@ -113,52 +127,60 @@ def reading() -> Quantity:
 
 
 def merged(series: str, dtype: str) -> Pair:
+    """Return the error of results merged over pages, divided by the error over all keys at once."""
     error = partial(rows, measured.NAME, series=series, metric="error", dtype=dtype,
                     seqlen_q=measured.PAGE)  # fmt: skip
     return error(note=f"{measured.PAGES} pages") / error(note="whole"), Bounds(0, 1.1)
 
 
 def long_context(series: str) -> Quantity:
+    """Return the MiB that a series needs for a long context."""
     return rows(measured.NAME, series=series, metric="memory", seqlen_q=measured.LONG)
 
 
 def at_1024(series: str, **fields: Any) -> Quantity:
+    """Return numbers of a series in float32 at N=1024."""
     return rows(measured.NAME, series=series, dtype="float32", seqlen_q=1024, **fields)
 
 
 def executed(series: str) -> Quantity:
+    """Return the executed FLOPs of a series at N=1024."""
     return at_1024(series, metric=tuple(measured.OPERATIONS),
                    value=lambda row: (1 + (row.metric == "ffma")) * row.number)  # fmt: skip
 
 
 def gain(fused: str, pass_: str) -> Quantity:
+    """Return the speed of a fused series divided by that of torch's unfused attention."""
     return speed(fused, pass_) / speed("torch-unfused", pass_)
 
 
 def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
+    """Return standard attention's time over fused attention's, and what the claim says."""
     by = ("dtype", "head_dim", "batch", "pass_", "seqlen_q")
     times = partial(rows, "crossover", *by, causal=False, **TIMES, **case)
     return times(series=standard) / times(series=fused), opens
 
 
 def opens(*place: Any) -> Bounds:
-    """Nothing won below 1024, something from 2048 on, and either between."""
+    """Return the claim's bounds: no gain below N=1024, a gain from N=2048 on, either between."""
     return Bounds(0, 1.15) if place[-1] < 1024 else MORE if place[-1] >= 2048 else ANY
 
 
 def over(standard: str) -> Pair:
-    """FA-2 at long context."""
+    """Return FA-2's speed divided by that of standard attention at long contexts, and the claim."""
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
                     seqlen_q=(4096, 8192, 16384), head_dim=(64, 128))  # fmt: skip
     return calls(series="fa2-mma") / calls(series=standard), Bounds(2, 4)
 
 
 def longest(experiment: str, *series: str, **fields: Any) -> Quantity:
+    """Return the longest sequence that was timed."""
     return rows(experiment, series=series, metric="time", fold=max,
                 value=lambda row: float(row.seqlen_q), **fields)  # fmt: skip
 
 
 def accesses(series: str) -> Quantity:
+    """Return the accesses of a series in closed form, by head dimension and length."""
     return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, **MODEL)
 
 

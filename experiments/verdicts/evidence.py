@@ -1,4 +1,7 @@
-"""Stored rows by what is asked of them, and quantities: numbers by place, made from such rows."""
+"""Evidence for questions: stored rows, and quantities made of them.
+
+A quantity is a set of numbers by place. A place is a tuple of columns' values, such as (64, 512).
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,17 @@ from .rule import Place
 
 
 class MissingRows(LookupError):
-    """The rows that would decide a question are not there: which ones."""
+    """The rows that would decide a question are missing; the message says which."""
 
 
 class Evidence:
-    """Stored rows of several experiments."""
+    """Stored rows of several experiments.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        The rows.
+    """
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows: dict[str, list[Row]] = {}
@@ -27,7 +36,10 @@ class Evidence:
             self._rows.setdefault(row.experiment, []).append(row)
 
     def rows(self, experiment: str, **fields: Any) -> list[Row]:
-        """The rows with these fields, tuples allowing several. Raises MissingRows for none."""
+        """Return the rows of an experiment with the given fields; a tuple allows several values.
+
+        Raises MissingRows if there are none.
+        """
         if not (found := select(self._rows.get(experiment, ()), **fields)):
             raise MissingRows(f"{experiment}: no rows with {fields}")
         return found
@@ -39,7 +51,15 @@ Curve = list[tuple[Place, float]]  # by the last part of its places
 
 @dataclass(frozen=True)
 class Quantity:
-    """Numbers by place, of rows of these experiments. `find` raises MissingRows."""
+    """Numbers by place, computed from rows. Quantities can be divided and subtracted.
+
+    Parameters
+    ----------
+    find : callable
+        Takes the evidence and returns the numbers by place. Raises MissingRows.
+    experiments : tuple of str, default ()
+        Experiments whose rows are used.
+    """
 
     find: Callable[[Evidence], Numbers]
     experiments: tuple[str, ...] = ()
@@ -51,11 +71,14 @@ class Quantity:
         return self._with(other, lambda a, b: a - b)
 
     def only(self, other: Quantity) -> Quantity:
-        """At the places that another quantity has."""
+        """Return this quantity at the places that `other` has."""
         return self._with(other, lambda a, _: a)
 
     def _with(self, other: Quantity, made: Callable[[float, float], float]) -> Quantity:
-        """Place by place, where both have one; a number without a place stands beside all."""
+        """Combine two quantities place by place, where both have a number.
+
+        A number of `other` without a place is used at every place.
+        """
 
         def find(data: Evidence) -> Numbers:
             mine, theirs = self.find(data), other.find(data)
@@ -65,19 +88,26 @@ class Quantity:
         return Quantity(find, tuple(dict.fromkeys((*self.experiments, *other.experiments))))
 
     def where(self, holds: Callable[..., bool]) -> Quantity:
-        """At the places, given part by part, of which it holds."""
+        """Return this quantity at the places for which `holds` is true.
+
+        It takes the place's parts.
+        """
         return self._along(lambda curve: {p: v for p, v in curve if holds(*p)})
 
     def over(self, at: int) -> Quantity:
-        """Over the first (0) or the last (-1) number of its series, which is left out."""
+        """Return each series divided by its first number (`at` is 0) or its last (-1).
+
+        The number that divides is left out.
+        A series is the numbers whose places differ in the last part only.
+        """
         return self._along(lambda c: {p: v / c[at][1] for p, v in c if p != c[at][0]})
 
     def steps(self) -> Quantity:
-        """From each number of a series to the next: how many times as much."""
+        """Return each number of a series divided by the number before it."""
         return self._along(lambda curve: {b[0]: b[1] / a[1] for a, b in pairwise(curve)})
 
     def power(self) -> Quantity:
-        """Of the last part of its places: the power with which a series grows from end to end."""
+        """Return the power of the places' last part with which a series grows from end to end."""
 
         def made(curve: Curve) -> Numbers:
             (start, first), (end, last) = curve[0], curve[-1]
@@ -86,10 +116,11 @@ class Quantity:
         return self._along(made)
 
     def most(self) -> Quantity:
+        """Return the greatest number of each series."""
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
     def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:
-        """Each series over the last part of its places, made anew."""
+        """Return the quantity that `made` makes of each series, sorted by the places' last part."""
 
         def find(data: Evidence) -> Numbers:
             curves: dict[Place, Curve] = {}
@@ -106,7 +137,29 @@ By = str | Callable[[Any], Any]
 def rows(experiment: str, *by: By, value: Callable[[Row], float] = attrgetter("number"),
          fold: Callable[[Sequence[float]], float] = sum, none: float | None = None,
          **fields: Any) -> Quantity:  # fmt: skip
-    """Sum, or `fold`, of `value` of rows with these `fields` by columns; `none` if others are."""
+    """Return the quantity that stored rows give.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment.
+    *by : str or callable
+        Columns, or functions of a row, that make the place.
+    value : callable, optional
+        Takes a row and returns its number. Default: the row's value.
+    fold : callable, default sum
+        Combines the numbers of one place.
+    none : float, optional
+        The number if no row has these fields, but other rows of the series exist. Default:
+        MissingRows is raised.
+    **fields
+        Fields of the rows; a tuple allows several values.
+
+    Returns
+    -------
+    Quantity
+        The quantity.
+    """
 
     def find(data: Evidence) -> Numbers:
         groups: dict[Place, list[float]] = {}
@@ -129,7 +182,20 @@ _PUBLISHED = {"seqlen_q": "seqlen", "seqlen_k": "seqlen", "Bc": "block_c", "pass
 
 
 def paper(*by: By, **wanted: Any) -> Quantity:
-    """Published numbers, summed, of the lines with these columns, by columns of the store."""
+    """Return the quantity that a paper publishes.
+
+    Parameters
+    ----------
+    *by : str or callable
+        Columns of the data store that make the place, such as "seqlen_q".
+    **wanted
+        Columns of figures/data/published.csv and their text; a tuple allows several.
+
+    Returns
+    -------
+    Quantity
+        Published numbers; those of one place are added.
+    """
 
     def cell(line: Mapping[str, str], part: By) -> Any:
         if callable(part):

@@ -1,4 +1,4 @@
-"""Of each published figure or table: our quantity and the published one."""
+"""Our quantity and the published one, for each published figure or table."""
 
 import re
 from functools import partial
@@ -18,6 +18,7 @@ DRAM: dict[str, Any] = {"series": "read-global", "place": "4096 MiB"}
 
 
 def memory(metric: str, **of: Any) -> Quantity:
+    """Return numbers of the experiment `memory_hierarchy`."""
     return rows("memory_hierarchy", metric=metric, **of)
 
 
@@ -31,26 +32,31 @@ memory_there = partial(of_fa1, item="Fig. 1 left")
 
 
 def layer(series: str, **fields: Any) -> Quantity:
+    """Return numbers of the experiment `gpt2_table` at N=1024 without a mask."""
     return rows("gpt2_table", series=series, dtype="float16", causal=False, seqlen_q=1024,
                 place="", **fields)  # fmt: skip
 
 
 def step(series: str, *names: str) -> Quantity:
+    """Return the time of the named steps of standard attention."""
     return rows("gpt2_table", metric="time", dtype="float16", causal=True, series=series,
                 place=names)  # fmt: skip
 
 
 def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Quantity:
+    """Return numbers of a training step from the experiment `runtime_memory`."""
     return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
                 source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
 
 
 def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
+    """Return numbers of the FA-1 paper's tables on training steps."""
     metric = runtime_memory.UNITS[metric]
     return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
 
 
 def slower(name: str) -> Pairs:
+    """Return torch's unfused time divided by FA-1's, and the published ratio."""
     how = name, "time", "pass_"
     theirs = [of_tables(name, method, "time", "pass_") for method in runtime_memory.METHODS]
     ours = training("torch-unfused", *how) / training("fa1-mma", *how)
@@ -58,17 +64,19 @@ def slower(name: str) -> Pairs:
 
 
 def over_bc(series: str, dtype: str, **fields: Any) -> Quantity:
+    """Return numbers of a series by Bc, from the experiment `block_size`."""
     return rows("block_size", "Bc", series=series, dtype=dtype, head_dim=64, seqlen_q=1024, Br=64,
                 batch=64, heads_q=16, Bc=(64, 128, 256, 512), **fields)  # fmt: skip
 
 
 def share(of: Any) -> int:
-    """Percent of blocks that are not zero."""
+    """Return the percent of blocks that are not zero, from a row or from a line of the paper."""
     found = re.search(r"\d+", of.place if isinstance(of, Row) else of["metric"])
     return int(found[0]) if found else 100
 
 
 def over_memory(series: str, pass_: str = "fwd") -> Quantity:
+    """Return accesses in closed form by on-chip memory, from the experiment `io_vs_sram`."""
     return rows("io_vs_sram", io_vs_sram.memory, series=series, source="model", unit="elements",
                 seqlen_q=io_vs_sram.SEQLEN, causal=False, pass_=pass_,
                 head_dim=io_vs_sram.HEAD_DIM)  # fmt: skip
@@ -86,7 +94,10 @@ EXPONENTS: Pairs = {
 
 
 def blocks_over_flash(pass_: str) -> Pairs:
-    """Square blocks access less than FA-1 for M below d^2, and FA-1 less above."""
+    """Return the accesses of square blocks divided by FA-1's, and the bounds of the theorems.
+
+    Square blocks have fewer accesses for M below d^2; FA-1 has fewer above.
+    """
     return {
         "square blocks / FA-1 at each M": (
             over_memory(io_vs_sram.BLOCKED, pass_) / over_memory(LINE_1, pass_),
@@ -165,11 +176,15 @@ AT = ("head_dim", "causal", "seqlen_q")
 
 
 def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
+    """Return TFLOP/s in 16 bits by head dimension, mask and length.
+
+    Of several series the fastest.
+    """
     return rows("speed_fp16", *AT, series=series, pass_=pass_, fold=max, metric="speed")
 
 
 def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> Pairs:
-    """Our speed and the paper's method's, over those of its peers."""
+    """Return our speed and the paper's, both divided by the speeds of peers."""
     bars = partial(paper, *AT, paper=of, item=item)
     label = "wgmma" if ours == "fa2-wgmma" else "FA-2"
     return {
@@ -203,6 +218,7 @@ for item, pass_, words in (("5", "fwd", (1.5, 2.0)), ("6", "bwd", (1.5, 1.75))):
 
 
 def rmse(over: str, under: str) -> Pair:
+    """Return the ratio of two series' errors with outliers, and the FA-3 paper's ratio."""
     ours = partial(rows, "numerics", metric="rmse", dtype="float16", source="measured",
                    causal=False, place="outliers", seqlen_q=max(numerics.SEQLENS))  # fmt: skip
     theirs = partial(paper, paper="fa3", item="Table 3")
@@ -211,7 +227,7 @@ def rmse(over: str, under: str) -> Pair:
 
 
 def decoding(experiment: str, series: str, method: str) -> Pair:
-    """Time of one query of 16 heads on 2, over the length."""
+    """Return one query row's time by length, over that of the shortest: ours and published."""
     ours = rows(experiment, "seqlen_k", series=series, heads_q=16, heads_k=2, head_dim=128,
                 seqlen_q=1, dtype="float16", **TIMES)  # fmt: skip
     theirs = paper("seqlen_k", paper="flash-decoding", item="micro-benchmark", method=method)
@@ -219,13 +235,14 @@ def decoding(experiment: str, series: str, method: str) -> Pair:
 
 
 def softmax(name: str) -> Quantity:
-    """Accesses an element."""
+    """Return the accesses per element of a softmax, as counted."""
     return rows("online_softmax", "seqlen_q", series=f"softmax-{name}", source="counted",
                 metric=("loads", "stores"),
                 value=lambda row: row.number / (row.batch * row.seqlen_q))  # fmt: skip
 
 
 def softmax_over_online(series: str) -> Quantity:
+    """Return the time of a softmax divided by that of the online softmax."""
     times = partial(rows, "online_softmax", "batch", "seqlen_q", **TIMES)
     return times(series=series) / times(series="softmax-online")
 

@@ -1,4 +1,4 @@
-"""Questions as data: `questions.csv` has words, kind and trend, Python the pairs."""
+"""Questions as data: questions.csv has words, kind and trend; Python code has the quantities."""
 
 import csv
 import re
@@ -21,7 +21,17 @@ WORDS = Path(__file__).with_name("questions.csv")
 
 @dataclass(frozen=True)
 class Finding:
-    """What the rows say: our numbers beside the published ones in words, the verdict, and why."""
+    """What the rows say about a question.
+
+    Parameters
+    ----------
+    number : str
+        Our numbers and the published ones, in words.
+    verdict : str
+        The verdict.
+    reason : str, default ""
+        Why.
+    """
 
     number: str
     verdict: str
@@ -30,9 +40,28 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A published figure or a claim. `source` is the place of the words or how a number was read,
-    `there` the setting there, `here` ours; `kind` and `trend` are those of `rule.judge`, `beside`
-    counts in the order alone; `before` is the verdict of before there was one rule.
+    """A published figure, or a claim.
+
+    Parameters
+    ----------
+    key : str
+        Name of the question in the code.
+    name, words, source : str
+        The figure or claim, what it says, and where it says so or how a number was read.
+    there, here : str
+        The setting there, and ours.
+    kind, trend : str
+        As for `rule.judge`.
+    form : str
+        Format of the numbers.
+    before : str
+        The verdict before there was one rule.
+    why_trend, why_refuted : str
+        Reasons for the page, for either verdict.
+    pairs : mapping
+        Our quantity and what is said, by label.
+    beside : mapping
+        Further pairs that count for the order only.
     """
 
     key: str
@@ -52,11 +81,12 @@ class Question:
 
     @property
     def experiments(self) -> tuple[str, ...]:
+        """Return the experiments whose rows decide the question."""
         every = [ours for ours, _ in (*self.pairs.values(), *self.beside.values())]
         return tuple(dict.fromkeys(name for each in every for name in each.experiments))
 
     def finding(self, evidence: Evidence) -> Finding:
-        """Open where rows of one of the pairs are missing."""
+        """Return what the rows say; "not measured" if rows are missing."""
         try:
             points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
         except MissingRows as missing:
@@ -87,7 +117,10 @@ class Question:
 
 
 def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
-    """Raises MissingRows where a pair has no place in common."""
+    """Return the points of pairs: our number and the published one at each common place.
+
+    Raises MissingRows if a pair has no place in common.
+    """
     points = []
     for label, (quantity, said) in pairs.items():
         ours = quantity.find(evidence)
@@ -104,7 +137,7 @@ def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
 
 
 def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Question, ...]:
-    """The questions of the file that these are the `pairs` of by key, in its order."""
+    """Return the questions of questions.csv whose pairs are given, in the file's order."""
     with open(WORDS, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
     return tuple(
@@ -114,7 +147,7 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
 
 
 def table(questions: Sequence[Question], first: str) -> Across:
-    """The table of these questions, a row each, without their links; `first` heads column one."""
+    """Return the table of questions: one row each. `first` is the header of the first column."""
     header = [first, "what it says", "source", "setting there", "setting here", "kind, trend"]
     header += ["our numbers", "verdict"]
 
@@ -139,7 +172,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 def links(questions: Sequence[Question]) -> Across:
-    """Where the words in brackets of `table` and of the page lead: a line for each."""
+    """Return the lines that say where the words in brackets lead."""
     said = dict(pair for q in questions for pair in LINK.findall(f"{q.name} {q.source}"))
     said |= {name: f"figures/tables/{name}.md" for name in registry.names()}
     body = "".join(f"[{words}]: {target}\n" for words, target in said.items())
@@ -147,7 +180,7 @@ def links(questions: Sequence[Question]) -> Across:
 
 
 def changed(questions: Sequence[Question]) -> Across:
-    """The verdicts that the rule changed, before and after."""
+    """Return the table of verdicts that differ from those before there was one rule."""
     header = ["figure or claim", "what it says", "verdict before", "verdict now", "our numbers"]
 
     def make(evidence: Evidence) -> Table:
@@ -164,6 +197,7 @@ def changed(questions: Sequence[Question]) -> Across:
 
 
 def _across(questions: Sequence[Question], make: Callable[[Evidence], Table]) -> Across:
+    """Return the table that `make` makes of the evidence of all experiments of the questions."""
     names = tuple(dict.fromkeys(name for q in questions for name in q.experiments))
     return Across(lambda rows: make(Evidence(rows)) if rows else None, names, cites=False)
 

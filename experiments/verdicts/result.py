@@ -1,4 +1,4 @@
-"""The main result, and what a figure shows, in sentences whose numbers are the rows'."""
+"""The main result, and what a figure shows, in sentences with numbers from the rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,16 +18,19 @@ AT = ("batch", "heads_q", "head_dim", "causal", "seqlen_q")
 
 
 def in_setting(batch: int, heads: int, d: int, causal: bool, N: int) -> bool:
+    """Return whether a problem is of FA-2's benchmark: 16k tokens, hidden dimension 2048."""
     return batch * N == 16384 and heads * d == 2048
 
 
 def equal_tiles(series: str, source: str) -> Quantity:
+    """Return time or bytes of a series with equal tiles, from the experiment `loop_order`."""
     metric = "time" if source == "measured" else "traffic"
     found = rows("loop_order", *AT, series=series, source=source, metric=metric)
     return found.where(in_setting)
 
 
 def own_tiles(series: str) -> Quantity:
+    """Return the time of a series with its own tiles, from the speed experiments."""
     experiment = "speed" if "simt" in series else "speed_fp16"
     return rows(experiment, *AT, series=series, metric="time", pass_="fwd", head_dim=(64, 128))
 
@@ -36,18 +39,29 @@ def own_tiles(series: str) -> Quantity:
 
 
 def moved(source: str) -> Callable[..., Quantity]:
+    """Return a function that gives K/V outer's bytes over Q outer's, for a unit's series."""
     return lambda _, split, two: equal_tiles(split, source) / equal_tiles(two, source)
 
 
 def took(at: int) -> Callable[..., Quantity]:
+    """Return a function that gives the ratio of times with equal tiles.
+
+    `at` is 0 for FA-1 on the paper's grid, 1 for FA-1 with query splits.
+    """
     return lambda *of: equal_tiles(of[at], "measured") / equal_tiles(of[2], "measured")
 
 
 def took_own(at: int) -> Callable[..., Quantity]:
+    """Return a function that gives the ratio of times with each order's own tiles.
+
+    `at` as for `took`.
+    """
     return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
 
 
 def sentences(found: Evidence) -> str:
+    """Return the main result as text."""
+
     def line(name: str, ratio: Callable[..., Quantity], form: str = ".2f") -> list[str]:
         units = (ratio(*loop_order.series_of(unit)).find(found).values() for unit in WORDS)
         return [name, *(span(numbers, form) for numbers in units)]
@@ -87,6 +101,8 @@ def sentences(found: Evidence) -> str:
 
 
 def traffic(found: Evidence) -> str:
+    """Return what the figure of `io_vs_seqlen` shows, as text."""
+
     def of(series: str, source: str, **fields: Any) -> Quantity:
         return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, source=source,
                     metric="traffic", unit="bytes", **fields)  # fmt: skip
@@ -117,7 +133,7 @@ def traffic(found: Evidence) -> str:
 
 
 def _text(say: Callable[[Evidence], str], *experiments: str) -> Across:
-    """A caption, and lines; none where rows are missing."""
+    """Return a table whose caption and lines `say` writes; no table if rows are missing."""
 
     def make(found: Sequence[Row]) -> Table | None:
         try:

@@ -1,4 +1,4 @@
-"""The rule by which every verdict follows from numbers; `TEXT` is how the page says it."""
+"""The one rule by which numbers become a verdict. `TEXT` is the rule in words for the page."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ Each row compares our numbers with the published ones, point by point.
 
 @dataclass(frozen=True)
 class Bounds:
-    """What words allow: from `low` to `high`, both inclusive."""
+    """What words allow: the numbers from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -62,7 +62,7 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """Our number and the published one of one series at one place."""
+    """Our number and the published one, of one series at one place."""
 
     label: str
     place: Place
@@ -71,13 +71,13 @@ class Point:
 
     @property
     def times(self) -> float | None:
-        """Ours over the published number; None where that is 0 or bounds."""
+        """Return our number divided by the published one; None if that is 0 or bounds."""
         if isinstance(self.published, Bounds) or self.published == 0:
             return None
         return self.ours / self.published
 
     def within(self, factor: float) -> bool:
-        """Whether ours is the published number up to the factor, or lies in its bounds."""
+        """Return whether our number is within a factor or the bounds of the published one."""
         if isinstance(self.published, Bounds):
             return self.published.low <= self.ours <= self.published.high
         if self.times is None:
@@ -87,7 +87,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict; of each point whether it is within the factor, and what a trend asks."""
+    """The verdict on several points.
+
+    Parameters
+    ----------
+    verdict : str
+        "reproduced", "trend only" or "refuted".
+    within : sequence of bool
+        For each point whether it is within the factor.
+    agreeing : sequence of bool
+        For each part of the trend whether it agrees.
+    """
 
     verdict: str
     within: Sequence[bool]
@@ -97,9 +107,32 @@ class Judgement:
 def judge(
     kind: str, trend: str, points: Sequence[Point], beside: Sequence[Point] = ()
 ) -> Judgement:
-    """The verdict on points of a `kind`, one of FACTORS, and by `trend`, one of TRENDS, where they
-    are not all within the factor: the order of all series of a place, `beside` among them; the
-    shape of each over the last part of its places; or the words at each point.
+    """Return the verdict on points.
+
+    Parameters
+    ----------
+    kind : str
+        A key of FACTORS: how far a number may be from the published one.
+    trend : str
+        One of TRENDS, used if not all points are within the factor. "order": which of a place's
+        numbers is larger. "shape": whether a series goes up, down or stays level from one place to
+        the next. "words": whether what the words say is true of a point.
+    points : sequence of Point
+        The points.
+    beside : sequence of Point, default ()
+        Further points that count for the order only.
+
+    Returns
+    -------
+    Judgement
+        "reproduced" if all points are within the factor; "trend only" if nine of ten parts of the
+        trend agree; else "refuted".
+
+    Examples
+    --------
+    >>> points = [Point("FA-2", (512,), 1.0, 2.0), Point("FA-2", (1024,), 2.0, 4.0)]
+    >>> judge("speed", "shape", points).verdict
+    'trend only'
     """
     within = [point.within(FACTORS[kind]) for point in points]
     if trend == "order":
@@ -112,7 +145,10 @@ def judge(
 
 
 def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
-    """By place that has every series: whether any two of its numbers are as the published ones."""
+    """Return for each place with all series whether its numbers are ordered as published.
+
+    With `one`, the number 1 belongs to every place.
+    """
     places: dict[Place, list[tuple[float, Published]]] = {}
     for point in points:
         places.setdefault(point.place, []).append((point.ours, point.published))
@@ -127,17 +163,18 @@ def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
 
 
 def _sign(a: float, b: float) -> int:
+    """Return 1, 0 or -1 for a above, equal to or below b."""
     return (a > b) - (a < b)
 
 
 def _order(a: Published, b: Published) -> int:
-    """1 where a is the larger, -1 where b is, 0 where that is not said."""
+    """Return 1 if a is the larger, -1 if b is, 0 if the published numbers do not say it."""
     a, b = (x if isinstance(x, Bounds) else Bounds(x, x) for x in (a, b))
     return (a.low >= b.high) - (a.high <= b.low)
 
 
 def _in_shape(points: Iterable[Point]) -> list[bool]:
-    """From each point of a series to the next: whether both go up, down or stay level."""
+    """Return, for each step of a series, whether both numbers go up, go down or stay level."""
     curves: dict[Place, list[Point]] = {}
     for point in points:
         curves.setdefault((point.label, *point.place[:-1]), []).append(point)
@@ -153,7 +190,7 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
 
 
 def tally(verdicts: Iterable[str]) -> str:
-    """How many there are of each verdict."""
+    """Return how many there are of each verdict, as a sentence."""
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f"{found.count(name)} {name}" for name in known if name in found]

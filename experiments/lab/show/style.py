@@ -375,7 +375,7 @@ def _show_single_points(figure: Figure) -> None:
 
 
 def texts(artist: Any) -> Iterator[Any]:
-    """Yield the texts in the artist, of axes without minor ticks: to make these takes long."""
+    """Yield the texts in an artist, without the labels of minor ticks, which are slow to make."""
     from matplotlib.axis import Axis
     from matplotlib.text import Text
 
