@@ -31,12 +31,12 @@ def append_kv(
     v_new : array
         New values, shape (batch, heads_k, seqlen_new, head_dim_v), with the dtype, library and
         device of ``k_pages``.
-    block_table : array of int
+    block_table : sequence or array of int
         Pages of each sequence in their order, shape (batch, pages per sequence). Sequences may
         share pages that are only read. A page that takes new rows must belong to one sequence.
-    kv_lens : array of int
+    kv_lens : sequence or array of int
         Number of keys that each sequence has before the call, shape (batch,).
-    new_lens : array of int, optional
+    new_lens : sequence or array of int, optional
         Number of rows of ``k_new`` and ``v_new`` that each sequence takes, from the first row on,
         shape (batch,). None stands for all rows.
     layout : {"bhnd", "bnhd"}, default "bhnd"

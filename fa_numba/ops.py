@@ -572,7 +572,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     algorithm, pass    options of unit "wgmma"
     ================== ================================================================
     "fa2", forward     all but ``score_mod_grad``
-    "fa2", backward    all but ``return_dbias``; some not together
+    "fa2", backward    all but ``return_dbias`` and the precision "bf16x6"; some
+                       combinations are missing
     "fa1", forward     ``causal``, ``window``, ``mask_mod``, ``block_mask``, ``softcap``,
                        ``score_mod``, ``sinks``, ``q_lens``, ``precision``
     "fa1", backward    ``causal``, ``window``, ``mask_mod``, ``block_mask``, ``sinks``,

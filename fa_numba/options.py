@@ -58,16 +58,18 @@ class AttentionOptions(TypedDict, total=False):
     score_mod : function, optional
         Python function ``score_mod(score, b, h, i, j)`` that returns the new score. It is applied
         after ``scale`` and ``softcap``, and before ``alibi_slopes``, ``bias`` and all masks.
-        ``score`` is a float32. ``b``, ``h``, ``i`` and ``j`` are ints that count from 0: the batch
-        entry or the packed sequence, the query head, the row and the column within the sequence.
+        ``score`` is a float32. The others are ints that count from 0: ``b`` is the batch entry or
+        the number of the packed sequence, ``h`` the query head, ``i`` the row and ``j`` the column
+        within the sequence.
         The function is not called. Its source is read and compiled into the kernel, so it must be
         defined in a file or in a notebook cell. It may assign names, and must end with one
-        ``return``. Allowed are arithmetic, comparisons, conditional expressions, functions of
-        ``math``, ``min``, ``max`` and ``abs``. It may use numbers, and arrays of float32, int32 or
-        bool, from outside. An array must be on the device of q, and takes one index for each axis.
-        The kernel also evaluates hidden elements of a visited tile, so every index must be within
-        its array for all of them. Negative indices do not count from the end. Another value of a
-        number compiles no new kernel.
+        ``return``. Allowed are arithmetic, comparisons, ``and``, ``or``, ``not``, conditional
+        expressions, functions of ``math``, ``min``, ``max`` and ``abs``. Loops, ``if`` statements
+        and calls of other functions are refused. The function may use numbers, and arrays of
+        float32, int32 or bool, from outside. An array must be on the device of q, and takes one
+        index for each axis. The kernel also evaluates hidden elements of a visited tile, so every
+        index must be within its array for them too. Negative indices do not count from the end.
+        Numbers from outside are arguments of the kernel: another value compiles no new kernel.
     score_mod_grad : function, optional
         Python function ``score_mod_grad(score, b, h, i, j)`` that returns the derivative of
         ``score_mod`` with respect to the score. Only the backward pass uses it. By default the
@@ -77,31 +79,32 @@ class AttentionOptions(TypedDict, total=False):
         of ``score_mod`` hold for its source. It takes no memory, and skips no tile by itself;
         ``fa_numba.create_block_mask`` finds the tiles that can be skipped.
     bias : array of float32, optional
-        Added to the scores. Its shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k).
+        Added to the scores. Its shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k), and
+        it must be on the device of q.
         ``return_dbias=True`` returns its gradient in the backward pass.
     attn_mask : array of bool, float32, float16 or bfloat16, optional
         Mask whose shape broadcasts to (batch, heads_q, seqlen_q, seqlen_k). In a bool mask, True
-        means that the row sees the column. Numbers are added to the scores. The mask becomes a
-        float32 array of its own shape. It skips no tile. It cannot be combined with ``bias``.
+        means that the row sees the column. Numbers are added to the scores. The mask must be on
+        the device of q. It becomes a float32 array of its own shape, and skips no tile. It cannot
+        be combined with ``bias``.
     alibi_slopes : array of float32, optional
         ALiBi slopes of shape (heads_q,) or (batch, heads_q). The score of row i and column j is
-        reduced by ``slope * abs(i + seqlen_k - seqlen_q - j)``.
+        reduced by ``slope * abs(i + seqlen_k - seqlen_q - j)``. They must be on the device of q.
     sinks : array of float32, optional
-        Attention sinks of shape (heads_q,): one logit per query head. Every row's sum of
-        exponentials also contains ``exp(sink)``; the sink has no value that is added to the output.
-        The logsumexp contains it too. A row that sees no column has output 0 and logsumexp
-        ``sink``. -inf means no sink. ``return_dsinks=True`` returns the gradient in the backward
-        pass.
-    q_lens : array of int, optional
+        Attention sinks of shape (heads_q,), on the device of q: one logit per query head. Every
+        row's sum of exponentials also contains ``exp(sink)``, and so does the logsumexp. The sink
+        adds no value to the output. A row that sees no column has output 0 and logsumexp ``sink``.
+        -inf means no sink. ``return_dsinks=True`` returns the gradient in the backward pass.
+    q_lens : sequence or array of int, optional
         Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Rows
         after them are not read; their output and gradients are 0, their logsumexp is -inf. All
         masks, ``alibi_slopes`` and the diagonal then use the valid lengths as seqlen_q and
         seqlen_k. Lengths on a GPU are copied to the host to be checked, so the call waits for
         them. It cannot be combined with ``cu_seqlens_q``.
-    kv_lens : array of int, optional
+    kv_lens : sequence or array of int, optional
         Number of valid rows of k and v in each batch entry, shape (batch,), from 0 to seqlen_k.
-        Rows after them are not read, and their gradients are 0. Otherwise as ``q_lens``.
-    block_table : array of int, optional
+        Rows after them are not read, and their gradients are 0. The rules of ``q_lens`` hold.
+    block_table : sequence or array of int, optional
         Shape (batch, pages per sequence). With it, k and v are the pages of a cache, of shape
         (pages, heads_k, page_size, head_dim), or (pages, page_size, heads_k, head_dim) with
         ``layout="bnhd"``. Rows n * page_size to (n + 1) * page_size - 1 of sequence b are in page
@@ -113,12 +116,12 @@ class AttentionOptions(TypedDict, total=False):
     check_table : bool, default False
         Whether a ``block_table`` and ``kv_lens`` on a GPU are copied to the host and checked. The
         call then waits for the copy. True needs a ``block_table``.
-    cu_seqlens_q : array of int, optional
+    cu_seqlens_q : sequence or array of int, optional
         Cumulative lengths of packed sequences, shape (batch + 1,), from 0 to total_q. q is then
         (total_q, heads_q, head_dim), the output has the shape of q with v's head dimension, and
         the logsumexp is (heads_q, total_q). ``cu_seqlens_k`` is needed too. With a ``block_table``
         ``cu_seqlens_q`` is given alone, together with ``kv_lens``.
-    cu_seqlens_k : array of int, optional
+    cu_seqlens_k : sequence or array of int, optional
         Cumulative lengths of the packed k and v, shape (batch + 1,), from 0 to total_k. k is then
         (total_k, heads_k, head_dim) and v (total_k, heads_k, head_dim_v).
     block_mask : array of bool or BlockMask, optional
