@@ -9,7 +9,7 @@ import numpy as np
 
 from . import async_checks
 from .checks import ATOMIC, LOAD, STORE
-from .errors import EmulatorError, MissingFence, OutOfBounds
+from .errors import EmulatorError, MissingFence, OutOfBounds, two_arrays
 from .global_memory import DOES, GlobalArray
 
 if TYPE_CHECKING:
@@ -82,16 +82,16 @@ class Boxed:
         address = array.__array_interface__["data"][0]
         if array.ndim != 4 or array.strides[-1] != array.itemsize:
             raise ValueError(
-                f"an array of shape {array.shape} and strides {array.strides}, allowed: four axes, "
-                "of which the last has no gaps"
+                "an array whose boxes are copied must have four axes and a contiguous last axis, "
+                f"got shape {array.shape} and strides {array.strides}"
             )
         if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
             raise ValueError(
-                f"an array at address {address} with strides {array.strides}, allowed: multiples "
-                f"of {CHUNK} bytes"
+                "an array whose boxes are copied must have an address and strides that are "
+                f"multiples of {CHUNK} bytes, got address {address} and strides {array.strides}"
             )
         if not 1 <= rows <= MOST_ROWS:
-            raise ValueError(f"rows = {rows}, allowed: 1 to {MOST_ROWS}")
+            raise ValueError(f"rows must be from 1 to {MOST_ROWS}, got {rows}")
         box = (1, 1, rows, ROW_BYTES // array.itemsize)
         self.array, self.layout = array, layout or BoxLayout(array.shape, array.strides, box)
 
@@ -139,7 +139,10 @@ class BoxedArray:
         """
         layout = self.layout
         if len(place) != len(layout.shape):
-            text = f"a box at {place} of a map with {len(layout.shape)} axes"
+            text = (
+                f"a box of {self.array.name} needs {len(layout.shape)} coordinates, one for each "
+                f"axis of its tensor map, got {place}"
+            )
             raise ctx.fault(EmulatorError, text, self.array.name, lane)
         itemsize = self.array.itemsize
         rows = first = np.zeros(1, np.int64)
@@ -161,7 +164,10 @@ class BoxedArray:
         first = first + begin // itemsize
         last = first + (columns.stop - columns.start - 1)
         if first.min() < 0 or last.max() >= self.array.span:
-            text = f"a box at {place} of the map of {self.array.name} leaves the array's memory"
+            text = (
+                f"the box at {place} reaches outside the memory of {self.array.name}. Check the "
+                "coordinates of the box"
+            )
             raise ctx.fault(OutOfBounds, text, self.array.name, lane)
         return rows, columns, first
 
@@ -235,8 +241,11 @@ class BoxedArray:
         if stored.size:
             first = int(stored[0])
             (index,) = zip(*self.index(places[first : first + 1]), strict=True)
-            text = f"the engine {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
-            text = f"{text}{ctx.who(int(stamps[first]))} wrote without a fence for global memory"
+            text = (
+                f"this bulk copy {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
+                f"{ctx.who(int(stamps[first]))} wrote in the same launch without a fence. Bulk "
+                "copies see what threads store to global memory only in a later launch"
+            )
             raise ctx.fault(MissingFence, text, array.name, lane)
 
     def index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -281,5 +290,5 @@ class BoxedArray:
             If `other` is another array.
         """
         if other is not self:
-            raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
+            raise TypeError(two_arrays(self.array.name))
         return self

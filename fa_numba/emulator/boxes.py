@@ -22,20 +22,23 @@ from . import async_checks
 from .boxed_arrays import CHUNK, ROW_BYTES, BoxedArray
 from .checks import ATOMIC, BOX, IN_FLIGHT, LOAD, READING, STAMP, STORE, UNWRITTEN
 from .errors import (
+    NO_BARRIER,
     EmulatorError,
     GlobalHazard,
     Misaligned,
     MissingFence,
     SharedHazard,
     UninitialisedRead,
+    never_written,
 )
-from .global_memory import GlobalArray
+from .global_memory import BOX_ON_ITS_WAY, GlobalArray
 from .groups import Site
 from .mbarriers import Mbarrier, Mbarriers, MbarrierTile
 from .shared_memory import SharedArray, SharedBuffer
 
 REPEAT = 1024  # bytes: it begins anew at multiples of these
 HALF_WAY = 1 << 31
+ENGINE = "this bulk copy or product"
 
 
 def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
@@ -152,23 +155,24 @@ class Boxes(Mbarriers):
             return bool(async_checks.before(stamp, known, self.warps))
 
         if last == UNWRITTEN and does == "reads":
-            return self.fault(
-                UninitialisedRead, f"{element} is read, but was never written", array.name
-            )
+            return self.fault(UninitialisedRead, never_written(element), array.name)
         if last == IN_FLIGHT:
             return array._hazard(p, self.first_lane(), last, does, "wrote")
         if last != UNWRITTEN and last >= base and not before(last):
-            text = f"{does} {element}, which {self.who(last)} wrote, no barrier between"
-            return self.fault(SharedHazard, f"the engine {text}", array.name)
+            text = f"{does} {element}, which {self.who(last)} wrote, {NO_BARRIER}"
+            return self.fault(SharedHazard, f"{ENGINE} {text}", array.name)
         if does != "reads":
             for row in buffer.reads[0, :, p].tolist():
                 if row == READING:
                     return array._hazard(p, self.first_lane(), row, does, "reads")
                 if row >= base and not before(row):
-                    text = f"{does} {element}, which {self.who(row)} reads, no barrier between"
-                    return self.fault(SharedHazard, f"the engine {text}", array.name)
-        text = f"{does} {element}, which {self.who(last)} wrote without a fence_async_proxy after"
-        return self.fault(MissingFence, f"the engine {text}", array.name)
+                    text = f"{does} {element}, which {self.who(row)} read, {NO_BARRIER}"
+                    return self.fault(SharedHazard, f"{ENGINE} {text}", array.name)
+        text = (
+            f"{ENGINE} {does} {element}, which {self.who(last)} wrote without a fence_async_proxy "
+            "after. Call fence_async_proxy() after the write, before the barrier"
+        )
+        return self.fault(MissingFence, text, array.name)
 
     def _box(
         self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
@@ -176,15 +180,18 @@ class Boxes(Mbarriers):
         """Where a box lies in shared memory: its first element, and its elements from there."""
         size = boxed.rows * boxed.columns
         if array.itemsize != boxed.array.itemsize:
-            text = f"a box of {boxed.array.dtype} and {array.name} of {array.dtype}"
+            text = (
+                f"a box of {boxed.array.name} has elements of {boxed.array.dtype}, but those of "
+                f"{array.name} are {array.dtype}. Their sizes must be equal"
+            )
             raise self.fault(EmulatorError, text, array.name, lane)
         if index < 0 or index + size > array.length:
             end = index if index < 0 else index + size - 1
             raise self.outside(array.name, (array.length,), end, lane)
         first = array.first + index
         if first * array.itemsize % REPEAT:
-            text = f"{array._element(first)} lies at byte {first * array.itemsize}"
-            text = f"{text}: a box needs a multiple of {REPEAT}"
+            text = f"{array._element(first)} is at byte {first * array.itemsize} of shared memory"
+            text = f"{text}, but a box must start at a multiple of {REPEAT} bytes"
             raise self.fault(Misaligned, text, array.name, lane)
         return first, box_places(boxed.rows, array.itemsize, boxed.layout.swizzle)
 
@@ -268,10 +275,10 @@ class Boxes(Mbarriers):
             element = ", ".join(str(int(i[0])) for i in first)
             text = f"this thread {does} {array.name}[{element}]"
             if stamp == IN_FLIGHT:
-                text = f"{text}, where a box is being stored that nobody has waited for"
+                text = f"{text}, {BOX_ON_ITS_WAY}"
             else:
-                text = f"{text}, where a box was stored: {self.who(stamp)} waited for it"
-                text = f"{text}, no barrier between"
+                text = f"{text}, which is part of a stored box that {self.who(stamp)} waited for, "
+                text = f"{text}{NO_BARRIER}"
             raise self.fault(GlobalHazard, text, array.name, lane)
 
     def lend(
@@ -332,9 +339,9 @@ class Boxes(Mbarriers):
         for box in [b for b in self._stores if b.tid in tids]:
             if not box.read:
                 text = (
-                    f"the thread exits while a box from {box.element} on may still be read, which"
+                    f"the thread exits while its store of a box may still read {box.element}. Call "
+                    "commit_boxes() and wait_boxes_read() before the thread ends"
                 )
-                text = f"{text} it has not waited for"
                 raise self.fault_at(SharedHazard, text, box.tid, box.site, box.array.name)
             self._write_box(box)
             box.array.owners.stamps[BOX, box.at] = 0
@@ -346,7 +353,10 @@ class Boxes(Mbarriers):
             for copy in (*barrier.arrived, *barrier.flying):
                 p = int(copy.first + copy.places[0])
                 tid, site = copy.buffer.copiers[0, p], self.sites[copy.buffer.sites[0, p]]
-                text = f"the block ends with a box on its way that {barrier.name} counts"
+                text = (
+                    f"the block ends while a box that {barrier.name} counts is still being copied. "
+                    "Let a thread wait for this mbarrier first"
+                )
                 raise self.fault_at(SharedHazard, text, int(tid), site)
 
 

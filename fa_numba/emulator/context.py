@@ -266,7 +266,10 @@ class Context(Active):
         """
         place = ", ".join(map(str, self.of_lane(index, lane, whole=True)))
         extent = " x ".join(map(str, shape))
-        text = f"{name}[{place}] is outside of {extent} elements"
+        text = (
+            f"{name}[{place}] is outside the array of {extent} elements. Check the index against "
+            "the array's shape before the access"
+        )
         return self.fault(OutOfBounds, text, name, lane)
 
     def refuse_zero(self, zero: np.ndarray | None, text: str) -> None:
@@ -442,14 +445,18 @@ class Context(Active):
         if offset < 0 or length < 0 or (offset + length) * size > self.shared_bytes:
             raise self.fault(
                 EmulatorError,
-                f"{name} takes bytes {offset * size} to {(offset + length) * size} of the dynamic "
-                f"shared memory, and the launch has {self.shared_bytes}",
+                f"{name} needs bytes {offset * size} to {(offset + length) * size} of the dynamic "
+                f"shared memory, but the launch has {self.shared_bytes} bytes. Raise shared_bytes "
+                "or shorten the array",
                 name,
             )
         first, last = offset * size, (offset + length) * size
         for start, end, other, neighbour in self._tiles:
             if other != element and first < end and start < last:
-                text = f"{name} ({element}) overlaps {neighbour} ({other}): not emulated"
+                text = (
+                    f"in shared memory {name} ({element}) overlaps {neighbour} ({other}). The "
+                    "emulator supports overlapping arrays only if their dtypes are equal"
+                )
                 raise self.fault(EmulatorError, text, name)
         self._tiles.append((first, last, element, name))
         buffer = self._buffer(element, self.shared_bytes // size, element)
@@ -629,7 +636,9 @@ class Context(Active):
         bad = self.first_outside(valid, n + 1)
         if bad >= 0:
             valid = self.of_lane(valid, bad)
-            raise ValueError(f"valid = {valid} of a copy of n = {n} elements, allowed: 0 to n")
+            raise ValueError(
+                f"valid must be from 0 to {n}, the number of elements of the copy, got {valid}"
+            )
         group = self.group
         pieces = group.full(0)
         if n * dst.itemsize == 16:
@@ -699,5 +708,7 @@ def current() -> Any:
         If no kernel runs on the emulator.
     """
     if not running.contexts:
-        raise RuntimeError("no kernel is running on the emulator")
+        raise RuntimeError(
+            "no kernel is running on the emulator. Call device functions only from a kernel"
+        )
     return running.contexts[-1]

@@ -62,4 +62,4 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
         return wrapped(dtype.itemsize * 8, dtype.kind == "i")
     if dtype.kind in "fb":
         return rounding(dtype.type) if dtype.kind == "f" else to_bool
-    raise TypeError(f"arrays of dtype {dtype} are not emulated")
+    raise TypeError(f"an array must have an integer, float or bool dtype, got {dtype}")

@@ -157,7 +157,7 @@ class Counts:
         unknown = fields.keys() - Access.__dataclass_fields__.keys()
         if unknown:
             allowed = ", ".join(Access.__dataclass_fields__)
-            raise TypeError(f"{unknown.pop()} is no field of an access, allowed: {allowed}")
+            raise TypeError(f"a field must be one of {allowed}, got {unknown.pop()}")
         found = Traffic()
         for access, traffic in self.traffic.items():
             if all(getattr(access, name) == value for name, value in fields.items()):

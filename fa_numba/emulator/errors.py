@@ -4,6 +4,27 @@ from __future__ import annotations
 
 Index3 = tuple[int, int, int]
 
+# The end of a report on two accesses of one block, and what mends it.
+NO_BARRIER = (
+    "with no barrier between. Add a barrier between the two accesses, such as syncthreads()"
+)
+
+
+def never_written(element: str) -> str:
+    """Return the text of the error for the read of an element that holds no value."""
+    return (
+        f"{element} is read, but was never written. Write the element first; if another thread "
+        "writes it, put a barrier between the write and the read"
+    )
+
+
+def two_arrays(name: str) -> str:
+    """Return the text of the error for a variable that names several arrays at the same time."""
+    return (
+        f"in one variable some lanes hold array {name} and other lanes another array. The "
+        "emulator does not support this: use a variable for each array"
+    )
+
 
 class EmulatorError(RuntimeError):
     """A fault of an emulated kernel. All other errors of the emulator are subclasses.
@@ -30,10 +51,10 @@ class EmulatorError(RuntimeError):
         array: str | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
         self.block, self.thread, self.array, self.line = block, thread, array, line
-        where = [f"block {block}", f"thread {thread}"]
-        if array is not None:
-            where.append(f"array {array}")
-        super().__init__(f"{text}\n  in {', '.join(where)}\n  at {line}")
+        known = {"block": block, "thread": thread, "array": array}
+        where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+        text = f"{text}\n  in {where}" if where else text
+        super().__init__(text if line is None else f"{text}\n  at {line}")
 
 
 class SharedHazard(EmulatorError):

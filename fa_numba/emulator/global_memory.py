@@ -12,7 +12,14 @@ from . import checks
 from .checks import ATOMIC, BOX, IN_FLIGHT, LOAD, MANY, STORE
 from .conversions import converter
 from .counts import Tally
-from .errors import EmulatorError, GlobalHazard, Misaligned, ReadOnlyStore
+from .errors import (
+    NO_BARRIER,
+    EmulatorError,
+    GlobalHazard,
+    Misaligned,
+    ReadOnlyStore,
+    two_arrays,
+)
 from .groups import OneByOne
 from .lanes import Mask, merge, to_int
 from .trace import KINDS
@@ -21,6 +28,10 @@ if TYPE_CHECKING:
     from .context import Context
 
 DOES = ("reads", "overwrites", "atomically updates")
+BOX_ON_ITS_WAY = (
+    "where a box is still being stored. The thread that stores the box must call wait_boxes() "
+    "first; wait_boxes_read() is not enough"
+)
 
 
 class Owners:
@@ -103,9 +114,15 @@ class GlobalArray:
     def __init__(self, ctx: Context, name: str, values: np.ndarray) -> None:
         itemsize = values.itemsize
         if not values.dtype.isnative or values.dtype.kind not in "biuf":
-            raise TypeError(f"{name}: arrays of dtype {values.dtype} are not emulated")
+            raise TypeError(
+                f"{name} must have an integer, float or bool dtype in native byte order, got "
+                f"{values.dtype}"
+            )
         if any(s % itemsize for s in values.strides):
-            raise ValueError(f"{name}: strides {values.strides} are no multiples of {itemsize}")
+            raise ValueError(
+                f"the strides of {name} must be multiples of its element size, {itemsize} bytes, "
+                f"got {values.strides}"
+            )
         self.ctx, self.name, self.tally = ctx, name, Tally()
         self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
         self.ndim, self.size, self.itemsize = values.ndim, values.size, itemsize
@@ -351,7 +368,7 @@ class GlobalArray:
     def _keep(self, at: np.ndarray) -> None:
         """Record what a store overwrites, as the thread block may have to begin again."""
         if not self._memory.flags.writeable:
-            text = f"a store to {self.name}, which is read-only"
+            text = f"the kernel stores to {self.name}, which is read-only. Pass a writable array"
             raise self.ctx.fault(ReadOnlyStore, text, self.name, self.ctx.first_lane())
         self.ctx.journal.append((self._memory, at, self._memory[at]))
 
@@ -361,7 +378,9 @@ class GlobalArray:
         """Return the position in memory of an element, or of the first element of a view."""
         e = self._offset
         if len(index) > self.ndim or (whole and len(index) < self.ndim):
-            raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
+            raise TypeError(
+                f"{self.name} has {self.ndim} dimensions, got {len(index)} indices: {index!r}"
+            )
         for i, n, step in zip(index, self.shape, self._steps, strict=False):
             lane = self.ctx.first_outside(i, n)
             if lane >= 0:
@@ -415,15 +434,15 @@ class GlobalArray:
         """Raise if the access races with another thread of the same thread block."""
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
-            for other, did in enumerate(("reads", "wrote", "updates", "stored a box to")):
+            for other, did in enumerate(("read", "wrote", "updated", "stored a box to")):
                 last = int(stamps[other, p])
                 raced = last >= base and not ctx.ordered(last, lane)
                 if raced and (other != kind or kind == STORE):
                     text = f"this thread {DOES[kind]} {self._element(index, lane, k)}, "
                     if last == IN_FLIGHT:
-                        text = f"{text}where a box is being stored that nobody has waited for"
+                        text = f"{text}{BOX_ON_ITS_WAY}"
                     else:
-                        text = f"{text}which {ctx.who(last)} {did}, no barrier between"
+                        text = f"{text}which {ctx.who(last)} {did}, {NO_BARRIER}"
                     raise ctx.fault(GlobalHazard, text, self.name, lane)
             stamps[kind, p] = ctx.stamp(lane)
 
@@ -439,17 +458,17 @@ class GlobalArray:
         ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
         for k in range(n):
             pairs = [(owners.writers, "wrote")]
-            pairs += [(owners.atomics, "atomically updates")] if kind != ATOMIC else []
-            pairs += [(owners.readers, "reads")] if kind != LOAD else []
+            pairs += [(owners.atomics, "atomically updated")] if kind != ATOMIC else []
+            pairs += [(owners.readers, "read")] if kind != LOAD else []
             for owner, did in pairs:
                 other = int(owner[e + k])
                 if other not in (0, mine):
                     element = self._element(index, lane, k)
                     who = "several blocks" if other == MANY else f"block {ctx.block_of(other)}"
-                    verb = did.replace("updates", "update").replace("reads", "read")
                     text = (
-                        f"this thread {DOES[kind]} {element}, which {who} "
-                        f"{verb if other == MANY else did}: nothing orders the blocks of a launch"
+                        f"this thread {DOES[kind]} {element}, which {who} {did}. Nothing orders "
+                        "the blocks of a launch: give each block its own elements, use atomic "
+                        "additions, or split the kernel into two launches"
                     )
                     return ctx.fault(GlobalHazard, text, self.name, lane)
         raise AssertionError("no block has touched this")
@@ -465,12 +484,18 @@ class GlobalArray:
             raise self._outside(last, lane)
         size = n * self.itemsize
         if self._steps[-1] != 1 and n > 1:
-            text = f"a vector access along the last axis, whose stride is {self.strides[-1]} bytes"
+            text = (
+                f"a vector access needs a contiguous last axis of {self.name}, with a stride of "
+                f"{self.itemsize} bytes, got {self.strides[-1]} bytes"
+            )
             raise ctx.fault(Misaligned, text, self.name, ctx.first_lane())
         lane = -1 if n == 1 else ctx.first_lane_where((self.address + e * self.itemsize) % size)
         if lane >= 0:
-            text = f"{self.name}{list(ctx.of_lane(index, lane, whole=True))} is not aligned"
-            raise ctx.fault(Misaligned, f"{text} to {size} bytes", self.name, lane)
+            text = (
+                f"{self.name}{list(ctx.of_lane(index, lane, whole=True))} is not aligned to {size} "
+                f"bytes, as a vector access to {n} elements needs"
+            )
+            raise ctx.fault(Misaligned, text, self.name, lane)
         return e
 
     # ---- views
@@ -525,7 +550,7 @@ class GlobalArray:
             if self.ctx.several or shape == other.shape:
                 offset = merge(mask, other._offset, self._offset)
                 return self._part(shape, self.strides, self._steps, offset)
-        raise TypeError(f"lanes hold {self.name} and another array: not emulated")
+        raise TypeError(two_arrays(self.name))
 
     def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
         return self.ctx.outside(self.name, self.shape, index, lane)

@@ -8,7 +8,7 @@ import numpy as np
 
 from . import checks
 from .conversions import converter
-from .errors import UninitialisedRead
+from .errors import UninitialisedRead, two_arrays
 from .lanes import Mask, fma
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class LocalArray:
             If `other` was made at another line.
         """
         if other.__class__ is not LocalArray or other.site != self.site:
-            raise TypeError(f"lanes hold {self.name} and another array: not emulated")
+            raise TypeError(two_arrays(self.name))
         if other.waiting[0]:
             other._compute()
         other.summed.clear()
@@ -294,7 +294,10 @@ class LocalArray:
         missing = active if written is None else active & ~written
         if missing.any():
             lane = int(np.flatnonzero(missing)[0])
-            text = f"{self.name}[{self.ctx.of_lane(index, lane)}] is read, but was never written"
+            text = (
+                f"{self.name}[{self.ctx.of_lane(index, lane)}] is read, but was never written. "
+                "Set every element of the array before it is read"
+            )
             raise self.ctx.fault(UninitialisedRead, text, self.name, lane)
 
     def _put(self, index: Any, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .checks import PRODUCT, SEVERAL, STAMP
-from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence
+from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence, two_arrays
 from .groups import AT_MBARRIER, READY, WARP, Group, Parting, warps_of
 from .knowledge import ALWAYS, WARPGROUP, Knowledge
 from .shared_memory import SharedArray
@@ -42,8 +42,10 @@ class Mbarrier:
 
     def __str__(self) -> str:
         arrivals = f"{self.pending} of {self.count} arrivals"
-        there = f"{self.bytes} bytes" if self.bytes >= 0 else f"no bytes, but got {-self.bytes}"
-        return f"{self.name} is in phase {self.phase} and waits for {arrivals} and {there}"
+        there = f"for {self.bytes} bytes"
+        if self.bytes < 0:
+            there = f"has received {-self.bytes} bytes too many"
+        return f"{self.name} is in phase {self.phase}, waits for {arrivals} and {there}"
 
 
 class MbarrierTile:
@@ -56,7 +58,7 @@ class MbarrierTile:
 
     def merged(self, mask: Any, other: Any) -> MbarrierTile:
         if other.__class__ is not MbarrierTile:
-            raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
+            raise TypeError(two_arrays(self.array.name))
         self.array.merged(mask, other.array)
         return self
 
@@ -108,7 +110,8 @@ class Mbarriers(Knowledge):
         place, name = self._element_of(tile, index)
         found = self._mbarriers.get(place)
         if found is None:
-            raise self.fault(BarrierMisuse, f"{name} was not initialised", tile.array.name)
+            text = f"{name} was not initialised. Call init_mbarrier for it first"
+            raise self.fault(BarrierMisuse, text, tile.array.name)
         return found
 
     def init_mbarrier(self, tile: MbarrierTile, index: Any, count: Any) -> None:
@@ -118,16 +121,17 @@ class Mbarriers(Knowledge):
             arrivals = self.of_lane(count, lane)
             place, name = self._element_of(tile, self.of_lane(index, lane))
             if not 1 <= arrivals <= MOST_ARRIVALS:
-                text = f"count = {arrivals}, allowed: 1 to {MOST_ARRIVALS}"
-                raise self.fault(BarrierMisuse, f"init_mbarrier: {text}", tile.array.name, lane)
+                text = f"init_mbarrier: count must be from 1 to {MOST_ARRIVALS}, got {arrivals}"
+                raise self.fault(BarrierMisuse, text, tile.array.name, lane)
             if place in self._mbarriers:
-                text = f"{name} was initialised before"
+                text = f"{name} was initialised before. Call init_mbarrier once for each mbarrier"
                 raise self.fault(BarrierMisuse, text, tile.array.name, lane)
             self.widen(1)
             column = WARPGROUP * self.warpgroups + self._columns
             self._columns += 1
             if self.warps + column >= PRODUCT - SEVERAL:
-                raise self.fault(EmulatorError, f"{self._columns} mbarriers: not emulated")
+                text = f"the emulator does not support as many as {self._columns} mbarriers"
+                raise self.fault(EmulatorError, text)
             tid = int(self.group.tids[lane])
             made = Mbarrier(name, arrivals, column, self.stamp(lane), tid)
             made.past = np.zeros(self.warps * (WARP - 1) + self.seen.shape[1], np.int64)
@@ -152,13 +156,18 @@ class Mbarriers(Knowledge):
         for lane in lanes.tolist():
             mine = barrier.maker == self.group.tids[lane]
             if not (mine or barrier.made < base or self.ordered(barrier.made, lane)):
-                text = f"{barrier.name} was initialised by thread {maker}, no barrier between"
+                text = (
+                    f"{barrier.name} was initialised by thread {maker}, with no barrier between. "
+                    "Add syncthreads() after init_mbarrier"
+                )
                 raise self.fault(BarrierMisuse, text, None, lane)
             if mine and not by_copies:
                 continue
             if stamp is None or not (mine or self.ordered(stamp, lane)):
-                text = f"{barrier.name} was initialised by thread {maker}"
-                text = f"{text}, no fence_mbarrier_init after"
+                text = (
+                    f"{barrier.name} was initialised by thread {maker}, with no "
+                    "fence_mbarrier_init after. Call fence_mbarrier_init() after init_mbarrier"
+                )
                 raise self.fault(MissingFence, text, None, lane)
 
     def in_phase(self, barrier: Mbarrier, tids: np.ndarray, does: str) -> None:
@@ -169,8 +178,9 @@ class Mbarriers(Knowledge):
         if ignorant.any():
             lane = int(np.flatnonzero(self.group.tids == tids[ignorant][0])[0])
             text = (
-                f"{does} {barrier.name} in phase {barrier.phase}, not ordered after the end of the "
-                "phase before, which it might be taken for a part of"
+                f"{does} {barrier.name} in phase {barrier.phase}, but nothing orders this after "
+                f"the end of phase {barrier.phase - 1}. A GPU could count it for phase "
+                f"{barrier.phase - 1}: call wait_mbarrier for that phase first"
             )
             raise self.fault(BarrierMisuse, text, None, lane)
 
@@ -189,12 +199,12 @@ class Mbarriers(Knowledge):
             self.usable(barrier, lanes)
             wrong = lanes[(sizes[lanes] < 0) | (sizes[lanes] > MOST_BYTES)]
             if wrong.size:
-                text = f"expect_bytes: size = {sizes[wrong[0]]}, allowed: 0 to {MOST_BYTES}"
+                text = f"expect_bytes: size must be from 0 to {MOST_BYTES}, got {sizes[wrong[0]]}"
                 raise self.fault(BarrierMisuse, text, None, int(wrong[0]))
             tids = group.tids[lanes]
             self.in_phase(barrier, tids, "this thread arrives at")
             if tids.size > barrier.pending:
-                text = f"{tids.size} threads arrive: {barrier}"
+                text = f"{tids.size} threads arrive, which are too many. {barrier}"
                 raise self.fault(BarrierMisuse, text, None, int(lanes[0]))
             warps = warps_of(tids)
             self._tick(warps)
@@ -250,7 +260,7 @@ class Mbarriers(Knowledge):
 
     def _wait_mbarrier(self, barrier: Mbarrier, parity: int) -> None:
         if parity not in (0, 1):
-            raise self.fault(BarrierMisuse, f"wait_mbarrier: parity = {parity}, allowed: 0 and 1")
+            raise self.fault(BarrierMisuse, f"wait_mbarrier: parity must be 0 or 1, got {parity}")
         lanes = self.active_lanes()
         self.usable(barrier, lanes)
         known = np.unique(self._column_known(self.group.tids[lanes], barrier.column))
@@ -263,8 +273,8 @@ class Mbarriers(Knowledge):
             which = f"phase {meant}" if meant >= 0 else "the phase before the first"
             text = (
                 f"this thread waits for {which} of {barrier.name}, which is in phase "
-                f"{barrier.phase} already: nothing keeps it from going on before the thread has "
-                "seen the end of that phase"
+                f"{barrier.phase} already. Either the parity is wrong, or the mbarrier can reach "
+                "later phases before this thread has seen the end of the phase it waits for"
             )
             raise self.fault(BarrierMisuse, text)
         if barrier.arrived:
@@ -286,5 +296,6 @@ class Mbarriers(Knowledge):
         if not waiting:
             return super()._stalled()
         text = "; ".join(dict.fromkeys(str(g.value) for g in waiting))
+        text = f"no thread can go on: {text}{self._waiters()}"
         g = waiting[0]
-        return self.fault_at(Deadlock, f"{text}: {self._waiters()}", int(g.tids[0]), g.site)
+        return self.fault_at(Deadlock, text, int(g.tids[0]), g.site)

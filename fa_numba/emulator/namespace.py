@@ -131,6 +131,9 @@ class Namespace:
         taken, there = context.collective(operation, mask, (value, source), resolve)
         lane = context.first_lane_where(~there)
         if lane >= 0:
-            text = f"{operation} reads lane {int(source[lane])}, which does not take part"
+            text = (
+                f"{operation} reads lane {int(source[lane])}, which does not take part in the "
+                "call. Let the lane make the call too, or read another lane"
+            )
             raise context.fault(UninitialisedRead, text, None, lane)
         return taken

@@ -87,10 +87,10 @@ class Product:
         touched = self.lanes & self.ctx.active()
         if touched.any():
             use = "writes" if array is self.C else "reads"
-            text = f"{array.name} is touched, which a product {use} that was begun at "
-            text += self.ctx.line_of(self.site)
-            text += " and waited for by wait_products of another array" if self.ended else ""
-            text += "" if self.ended else " and not waited for"
+            text = f"{array.name} is accessed before wait_products was called for the product that "
+            text += f"{use} it. The product was started at {self.ctx.line_of(self.site)}"
+            if self.ended:
+                text += f" and waited for by wait_products of another array: name {array.name}"
             lane = int(np.flatnonzero(touched)[0])
             raise self.ctx.fault(RegisterHazard, text, array.name, lane)
 
@@ -124,7 +124,10 @@ class Products(Boxes):
                 everywhere = group.tids // WARPGROUP == number
                 if np.count_nonzero(everywhere) == mine.size and len(self._groups) > 1:
                     self._parted(operation, number)
-                text = f"{mine.size} threads of warpgroup {number} call {operation}, not all"
+                text = (
+                    f"only {mine.size} of the {WARPGROUP} threads of warpgroup {number} call "
+                    f"{operation}. All threads of a warpgroup must make this call together"
+                )
                 raise self.fault(BarrierDivergence, text, None, int(mine[0]))
             found.append((number, mine))
         return found
@@ -135,8 +138,11 @@ class Products(Boxes):
         same = self.warps_together * WARP == WARPGROUP
         if not same and tids[-1] < self.threads:
             raise Together
-        text = f"threads of warpgroup {warpgroup} wait apart from others and then call {operation}"
-        raise self.fault(EmulatorError, f"{text}: not emulated")
+        text = (
+            f"some threads of warpgroup {warpgroup} wait apart from the others before they call "
+            f"{operation}. The emulator does not support this: let all threads wait together"
+        )
+        raise self.fault(EmulatorError, text)
 
     def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str) -> int:
         """A value that the threads of a warpgroup have to agree on."""
@@ -144,7 +150,10 @@ class Products(Boxes):
             return int(value)
         values = value[lanes]
         if (values != values[0]).any():
-            text = f"the threads of a warpgroup multiply with different {name}"
+            text = (
+                f"the threads of a warpgroup call a product with different {name}. All threads of "
+                "a warpgroup must pass the same values"
+            )
             raise self.fault(EmulatorError, text, None, int(lanes[0]))
         return int(values[0])
 
@@ -159,9 +168,9 @@ class Products(Boxes):
         `numbers`: what 16 bits mean.
         """
         if n % 8 or not 8 <= n <= 256:
-            raise ValueError(f"n = {n}, allowed: multiples of 8 from 8 to 256")
+            raise ValueError(f"n must be a multiple of 8 from 8 to 256, got {n}")
         if rC.size < n // 2:
-            raise ValueError(f"n = {n} with {rC.size} registers, allowed: {n // 2} or more")
+            raise ValueError(f"rC must have at least {n // 2} registers for n = {n}, got {rC.size}")
         site = self.site()
         warpgroups = self._warpgroups("a product")
         waiting, rC.waiting = rC.waiting, ([], [], [])  # C itself may be on its way
@@ -213,11 +222,14 @@ class Products(Boxes):
         array, index, panel_rows, across = operand
         at = self._of_warpgroup(index, lanes, "operands")
         if array.itemsize != ITEM:
-            raise TypeError(f"an operand of {array.dtype}, allowed: 16 bits")
+            raise TypeError(f"an operand must have elements of 16 bits, got {array.dtype}")
         byte = (array.first + at) * ITEM
         if byte % 16 or byte % REPEAT >= ROW_BYTES or panel_rows % 8:
-            text = f"{array._element(array.first + at)} lies at byte {byte}, in panels of "
-            text = f"{text}{panel_rows} rows: an operand begins in the first of eight rows"
+            text = (
+                f"{array._element(array.first + at)} is at byte {byte} of shared memory, in panels "
+                f"of {panel_rows} rows. An operand must start at a multiple of 16 bytes, in the "
+                f"first {ROW_BYTES} of {REPEAT} bytes, with panels of a multiple of 8 rows"
+            )
             raise self.fault(Misaligned, text, array.name, int(lanes[0]))
         column = byte % REPEAT
         places = operand_places(rows, panel_rows, bool(across), steps, column)
@@ -260,7 +272,10 @@ class Products(Boxes):
             for product in [p for p in rC.flying if p.C is rC and p.ended]:
                 if product.warpgroup == number:
                     if product.registers > count:
-                        text = f"count = {count} of {product.registers} registers that were made"
+                        text = (
+                            f"wait_products: count must be at least {product.registers}, the "
+                            f"number of registers that the product writes, got {count}"
+                        )
                         raise self.fault(RegisterHazard, text, rC.name)
                     rC.arrive(product)
             self._products[number] = marked
@@ -282,7 +297,9 @@ class Products(Boxes):
     def set_registers(self, count: int, operation: str) -> None:
         """A warpgroup has `count` registers a thread from here on."""
         if count % 8 or not 24 <= count <= 256:
-            raise ValueError(f"count = {count}, allowed: multiples of 8 from 24 to 256")
+            raise ValueError(
+                f"{operation}: count must be a multiple of 8 from 24 to 256, got {count}"
+            )
         self.alone()
         self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: ())
         for warp in warps_of(self.group.tids[self.active()]).tolist():
@@ -297,16 +314,22 @@ class Products(Boxes):
         for warp, count in enumerate(each):
             first = warp * WARP // WARPGROUP * WARPGROUP // WARP
             if count != each[first]:
-                text = f"warps {first} and {warp} of a warpgroup have {each[first]} and {count}"
-                raise BarrierDivergence(f"{text} registers a thread", block=self.block)
+                text = (
+                    f"warps {first} and {warp} of a warpgroup end with {each[first]} and {count} "
+                    "registers a thread. All warps of a warpgroup must take or give the same number"
+                )
+                raise BarrierDivergence(text, block=self.block)
         if sum(each) > launched * self.warps:
-            text = f"warps with {', '.join(map(str, each))} registers a thread take more than "
-            text = f"{text}the {launched} a thread of the launch, and wait for them for ever"
+            text = (
+                f"the warps ask for {', '.join(map(str, each))} registers a thread, on average "
+                f"more than the {launched} of the launch. take_registers waits for them for ever"
+            )
             raise Deadlock(text, block=self.block)
 
     def _exit(self) -> None:
         super()._exit()
         for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
             for product in self._products.get(number, []):
-                text, tid = "the thread exits with a product on its way", number * WARPGROUP
+                text = "the thread exits before wait_products was called for a product"
+                tid = number * WARPGROUP
                 raise self.fault_at(RegisterHazard, text, tid, product.site, product.C.name)

@@ -59,11 +59,14 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     name, place = code.co_name, f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
     found = definition(code)
     if found is None:
-        raise ValueError(f"the source of {place} is not at hand: the emulator runs from source")
+        raise ValueError(
+            "the emulator runs a kernel from its source text, which must be in a file or a "
+            f"notebook's cell; there is no source for {place}"
+        )
     try:
         node = _Function(found).rewritten()
     except _Unsupported as error:
-        raise ValueError(f"{error} in {place}: the emulator has no such thing") from None
+        raise ValueError(f"the emulator does not support {error} in a kernel: {place}") from None
     module = ast.Module(body=[node], type_ignores=[])
     ast.fix_missing_locations(module)
     whole = compile(module, code.co_filename, "exec", dont_inherit=True)

@@ -80,7 +80,7 @@ def schedule(seed: int) -> Iterator[None]:
     [0 1 2 3]
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise ValueError(f"seed = {seed!r}, allowed: an integer from 0 on")
+        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
     token = _seed.set(int(seed))
     try:
         yield
@@ -246,7 +246,10 @@ class Launch(Products):
                 lane = int(lanes[0])
                 p = copy.dst.first + int(copy.e[lane])
                 site, tid = self.sites[copy.dst.buffer.sites[0, p]], int(self.group.tids[lane])
-                text = f"the thread exits with a copy into {copy.dst._element(p)} in flight"
+                text = (
+                    f"the thread exits while its copy into {copy.dst._element(p)} is in flight. "
+                    "Commit and wait for the copy before the thread ends"
+                )
                 raise self.fault_at(SharedHazard, text, tid, site, copy.dst.name)
         super()._exit()
 
@@ -270,7 +273,7 @@ class Launch(Products):
 def _extent(name: str, value: Any) -> Index3:
     axes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not 1 <= len(axes) <= 3 or any(not isinstance(n, (int, np.integer)) or n < 1 for n in axes):
-        raise ValueError(f"{name} = {value!r}, allowed: one to three positive integers")
+        raise ValueError(f"{name} must be one to three positive integers, got {value!r}")
     x, y, z = (*(int(n) for n in axes), 1, 1)[:3]
     return x, y, z
 
@@ -354,7 +357,7 @@ def launch(
     function = getattr(py_func, "py_func", py_func)
     extent, shape = _extent("grid", grid), _extent("block", block)
     if prod(shape) > MAX_THREADS:
-        raise ValueError(f"block = {block!r}, allowed: at most {MAX_THREADS} threads")
+        raise ValueError(f"block must have at most {MAX_THREADS} threads, got {block!r}")
     alone = function in _one_by_one or asked_for() or _seed.get() is not None
     at_once = 1 if alone else blocks_at_once(extent, shape)
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)

@@ -27,7 +27,15 @@ import numpy as np
 from . import checks
 from .checks import IN_FLIGHT, READING, SEVERAL, UNWRITTEN
 from .conversions import converter
-from .errors import EmulatorError, Misaligned, SharedHazard, UninitialisedRead
+from .errors import (
+    NO_BARRIER,
+    EmulatorError,
+    Misaligned,
+    SharedHazard,
+    UninitialisedRead,
+    never_written,
+    two_arrays,
+)
 from .groups import Copy, OneByOne
 from .lanes import merge
 
@@ -261,8 +269,8 @@ class SharedArray:
             size = self.itemsize
             raise self.ctx.fault(
                 Misaligned,
-                f"{self._element(first)} lies at byte {first * size}: "
-                f"an access of {n * size} bytes needs a multiple of {n * size}",
+                f"{self._element(first)} is at byte {first * size} of shared memory, but an access "
+                f"of {n * size} bytes must start at a multiple of {n * size} bytes",
                 self.name,
                 lane,
             )
@@ -285,7 +293,7 @@ class SharedArray:
         if buffer.written[0, p] != UNWRITTEN:
             self._check(p, lane, "overwrites", "wrote", [int(buffer.written[0, p])])
         if buffer.touched[0, p] >= base:
-            self._check(p, lane, "overwrites", "reads", buffer.reads[0, :, p].tolist())
+            self._check(p, lane, "overwrites", "read", buffer.reads[0, :, p].tolist())
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
         base = self.ctx.base[0]
@@ -373,7 +381,7 @@ class SharedArray:
             first = merge(self.ctx.whole_blocks(mask), other.first, self.first)
             return SharedArray(self.ctx, self.name, self.length, self.dtype, self.buffer, first)
         if not same or self.first != other.first:
-            raise TypeError(f"lanes hold {self.name} and another array: not emulated")
+            raise TypeError(two_arrays(self.name))
         return self
 
     # ---- places and words
@@ -388,20 +396,19 @@ class SharedArray:
         ctx = self.ctx
         element = self._element(p)
         if stamp == UNWRITTEN:
-            text = f"{element} is read, but was never written"
-            return ctx.fault(UninitialisedRead, text, self.name, lane)
+            return ctx.fault(UninitialisedRead, never_written(element), self.name, lane)
         if stamp == READING:
             text = (
-                f"this thread {does} {element}, which a product or a bulk copy reads that was not "
-                "waited for"
+                f"this thread {does} {element} while a product or a bulk copy may still read it. "
+                "Call wait_products or wait_boxes_read first"
             )
         elif stamp == IN_FLIGHT:
             site = ctx.sites[self.buffer.sites[0, p]]
             text = (
-                f"{element} is touched with a copy in flight, issued by thread "
-                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)} "
-                "and not waited for"
+                f"{element} is accessed while a copy into it is in flight, issued by thread "
+                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)}. Wait "
+                "for the copy first"
             )
         else:
-            text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, no barrier between"
+            text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, {NO_BARRIER}"
         return ctx.fault(SharedHazard, text, self.name, lane)

@@ -137,7 +137,10 @@ class Waiting(Context):
         if left_out.any():
             lane = int(np.flatnonzero(left_out)[0])
             number = int(group.tids[lane] % WARP)
-            text = f"lane {number} calls {operation} with mask {mask:#010x}, which leaves it out"
+            text = (
+                f"lane {number} calls {operation} with mask {mask:#010x}, which does not include "
+                "this lane. A mask must include every lane that makes the call"
+            )
             raise self.fault(BarrierDivergence, text, None, lane)
         missing = ~active & bits & np.isin(group.warp_of, group.warp_of[active])
         if missing.any():
@@ -244,7 +247,10 @@ class Waiting(Context):
                     continue
                 operands = {tuple(o) for o in np.stack(values, -1)[n][present[n]].tolist()}
                 if len(operands) > 1:
-                    text = f"the lanes of a warp call {operation} for different barriers or threads"
+                    text = (
+                        f"the lanes of a warp call {operation} with different barriers or threads. "
+                        "All lanes of a warp must pass the same values"
+                    )
                     raise self.fault(BarrierMisuse, text)
                 ((number, count),) = operands
                 named[warp] = self._arrive(warp, number, count, waits)
@@ -278,18 +284,20 @@ class Waiting(Context):
         past = self.seen[warp].copy()
         past[warp] = self.starts[warp]
         if (past < self._opened.get(barrier, past)).any():
-            text = f"warp {warp} comes to barrier {barrier}, not ordered after its last use"
+            text = (
+                f"warp {warp} arrives at barrier {barrier}, but nothing orders this after the "
+                "barrier's last use. A GPU could count the arrival for the last use: synchronise "
+                "between the two uses, or take another barrier"
+            )
             raise self.fault(BarrierMisuse, text, None, self._lane_of(warp))
         named = self._named_barriers.get(barrier)
         if named is None:
             named = self._named_barriers[barrier] = NamedBarrier(threads, self.site(), past)
         if named.threads != threads:
-            text = f"warp {warp} comes to a barrier of {threads} threads"
-            raise self.fault(
-                BarrierMisuse, f"{text}, but {self._missing(barrier)}", None, self._lane_of(warp)
-            )
+            text = f"warp {warp} arrives with threads = {threads}, but {self._missing(barrier)}"
+            raise self.fault(BarrierMisuse, text, None, self._lane_of(warp))
         if warp in named.arrived:
-            text = f"warp {warp} comes again to a barrier that has not opened"
+            text = f"warp {warp} arrives again before the barrier has opened"
             raise self.fault(
                 BarrierMisuse, f"{text}: {self._missing(barrier)}", None, self._lane_of(warp)
             )
@@ -316,7 +324,7 @@ class Waiting(Context):
         named = self._named_barriers[barrier]
         count, first = len(named.arrived) * WARP, self.line_of(named.site)
         return (
-            f"barrier {barrier} is of {named.threads} threads, of which {count} have arrived, "
+            f"barrier {barrier} waits for {named.threads} threads, of which {count} have arrived, "
             f"the first at {first}"
         )
 
@@ -332,17 +340,21 @@ class Waiting(Context):
         deserted = [g for g in in_warp if self._deserted(g)]
         if deserted:
             g = deserted[0]
-            text = f"{g.operation} with mask {g.value:#010x} is not reached by all its lanes"
+            every = "the warp" if g.value == FULL else f"its mask, {g.value:#010x}"
+            text = f"{g.operation} is not reached by all lanes of {every}"
         elif at_named:
             g, kind = at_named[0], Deadlock
-            text = "; ".join(map(self._missing, self._named_barriers))
+            text = "no thread can go on: " + "; ".join(map(self._missing, self._named_barriers))
         elif at_barrier:
             g = at_barrier[0]
-            text = f"{g.operation} is not reached by all threads of the block"
+            text = (
+                f"{g.operation} is not reached by all threads of the block. Move it out of the "
+                "branch or loop that only some threads take"
+            )
         else:
             g, kind = in_warp[0], Deadlock
             text = f"lanes wait for one another in {g.operation} with different masks"
-        return self.fault_at(kind, f"{text}: {self._waiters()}", int(g.tids[0]), g.site)
+        return self.fault_at(kind, f"{text}{self._waiters()}", int(g.tids[0]), g.site)
 
     def _deserted(self, group: Group) -> bool:
         """Whether a lane that `group` waits for in a warp collective is somewhere else."""
@@ -360,11 +372,11 @@ class Waiting(Context):
         for g in self._groups:
             text = {READY: "can run", DONE: "returned"}.get(g.state)
             if text is None:
-                text = f"wait in {g.operation} at {self.line_of(g.site)}"
+                text = f"waiting in {g.operation} at {self.line_of(g.site)}"
             states += [(tid, text) for tid in g.tids.tolist()]
         for tid, text in sorted(states):
             where.setdefault(text, []).append(tid)
-        return "; ".join(f"{self._names(tids)} {text}" for text, tids in where.items())
+        return "".join(f"\n  {self._names(tids)}: {text}" for text, tids in where.items())
 
     def _names(self, tids: list[int]) -> str:
         names = [self.thread_name(tid) for tid in tids[:4]]

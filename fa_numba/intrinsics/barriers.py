@@ -24,8 +24,8 @@ _ALLOWED = {"barrier": range(1, 16), "threads": range(32, 1025, 32)}
 def _refused(name, value):
     """What is wrong with the value of the operand ``name``; an empty string if nothing."""
     allowed = _ALLOWED[name]
-    steps = f" in steps of {allowed.step}" if allowed.step > 1 else ""
-    text = f"{name} = {value}, allowed: {allowed[0]} to {allowed[-1]}{steps}"
+    what = f"a multiple of {allowed.step}" if allowed.step > 1 else "an integer"
+    text = f"{name} must be {what} from {allowed[0]} to {allowed[-1]}, got {value}"
     return "" if value in allowed else text
 
 

@@ -380,5 +380,5 @@ def test_an_addition_to_a_read_only_array_is_that_error():
 
     out = np.zeros((5, 32), np.float32)
     out.flags.writeable = False
-    with pytest.raises(ReadOnlyStore, match="a store to out, which is read-only"):
+    with pytest.raises(ReadOnlyStore, match="stores to out, which is read-only"):
         launch(kernel, 5, 32, (matrix(5, 1, 32), out))

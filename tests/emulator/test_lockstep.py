@@ -375,7 +375,10 @@ def test_lanes_hold_one_array():
     launch(kernel, 1, 4, (x, y, out, 2), shared_bytes=32)
     assert out.tolist() == [5] * 4
     for kind in (1, 3, 4):
-        with pytest.raises(TypeError, match="lanes hold .* and another array: not emulated"):
+        with pytest.raises(
+            TypeError,
+            match="some lanes hold array .* and other lanes another array. .* not support",
+        ):
             launch(kernel, 1, 4, (x, y, out, kind), shared_bytes=32)
 
 
@@ -397,7 +400,7 @@ def test_what_kernels_do_not_have_is_refused(body, message):
 def test_a_function_without_source_is_refused():
     names = {"cuda": cuda}
     exec("def kernel(out):\n    out[0] = 1\n", names)
-    with pytest.raises(ValueError, match="source of kernel, .* is not at hand"):
+    with pytest.raises(ValueError, match="there is no source for kernel, "):
         launch(names["kernel"], 1, 1, (np.zeros(1),))
 
 
@@ -757,8 +760,8 @@ def test_two_blocks_touch_one_element(first, second):
     assert (error.block, error.thread, error.array) == ((1, 0, 0), (4, 0, 0), "x")
     assert "test_lockstep.py:" in error.line and LINES[second] in error.line
     does = ("reads", "overwrites", "atomically updates", "reads")[second]
-    did = ("reads", "wrote", "atomically updates", "reads")[first]
-    assert f"this thread {does} x[1, 2], which block (0, 0, 0) {did}" in str(error)
+    did = ("read", "wrote", "atomically updated", "read")[first]
+    assert f"this thread {does} x[1, 2], which block (0, 0, 0) {did}." in str(error)
     found = set()
     for seed in range(8):
         with pytest.raises(GlobalHazard) as info, schedule(seed):
@@ -816,7 +819,7 @@ def test_several_blocks_are_named_so():
     with pytest.raises(GlobalHazard) as info:
         launch(kernel, (2, 2), 1, (np.zeros(8), np.zeros(4)))
     assert info.value.block == (1, 1, 0)
-    assert "overwrites x[5], which several blocks read:" in str(info.value)
+    assert "overwrites x[5], which several blocks read." in str(info.value)
 
 
 def test_a_block_that_begins_again_is_no_hazard_to_itself():
@@ -879,7 +882,7 @@ def test_warps_are_grouped_anew_in_every_block():
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "3", None, np.float32(2)])
 def test_a_seed_is_an_integer_from_0_on(seed):
-    allowed = "seed = .*, allowed: an integer from 0 on"
+    allowed = "seed must be an integer of at least 0, got"
     with pytest.raises(ValueError, match=allowed), schedule(seed):
         pass
 
@@ -1013,7 +1016,7 @@ def test_totals_are_over_the_fields_asked_for():
     assert counts.total(space="shared", kind="load") == Traffic(5, 0, 5, 0)
     assert counts.total(array="x", kind="load") == counts.total(array="x") == Traffic(5, 25)
     assert counts.total(kernel="another") == Traffic()
-    with pytest.raises(TypeError, match="colour is no field of an access, allowed: kernel, array"):
+    with pytest.raises(TypeError, match="a field must be one of kernel, array, .*, got colour"):
         counts.total(colour="red")
     twice = counts + launch(moved, 1, 64, arrays)
     assert twice.total(space="shared") == Traffic(18, 0, 142, 124)
@@ -1116,4 +1119,4 @@ def test_copies_of_a_source_have_their_own_lines(index):
         with pytest.raises(OutOfBounds) as info:
             launch(made["make"](cuda), 1, 4, (np.zeros(5),))
         assert info.value.line == f"{name}:{8 + len(above)}: x[{index}] = 1.0"
-        assert f"x[{index}] is outside" in str(info.value)
+        assert f"x[{index}] is outside the array" in str(info.value)

@@ -140,16 +140,16 @@ def test_a_ring_of_places(stages):
     [
         ("no init", BarrierMisuse, "bars[0] was not initialised"),
         ("twice", BarrierMisuse, "bars[0] was initialised before"),
-        ("no fence", MissingFence, "by thread (0, 0, 0), no fence_mbarrier_init after"),
-        ("no barrier", BarrierMisuse, "was initialised by thread (0, 0, 0), no barrier between"),
-        ("too few", BarrierMisuse, "64 threads arrive: bars[2] is in phase 0"),
+        ("no fence", MissingFence, "by thread (0, 0, 0), with no fence_mbarrier_init after"),
+        ("no barrier", BarrierMisuse, "initialised by thread (0, 0, 0), with no barrier between"),
+        ("too few", BarrierMisuse, "64 threads arrive, which are too many. bars[2] is in phase 0"),
         ("early", SharedHazard, "no barrier between"),
         ("no look", (SharedHazard, UninitialisedRead), "tile["),
         ("read late", SharedHazard, "no barrier between"),
         ("no wait", (SharedHazard, BarrierMisuse), ""),
-        ("again", BarrierMisuse, "not ordered after the end of the phase before"),
+        ("again", BarrierMisuse, "but nothing orders this after the end of phase"),
         ("parity", BarrierMisuse, "waits for the phase before the first of bars[0], which is in"),
-        ("one forgets", Deadlock, "bars[2] is in phase 0 and waits for 1 of 64 arrivals and 0"),
+        ("one forgets", Deadlock, "bars[2] is in phase 0, waits for 1 of 64 arrivals and for 0"),
         ("nobody empties", (SharedHazard, BarrierMisuse), ""),
     ],
 )
@@ -183,10 +183,10 @@ def test_a_phase_that_may_be_over_when_somebody_looks():
 @pytest.mark.parametrize(
     "count, size, parity, message",
     [
-        (0, 0, 0, "count = 0, allowed: 1 to"),
-        (1 << 20, 0, 0, "count = 1048576"),
-        (1, -1, 0, "size = -1, allowed: 0 to"),
-        (1, 0, 2, "parity = 2, allowed: 0 and 1"),
+        (0, 0, 0, "count must be from 1 to 1048575, got 0"),
+        (1 << 20, 0, 0, "count must be from 1 to 1048575, got 1048576"),
+        (1, -1, 0, "size must be from 0 to 1048575, got -1"),
+        (1, 0, 2, "parity must be 0 or 1, got 2"),
     ],
 )
 def test_operands_of_mbarriers(count, size, parity, message):
@@ -205,7 +205,7 @@ def test_a_barrier_past_the_end():
         init_mbarrier(bars, 2 if faulty else 1, 1)
 
     launch(kernel, 1, bits(1), False)
-    assert "bars[2] is outside of 2" in str(caught(OutOfBounds, kernel, 1, bits(1), True))
+    assert "bars[2] is outside the array of 2" in str(caught(OutOfBounds, kernel, 1, bits(1), True))
 
 
 def test_one_thread_passes_on_what_it_knows():
@@ -363,19 +363,19 @@ def test_what_a_box_costs():
 @pytest.mark.parametrize(
     "wrong, error, message",
     [
-        ("wait", SharedHazard, "with a copy in flight, issued by thread (0, 0, 0)"),
-        ("barrier", SharedHazard, "with a copy in flight"),
-        ("one waits", SharedHazard, "which a bulk copy that bars[0] counts wrote, no barrier"),
-        ("write", SharedHazard, "with a copy in flight"),
+        ("wait", SharedHazard, "while a copy into it is in flight, issued by thread (0, 0, 0)"),
+        ("barrier", SharedHazard, "while a copy into it is in flight"),
+        ("one waits", SharedHazard, "which a bulk copy that bars[0] counts wrote, with no barrier"),
+        ("write", SharedHazard, "while a copy into it is in flight"),
         (
             "second",
             BarrierMisuse,
-            "starts a copy that is counted by bars[0] in phase 1, not ordered",
+            "starts a copy that is counted by bars[0] in phase 1, but nothing orders this",
         ),
         ("nobody looks", None, ""),
-        ("bytes", Deadlock, "bars[0] is in phase 0 and waits for 0 of 1 arrivals and 16 bytes"),
-        ("fence", MissingFence, "no fence_mbarrier_init after"),
-        ("alignment", Misaligned, "sX[0] lies at byte 512: a box needs a multiple of 1024"),
+        ("bytes", Deadlock, "bars[0] is in phase 0, waits for 0 of 1 arrivals and for 16"),
+        ("fence", MissingFence, "with no fence_mbarrier_init after"),
+        ("alignment", Misaligned, "sX[0] is at byte 512 of shared memory, but a box must"),
     ],
 )
 def test_a_box_that_is_not_waited_for(wrong, error, message):
@@ -397,7 +397,7 @@ def test_a_block_that_ends_before_its_box_has_come():
         load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
 
     error = caught(SharedHazard, kernel, 1, Boxed(bits(1, 1, 8, 64), 8))
-    assert "ends with a box on its way that bars[0] counts" in str(error)
+    assert "ends while a box that bars[0] counts is still being copied" in str(error)
     assert "load_box(" in error.line
 
 
@@ -444,8 +444,8 @@ def test_a_place_is_filled_again(wrong):
     "wrong, error, message",
     [
         ("wait", (SharedHazard, BarrierMisuse), ""),
-        ("early", SharedHazard, "the engine overwrites sX["),
-        ("lanes", SharedHazard, "thread (1, 0, 0) reads"),  # one of each warp speaks for no other
+        ("early", SharedHazard, "this bulk copy or product overwrites sX["),
+        ("lanes", SharedHazard, "thread (1, 0, 0) read,"),  # one of each warp speaks for no other
         ("written", MissingFence, "wrote without a fence_async_proxy after"),
     ],
 )
@@ -509,12 +509,12 @@ def test_boxes_end_with_a_sequence_and_have_rows_of_several_heads(
 def test_boxes_that_a_map_has_not():
     x, y = bits(1, 2, 40, 64), np.zeros(8 * COLUMNS, np.uint16)
     found = caught(EmulatorError, _make_load(8, (0, 0, 0, 0, 0)), 32, Boxed(x, 8), y)
-    assert "of a map with 4 axes" in str(found)
+    assert "a box of X needs 4 coordinates" in str(found)
     # A row of the sequence that would lie before the array.
     layout = TiledArray(x, 8, "float16", ends=True).layout
     kernel = _make_load(8, (WRAPS, 5, WRAPS - 10, 0))
     found = caught(OutOfBounds, kernel, 32, Boxed(x, 8, layout), y)
-    assert "leaves the array's memory" in str(found)
+    assert "reaches outside the memory of X" in str(found)
 
 
 def _make_store(rows, place, wrong=""):
@@ -577,8 +577,8 @@ def test_a_box_is_stored_where_the_array_is(rows, place):
         ("one fence", MissingFence, "thread (33, 0, 0) wrote without a fence_async_proxy after"),
         ("barrier", SharedHazard, "no barrier between"),
         ("hole", UninitialisedRead, "sX[69] is read, but was never written"),
-        ("commit", SharedHazard, "not waited for"),
-        ("wait", SharedHazard, "not waited for"),
+        ("commit", SharedHazard, "may still read it. Call"),
+        ("wait", SharedHazard, "may still read it. Call"),
         ("no barrier after", SharedHazard, "no barrier between"),
     ],
 )
@@ -591,7 +591,7 @@ def test_a_box_that_is_stored_too_early(wrong, error, message):
 def test_a_thread_that_leaves_its_box_behind():
     arrays = bits(64, COLUMNS), Boxed(np.zeros((1, 1, 64, 64), np.uint16), 64)
     found = caught(SharedHazard, _make_store(64, (0, 0, 0, 0), "wait"), 64, *arrays, False)
-    assert "exits while a box from sX[0] on may still be read" in str(found)
+    assert "exits while its store of a box may still read sX[0]" in str(found)
     assert found.thread == (0, 0, 0) and "store(" in found.line
 
 
@@ -638,9 +638,9 @@ def test_a_stored_box_is_there_when_it_was_waited_for():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ("read", "reads Y[0, 0, 0, 0], where a box is being stored that nobody has waited for"),
-        ("again", "overwrites Y[0, 0, 0, 0], where a box is being stored"),
-        ("alone", "thread (0, 0, 0) waited for it, no barrier between"),
+        ("read", "reads Y[0, 0, 0, 0], where a box is still being stored"),
+        ("again", "overwrites Y[0, 0, 0, 0], where a box is still being stored"),
+        ("alone", "thread (0, 0, 0) waited for, with no barrier between"),
     ],
 )
 def test_a_box_that_comes_before_it_is_there(wrong, message):
@@ -685,7 +685,9 @@ def test_a_box_of_what_a_thread_has_stored(moves, stores):
         launch(kernel, 1, x[0, 0], Boxed(x, 8), 3 if stores == "outside" else -1)
         return
     found = caught(MissingFence, kernel, 1, x[0, 0], Boxed(x, 8), 7)
-    assert "[0, 0, 7, 5], which thread (0, 0, 0) wrote without a fence for global" in str(found)
+    assert "[0, 0, 7, 5], which thread (0, 0, 0) wrote in the same launch without a fence" in str(
+        found
+    )
     assert f"{moves}_box(" in found.line
 
 
@@ -694,8 +696,8 @@ def test_a_box_of_what_a_thread_has_stored(moves, stores):
     "wrong, says",
     [
         ("", ""),
-        ("wait", "P[5, 5], where a box is being stored that nobody has waited for"),
-        ("barrier", "P[5, 5], which thread (0, 0, 0) stored a box to, no barrier between"),
+        ("wait", "P[5, 5], where a box is still being stored"),
+        ("barrier", "P[5, 5], which thread (0, 0, 0) stored a box to, with no barrier between"),
     ],
 )
 def test_a_thread_where_a_box_is_stored(wrong, says, stores):
@@ -741,12 +743,12 @@ def test_arrays_that_are_refused():
     caught(ReadOnlyStore, _make_store(64, (0, 0, 0, 0)), 64, bits(64, 64), Boxed(y, 64), True)
     x = np.zeros((2, 2, 8, 72), np.uint16)
     for array, rows, message in (
-        (x[0], 8, "allowed: four axes"),
-        (x[..., ::2], 8, "of which the last has no gaps"),
-        (x[..., 1:], 8, "allowed: multiples of 16 bytes"),
-        (np.zeros((1, 1, 8, 20), np.uint16), 8, "allowed: multiples of 16 bytes"),
-        (x, 0, "rows = 0, allowed: 1 to 256"),
-        (x, 257, "rows = 257"),
+        (x[0], 8, "must have four axes and a contiguous last axis, got"),
+        (x[..., ::2], 8, "must have four axes and a contiguous last axis, got"),
+        (x[..., 1:], 8, "must have .* multiples of 16 bytes, got"),
+        (np.zeros((1, 1, 8, 20), np.uint16), 8, "must have .* multiples of 16 bytes, got"),
+        (x, 0, "rows must be from 1 to 256, got 0"),
+        (x, 257, "rows must be from 1 to 256, got 257"),
     ):
         with pytest.raises(ValueError, match=message):
             Boxed(array, rows)

@@ -283,28 +283,40 @@ def test_what_may_be_touched(right):
         ("fence", MissingFence, "wrote without a fence_async_proxy after"),
         ("one fence", MissingFence, "thread (100, 0, 0) wrote without a fence_async_proxy after"),
         ("barrier", SharedHazard, "no barrier between"),
-        ("read C", RegisterHazard, "rS is touched, which a product writes that was begun at"),
-        ("write C", RegisterHazard, "rS is touched"),
-        ("add to C", RegisterHazard, "rS is touched"),
-        ("another shape", RegisterHazard, "rS is touched"),
-        ("write A", SharedHazard, "which a product or a bulk copy reads that was not waited for"),
+        (
+            "read C",
+            RegisterHazard,
+            "rS is accessed before wait_products was called for the product that writes it",
+        ),
+        ("write C", RegisterHazard, "rS is accessed"),
+        ("add to C", RegisterHazard, "rS is accessed"),
+        ("another shape", RegisterHazard, "rS is accessed"),
+        ("write A", SharedHazard, "while a product or a bulk copy may still read it"),
         ("other writes", SharedHazard, "sA[0]"),
-        ("wait", RegisterHazard, "rS is touched"),
-        ("pending", RegisterHazard, "rS is touched"),
+        ("wait", RegisterHazard, "rS is accessed"),
+        ("pending", RegisterHazard, "rS is accessed"),
         ("another array", RegisterHazard, "waited for by wait_products of another array"),
         (
             "other rows",
             SharedHazard,
-            "sA[1024], which the part of warp 1 in a product reads, no ba",
+            "sA[1024], which the part of warp 1 in a product read, with no",
         ),
         (
             "write B",
             SharedHazard,
-            "sB[0], which a product of warpgroup 0 reads, no barrier between",
+            "sB[0], which a product of warpgroup 0 read, with no barrier between",
         ),
-        ("write words", RegisterHazard, "rP is touched, which a product reads"),
-        ("exit", RegisterHazard, "the thread exits with a product on its way"),
-        ("few", RegisterHazard, "count = 16 of 32 registers"),
+        (
+            "write words",
+            RegisterHazard,
+            "rP is accessed before wait_products was called for the product that reads",
+        ),
+        ("exit", RegisterHazard, "the thread exits before wait_products was called for a product"),
+        (
+            "few",
+            RegisterHazard,
+            "count must be at least 32, the number of registers that the product writes, got 16",
+        ),
     ],
 )
 def test_what_is_touched_too_early(wrong, error, message):
@@ -371,7 +383,7 @@ def test_part_of_a_warpgroup():
             MULTIPLY_F16(rC, 8, sA, 8 * (t % 2), 64, 0, sA, 0, 64, 0, 1, 0)
 
     out = np.zeros(1, np.float32)
-    text = "64 threads of warpgroup 0 call a product, not all"
+    text = "only 64 of the 128 threads of warpgroup 0 call a product."
     assert text in str(caught(BarrierDivergence, kernel, 128, out, "half"))
     assert "call wait_products" in str(caught(BarrierDivergence, kernel, 128, out, "wait"))
     assert "different operands" in str(caught(EmulatorError, kernel, 128, out, "places"))
@@ -380,10 +392,10 @@ def test_part_of_a_warpgroup():
 @pytest.mark.parametrize(
     "at, rows, error, message",
     [
-        (4, 64, Misaligned, "lies at byte 8, in panels of 64 rows"),
-        (64, 64, Misaligned, "lies at byte 128"),
+        (4, 64, Misaligned, "is at byte 8 of shared memory, in panels of 64 rows"),
+        (64, 64, Misaligned, "is at byte 128 of shared memory"),
         (0, 60, Misaligned, "in panels of 60 rows"),
-        (512, 64, OutOfBounds, "is outside of 4096"),
+        (512, 64, OutOfBounds, "is outside the array of 4096"),
     ],
 )
 def test_operands_that_lie_wrongly(at, rows, error, message):
@@ -407,7 +419,7 @@ def test_shapes_that_are_refused(n, size):
         rC = cuda.local.array(size, float32)
         MULTIPLY_F16(rC, n, sA, 0, 64, 0, sA, 0, 64, 0, 1, 0)
 
-    with pytest.raises(ValueError, match=f"n = {n}"):
+    with pytest.raises(ValueError, match=f"n must be .* 256, got {n}\n|for n = {n}, got {size}\n"):
         launch(kernel, 128, np.zeros(1, np.float32))
 
 
@@ -421,12 +433,12 @@ def test_registers_of_a_block():
 
     out = np.zeros(1, np.float32)
     launch(kernel, 384, out, 24, 240, 128)
-    text = "take more than the 168 a thread of the launch, and wait for them for ever"
+    text = "more than the 168 of the launch. take_registers waits for them for ever"
     assert text in str(caught(Deadlock, kernel, 384, out, 40, 240, 128))
     assert "warps 0 and 2" in str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 64))
     assert "give_registers" in str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 72))
     for few in (16, 28, 264):
-        with pytest.raises(ValueError, match=f"count = {few}, allowed: multiples of 8"):
+        with pytest.raises(ValueError, match=f"count must be a multiple of 8 .*, got {few}"):
             launch(kernel, 384, out, few, 240, 128)
 
 
@@ -485,5 +497,5 @@ def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
         wait_products(rC, 4, 0)
 
     error = caught(EmulatorError, kernel, 128, np.zeros(1, np.float32))
-    text = "threads of warpgroup 0 wait apart from others and then call a product: not emulated"
+    text = "of warpgroup 0 wait apart from the others before they call a product. The emulator does"
     assert text in str(error)

@@ -265,7 +265,7 @@ def _overlapping_kernel(X, Y):
 
 def test_a_half_tile_stays_within_shared_memory():
     arrays = (halves(32), halves(32))
-    with pytest.raises(EmulatorError, match="144 of the dynamic shared memory, and the launch"):
+    with pytest.raises(EmulatorError, match="144 of the dynamic shared memory, but the launch"):
         emulator.launch(_overlapping_kernel, 1, 32, arrays, shared_bytes=142)
 
 
@@ -745,12 +745,12 @@ def _meet(X, barrier, threads, waits):
 @pytest.mark.parametrize(
     "barrier, threads, message",
     [
-        (0, 64, "barrier = 0, allowed: 1 to 15"),
-        (16, 64, "barrier = 16, allowed: 1 to 15"),
-        (-1, 64, "barrier = -1, allowed: 1 to 15"),
-        (1, 0, "threads = 0, allowed: 32 to 1024 in steps of 32"),
-        (1, 48, "threads = 48, allowed: 32 to 1024 in steps of 32"),
-        (1, 1056, "threads = 1056, allowed: 32 to 1024 in steps of 32"),
+        (0, 64, "barrier must be an integer from 1 to 15, got 0"),
+        (16, 64, "barrier must be an integer from 1 to 15, got 16"),
+        (-1, 64, "barrier must be an integer from 1 to 15, got -1"),
+        (1, 0, "threads must be a multiple of 32 from 32 to 1024, got 0"),
+        (1, 48, "threads must be a multiple of 32 from 32 to 1024, got 48"),
+        (1, 1056, "threads must be a multiple of 32 from 32 to 1024, got 1056"),
     ],
 )
 def test_named_barriers_check_what_they_are_given(barrier, threads, message, waits):

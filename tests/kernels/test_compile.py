@@ -705,11 +705,11 @@ def test_the_check_sees_spills_and_float64():
 @pytest.mark.parametrize(
     "barrier, threads, message",
     [
-        (0, 64, "barrier = 0, allowed: 1 to 15"),
-        (16, 64, "barrier = 16, allowed: 1 to 15"),
-        (1, 0, "threads = 0, allowed: 32 to 1024 in steps of 32"),
-        (1, 40, "threads = 40, allowed: 32 to 1024 in steps of 32"),
-        (1, 1056, "threads = 1056, allowed: 32 to 1024 in steps of 32"),
+        (0, 64, "barrier must be an integer from 1 to 15, got 0"),
+        (16, 64, "barrier must be an integer from 1 to 15, got 16"),
+        (1, 0, "threads must be a multiple of 32 from 32 to 1024, got 0"),
+        (1, 40, "threads must be a multiple of 32 from 32 to 1024, got 40"),
+        (1, 1056, "threads must be a multiple of 32 from 32 to 1024, got 1056"),
         (1, 64.0, "float64"),
     ],
 )
