@@ -118,15 +118,18 @@ def test_reasons_have_the_numbers_that_decided():
 
     long = (4, 32, 4096, 64)
     wide = (1, 64, 4096, 64)
-    assert "11 rounds of 1.29 by three, 16 by two" in why(wide, wide)["tiles"]
-    assert why(long, long)["kv_splits"].endswith("row tiles fill the 132 resident blocks")
+    said = "three need 11 rounds of 1.29 time units, two need 16 rounds of 1; "
+    assert said in why(wide, wide)["tiles"]
+    said = "no split: the GPU runs 132 blocks at a time, and 2816 row tiles fill it"
+    assert why(long, long)["kv_splits"] == said
     assert "(tuned.csv)" in why(long, long, algorithm="fa1")["tiles"]
     short = (4, 32, 200, 64)
-    assert "not wgmma: dropout of less than 256 rows" in why(short, short, dropout_p=0.1)["unit"]
+    said = "not wgmma: it is slower with dropout below 256 rows"
+    assert said in why(short, short, dropout_p=0.1)["unit"]
     by_blocks = {"block_mask": np.ones((64, 32), bool), "tiles": Tiles(64, 128)}
-    assert "not wgmma: a block mask whose tiles" in why(long, long, **by_blocks)["unit"]
+    assert "not wgmma: a block mask with tiles of 64" in why(long, long, **by_blocks)["unit"]
     few = why((1, 8, 1, 128), (1, 1, 32768, 128), unit="mma")["kv_splits"]
-    assert "splits of 1 row tiles over" in few and "end after" in few
+    assert "the call has 1 row tiles: kv_splits=" in few and "finishes after" in few
 
 
 @pytest.mark.parametrize(
@@ -228,7 +231,8 @@ def test_every_size_is_one_of_its_unit_and_says_where_it_is_from():
             plain = facts.size(unit, algorithm, of, d)
             assert plain.beside == "" and plain.head_dim >= d
             assert facts.size(unit, algorithm, of, d, "no such option") == plain
-            assert f"{plain.Br} x {plain.Bc} up to d={plain.head_dim}" in str(plain)
+            said = f"tiles.csv has {plain.Br} x {plain.Bc} for head_dim <= {plain.head_dim}"
+            assert str(plain) == f"{said} ({plain.source})"
 
 
 @pytest.mark.parametrize(

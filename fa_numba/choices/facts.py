@@ -44,9 +44,9 @@ class Size(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        beside = f", {self.beside}" if self.beside else ""
-        columns = f" x {self.Bc}" if self.Bc else " rows"
-        return f"{self.Br}{columns} up to d={self.head_dim}{beside} ({self.source})"
+        case = f", case {self.beside!r}" if self.beside else ""
+        size = f"{self.Br} x {self.Bc}" if self.Bc else f"{self.Br} rows"
+        return f"tiles.csv has {size} for head_dim <= {self.head_dim}{case} ({self.source})"
 
 
 _NUMBERS = Size._fields[1:-1]

@@ -28,15 +28,17 @@ _ROW_SPLITS = (2, 3, 4, 6, 8, 12, 16)
 MAX_SHARES = 65535
 
 
-def _fewest(tried: Sequence[int], ends: Callable[[int], float], unit: str, whose: str) -> Chosen:
-    """The number that ends first, the least of these."""
+def _fewest(
+    name: str, tried: Sequence[int], ends: Callable[[int], float], unit: str, whose: str
+) -> Chosen:
+    """The number that ends first, the least of these; ``name`` is the argument that chooses it."""
     times = {n: ends(n) for n in tried}
     best = min(times, key=times.__getitem__)
     if len(times) == 1:
-        return Chosen(best, f"{whose}: no other number can be")
+        return Chosen(best, f"{whose}, and no other number of splits is possible")
     other = min((n for n in times if n != best), key=times.__getitem__)
-    why = f"{whose}: {best} end after {times[best]:.4g} {unit}, {other} after {times[other]:.4g}"
-    return Chosen(best, f"{why}, of {len(times)} numbers tried")
+    why = f"{whose}: {name}={best} finishes after {times[best]:.4g} {unit}, {name}={other} after "
+    return Chosen(best, f"{why}{times[other]:.4g} ({len(times)} values compared)")
 
 
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Chosen:
@@ -53,7 +55,7 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
     p, rows = request.problem, spec.head_rows
     resident = request.multiprocessors * _side_by_side(request, tiles, spec)
     if not resident:
-        return Chosen(1, "the emulator has no multiprocessors to keep busy")
+        return Chosen(1, "nothing is split on the emulator, which has no idle multiprocessors")
     unequal = p.right is not None and p.left is None and not p.packed and not p.sparse
     if unequal and p.seqlen_q > rows:
         Tr = ceil_div(p.seqlen_q, rows)
@@ -64,9 +66,11 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
             columns.append(max(1, ceil_div(p.columns_end(end), tiles.Bc)))
             total += columns[-1]
             if columns[0] * resident <= heads * total:  # of many row tiles the first few say so
-                return Chosen(1, "the longest row tile takes no longer than an even share of all")
+                why = "no split: the longest row tile takes no longer than an even share of all"
+                return Chosen(1, why)
     elif blocks >= resident:
-        return Chosen(1, f"{blocks} row tiles fill the {resident} resident blocks")
+        why = f"no split: the GPU runs {resident} blocks at a time, and {blocks} row tiles fill it"
+        return Chosen(1, why)
     else:
         heads, most = blocks, MAX_KV_SPLITS
         columns = [ceil_div(_columns(request, tiles), tiles.Bc)]
@@ -84,8 +88,8 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Ch
 
     least = int(measured("column tiles of a split at least"))
     most = max(1, min(columns[0] // least, MAX_KV_SPLITS, most))
-    whose = f"splits of {blocks} row tiles over {resident} resident blocks"
-    return _fewest(range(1, most + 1), ends, "visits of a column tile", whose)
+    whose = f"the GPU runs {resident} blocks at a time, the call has {blocks} row tiles"
+    return _fewest("kv_splits", range(1, most + 1), ends, "visits of a column tile", whose)
 
 
 def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[float, float]:
@@ -174,16 +178,16 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
     Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
     if not _can_split_group(request):
-        return Chosen(1, "no kernel of this unit splits a column tile")
+        return Chosen(1, "no split: this unit has no kernel that splits a column tile")
     if not multiprocessors or not Tc:
-        return Chosen(1, "no multiprocessors to keep busy, or no columns")
+        return Chosen(1, "no split: the emulator has no idle multiprocessors, or no columns exist")
     most = max(1, _MOST_SHARES * multiprocessors // (heads * Tc))
     tried = [n for n in _divisors(p.group) if n <= most]
     if _can_split_rows(request):
         tried += [p.group * m for m in _ROW_SPLITS if p.group * m <= most]
-    whose = f"shares of {heads * Tc} column tiles over {multiprocessors} multiprocessors"
+    whose = f"the GPU has {multiprocessors} multiprocessors, the call {heads * Tc} column tiles"
     if len(tried) == 1:
-        return Chosen(tried[0], f"{whose}: no other number can be")
+        return Chosen(tried[0], f"{whose}, and no other number of splits is possible")
     visits = [
         _row_tiles(p, tiles, Nq, Nk, j)
         for Nq, Nk in sequences
@@ -204,7 +208,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
         order = _in_launch_order(Tc, heads * splits, spec.chunk_tiles)
         return makespan(((1, each[j] + begun + more) for j in order), multiprocessors) + sums
 
-    return _fewest(tried, ends, "visits of a row tile", whose)
+    return _fewest("group_splits", tried, ends, "visits of a row tile", whose)
 
 
 def _can_split_group(request: Request) -> bool:

@@ -59,7 +59,7 @@ def simt_tiles(
     if algorithm == "fa1" and not backward:
         wanted = paper_rule(shared_limit // 4, head_dim)[1]
         Bc = min(128, power_of_two(wanted + 1) // 2)  # rounded down
-        why = f"{row.Br} x {Bc} by arXiv 2205.14135, Algorithm 1, line 1"
+        why = f"{row.Br} x {Bc} with Bc as in Algorithm 1, line 1, of arXiv 2205.14135, rounded"
     Br, Bc = _needed(row.Br, seqlen_q), _needed(Bc, seqlen_k)
     while (Br, Bc) != (4, 8):
         found = splits(Br, Bc, head_dim, SimtBackwardSpec if backward else SimtSpec)
@@ -135,12 +135,14 @@ def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
     crowded = 144 < request.problem.largest_dim <= 160 and request.capability >= (10, 0)
     if not crowded or (tiles.Br, tiles.Bc) != (32, 64):
         return Chosen(tiles, why)
-    return Chosen(replace(tiles, threads=256), f"{why}; eight warps, since four spill (ptxas)")
+    warps = "eight warps share a tile, because four warps would spill registers (ptxas)"
+    return Chosen(replace(tiles, threads=256), f"{why}; {warps}")
 
 
 def _fitted(tiles: Tiles, why: str) -> Chosen:
-    fits = why.startswith(f"{tiles.Br} x {tiles.Bc} ")
-    return Chosen(tiles, why if fits else f"{why}; {tiles.Br} x {tiles.Bc} fit, or are enough")
+    size = f"{tiles.Br} x {tiles.Bc}"
+    fitted = f"{size} is used, because larger tiles do not fit or the sequence is shorter"
+    return Chosen(tiles, why if f" {size} " in f" {why}" else f"{why}; {fitted}")
 
 
 def _shrunk(
@@ -195,39 +197,44 @@ def _hopper_tiles(request: Request, heads: int, d: int) -> Chosen:
     wide = size(*_FORWARD, d, kind)
     if rows <= GROUP_ROWS:  # a consumer's: the columns' way from memory counts
         few = size(*_FORWARD, d, "few rows") if PANEL < d <= 2 * PANEL else wide
-        return Chosen(Tiles(GROUP_ROWS, few.Bc, stages=2), f"{rows} rows fill one consumer: {few}")
+        why = f"one consumer warpgroup takes all rows ({rows}): {few}"
+        return Chosen(Tiles(GROUP_ROWS, few.Bc, stages=2), why)
     Bc = wide.Bc
     if not features.page_size:
         Bc = min(Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
     short = _short(request, rows, window)
     if short is not None:
-        return Chosen(Tiles(short.Br, short.Bc or Bc, stages=short.stages), f"short: {short}")
+        why = f"the call is short: {short}"
+        return Chosen(Tiles(short.Br, short.Bc or Bc, stages=short.stages), why)
     two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
     kinds = ["three consumers splits"] if features.splits and d > PANEL else []
     most = size(*_FORWARD, d, *kinds, "three consumers")
     three = Tiles(most.Br, most.Bc if Bc == 128 else Bc, stages=2)
     crowded = features.crowds and d > PANEL
     if crowded or not _hold_three(three, d, features):
-        return Chosen(two, f"two consumers, three lack registers or are slower: {wide}")
-    tiles, why = two, "two consumers"
+        why = "two consumer warpgroups, because three lack registers or are slower"
+        return Chosen(two, f"{why}: {wide}")
+    tiles, why = two, "two consumer warpgroups"
     if not p.causal:
         ends = _rounds(request, rows, heads, three.Br), _rounds(request, rows, heads, two.Br)
         each = measured(_TIME_OF_THREE, "narrow" if d <= PANEL or Bc < 128 else "wide")
         if each * ends[0] <= ends[1]:
-            tiles, why = three, "three consumers"
-        why += f": {ends[0]} rounds of {each:g} by three, {ends[1]} by two"
+            tiles, why = three, "three consumer warpgroups"
+        why += f" finish first: three need {ends[0]} rounds of {each:g} time units, two need "
+        why += f"{ends[1]} rounds of 1"
     # Where all of two consumers are resident at once, the longest is what the call takes.
     elif _row_tiles(request, rows, heads, two.Br) <= request.multiprocessors:
-        why += ": the row tiles are all resident at once, and the longest is what the call takes"
+        why += ", because all row tiles run at once and the longest one sets the time of the call"
     else:
         lens = p.q_lens if p.packed and p.q_lens else (rows,)
         longest = sum(n * n for n in lens) // max(1, sum(lens))  # where most rows are
         what = "causal rows from which three consumers end first"
         least = next((measured(what, n) for n in (PANEL, 80) if d <= n), math.inf)
         if longest > least:
-            tiles, why = three, "three consumers"
-        why += f": {longest} causal rows, three end first from {least} on"
-    return Chosen(tiles, f"{why}: {most if tiles == three else wide}")
+            tiles, why = three, "three consumer warpgroups"
+        why += f" for {longest} causal rows, because three finish first "
+        why += f"above {least:g} rows" if least < math.inf else "at smaller head dimensions only"
+    return Chosen(tiles, f"{why}; {most if tiles == three else wide}")
 
 
 _TIME_OF_THREE = "time of a tile of three consumers over one of two"

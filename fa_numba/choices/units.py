@@ -128,7 +128,8 @@ class Unit(ABC):
             found = tuned_tiles(request.capability, *key, *sizes, select)
             if found is not None:
                 at = ".".join(map(str, request.capability))
-                return Chosen(found, f"the fastest of those timed on {at} (tuned.csv)")
+                why = f"the fastest tiles measured on a GPU of compute capability {at} (tuned.csv)"
+                return Chosen(found, why)
         return rule()
 
     def shaped(
@@ -262,6 +263,9 @@ class Mma(Unit):
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
+# Why short calls are left to another unit.
+_FEW_ROWS = f"{GROUP_ROWS} rows or fewer do not fill a tile"
+_ONE_TILE = f"for head_dim <= {PANEL}, {2 * GROUP_ROWS} rows and columns or fewer are a single tile"
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
 # What kernels of planes were compiled and tried with.
 _BESIDE_PLANES = ("causal", "window", *_LENGTHS, "splits", "precision", "scaled_dout")
@@ -328,49 +332,53 @@ class Wgmma(Unit):
         p, choices = request.problem, request.choices
         chosen = choices.tiles is not None and not p.sparse  # whose blocks have tiles
         if chosen or choices.ablate or choices.query_splits != 1:
-            return "tiles, measures to do without or query_splits were chosen, which units share"
+            return "with tiles, ablate or query_splits it is used only if the call names the unit"
         others = choices.algorithm != "fa2" and not request.features.precision
         if choices.warp_partition != "rows" or others:
-            return "it is taken by name alone but for fa2 and planes, whose warps share rows"
+            return "'auto' uses it only for fa2 or float32 in planes, with warp_partition='rows'"
         if request.features.precision and p.seqlen_q <= GROUP_ROWS:
-            return "few rows of float32 in planes, which were not timed"
+            return f"float32 in planes was not timed with {GROUP_ROWS} rows or fewer"
         narrow = request.features.precision and p.largest_dim <= PANEL // 2
         if narrow and choices.passes == "bwd":
-            return "gradients of float32 in planes of half a panel, which were not timed"
+            return f"gradients of float32 in planes were not timed for head_dim <= {PANEL // 2}"
         if not request.multiprocessors:
-            return "the emulator runs mma's smaller blocks faster"
+            return "the emulator runs the smaller thread blocks of mma faster"
         if choices.tiles is not None and (why := self._leaves(choices.tiles, request)):
             return why
         least = measured("rows from which dropout is faster than on mma", choices.passes)
         if request.features.dropout and p.seqlen_q < least:
-            return f"dropout of less than {least:g} rows"
+            return f"it is slower with dropout below {least:g} rows"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.largest_dim <= PANEL
         if choices.passes == "bwd":
             if request.features.scores_stay and p.bias is not None:
-                return "a bias beside a function, which is read element by element"
+                return "it would read the bias element by element, because of score_mod"
             if adds_elements(request.features) and p.largest_dim <= PANEL:
-                return "gradients of captured arrays, element by element, of a small head"
-            few = "one tile of a small head" if one_tile else ""
-            return "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else few
-        few = "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else ""
+                return (
+                    "it would add gradients of captured arrays element by element, for "
+                    f"head_dim <= {PANEL}"
+                )
+            few = _ONE_TILE if one_tile else ""
+            return _FEW_ROWS if p.seqlen_q <= GROUP_ROWS else few
+        few = _FEW_ROWS if p.seqlen_q <= GROUP_ROWS else ""
         # Of small heads the next row tiles are on their way, beside options that were measured.
         if not few and one_tile and not takes_slots(request.features):
-            few = "one tile of a small head, with options"
+            few = f"{_ONE_TILE}, with options"
         if p.bias is None:
             return few if few and not suits_few_rows(request) else ""
         if p.largest_dim > 2 * PANEL or p.page_size is not None:
-            return "a bias with a wide head or pages, which was not measured"
-        return few or ("rows of a bias that cannot be read in pairs" if p.bias[-1] % 2 else "")
+            return f"a bias was not timed with pages or with head_dim > {2 * PANEL}"
+        odd = "it reads a bias in pairs, and the rows of this bias have an odd length"
+        return few or (odd if p.bias[-1] % 2 else "")
 
     def _leaves(self, tiles: Tiles, request: Request) -> str:
         """Why a block mask's tiles are left to another unit; empty if they are not."""
         forward = request.choices.passes == "fwd"
         if forward and tiles.Br <= GROUP_ROWS:
-            return "a block mask whose tiles have rows for one consumer, faster on mma on an H100"
+            return f"a block mask with tiles of {GROUP_ROWS} rows or fewer is faster on mma (H100)"
         try:
             (self.forward if forward else self.backward)(request)
         except ValueError:
-            return "its kernels do not have the block mask's tiles"
+            return "its kernels do not support the tiles of the block mask"
         return ""
 
     def forward(self, request: Request) -> Shape:
@@ -400,7 +408,7 @@ class Wgmma(Unit):
         if (p.causal or (p.sparse and p.largest_dim <= PANEL)) and not first:
             facts["chunk_tiles"] = chunk_tiles(request, tiles.Bc)
         spec = tiling.select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
-        why = "the one size that its kernels have at a head dimension"
+        why = "the only tiles that Hopper's backward kernels support at this head dimension"
         return Shape(replace(tiles, threads=spec.threads), spec, why)
 
     def adds_dq(self, request: Request) -> bool:
@@ -512,15 +520,15 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     left: list[str] = []
     for unit in reversed(taking):
         if not unit.capability <= capability <= (unit.newest or capability):
-            left.append(f"not {unit.name}: compute capability {here} does not have it")
+            left.append(f"not {unit.name}: GPUs of compute capability {here} do not have it")
             continue
         lacking = unit.lacks(request)
         if lacking and name != "auto":
             raise ValueError(f"unit is {name!r}: its kernels lack {lacking}")
-        lacking = f"its kernels lack {lacking}" if lacking else ""
+        lacking = f"its kernels do not support {lacking}" if lacking else ""
         unsuited = lacking or (unit.unsuited(request) if name == "auto" else "")
         if not unsuited:
-            last = f"the last that takes {dtype} and suits the call"
+            last = f"the newest unit that takes {dtype} and suits the call"
             return unit, "; ".join(("chosen by the caller" if name != "auto" else last, *left))
         left.append(f"not {unit.name}: {unsuited}")
     exactly = " and no other" if taking[0].newest else ""
