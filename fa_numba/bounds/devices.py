@@ -158,7 +158,7 @@ def named(name: str) -> Device:
     for known in DEVICES.values():
         if _key(name) in (_key(known.name), _key(known.driver_name)):
             return known
-    raise ValueError(f"{name!r} is no known GPU: allowed is one of {', '.join(DEVICES)}")
+    raise ValueError(f"the GPU must be one of {', '.join(DEVICES)}, got {name!r}")
 
 
 @contextlib.contextmanager

@@ -32,9 +32,9 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise ValueError(f"{text!r} is no integer: allowed is {least} to {most}") from None
+            raise ValueError(f"must be an integer from {least} to {most}, got {text!r}") from None
         if not least <= value <= most:
-            raise ValueError(f"{value} is outside: allowed is {least} to {most}")
+            raise ValueError(f"must be an integer from {least} to {most}, got {value}")
         return value
 
     return parse
@@ -46,5 +46,5 @@ def tiles(text: str) -> Tiles:
     try:
         Br, Bc = map(int, text.split("x"))
     except ValueError:
-        raise ValueError(f"{text!r} is no BRxBC: allowed is such as 64x128") from None
+        raise ValueError(f"must be two integers such as 64x128, got {text!r}") from None
     return Tiles(Br, Bc)

@@ -19,75 +19,132 @@ from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import MAX_HEAD_DIM
 
 NAME = "plan"
-HELP = "tiles, grid, memory, accesses, FLOPs and expected bound of a call, on any GPU"
+HELP = "show what a call of attention would launch on a GPU, and what should limit its speed"
 DESCRIPTION = """\
-What a call runs, without running it: tiles, grid, shared memory, registers, accesses, FLOPs and
-workspace of both loop orders and of standard attention, and what should bound them on a GPU: the
-one here, or a named one by its data sheet. Nothing is measured; `python -m experiments compare`
-measures."""
+Show what a call of attention would launch, without running it: kernels, grids, tiles, memory,
+accesses of global memory and FLOPs. The table compares both loop orders, FlashAttention-1 (K/V
+outer) and FlashAttention-2 (Q outer), with standard attention, which writes its score matrix to
+memory. The table also estimates what limits the speed of each on the GPU of this machine or on
+another GPU. No GPU is needed and nothing is measured; `python -m experiments compare` measures.
+
+Example: python -m fa_numba plan --seqlen 16384 --head-dim 64 --heads 32 --device H200"""
 
 TITLES = {"fa1": "K/V outer (FA-1)", "fa2": "Q outer (FA-2)", "standard": "standard"}
 # In the backward pass both orders have K/V outside: what differs is the grid.
-_BACKWARD = TITLES | {"fa1": "FA-1, a block a head", "fa2": "FA-2, a grid over K/V"}
+_BACKWARD = TITLES | {"fa1": "FA-1, one block per head", "fa2": "FA-2, grid over K/V"}
 # Whose limits the emulator has, where there is no GPU.
 _STAND_IN = "H200"
 _MOST_BATCH = 65535
 
 _HOW = """\
-useful FLOPs: the papers' convention; computed: the products of all visited tiles, whole ones.
-working set: what the blocks running at a time go over again: of FA-1 their rows of Q, O, l, m
-(backward Q, O, dO, dQ, L), of FA-2 K and V of their heads (backward Q, dO, dQ, L, D), of standard
-its N x N matrices. If half of L2 holds it, it comes from DRAM once, otherwise in every pass.
-The time is at least the longest of three: computed FLOPs at the peak of the multiprocessors that
-are busy, bytes accessed at L2's bandwidth, bytes of DRAM at its bandwidth. That one is the bound;
-it is called latency where it is compute and less than half of the multiprocessors are busy.
-Exponentials, waits and launches come on top. Data sheets: fa_numba/bounds/devices.csv."""
+How to read the tables:
+FLOPs, useful: the papers' convention, 4 x seqlen x seqlen_k x head_dim for each head and batch
+  entry, half of that if causal, 2.5 times as many backward.
+FLOPs, computed: matrix products of all tiles that are visited, masked parts included.
+working set: data that the running thread blocks read again and again. FA-1: their rows of Q, O, l,
+  m (backward Q, O, dO, dQ, L). FA-2: K and V of their heads (backward Q, dO, dQ, L, D). Standard
+  attention: its seqlen x seqlen_k matrices.
+half of L2 holds it: if yes, the working set comes from DRAM once; if no, in every pass.
+compute time: computed FLOPs at the peak speed of the busy multiprocessors.
+L2 time, DRAM time: bytes accessed at the bandwidth of L2, DRAM bytes at the bandwidth of DRAM.
+time, at least: the longest of these three times. The real time is longer, because it includes
+  exponentials, waits and launches.
+expected bound: the longest of the three, compute, L2 or DRAM. It is called latency if it is
+  compute and less than half of the multiprocessors are busy.
+blocks/SM, limit: thread blocks that one multiprocessor runs at a time, and what limits them.
+Speeds and sizes of the GPUs are from data sheets, see fa_numba/bounds/devices.csv."""
 _WITHOUT_L2 = """\
-No bandwidth of L2 is published for the {name}: it is left out of the time, and the table says how
-much L2 would have to deliver in it."""
+The L2 bandwidth of the {name} is not published, so the times leave L2 out. "L2 rate needed" is the
+rate at which L2 must deliver the accessed bytes."""
 # Instructions that tensor cores' peak takes, by the first number of a compute capability.
 _AT_PEAK = {9: "wgmma", 10: "tcgen05"}
 _BELOW_PEAK = """\
-The {name}'s peak on tensor cores takes {instruction}; kernels that multiply by mma.sync stay \
-below it."""
+Only {instruction} instructions reach the peak speed of the {name}'s tensor cores. The kernels
+computed on "tensor cores" use mma.sync instructions and stay below this speed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = whole(1, MAX_SEQLEN)
     heads = whole(1, _MOST_BATCH)
     call = parser.add_argument_group("the call")
-    call.add_argument("--seqlen", type=size, required=True, metavar="N", help="rows of q")
-    call.add_argument("--seqlen-k", type=size, metavar="N", help="rows of k and v (default: as q)")
     call.add_argument(
-        "--head-dim", type=whole(1, MAX_HEAD_DIM), required=True, metavar="D", help="d of a head"
+        "--seqlen", type=size, required=True, metavar="N", help="sequence length of q (rows)"
     )
     call.add_argument(
-        "--head-dim-v", type=whole(1, MAX_HEAD_DIM), metavar="D", help="of v and o (default: as q)"
+        "--seqlen-k", type=size, metavar="N", help="sequence length of k and v (default: --seqlen)"
     )
-    call.add_argument("--batch", type=heads, default=1, metavar="B", help="batch size (default 1)")
-    call.add_argument("--heads", type=heads, default=1, metavar="H", help="heads of q (default 1)")
-    call.add_argument("--heads-k", type=heads, metavar="H", help="of k and v (default: as q)")
-    call.add_argument("--causal", action="store_true", help="row i sees columns <= i + Nk - Nq")
-    call.add_argument("--dtype", choices=DTYPES, default="float16", help="default float16")
-    call.add_argument("--backward", action="store_true", help="the backward pass alone")
-    how = parser.add_argument_group("how it is computed")
-    how.add_argument("--algorithm", choices=("all", *ALGORITHMS), default="all", help="default all")
-    how.add_argument("--unit", choices=("auto", *UNITS), default="auto", help="default: by dtype")
-    how.add_argument("--tiles", type=tiles, metavar="BRxBC", help="block sizes, such as 64x128")
-    where = parser.add_argument_group("where")
+    call.add_argument(
+        "--head-dim",
+        type=whole(1, MAX_HEAD_DIM),
+        required=True,
+        metavar="D",
+        help=f"head dimension of q and k, 1 to {MAX_HEAD_DIM}",
+    )
+    call.add_argument(
+        "--head-dim-v",
+        type=whole(1, MAX_HEAD_DIM),
+        metavar="D",
+        help="head dimension of v and of the output (default: --head-dim)",
+    )
+    call.add_argument("--batch", type=heads, default=1, metavar="B", help="batch size (default: 1)")
+    call.add_argument(
+        "--heads", type=heads, default=1, metavar="H", help="number of query heads (default: 1)"
+    )
+    call.add_argument(
+        "--heads-k",
+        type=heads,
+        metavar="H",
+        help="number of heads of k and v, a divisor of --heads (default: --heads)",
+    )
+    call.add_argument(
+        "--causal",
+        action="store_true",
+        help="causal mask: row i sees the columns j <= i + seqlen_k - seqlen",
+    )
+    call.add_argument(
+        "--dtype", choices=DTYPES, default="float16", help="dtype of q, k and v (default: float16)"
+    )
+    call.add_argument(
+        "--backward", action="store_true", help="plan the backward pass, not the forward pass"
+    )
+    how = parser.add_argument_group("how the call is computed")
+    how.add_argument(
+        "--algorithm",
+        choices=("all", *ALGORITHMS),
+        default="all",
+        help="fa1: K/V outer; fa2: Q outer; standard: scores in memory (default: all three)",
+    )
+    how.add_argument(
+        "--unit",
+        choices=("auto", *UNITS),
+        default="auto",
+        help="simt: CUDA cores, float32; mma: tensor cores; wgmma: Hopper's tensor cores "
+        "(default: auto, the newest that suits the call)",
+    )
+    how.add_argument(
+        "--tiles",
+        type=tiles,
+        metavar="BRxBC",
+        help="tile size, rows of q x rows of k, such as 64x128 (default: chosen for the call)",
+    )
+    where = parser.add_argument_group("the GPU")
     where.add_argument(
         "--device",
         type=saying(bounds.named),
         metavar="GPU",
-        help=f"one of {', '.join(bounds.DEVICES)} (default: the GPU here, or {_STAND_IN})",
+        help=f"plan for this GPU: {', '.join(bounds.DEVICES)} (default: the GPU of this machine, "
+        f"or {_STAND_IN} if there is none)",
     )
     where.add_argument(
         "--registers",
         action="store_true",
-        help="compile the kernels for their registers: seconds each, no GPU needed",
+        help="compile the kernels to find their registers per thread; takes seconds for each "
+        "kernel and needs no GPU",
     )
     parser.add_argument(
-        "--why", action="store_true", help="say why this unit, these tiles, so many splits"
+        "--why",
+        action="store_true",
+        help="also print the reasons for the unit, the tiles and the number of splits",
     )
 
 
@@ -129,8 +186,8 @@ def _where(chosen: Device | None) -> tuple[Device, str]:
     if found is not None:
         return found, ""
     return bounds.DEVICES[_STAND_IN], (
-        f"Here {device.why_no_gpu()}: planned for an {_STAND_IN}, whose limits the emulator has.\n"
-        "--device names another."
+        f"No GPU can be used here: {device.why_no_gpu()}. The plan is for an {_STAND_IN}, whose "
+        "limits the emulator uses. Choose another GPU with --device."
     )
 
 
@@ -158,7 +215,7 @@ def _text(answer: _Answer) -> list[str]:
     keys = f"k and v {p.k_shape}" if one else f"k {p.k_shape}, v {p.v_shape}"
     lines = [
         f"q {p.q_shape}, {keys}, {p.dtype}, {'causal, ' if p.causal else ''}{pass_}",
-        *(said.splitlines() if said else ()),
+        *textwrap.wrap(said, WIDTH),
         *_sheet(gpu),
         "",
     ]
@@ -168,13 +225,13 @@ def _text(answer: _Answer) -> list[str]:
     for splits, tile in (("kv_splits", "row"), ("group_splits", "column")):
         if any(getattr(plan, splits) > 1 for plan in plans):
             cells = (str(getattr(plan, splits)) for plan in plans)
-            rows.insert(3, (f"blocks a {tile} tile", *cells))
+            rows.insert(3, (f"blocks per {tile} tile", *cells))
     known = list(expected.values())
     rows += [(what, *map(cell, known)) for what, cell in _OF_EXPECTED]
     lines += columns(rows)
     lines += ["", *columns(_kernels(found, expected))]
     if any(n is None for e in known for n in e.registers):
-        lines.append("registers: not compiled; --registers does it, in seconds a kernel")
+        lines.append("registers: - is unknown; --registers compiles the kernels to find them")
     for name, why in refused.items():
         lines += textwrap.wrap(f"{titles[name]}: {why}", WIDTH)
     return [*lines, "", *_notes(gpu, plans)]
@@ -184,7 +241,7 @@ def _reasons(found: dict[str, Plan]) -> list[str]:
     """Why each plan is as it is, in lines that fit a terminal."""
     lines = [""]
     for name, plan in found.items():
-        lines.append(f"why, {TITLES[name]}")
+        lines.append(f"reasons, {TITLES[name]}")
         for text in str(plan.why).splitlines():
             lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent=16 * " ")
     return lines
@@ -205,13 +262,21 @@ def _sheet(gpu: Device) -> list[str]:
     peaks = {"tensor cores": gpu.fp16, "CUDA cores": gpu.fp32}
     return [
         f"{gpu.name}: {gpu.multiprocessors} multiprocessors, "
-        f"{gpu.block_shared_bytes // 1024} KiB of shared memory a block, L2 "
-        f"{gpu.l2_bytes >> 20} MiB; "
-        + ", ".join(f"{x / 1e12:g} TB/s {name}" for name, x in bandwidths.items() if x)
-        + (";" if any(bandwidths.values()) else ""),
-        ", ".join(f"{x / 1e12:g} TFLOP/s on {name}" for name, x in peaks.items() if x)
-        or "no data sheet of it here, so no times",
+        f"{gpu.block_shared_bytes // 1024} KiB of shared memory per block, "
+        f"{gpu.l2_bytes >> 20} MiB of L2",
+        *(
+            filter(None, (_listed("bandwidth", bandwidths), _listed("peak speed", peaks)))
+            if any((*bandwidths.values(), *peaks.values()))
+            else ("no times: fa_numba/bounds/devices.csv has no data sheet of this GPU",)
+        ),
     ]
+
+
+def _listed(what: str, speeds: dict[str, float | None]) -> str:
+    """Return the known speeds as text, in TB/s for a bandwidth and else in TFLOP/s."""
+    unit = "TB/s" if what == "bandwidth" else "TFLOP/s"
+    known = ", ".join(f"{name} {x / 1e12:g} {unit}" for name, x in speeds.items() if x)
+    return f"{what}: {known}" if known else ""
 
 
 def _kernels(found: dict[str, Plan], expected: dict[str, Expected]) -> list[tuple[str, ...]]:
@@ -243,17 +308,17 @@ _OF_PLANS: tuple[tuple[str, Callable[[Plan], str]], ...] = (
     ("bytes accessed", lambda p: in_bytes(p.accesses.bytes)),
     ("FLOPs, useful", lambda p: count(p.flops)),
     ("FLOPs, computed", lambda p: count(bounds.computed_flops(p))),
-    ("useful FLOPs a byte", lambda p: f"{p.flops / p.accesses.bytes:.3g}"),
+    ("useful FLOPs per byte", lambda p: f"{p.flops / p.accesses.bytes:.3g}"),
 )
 _OF_EXPECTED: tuple[tuple[str, Callable[[Expected], str]], ...] = (
     ("working set", lambda e: mebibytes(e.dram.again)),
     ("half of L2 holds it", lambda e: "yes" if e.dram.served else "no"),
-    ("bytes of DRAM, about", lambda e: in_bytes(e.dram.bytes)),
+    ("DRAM bytes, about", lambda e: in_bytes(e.dram.bytes)),
     ("multiprocessors busy", lambda e: f"{100 * e.busy:.3g} %"),
-    ("compute takes", lambda e: seconds(e.compute)),
-    ("L2 takes", lambda e: seconds(e.l2)),
-    ("DRAM takes", lambda e: seconds(e.memory)),
-    ("time at least", lambda e: seconds(e.floor)),
-    ("L2 meanwhile delivers", lambda e: _rate(e.plan.accesses.bytes, e.floor)),
+    ("compute time", lambda e: seconds(e.compute)),
+    ("L2 time", lambda e: seconds(e.l2)),
+    ("DRAM time", lambda e: seconds(e.memory)),
+    ("time, at least", lambda e: seconds(e.floor)),
+    ("L2 rate needed", lambda e: _rate(e.plan.accesses.bytes, e.floor)),
     ("expected bound", lambda e: e.bound),
 )

@@ -19,14 +19,18 @@ from fa_numba.commands.arguments import MAX_SEQLEN, whole
 from fa_numba.commands.text import columns
 
 NAME = "trace"
-HELP = "the online softmax of one row, block by block, in both loop orders"
+HELP = "show the online softmax of one row step by step, in both loop orders"
 DESCRIPTION = """\
-The online softmax of one row of Q, one block of keys after the other: the largest score so far (m),
-the sum of the exponentials (l), the factor e^(m before - m) that the older sums are multiplied by,
-and the output (o). FlashAttention-1 (K/V outer) normalises o in every pass and keeps o, l and m in
-memory between two passes; FlashAttention-2 (Q outer) keeps them in registers and divides by l once.
+Show how both loop orders compute the online softmax of one row of Q, one block of keys at a time.
+Each line has the largest score so far (m), the sum of the exponentials (l), the output (o) and the
+factor e^(old m - new m), by which l and o of the earlier blocks are multiplied.
 
-Without arguments: a worked example with 8 keys in blocks of 4 that can be followed by hand."""
+FlashAttention-2 (Q outer) keeps m, l and o in registers and divides o by l once, at the end.
+FlashAttention-1 (K/V outer) divides o by l in every pass, and stores m, l and o in memory between
+two passes.
+
+Without options the command shows an example with 8 keys in blocks of 4, small enough to follow by
+hand."""
 
 _EXACT = 1e-12  # smaller differences are float64's rounding
 _SCORES = 19  # characters of a block's scores
@@ -53,13 +57,13 @@ def examples() -> dict[str, Rows]:
     diagonal, identity, ones = np.diag([1, 2, 3, 4]), np.eye(4), np.ones((1, 4))
     found: Any = (
         ("q = (1, 0, 2, 1)", 4, [[1, 0, 2, 1]], K, V),
-        ("the scores themselves, K = V = scores", 4, [[1]], scores, scores),
-        ("V = I, so that o is the softmax", 2, ones, diagonal, identity),
+        ("q = 1, and the scores are the keys and the values", 4, [[1]], scores, scores),
+        ("V is the identity matrix, so o is the softmax", 2, ones, diagonal, identity),
     )
     rows = {}
     for n, (title, block, *arrays) in enumerate(found, 1):
         Q, keys, values = (np.array(x, np.float64) for x in arrays)
-        rows[f"{n}"] = Rows(f"worked example {n}: {title}", Q, keys, values, block, 1.0)
+        rows[f"{n}"] = Rows(f"example {n}: {title}", Q, keys, values, block, 1.0)
     return rows
 
 
@@ -68,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--example",
         choices=sorted(examples()),
         default="1",
-        help="a worked example: 1 in four dimensions (default), 2 with scores 3 1 2 4 | 5 1 3 1, "
-        "3 the merged softmax of 1 2 | 3 4",
+        help="the example to show. 1 (default): 8 keys with head_dim 4. 2: scores 3 1 2 4 and "
+        "5 1 3 1, which are also the values. 3: scores 1 2 and 3 4, with the softmax as output",
     )
     parser.add_argument(
         "--block",
         type=whole(1, MAX_SEQLEN),
         metavar="BC",
-        help="keys in a block, if not the example's own number",
+        help="number of keys in a block (default: 4, and 2 in example 3)",
     )
 
 
@@ -112,27 +116,28 @@ def _text(rows: Rows) -> list[str]:
         sum(np.size(moved[name]) for moved in every for name in _STATE)
         for every in ([step.read for step in passes], [step.written for step in passes])
     )
-    whole: list[tuple[str, ...]] = [("", "", "whole row", "", "", "", _numbers(exact))]
+    whole: list[tuple[str, ...]] = [("", "", "complete row", "", "", "", _numbers(exact))]
     first, second, last = _aligned(_q_outer(blocks, o2, L), _k_outer(passes), whole)
     return [
         rows.title,
         f"row 0 of {len(rows.Q)}, {len(rows.K)} keys in blocks of {rows.block}, "
-        f"d = {rows.Q.shape[1]}, scores = q.k",
-        "m: largest score so far; l: sum of e^(score - m); factor: e^(m before - m), of older l, o",
+        f"head_dim {rows.Q.shape[1]}, scores q.k",
+        "m: largest score so far. l: sum of e^(score - m). factor: e^(old m - new m), which",
+        "multiplies l and o of the earlier blocks",
         "",
         "Q outer (FlashAttention-2): m, l and o stay in registers, o is divided by l at the end",
         *first,
-        f"through memory: {np.size(o2) + np.size(L)} numbers, o and L, written once",
+        f"memory traffic: {np.size(o2) + np.size(L)} numbers written, o and L, once",
         "",
-        "K/V outer (FlashAttention-1): a pass for each block reads m, l and o from memory and",
-        "writes them back, o divided by l each time",
+        "K/V outer (FlashAttention-1): one pass for each block. A pass reads m, l and o from",
+        "memory, divides o by l, and writes m, l and o back",
         *second,
-        f"through memory: {read} numbers read and {written} written, "
+        f"memory traffic: {read} numbers read and {written} written, "
         f"o, l and m in each of {len(passes)} passes",
         "",
-        "softmax of the whole row at once, in float64",
+        "softmax of the complete row at once, in float64",
         *last,
-        f"both outputs differ from it by {less}",
+        f"both outputs differ from this result by {less}",
     ]
 
 
