@@ -77,10 +77,10 @@ _OF_NUMBERS = re.compile(r"(?=.*options\.)(?:options\.\w+|float32\(-?[\w.+-]+\)|
 _LOG2E = f"float32({math.log2(math.e)!r})"
 _TRUTHS = (ast.BitAnd, ast.BitOr, ast.BitXor)
 ALLOWED = (
-    "allowed are assignments to names and a return behind them; arithmetic, comparisons, and, or, "
-    "not, conditional expressions; "
-    f"{', '.join(_CALLS)}; math's {', '.join((*_SLOPES, *_STEPS, 'pow', *_CONSTANTS))}; {NUMBERS}, "
-    "these with an index for each axis"
+    "A kernel supports assignments to names, followed by one return; arithmetic, comparisons, and, "
+    f"or, not and conditional expressions (x if c else y); the functions {', '.join(_CALLS)}; from "
+    f"math {', '.join((*_SLOPES, *_STEPS, 'pow', *_CONSTANTS))}; {NUMBERS}, with one index for "
+    "each axis of an array"
 )
 _NAMED = {
     ast.For: "a loop", ast.While: "a loop", ast.If: "an if statement", ast.With: "a with statement",
@@ -193,7 +193,8 @@ def written(
     except _Refused as refused:
         line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
         raise ValueError(
-            f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
+            f"{option} contains {refused}{line}, which a kernel does not support, in "
+            f"{source.shown}. {ALLOWED}"
         ) from None
     return text, writer.inside, writer.steady
 
@@ -299,17 +300,17 @@ class _Writer:
         for statement in before:
             self.statement(statement)
         if not isinstance(last, ast.Return) or last.value is None:
-            raise _Refused(f"{_what(last)} where it should return a value", last)
+            raise _Refused(f"{_what(last)} as its last statement instead of a return", last)
         return self.visit(last.value)
 
     def function(self, value: bool, slope: bool) -> Text:
         result, last = self.result("score" if slope else ""), self.source.body[-1]
         if self.option == "mask_mod":
             if result.kind == "float":
-                raise _Refused("a float as its result, not whether j is seen", last)
+                raise _Refused("a float as its result instead of True or False", last)
             found = self.truth(result)
         elif result.kind == "bool":
-            raise _Refused("a truth value as its result, not a score", last)
+            raise _Refused("True or False as its result instead of a score", last)
         else:
             results = [self.in_unit(self.real(result))] if value else []
             results += [result.slope or "float32(0.0)"] if slope else []
@@ -558,9 +559,9 @@ class _Writer:
         """What a name from outside stands for."""
         kind = self.kinds.get(node.id)
         if kind is None:
-            raise _Refused(f"{node.id}, which has no value yet", node)
+            raise _Refused(f"{node.id} (a name without a value)", node)
         if kind.startswith("?"):
-            raise _Refused(f"{node.id}, {kind[1:]}", node)
+            raise _Refused(f"{node.id} ({kind[1:]})", node)
         return kind
 
     def Attribute(self, node: ast.Attribute) -> Term:
@@ -586,24 +587,24 @@ class _Writer:
             raise _Refused(f"an index of {ast.unparse(array)}", node)
         kind, _, axes = self.kind(owner).rstrip("]").partition("[")
         if not axes:
-            raise _Refused(f"an index of {owner.id}, which is no array", node)
+            raise _Refused(f"an index of {owner.id} (not an array)", node)
         if shape:
             (axis,) = indices if len(indices) == 1 else (None,)
             number = getattr(axis, "value", None)
             if not isinstance(number, int) or not 0 <= number < int(axes):
-                raise _Refused(f"{ast.unparse(node)}, no axis of {owner.id}", node)
+                raise _Refused(f"{ast.unparse(node)} (not an axis of {owner.id})", node)
             return self.length(owner.id, number)
         if len(indices) != int(axes):
-            has = f"which has {axes} ax{'i' if axes == '1' else 'e'}s"
-            raise _Refused(f"{ast.unparse(node)} of {owner.id}, {has}", node)
+            has = f"{axes} ax{'i' if axes == '1' else 'e'}s"
+            raise _Refused(f"{ast.unparse(node)} (where {owner.id} has {has})", node)
         texts, near, apart = [], True, False
         for index in indices:
             term = self.visit(index)
             if term.kind != "int":
-                raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
+                raise _Refused(f"the index {ast.unparse(index)} (not an integer)", node)
             last = index.operand if isinstance(index, ast.UnaryOp) else None
             if isinstance(last, ast.Constant) and ast.unparse(index)[0] == "-":
-                raise _Refused(f"the index {ast.unparse(index)}, not from 0 on", node)
+                raise _Refused(f"the negative index {ast.unparse(index)}", node)
             near, apart = near and term.of == "", apart or term.apart
             texts.append(f"uint32({term.text})")
         self.inside = self.inside or not near
@@ -638,7 +639,7 @@ class _Writer:
             return Term("bool", self.put(f"not {self.truth(term)}"))
         if isinstance(node.op, ast.Invert):
             if term.kind != "int":
-                raise _Refused(f"~ of {ast.unparse(node.operand)}, no integer", node)
+                raise _Refused(f"~ of {ast.unparse(node.operand)} (not an integer)", node)
             return Term("int", self.put(f"int32(~{term.text})"))
         kind = "float" if term.kind == "float" else "int"
         text = self.of_kind(kind, term)
@@ -657,7 +658,7 @@ class _Writer:
             raise _Refused(f"the operator in {ast.unparse(node)}", node)
         if isinstance(node.op, (*_TRUTHS, ast.LShift, ast.RShift)):
             if "float" in (a.kind, b.kind):
-                raise _Refused(f"{symbol} of a float, in {ast.unparse(node)}", node)
+                raise _Refused(f"{symbol} of a float in {ast.unparse(node)}", node)
             if isinstance(node.op, _TRUTHS) and a.kind == b.kind == "bool":
                 return Term("bool", self.put(f"{a.text} {symbol} {b.text}"))
         if "float" not in (a.kind, b.kind):
@@ -715,7 +716,7 @@ class _Writer:
                 found = self.product(found, a)
             return found
         if a.kind != "float" and b.kind != "float":
-            raise _Refused(f"{ast.unparse(node)} of integers, but for 1 to 4 as exponent", node)
+            raise _Refused(f"{ast.unparse(node)} (integers with an exponent not 1 to 4)", node)
         self.inside = True
         left, right = self.real(a), self.real(b)
         value = self.put(f"float32(math.pow({left}, {right}))")
@@ -790,7 +791,7 @@ class _Writer:
     def condition(self, value: ast.expr, node: ast.expr) -> str:
         term = self.visit(value)
         if term.kind != "bool":
-            raise _Refused(f"{ast.unparse(value)}, no truth value, in {ast.unparse(node)}", node)
+            raise _Refused(f"{ast.unparse(value)} (not a bool) in {ast.unparse(node)}", node)
         return term.text
 
     def IfExp(self, node: ast.IfExp) -> Term:
@@ -819,7 +820,7 @@ class _Writer:
     def Call(self, node: ast.Call) -> Term:
         name, of_math = self.called(node.func)
         if node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
-            raise _Refused(f"{ast.unparse(node)}, with names or *", node)
+            raise _Refused(f"{ast.unparse(node)} (keyword arguments or *)", node)
         one = len(node.args) == 1
         if of_math and name == "pow" and len(node.args) == 2:
             left, right = map(self.visit, node.args)

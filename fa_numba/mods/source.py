@@ -18,7 +18,7 @@ import numpy as np
 
 from fa_numba.checks import kind_of
 
-NUMBERS = "captured numbers, and captured arrays of float32, int32 or bool, of any library"
+NUMBERS = "captured numbers and captured arrays of float32, int32 or bool"
 ARRAYS = ("float32", "int32", "bool")
 LEAST = -(2**31)  # of the integers of 32 bits
 
@@ -75,20 +75,20 @@ def source_of(option: str, function: Any, parameters: int) -> Source:
     wanted = "(score, b, h, i, j)" if parameters == 5 else "(b, h, i, j)"
     if not isinstance(function, FunctionType):
         raise TypeError(
-            f"{option} is {kind_of(function)}: allowed is a Python function, def or lambda, of "
-            f"{wanted}"
+            f"{option} must be a Python function (def or lambda) of {wanted}, got "
+            f"{kind_of(function)}"
         )
     code = function.__code__
     if code.co_argcount != parameters or code.co_kwonlyargcount or code.co_flags & 0x2AC:
         raise TypeError(
-            f"{option} is {_shown(code)}, {inspect.signature(function)}: allowed are {parameters} "
-            f"parameters, {wanted}, and neither a generator nor a coroutine"
+            f"{option} must have the {parameters} parameters {wanted}, and must not be a "
+            f"generator or a coroutine, got {_shown(code)} with {inspect.signature(function)}"
         )
     found = _found(code)
     if found is None:
         raise ValueError(
-            f"{option} is {_shown(code)}, whose source is not at hand: allowed is a function that "
-            "stands in a file or a notebook's cell, as it was when it was read"
+            f"{option} must be a function whose source can be read, from a file or a notebook's "
+            f"cell that has not changed since it ran, got {_shown(code)}"
         )
     return found
 
@@ -153,7 +153,7 @@ def kind_of_capture(value: Any) -> str:
     if isinstance(value, (bool, np.bool_)):
         return "bool"
     if isinstance(value, (int, np.integer)):
-        return "int32" if LEAST <= value < -LEAST else f"?{value}, no 32-bit integer"
+        return "int32" if LEAST <= value < -LEAST else f"?{value}, which does not fit 32 bits"
     if isinstance(value, (float, np.floating)):
         return "float32"
     if value is math:
@@ -165,5 +165,5 @@ def kind_of_capture(value: Any) -> str:
         axes = len(value.shape)
         if dtype not in ARRAYS:
             return f"?an array of {dtype}"
-        return f"{dtype}[{axes}]" if axes else "?an array without an axis, for a number"
+        return f"{dtype}[{axes}]" if axes else "?an array without axes; capture a number instead"
     return f"?{kind_of(value)}"
