@@ -31,5 +31,8 @@ def registers_of(
     _, log = assembled(kernel, capability)
     found = re.search(r"Used (\d+) registers", log)
     if found is None:
-        raise RuntimeError(f"the assembler gives no registers of {kernel.name}: {log[-200:]!r}")
+        raise RuntimeError(
+            f"the assembler did not report the registers of kernel {kernel.name}. Its output ends "
+            f"with {log[-200:]!r}"
+        )
     return int(found[1])

@@ -64,8 +64,9 @@ def _naming_the_extra() -> Iterator[None]:
         yield
     except (DynamicLibNotFoundError, ImportError) as error:
         raise ImportError(
-            "compiling a kernel needs NVIDIA's compiler, which the extra cu13 brings, or cu12 for "
-            f"a driver of CUDA 12: pip install '.[cu13]' ({str(error).split(',')[0]})"
+            "NVIDIA's compiler, which a kernel needs, is not installed. Install the extra cu13, "
+            "or cu12 for a driver of CUDA 12: pip install '.[cu13]' "
+            f"({str(error).split(',')[0]})"
         ) from error
 
 
@@ -73,7 +74,7 @@ def entry_of(ptx: str) -> str:
     """The name of the kernel in its PTX."""
     found = re.search(r"\.entry\s+([\w$]+)", ptx)
     if found is None:
-        raise RuntimeError(f"the PTX has no kernel: {ptx[:200]!r}")
+        raise RuntimeError(f"the PTX text contains no kernel. It begins with {ptx[:200]!r}")
     return found[1]
 
 

@@ -39,7 +39,8 @@ def chosen() -> bool:
     named = os.environ.get(VARIABLE) or _COMPILERS[0]
     if named not in _COMPILERS:
         raise ValueError(
-            f"{VARIABLE} is {named!r}: allowed is {' or '.join(map(repr, _COMPILERS))}"
+            f"the environment variable {VARIABLE} must be {' or '.join(map(repr, _COMPILERS))}, "
+            f"got {named!r}"
         )
     return named == "mlir"
 
@@ -53,7 +54,8 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
         from numba_cuda_mlir import compiler, tools
     except ImportError as error:
         raise ImportError(
-            f"{VARIABLE} is 'mlir', of the extra mlir: pip install '.[cu13,mlir]' ({error})"
+            f"the compiler chosen by {VARIABLE}='mlir' is not installed. Install the extra mlir: "
+            f"pip install '.[cu13,mlir]' ({error})"
         ) from error
     made = _renamed(kernel.function)
     result, *arguments = map(_there, (types.void, *kernel.argument_types))
@@ -114,7 +116,8 @@ def _translated(ty: Any, to: Any, here: Any) -> Any:
     if isinstance(ty, here.UniTuple):
         return to.UniTuple(_translated(ty.dtype, to, here), ty.count)
     raise NotImplementedError(
-        f"{VARIABLE} is 'mlir', which compiles no kernel with {ty}: ask for unit='mma' or 'simt'"
+        f"the compiler chosen by {VARIABLE}='mlir' cannot compile kernels with {ty}. Pass "
+        "unit='mma' or unit='simt', or unset the variable"
     )
 
 

@@ -32,7 +32,8 @@ def why_no_gpu() -> str:
         return f"CUDA could not start: {error}"
     if found < MIN_COMPUTE_CAPABILITY:
         wanted = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
-        return f"the GPU has compute capability {'.'.join(map(str, found))}, {wanted} is needed"
+        have = ".".join(map(str, found))
+        return f"the compute capability of the GPU must be at least {wanted}, got {have}"
     return ""
 
 
@@ -52,9 +53,11 @@ def using(device: str) -> Iterator[None]:
     Raises ValueError for another name and RuntimeError for "gpu" without a usable one.
     """
     if device not in ("gpu", "emulator"):
-        raise ValueError(f"device is {device!r}: allowed is 'gpu' or 'emulator'")
+        raise ValueError(f"device must be 'gpu' or 'emulator', got {device!r}")
     if device == "gpu" and not gpu_available():
-        raise RuntimeError(f"device is 'gpu': allowed here is 'emulator', since {why_no_gpu()}")
+        raise RuntimeError(
+            f"device 'gpu' cannot be used here: {why_no_gpu()}. Use device 'emulator'"
+        )
     token = _forced.set(device)
     try:
         yield
@@ -146,7 +149,9 @@ def ordinal_of(pointer: int) -> int:
     cuda.current_context()
     error, ordinal = driver.cuPointerGetAttribute(attribute, pointer)
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise ValueError(f"address {pointer:#x} is not CUDA memory: {error.name}")
+        raise ValueError(
+            f"an array's address must be in CUDA memory, got {pointer:#x} ({error.name})"
+        )
     return int(ordinal)
 
 

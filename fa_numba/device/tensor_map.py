@@ -131,8 +131,9 @@ class TiledArray:
             ends = 1 + sum(map(operator.mul, most, steps))
             if ends > WRAPS:
                 raise ValueError(
-                    f"an array of shape {self.array.shape} and strides {self.array.strides} has "
-                    f"{ends} places of {step} bytes, allowed: at most {WRAPS}"
+                    f"an array of shape {self.array.shape} and strides {self.array.strides} is too "
+                    f"large for a tensor map: it must span at most {WRAPS} steps of {step} bytes, "
+                    f"got {ends}"
                 )
             shape[:3], strides[:2] = [2 * WRAPS, ends, WRAPS], [(1 << 34) - of_row, step]
         box = [1, 1, *box, ROW_BYTES // DTYPES[self.dtype].bytes]
@@ -169,5 +170,7 @@ def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"a tensor map of {tiled.array} failed: {result[0].name}")
+        raise RuntimeError(
+            f"the driver could not make a tensor map of {tiled.array}: {result[0].name}"
+        )
     return result[1]

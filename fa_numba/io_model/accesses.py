@@ -178,9 +178,9 @@ def one_head_dim(problem: Problem) -> int:
     """
     if problem.head_dim_v is not None:
         raise ValueError(
-            f"head_dim_v is {problem.head_dim_v} with head_dim {problem.head_dim}: allowed here is "
-            "one head dimension; two are counted of fa1, fa2 and standard's forward pass, none in "
-            "planes"
+            f"head_dim_v must be None (equal to head_dim, {problem.head_dim}) here, got "
+            f"{problem.head_dim_v}. Two head dimensions are counted for fa1, fa2 and the forward "
+            "pass of standard, and never with a precision in planes"
         )
     return problem.head_dim
 
@@ -196,4 +196,4 @@ def check_dbias(problem: Problem, dbias: bool) -> None:
         Whether the gradient of the bias is wanted.
     """
     if dbias and problem.bias is None:
-        raise ValueError(f"dbias is {dbias!r}: allowed is False, as the problem has no bias")
+        raise ValueError(f"dbias must be False, because the problem has no bias, got {dbias!r}")

@@ -79,7 +79,7 @@ def theta_flash(problem: Problem, M: float) -> float:
     True
     """
     if not isinstance(M, numbers.Real) or not 0 < M <= sys.float_info.max:
-        raise ValueError(f"M is {M!r}: allowed is a finite number of elements > 0")
+        raise ValueError(f"M must be a finite number of elements above 0, got {M!r}")
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * (Nq * Nk * d * d / M)
 

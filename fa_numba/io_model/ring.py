@@ -118,7 +118,7 @@ def ring(
     """
     _check(problem, ranks, travels, passes)
     if rank not in range(ranks):
-        raise ValueError(f"rank is {rank}: allowed is 0 to {ranks - 1}")
+        raise ValueError(f"rank must be from 0 to {ranks - 1}, got {rank}")
     sides = problem.left, None if problem.causal else problem.right
     if sides != (None, None) or q_lens is not None or kv_lens is not None:
         changed: dict[str, Any] = {"window": (-1, -1), "q_lens": q_lens, "kv_lens": kv_lens}
@@ -315,7 +315,7 @@ def ring_break_even(
     """
     square = Problem(1, 1, 1, 1, 1, head_dim, dtype=dtype)
     if as_size("ranks", ranks, axis=False) < 2:
-        raise ValueError(f"ranks is {ranks}: allowed is 2 or more")
+        raise ValueError(f"ranks must be at least 2, got {ranks}")
     moved = [ring(square, ranks, travels=each, passes=passes).sent for each in ("q", "kv")]
     return moved[0] / moved[1]
 
@@ -326,13 +326,14 @@ def _check(problem: Problem, ranks: int, travels: str, passes: str) -> None:
     check_name("passes", passes, PASSES)
     if problem.q_lens is not None or problem.kv_lens is not None:
         raise ValueError(
-            f"problem has q_lens {problem.q_lens} and kv_lens {problem.kv_lens}, of one rank's "
-            "part: allowed are None, and those of the whole sequence as arguments"
+            "problem is the part of one rank and must have no q_lens or kv_lens; pass the lengths "
+            f"of the complete sequence as arguments, got q_lens {problem.q_lens} and kv_lens "
+            f"{problem.kv_lens}"
         )
     if problem.causal and (
         problem.seqlen_q != problem.seqlen_k or (ranks > 1 and problem.seqlen_q % 2)
     ):
         raise ValueError(
-            f"problem has {problem.seqlen_q} rows and {problem.seqlen_k} columns with causal: "
-            "allowed are as many of both, an even number"
+            "with causal the problem must have the same, even number of rows and columns, got "
+            f"{problem.seqlen_q} rows and {problem.seqlen_k} columns"
         )

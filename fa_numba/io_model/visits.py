@@ -406,10 +406,10 @@ def blocks_of(
     """
     if not problem.sparse:
         if block_mask is not None:
-            raise ValueError("block_mask is given: allowed is None, as the problem is not sparse")
+            raise ValueError("block_mask must be None, because the problem is not sparse")
         return None
     if block_mask is None:
-        raise ValueError("block_mask is None: allowed is a bool array, as the problem is sparse")
+        raise ValueError("block_mask must be a bool array, because the problem is sparse, got None")
     return check_block_mask(block_mask, problem, tiles)
 
 

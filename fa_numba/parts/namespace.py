@@ -53,7 +53,9 @@ class Parts(ModuleType):
         else:
             part = getattr(self._module, name, None)
         if not isinstance(part, DeviceFunction):
-            raise AttributeError(f"no make_{name} in {self._module.__name__}")
+            raise AttributeError(
+                f"module {self._module.__name__} has no make_{name} and no device function {name}"
+            )
         setattr(self, name, part)
         return part
 

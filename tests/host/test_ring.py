@@ -732,20 +732,20 @@ def test_the_model_refuses_what_is_no_ring():
     p = Problem(1, 1, 1, 4, 4, 8)
     for change, says in (
         ({"ranks": 0}, "ranks is 0"),
-        ({"rank": 2}, "rank is 2: allowed is 0 to 1"),
+        ({"rank": 2}, "rank must be from 0 to 1, got 2"),
         ({"travels": "o"}, "travels is 'o'"),
         ({"passes": "both"}, "passes is 'both'"),
-        ({"problem": Problem(1, 1, 1, 3, 3, 8, causal=True)}, "3 rows and 3 columns with causal"),
+        ({"problem": Problem(1, 1, 1, 3, 3, 8, causal=True)}, "got 3 rows and 3 columns"),
         (
             {"problem": Problem(1, 1, 1, 4, 4, 8, kv_lens=(3,))},
-            "problem has q_lens None and kv_len",
+            "got q_lens None and kv_lens",
         ),
         ({"kv_lens": [9]}, "kv_lens holds 9: allowed is 0 to 8"),
     ):
         given = {"problem": p, "ranks": 2} | change
         with pytest.raises(ValueError, match=says):
             io_model.ring(**given)
-    with pytest.raises(ValueError, match="ranks is 1: allowed is 2"):
+    with pytest.raises(ValueError, match="ranks must be at least 2, got 1"):
         io_model.ring_break_even(1)
 
 

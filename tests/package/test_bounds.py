@@ -203,7 +203,9 @@ def test_registers_come_from_a_compile_alone(monkeypatch):
     assert found.registers == (96,) and found.occupancies[0].limit != ""
     assert bounds.expected(small(), H200).registers == (None,)
     monkeypatch.setattr(assembling, "assembled", lambda *_: ("", "nothing"))
-    with pytest.raises(RuntimeError, match="the assembler gives no registers of fa2_forward"):
+    with pytest.raises(
+        RuntimeError, match="the assembler did not report the registers of kernel fa2_forward"
+    ):
         assembling.registers_of(kernel, (8, 0), compiling=True)
 
 

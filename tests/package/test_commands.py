@@ -190,7 +190,7 @@ def test_registers_without_a_compiler_name_the_extra(why, capsys, monkeypatch):
 
     monkeypatch.setattr(linking.cuda, "compile", compile)
     message = refused(capsys, "plan", *SIZE, "--device", "H200", "--registers")
-    said = "a kernel needs NVIDIA's compiler, which the extra cu13 brings, or cu12 for a driver"
+    said = "NVIDIA's compiler, which a kernel needs, is not installed. Install the extra cu13, or"
     assert said in message and message.endswith(f"pip install '.[cu13]' ({why})")
 
 
