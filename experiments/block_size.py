@@ -49,21 +49,26 @@ SECONDS = 0.1
 
 
 def setting(head_dim: int, dtype: str = "float32") -> Problem:
-    """The paper's problem, or with another head dimension one with as many elements."""
+    """Return the paper's problem; for another head dimension a problem with as many elements."""
     batch = WIDTH // head_dim
     return Problem(batch, HEADS, HEADS, SEQLEN, SEQLEN, head_dim, dtype=dtype)
 
 
 def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
-    """Tiles (series, Br, Bc): both orders over Bc, Q outer over Br, the other one `fixed`."""
+    """Yield calls over block sizes: both loop orders over Bc, Q outer over Br.
+
+    The other size is `fixed`.
+    """
     over_bc = [(series, fixed, size) for series in (FA1, FA2) for size in sizes]
     over_br = [(FA2, size, fixed) for size in sizes]
     return list(dict.fromkeys(over_bc + over_br))
 
 
 def wanted(problem: Problem, quick: bool = False) -> list[Setting]:
-    """A problem's tiles: at the paper's head dimension both orders over both block sizes, at others
-    each order over the one that governs its accesses.
+    """Return the calls of a problem.
+
+    At the paper's head dimension both loop orders run over both block sizes. At other head
+    dimensions each loop order runs over the block size that its accesses depend on.
     """
     if problem.head_dim != HEAD_DIM:
         found = [(FA1, FIXED, n) for n in FEWER_SIZES] + [(FA2, n, FIXED) for n in FEWER_SIZES]
@@ -76,7 +81,7 @@ def wanted(problem: Problem, quick: bool = False) -> list[Setting]:
 
 
 def counted(quick: bool) -> list[Setting]:
-    """What the emulator counts, of one head: the tiles that a block's shared memory holds."""
+    """Return the calls that the emulator counts: one head, tiles that fit into shared memory."""
     tiles = {SMALL: sweep(SMALL_SIZES[: 2 if quick else None], SMALL_FIXED)}
     if not quick:
         tiles[one_head(SEQLEN, HEAD_DIM)] = sweep(SIZES, FIXED)
@@ -85,6 +90,7 @@ def counted(quick: bool) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure accesses in closed form and counted; on a GPU time, and L2 and DRAM bytes."""
     head_dims = (HEAD_DIM,) if options.quick else HEAD_DIMS
     problems = [setting(d, dtype) for dtype in UNITS for d in head_dims]
     tiles = {problem: wanted(problem, options.quick) for problem in problems}
@@ -104,8 +110,9 @@ ELEMENTS = WIDTH * HEADS * SEQLEN
 
 
 def paper(metric: str) -> Points:
-    """The paper's points over Bc, fp16 on an A100: "runtime" in ms, or "hbm_accesses" in N d a
-    head, as the paper counts them.
+    """Return the paper's points over Bc, in fp16 on an A100.
+
+    `metric` is "runtime", in ms; or "hbm_accesses", in N d per head as the paper counts.
     """
     unit = {"runtime": 1.0, "hbm_accesses": 2e-9 * ELEMENTS}[metric]  # it says GB
     lines = published.lookup(paper="fa1", item="Fig. 2 middle", metric=metric)
@@ -113,7 +120,7 @@ def paper(metric: str) -> Points:
 
 
 def points(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
-    """Block size -> the sum of the rows, the other block size at FIXED."""
+    """Return the sum of the rows by block size, where the other block size is FIXED."""
     found: Points = {}
     other = "Br" if varied == "Bc" else "Bc"
     for row in rows:
@@ -125,17 +132,22 @@ def points(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
 
 
 def accesses(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
-    """Loads and stores in closed form, in N d a head; of float32, as of every other dtype."""
+    """Return loads plus stores in closed form by block size, in N d per head.
+
+    They are counted in float32, and are the same in every dtype.
+    """
     mine = [r for r in at_papers_size(rows) if (r.source, r.unit) == ("model", "elements")]
     single = [r for r in mine if r.dtype == "float32"]
     return {size: n / ELEMENTS for size, n in points(single, algorithm, varied).items()}
 
 
 def at_papers_size(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows at the paper's head dimension and number of heads."""
     return [r for r in rows if r.heads_q == HEADS and r.head_dim == HEAD_DIM]
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw accesses and time over the block sizes, with the paper's points; None without rows."""
     if not accesses(rows, *SWEEPS[0][:2]):
         return None
     figure, ((left, right),) = style.new(1, 2, 4.7)
@@ -166,6 +178,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of accesses and times at the paper's sizes."""
     moved = [accesses(rows, *swept[:2]) for swept in GOVERNING]
     if not moved[0]:
         return None

@@ -53,11 +53,15 @@ Points = dict[int | None, float]
 
 
 def share_of(row: Row) -> int | None:
+    """Return the percent of blocks that a row's call computes; None without a mask."""
     return None if row.place == NO_MASK else int(row.place.split()[0])
 
 
 def curve(rows: Sequence[Row], series: str, *metrics: str) -> Points:
-    """Share in percent (None: no mask) -> the sum of these metrics of one source and problem."""
+    """Return the sum of metrics by percent of blocks (None: no mask).
+
+    The rows are of one source and problem.
+    """
     points: Points = {}
     for row in select(rows, series=series, metric=metrics):
         points[share_of(row)] = points.get(share_of(row), 0) + row.number
@@ -65,25 +69,28 @@ def curve(rows: Sequence[Row], series: str, *metrics: str) -> Points:
 
 
 def relative(points: Points) -> Points:
-    """A `curve` divided by its value without a mask; empty where that is missing."""
+    """Return a curve divided by its value without a mask; empty if that value is missing."""
     dense = points.get(None)
     return {share: value / dense for share, value in points.items()} if dense else {}
 
 
 def deviations(points: Points) -> dict[int, float]:
-    """Share -> how far `relative` is above it: 0.03 is 3 % of the call without a mask."""
+    """Return by percent how far `relative` is above it: 0.03 is 3 % of the time without a mask."""
     over = relative(points).items()
     return {share: value - share / 100 for share, value in over if share is not None}
 
 
 def setting(seqlen: int, dtype: str = "float32") -> Problem:
+    """Return the problem of a sequence length: TOKENS tokens in all."""
     batch = max(1, TOKENS // seqlen)
     return Problem(batch, HEADS, HEADS, seqlen, seqlen, HEAD_DIM, dtype=dtype)
 
 
 def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
-    """A bool (T, T) mask of blocks of `size` that keeps `share` percent: the diagonal, and others
-    drawn at random, those of a smaller share among them.
+    """Return a mask (T, T) of blocks of `size` that keeps `share` percent of them.
+
+    It keeps the diagonal and random blocks. The blocks of a smaller share are among those of a
+    larger.
     """
     T = -(-seqlen // size)
     mask = np.eye(T, dtype=bool)
@@ -94,7 +101,10 @@ def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A call with `share` percent of its blocks of `size`, for None without a mask."""
+    """A call with `share` percent of its blocks, which have `size` rows and columns.
+
+    None without a mask.
+    """
 
     series: str
     problem: Problem
@@ -103,19 +113,21 @@ class Case:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options of the call."""
+        """Return the options of the call."""
         found: dict[str, Any] = {"tiles": fa_numba.Tiles(self.size, self.size)}
         if self.share is not None:
             found["block_mask"] = block_mask(self.problem.seqlen_q, self.size, self.share)
         return found
 
     def fields(self, pass_: str, machine: str) -> dict[str, Any]:
+        """Return the columns of this call's rows, except metric, unit and number."""
         note = NO_MASK if self.share is None else f"{self.share} % of blocks"
         own = {"pass_": pass_, "Br": self.size, "Bc": self.size, "note": note}
         return columns(NAME, self.series, self.problem, machine, **own)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure accesses in closed form and counted; on a GPU the time over the share of blocks."""
     N, shares = (QUICK_SEQLEN, QUICK_SHARES) if options.quick else (SEQLEN, SHARES)
     cases = [
         Case(series, setting(N, dtype), share, SIZE)
@@ -160,7 +172,7 @@ def _count(case: Case, inputs: Inputs) -> Iterator[Row]:
 
 
 def _run(case: Case, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """A function that gives O, or dq, dk and dv; either way the logsumexp is computed too."""
+    """Return a function that returns O, or dq, dk and dv; both compute the logsumexp too."""
     if pass_ == "fwd":
         forward = call(case.series, case.problem, *arrays[:3], return_lse=True, **case.given)
         return lambda out=None: forward(out=out)[0]
@@ -168,7 +180,7 @@ def _run(case: Case, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _check(case: Case, inputs: Inputs) -> None:
-    """Raises WrongResult."""
+    """Check O and the gradients of a call against float64; raise WrongResult if they are wrong."""
     N = min(CHECKED_SEQLEN, case.problem.seqlen_q)
     sizes: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 2, "seqlen_q": N, "seqlen_k": N}
     small = replace(case, problem=replace(case.problem, **sizes))
@@ -193,7 +205,7 @@ def _time(case: Case, pass_: str, arrays: Sequence[Any], wrong: str, machine: st
 
 
 def paper() -> Points:
-    """The paper's points, in ms: fp16 on an A100; batch, heads and d are not given there."""
+    """Return the paper's points in ms, in fp16 on an A100. It does not give batch, heads and d."""
     found: Points = {}
     for line in published.lookup(paper="fa1", item="Fig. 2 right"):
         share = line["metric"].removeprefix("runtime at ").partition("%")[0]
@@ -203,7 +215,7 @@ def paper() -> Points:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Time of both passes, and its deviation from the diagonal."""
+    """Draw both passes' time over the share of blocks, and its deviation from the diagonal."""
     mine = select(rows, heads_q=HEADS, pass_="fwd+bwd", metric="time")
     if not mine:
         return None
@@ -232,7 +244,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _lines(left: Any, right: Any, points: Points, color: str, **look: Any) -> None:
-    """Over the share: the points, and how far they are above it, in percent."""
+    """Draw the points over the share, and how far they are above the share, in percent."""
     masked = sorted((share, value) for share, value in points.items() if share is not None)
     style.line(left, masked, color=color, **look)
     above = sorted((share, 100 * by) for share, by in deviations(points).items())
@@ -240,6 +252,7 @@ def _lines(left: Any, right: Any, points: Points, color: str, **look: Any) -> No
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of times by share of blocks."""
     problem = setting(SEQLEN)
     wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
     here = [r for r in rows if (r.batch, *tables.sizes(r)) == wanted]

@@ -48,8 +48,9 @@ NEAR = 0.05
 
 @cache
 def planned(series: str, problem: Problem) -> tuple[Any, int]:
-    """The plan of a forward call, and its query splits, as it is launched on an H200: block sizes
-    are the emulated device's, an H100's, which are the same.
+    """Return the plan of a forward call as it is launched on an H200, and its query splits.
+
+    The block sizes are those of the emulated device, an H100, which has the same ones.
     """
     base, splits = f"{algorithm(series)}-{unit(series)}", 1
     own: dict[str, Any] = {}
@@ -63,7 +64,10 @@ def planned(series: str, problem: Problem) -> tuple[Any, int]:
 
 
 def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
-    """Bytes that a call moves with a cache of so many; with none all that it accesses."""
+    """Return the bytes that a call moves with a cache of `capacity` bytes.
+
+    With 0 all accessed bytes.
+    """
     made, splits = planned(series, problem)
     if not capacity:
         return made.accesses.bytes
@@ -72,7 +76,7 @@ def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """The model over N, for other GPUs, over L2's size."""
+    """Compute the model's DRAM bytes over N, for other GPUs, and over the size of L2."""
     calls = [
         (series, fa2_setting(N, d, dtype=dtype))
         for dtype, shown in SERIES.items()
@@ -96,26 +100,29 @@ Key = tuple[Any, ...]
 
 
 def key(row: Row) -> Key:
+    """Return what identifies a row's call."""
     names = ("series", "dtype", "batch", "seqlen_q", "head_dim", "causal", "Br", "Bc")
     return tuple(getattr(row, name) for name in names)
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
+    """Return the model's bytes by call, then by GPU or size of L2."""
     return nested(rows, key, "place", experiment=NAME, metric="dram")
 
 
 def measured(rows: Sequence[Row]) -> dict[Key, float]:
-    """Call -> DRAM bytes that a GPU moved, of other experiments' rows."""
+    """Return the DRAM bytes that a GPU moved, by call, from rows of other experiments."""
     return {key(row): row.number for row in select(rows, experiment=RECORDINGS, source="dram")}
 
 
 def recorded() -> list[Row]:
-    """What Nsight Compute measured on an H200, in other experiments' files."""
+    """Return the rows that Nsight Compute measured on an H200 for other experiments."""
     store = Store(RECORDED)
     return [row for name in RECORDINGS for row in store.read(name, report.MACHINE)]
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the model's DRAM bytes next to the measured ones; None without rows."""
     found, known = predicted(rows), measured(recorded())
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
     if not dtypes:
@@ -154,7 +161,7 @@ def _message(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
 
 
 def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict[Key, float]:
-    """Call -> how far the model is from what an H200 moved."""
+    """Return by call how far the model is from what an H200 moved."""
     return {
         at: places["H200"] / known[at] - 1
         for at, places in found.items()
@@ -201,13 +208,16 @@ def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, flo
 
 
 def sizes_of(places: dict[str, float]) -> dict[int, float]:
-    """Size of L2 in MiB -> bytes, of what was computed for a call."""
+    """Return the bytes of a call by the size of L2 in MiB."""
     found = {int(p.removesuffix(" MiB")): v for p, v in places.items() if p.endswith(" MiB")}
     return dict(sorted(found.items()))
 
 
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
-    """The two neighbouring sizes of L2 between which the model gives these bytes; None if none."""
+    """Return the two neighbouring sizes of L2 between which the model gives the bytes.
+
+    None if none.
+    """
     for (small, more), (large, less) in pairwise(sizes.items()):
         if less <= bytes_ < more:
             return small, large

@@ -53,7 +53,7 @@ TRAINING, AFTER = "fwd+bwd", "fwd"
 
 
 def attention_of(series: str) -> Callable[..., Any]:
-    """Causal attention of q, k and v, (batch, heads, context, head_dim) each, by the series."""
+    """Return a series' causal attention of q, k and v, each (batch, heads, context, head_dim)."""
     if series == OURS:
         return lambda q, k, v: attention(q, k, v, causal=True)
     backend = {
@@ -78,7 +78,7 @@ ALPHABET = "\n0123456789=" + "".join(BRACKETS) + "".join(OPERATIONS)
 
 
 def expression(rng: random.Random, depth: int) -> tuple[str, int]:
-    """An expression of one-digit numbers in nested brackets, and its value modulo 10."""
+    """Return a random expression of digits in nested brackets, and its value modulo 10."""
     if depth == 0 or rng.random() < 0.2:
         digit = rng.randrange(10)
         return str(digit), digit
@@ -89,7 +89,10 @@ def expression(rng: random.Random, depth: int) -> tuple[str, int]:
 
 
 def generate(characters: int, seed: int = SEED) -> str:
-    """Lines such as "<(3+4)*2>=4": brackets to close, each by its own kind, and values to find."""
+    """Return random lines such as "<(3+4)*2>=4".
+
+    A model has to learn to close brackets, each by its own kind, and to find the value.
+    """
     rng, lines, length = random.Random(seed), [], 0
     while length < characters:
         left, value = expression(rng, 4)
@@ -107,19 +110,20 @@ class Text:
 
     @classmethod
     def of(cls, text: str) -> Text:
+        """Return a text's characters, with the last part held out."""
         numbers = np.array([ALPHABET.index(character) for character in text], np.int64)
         last = len(numbers) // HELD_OUT
         return cls(numbers[:-last], numbers[-last:])
 
     def batches(self, problem: Problem, seed: int, steps: int) -> np.ndarray:
-        """Training text, (steps, batch, context + 1), from places drawn with the seed."""
+        """Return training text (steps, batch, context + 1) from places drawn with the seed."""
         rng = np.random.default_rng([SEED, seed])
         size = (steps, problem.batch, 1)
         starts = rng.integers(0, len(self.training) - problem.seqlen_q, size)
         return self.training[starts + np.arange(problem.seqlen_q + 1)]
 
     def to_evaluate(self, problem: Problem) -> np.ndarray:
-        """Held-out text, (HELD_OUT, batch, context + 1), from places at equal distances."""
+        """Return held-out text (HELD_OUT, batch, context + 1) from places at equal distances."""
         last = len(self.held_out) - problem.seqlen_q - 1
         starts = np.linspace(0, last, HELD_OUT * problem.batch).astype(int)
         starts = starts.reshape(HELD_OUT, problem.batch, 1)
@@ -127,13 +131,13 @@ class Text:
 
 
 def setting(context: int, head_dim: int) -> Problem:
-    """The attention problem of one layer: as many heads as D_MODEL has room for, at least one."""
+    """Return the attention problem of one layer: D_MODEL / head_dim heads, at least one."""
     heads = max(1, D_MODEL // head_dim)
     return Problem(BATCH, heads, heads, context, context, head_dim, causal=True)
 
 
 def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
-    """The model's parameters: pre-norm, without biases, normal with deviation 0.02."""
+    """Return the model's parameters: pre-norm, no biases, normal with deviation 0.02."""
     D, N = problem.heads_q * problem.head_dim, problem.seqlen_q
     shapes: dict[str, tuple[int, ...]] = {"characters": (len(ALPHABET), D), "places": (N, D)}
     for layer in range(LAYERS):
@@ -155,7 +159,7 @@ def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
 
 
 def logits(w: dict[str, Any], characters: Any, problem: Problem, attend: Callable) -> Any:
-    """(batch, context, alphabet) from characters (batch, context)."""
+    """Return logits (batch, context, alphabet) from characters (batch, context)."""
     H, d = problem.heads_q, problem.head_dim
     x = F.embedding(characters, w["characters"]) + w["places"]
     B, N, D = x.shape
@@ -181,8 +185,11 @@ def _loss(w: dict[str, Any], window: Any, problem: Problem, attend: Callable) ->
 def train(
     series: str, problem: Problem, text: Text, seed: int, steps: int, device: str = "cuda"
 ) -> tuple[np.ndarray, float]:
-    """Losses in nats of the training batches, (steps,), and of held-out text afterwards. Raises
-    WrongResult for one that is not finite.
+    """Train the model.
+
+    Return the training losses (steps,) and the held-out loss afterwards, in nats.
+
+    Raises WrongResult for a loss that is not finite.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     attend, w = attention_of(series), weights(problem, seed, device)
@@ -208,6 +215,7 @@ def train(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Train with each series and seed; yield losses, and their differences to the reference's."""
     problem, steps = setting(CONTEXT, HEAD_DIM), QUICK_STEPS if options.quick else STEPS
     text = Text.of(generate(CHARACTERS))
     runs = list(itertools.product(QUICK_SEEDS if options.quick else SEEDS, SERIES))
@@ -225,8 +233,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
-    """Losses, and their differences to `expected`, the reference's: the first, every EVERY-th, and
-    the held-out one.
+    """Yield losses and their differences to `expected`, the reference's losses.
+
+    These are the first loss, every EVERY-th loss, and the held-out loss.
     """
     losses, held_out = found
     steps = len(losses)
@@ -242,16 +251,18 @@ def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
 
 
 def place(seed: int, step: int) -> str:
+    """Return the text by which rows name a seed and a step."""
     return f"seed {seed}, step {step:03d}"
 
 
 def seed_and_step(row: Row) -> tuple[int, int]:
+    """Return the seed and the step that a row names."""
     seed, step = row.place.removeprefix("seed ").split(", step ")
     return int(seed), int(step)
 
 
 def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[int, list[float]]:
-    """Step -> the values of all seeds at it, for one series, metric and pass."""
+    """Return the values of all seeds by step, for one series, metric and pass."""
     found: dict[int, list[float]] = {}
     wanted = select(rows, series=series, metric=metric, pass_=pass_)
     for row in sorted(wanted, key=seed_and_step):
@@ -260,12 +271,13 @@ def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[in
 
 
 def after(rows: Sequence[Row], series: str, metric: str = "loss") -> list[float]:
-    """The numbers of all seeds after the last step, in nats; `rows` are of one problem."""
+    """Return the numbers of all seeds after the last step, in nats. The rows are of one problem."""
     found = curves(rows, series, metric, AFTER)
     return found[max(found)] if found else []
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the losses over the steps; None without rows."""
     rows = [row for row in rows if not row.failed]
     if not rows:
         return None
@@ -299,7 +311,7 @@ _WIDTHS = {REFERENCE: 4.5, "torch-unfused": 3.0, OURS: 1.4}
 
 
 def _band(ax: Any, points: dict[int, list[float]], series: str, **look: Any) -> None:
-    """The mean over seeds in a band from the smallest to the largest."""
+    """Draw the mean over the seeds, in a band from the smallest to the largest value."""
     x = sorted(points)
     if x:
         colour = style.COLOURS[series]
@@ -309,6 +321,7 @@ def _band(ax: Any, points: dict[int, list[float]], series: str, **look: Any) -> 
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of losses after training."""
     lines = []
     for series in (s for s in SERIES if after(rows, s)):
         losses, away = after(rows, series), after(rows, series, "loss_difference")

@@ -41,6 +41,7 @@ OPERATIONS = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure what the claims need: counts by array; on a GPU bytes, memory and time."""
     problems = [one_head(COUNTED_SEQLEN, COUNTED_DIM, mask) for mask in (False, True)]
     cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
@@ -105,7 +106,10 @@ def _paged(series: str, head_dim: int) -> Iterator[Row]:
 
 
 def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """O over all keys from (O, L) over a part of them each: weights e^(L_n - L); in float64."""
+    """Return O over all keys from (O, L) over parts of the keys, in float64.
+
+    A part n has the weight e^(L_n - L), where L is the logsumexp over all keys.
+    """
     lse = np.stack([np.asarray(L, np.float64) for _, L in parts])
     weights = np.exp(lse - np.logaddexp.reduce(lse, axis=0))
     return sum(
@@ -138,12 +142,13 @@ def _long(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """(series, source) -> bytes of the layer."""
+    """Return the rows of the layer's bytes by series and source."""
     wanted = [r for r in rows if r.metric == "traffic" and r.dtype == "float16"]
     return {(r.series, r.source): r for r in wanted if r.value is not None}
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the bytes of the layer, measured and in closed form; None without rows."""
     found, shown = _layer_rows(rows), []
     for name in MMA:
         for source, label in (("model", "accessed"), ("l2", "L2"), ("dram", "DRAM")):
@@ -167,6 +172,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def layer(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the layer's bytes."""
     found = _layer_rows(rows)
     lines = []
     for name in MMA:

@@ -49,12 +49,13 @@ FEW = 64  # heads: fewer leave a large GPU idle
 
 
 def series_of(dtype: str) -> tuple[str, ...]:
-    """Standard attention first, then what is held against it."""
+    """Return the series of a dtype: standard attention first, then the fused series."""
     over = OVER[dtype]
     return tuple(dict.fromkeys((*over.values(), *over)))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure times over the length in fine steps, and bytes in closed form."""
     problems = [
         Problem(batch, heads, heads, N, N, d, dtype=dtype)
         for dtype, d, batch, heads in (CASES[::3] if options.quick else CASES)
@@ -88,7 +89,10 @@ Curves = dict[str, dict[int, float]]
 
 
 def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
-    """Case -> flash series -> N -> standard attention's time, or the model's bytes, over its."""
+    """Return standard attention's time (or the model's bytes) divided by a fused series'.
+
+    The result maps a case to {fused series: {N: ratio}}.
+    """
     metric = "traffic" if source == "model" else "time"
 
     def case_of(row: Row) -> Case:
@@ -106,13 +110,13 @@ def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
 
 
 def crossing(gain: Mapping[int, float]) -> int | None:
-    """The length from which on the gain is above 1 at every length; None without one."""
+    """Return the length from which on the gain is above 1 at every length; None without one."""
     last = max((N for N in gain if gain[N] <= 1), default=0)
     return min((N for N in gain if N > last), default=None)
 
 
 def in_words(gain: Mapping[int, float] | None) -> str:
-    """The crossing as a cell: a length, the shortest as "all, from 64", or "none to 4096"."""
+    """Return the crossing as a cell: a length, "all, from 64", or "none to 4096"."""
     if not gain:
         return tables.MISSING
     won = crossing(gain)
@@ -136,6 +140,7 @@ def _look(heads: int) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the gains over the length; None without rows."""
     timed = gains(rows)
     if not timed:
         return None
@@ -171,6 +176,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of crossings."""
     timed, moved = gains(rows), gains(rows, "model")
     lines = []
     for case in sorted({**moved, **timed}, key=lambda c: (c[0], c[1], -c[2], c[3])):

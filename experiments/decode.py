@@ -54,7 +54,7 @@ def _problem(
 
 
 def problems(options: Options) -> list[Problem]:
-    """What is measured: equal caches, one sequence, more rows of Q, d=64, Flash-Decoding's own."""
+    """Return the problems: equal caches, one sequence, more rows, d=64, Flash-Decoding's own."""
     if options.quick:
         return [_problem(2, group, 1, 2048) for group in (1, 8)]
     found = [_problem(B, group, 1, N) for group in GROUPS for B, N in CACHES]
@@ -67,7 +67,7 @@ def problems(options: Options) -> list[Problem]:
 
 
 def cache_bytes(row: Row | Problem) -> int:
-    """Bytes of K and V, 16 bits an element."""
+    """Return the bytes of a row's K and V, in 16 bits."""
     return 4 * row.batch * row.heads_k * row.seqlen_k * row.head_dim
 
 
@@ -76,6 +76,7 @@ def _own(series: str) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure calls with few rows of Q, and the bandwidth of a kernel that only reads."""
     peers.say_missing(bench.say)
     every = problems(options)
     hopper = device.compute_capability() == (9, 0)
@@ -102,7 +103,7 @@ def _read(options: Options, machine: str) -> Row:
 
 
 def _arrays(problem: Problem, inputs: Inputs) -> tuple[Any, ...]:
-    """q, k and v on the GPU: queries are all drawn, K and V are two heads again and again."""
+    """Return q, k and v on the GPU. All queries are random; K and V are two heads, repeated."""
     heads = min(2, problem.heads_k)
     (q, _, _) = inputs(replace(problem, heads_k=problem.heads_q, seqlen_k=1))
     (_, k, v) = inputs(replace(problem, batch=1, heads_q=heads, heads_k=heads))
@@ -145,11 +146,13 @@ place: Callable[[Row], Place] = attrgetter(
 
 
 def read_bandwidth(rows: Sequence[Row]) -> float | None:
+    """Return the bandwidth in TB/s of the kernel that only reads; None if it was not measured."""
     found = [row.value for row in rows if row.series == READ and row.value]
     return found[-1] if found else None
 
 
 def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
+    """Return the measured rows of a metric by place, then by series."""
     found: dict[Place, dict[str, Row]] = {}
     for row in rows:
         if row.metric == metric and row.source == "measured" and row.series != READ:
@@ -158,6 +161,7 @@ def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the bandwidth at which K and V are read over the number of keys; None without rows."""
     found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
     lines = (
         (f"batch x keys = {TOKENS // 1024}k", lambda p: p[0] * p[4] == TOKENS),
@@ -217,8 +221,10 @@ SHOWN = (
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Microseconds of each series, a line for each of some problems; the share of the read
-    bandwidth, and the best of torch's times over the best of ours. The caption has all problems.
+    """Return the table of times in microseconds for some problems.
+
+    It also shows the share of the read bandwidth, and the best of torch's times over the best of
+    ours. Its caption is about all problems.
     """
     times, read = by_place(rows, "time"), read_bandwidth(rows)
     series = [s for s in (*OURS, *PEERS) if any(s in found for found in times.values())]

@@ -31,7 +31,7 @@ SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128, 256), (16, 32), (16, 32, 64), (0
 
 
 def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
-    """Whether the page without a server has the trace: not what takes the emulator long."""
+    """Return whether the stored page has the trace; it leaves out what takes long."""
     tiles = N // Br * (N // Bc)
     if on == "wgmma":
         return Br == 64 and 4 <= tiles <= 16 and (window == 0 or d == 16)
@@ -42,7 +42,7 @@ def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
 
 
 def check(N: int, d: int, Br: int, Bc: int) -> None:
-    """Raise ValueError for what would take the emulator long, or is too fine to see."""
+    """Raise ValueError for sizes that would take the emulator long, or tiles too small to see."""
     tiles, taken = -(-N // Br) * -(-N // Bc), 2 * N * N * max(d, 32)
     if tiles > MOST_TILES:
         raise ValueError(
@@ -57,12 +57,13 @@ def check(N: int, d: int, Br: int, Bc: int) -> None:
 
 
 def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
-    """One head; `window` columns to either side are seen, all with 0."""
+    """Return the problem of one head. A row sees `window` columns on either side, all with 0."""
     sides = (window, window) if window else (-1, -1)
     return Problem(1, 1, 1, N, N, d, dtype=UNITS[on], causal=causal, window=sides)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Yield the bytes of each call in closed form, then the traced calls."""
     few = 1 if options.quick else None
     work = [
         (f"{algorithm}-{on}", problem_of(N, d, causal, window, on), fa_numba.Tiles(Br, Bc))
@@ -94,21 +95,24 @@ def _traced(series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
 def planned(
     series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
 ) -> fa_numba.Plan:
-    """The emulator's plan, with a mask's `blocks`. Raises ValueError also as `check`."""
+    """Return the plan on the emulated device, with a mask's `blocks`.
+
+    Raise ValueError like `check`.
+    """
     check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
         return plan(series, problem, window=problem.window, **sizes(tiles, blocks))
 
 
 def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
-    """The options that say a call's tiles, which are those of a mask's `blocks`."""
+    """Return the options that give a call's tiles; with a block mask the mask gives them."""
     return {"tiles": tiles} if blocks is None else {"block_mask": blocks}
 
 
 def trace(
     inputs: Inputs, series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
 ) -> Trace:
-    """What a call moves. Raises ValueError as `planned` does."""
+    """Return the trace of a call; raise ValueError like `planned`."""
     planned(series, problem, tiles, blocks)
     with device.using("emulator"), emulator.trace() as accesses:
         fa_numba.attention(
@@ -134,8 +138,10 @@ def trace(
 
 
 def pack(found: Trace) -> str:
-    """The moves in words: "<Q0:1024" loads 1024 bytes of Q's tile 0, ">" stores, "|" is the next
-    block; bytes are said where they differ from the array's last.
+    """Return the moves of a trace as text.
+
+    "<Q0:1024" loads 1024 bytes of Q's tile 0, ">" stores, "|" is the next thread block. Bytes are
+    written if they differ from those of the array's last move.
     """
     words, block, last = [], 0, dict[str, int]()
     for move in found.moves:
@@ -149,7 +155,7 @@ def pack(found: Trace) -> str:
 
 
 def unpack(row: Row) -> Trace:
-    """The trace of a stored row. Raises ValueError for a note that is none."""
+    """Return the trace of a stored row; raise ValueError for a note that is not a trace."""
     if row.Br is None or row.Bc is None:
         raise ValueError(f"the row of {row.series} has no tiles: expected a trace")
     moves: list[Move] = []
@@ -173,7 +179,7 @@ def unpack(row: Row) -> Trace:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """What both orders have in common: the page's state."""
+    """Return what both loop orders of a row's state have in common."""
     window = int(row.place.removeprefix("window "))
     causal = "yes" if row.causal else "no"
     return row.seqlen_q, row.head_dim, row.Br, row.Bc, causal, window, unit(row.series)
@@ -188,7 +194,7 @@ def _counted(rows: Iterable[Row], source: str = "counted") -> dict[tuple[Any, ..
 
 
 def page(rows: Sequence[Row], note: str) -> str | None:
-    """The page as an HTML file that needs nothing else; None without traces."""
+    """Return the page as an HTML file that needs no other file; None without traces."""
     from .beside import explore_page
 
     found = {
@@ -201,6 +207,7 @@ def page(rows: Sequence[Row], note: str) -> str | None:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw a picture of the page's first panel; None without traces."""
     found = _counted(rows)
     if not found:
         return None
@@ -210,6 +217,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of bytes by loop order for some states."""
     model = _counted(rows, "model")
     lines = []
     for key, both in sorted(_counted(rows).items()):

@@ -55,22 +55,24 @@ WEIGHTS = RECORDED / "data" / NAME / "weights.npz"
 
 @cache
 def learned() -> np.ndarray:
-    """The text that the model was trained on, characters as numbers."""
+    """Return the text that the model was trained on, with characters as numbers."""
     return np.array([ALPHABET.index(character) for character in lines_of(CHARACTERS)], np.int64)
 
 
 @cache
 def model() -> dict[str, np.ndarray]:
+    """Return the stored weights of the trained model."""
     with np.load(WEIGHTS) as stored:
         return {name: x for name, x in stored.items() if name != "sources"}
 
 
 def words(characters: Any) -> str:
+    """Return characters as text, with blanks for line ends."""
     return "".join(ALPHABET[int(n)] for n in characters).replace("\n", " ")
 
 
 def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
-    """(sequences, length), of which the first PROMPT are from the text, at equal distances."""
+    """Return (sequences, length) of characters; the first PROMPT of each are from the text."""
     characters = np.zeros((sequences, length), np.int64)
     starts = np.linspace(0, len(text) - PROMPT, sequences).astype(int)
     characters[:, :PROMPT] = text[starts[:, None] + np.arange(PROMPT)]
@@ -78,6 +80,7 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure the same text with a cache and without: differences, bytes, and on a GPU time."""
     yield from bench.counted([(series,) for series in DTYPES], "generating", _counted)
     for series in DTYPES:
         for n in sorted({*LENGTHS, *range(PROMPT + 1, LENGTH)}):
@@ -100,7 +103,10 @@ def _columns(series: str, place: str, sequences: int, keys: int, machine: str) -
 
 
 def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row:
-    """Bytes of one sequence, of what all SEQUENCES moved for the character after n."""
+    """Return the row of bytes per sequence for the character after n.
+
+    `moved` are the bytes of all sequences.
+    """
     common = _columns(series, place, SEQUENCES, n, machine)
     return Row(metric="traffic", unit="bytes", value=moved / SEQUENCES, note=place, **common)
 
@@ -108,14 +114,14 @@ def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row
 def _difference(
     series: str, sequences: int, keys: int, machine: str, differing: int, text: str
 ) -> Row:
-    """How many characters differ without a cache, and how the text of one sequence begins."""
+    """Return the row with the number of characters that differ, and a text's beginning."""
     common = _columns(series, CACHE, sequences, keys, machine)
     common |= {"metric": "difference", "unit": "characters", "note": f"{TEXT}; {text}"}
     return Row(value=differing, n=sequences * (keys - PROMPT), **common)
 
 
 def _counted(series: str) -> Iterator[Row]:
-    """The texts with a cache and without, and bytes. Raises WrongResult where they differ."""
+    """Yield the counted bytes with a cache and without; raise WrongResult if the texts differ."""
     dtype = DTYPES[series]
     w, text = model(), learned()
     options: dict[str, Any] = {"unit": unit(series), "alibi_slopes": SIZES.slopes}
@@ -148,7 +154,7 @@ def _counted(series: str) -> Iterator[Row]:
 
 
 def _modelled(series: str, n: int) -> Iterator[Row]:
-    """Bytes of the character after n, by the accesses of the plans on the emulator."""
+    """Yield the bytes of the character after n from the plans on the emulated device."""
     H, d, dtype = SIZES.heads, SIZES.head_dim, DTYPES[series]
     table = (SEQUENCES, -(-max(n, LENGTH) // PAGE_SIZE))
     pages = (table[0] * table[1], H, PAGE_SIZE, d)
@@ -166,8 +172,10 @@ def _modelled(series: str, n: int) -> Iterator[Row]:
 
 
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
-    """Milliseconds a character. The text is held against the likeliest characters behind each of
-    its parts, all of which a causal model computes at a time.
+    """Yield milliseconds per character, after a check of the text.
+
+    The text is compared with the likeliest characters behind each of its parts. A causal model
+    computes all of them at once.
     """
     taken, failure = attempt(_generated, series, DTYPES[series], sorted(lengths))
     if taken is None:
@@ -184,7 +192,7 @@ def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
 def _generated(
     series: str, dtype: str, lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
-    """Times by place and length, characters that differ, and the first sequence's beginning."""
+    """Return times by place and length, how many characters differ, and the first text."""
     trained, text = model(), learned()
 
     def put(x: np.ndarray, dtype: str) -> Any:
@@ -225,7 +233,7 @@ def _seconds(each: Iterator[int]) -> float:
 def by_length(
     rows: Sequence[Row], metric: str, source: str
 ) -> dict[tuple[str, str], dict[int, float]]:
-    """(series, with a cache or without) -> characters before -> the number."""
+    """Return numbers of a metric: {(series, cached or not): {characters before: number}}."""
     rows = sorted(rows, key=lambda row: row.seqlen_k)
     return nested(rows, attrgetter("series", "place"), "seqlen_k", metric=metric, source=source)
 
@@ -234,6 +242,7 @@ _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the bytes and the time of a character over the length; None without rows."""
     modelled = by_length(rows, "traffic", "model")
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
     if not modelled:
@@ -289,6 +298,7 @@ def _message(
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of bytes and times per character."""
     modelled = by_length(rows, "traffic", "model")
     timed = by_length(rows, "time", "measured")
     lengths = [n for n in LENGTHS if any(n in by for by in (*modelled.values(), *timed.values()))]
@@ -319,7 +329,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _equal(rows: Sequence[Row]) -> str:
-    """How many of the counted numbers are the closed form's."""
+    """Return a sentence on how many of the counted numbers equal the closed form."""
     same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
     if not counted:
         return ""

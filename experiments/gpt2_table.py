@@ -43,6 +43,7 @@ SECONDS = 0.2  # of calls, where 20 take longer
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure the layer in both passes, and the steps of standard attention one by one."""
     sizes = (QUICK_BATCH, QUICK_SEQLEN) if options.quick else (BATCH, SEQLEN)
     problems = [setting(*sizes, dtype) for dtype in SERIES]
     for problem in problems:
@@ -67,12 +68,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def setting(batch: int, seqlen: int, dtype: str, causal: bool = False) -> Problem:
+    """Return the problem of the layer."""
     sizes = (batch, HEADS, HEADS, seqlen, seqlen, HEAD_DIM)
     return Problem(*sizes, dtype=dtype, causal=causal)
 
 
 def _plans(problem: Problem, series: str) -> dict[str, fa_numba.Plan]:
-    """The plans of a training step: a forward pass that gives L too, and a backward pass."""
+    """Return the plans of a training step: a forward pass that stores L too, and a backward."""
     return {
         "fwd": plan(series, problem, return_lse=True),
         "bwd": plan(series, problem, passes="bwd"),
@@ -127,19 +129,22 @@ OUR_PRODUCTS = {"torch-unfused": 6}
 
 
 def gflop(problem: Problem, products: int) -> float:
-    """10^9 FLOPs of so many products of N x N by d in every head: the corrected count."""
+    """Return 10^9 FLOPs of `products` products of N x N by d in every head: the corrected count."""
     heads = problem.batch * problem.heads_q
     return 2 * products * heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim / 1e9
 
 
 def printed_gflop(problem: Problem, products: int) -> float:
-    """As the paper printed it: the products of one head in place of all, and 14 FLOPs a score."""
+    """Return 10^9 FLOPs as the paper printed them.
+
+    These are the products of one head instead of all, and 14 FLOPs per score.
+    """
     scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
     return gflop(problem, products) / problem.heads_q + 14 * scores / 1e9
 
 
 def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
-    """What the paper prints for "Standard" or "FlashAttention"."""
+    """Return the number that the paper prints for "Standard" or "FlashAttention"."""
     return published.value(paper="fa1", item=item, method=method, metric=metric)
 
 
@@ -150,7 +155,10 @@ Found = dict[tuple[str, str, str], float]
 
 
 def whole(rows: Iterable[Row], problem: Problem) -> Found:
-    """(series, source, quantity) -> ms of each pass, GB of both; the model's of the GPU's tiles."""
+    """Return ms of each pass and GB of both passes, by (series, source, quantity).
+
+    The model's bytes are for the GPU's tiles.
+    """
     found: Found = {}
     wanted = row_fields(problem)
     sums: dict[tuple[str, str, str], dict[str, float]] = {}
@@ -171,6 +179,7 @@ _BARS = (("model", "model", 1.0, None), ("l2", "L2", 0.6, None), ("dram", "DRAM"
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw FLOPs, bytes and times next to the paper's; None without rows."""
     sizes = [(r.batch, r.seqlen_q) for r in rows if r.heads_q == HEADS and not r.place]
     if not sizes:
         return None
@@ -254,6 +263,7 @@ _COLUMNS = ("standard-mma", peers.UNFUSED, "fa1-mma", "fa2-mma", peers.FLASH)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the paper's figure with our numbers."""
     half, single = whole(rows, SETTING), whole(rows, replace(SETTING, dtype="float32"))
     if not half:
         return None

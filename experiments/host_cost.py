@@ -38,6 +38,7 @@ SERIES = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure how long calls take to return, without waiting for the GPU."""
     peers.say_missing(bench.say)
     cases = [
         (one_head(SEQLEN, HEAD_DIM, dtype=dtype), pass_, series)
@@ -68,7 +69,10 @@ def _row(
 
 
 def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
-    """Milliseconds that each call takes to return, of `rounds` times CALLS calls."""
+    """Return the milliseconds that a call takes to return, for each of several rounds.
+
+    A round has CALLS calls.
+    """
     for _ in range(WARMUP):
         run()
     samples = []
@@ -83,18 +87,20 @@ def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def label(row: Row) -> str:
+    """Return the label of a row's series, with its dtype."""
     names = LABELS if row.pass_ == "fwd" else BACKWARD_LABELS
     return f"{names[row.series]}, {DTYPES[row.dtype]}"
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """The rows in the order of SERIES, forward before backward."""
+    """Return the rows in the order of SERIES, forward before backward."""
     of = {(row.pass_, row.dtype, row.series): row for row in rows}
     order = [(p, dtype, s) for p in ("fwd", "bwd") for dtype in SERIES for s in SERIES[dtype]]
     return [of[at] for at in order if at in of]
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw a bar for each series; None without rows."""
     mine = [row for row in shown(rows) if not row.failed]
     if not mine:
         return None
@@ -116,6 +122,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of times."""
     lines = [
         [
             label(row),

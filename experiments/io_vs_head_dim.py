@@ -31,7 +31,10 @@ SEQLENS, OF_N = tuple(1 << n for n in range(9, 17)), 64
 
 
 def settings(problem: Problem) -> list[Setting]:
-    """Every series at its tiles; the planner's are those of the emulated device, an H100's."""
+    """Return the calls of a problem: every series at its tiles.
+
+    The planner's tiles are those of the emulated device, an H100.
+    """
     with device.using("emulator"):
         limit = device.shared_bytes_limit() // FLOAT
     found = [scaling.for_memory(name, problem, limit) for name in PLANNED]
@@ -39,6 +42,7 @@ def settings(problem: Problem) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure accesses in closed form and counted; on a GPU L2 and DRAM bytes."""
     head_dims = HEAD_DIMS[: 3 if options.quick else None]
     problems = [one_head(SEQLEN, d) for d in head_dims] + [one_head(N, OF_N) for N in SEQLENS]
     for problem in dict.fromkeys(problems):
@@ -57,7 +61,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
-    """One source's rows at the length that has most head dimensions; closed forms in elements."""
+    """Return one source's rows at the length that has most head dimensions.
+
+    Closed forms in elements.
+    """
     mine = [r for r in rows if r.source == source and not r.failed]
     mine = [r for r in mine if source != "model" or r.unit == "elements"]
     dims: dict[int, set[int]] = {}
@@ -68,6 +75,7 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the accesses over the head dimension; None without rows."""
     if not rows:
         return None
     figure, (axes,) = style.new(1, 2, 4.8)
@@ -99,7 +107,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | None]:
-    """Of the closed form, L2 and DRAM, over "N" or "d"."""
+    """Return the exponents of closed form, L2 and DRAM, over "N" or "d"."""
     fits = []
     for source in scaling.FITTED:
         mine = [r for r in rows if (r.series, r.source) == (series, source)]

@@ -38,12 +38,13 @@ BOUND_STYLES = {
 
 
 def at(problem: Problem) -> list[Setting]:
-    """Each series at the tiles that are chosen for it."""
+    """Return each series' call at the tiles that are chosen for it."""
     tiles = {series: plan(series, problem).tiles for series in SERIES}
     return [Setting(series, problem, of.Br, of.Bc) for series, of in tiles.items()]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure accesses in closed form and counted; on a GPU L2 and DRAM bytes."""
     lengths = MODEL_SEQLENS[: 6 if options.quick else None]
     cases = options.grid(one_head, lengths, HEAD_DIMS)
     for problem in bench.track(cases, "closed forms"):
@@ -63,7 +64,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _model(problem: Problem) -> Iterator[Row]:
-    """Closed forms at the emulated device's tiles, so that they are the same on every machine."""
+    """Yield closed forms at the emulated device's tiles, which are the same on every machine."""
     with device.using("emulator"):
         M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
         for series in SERIES:  # a plan knows whether a row of S fits in shared memory
@@ -88,6 +89,7 @@ _BOUND: dict[str, Any] = {"ls": ":", "lw": 1.4}
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the accesses over the sequence length; None without rows."""
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})
     if not panels:
@@ -159,7 +161,7 @@ def _panel(ax: Any, rows: Sequence[Row], sources: Sequence[str]) -> None:
 
 
 def _over_n(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Loads and stores, or bytes, added up."""
+    """Return loads plus stores, or bytes, by sequence length."""
     totals: dict[int, float] = {}
     for row in rows:
         totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + row.number
@@ -167,7 +169,10 @@ def _over_n(rows: Sequence[Row]) -> list[tuple[int, float]]:
 
 
 def _look(series: str, source: str) -> dict[str, Any]:
-    """FA-1's line lies beneath the others and is broader, so that it is never hidden."""
+    """Return the look of a line.
+
+    FA-1's line is behind the others and broader, so that it stays visible.
+    """
     look = {"color": style.COLOURS[series], "zorder": ORDER[series], "lw": WIDTHS[series]}
     if source != "model":
         look |= {"marker": style.MARKERS[series], "ms": 1.6 * WIDTHS[series] + 3, "lw": 1.4}
@@ -179,6 +184,7 @@ SHOWN_SEQLENS = (512, 1024, 4096, 16384)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of accesses."""
     found = {
         (r.head_dim, r.seqlen_q, r.series, r.source): r
         for r in rows

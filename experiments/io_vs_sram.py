@@ -45,14 +45,21 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def blocked_standard(problem: Problem, M: float, pass_: str = "fwd") -> float:
-    """Accesses of standard attention by products of square blocks, three of which fit M floats.
+    """Return the accesses of standard attention by products of square blocks.
 
-    Blocks of b = sqrt(M / 3) rows and columns, elements per head: S loads 2 N^2 d / b and stores
-    N^2, the softmax loads and stores N^2, O loads N^2 max(1, d / b) of P and N^2 d / b of V and
-    stores N d. Below M = d^2 this is what attains Saha and Ye's N^2 d / sqrt(M).
-    Backward (FA-1's Algorithm 3), P given: dP loads 2 N^2 d / b and stores N^2, dS loads P and dP
-    and stores N^2 (its row sums are those of dO O: 2 N d loads, N stored and read); dQ, dK and dV
-    load and store as O does forward.
+    Three blocks fit into M floats: they have b = sqrt(M / 3) rows and columns. Elements per head,
+    forward:
+
+        S        loads 2 N^2 d / b                                      stores N^2
+        softmax  loads N^2                                              stores N^2
+        O        loads N^2 max(1, d / b) of P, N^2 d / b of V           stores N d
+
+    Below M = d^2 this attains Saha and Ye's N^2 d / sqrt(M). Backward (FA-1's Algorithm 3), with P
+    given:
+
+        dP          loads 2 N^2 d / b                                   stores N^2
+        dS          loads 2 N^2 of P and dP, 2 N d and N for row sums   stores N^2, N of row sums
+        dQ, dK, dV  as O forward, each
     """
     N, d = problem.seqlen_q, problem.head_dim
     b, heads = math.sqrt(M / 3), problem.batch * problem.heads_q
@@ -69,17 +76,21 @@ BOUNDS = {
 
 
 def memory(row: Row) -> int:
+    """Return the on-chip memory M, in floats, that a row's note names."""
     return int(row.place.removeprefix("M="))
 
 
 def fits(setting: Setting, M: int) -> bool:
-    """Whether the planner found tiles whose kernel takes no more than M floats of shared memory."""
+    """Return whether the planner found tiles that need at most M floats of shared memory."""
     made = scaling.made(setting)
     return made is not None and max(k.shared_bytes for k in made.launched) <= M * FLOAT
 
 
 def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
-    """Both orders at line 1's tiles for M and, forward, at the planner's, where it has any."""
+    """Return both loop orders' calls at line 1's tiles for M.
+
+    Forward also at the planner's tiles, if any.
+    """
     by_rule = [scaling.ruled(name, problem, M, f"M={M}", pass_) for name in RULED]
     if pass_ == "bwd":
         return by_rule
@@ -90,6 +101,7 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure accesses in closed form and counted, and the bounds; on a GPU L2 and DRAM bytes."""
     for M in [1 << n for n in MODEL_EXPONENTS]:
         for pass_ in BOUNDS:
             yield from _closed_forms(one_head(SEQLEN, HEAD_DIM), M, pass_)
@@ -123,13 +135,14 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
 
 
 def _large(rows: Sequence[Row]) -> list[Row]:
-    """The closed forms over all M: of the longest sequence that has the bounds."""
+    """Return the closed forms over all M, for the longest sequence that has the bounds."""
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
     bounds = [row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)]
     return [row for row in models if row.seqlen_q == max(bounds, default=0)]
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the accesses over the on-chip memory; None without rows."""
     rows = [row for row in rows if not row.failed]
     passes = [pass_ for pass_ in BOUNDS if any(row.pass_ == pass_ for row in rows)]
     if not passes:
@@ -193,8 +206,10 @@ def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
 
 
 def crossing(rows: Sequence[Row]) -> float | None:
-    """The M from which on FA-1 with line 1's tiles accesses no more than square blocks do, in one
-    pass, between the two sizes about it by powers; None where they do not cross.
+    """Return the M from which on FA-1 with line 1's tiles has no more accesses than square blocks.
+
+    It is interpolated as a power law between the two neighbouring sizes. None if the two do not
+    cross.
     """
     found = scaling.per_score(_large(rows), memory)
     flash, blocked = found.get((RULED[0], "model"), {}), found.get((BLOCKED, "model"), {})

@@ -34,9 +34,11 @@ PEER = "torch-fa2"
 
 @dataclass(frozen=True)
 class Step:
-    """A rung: its series, what the figure calls it, the gain predicted before the first run,
-    `causal` with a mask, where another; the measures `kept`, None for all and the plan's tiles,
-    `threads` of a block of `size` (rows, columns), `stages` of K and V.
+    """A step of the ladder: one more measure of the kernel.
+
+    It has a series, the label in the figure, and the gain that was predicted before the first run
+    (`causal` with a mask, if it differs). `kept` are the measures that are on; None for all of them
+    and the plan's tiles. `threads`, `size` (rows, columns) and `stages` of K and V give the tiles.
     """
 
     series: str
@@ -50,6 +52,7 @@ class Step:
 
     @property
     def tiles(self) -> fa_numba.Tiles:
+        """Return the step's tiles."""
         return fa_numba.Tiles(*self.size, self.threads, self.stages)
 
 
@@ -135,7 +138,7 @@ OCCUPIED = {
 
 
 def configurations(problem: Problem, hopper: bool = False) -> list[variants.Variant]:
-    """The steps on mma.sync and FA-1's partitions, or those by Hopper's own instructions."""
+    """Return the steps on mma.sync and FA-1's partitions, or the steps for Hopper."""
     steps, before = (HOPPER_LADDER, HOPPER_LADDER[-2]) if hopper else (STEPS, LADDER[-2])
     own, measures = plan(HOPPER if hopper else BASE, problem).tiles, _MEASURES if hopper else _ORDER
     own = replace(own, threads=None) if hopper else own
@@ -158,6 +161,7 @@ def configurations(problem: Problem, hopper: bool = False) -> list[variants.Vari
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure time, instructions, bank conflicts and sectors of each step."""
     hopper = fa_numba.device.compute_capability() == (9, 0)
     N = QUICK_SEQLEN if options.quick else SEQLEN
     problems = [
@@ -184,7 +188,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
-    """What products and exponentials reach by themselves, in columns of sizes the matrices'."""
+    """Yield what products and exponentials reach by themselves.
+
+    The size columns have the matrices' sizes.
+    """
     if peers.available():
         yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)
     problem = Problem(1, 1, 1, 1, 1, 1, dtype="float16")
@@ -198,7 +205,10 @@ def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
 
 
 def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]:
-    """LIMITS measured -> the share that so many TFLOP/s are; a score takes an exp, 4 d FLOPs."""
+    """Return the share of each measured limit that a speed in TFLOP/s is.
+
+    A score takes one exponential and 4 d FLOPs.
+    """
     limits = values(rows, "series", series=tuple(LIMITS))
     found = {name: speed / limit for name, limit in limits.items()}
     if "exponentials" in found:
@@ -207,6 +217,7 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the time before each step divided by the time after it, by series."""
     times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     for ladder in (LADDER, HOPPER_LADDER):
@@ -215,7 +226,7 @@ def gains(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def predictions(causal: bool = False) -> dict[str, float]:
-    """Series -> the gain that was predicted before the first run, without or with a mask."""
+    """Return the gain that was predicted for each series, with a causal mask or without."""
     steps = (*STEPS, *HOPPER_LADDER)
     found = {step.series: step.predicted for step in steps if step.predicted is not None}
     if causal:
@@ -224,7 +235,7 @@ def predictions(causal: bool = False) -> dict[str, float]:
 
 
 def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
-    """The rows of calls by problem, with a causal mask or without; labels of what was tried."""
+    """Return the rows of calls by problem, and labels of what was tried."""
     calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
     calls = [r for r in calls if r.seqlen_q != ABLATED.seqlen_q]
     tried, every = {r.series for r in calls}, LABELS | HOPPER_LABELS
@@ -233,6 +244,7 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw a bar for each step; None without rows."""
     problems, labels = _split(rows, False)
     if not problems:
         return None
@@ -282,6 +294,7 @@ _MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
+    """Return the table of the steps, with a causal mask or without."""
     predicted, lines = predictions(causal), []
     problems, labels = _split(rows, causal)
     for problem, mine in problems.items():
@@ -310,6 +323,7 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of what overlapping products and softmax gains on Hopper."""
     speeds = values(rows, "series", seqlen_q=ABLATED.seqlen_q, metric="speed")
     if set(speeds) != set(ABLATIONS):
         return None

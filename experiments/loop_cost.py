@@ -64,23 +64,24 @@ COUNTED_ONLY = {"fa1-unnormalised": "fa1", "fa2-statistics": "fa2-one-block"}
 
 
 def series_of(step: str, unit: str) -> str:
-    """A step's series: "fa1-splits" on "mma" is "fa1-mma-splits"."""
+    """Return a step's series on a unit: "fa1-splits" on "mma" is "fa1-mma-splits"."""
     algorithm, _, variant = step.partition("-")
     return "-".join(part for part in (algorithm, unit, variant) if part)
 
 
 def step_of(series: str) -> str:
+    """Return the step of a series: its name without the unit."""
     algorithm, _, *variant = series.split("-")
     return "-".join((algorithm, *variant))
 
 
 def beside_products(step: str, problem: Problem, tiles: Any) -> int:
-    """Operations on elements of S and O that are no matrix products, as a forward step has them.
+    """Return the operations on S and O of a forward step that are not matrix products.
 
-    In each visited tile, whole: 5 Br Bc for scaling, row maxima, differences, exponentials
-    and row sums, and Br d for each time that O is multiplied: by l, e^(m_old - m_new) and 1 / l in
-    FA-1 (Algorithm 1 line 12), by the second alone where O stays unnormalised, which 1 / l ends
-    once (FA-2 line 12).
+    Each visited tile counts in full: 5 Br Bc operations for scaling, row maxima, differences,
+    exponentials and row sums. Each time that O is multiplied adds Br d. FA-1 multiplies by l,
+    e^(m_old - m_new) and 1 / l (Algorithm 1 line 12). If O stays unnormalised, it is multiplied by
+    e^(m_old - m_new) only, and by 1 / l once at the end (FA-2 line 12).
     """
     algorithm = step.split("-")[0]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
@@ -94,7 +95,7 @@ Steps = Mapping[tuple[str, str, str], float]
 
 
 def by_step(rows: Iterable[Row]) -> Steps:
-    """(step, source, metric) -> value of the rows of one problem and pass."""
+    """Return values by (step, source, metric), for the rows of one problem and pass."""
     found = values(rows, "series", "source", "metric")
     return {(step_of(series), *at): value for (series, *at), value in found.items()}
 
@@ -115,14 +116,16 @@ GAINS = {
 
 
 def factors(found: Steps) -> dict[str, float | None]:
-    """How many times faster each step is, and what the change of loop order is made of.
+    """Return how many times faster each step is, and what the change of the loop order consists of.
 
     `total`, from FA-1 to FA-2, is `order_one_block` x `grid` x `tiles`, or `splits` x `order` x
-    `tiles`: the order is changed at a block a head, or at an equal grid. `warps` is before both.
-    Where FA-1 takes FA-2's tiles, `tiles` is what that gains it, and the total is from its own.
-    A kernel runs for instructions / (issue x schedulers) of its multiprocessors' active cycles, so
-    that `order` = `instructions` x `waiting` x `rest`; `rest` is what idle multiprocessors and the
-    clock leave over. None where a number is missing.
+    `tiles`: the loop order changes with one thread block per head, or with an equal grid. `warps`
+    comes before both. If FA-1 is measured at FA-2's tiles, `tiles` is what FA-1 gains by them, and
+    the total starts from FA-1's own tiles.
+
+    A kernel runs for instructions / (issue x schedulers) of the active cycles of its
+    multiprocessors. Therefore `order` = `instructions` x `waiting` x `rest`, where `rest` is due to
+    idle multiprocessors and the clock. A factor is None if a number is missing.
     """
 
     def number(step: str, metric: str) -> float | None:
@@ -147,9 +150,10 @@ def factors(found: Steps) -> dict[str, float | None]:
 def configurations(
     problem: Problem, multiprocessors: int, passes: str, on: str
 ) -> list[variants.Variant]:
-    """The steps of a pass that there are kernels for on a unit, copies behind originals: FA-2 at
-    FA-1's tiles until the last; on Hopper, where registers hold fewer columns, FA-1 at FA-2's after
-    its own.
+    """Return the steps of a pass that have kernels on a unit. Copies follow their originals.
+
+    FA-2 has FA-1's tiles up to the last step. On Hopper registers hold fewer columns: there FA-1
+    runs at FA-2's tiles, after its own.
     """
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))
@@ -182,6 +186,7 @@ def configurations(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure each step's time, bytes and instructions, in both passes."""
     problems = fa2_problems(options, dict.fromkeys(DTYPES_OF.values()), (SEQLEN,), (QUICK_SEQLEN,))
     multiprocessors = bench.describe["multiprocessors"]
     hopper = fa_numba.device.compute_capability() == (9, 0)
@@ -198,7 +203,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def gigabytes(number: float) -> str:
-    """Bytes in GB with three digits or so, such as 13.0 or 0.53."""
+    """Return bytes as text in GB, with about three digits, such as 13.0 or 0.53."""
     return f"{number / 1e9:.{1 if number >= 1e10 else 2}f}"
 
 
@@ -206,7 +211,7 @@ Problems = dict[tuple[str, Problem], list[Row]]
 
 
 def problems_of(rows: Iterable[Row], units: Sequence[str] = UNITS) -> Problems:
-    """(pass, problem) -> its rows on the units, forward first."""
+    """Return the rows on the units by (pass, problem), forward first."""
     rows = [row for row in rows if unit(row.series) in units]
     return {
         (passes, problem): mine
@@ -230,6 +235,7 @@ WATERFALL = {
 
 
 def draw(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Any:
+    """Draw the steps of one problem as a waterfall; None without rows."""
     found = _plain(problems_of(rows, units))
     if not found:
         return None
@@ -298,6 +304,7 @@ _TRAFFIC = {"model": "accesses, GB", "l2": "L2, GB", "dram": "DRAM, GB"}
 
 
 def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
+    """Return the table of the factors of each problem."""
     every = problems_of(rows, units)
     plain = _plain(every)
     if not plain:
@@ -330,7 +337,7 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
 
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
-    """The time without a mask over that with one, of FA-1 and FA-2."""
+    """Return the time without a mask divided by the time with a causal mask, for FA-1 and FA-2."""
     whole = by_step(every[passes, problem])
     skipped = by_step(every.get((passes, replace(problem, causal=True)), ()))
     at = [(step, "measured", "time") for step in ("fa1", "fa2")]
@@ -339,7 +346,7 @@ def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str
 
 
 def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:
-    """Whose steps are shown: forward, 16 bits, the smallest head dimension or largest."""
+    """Return the problem to show: forward, 16 bits, smallest or largest head dimension."""
 
     def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:
         (_, p), _ = item  # forward comes first

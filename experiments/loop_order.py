@@ -36,12 +36,16 @@ COUNTED_SEQLENS = (1024, 4096, 16384)
 
 
 def series_of(unit: str) -> tuple[str, str, str]:
-    """FA-1, FA-1 with query splits, FA-2 at FA-1's tiles; on wgmma all at FA-2's."""
+    """Return three series: FA-1, FA-1 with query splits, and FA-2 at FA-1's tiles.
+
+    On wgmma all three have FA-2's tiles.
+    """
     q_outer = "fa2-wgmma" if unit == "wgmma" else f"fa2-{unit}-fa1-tiles"
     return f"fa1-{unit}", f"fa1-{unit}-splits", q_outer
 
 
 def configurations(problem: Problem, multiprocessors: int, unit: str) -> list[variants.Variant]:
+    """Return the three calls of a unit that are compared at a problem."""
     k_outer, _, q_outer = series_of(unit)
     own: dict[str, Any] = {}
     if unit == "wgmma":
@@ -62,11 +66,15 @@ def configurations(problem: Problem, multiprocessors: int, unit: str) -> list[va
 
 
 def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN) -> Problem:
-    """One batch entry with so many heads: kernels see only the product of batch and heads."""
+    """Return a problem with one batch entry and many heads.
+
+    Kernels depend on the product of batch and heads only.
+    """
     return Problem(1, heads, heads, seqlen, seqlen, head_dim, dtype=dtype)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure times of both loop orders over N and over the number of heads, and bytes."""
     dtypes = dict.fromkeys(UNITS.values())
     problems = fa2_problems(options, dtypes, SEQLENS, SEQLENS[:2])
     if options.seqlens is None:
@@ -91,12 +99,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def units_of(dtype: str) -> list[str]:
-    """The units of a dtype, in their order."""
+    """Return the units of a dtype, in order."""
     return [unit for unit, own in UNITS.items() if own == dtype]
 
 
 def in_setting(problem: Problem) -> bool:
-    """Whether it is a problem of the FA-2 paper's setting, and not one of `many_heads`."""
+    """Return whether a problem is of the FA-2 paper's benchmark, and not one of `many_heads`."""
     sizes = problem.seqlen_q, problem.head_dim, problem.causal, problem.dtype
     return problem == fa2_setting(*sizes)
 
@@ -112,7 +120,7 @@ RATIOS = {
 
 
 def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
-    """FA-1 over FA-2 at one problem: times on both grids, bytes with query splits."""
+    """Return FA-1 divided by FA-2 at one problem: times on both grids, bytes with query splits."""
     found, of = values(rows, "series", "source", "metric"), series_of(unit)
     pairs = {
         name: (found.get((of[n], *at)), found.get((of[2], *at)))
@@ -135,7 +143,7 @@ def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The result over N without a mask: DRAM bytes and time at an equal grid, FA-1 over FA-2."""
+    """Draw FA-1 over FA-2 over N, without a mask: DRAM bytes, and time on an equal grid."""
     found = {
         (unit, problem): values
         for (unit, problem), values in _every(rows).items()
@@ -199,7 +207,7 @@ _LINES = {
 
 
 def detail(rows: Sequence[Row], over_heads: bool) -> Any:
-    """All ratios over N, or over batch x heads: a row of panels for each unit, one scale."""
+    """Draw all ratios over N, or over batch x heads: a row of panels per unit, on one scale."""
     found = {
         place: ratio for place, ratio in _every(rows).items() if in_setting(place[1]) != over_heads
     }
@@ -303,6 +311,7 @@ def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_head
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of ratios."""
     every = {
         (unit, p): mine
         for p, mine in variants.problems_of(rows).items()

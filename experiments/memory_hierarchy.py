@@ -39,6 +39,7 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure bandwidths, matrix products, and every attention kernel's time and bytes."""
     N = QUICK_SEQLEN if options.quick else SEQLEN
     problems = [fa2_setting(N, HEAD_DIM, dtype=dtype) for dtype in UNITS.values()]
     yield from _ceilings(problems[0], options, bench)
@@ -49,7 +50,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[variants.Variant]:
-    """Standard attention, FA-1, FA-1 with query splits where it has them, FA-2."""
+    """Return the calls: standard attention, FA-1, FA-1 with query splits if any, FA-2."""
     unit = next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
     names = [f"{algorithm}-{unit}" for algorithm in ("standard", "fa1", "fa2")]
     found = [variants.Variant(name, passes=passes) for name in names]
@@ -60,7 +61,7 @@ def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[
 
 
 def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]:
-    """Rows of bandwidths, capacities and matrix products, which stand with this problem's sizes."""
+    """Yield rows of bandwidths, capacities and matrix products, with this problem's sizes."""
     footprints = QUICK_FOOTPRINTS if options.quick else FOOTPRINTS
     repeats = QUICK_REPEATS if options.quick else REPEATS
     about = dict(bench.describe or {})
@@ -95,27 +96,32 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
 
 
 def memory_bytes() -> int:
+    """Return the bytes of the GPU's memory."""
     return int(device.cuda.current_context().get_memory_info()[1])
 
 
 def footprint(row: Row) -> int:
+    """Return the bytes that a row's kernel reads repeatedly."""
     return int(row.place.removesuffix(" MiB")) * MIB
 
 
 def curve(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return the rows of the bandwidth of global memory by footprint in bytes."""
     found = select(rows, series=GLOBAL, metric="bandwidth")
     return {footprint(row): row for row in sorted(found, key=footprint)}
 
 
 def capacities(rows: Sequence[Row]) -> dict[str, float]:
-    """ "shared", "L2" and "DRAM" -> bytes."""
+    """Return the bytes of "shared", "L2" and "DRAM"."""
     names = {SHARED: "shared", "l2": "L2", GLOBAL: "DRAM"}
     return {names[s]: size for s, size in values(rows, "series", metric="capacity").items()}
 
 
 def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
-    """ "shared", "L2" and "DRAM" -> TB/s: of L2 the best at up to half its size, of DRAM the one
-    over the largest footprint, if that is twice L2 at least.
+    """Return the bandwidth of "shared", "L2" and "DRAM" in TB/s.
+
+    L2's is the best one of footprints up to half its size. DRAM's is that of the largest footprint,
+    if it is at least twice the size of L2.
     """
     found = values(rows, "series", metric="bandwidth")
     result = {"shared": found[SHARED]} if SHARED in found else {}
@@ -129,6 +135,7 @@ def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def products(rows: Sequence[Row]) -> dict[str, float]:
+    """Return TFLOP/s of torch's matrix products by dtype."""
     return values(rows, "dtype", series=MATMUL, metric="speed")
 
 
@@ -136,8 +143,10 @@ Place = tuple[str, str, str]  # series, pass, dtype
 
 
 def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
-    """What is known of each call: "speed" in TFLOP/s, and FLOP a byte as "L2", "DRAM" and, of the
-    bytes that the kernel accesses, "model".
+    """Return what is known of each call: "speed" in TFLOP/s, and three numbers of FLOPs per byte.
+
+    These are "L2" and "DRAM" for measured bytes, and "model" for the bytes that the kernel
+    accesses.
     """
     names = {"l2": "L2", "dram": "DRAM", "model": "model"}
     found: dict[Place, dict[str, float]] = {}
@@ -154,13 +163,14 @@ def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def paper() -> dict[tuple[str, str], float]:
-    """(what, metric) -> number of the A100 as FlashAttention's papers print it."""
+    """Return the A100's numbers that FlashAttention's papers print, by (what, metric)."""
     lines = published.lookup(paper="fa1", item="Fig. 1 left")
     lines += published.lookup(paper="fa2", item="Section 3.1")
     return {(line["method"], line["metric"]): float(line["value"]) for line in lines}
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the bandwidths and the rooflines; None without rows."""
     found, over = points(rows), curve(rows)
     if not found and not over:
         return None
@@ -238,6 +248,7 @@ def _roofline(
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of bandwidths and capacities."""
     speeds, room, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
     if not speeds:
         return None
@@ -280,6 +291,7 @@ def _size(size: float | None) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of every forward kernel and the limits that apply to it."""
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
     lines = []
     for (series, pass_, dtype), of in found.items():

@@ -52,7 +52,7 @@ SAFE, ONLINE = "softmax-safe", "softmax-online"
 
 
 def inputs(kind: str, problem: Problem) -> tuple[np.ndarray, ...]:
-    """q, k and v, float32 arrays of numbers that the problem's dtype holds exactly."""
+    """Return q, k and v in float32, with numbers that the problem's dtype represents exactly."""
     rng = np.random.default_rng([SEED, problem.seqlen_q, problem.head_dim])
     q, k, v = (_drawn(rng, kind, s) for s in (problem.q_shape, problem.k_shape, problem.k_shape))
     if kind == LARGE:  # the deviation of q k^T / sqrt(d) is that of q
@@ -69,14 +69,14 @@ def _drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
 
 
 def series_of(problem: Problem, kind: str) -> tuple[str, ...]:
-    """Ours for the problem; where precisions alone are held against each other, FA-2's."""
+    """Return our series for a problem; FA-2's only where just precisions are compared."""
     if (kind, problem.head_dim, problem.seqlen_q) in PLANES_AT:
         return ("fa2-simt", *PLANES)
     return OURS[problem.dtype] + (PLANES if problem.dtype == "float32" else ())
 
 
 def errors_of(got: np.ndarray, right: np.ndarray) -> dict[str, float]:
-    """The relative error (of norms), the root of the mean square and the largest error."""
+    """Return the relative error (of norms), the root mean square error and the largest error."""
     off = np.abs(got - right)
     return {
         "error": reference.relative_error(got, right),
@@ -86,6 +86,7 @@ def errors_of(got: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure the errors of every kernel and softmax against float64."""
     long = QUICK_SEQLENS if options.quick else SEQLENS
     dtypes = tuple(OURS)
     if not peers.available():
@@ -166,7 +167,7 @@ Found = dict[tuple[str, str, str, str], dict[int, float]]
 
 
 def curves(rows: Sequence[Row]) -> Found:
-    """(dtype, inputs, series, metric) -> N -> value, of d=64."""
+    """Return values by N, for each (dtype, inputs, series, metric), at d=64."""
     mine = [r for r in rows if r.head_dim in (1, HEAD_DIM)]
     mine.sort(key=lambda row: row.seqlen_q)
     return nested(mine, lambda row: (row.dtype, row.place, row.series, row.metric), "seqlen_q")
@@ -178,6 +179,7 @@ _DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the errors over the sequence length; None without rows."""
     found = curves(rows)
     dtypes = [d for d, ours in OURS.items() if (d, NORMAL, ours[2], "error") in found]
     if not dtypes:
@@ -212,13 +214,14 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def paper_ratio() -> float:
-    """Standard attention's RMSE over FlashAttention-2's in FA-3's Table 3, fp16 with outliers."""
+    """Return standard attention's RMSE over FlashAttention-2's in FA-3's Table 3."""
     where = {"paper": "fa3", "item": "Table 3", "metric": "rmse"}
     standard, ours = (published.value(method=m, **where) for m in ("Standard", "FlashAttention-2"))
     return standard / ours
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of errors."""
     found = curves(rows)
     every = [_line(found, dtype, kind) for dtype in OURS for kind in (NORMAL, OUTLIERS)]
     lines = [line for line in every if line]
@@ -234,7 +237,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _line(found: Found, dtype: str, kind: str) -> list[str]:
-    """The cells of the table; empty without FA-2's."""
+    """Return the cells of a line of the table; empty without FA-2's errors."""
     ours, fused = OURS[dtype], THEIRS[dtype][1]
     if not (of := found.get((dtype, kind, ours[2], "rmse"))):
         return []
@@ -268,6 +271,7 @@ PAIRS = (
 
 
 def identical(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of how many elements are equal bit for bit."""
     lines, found = [], curves(rows)
     for dtype, series, name, ordinary, other in PAIRS:
         for kind in (NORMAL, OUTLIERS):
@@ -283,7 +287,7 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    """The relative error of FA-2's float32 in each precision, at the longest N and PLANES_AT."""
+    """Return the table of FA-2's relative error in float32 for each precision."""
     found = nested(
         [r for r in rows if r.head_dim > 1],
         lambda r: (r.place, r.head_dim, r.seqlen_q),

@@ -60,15 +60,17 @@ UNFUSED_SEQLENS, UNFUSED_HEADS = tuple(1 << n for n in range(9, 14)), 16
 
 
 def of_vectors(series: str, batch: int, elements: int, machine: str | None) -> dict[str, Any]:
-    """The columns of a softmax's rows: so many vectors, their length as that of a sequence."""
+    """Return the columns of a softmax's rows: batch vectors, whose length is the seqlen."""
     return columns(NAME, series, Problem(batch, 1, 1, elements, elements, 1), machine)
 
 
 def algorithm(series: str) -> str:
+    """Return the algorithm of a series: "naive", "safe" or "online"."""
     return series.removeprefix("softmax-")
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure accesses of softmaxes and of attention; on a GPU the times."""
     counted = QUICK_LENGTHS if options.quick else COUNTED_LENGTHS
     problems = [one_head(N, 64) for N in COUNTED_SEQLENS[: 1 if options.quick else None]]
     softmaxes = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES]
@@ -106,7 +108,7 @@ def _count(series: str, batch: int, V: int) -> Iterator[Row]:
 
 
 def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
-    """How many elements of softmax(x + 100) are NaN."""
+    """Yield the number of elements of softmax(x + 100) that are NaN."""
     x = np.clip(vectors(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
     with device.using("emulator"), np.errstate(all="ignore"):
         y = fa_numba.softmax(x, algorithm=algorithm(series))
@@ -125,7 +127,7 @@ def _count_attention(series: str, problem: Problem, inputs: Inputs) -> Iterator[
 def _attention(
     series: str, problem: Problem, tiles: Any, accesses: Any, machine: str
 ) -> Iterator[Row]:
-    """Loads and stores of all arrays, and of those that have an element for every score."""
+    """Yield loads and stores of all arrays, and of the arrays that have an element per score."""
     fields = columns(NAME, series, problem, machine, tiles)
     yield from counts.totals(accesses, **fields)
     for metric in ("loads", "stores"):
@@ -135,11 +137,14 @@ def _attention(
 
 
 def vectors(size: int) -> np.ndarray:
+    """Return normal numbers, repeated from 2^20 on."""
     drawn = np.random.default_rng(SEED).standard_normal(min(size, 1 << 20), dtype=np.float32)
     return np.resize(drawn, size)
 
 
 def vector_gate(x: Any) -> Gate:
+    """Return the check of a softmax of the rows of x: the first and the last row."""
+
     def ends(y: Any) -> list[np.ndarray]:
         return [np.stack([to_host(y[row]) for row in (0, x.shape[0] - 1)])]
 
@@ -182,14 +187,14 @@ def _rows(series: str, S: Any) -> Any:
 
 
 def _call(series: str, x: Any) -> Callable[..., Any]:
-    """A function that runs the series once; it takes `out=`."""
+    """Return a function that runs the series once; it takes the argument `out`."""
     if series == PEER:
         return peers.softmax(x)
     return partial(fa_numba.softmax, x, algorithm=algorithm(series))
 
 
 def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
-    """Series -> loads and stores, of an element of a vector or of a score: the largest size's."""
+    """Return loads plus stores by series, per element or score, at the largest size."""
     found: dict[str, dict[str, float]] = {}
     for row in sorted(select(rows, source=source), key=lambda r: r.seqlen_q):
         vectors = row.series in SERIES
@@ -202,7 +207,7 @@ def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
 
 
 def paper() -> dict[str, float]:
-    """Series -> accesses an element as published."""
+    """Return the published accesses per element by series."""
     lines = published.lookup(paper="online-softmax", metric="memory accesses per element")
     named = {f"softmax-{line['method']}": float(line["value"]) for line in lines}
     return {series: named[series] for series in SERIES if series in named}
@@ -212,12 +217,12 @@ Times = dict[tuple[str, int, int], float]
 
 
 def times(rows: Sequence[Row]) -> Times:
-    """(series, batch, V) -> ms."""
+    """Return milliseconds by (series, batch, length)."""
     return values(rows, "series", "batch", "seqlen_q", metric="time")
 
 
 def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
-    """V -> the safe softmax's time over that of the series."""
+    """Return the safe softmax's time divided by that of the series, by length."""
     return {
         V: found[SERIES[1], batch, V] / ms
         for (name, vectors, V), ms in sorted(found.items())
@@ -226,6 +231,7 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the accesses and the speeds over the safe softmax; None without rows."""
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
     if not counted or not found:
@@ -276,6 +282,7 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of accesses and times."""
     model, counted = an_element(rows, "model"), an_element(rows, "counted")
     if not model:
         return None
@@ -310,7 +317,7 @@ def _best(speed: dict[int, float]) -> str:
 
 
 def _long(rows: Sequence[Row]) -> str:
-    """What a row that no block's shared memory holds costs standard attention."""
+    """Return a sentence on what a row too long for shared memory costs standard attention."""
     for row in rows:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)
@@ -319,6 +326,7 @@ def _long(rows: Sequence[Row]) -> str:
 
 
 def inside(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of unfused attention with each softmax."""
     found = times(rows)
     lengths = sorted({N for series, _, N in found if series in UNFUSED})
     lines = []

@@ -44,19 +44,22 @@ PROTOCOL = (
 
 
 def place(page_size: int) -> str:
-    """What a row's note says of its pages; 0 stands for none."""
+    """Return the text by which rows name a page size; 0 means no pages."""
     return f"pages of {page_size} rows" if page_size else ONE_PIECE
 
 
 def page_size_of(row: Row) -> int:
-    """The page size that a row's note names; 0 for one piece."""
+    """Return the page size that a row names; 0 for no pages."""
     return 0 if row.place == ONE_PIECE else int(row.place.split()[2])
 
 
 def in_pages(
     k: np.ndarray, v: np.ndarray, page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """k and v (B, Hk, N, d) as pages in no order, N rounded up to whole ones, and the table."""
+    """Return k and v (B, Hk, N, d) as pages in random order, and the block table.
+
+    N is rounded up to a multiple of the page size.
+    """
     each = -(-k.shape[2] // page_size)
     table = np.random.default_rng(SEED).permutation(len(k) * each)
     k_pages, v_pages = (pages_of(x, page_size)[np.argsort(table)] for x in (k, v))
@@ -64,6 +67,7 @@ def in_pages(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure how many bits differ and what the block table adds; on a GPU the time."""
     work = [(series, page_size) for series in COUNTED for page_size in PAGE_SIZES]
     yield from bench.counted(work, "counting", _counted)
     if bench.machine is None:
@@ -81,7 +85,7 @@ def _step(N: int, d: int) -> Problem:
 
 
 def _counted(series: str, page_size: int) -> Iterator[Row]:
-    """Of a small call: elements of O and L that differ, the table's bytes over K's and V's."""
+    """Yield how many elements of O and L differ in a small call, and the table's share."""
     dtype = COUNTED[series]
     B, N = len(LENGTHS), max(LENGTHS)
     problem = Problem(B, 4, 2, ROWS, N, COUNTED_DIM, dtype=dtype, kv_lens=LENGTHS)
@@ -136,7 +140,10 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
-    """Series -> page size -> context -> the time over pages over that of one piece."""
+    """Return the time over pages divided by that of contiguous K and V.
+
+    The result maps a series to {page size: {context: ratio}}.
+    """
     times = nested(rows, "series", page_size_of, "seqlen_k", metric="time")
     found: dict[str, dict[int, dict[int, float]]] = {}
     for series in (s for s in TIMED if s in times):
@@ -149,7 +156,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
 
 
 def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
-    """Series -> page size -> the counted number."""
+    """Return counted numbers by series, then by page size."""
     return nested(rows, "series", page_size_of, source="counted", metric=metric)
 
 
@@ -158,6 +165,7 @@ _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the times over the context and the block table's share; None without rows."""
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not shares:
         return None
@@ -194,6 +202,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table by page size."""
     differing, shares = counted(rows, "difference"), counted(rows, "table_share")
     timed = ratios(rows)
     sizes = sorted(

@@ -42,17 +42,18 @@ PROTOCOL = (
 
 
 def step(sequences: int, prefix: int, sizes: Sequence[int], dtype: str = "float16") -> Problem:
-    """A decoding step over the prefix and each sequence's own keys, in one piece."""
+    """Return the problem of a decoding step over the prefix and each sequence's own keys."""
     heads, heads_k, own, d, _ = sizes
     return Problem(sequences, heads, heads_k, 1, prefix + own, d, dtype=dtype)
 
 
 def prefix_of(row: Row | Problem, sizes: Sequence[int]) -> int:
+    """Return the keys of the prefix in a row's problem."""
     return row.seqlen_k - sizes[2]
 
 
 class Behind:
-    """K or V (B, Hk, N, d) of sequences behind a prefix's, read by entry, head and rows."""
+    """K or V (B, Hk, N, d) of sequences that begin with a prefix, read by entry, head and rows."""
 
     def __init__(self, prefix: np.ndarray, own: np.ndarray) -> None:
         self._prefix, self._own = prefix, own
@@ -63,7 +64,7 @@ class Behind:
 
 
 def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.ndarray, ...]:
-    """q, the prefix's k and v (Hk, N, d), and those of the sequences (B, Hk, N, d)."""
+    """Return q, the prefix's k and v (Hk, N, d), and the sequences' own k and v (B, Hk, N, d)."""
     prefix = prefix_of(problem, sizes)
     q, k, v = inputs(replace(problem, seqlen_k=sizes[2]))
     _, *first = inputs(replace(problem, batch=1, seqlen_k=prefix))
@@ -72,7 +73,7 @@ def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.n
 
 
 def pages_of(x: np.ndarray, rows: int) -> np.ndarray:
-    """(B, Hk, N, d) as pages of so many rows, in order."""
+    """Return (B, Hk, N, d) as pages of `rows` rows, in order."""
     B, Hk, N, d = x.shape
     each = -(-N // rows)
     whole = np.zeros((B, Hk, each * rows, d), x.dtype)
@@ -83,7 +84,7 @@ def pages_of(x: np.ndarray, rows: int) -> np.ndarray:
 def given(
     way: str, problem: Problem, host: Sequence[np.ndarray], sizes: Sequence[int]
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """q, k and v of a call, these in pages, and its options that are arrays."""
+    """Return q, k and v of a call, with k and v in pages, and the options that are arrays."""
     q, *of_prefix, k, v = host
     size, own = sizes[-1], sizes[2]
     each, first = -(-own // size), prefix_of(problem, sizes)
@@ -109,7 +110,7 @@ def given(
 
 
 def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, dict[str, Any]]:
-    """The problem over pages, and what a plan takes beside it."""
+    """Return the problem over pages, and the other arguments of its plan."""
     first, own, size = prefix_of(problem, sizes), sizes[2], sizes[-1]
     keys = own if way == ONCE else first + own
     table = problem.batch, -(-keys // size)
@@ -122,6 +123,7 @@ def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, di
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Measure bytes in closed form and counted; on a GPU the time of a decoding step."""
     steps = COUNTED_STEPS[:: 3 if options.quick else 1]
     yield from bench.counted([(s, *at) for s in COUNTED for at in steps], "counting", _counted)
     for series, at in itertools.product(COUNTED, steps):
@@ -149,7 +151,7 @@ def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[R
 
 
 def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
-    """Of one small step on the emulator: bytes, and the error, of both ways."""
+    """Yield bytes and error of one small step on the emulator, for both ways."""
     problem = step(sequences, prefix, SMALL, COUNTED[series])
     host = tuple(x.astype(problem.dtype) for x in arrays(problem, SMALL, Inputs()))
     q, first_k, first_v, k, v = host
@@ -208,7 +210,7 @@ Place = tuple[int, int]  # keys of the prefix, sequences
 
 
 def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[str, float]]:
-    """Place -> way -> the number, of a large step; of places that have both ways."""
+    """Return numbers of large steps by place, then by way, where both ways have one."""
     wanted = {"series": series, "metric": metric, "head_dim": LARGE[3]}
     wanted["source"] = "model" if metric == "traffic" else "measured"
     found = nested(rows, lambda row: (prefix_of(row, LARGE), row.batch), "place", **wanted)
@@ -216,6 +218,10 @@ def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[st
 
 
 def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:
+    """Return the number with the prefix read by each sequence over that with it read once.
+
+    The result maps the prefix's length to {sequences: ratio}.
+    """
     by: dict[int, dict[int, float]] = {}
     for (prefix, sequences), ways in found.items():
         by.setdefault(prefix, {})[sequences] = ways[BY_EACH] / ways[ONCE]
@@ -226,6 +232,7 @@ _LOOKS = dict(zip(PREFIXES, (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the gains over the number of sequences; None without rows."""
     moved = gains(by_way(rows, TIMED[0], "traffic"))
     timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
     if not moved:
@@ -260,6 +267,7 @@ def _range(by: dict[int, dict[int, float]]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of bytes and times."""
     moved = by_way(rows, TIMED[0], "traffic")
     timed = {series: by_way(rows, series, "time") for series in TIMED}
     timed = {series: by for series, by in timed.items() if by}

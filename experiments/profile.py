@@ -42,7 +42,7 @@ LABELS = series.LABELS | {
 
 @dataclass(frozen=True)
 class Run:
-    """One call that is profiled; its tiles are among the options."""
+    """One call that is profiled; its options include the tiles."""
 
     series: str
     problem: Problem
@@ -51,15 +51,17 @@ class Run:
 
     @property
     def case(self) -> counters.Case:
+        """Return the call for Nsight Compute."""
         return counters.Case(self.series, self.problem, self.options, self.pass_)
 
     def columns(self, machine: str | None) -> dict[str, Any]:
+        """Return the columns of this call's rows, except metric, unit and number."""
         own = {"tiles": self.options["tiles"], "pass_": self.pass_}
         return series.columns(NAME, self.series, self.problem, machine, **own)
 
 
 def runs() -> list[Run]:
-    """Every kernel once, at the tiles that the emulated device has for it."""
+    """Return every kernel once, at the emulated device's tiles."""
     problems = {
         unit: one_head(SEQLEN, HEAD_DIM, dtype=dtype)
         for unit, dtype in (("simt", "float32"), ("mma", "float16"))
@@ -81,6 +83,7 @@ def runs() -> list[Run]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Count each call on the emulator and, if possible, with Nsight Compute."""
     every = runs()
     if bench.machine is not None:
         yield from _hardware(every, bench)
@@ -97,7 +100,7 @@ def _count(run: Run, inputs: Inputs) -> Iterator[Row]:
 
 
 def _emulated(run: Run, inputs: Inputs) -> Any:
-    """What the emulator counts of the call's kernels, a forward pass before it left out."""
+    """Yield the emulator's counts of the call's kernels, without a forward pass before it."""
     arrays = [x.astype(run.problem.dtype) for x in inputs(run.problem)]
     of = run.series, run.problem
     with device.using("emulator"):
@@ -111,7 +114,7 @@ def _emulated(run: Run, inputs: Inputs) -> Any:
 
 
 def _hardware(every: Sequence[Run], bench: Bench) -> Iterator[Row]:
-    """Nsight Compute's numbers."""
+    """Yield Nsight Compute's numbers."""
     if not counters.available():
         bench.say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return
@@ -146,7 +149,7 @@ Pair = tuple[float | None, float | None]  # measured, counted
 
 
 def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
-    """(place, counter) -> (measured, counted), of the same tiles."""
+    """Return (measured, counted) by (place, counter), at the same tiles."""
     numbers: dict[tuple[Any, ...], float | None] = {
         (r.series, r.pass_, r.metric, r.Br, r.Bc, r.source): r.value
         for r in rows
@@ -160,12 +163,13 @@ def pairs(rows: Sequence[Row]) -> dict[tuple[Place, str], Pair]:
 
 
 def places(of: dict[tuple[Place, str], Pair]) -> list[Place]:
-    """The kernels in the order of FORWARD and BACKWARD."""
+    """Return the kernels in the order of FORWARD and BACKWARD."""
     order = [*((name, "fwd") for name in FORWARD), *((name, "bwd") for name in BACKWARD)]
     return [place for place in order if any(place == at for at, _ in of)]
 
 
 def label(place: Place) -> str:
+    """Return the label of a kernel."""
     name, pass_ = place
     unit = {"simt": "fp32", "mma": "fp16"}[series.unit(name)]
     known = series.BACKWARD_LABELS if pass_ == "bwd" else LABELS
@@ -182,6 +186,7 @@ SHOWN = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw measured over counted numbers for each kernel; None without rows."""
     of = pairs(rows)
     if not any(m is not None for m, _ in of.values()):
         return None
@@ -205,7 +210,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def cell(pair: Pair, shown: Callable[[float], str] = "{:,.0f}".format) -> str:
-    """The counted number; behind it how many times as much was measured, where that differs."""
+    """Return the counted number as text, followed by measured / counted if the two differ."""
     measured, count = pair
     if count is None:
         return tables.MISSING

@@ -61,6 +61,7 @@ LOOKS = dict(
 
 
 def tasks(options: Options) -> list[Task]:
+    """Return the calls to time."""
     lengths = SEQLENS[:1] if options.quick else SEQLENS
     found = [
         Task(ring_ranks.LINK, 0, False, "fwd", 20),
@@ -76,12 +77,14 @@ def tasks(options: Options) -> list[Task]:
 
 
 def repeats(N: int) -> int:
+    """Return how often a call of N rows is timed."""
     if N >= 2**20:
         return 1
     return max(2, min(20, 2**18 // N))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Time all calls over the GPUs of this host; yield bytes in closed form and sent."""
     yield list(_modelled())
     if bench.machine is None:
         return
@@ -96,7 +99,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _gpus() -> int:
-    """The GPUs of this host that torch can use together."""
+    """Return the number of GPUs of this host that torch can use together."""
     if not peers.available() or not peers.torch.distributed.is_nccl_available():
         return 0
     return peers.torch.cuda.device_count()
@@ -126,6 +129,7 @@ def _modelled() -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the gains over one GPU and the model; None without rows."""
     if not rows:
         return None
     figure, axes = style.new(2, 3, 7.4)
@@ -220,6 +224,7 @@ SHOWN = (2**13, 2**15, 2**17, 2**20)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of gains and times."""
     times, gained = ring_rows.by_key(rows, "time"), ring_rows.gains(rows)
     right = {key: time / times[key] for key, time in ring_rows.predicted(rows).items()}
     sent = {key: moved / 1e6 for key, moved in ring_rows.by_key(rows, "sent").items()}
@@ -254,7 +259,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
-    """(how many measured numbers of bytes the closed form has, how many there are)."""
+    """Return how many measured numbers of bytes equal the closed form, and how many there are."""
     found = select(rows, source="measured", metric="sent")
     same = [
         row.value == ring_rows.sent_bytes(
@@ -267,7 +272,10 @@ def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
-    """From which ratio of keys to queries Q sends less; with a link, the model's efficiencies."""
+    """Return the table of the ratio of keys to queries from which on it is cheaper to send Q.
+
+    With a measured link it also has the model's efficiencies.
+    """
     if not rows:
         return None
     by_ranks = []
@@ -283,6 +291,7 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def model_table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the model's efficiency for long sequences on many GPUs."""
     machine = ring_rows.measured(rows)
     if machine is None:
         return None

@@ -59,11 +59,12 @@ PROTOCOL = (
 
 
 def setting(seqlen: int) -> Problem:
+    """Return the paper's problem at a sequence length."""
     return Problem(BATCH, HEADS, HEADS, seqlen, seqlen, HEAD_DIM, dtype=DTYPE)
 
 
 def given(name: str, problem: Problem) -> dict[str, Any]:
-    """The options of our calls in a setting: dropout, and lengths from N - 20 to N."""
+    """Return the options of our calls in a setting: dropout, and lengths from N - 20 to N."""
     options: dict[str, Any] = {}
     if name in (DROPPED, BOTH):
         options |= {"dropout_p": DROPOUT, "seed": 7}
@@ -74,6 +75,7 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure time and peak memory of each series over the sequence length."""
     problems = [setting(N) for N in (QUICK_SEQLENS if options.quick else SEQLENS)]
     peers.say_missing(bench.say)
     # A quick run is of the first two settings, which all lengths of it have.
@@ -87,20 +89,23 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _results_bytes(problem: Problem, pass_: str) -> int:
-    """Bytes of what a call returns and, of both passes, of O and L between them."""
+    """Return the bytes of what a call returns; for both passes also of O and L between them."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     array = 2 * rows * problem.head_dim
     return array if pass_ == "fwd" else 4 * array + 4 * rows
 
 
 def input_bytes(problem: Problem, pass_: str) -> int:
-    """Bytes of q, k and v and, of a pass with gradients, of dout."""
+    """Return the bytes of q, k and v; for a pass with gradients also of dout."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     return (3 if pass_ == "fwd" else 4) * 2 * rows * problem.head_dim
 
 
 class _Session:
-    """Measures problem by problem, shorter ones first: what fails at one is not tried at longer."""
+    """The measurement, problem by problem, shorter ones first.
+
+    A series that fails is not tried on longer problems.
+    """
 
     def __init__(self, machine: str, longest: Problem) -> None:
         self._machine = machine
@@ -121,7 +126,7 @@ class _Session:
             yield from self._series(problem, name, series, arrays, options, held)
 
     def longest(self) -> Iterator[Row]:
-        """A training step of a sequence of LONGEST: one of SEQLENS again and again."""
+        """Yield a training step of one sequence of LONGEST rows, a shorter one repeated."""
         problem = replace(setting(SEQLENS[-1]), batch=1)
         one, N = self._inputs(problem), problem.seqlen_q
         gate = check.gate(problem, "fwd", *one)
@@ -205,20 +210,21 @@ UNITS = {"time": "runtime", "memory": "memory"}
 
 
 def paper(metric: str, pass_: str, name: str, method: str) -> dict[int, float]:
+    """Return the published numbers by sequence length."""
     wanted = {"metric": UNITS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
     found = published.lookup(paper="fa1", **wanted)
     return {int(line["seqlen"]): float(line["value"]) for line in found}
 
 
 def shown(row: Row) -> float:
-    """The row's value as it is drawn: of memory with the inputs, as the paper counts it."""
+    """Return a row's value as the figure shows it: memory includes the inputs, as in the paper."""
     if row.metric != "memory":
         return row.number
     return row.number + input_bytes(setting(row.seqlen_q), row.pass_) / 2**20
 
 
 def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
-    """N -> what `shown` gives."""
+    """Return what `shown` gives by sequence length."""
     mine = select(rows, series=series, metric=metric, pass_=pass_, place=name)
     return {r.seqlen_q: shown(r) for r in sorted(mine, key=lambda r: r.seqlen_q)}
 
@@ -228,6 +234,7 @@ _DRAWN = (peers.UNFUSED, "fa1-mma", "fa2-mma")
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw time and memory over the sequence length; None without rows."""
     rows = [r for r in rows if r.series != LONGEST_SERIES]
     if not rows:
         return None
@@ -263,12 +270,13 @@ def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
 
 
 def _curves(rows: Sequence[Row], metric: str, pass_: str, name: str) -> dict[str, dict[int, float]]:
-    """Ours and torch's by series, the paper's by method."""
+    """Return our curves and torch's by series, and the paper's by method."""
     here = {s: curve(rows, s, metric, pass_, name) for s in (*OURS, *THEIRS)}
     return here | {m: paper(metric, pass_, name, m) for m in METHODS}
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of a training step's time and memory, without dropout and padding."""
     time, memory = (_curves(rows, metric, "fwd+bwd", PLAIN) for metric in UNITS)
     lengths = sorted({N for s in OURS for N in (*time[s], *memory[s])})
     if not lengths:
@@ -300,6 +308,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | None:
+    """Return the table of time ratios in all settings at one sequence length."""
     lines = []
     for name in SETTINGS:
         for pass_ in ("fwd", "fwd+bwd"):
@@ -314,6 +323,7 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
 
 
 def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of our speed over torch's with dropout."""
     lines = []
     for name, peer in ((DROPPED, peers.FLASH), (BOTH, peers.UNFUSED)):
         for pass_ in PASSES:

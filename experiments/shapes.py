@@ -48,7 +48,7 @@ SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of shapes: its name, and the kernel of torch's that it is held against."""
+    """A class of shapes: its name, and the kernel of torch that it is compared with."""
 
     title: str
     peer: str = peers.FLASH
@@ -68,7 +68,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One problem of a class, what it is called there, and in which passes it is timed."""
+    """One problem of a class, its name there, and the passes in which it is timed."""
 
     kind: str
     what: str
@@ -77,7 +77,7 @@ class Point:
     beside_mma: bool = True
 
     def given(self, problem: Problem) -> dict[str, Any]:
-        """The options of our calls that a problem has not: dropout, and lengths of a padding."""
+        """Return the options of our calls that a problem lacks: dropout, lengths of padding."""
         if self.kind not in ("dropout", "padded"):
             return {}
         options: dict[str, Any] = {"dropout_p": DROPOUT, "seed": SEED}
@@ -88,6 +88,7 @@ class Point:
 
     @property
     def place(self) -> str:
+        """Return the text by which rows name the point."""
         return f"{self.kind}: {self.what}"
 
 
@@ -99,7 +100,7 @@ def _of(
 
 
 def _wide(N: int, d: int, **more: Any) -> Problem:
-    """16k tokens of hidden dimension 2048, in as many heads as that holds."""
+    """Return a problem of 16k tokens and hidden dimension 2048."""
     return _of(TOKENS // N, max(1, HIDDEN // d), N, d, **more)
 
 
@@ -158,7 +159,7 @@ def _points() -> Iterator[Point]:
 
 
 def points(options: Options) -> list[Point]:
-    """What is measured; of a quick run the first of every class."""
+    """Return what is measured; in a quick run the first point of every class."""
     every = list(_points())
     if options.quick:
         every = list({point.kind: point for point in reversed(every)}.values())[::-1]
@@ -166,7 +167,10 @@ def points(options: Options) -> list[Point]:
 
 
 def at(point: Point, pass_: str) -> list[str]:
-    """The series that are measured at a point: mma's kernels where auto takes others."""
+    """Return the series that are measured at a point.
+
+    Also the mma kernels where "auto" takes others.
+    """
     found = [AUTO]
     planned, _ = attempt(plan, AUTO, point.problem, **plan_options(pass_, point))
     if point.beside_mma and planned is not None and planned.unit != "mma":
@@ -178,8 +182,10 @@ def at(point: Point, pass_: str) -> list[str]:
 
 
 def call_options(problem: Problem, shapes: bool = False) -> dict[str, Any]:
-    """The options of our call for a problem: windows and caps as they are, slopes, a bias and ends
-    of sequences as arrays of NumPy; with `shapes` a plan's shapes in place of slopes and a bias.
+    """Return the options of our call for a problem.
+
+    Windows and caps are unchanged. Slopes, a bias and ends of sequences are NumPy arrays. With
+    `shapes`, slopes and a bias are shapes, as a plan takes them.
     """
     found: dict[str, Any] = {}
     if problem.window != (-1, -1):
@@ -204,7 +210,7 @@ def _bias(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs the series once on q, k, v, dout in a pass; it takes `out`."""
+    """Return a function that runs the series once on q, k, v, dout in a pass; it takes `out`."""
     options = flex.options_on_gpu(call_options(problem))
     if series == peers.FLEX:
         if pass_ == "fwd":
@@ -219,15 +225,16 @@ def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Ca
 
 
 def plan_options(pass_: str, point: Point) -> dict[str, Any]:
-    """What `series.plan` is told of a point's call, beside the series and problem."""
+    """Return the further arguments of `series.plan` for a point's call."""
     own = {"kv_splits": "auto"} if pass_ == "fwd" else {"passes": "bwd", **backward_options(AUTO)}
     return own | call_options(point.problem, shapes=True) | point.given(point.problem)
 
 
 def shorter(problem: Problem) -> Problem:
-    """One K/V head of one batch entry, lengths of at most LONGEST that leave the same remainder of
-    half of that; a window of at most WIDEST columns to the left. Of packed sequences those of at
-    most half of LONGEST rows.
+    """Return a shorter problem with one batch entry and one K/V head, for checks.
+
+    Its lengths are at most LONGEST, with the same remainder modulo half of that. A window has at
+    most WIDEST columns to the left. Packed sequences have at most half of LONGEST rows.
     """
     half = LONGEST // 2
     if problem.packed:
@@ -250,6 +257,7 @@ def _shorter_packed(problem: Problem, longest: int) -> Problem:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Measure times of our series and torch's at every point."""
     peers.say_missing(bench.say)
     every = points(options)
     inputs = Inputs(gradient=True)
@@ -263,7 +271,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
-    """The check of a point's result. Raises WrongResult where a shorter problem's is wrong."""
+    """Return the check of a point's result.
+
+    Raise WrongResult if a shorter problem's result is wrong.
+    """
     problem = point.problem
     given = point.given(problem)
     if not given:
@@ -307,11 +318,12 @@ Over = dict[str, dict[Place, float]]  # series -> place -> its time over ours by
 
 
 def kind_of(row: Row) -> str:
+    """Return the class of shapes that a row names."""
     return row.place.partition(":")[0]
 
 
 def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
-    """(class, pass) -> ratios where both were measured."""
+    """Return ratios by (class, pass), where both times were measured."""
     sizes = ("place", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "causal")
     times = nested(rows, kind_of, "pass_", attrgetter(*sizes), "series", metric="time")
     found: dict[tuple[str, str], Over] = {}
@@ -324,6 +336,7 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Over]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the ratios by class; None without rows."""
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
     every = [x for over in found.values() for s in shown for x in over.get(s, {}).values()]
@@ -366,6 +379,7 @@ def _message(found: Mapping[tuple[str, str], Over]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of ratios by class."""
     lines = []
     for (name, pass_), over in ratios(rows).items():
         kind = KINDS[name]

@@ -31,11 +31,13 @@ draw = partial(speed_figures.draw, STUDY)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of speeds."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
     return speed_figures.table(STUDY, rows, "TFLOP/s, forward, fp32.", shown)
 
 
 def memory(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of peak memory."""
     found = {
         (r.dtype, r.seqlen_q, r.series): r
         for r in rows
@@ -59,6 +61,7 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of float32 in planes."""
     places = nested(rows, attrgetter("pass_", "head_dim", "causal"), "series", "seqlen_q",
                     metric="speed")  # fmt: skip
     places = {at: of for at, of in places.items() if any(map(by_planes, of))}

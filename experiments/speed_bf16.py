@@ -34,6 +34,7 @@ measure = partial(speeds.measure, STUDY)
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
+    """Draw the speed in bf16 next to that in fp16; None without rows."""
     store = Store(RECORDED)
     half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])
@@ -66,9 +67,9 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
 
 def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
-    """Where the ratio is farthest from 1, the ratio, and the spread of fp16's speed there.
+    """Return where the ratio is farthest from 1, the ratio, and the spread of fp16's speed there.
 
-    The spread is "p20 to p80", and empty where it does not reach speed in bf16.
+    The spread is "p20 to p80". It is empty if it does not reach the speed in bf16.
     """
     of = _at(rows)
     place = max(of, key=lambda at: abs(math.log(of[at][0].number / of[at][1].number)))
@@ -86,7 +87,7 @@ NEAR = 0.03
 
 
 def _at(rows: Sequence[Row]) -> dict[Any, tuple[Row, Row]]:
-    """(series, pass, N, d, mask, batch) -> the rows of speed in bf16 and in fp16."""
+    """Return the rows of speed in bf16 and in fp16 by (series, pass, N, d, mask, batch)."""
     at = attrgetter("series", "pass_", "seqlen_q", "head_dim", "causal", "batch")
     brain, half = (
         {at(r): r for r in select(rows, metric="speed", dtype=dtype, series=STUDY.series)}
@@ -96,7 +97,7 @@ def _at(rows: Sequence[Row]) -> dict[Any, tuple[Row, Row]]:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
-    """Series -> pass -> speed in bf16 over that in fp16 at the same points."""
+    """Return speed in bf16 over speed in fp16 at the same points, by series, then by pass."""
     found: dict[str, dict[str, list[float]]] = {}
     for (series, pass_, *_), (brain, half) in _at(rows).items():
         found.setdefault(series, {}).setdefault(pass_, []).append(brain.number / half.number)
@@ -104,6 +105,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
 
 
 def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of bf16 over fp16."""
     over = ratios(rows)
     if not over:
         return None

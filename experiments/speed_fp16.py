@@ -37,6 +37,7 @@ DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw the speeds over the sequence length; None without rows."""
     plain = {"metric": "speed", "causal": False, "pass_": "fwd"}
     speed = values(rows, "series", "seqlen_q", "head_dim", **plain)
     over = [
@@ -66,6 +67,7 @@ _METHODS = ("FlashAttention-2", "FlashAttention", "PyTorch")
 
 
 def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table that compares with the FA-2 paper's figures."""
     speed = values(rows, "pass_", "head_dim", "causal", "seqlen_q", "series", metric="speed")
     if not speed:
         return None
@@ -111,6 +113,7 @@ def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
 
 
 def hopper(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the series on wgmma."""
     peak = values(rows, "series", metric="speed").get(peers.MATMUL)
     lines = []
     at = values(rows, "pass_", "head_dim", "causal", metric="speed", series=HOPPER)
@@ -140,8 +143,9 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
-    """(dtype, series) -> the largest error, and the largest excess over torch's FA-2 at one problem
-    and pass, in roundings of the dtype, if that was measured.
+    """Return by (dtype, series) the largest error, and the largest excess over torch's FA-2.
+
+    The excess is at one problem and pass, in roundings of the dtype, if it was measured.
     """
     found: dict[tuple[str, str], dict[tuple, float]] = {}
     for row in select(rows, metric="error"):
@@ -156,6 +160,7 @@ def worst_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, floa
 
 
 def errors(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of errors."""
     worst, lines = worst_errors(rows), []
     for dtype, series in sorted(worst, key=lambda at: (at[0] == "bfloat16", at[1])):
         largest, excess = worst[dtype, series]

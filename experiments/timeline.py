@@ -31,6 +31,7 @@ MOST_TILES = 1024
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Yield the bytes of each call in closed form, then the traced moves."""
     problems = options.grid(one_head, (SEQLEN,), (HEAD_DIM,))
     sizes = itertools.product(problems, options.tiles or (TILES,), SERIES)
     work = [(series, problem, fa_numba.Tiles(*size)) for problem, size, series in sizes]
@@ -40,7 +41,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:
-    """A call's closed form. Raises Refused for tiles without a kernel or too many to draw."""
+    """Return a call's closed form.
+
+    Raise Refused for tiles without a kernel or too many tiles to draw.
+    """
     rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
     if rows * columns > MOST_TILES:
         raise Refused(
@@ -101,7 +105,7 @@ KB = 1e3
 
 
 def colour(move: Move) -> str:
-    """Stores, loads of what the kernel has stored before, and loads of its inputs."""
+    """Return the colour of a move: store, load of what was stored, or load of an input."""
     return WRITTEN if move.kind == "store" else AGAIN if move.array in IN_REGISTERS else INPUT
 
 
@@ -113,6 +117,7 @@ def _pairs(rows: Sequence[Row]) -> list[dict[str, Trace]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw both loop orders' tiles over time; None without rows."""
     pairs = _pairs(rows)
     if not pairs:
         return None
@@ -130,7 +135,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
-    """The lanes of an order's tiles, the clock down to `longest` kB in both panels."""
+    """Draw the lanes of one order's tiles. The clock runs down to `longest` kB in both panels."""
     ax.grid(False)
     ax.spines[["bottom", "left"]].set_visible(False)
     ax.set(xticks=[], yticks=[])
@@ -223,6 +228,7 @@ def _fate_of_o(trace: Trace) -> str:
 
 
 def animate(rows: Sequence[Row], note: str) -> bytes | None:
+    """Return the film of both loop orders as a GIF; None without rows."""
     pairs = _pairs(rows)
     if not pairs:
         return None
@@ -230,6 +236,7 @@ def animate(rows: Sequence[Row], note: str) -> bytes | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of the bytes that each loop order moves."""
     closed: dict[tuple, int] = {}
     for row in rows:
         if row.source == "model" and not row.failed:

@@ -30,53 +30,63 @@ Variant = Callable[[int, int], dict[str, Any]]
 
 
 def causal(N: int, H: int) -> dict[str, Any]:
+    """Return the causal mask."""
     return {"mask_mod": lambda b, h, i, j: j <= i}
 
 
 def sliding_window(N: int, H: int) -> dict[str, Any]:
+    """Return a causal mask with a window of N / 8 keys."""
     width = N // 8
     return {"mask_mod": lambda b, h, i, j: 0 <= i - j < width}
 
 
 def dilated(N: int, H: int) -> dict[str, Any]:
+    """Return a causal mask that sees every fourth key within a window of N / 2 keys."""
     step, width = 4, N // 2
     return {"mask_mod": lambda b, h, i, j: 0 <= i - j < width and (i - j) % step == 0}
 
 
 def prefix_lm(N: int, H: int) -> dict[str, Any]:
+    """Return a causal mask in which all rows see the first quarter of the keys."""
     prefix = N // 4
     return {"mask_mod": lambda b, h, i, j: j <= i or j < prefix}
 
 
 def documents(N: int, H: int) -> dict[str, Any]:
-    """Packed one after the other, causal within."""
+    """Return the mask of documents that are packed one after the other, causal within each."""
     of = np.searchsorted([N // 8, N // 2, 3 * N // 4], np.arange(N), "right").astype(np.int32)
     return {"mask_mod": lambda b, h, i, j: of[i] == of[j] and j <= i}
 
 
 def alibi(N: int, H: int) -> dict[str, Any]:
+    """Return ALiBi's scores: minus a slope per head times the distance."""
     slopes = (2.0 ** (-8.0 * np.arange(1, H + 1) / H)).astype(np.float32)
     return {"score_mod": lambda s, b, h, i, j: s - slopes[h] * abs(i - j)}
 
 
 def relative_positions(N: int, H: int) -> dict[str, Any]:
+    """Return scores with a bias per head and distance."""
     table = np.random.default_rng(SEED).standard_normal((H, 2 * N), np.float32)
     return {"score_mod": lambda s, b, h, i, j: s + table[h, i - j + N]}
 
 
 def softcap(N: int, H: int) -> dict[str, Any]:
+    """Return scores limited by tanh."""
     cap = 2.0
     return {"score_mod": lambda s, b, h, i, j: cap * math.tanh(s / cap)}
 
 
 def sink_tokens(N: int, H: int) -> dict[str, Any]:
-    """The first tokens stay in sight of a window (arXiv 2309.17453)."""
+    """Return a causal window in which the first tokens stay visible (arXiv 2309.17453)."""
     first, width = 4, N // 4
     return {"mask_mod": lambda b, h, i, j: j <= i and (j < first or i - j < width)}
 
 
 def speculated_tree(N: int, H: int) -> dict[str, Any]:
-    """Token n follows token (n - 1) // 2 and sees what leads to it (arXiv 2305.09781)."""
+    """Return the mask of a token tree (arXiv 2305.09781).
+
+    Token n follows token (n - 1) // 2, and sees the tokens that lead to it.
+    """
     sees = np.eye(N, dtype=bool)
     for n in range(1, N):
         sees[n] |= sees[(n - 1) // 2]
@@ -84,19 +94,20 @@ def speculated_tree(N: int, H: int) -> dict[str, Any]:
 
 
 def block_diagonal(N: int, H: int) -> dict[str, Any]:
+    """Return the mask of four blocks on the diagonal."""
     size = N // 4
     return {"mask_mod": lambda b, h, i, j: i // size == j // size}
 
 
 def t5_buckets(N: int, H: int) -> dict[str, Any]:
-    """A learned number for a distance, or for all those of about that size (arXiv 1910.10683)."""
+    """Return scores with a bias per distance or range of distances (arXiv 1910.10683)."""
     table = np.random.default_rng(SEED).standard_normal((H, 16), np.float32)
     bucket = np.minimum(15, 2 * np.log2(np.arange(N) + 1)).astype(np.int32)
     return {"score_mod": lambda s, b, h, i, j: s + table[h, bucket[abs(i - j)]]}
 
 
 def two_cosines(N: int, H: int) -> dict[str, Any]:
-    """Of the distance, with two periods."""
+    """Return scores plus two cosines of the distance."""
     short, far = 0.8, 12.6 / N
     return {
         "score_mod": lambda s, b, h, i, j: s + math.cos(short * (i - j)) + math.cos(far * (j - i))
@@ -104,7 +115,7 @@ def two_cosines(N: int, H: int) -> dict[str, Any]:
 
 
 def neighbourhood(N: int, H: int) -> dict[str, Any]:
-    """Of a square image's pixels, row by row (arXiv 2204.07143)."""
+    """Return the mask of nearby pixels in a square image, row by row (arXiv 2204.07143)."""
     side, reach = math.isqrt(N), 2
     return {
         "mask_mod": lambda b, h, i, j: (
@@ -114,6 +125,7 @@ def neighbourhood(N: int, H: int) -> dict[str, Any]:
 
 
 def random_blocks(N: int, H: int) -> dict[str, Any]:
+    """Return the mask of random blocks, with the diagonal."""
     kept, size = np.random.default_rng(SEED).random((8, 8)) < 0.3, N // 8
     return {"mask_mod": lambda b, h, i, j: kept[i // size, j // size] or i == j}
 
@@ -136,6 +148,7 @@ SEQLEN, HEADS, HEAD_DIM, TILES = 64, 2, 16, fa_numba.Tiles(8, 8)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Count both loop orders' accesses, measure errors, and on a GPU times."""
     names = list(VARIANTS)[: 3 if options.quick else None]
     work = [(name, series) for name in names for series in SERIES]
     yield from bench.counted(work, "counting", _counted)
@@ -144,6 +157,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def given(name: str) -> dict[str, Any]:
+    """Return the options of a variant's call."""
     found = VARIANTS[name](SEQLEN, HEADS)
     if "mask_mod" in found:
         sizes = (1, HEADS, SEQLEN, SEQLEN)
@@ -170,6 +184,7 @@ def _counted(name: str, series: str) -> Iterator[Row]:
 
 
 def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
+    """Return the counted elements by variant, then by series."""
     wanted = (metric,) if metric else ("loads", "stores")
     found: dict[str, dict[str, float]] = {}
     for row in select(rows, source="counted", metric=wanted, place=tuple(VARIANTS)):
@@ -179,7 +194,7 @@ def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float
 
 
 def weights(name: str) -> np.ndarray:
-    """P of head 0 for scores drawn at random, over each row's largest; NaN where hidden."""
+    """Return P of head 0 for random scores, divided by each row's largest; NaN where hidden."""
     S = np.random.default_rng(SEED).standard_normal((SEQLEN, SEQLEN))
     found = VARIANTS[name](SEQLEN, HEADS)
     for i, j in np.ndindex(*S.shape):
@@ -191,6 +206,7 @@ def weights(name: str) -> np.ndarray:
 
 
 def draw(rows: Sequence[Row]) -> Any:
+    """Draw a picture of each variant; None without rows."""
     moved, visited = elements(rows), elements(rows, "visited")
     if not moved:
         return None
@@ -222,6 +238,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of variants."""
     moved, visited, errors = elements(rows), elements(rows, "visited"), elements(rows, "error")
     lines = []
     for name, by in moved.items():
