@@ -17,7 +17,7 @@ from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
 from .beside import ceilings
 from .lab.measure import bandwidth, counters, peers, variants
-from .lab.measure.series import columns, plan
+from .lab.measure.series import UNIT_NAMES, algorithm, columns, plan, unit
 from .lab.measure.timing import REPEATS, attempt, number
 from .lab.measure.workloads import HEAD_DIMS, fa2_setting
 from .lab.record import Bench, Options, Row, values
@@ -58,7 +58,7 @@ class Step:
 
 _ORDER = tuple(MEASURES)
 LADDER = (
-    Step(f"{BASE}-plain", "plain", None, (), 256),
+    Step(f"{BASE}-plain", "plain kernel", None, (), 256),
     Step(f"{BASE}-padding", "+ rows padded against bank conflicts", 2.0, _ORDER[:1], 256),
     Step(f"{BASE}-swizzle", "+ rows swizzled, not padded", 1.03, _ORDER[:2], 256),
     Step(f"{BASE}-prefetch", "+ tiles prefetched", 1.15, _ORDER[:3], 256),
@@ -66,7 +66,7 @@ LADDER = (
     Step(f"{BASE}-folded-scale", "+ scale in the exponent", 1.05, _ORDER[:5], 256),
     Step(f"{BASE}-wide-stores", "+ O in 16-byte stores", 1.01, _ORDER, 256),
     Step(f"{BASE}-32-rows", "+ 32 rows a warp", 1.25, _ORDER, 128),
-    Step(BASE, "+ tiles of the plan", 1.04),
+    Step(BASE, "+ planned tiles", 1.04),
 )
 # Beside the step of 32 rows, over which its gain is.
 TWO_STAGES = replace(
@@ -88,16 +88,16 @@ def _hopper(name: str, label: str, predicted: float | None, kept: int, rows: int
 # The same on Hopper's own instructions: a producer's thread starts the copies, so that whatever
 # comes after the first step has the next tiles on their way.
 HOPPER_LADDER = (
-    replace(_hopper("tma", "wgmma, copy engine, nothing ahead", None, 0, 64), stages=1),
-    _hopper("one", "+ tiles ahead, one consumer warpgroup", 1.4, 0, 64),
+    replace(_hopper("tma", "plain kernel, copies by TMA", None, 0, 64), stages=1),
+    _hopper("one", "+ tiles prefetched, one consumer warpgroup", 1.4, 0, 64),
     _hopper("two", "+ two consumer warpgroups", 1.6, 0),
-    _hopper("turns", "+ turns of the warpgroups", 1.1, 1),
+    _hopper("turns", "+ warpgroups take turns", 1.1, 1),
     _hopper("overlap", "+ products during the softmax", 1.15, 2),
     _hopper("persistent", "+ persistent blocks", 1.05, 3),
     _hopper("counter", "+ row tiles from a counter", 1.0, 4),
-    _hopper("ahead", "+ next row tile's first product ahead", 1.03, 5),
+    _hopper("ahead", "+ first product of the next row tile early", 1.03, 5),
     replace(_hopper("late", "+ row tiles taken late", 1.0, 6), causal=1.05),
-    Step(HOPPER, "+ tiles of the plan", 1.02),
+    Step(HOPPER, "+ planned tiles", 1.02),
 )
 # FA-3's ablation (arXiv 2407.08608, Table 2): its problem, and all measures but one.
 ABLATED = Problem(4, 16, 16, 8448, 8448, 128, dtype="float16")
@@ -117,7 +117,7 @@ LIMITS = {
 PARTITIONS = {
     "fa1-mma-keys": "FA-1, keys over the warps",
     "fa1-mma-rows": "FA-1, rows over the warps",
-    "fa1-mma": "FA-1, rows, tiles of the plan",
+    "fa1-mma": "FA-1, rows over the warps, planned tiles",
 }
 PREDICTED_PARTITION = 1.15
 LABELS = {step.series: step.label for step in STEPS} | PARTITIONS
@@ -248,37 +248,53 @@ def draw(rows: Sequence[Row]) -> Any:
     problems, labels = _split(rows, False)
     if not problems:
         return None
-    height = 0.8 + 0.26 * len(labels)
+    height = 1.5 + 0.26 * len(labels)
     figure, (axes,) = style.new(1, len(problems), height, sharey=True)
     for ax, (problem, mine) in zip(axes, problems.items(), strict=True):
         _bars(ax, problem, mine, labels)
-    figure.suptitle(_message(problems, labels))
+    tried = {_looks(series): _group(series) for series in labels}
+    shown = [style.patch(name, color=style.COLOURS[like]) for like, name in tried.items()]
+    what = "×: speed over that of the step before; of two stages, over one stage"
+    style.legend(figure, shown, f"{_message(problems, labels)}\n{what}", ncols=2)
     return figure
 
 
+def _looks(series: str) -> str:
+    """The series whose colour a step has."""
+    return PEER if series == PEER else "-".join(series.split("-")[:2])
+
+
+def _group(series: str) -> str:
+    """What the figure's legend calls the steps of a colour."""
+    if series == PEER:
+        return LABELS[PEER]
+    order = {"fa1": "FA-1 (K/V outer)", "fa2": "FA-2 (Q outer)"}[algorithm(series)]
+    return f"{order}, {UNIT_NAMES[unit(series)]}"
+
+
 def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -> str:
-    problem, rows = next(iter(problems.items()))
-    found, largest = gains(rows), []
-    for ladder in (LADDER, HOPPER_LADDER):
-        steps = [s.series for s in ladder if s.series in found and s.series in labels]
-        if steps:
-            step = max(steps, key=lambda series: found[series])
-            largest.append(f"{labels[step].removeprefix('+ ')} ×{found[step]:.2f}")
-    said = ", ".join(largest)
-    return f"Largest gains at d={problem.head_dim}: {said}" if said else "TFLOP/s of each step"
+    """The largest gain of a step over the one before, of all that is drawn."""
+    found = {
+        (gain, labels[series].removeprefix("+ "))
+        for rows in problems.values()
+        for series, gain in gains(rows).items()
+        if series in labels and labels[series].startswith("+ ")
+    }
+    if not found:
+        return "Speed of each step"
+    gain, label = max(found)
+    return f"The largest gain is ×{gain:.2f}: {label}"
 
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
     speeds, found = values(rows, "series", metric="speed"), gains(rows)
     shown = []
     for series, label in labels.items():
-        looks = PEER if series == PEER else "-".join(series.split("-")[:2])
         text = f"{speeds[series]:.0f}" if series in speeds else "no time"
         text += f"  ×{found[series]:.2f}" if series in found else ""
-        text += " over one stage" if series in found and series == TWO_STAGES.series else ""
-        shown.append((label, speeds.get(series, 0.0), style.COLOURS[looks], text))
+        shown.append((label, speeds.get(series, 0.0), style.COLOURS[_looks(series)], text))
     style.bars(ax, shown)
-    ax.set_xlabel("TFLOP/s, × gain over the step before")
+    ax.set_xlabel("speed (TFLOP/s)")
     ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}")
 
 

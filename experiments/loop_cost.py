@@ -16,7 +16,7 @@ from fa_numba import Tiles, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import variants
-from .lab.measure.series import plan, query_splits, unit
+from .lab.measure.series import UNIT_NAMES, plan, query_splits, unit
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import SECONDS, attempt
 from .lab.measure.workloads import fa2_problems
@@ -227,10 +227,10 @@ def _plain(found: Problems) -> Problems:
 # The waterfall: step -> what the change from the one before is called.
 WATERFALL = {
     "fa1-own": "",
-    "fa1": "tiles: FA-2's",
+    "fa1": "FA-2's tiles, {tiles}",
     "fa1-splits": "grid: query splits",
     "fa2-fa1-tiles": "loop order: Q outer",
-    "fa2": "tiles: its own",
+    "fa2": "FA-2's own tiles, {tiles}",
 }
 
 
@@ -240,8 +240,11 @@ def draw(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Any:
     if not found:
         return None
     (passes, problem), mine = _example(found, largest=True)
-    figure, ((ax,),) = style.new(1, 1, 3.6)
-    ax.set_title(f"{_said(passes, problem, units)}; DRAM bytes beside the times")
+    figure, ((ax,),) = style.new(1, 1, 3.9)
+    on = HOPPER if HOPPER in units else "simt" if problem.dtype == "float32" else "mma"
+    at = f"N={problem.seqlen_q}, d={problem.head_dim}"
+    what = f"{PASSES[passes]}, {DTYPES[problem.dtype]}, {UNIT_NAMES[on]}, {at}"
+    ax.set_title(f"{what}\nbehind a bar: gain of the step, time, DRAM bytes")
     _waterfall(ax, mine)
     figure.suptitle(_message(mine))
     return figure
@@ -249,11 +252,9 @@ def draw(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Any:
 
 def _message(rows: Sequence[Row]) -> str:
     gains = factors(by_step(rows))
-    parts = {"grid": "splits", "loop order": "order", "tiles": "tiles"}
-    known = [f"{name} ×{gain:.2f}" for name, key in parts.items() if (gain := gains[key])]
-    if gains["total"] is None or not known:
+    if gains["total"] is None:
         return "From FA-1 to FA-2, one step at a time"
-    return f"FA-2 is {gains['total']:.1f} times as fast as FA-1: {', '.join(known)}"
+    return f"FA-2 is {gains['total']:.1f} times as fast as FA-1"
 
 
 def _said(passes: str, p: Problem, units: Sequence[str]) -> str:
@@ -281,7 +282,8 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
         moved = found.get((step, "dram", "traffic"))
         text = f"{time:.3g} ms" + ("" if moved is None else f", {gigabytes(moved)} GB")
         text = f"×{before / time:.2f}, {text}" if at else text
-        names.append(WATERFALL[step] if at else f"FA-1, a block a head, {tiles[0]}")
+        first = f"FA-1, one block per head, tiles {tiles[0]}"
+        names.append(WATERFALL[step].format(tiles=tiles[at]) if at else first)
         ax.barh(at, abs(time - before), left=min(time, before), height=0.62, color=colours[at])
         ax.text(max(time, before), at, f"  {text}", va="center", fontsize=10)
         if at:  # where the change begins is where the one before ended
@@ -289,8 +291,9 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
     last = known.get("fa2", known[steps[-1]])
     ax.barh(len(steps), times[-1], height=0.62, color=style.COLOURS[last.series])
     ax.text(times[-1], len(steps), f"  {times[-1]:.3g} ms", va="center", fontsize=10)
-    ax.set_yticks(range(len(steps) + 1), [*names, f"FA-2, {tiles[-1]}"])
-    ax.set(ylim=(len(steps) + 0.6, -0.6), xlim=(0, max(times) * 1.38), xlabel="ms")
+    ax.set_yticks(range(len(steps) + 1), [*names, f"FA-2, tiles {tiles[-1]}"])
+    ax.set(ylim=(len(steps) + 0.6, -0.6), xlim=(0, max(times) * 1.38))
+    ax.set_xlabel("time (ms); a bar is what a step saves or costs")
     ax.grid(False, axis="y")
 
 

@@ -58,7 +58,7 @@ BARS = {
 NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3"}
 # What ratios call the kernel of a pair of bars: what is over the others comes last.
 SHORT = {
-    "fa2": ("PyTorch unfused", "FA-1", "FA-2"),
+    "fa2": ("PyTorch", "FA-1", "FA-2"),
     "fa3": ("FlashAttention-2", "cuDNN", "FA-2 (wgmma)"),
 }
 
@@ -151,7 +151,8 @@ def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
             lengths = {N for bar in ours for N in curves[bar]}
             style.sizes(ax, sorted(lengths), "N (tokens)")
             ax.set_title(title)
-        across[0].set(ylabel=f"speed, {last} /\n{name} (ratio)", ylim=(0, None))
+        across[0].set(ylabel=f"{last} / {name}\n(speed ratio)", ylim=(0, None))
+        across[0].locator_params(axis="y", nbins=5)
     message = f"{last} over other kernels, published and measured"
     what += "; FA-1 here at its faster grid" if paper == "fa2" else ""
     if ratios := found.get(names[-1]):

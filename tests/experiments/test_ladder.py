@@ -181,7 +181,7 @@ def test_the_ladders_table(tmp_path):
 def test_the_table_has_shares_of_what_was_measured_beside():
     rows = synthetic(labels=HOPPER)
     header, *lines = cells(ladder.table(rows + limits()).body)
-    own = next(c for c in lines if c[3] == "+ tiles of the plan" and "128 x" in c[4])
+    own = next(c for c in lines if c[3] == "+ planned tiles" and "128 x" in c[4])
     shares = [own[header.index(label)] for label in ladder.LIMITS.values()]
     speed = float(own[header.index("TFLOP/s")])
     wanted = speed / 1000, speed / 2000, speed / (4 * 64) / 4
@@ -205,6 +205,20 @@ def test_what_the_page_says_of_tiles_ahead_on_hopper():
 def test_the_figure_has_bars_of_hopper_where_they_were_measured():
     figure = ladder.draw(synthetic(labels=HOPPER))
     assert [len(ax.patches) for ax in figure.axes] == [len(HOPPER)] * 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "FA-2 (Q outer), tensor cores (mma)",
+        "FA-1 (K/V outer), tensor cores (mma)",
+        "torch's FlashAttention-2",
+        "FA-2 (Q outer), Hopper's tensor cores (wgmma)",
+    ]
+
+
+def test_the_title_has_the_largest_gain_of_all_that_is_drawn():
+    rows = synthetic(labels=HOPPER)
+    fast = [r for r in rows if r.series == "fa2-wgmma-turns" and r.head_dim == 128]
+    rows = [replace(r, value=r.value / 2) if r in fast and r.metric == "time" else r for r in rows]
+    message = ladder.draw(rows).legends[0].get_title().get_text().splitlines()[0]
+    assert message == "The largest gain is ×2.50: warpgroups take turns"
 
 
 def test_steps_with_a_mask_have_a_table_of_their_own():

@@ -94,7 +94,7 @@ THUMBS = {
     ),
     "numerics": Thumb(
         "Outliers cost standard attention digits",
-        {"standard-mma": "standard", "fa2-mma": "FA-2"}, "relative error (10⁻⁴)", unit=1e-4,
+        {"standard-mma": "standard", "fa2-mma": "FA-2"}, "relative error × 10 000", unit=1e-4,
         log=False, fields={"metric": "error", "dtype": "float16", "place": "outliers"},
     ),
     "decode": Thumb(
@@ -153,6 +153,7 @@ def draw(experiment: str, rows: Sequence[Row]) -> Any:
         style.log(ax.yaxis)
     else:
         ax.set_ylim(bottom=0)
+        ax.locator_params(axis="y", nbins=5)
     ax.set_ylabel(thumb.y)
     figure.suptitle(thumb.title, fontsize=12)
     figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.5)
