@@ -1,10 +1,13 @@
-"""The options of attention: what a caller names, what a kernel is compiled for, what it is passed.
+"""The options of attention: what a caller gives, what a kernel is compiled for, what it is passed.
 
-An option is on only where a caller gives it, and a kernel has an argument only for those that are
-on: a plain call compiles to the plain kernel. Three places here say all about one: its entry in
-``AttentionOptions`` (name, type and what ``help`` prints), the flag in ``Features`` that a kernel
-is compiled with, and the entry in ``FEATURES`` (when the flag is on, what the kernel is passed).
-The value itself is checked in ``problem``, whose field it is.
+An option is on only if a caller gives it. A kernel is compiled with arguments for the options that
+are on, so a plain call compiles to the plain kernel. Three places in this file describe an option:
+
+1. its entry in ``AttentionOptions``: name, type and the text that ``help`` prints;
+2. the flag in ``Features`` that a kernel is compiled with;
+3. the entry in ``FEATURES``: when the flag is on, and what the kernel is passed.
+
+The value itself is a field of ``problem.Problem``, which checks it.
 """
 
 from __future__ import annotations
@@ -200,7 +203,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
-# What other libraries call an option, where no name here is near it or another one is nearer.
+# Names of other libraries -> the option here, where no name or the wrong one is similar to theirs.
 _ELSEWHERE = {
     "softmax_scale": "scale",
     "is_causal": "causal",
@@ -220,7 +223,7 @@ _ELSEWHERE = {
 # --- what the public functions say of them ---------------------------------------------------
 
 _Function = TypeVar("_Function", bound=Callable)
-_functions: list[Callable] = []  # those that take the options
+_functions: list[Callable] = []  # public functions that take the options
 
 
 def documents_options(function: _Function) -> _Function:
@@ -244,21 +247,24 @@ def documents_options(function: _Function) -> _Function:
 
 
 def _sections(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return what precedes the first section of a NumPy-style docstring, and each section's text by
-    its title.
-    """
+    """Return a NumPy-style docstring's text before its first section, and its sections by title."""
     before, *rest = re.split(r"^(\w[\w ]*)\n-{3,}\n", inspect.cleandoc(docstring), flags=re.M)
     return before.strip(), dict(zip(rest[::2], map(str.strip, rest[1::2]), strict=True))
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise TypeError for a name that is no option, which says who has it or what is near it."""
+    """Raise TypeError for a name that is no option.
+
+    The message says which function has an argument of that name, or which option has a similar
+    name.
+    """
     for name in names:
         if name not in NAMES:
             raise TypeError(f"{name} is no option{_hint(name)}: allowed are {', '.join(NAMES)}")
 
 
 def _hint(name: str) -> str:
+    """Return what the message of ``check_names`` adds about a name."""
     owners: dict[str, list[str]] = {}
     for function in _functions:
         parameters = inspect.signature(function).parameters
@@ -279,14 +285,25 @@ _int32, _float32 = types.int32, types.float32
 
 
 class Bound(NamedTuple):
-    """A call whose kernels' arguments are wanted.
+    """A call whose kernel arguments are to be made.
 
-    ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``dL``, ``alibi_slopes``,
-    ``sinks``, ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those
-    that there are, ``L``, ``block_table`` and ``kv_lens`` where they lie on the GPU, what the
-    caller's functions capture, and the lists of a ``BlockMask``. The scores are computed times
-    ``unit``, which is log2(e) where exponentials are powers of two; up to a ``score_mod`` in
-    natural units.
+    Attributes
+    ----------
+    problem : Problem
+        Sizes and options of the call.
+    given : mapping of str to Any
+        Launch arguments by name: ``bias``, ``dbias``, ``dL``, ``alibi_slopes``, ``sinks``,
+        ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and the workspace of splits, ``L``,
+        ``block_table`` and ``kv_lens`` if they are on the GPU, the values that the caller's
+        functions use, and the lists of a ``BlockMask``. Only those of the call's options are
+        present.
+    unit : float
+        Factor of the scores: log2(e) where exponentials are powers of two, else 1. With a
+        ``score_mod`` it is applied after that function.
+    block_mask : numpy.ndarray of bool or None
+        Block mask on the host.
+    block_table : numpy.ndarray of int32 or None
+        Block table on the host.
     """
 
     problem: Problem
@@ -298,10 +315,16 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelField:
-    """One field of a kernel's last argument: its Numba type and its value in a call.
+    """One field of a kernel's last argument: its Numba type, and its value in a call.
 
-    A NumPy array as value is sent to the device. With ``shape`` an array is seen with that shape,
-    axes of length 1 repeated.
+    Attributes
+    ----------
+    type : Any
+        Numba type.
+    value : function
+        Returns the value from a ``Bound``. A NumPy array is sent to the device.
+    shape : function or None
+        Returns the shape in which the kernel sees an array. Axes of length 1 are repeated.
     """
 
     type: Any
@@ -311,9 +334,19 @@ class KernelField:
 
 @dataclass(frozen=True)
 class Feature:
-    """When a feature is on (or which one a kernel is compiled for), what it passes to a kernel by
-    name, or a function of which one it is that says so, whether visible scores are then more than
-    scale Q KT, and the name that it has as an argument, where that is another one than the flag's.
+    """One option as kernels see it.
+
+    Attributes
+    ----------
+    on : function
+        Returns from a ``Problem`` whether the option is on, or what a kernel is compiled for.
+    passes : mapping of str to KernelField, or function
+        What the option passes to a kernel, by name; or a function that returns it from ``on``'s
+        result.
+    changes_scores : bool
+        Whether visible scores are then more than scale Q K^T.
+    argument : str
+        Name of the caller's argument, if it differs from the flag's name.
     """
 
     on: Callable[[Problem], bool | int | str | Mod | None]
@@ -350,7 +383,7 @@ def _block_table(call: Bound) -> Any:
 
 
 def _starts(name: str) -> KernelField:
-    """Where the sequences of these lengths begin, and where the last one ends."""
+    """Return the field of the rows where packed sequences start, and where the last one ends."""
     return KernelField(
         array_type(1, _int32),
         lambda call: np.cumsum((0, *getattr(call.problem, name)), dtype=np.int32),
@@ -362,7 +395,7 @@ _ELEMENTS = {"int32": _int32, "float32": _float32, "bool": types.uint8}
 
 
 def _captured(mod: Mod) -> dict[str, KernelField]:
-    """What a function of the caller's captures."""
+    """Return the fields of the values that a caller's function uses."""
     found = {}
     for name, kind in zip(mod.fields, mod.captures, strict=True):
         element, _, axes = kind.rstrip("]").partition("[")
@@ -372,7 +405,10 @@ def _captured(mod: Mod) -> dict[str, KernelField]:
 
 
 def _gradients(mod: Mod) -> dict[str, KernelField]:
-    """The gradients of the float32 arrays that a function captures, those of one axis as a row."""
+    """Return the fields of the gradients of the float32 arrays that a function uses.
+
+    The gradient of an array of one axis is passed as a matrix of one row.
+    """
 
     def seen(name: str) -> Callable[[Bound], tuple[int, ...]]:
         return lambda call: (1, *call.given[name].shape)[-max(2, len(call.given[name].shape)) :]
@@ -385,7 +421,7 @@ def _gradients(mod: Mod) -> dict[str, KernelField]:
 
 
 def score_unit(problem: Problem, unit: float) -> float:
-    """The unit of the scores up to a ``score_mod``: a function of the caller's has natural ones."""
+    """Return the factor of the scores before a ``score_mod``, whose scores are in natural units."""
     return unit if problem.score_mod is None else 1.0
 
 
@@ -394,7 +430,7 @@ def _softcap(call: Bound) -> float:
 
 
 def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> KernelField:
-    """What a ``BlockMask`` has, or what is ``made`` of an array of blocks."""
+    """Return a field that comes from a ``BlockMask``, or that is made from an array of blocks."""
 
     def value(call: Bound) -> Any:
         return call.given[name] if name in call.given else made(call)
@@ -406,8 +442,11 @@ def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> Kerne
 
 
 def _next_blocks(axis: int) -> Callable[[Bound], np.ndarray]:
-    """Along a block row's columns, or a block column's rows, the number of the first block from
-    each on that is visited; and of the end how many there are.
+    """Return a function that lists, for each block along an axis, the next visited block.
+
+    Axis -1 goes along the columns of a block row, axis -2 along the rows of a block column. The
+    list contains the number of the first visited block at or after each block. If there is none,
+    and at the end, it contains the number of blocks.
     """
 
     def made(call: Bound) -> np.ndarray:
@@ -422,7 +461,7 @@ def _next_blocks(axis: int) -> Callable[[Bound], np.ndarray]:
 
 
 def _states(call: Bound) -> np.ndarray:
-    """A number for each block: 0 is not visited."""
+    """Return a number for each block; 0 is a block that is not visited."""
     return np.array(call.block_mask, np.uint8, order="C")
 
 
@@ -434,7 +473,7 @@ def _side(name: str) -> KernelField:
     return KernelField(_int32, value)
 
 
-# What planes of Q, K, V and dO of a head are to be multiplied by, where they are scaled.
+# Factors, powers of two, of the scaled planes of Q, K, V and dO, one for each head.
 POWERS = ("q_power", "k_power", "v_power", "dout_power")
 
 
@@ -442,7 +481,7 @@ def _powers(names: Iterable[str]) -> dict[str, KernelField]:
     return {name: _given(name, array_type(2)) for name in names}
 
 
-# By the name of a flag in ``Features``. All threads of a block read an integer array at one place.
+# By the name of a flag in ``Features``. All threads of a block read one index of an integer array.
 FEATURES: dict[str, Feature] = {
     "causal": Feature(lambda p: p.causal and p.window == (-1, -1)),
     "window": Feature(
@@ -539,14 +578,14 @@ FEATURES: dict[str, Feature] = {
 
 
 def argument_of(flag: str) -> str:
-    """What callers call a flag of ``Features``."""
+    """Return the name of the caller's argument for a flag of ``Features``."""
     return FEATURES[flag].argument or flag
 
 
-# What blocks that share a row tile leave of their columns: O not yet divided by l, l and m.
+# What thread blocks that share a row tile store: O before the division by l, l and m.
 SPLIT_SUMS = ("A", "l", "m")
-# Arrays whose elements all threads of a block read together, over and over: not part of the counts
-# of accesses.
+# Arrays whose elements all threads of a block read together, repeatedly. They are not part of the
+# counts of accesses.
 UNIFORM = (
     *("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts"),
     *("block_mask", "next_column", "next_row"),
@@ -555,9 +594,12 @@ UNIFORM = (
 
 @dataclass(frozen=True)
 class Features:
-    """Which options a kernel is compiled for. ``causal`` where no ``window`` has the bound;
-    ``page_size`` is 0 where K and V are no pages, ``precision`` empty for "ieee"; of a caller's
-    function its ``Mod`` is here, and in ``dcaptured`` that of which gradients are asked for.
+    """The options that a kernel is compiled for.
+
+    A flag is True if the option is on. ``causal`` is False if the window contains its bound.
+    ``page_size`` is 0 unless K and V are pages. ``precision`` is "" for "ieee". ``score_mod``,
+    ``score_mod_grad`` and ``mask_mod`` contain the caller's function as a ``Mod``. ``dcaptured``
+    contains the ``score_mod`` whose arrays get gradients.
     """
 
     causal: bool = False
@@ -584,81 +626,84 @@ class Features:
 
     @classmethod
     def of(cls, problem: Problem, **of_call: Any) -> Features:
-        """The features of ``problem``, and those of the call, by name."""
+        """Return the features of ``problem``, together with features of the call by name."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         return cls(**on | of_call)
 
     @property
     def planes(self) -> int:
-        """16-bit matrices whose sum Q, K and V are each."""
+        """Number of 16-bit planes whose sum is an element of Q, K or V; 1 without planes."""
         return PRECISIONS[self.precision or "ieee"].planes
 
     @property
     def scaled(self) -> bool:
-        """Whether these are scaled."""
+        """Whether planes are scaled by a power of two."""
         return PRECISIONS[self.precision or "ieee"].scaled
 
     @property
     def right(self) -> bool:
-        """Whether a row's columns have an end of their own."""
+        """Whether each row has its own last column, by a causal mask or a window."""
         return self.causal or self.window
 
     @property
     def lengths(self) -> bool:
-        """Whether the batch entries have lengths of their own."""
+        """Whether each batch entry has its own lengths."""
         return self.q_lens or self.kv_lens or self.packed
 
     @property
     def changes_scores(self) -> bool:
-        """Whether some option makes visible scores another function than scale Q KT."""
+        """Whether an option makes visible scores a function other than scale Q K^T."""
         return any(getattr(self, name) for name, f in FEATURES.items() if f.changes_scores)
 
     @property
     def calls(self) -> bool:
-        """Whether there are functions of the caller's."""
+        """Whether the kernel calls functions of the caller."""
         return self.score_mod is not None or self.mask_mod is not None
 
     @property
     def slopes(self) -> bool:
-        """Whether some option makes the scores' derivative another one than scale."""
+        """Whether an option makes the derivative of the scores other than ``scale``."""
         return self.softcap or self.slope_of is not None
 
     @property
     def slope_of(self) -> Mod | None:
-        """The function whose slope the scores have, if it is another one than 1."""
+        """The function whose derivative multiplies dS, if that derivative is not 1."""
         return slope_of(self.score_mod, self.score_mod_grad)
 
     @property
     def without_sums(self) -> Features:
-        """Those of the kernel that makes dQ alone, which adds to no gradient of an option."""
+        """Features of the kernel that computes dQ alone: without gradients of options."""
         return replace(self, dbias=False, dcaptured=None)
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether gradients of what a function captures depend on the scores that it is given."""
+        """Whether gradients of what a function uses depend on the score that it is given."""
         return bool(self.dcaptured and self.dcaptured.gradient and self.dcaptured.gradient.of_score)
 
     @property
     def scores_stay(self) -> bool:
-        """Whether scale Q KT itself is kept until dS, by Hopper's backward kernels: a function of
-        the caller's changes it, and slopes, gradients of what that captures, or what is added to
-        the scores behind it are made with dS, element by element, which spills least.
+        """Whether Hopper's backward kernels keep scale Q K^T until they compute dS.
+
+        They do if a ``score_mod`` changes the scores, and if dS also needs slopes, gradients of
+        what the function uses, or what is added after the function. dS is then computed element by
+        element, which spills the fewest registers.
         """
         beside = self.slopes or self.alibi or self.bias or self.dcaptured is not None
         return self.score_mod is not None and beside
 
     @property
     def given(self) -> Text:
-        """The function whose score those that stay are at once, by its factor and what is done
-        first with that, if it and its slope alone are made of them; else none, and they stay by
-        their scale.
+        """Text of the function whose argument the kept scores are; an empty text if there is none.
+
+        It is the ``score_mod``, if only its value and its derivative are computed from the kept
+        scores. Otherwise the kept scores are multiplied by the scale.
         """
         mod, others = self.score_mod, self.softcap or self.keeps_scores
         return Text() if mod is None or self.score_mod_grad or others else mod.both
 
     @property
     def crowds(self) -> bool:
-        """Whether some option holds registers of its own throughout the loops."""
+        """Whether an option holds registers throughout the loops."""
         beside: dict[str, Any] = dict.fromkeys(
             ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
         )
@@ -666,17 +711,17 @@ class Features:
 
     @property
     def initialises(self) -> bool:
-        """Whether some row tile may have no first pass over K/V that could start it."""
+        """Whether a row tile may have no first pass over K and V that could initialise it."""
         return self.window or self.q_lens or self.sparse
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Names and Numba types of what these features pass to a kernel."""
+        """Numba types of what these features pass to a kernel, by name."""
         return {name: passed.type for name, passed in self.passed.items()}
 
     @property
     def passed(self) -> dict[str, KernelField]:
-        """What these features pass to a kernel, by name."""
+        """Fields that these features pass to a kernel, by name."""
         found: dict[str, KernelField] = {}
         for flag in (f.name for f in fields(self) if getattr(self, f.name)):
             passes = FEATURES[flag].passes
@@ -687,7 +732,7 @@ class Features:
 
     @property
     def argument_type(self):
-        """Numba's type of the kernels' last argument, ``options``."""
+        """Numba type of the kernels' last argument, ``options``."""
         return types.NamedTuple(list(self.arguments.values()), _tuple_class(tuple(self.arguments)))
 
 
@@ -700,7 +745,10 @@ def _tuple_class(names: tuple[str, ...]):
 
 
 def as_word(name: str, value: Any, bits: int) -> int:
-    """``value`` as an unsigned integer of ``bits`` bits, or an error that calls it ``name``."""
+    """Return ``value`` as an unsigned integer of ``bits`` bits.
+
+    TypeError or ValueError is raised for other values; the message calls the value ``name``.
+    """
     allowed = f"allowed is an integer from 0 to below 2**{bits}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} is {value!r}: {allowed}")
@@ -710,10 +758,10 @@ def as_word(name: str, value: Any, bits: int) -> int:
 
 
 def signed(word: int) -> int:
-    """The 32-bit integer that has the bits of ``word``, as kernels take it."""
+    """Return the signed 32-bit integer with the bits of ``word``, as kernels take it."""
     return word - 2**32 if word >= 2**31 else word
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """16 random bits below it drop their element: ``dropout_p`` of 2**16."""
+    """Return the limit of 16 random bits below which dropout drops an element."""
     return round(dropout_p * 2**16)

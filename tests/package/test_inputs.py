@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from backward_helpers import random_gradients
 
 import fa_numba
 from fa_numba import device as devices
-from fa_numba import reference
+from fa_numba import options, reference
 from fa_numba.host.arrays import on_host
 from fa_numba.options import NAMES
 
@@ -133,6 +134,32 @@ def test_every_option_is_in_the_help_of_every_function():
         for name in NAMES:
             assert f"\n{name} : " in inspect.getdoc(function), (function.__name__, name)
     assert len(FUNCTIONS) == 8
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, fa_numba.plan, reference.unfused])
+def test_options_follow_a_functions_own_parameters(function):
+    titles = re.findall(r"^([A-Z][\w ]*)\n-{3,}$", inspect.getdoc(function), re.MULTILINE)
+    assert titles[0] == "Parameters" and len(set(titles)) == len(titles)
+    section = re.split(r"^[A-Z][\w ]*\n-{3,}$", inspect.getdoc(function), flags=re.MULTILINE)[1]
+    listed = re.findall(r"^(\S+) : ", section, re.MULTILINE)
+    own = listed.index("**options")
+    assert listed[own + 1 :] == list(NAMES)
+    assert len(set(listed)) == len(listed)
+
+
+def test_a_function_without_a_docstring_takes_the_options(monkeypatch):
+    monkeypatch.setattr(options, "_functions", [])
+
+    def undocumented(**options):
+        pass
+
+    assert options.documents_options(undocumented).__doc__ is None
+    monkeypatch.setattr(options.AttentionOptions, "__doc__", None)  # as python -OO has it
+
+    def documented(**options):
+        """Return nothing."""
+
+    assert options.documents_options(documented).__doc__ == "Return nothing."
 
 
 @pytest.mark.parametrize(
