@@ -1,4 +1,4 @@
-"""Whether all ranks mean the same call: asked before anything else is sent."""
+"""Comparison of the ranks' arguments, before anything else is sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Meant:
-    """What a rank means by a call, or why it refuses it, and 62 bits that stand for that."""
+    """The arguments of a rank's call, or the error that refuses it, with a hash of 62 bits."""
 
     def __init__(self, call: Mapping[str, Any], failure: Exception | None = None):
         self.failure = failure
@@ -19,13 +19,13 @@ class Meant:
 
 
 class Agreement:
-    """The question whether all ranks mean the same, asked of them in every call.
+    """Comparison of all ranks' arguments, in every call.
 
-    The ranks compare their words on the host, over gloo, so that no GPU waits: the largest is the
-    smallest where all have the same. The question is asked at once and answered by ``wait``, so
-    that a rank can compute meanwhile what needs no other. Only where words differ are the ranks
-    asked what they mean. No rank relies on an earlier call: one that makes a call known to all
-    still notices that another makes a second, known one.
+    The ranks compare their hashes on the host, over gloo, so that no GPU waits: the hashes are
+    equal if the largest one is the smallest one. The comparison starts at once and ends in
+    ``wait``, so that a rank can compute meanwhile what needs no other rank. Only if hashes differ
+    do the ranks exchange their arguments. No rank relies on an earlier call: a rank that makes a
+    call known to all still notices if another rank makes a different known call.
     """
 
     def __init__(self, group: Any, meant: Meant):
@@ -42,10 +42,11 @@ class Agreement:
             raise self._late(error) from error
 
     def wait(self) -> None:
-        """Raise on every rank unless all mean the same call and none refuses it.
+        """Raise on every rank unless all ranks have the same arguments and none refuses the call.
 
-        ValueError names what differs, on which ranks; where all fail alike each raises its own
-        failure. RuntimeError where a rank does not come within the group's timeout.
+        ValueError names what differs, on which ranks. If all ranks refuse for the same reason, each
+        raises its own error. RuntimeError is raised if a rank does not arrive within the group's
+        timeout.
         """
         if self.answered:
             return
@@ -76,7 +77,7 @@ class Agreement:
 
 
 def _difference(means: list[Mapping[str, Any]]) -> str:
-    """What the ranks say otherwise than rank 0, each with the ranks that say so."""
+    """Return in words what differs between the ranks, each value with its ranks."""
     errors = {n: x["error"] for n, x in enumerate(means) if "error" in x}
     if errors:
         return "ring_attention was refused: " + "; ".join(
@@ -98,7 +99,10 @@ _hosts: dict[Any, Any] = {}
 
 
 def _on_host(dist: Any, group: Any) -> Any:
-    """The group itself where it is of gloo, else one of gloo with the same ranks, made once."""
+    """Return the group itself if it is of gloo, else a group of gloo with the same ranks.
+
+    The other group is made once.
+    """
     if dist.get_backend(group) == "gloo":
         return group
     key = group if group is not None else dist.group.WORLD
@@ -111,7 +115,7 @@ def _on_host(dist: Any, group: Any) -> Any:
 
 
 def _timeout(group: Any) -> Any:
-    """The group's, where torch tells it; else None, torch's default."""
+    """Return the timeout of a group if torch tells it, else None, which is torch's default."""
     torch = sys.modules["torch"]
     try:
         return group._get_backend(torch.device("cuda")).options._timeout

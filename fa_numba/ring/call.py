@@ -1,4 +1,4 @@
-"""A call of ``ring_attention`` before anything is sent: checked, and agreed with the others."""
+"""Checks of a call of ``ring_attention``, before anything is sent."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def prepared(
     q: Any, k: Any, v: Any, sinks: Any, group: Any, differentiable: bool, return_lse: Any,
     **options: Any,
 ) -> tuple[Ring, Agreement]:  # fmt: skip
-    """The ring of a call, and what the other ranks have to say of it: nothing is to be sent before
-    it is waited for. ``options`` are all other arguments of ``ring_attention``.
+    """Return the ring of a call, and its agreement with the other ranks.
 
-    Raises on all ranks what any of them refuses, here or by ``Agreement.wait``. A call like an
-    earlier one is not checked again, and only that one waits here.
+    Nothing may be sent before the agreement has been waited for. ``options`` are all other
+    arguments of ``ring_attention``. If any rank refuses the call, all ranks raise: here or in
+    ``Agreement.wait``. A call like an earlier one is not checked again, and does not wait here.
     """
     dist = sys.modules["torch"].distributed
     if not dist.is_available() or not dist.is_initialized():
@@ -95,12 +95,15 @@ _known: dict[Any, Known] = {}
 
 
 def _facts(x: Any) -> tuple:
-    """All of an operand that checks look at."""
+    """Return all properties of an operand that the checks depend on."""
     return type(x), x.shape, x.dtype, x.device.type, x.device.index, has_tangent(x)
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """With the window and the lengths as tuples; what are no lengths stays, for their check."""
+    """Return the options with the window and the lengths as tuples.
+
+    A value that is no array of integers stays as it is; the check of lengths refuses it.
+    """
     found = options | {"window": as_window(options["window"])}
     for name in LENGTHS:
         if found[name] is not None:
@@ -151,7 +154,7 @@ def _checked(
 
 
 def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
-    """Raise unless these are None, or float32 (Hq,) where q is."""
+    """Raise unless ``sinks`` is None, or float32 (heads_q,) on q's device."""
     if sinks is None:
         return
     torch = sys.modules["torch"]
@@ -166,7 +169,7 @@ def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
 def _mask_of(
     q: Any, k: Any, causal: bool, layout: str, ranks: int, options: dict[str, Any]
 ) -> Mask | None:
-    """What the options hide of the whole sequence; raises for lengths that it does not have."""
+    """Return what the options hide in the complete sequence; raise for lengths beyond it."""
     given = {name: options[name] for name in ("window", *LENGTHS)}
     if given["window"] == (-1, -1) and all(given[name] is None for name in LENGTHS):
         return None
@@ -181,7 +184,7 @@ def _mask_of(
 
 
 def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> None:
-    """Raise as the rank's own part by itself would."""
+    """Raise the errors that attention over the rank's own part would raise."""
     first, mask = operand("q", q.detach()), ring.mask
     common = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
     if mask is not None:
@@ -196,7 +199,10 @@ def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> No
 
 
 def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:
-    """The options of backward passes alone, ``own`` their tiles; raises for what these have not."""
+    """Return the options of backward passes, with ``own`` as their tiles.
+
+    Raise for a value that they do not take.
+    """
     if own is not None and not isinstance(own, Tiles):
         raise TypeError(f"backward_tiles is {own!r}: allowed is a Tiles(Br=..., Bc=...) or None")
     deterministic = as_flag("deterministic", deterministic)

@@ -1,9 +1,9 @@
-"""Results of part of the columns, or rows, and how several of them become one.
+"""Results over parts of the columns or rows, and their sum.
 
-A part as a kernel leaves it is in q's dtype, rounded once; a sum of several is in float32, until
-the last one has come: then it is rounded to q's dtype. So a result is off by one rounding for each
-part, of that part's weight, and by one of its own. Where only two parts meet, as between two ranks,
-the second is added to the first in its own dtype, which rounds as often.
+A kernel rounds its result to q's dtype. A sum of several results is in float32 until the last one
+has been added; then the sum is rounded to q's dtype. The error is therefore one rounding per part,
+times the weight of the part, and one rounding of the sum. If there are only two parts, as between
+two ranks, the second one is added to the first one in q's dtype. That rounds as often.
 """
 
 from __future__ import annotations
@@ -17,19 +17,29 @@ from fa_numba.ring.visible import Span
 
 
 class Part(NamedTuple):
-    """Gradients, or O with its L; no tensors where a pass has nothing of a kind."""
+    """Gradients, or O with its L. It is empty if a pass has no result of a kind.
+
+    Attributes
+    ----------
+    tensors : sequence of torch.Tensor
+        The gradients, or O.
+    lse : torch.Tensor or None
+        L, if the tensor is O.
+    """
 
     tensors: Sequence[Any] = ()
     lse: Any = None
 
     @property
     def message(self) -> list[Any]:
-        """What is sent of it."""
+        """Tensors that are sent."""
         return [*self.tensors] if self.lse is None else [*self.tensors, self.lse]
 
     def beside(self, other: Part, axis: int) -> Part:
-        """These heads and then those of ``other``, of the same rows, along ``axis`` of the tensors;
-        tensors that both have were made for the heads of both.
+        """Return these heads followed by the heads of ``other``, for the same rows.
+
+        ``axis`` is the axis of the heads. A tensor that is the same in both already contains all
+        heads.
         """
         cat = sys.modules["torch"].cat
         pairs = zip(self.tensors, other.tensors, strict=True)
@@ -38,10 +48,18 @@ class Part(NamedTuple):
 
 
 class Kind:
-    """Parts with tensors like these of a rank, with rows along ``axis``, and with L or without; of
-    so many ``columns`` if given.
+    """Shape and dtype of a kind of parts.
 
-    ``layout`` is that of q: 3 - ``axis`` is the axis of heads, and L is (batch, heads, rows).
+    Parameters
+    ----------
+    layout : {"bhnd", "bnhd"}
+        Order of the axes of q.
+    like : sequence of torch.Tensor
+        This rank's tensors whose shapes the parts have.
+    lse : bool, default False
+        Whether the parts have an L, (batch, heads, rows).
+    columns : int, optional
+        Number of columns, if it differs from that of ``like``.
     """
 
     def __init__(
@@ -51,11 +69,14 @@ class Kind:
         self.like, self.lse, self.columns = like, lse, columns
 
     def dtype(self, wide: bool) -> Any:
-        """float32 for sums, q's for what a kernel leaves."""
+        """Return float32 for sums (``wide``), and q's dtype otherwise."""
         return sys.modules["torch"].float32 if wide else self.like[0].dtype
 
     def part(self, span: Span, wide: bool, empty: bool = False) -> Part:
-        """A part of rows that see nothing: 0 and, of L, -inf; or if ``empty`` memory for one."""
+        """Return a part of rows that see nothing: 0, and L = -inf.
+
+        With ``empty`` the memory is not initialised.
+        """
         if not self.like:
             return Part()
         torch, (begin, end), x = sys.modules["torch"], span, self.like[0]
@@ -78,9 +99,9 @@ class Kind:
 
 
 class Sum:
-    """The sum of parts of the rows ``span``, which are added in the order in which they come.
+    """The sum of parts of the rows ``span``, added in the order in which they arrive.
 
-    In float32 if ``wide``, else in q's dtype, rounded with each part.
+    If ``wide``, the sum is in float32. Otherwise it is in q's dtype, and rounded with each part.
     """
 
     def __init__(self, kind: Kind, span: Span, wide: bool):
@@ -88,7 +109,10 @@ class Sum:
         self.found: Part | None = None
 
     def take(self, more: Part, rows: Span, entries: Span | None = None) -> None:
-        """Add a part of these rows and batch entries, None for all; its memory may be kept."""
+        """Add a part of these rows and batch entries; None means all entries.
+
+        The sum may keep the memory of the part.
+        """
         kind, begin = self.kind, self.span[0]
         if not kind.like:
             return
@@ -108,11 +132,11 @@ class Sum:
         merging.merge(mine[0], lse.clone(), more.tensors[0], more.lse, lse, kind.layout)
 
     def whole(self) -> Part:
-        """What was added so far."""
+        """Return the sum so far."""
         return self.kind.part(self.span, self.wide) if self.found is None else self.found
 
     def rounded(self) -> Part:
-        """What was added, rounded to q's dtype."""
+        """Return the sum so far, rounded to q's dtype."""
         return self._to(self.whole(), False)
 
     def _to(self, part: Part, wide: bool) -> Part:
@@ -120,12 +144,14 @@ class Sum:
 
 
 def cut(x: Any, entries: Span, rows: Span, begin: int, axis: int) -> Any:
-    """A view of these batch entries and rows of a tensor whose first row is ``begin``."""
+    """Return a view of these batch entries and rows of a tensor whose first row is ``begin``."""
     some = x.narrow(0, entries[0], entries[1] - entries[0])
     return some.narrow(axis, rows[0] - begin, rows[1] - rows[0])
 
 
 def with_rows(x: Any, axis: int, rows: int, columns: int | None = None) -> tuple[int, ...]:
-    """The shape of a tensor with so many rows along ``axis``, and columns if given."""
+    """Return the shape of a tensor with ``rows`` rows along ``axis``, and ``columns`` columns if
+    given.
+    """
     shape = (*x.shape[:axis], rows, *x.shape[axis + 1 :])
     return shape if columns is None else (*shape[:-1], columns)

@@ -1,10 +1,13 @@
 """The forward and the backward pass of a rank.
 
-What travels stops at ranks that compute something with it (``visible.Course``). The results of a
-stop are of two kinds: those of what stays, which are summed where they are, and those of what
-travels, which follow it a stop behind and come home after the last. Of these the owner's own part
-waits at home: the message begins at the first rank after it, and has a rank's part more at each.
-With K and V on their way O and dQ stay, dK and dV follow; with Q the other way round.
+The travelling operands stop at ranks that compute something with them (``visible.Course``). A stop
+has two kinds of results. Results of the operands that stay are summed on their rank. Results of the
+travelling operands are sent after these operands, one stop later, and return to the owner after the
+last stop. The owner keeps the result of its own part: the message starts at the first rank after
+the owner, and each stop adds a result.
+
+With travels="kv", O and dQ stay, and dK and dV are sent. With travels="q", O and dQ are sent, and
+dK and dV stay.
 """
 
 from __future__ import annotations
@@ -23,35 +26,57 @@ from fa_numba.ring.visible import Course, Mask, Piece, Span, course_of
 
 T = TypeVar("T")
 
-# Operations, of multiplications and additions, that take a GPU about as long as its host asks the
-# others whether they mean the same call; a part of LONG times as many has nothing to gain there.
+# EARLY: multiplications and additions that take a GPU about as long as the ranks' agreement. A part
+# with LONG times as many gains nothing from an early start.
 EARLY, LONG = 2**38, 16
 
 
 @dataclass(frozen=True)
 class Heads:
-    """``count`` K/V heads from ``first`` on, of ``of``, and the query heads that share them."""
+    """Some K/V heads, ``count`` of them from ``first`` on, and the query heads that share them.
+
+    ``of`` is the number of all K/V heads.
+    """
 
     first: int
     count: int
     of: int
 
     def among(self, x: Any, axis: int) -> Any:
-        """A view of these heads of a tensor that has them, or the query heads, along an axis."""
+        """Return a view of these heads of a tensor with K/V heads or query heads along an axis."""
         group = x.shape[axis] // self.of
         return x.narrow(axis, self.first * group, self.count * group)
 
 
-# What a call finds of its rows and of its columns, given some K/V heads (None for all), the cut q
-# with what goes with it, and the cut k and v.
+# A function of a piece, some K/V heads (None for all), the piece's q with the tensors that belong
+# to it, and the piece's k and v. It returns the results of the rows and of the columns.
 Call = Callable[[Piece, Heads | None, Sequence[Any], Sequence[Any]], tuple[Part, Part]]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A call: ``options`` are of every step, ``ahead`` those of forward steps alone, ``backward``
-    of backward steps; ``mask`` is a window or lengths of the whole sequence. With ``dlse`` rows
-    that travel in the backward pass take a gradient of L with them.
+    """A call of ``ring_attention`` on this rank.
+
+    Attributes
+    ----------
+    link : Link
+        The ring of the process group.
+    travels : {"kv", "q"}
+        Operands that are sent round the ring.
+    causal : bool
+        Whether the sequence has a causal mask.
+    layout : {"bhnd", "bnhd"}
+        Order of the axes of q, k and v.
+    options : dict
+        Options of the call of every step.
+    ahead : dict
+        Options of the forward steps only.
+    backward : dict
+        Options of the backward steps only.
+    mask : Mask or None
+        Window or lengths of the complete sequence.
+    dlse : bool
+        Whether rows that travel in the backward pass take a gradient of L with them.
     """
 
     link: Link
@@ -66,18 +91,18 @@ class Ring:
 
     @property
     def axis(self) -> int:
-        """That of the rows in q, k and v."""
+        """Axis of the rows in q, k and v."""
         return 1 if self.layout == "bnhd" else 2
 
     def course(self, q: Any, k: Any) -> Course:
-        """The course of what travels in a call with such q and k."""
+        """Return where the travelling operands of a call with these q and k stop."""
         rows, columns = (x.shape[self.axis] for x in (q, k))
         return course_of(
             self.mask, self.link.ranks, q.shape[0], rows, columns, self.causal, self.travels
         )
 
     def turned(self, of_rows: T, of_columns: T) -> tuple[T, T]:
-        """Of what travels and of what stays; back again as well."""
+        """Return the two arguments in the order travelling, staying; or turn that order back."""
         return (of_rows, of_columns) if self.travels == "q" else (of_columns, of_rows)
 
     def rows(
@@ -88,27 +113,27 @@ class Ring:
         entries: Span | None = None,
         heads: Heads | None = None,
     ) -> Any:
-        """A view of these rows of an operand whose first one is ``begin``."""
+        """Return a view of some rows of an operand whose first row is number ``begin``."""
         x = cut(x, (0, x.shape[0]) if entries is None else entries, rows, begin, self._axis(x))
         return x if heads is None else heads.among(x, 3 - self._axis(x))
 
     def room(self, like: Any, span: Span, columns: int | None = None) -> Any:
-        """Memory for these rows of an operand, of so many columns if given."""
+        """Return new memory for these rows of an operand, with ``columns`` columns if given."""
         shape = with_rows(like, self._axis(like), span[1] - span[0], columns)
         return sys.modules["torch"].empty(shape, dtype=like.dtype, device=like.device)
 
     def _axis(self, x: Any) -> int:
-        """That of the rows in an operand: L, (batch, heads, rows), has them last."""
+        """Return the axis of the rows in an operand: the last one for L, (batch, heads, rows)."""
         return self.axis if len(x.shape) == 4 else 2
 
 
 def forward(
     ring: Ring, q: Any, k: Any, v: Any, sinks: Any = None, agreement: Agreement | None = None
 ) -> tuple[Any, Any]:
-    """(O, L) of this rank's rows. What ``agreement`` still has to say is waited for before anything
-    is sent.
+    """Return (O, L) of this rank's rows.
 
-    ``sinks`` are a part by themselves, whose O is 0: a row's sum begins with its own.
+    ``agreement`` is waited for before anything is sent. ``sinks`` are treated as a part of their
+    own with output 0: the sum of each row starts with its sink.
     """
     whole, columns = None, v.shape[-1]  # O of all heads, where calls are of some
 
@@ -140,11 +165,10 @@ def backward(
     ring: Ring, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any = None,
     sinks: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(dQ, dK, dV) of this rank's rows and columns, and with ``sinks`` what its rows are of their
-    gradient.
+    """Return (dQ, dK, dV) of this rank's rows and columns, and with ``sinks`` dsinks of its rows.
 
-    ``out`` and ``lse`` are those of the whole rows: P = exp(S - L) and D = rowsum(dO o O) - dL of
-    any columns need no more.
+    ``out`` and ``lse`` are those of the complete rows. P = exp(S - L) and D = rowsum(dO o O) - dL
+    of any columns need no more.
     """
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
@@ -174,12 +198,14 @@ def _around(
     ring: Ring, of_q: Sequence[Any], of_kv: Sequence[Any], call: Call, kinds: tuple[Kind, Kind],
     agreement: Agreement | None = None, first: Part | None = None,
 ) -> tuple[Part, Part]:  # fmt: skip
-    """What all stops find of this rank's rows and of its columns, which ``kinds`` describe; of the
-    rows beside a ``first`` part, in float32.
+    """Return the results of all stops, of this rank's rows and of its columns.
 
-    Without a mask the rank's own part is computed by heads: some before it is known that all ranks
-    mean the same, so that its GPU does not wait for that, some after; and where results travel some
-    at the end, so that there is something left to do while the last are on their way.
+    ``kinds`` describe both results. With a ``first`` part, it is the first summand of the rows, in
+    float32.
+
+    Without a mask, the rank's own part is computed in groups of heads. The first group is computed
+    before the ranks have agreed, so that the GPU does not wait for the agreement. If results
+    travel, the last group is computed at the end, while the last results are on their way.
     """
     link, turned, course = ring.link, ring.turned, ring.course(of_q[0], of_kv[0])
     last, rank = len(course.stops) - 1, link.rank
@@ -200,14 +226,18 @@ def _around(
     def computed(
         piece: Piece, held: Sequence[Any], begin: int, heads: Heads | None = None
     ) -> tuple[Part, Part]:
-        """Of what travels, of which ``held`` is here from its row ``begin`` on, and what stays."""
+        """Return the results of a piece, of the travelling and of the staying operands.
+
+        ``held`` are the travelling operands that are here, and ``begin`` is the number of their
+        first row.
+        """
         moving, still = turned(piece.rows, piece.columns)
         there = [ring.rows(x, moving, begin, piece.entries, heads) for x in held]
         here = [ring.rows(x, still, 0, piece.entries, heads) for x in staying]
         return turned(*call(piece, heads, *turned(there, here)))
 
     def compute_own(shares: list[Heads | None], done: bool) -> None:
-        """Some heads of the rank's own part, which is added if ``done``."""
+        """Compute groups of heads of the rank's own part, and add the result if ``done``."""
         for piece in pieces[0]:
             for heads in shares:
                 more = computed(piece, travelling, 0, heads)
@@ -272,17 +302,19 @@ def _around(
 
 
 def _take(into: Sum, sums: Exchange, rows: Span) -> None:
-    """Wait for the results that a rank before has sent, of these rows, and add them."""
+    """Wait for results of these rows from the previous rank, and add them."""
     came = sums.wait()
     if came:
         into.take(Part(came[:-1], came[-1]) if into.kind.lse else Part(came), rows)
 
 
 def _shares(ring: Ring, q: Any, k: Any, early: bool, last: bool) -> list[list[Heads | None]]:
-    """The K/V heads of a rank's own part that are computed before it is known that all ranks mean
-    the same, after that, and behind the last results; None stands for all heads.
+    """Return the groups of K/V heads of a rank's own part, in three lists.
 
-    They follow from the call alone, so that equal calls have equal bits.
+    The lists are for the time before the agreement, after it, and at the end.
+
+    None stands for all heads. The groups depend on the call only, so that equal calls give equal
+    bits.
     """
     heads = k.shape[3 - ring.axis]
     if ring.link.ranks == 1 or heads == 1 or ring.mask is not None:

@@ -1,12 +1,14 @@
-"""Which rows see which columns where the sequence has a window or lengths; nothing knows of torch.
+"""Which rows see which columns if the sequence has a window or lengths. torch is not used here.
 
-A window is told in positions of the whole sequence: row i sees the columns from i + D - left to
-i + D + right, D = columns - rows, the valid ones, as ``attention`` aligns it. Of a chunk of rows
-and a chunk of columns, which lie anywhere, those rows that see no column and those columns that no
-row sees are cut off. What is left has in its last row the last column: so the window of a call,
-which is aligned to that corner, can say it, with sides of 0 or more.
+The window is given in positions of the complete sequence. Row i sees the columns from i + D - left
+to i + D + right, where D is the number of valid columns minus the number of valid rows; this is the
+alignment of ``attention``. A rank has a chunk of rows and a chunk of columns, which can be
+anywhere. Rows that see no column of the chunk, and columns that no row of the chunk sees, are cut
+off. After that the last row sees the last column. The window of a call is aligned to that corner,
+so a window with sides of 0 or more describes what is left.
 
-What travels skips the ranks at which no rank computes anything: from stop to stop, then home.
+Travelling operands skip the ranks at which no rank computes anything. They go from stop to stop,
+and then home.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ Span = tuple[int, int]  # begin and end
 
 
 class Entries(NamedTuple):
-    """Batch entries ``begin`` to ``end`` - 1, each of so many valid rows and columns."""
+    """Batch entries ``begin`` to ``end`` - 1, which have the same valid rows and columns."""
 
     begin: int
     end: int
@@ -33,7 +35,17 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """Columns that a row sees before and after the diagonal one, None for all; lengths."""
+    """What is hidden in the complete sequence.
+
+    Attributes
+    ----------
+    left : int or None
+        Columns that a row sees before its diagonal column; None for all.
+    right : int or None
+        Columns that a row sees after its diagonal column; None for all.
+    entries : tuple of Entries
+        Valid rows and columns of the batch entries.
+    """
 
     left: int | None
     right: int | None
@@ -41,7 +53,21 @@ class Mask:
 
 
 class Piece(NamedTuple):
-    """One call: batch entries, rows and columns of the parts at hand, and its own mask."""
+    """One call of attention on a rank.
+
+    Attributes
+    ----------
+    entries : tuple of int
+        (begin, end) of the batch entries.
+    rows : tuple of int
+        (begin, end) of the rows in the part at hand.
+    columns : tuple of int
+        (begin, end) of the columns in the part at hand.
+    causal : bool
+        Option of the call.
+    window : tuple of int
+        Option of the call.
+    """
 
     entries: Span
     rows: Span
@@ -54,7 +80,10 @@ def mask_of(
     window: tuple[int, int], q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, *,
     causal: bool, batch: int, rows: int, columns: int,
 ) -> Mask | None:  # fmt: skip
-    """The mask of so many rows and columns; None where it hides no more than ``causal``."""
+    """Return the mask of a sequence of ``rows`` rows and ``columns`` columns.
+
+    The result is None if the mask hides no more than ``causal``.
+    """
     left, right = (None if side < 0 else side for side in window)
     every = zip(q_lens or batch * [rows], kv_lens or batch * [columns], strict=True)
     found: list[Entries] = []
@@ -72,12 +101,13 @@ def mask_of(
 def visible(
     rows: Span, columns: Span, diagonal: int, left: int | None, right: int | None
 ) -> tuple[Span, Span, bool, tuple[int, int]] | None:
-    """The rows that see any of the columns, the columns that any row sees, and the mask of a call
-    on these two, as its ``causal`` and ``window``; None where there are none.
+    """Return what a chunk of rows sees of a chunk of columns, or None if that is nothing.
 
-    Positions are those of the whole sequence.
+    The result is the rows that see any of the columns, the columns that any row sees, and the
+    options ``causal`` and ``window`` of a call on these two. Positions are those of the complete
+    sequence.
 
-    >>> visible((8, 16), (0, 8), 0, 3, 0)  # row 8 sees columns 5 to 7, row 10 column 7 alone
+    >>> visible((8, 16), (0, 8), 0, 3, 0)  # row 8 sees columns 5 to 7, row 10 sees column 7
     ((8, 11), (5, 8), False, (0, -1))
     >>> visible((8, 16), (0, 8), 0, None, 0)
     ((8, 16), (0, 8), False, (-1, -1))
@@ -99,10 +129,26 @@ def visible(
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """Where what travels stops, who computes what there, and what is on the way.
+    """Where travelling operands stop, which rank computes what there, and which rows are sent.
 
-    ``rows`` and ``columns`` are those of one rank's part; ``travels`` and ``causal`` as for
-    ``ring_attention``. Without a ``mask`` it stops at every rank, and travels as a whole.
+    Without a ``mask`` they stop at every rank, and are sent completely.
+
+    Attributes
+    ----------
+    mask : Mask or None
+        What is hidden in the complete sequence.
+    ranks : int
+        Number of ranks.
+    batch : int
+        Number of batch entries.
+    rows : int
+        Rows of one rank's part.
+    columns : int
+        Columns of one rank's part.
+    causal : bool
+        Whether the sequence has a causal mask.
+    travels : {"kv", "q"}
+        Operands that are sent.
     """
 
     mask: Mask | None
@@ -115,15 +161,15 @@ class Course:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The steps at which any rank computes something, and step 0."""
+        """Steps at which any rank computes something, and step 0."""
         return _stops(self)
 
     def pieces(self, owner: int, step: int) -> tuple[Piece, ...]:
-        """The calls at ``step`` with what travels of ``owner``, in the order of their rows."""
+        """Return the calls at ``step`` with the travelling part of ``owner``, ordered by rows."""
         return _pieces(self, owner, step)
 
     def valid(self, rank: int) -> Iterator[tuple[Span, Span]]:
-        """The rows of a rank's part that its sequences have, those of some batch entries each."""
+        """Yield the valid rows of a rank's part, with the batch entries that have them."""
         if self.mask is None:
             yield (0, self.batch), (0, self.rows)
             return
@@ -133,28 +179,29 @@ class Course:
                     yield entries[:2], (begin - i, min(end, entries.rows) - i)
 
     def operands(self, owner: int, stop: int) -> Span:
-        """The rows of what travels of ``owner`` that are on the way to the stop of this number:
-        what this and later ones compute with, (0, 0) for nothing.
+        """Return the rows of ``owner``'s travelling part that are sent to a stop.
+
+        They are the rows that this stop or a later one computes with; (0, 0) means none.
         """
         if self.mask is None:
             return 0, self.rows if self.travels == "q" else self.columns
         return _around(self._moving(owner, stop, len(self.stops)))
 
     def results(self, owner: int, stop: int) -> Span:
-        """The rows that the results have which leave that stop, of it and those before it."""
+        """Return the rows of the results that leave a stop: of this stop and of those before it."""
         return _around(self._moving(owner, 1, stop + 1))
 
     def calls(self, owner: int, stop: int) -> int:
-        """How many calls have made these results."""
+        """Return the number of calls that have made the results that leave a stop."""
         return sum(1 for _ in self._moving(owner, 1, stop + 1))
 
     def hop(self, stop: int) -> int:
-        """Ranks from the stop of this number to the next one, from the last one home."""
+        """Return the number of ranks from a stop to the next one, and from the last one home."""
         after = [*self.stops[1:], self.ranks]
         return after[stop] - self.stops[stop]
 
     def at(self, rank: int, stop: int) -> int:
-        """Whose part is at ``rank`` at that stop; at the one past the last its own."""
+        """Return the rank whose part is at ``rank`` at a stop; after the last stop, its own."""
         return owner_at(rank, [*self.stops, 0][stop], self.ranks)
 
     def _moving(self, owner: int, begin: int, end: int) -> Iterator[Span]:
@@ -167,7 +214,7 @@ course_of = lru_cache(maxsize=64)(Course)
 
 
 def _around(spans: Iterator[Span]) -> Span:
-    """The least span that has all of these."""
+    """Return the smallest span that contains all of these spans."""
     found = list(spans)
     return min((b for b, _ in found), default=0), max((e for _, e in found), default=0)
 
@@ -203,6 +250,9 @@ def _pieces(course: Course, owner: int, step: int) -> tuple[Piece, ...]:
 
 
 def _chunks(course: Course, rank: int, size: int) -> list[tuple[Span, int]]:
-    """The chunks of the sequence that a rank holds, and how much further there than in its part."""
+    """Return the chunks of the sequence that a rank holds.
+
+    Each has an offset: the position in the sequence minus the position in the rank's part.
+    """
     held = rows_of(rank, course.ranks, course.ranks * size, course.causal)
     return [(chunk, chunk[0] - n * (chunk[1] - chunk[0])) for n, chunk in enumerate(held)]
