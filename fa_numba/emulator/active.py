@@ -15,9 +15,10 @@ MOST_KNOWN = 256
 
 
 class Active(Flow):
-    """The part of a context that knows the lanes: `group`, and `mask` where not all take part.
+    """The part of a context that knows the lanes: `group`, and `mask` if not all of them take part.
 
-    They are of one block, or of `several` that run at once, at most `at_once`, each of `threads`.
+    The lanes belong to one thread block, or to `several` that run at once. `at_once` is the most
+    thread blocks that run at once, `threads` the number of threads of each.
     """
 
     __slots__ = ("threads", "at_once", "several", "group", "_inside", "_known")
@@ -31,14 +32,14 @@ class Active(Flow):
         self._known: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
 
     def active(self) -> np.ndarray:
-        """Which lanes of the group take part."""
+        """Return which lanes of the group take part."""
         return self.group.everyone if self.mask is None else self.mask
 
     def active_lanes(self) -> np.ndarray:
         return np.flatnonzero(self.active())
 
     def whole_warps(self) -> bool:
-        """Whether all lanes of a warp take part or none, of all warps."""
+        """Return whether of every warp either all lanes take part or none."""
         group, mask = self.group, self.mask
         if mask is None or not group.whole:
             return group.whole
@@ -54,14 +55,14 @@ class Active(Flow):
         return int(lanes[0]) if lanes.size else 0
 
     def first_lane_where(self, values: Any) -> int:
-        """The first lane that takes part whose value is true; -1 if there is none."""
+        """Return the first lane that takes part and whose value is true; -1 if there is none."""
         if values.__class__ is not np.ndarray:
             return self.first_lane() if values else -1
         lanes = np.flatnonzero(values if self.mask is None else (values != 0) & self.mask)
         return int(lanes[0]) if lanes.size else -1
 
     def first_outside(self, index: Any, extent: Any) -> int:
-        """The first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
+        """Return the first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
         if extent.__class__ is np.ndarray:  # of blocks that run at once
             return self.first_lane_where(np.asarray((index < 0) | (index >= extent)))
         if index.__class__ is np.ndarray:
@@ -83,13 +84,16 @@ class Active(Flow):
         return -1 if 0 <= index < extent else self.first_lane()
 
     def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:
-        """An index, or each of a tuple of them, as it is for one lane."""
+        """Return an index, or each index of a tuple, as it is for one lane."""
         axes = index if index.__class__ is tuple else (index,)
         found = tuple(i[lane].item() if i.__class__ is np.ndarray else i for i in axes)
         return found if whole or index.__class__ is tuple else found[0]
 
     def uniform(self, value: Any) -> Any:
-        """A value that all lanes must share; lanes with others go on as groups of their own."""
+        """Return a value that all lanes share.
+
+        Lanes with another value become a group of their own.
+        """
         if value.__class__ is not np.ndarray:
             return value
         lanes = self.active()
@@ -100,7 +104,10 @@ class Active(Flow):
         return first.item()
 
     def uniform_in_block(self, value: Any) -> Any:
-        """A value that the lanes of a block must share; an array where blocks have others."""
+        """Return a value that the lanes of a thread block share.
+
+        An array if thread blocks have others.
+        """
         if value.__class__ is not np.ndarray or not self.several:
             return self.uniform(value)
         blocks, lanes = self.group.blocks, self.active_lanes()
@@ -112,17 +119,17 @@ class Active(Flow):
         return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
 
     def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
-        """These lanes, if they are all or none of each of the blocks that run at once."""
+        """Return these lanes if they are all lanes or none of each thread block that runs."""
         if (self.by_block(lanes) % self.threads).any():
             raise OneByOne
         return lanes
 
     def by_block(self, lanes: np.ndarray) -> np.ndarray:
-        """How many of these lanes each of the blocks that run at once has."""
+        """Return how many of these lanes belong to each of the thread blocks that run."""
         return np.bincount(self.group.blocks[lanes], minlength=self.at_once)
 
     def covers(self, lanes: np.ndarray, mask: Mask) -> bool:
-        """Whether these lanes have all of the mask among them."""
+        """Return whether these lanes include all lanes of the mask."""
         if lanes is mask:
             return True
         if mask is None:
@@ -139,7 +146,10 @@ class Active(Flow):
         return known
 
     def under(self, condition: Any, function: Any, *args: Any) -> Any:
-        """`function(*args)` for the lanes that a condition is true for; None if for none."""
+        """Call a function for the lanes for which a condition is true.
+
+        Return None if there are none.
+        """
         if condition.__class__ is not np.ndarray:
             return function(*args) if condition else None
         if not self.only(condition):

@@ -25,7 +25,7 @@ from .checks import IN_FLIGHT, NOBODY, PRODUCT, READING, SEVERAL, UNWRITTEN, WAR
 
 @register_jitable
 def before(stamp, known, warps):
-    """Whether an access happened before."""
+    """Return whether an access happened before, according to `known`."""
     code = stamp & NOBODY
     if code == NOBODY:
         return False
@@ -45,7 +45,7 @@ def before(stamp, known, warps):
 
 @register_jitable
 def _may_have(stamp, known, fences, warps, base):
-    """Whether what was written happened before, and has passed a fence; copies need none."""
+    """Return whether a write happened before and has passed a fence. Copies need no fence."""
     if stamp >= base and not before(stamp, known, warps):
         return False
     code = stamp & NOBODY
@@ -58,7 +58,7 @@ def _may_have(stamp, known, fences, warps, base):
 def depart_box(
     written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
 ):
-    """Hand the elements at `places` from `first` on to the copy engine, which will write them."""
+    """Hand the elements at `places`, counted from `first`, to the copy engine for writing."""
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
@@ -82,7 +82,7 @@ def depart_box(
 
 @compiled
 def land_box(data, written, first, places, values, stamp):
-    """The copy has arrived."""
+    """Write the values of a copy that has arrived."""
     for n in range(places.size):
         p = first + places[n]
         data[0, p] = values[n]
@@ -101,7 +101,10 @@ def _give_back(reads, touched, row, parts, first, places, stamp):
 
 @compiled
 def give_back(reads, touched, row, parts, first, places, stamp):
-    """The reading has ended; or is still going on, for the stamp `READING`."""
+    """Mark the end of an asynchronous read.
+
+    With the stamp `READING`, mark that it still goes on.
+    """
     _give_back(reads, touched, row, parts, first, places, stamp)
 
 
@@ -109,7 +112,10 @@ def give_back(reads, touched, row, parts, first, places, stamp):
 def lend(
     data, written, reads, touched, row, parts, first, places, known, fences, warps, base, values
 ):
-    """Read the elements at `places`, which nobody may write before the reading has ended."""
+    """Read the elements at `places` asynchronously.
+
+    No thread may write them before the read has ended.
+    """
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
@@ -122,8 +128,10 @@ def lend(
 
 @compiled
 def box_access(kind, rows, width, itemsize, address, block, writers, readers, atomics, stats):
-    """Count the sectors of a box, `width` elements from each of `rows` on, in one request, and note
-    which block it is of. Returns the first row of which another block has touched an element.
+    """Count the sectors of a box as one request, and record which thread block accesses it.
+
+    The box has `width` elements from each of `rows` on. Returns the first row with an element that
+    another thread block has accessed in conflict, -1 if there is none.
     """
     stats[0] += 1
     ended = -1

@@ -30,13 +30,16 @@ MOST_BLOCKS = 64
 
 
 def blocks_at_once(grid: Index3, block: Index3) -> int:
-    """How many blocks of a launch run at once."""
+    """Return how many thread blocks of a launch run at once."""
     lanes = -(-prod(block) // WARP) * WARP
     return max(1, min(LANES // lanes, MOST_BLOCKS, prod(grid)))
 
 
 def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]) -> None:
-    """Make additions, each of memory, blocks, places and values, one block after the other."""
+    """Make atomic additions, one thread block after the other.
+
+    Each has memory, thread blocks, positions and values.
+    """
     by_memory: dict[int, Any] = {}
     for memory, *what in additions:
         by_memory.setdefault(memory.ctypes.data, (memory, []))[1].append(what)
@@ -47,7 +50,7 @@ def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.nda
 
 
 class Kept:
-    """What a launch has done so far, to come back to."""
+    """The state of a launch, to which it can be restored."""
 
     def __init__(self, launch: Launch, owners: bool = True) -> None:
         self.launch = launch

@@ -42,20 +42,23 @@ ENGINE = "this bulk copy or product"
 
 
 def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
-    """Where the byte at an address lies: chunk c of row r at c ^ r % n, n chunks in a span."""
+    """Return the address of a byte after swizzling: chunk c of row r moves to c ^ r % n.
+
+    n is the number of chunks in `span`.
+    """
     return byte ^ (byte >> 7 & span // CHUNK - 1) << 4
 
 
 @lru_cache(maxsize=64)
 def box_places(rows: int, itemsize: int, swizzle: int) -> np.ndarray:
-    """The elements of a box's rows from its first element on, (rows, columns)."""
+    """Return the elements of a box's rows, counted from its first element, as (rows, columns)."""
     byte = np.arange(rows * ROW_BYTES, dtype=np.int64).reshape(rows, -1)[:, ::itemsize]
     return swizzled(byte, swizzle) // itemsize
 
 
 @dataclass(slots=True, eq=False)
 class BoxLoad:
-    """A box on its way to shared memory; `stamp` is when its mbarrier's phase ended."""
+    """A box that is being loaded to shared memory. `stamp` says when its mbarrier's phase ended."""
 
     buffer: SharedBuffer
     first: int
@@ -72,10 +75,10 @@ class BoxLoad:
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """Elements of shared memory that are read until somebody has waited for it.
+    """Elements of shared memory that are read asynchronously, until a thread has waited for it.
 
-    `row` of `buffer.reads` says so, and `code`, in a stamp, who reads: the first of so many, of
-    which each has its part of the elements.
+    `row` of `buffer.reads` marks them. `code`, in a stamp, says who reads; of several readers it is
+    the first, and each reads one of `parts` parts of the elements.
     """
 
     buffer: SharedBuffer
@@ -94,7 +97,7 @@ class Lent:
 
 @dataclass(slots=True, eq=False)
 class BoxStore:
-    """A box on its way to global memory, in group `number` of a thread's."""
+    """A box that is being stored to global memory, in group `number` of its thread."""
 
     lent: Lent
     array: GlobalArray
@@ -109,7 +112,7 @@ class BoxStore:
 
 
 class Boxes(Mbarriers):
-    """A context with bulk copies."""
+    """A context with copies of boxes."""
 
     __slots__ = ("begun", "_stores", "_groups_of_boxes")
 
@@ -132,11 +135,14 @@ class Boxes(Mbarriers):
 
     @property
     def rows_of_boxes(self) -> int:
-        """Behind the rows of warps, and two of each warpgroup, for either operand of products."""
+        """Return the row of `buffer.reads` that marks boxes.
+
+        It is behind the rows of the warps and two rows per warpgroup, for the operands of products.
+        """
         return self.warps + 2 * self.warpgroups
 
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
-        """Give a buffer rows for what products read, and boxes on their way: the last one."""
+        """Give a buffer rows for what products read, and a last row for stored boxes."""
         missing = self.rows_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:
             _, rows, length = buffer.reads.shape
@@ -147,7 +153,7 @@ class Boxes(Mbarriers):
     def untouchable(
         self, array: SharedArray, p: int, known: np.ndarray, does: str
     ) -> EmulatorError:
-        """The error for an element that a copy or product may not have yet."""
+        """Return the error for an element that a copy or a product may not access yet."""
         buffer, base = array.buffer, self.base[0]
         last, element = int(buffer.written[0, p]), array._element(p)
 
@@ -177,7 +183,7 @@ class Boxes(Mbarriers):
     def _box(
         self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
     ) -> tuple[int, np.ndarray]:
-        """Where a box lies in shared memory: its first element, and its elements from there."""
+        """Return where a box is in shared memory: first element, all elements from there."""
         size = boxed.rows * boxed.columns
         if array.itemsize != boxed.array.itemsize:
             text = (
@@ -202,7 +208,7 @@ class Boxes(Mbarriers):
         self, dst: SharedArray, index: Any, src: BoxedArray, place: tuple[Any, ...],
         tile: MbarrierTile, which: Any,
     ) -> None:  # fmt: skip
-        """Each lane that takes part starts a copy of the box at `place` to dst[index]."""
+        """Start a copy of the box at `place` to dst[index], in each lane that takes part."""
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():
@@ -240,7 +246,7 @@ class Boxes(Mbarriers):
         self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any,
         adds: bool = False,
     ) -> None:  # fmt: skip
-        """Each lane that takes part starts to copy src[index] to `place`, or to add it there."""
+        """Start a copy of src[index] to the box at `place`, or its addition to it, in each lane."""
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():
@@ -263,7 +269,7 @@ class Boxes(Mbarriers):
             self._stores.append(box)
 
     def _behind_stores(self, boxed: BoxedArray, places: np.ndarray, lane: int, does: str) -> None:
-        """Raise unless the boxes that were stored to these places are there for this lane."""
+        """Raise unless the boxes that were stored at these positions are visible to this lane."""
         array = boxed.array
         if not array.owners.stamps.size:
             return
@@ -297,13 +303,16 @@ class Boxes(Mbarriers):
         return Lent(buffer, row, first, places, code, parts)
 
     def commit_boxes(self) -> None:
-        """Close each thread's group of boxes."""
+        """Close each thread's group of stored boxes."""
         self.alone()
         for tid in self.group.tids[self.active()].tolist():
             self._groups_of_boxes[tid] = self._groups_of_boxes.get(tid, 0) + 1
 
     def wait_boxes(self, written: bool) -> None:
-        """Until the closed groups of each thread have been read, and if asked for written."""
+        """Wait until each thread's closed groups have been read.
+
+        If `written`, until they are stored.
+        """
         self.alone()
         lane_of = {int(t): k for k, t in enumerate(self.group.tids) if self.active()[k]}
         left = []
@@ -348,7 +357,7 @@ class Boxes(Mbarriers):
             self._stores.remove(box)
 
     def left_over(self) -> None:
-        """Raise for boxes to shared memory that nobody has waited for when a block ends."""
+        """Raise if a thread block ends with a loaded box that no thread has waited for."""
         for barrier in self._mbarriers.values():
             for copy in (*barrier.arrived, *barrier.flying):
                 p = int(copy.first + copy.places[0])
@@ -361,5 +370,5 @@ class Boxes(Mbarriers):
 
 
 def _signed(value: int) -> int:
-    """A coordinate as the 32-bit signed integer that the instruction takes."""
+    """Return a coordinate as the 32-bit signed integer that the instruction takes."""
     return (value + HALF_WAY) % (2 * HALF_WAY) - HALF_WAY

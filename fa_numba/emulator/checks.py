@@ -45,7 +45,7 @@ compiled = compiling.compiled(error_model="numpy")
 
 @register_jitable
 def ordered(stamp, tid, warp, seen):
-    """Whether an access happened before the present of thread `tid` of the block."""
+    """Return whether an access happened before the present of thread `tid`."""
     code = stamp & NOBODY
     if code == tid:
         return True
@@ -60,7 +60,7 @@ def ordered(stamp, tid, warp, seen):
 
 @register_jitable
 def _in_pairs(e, start, stop, apart, mask, tids):
-    """Whether every lane that takes part shares its place with the one `apart` from it, if any."""
+    """Return whether every lane shares its address with the lane `apart` away from it."""
     for k in range(start, stop):
         if mask[k]:
             for n in range(start, stop):
@@ -71,7 +71,7 @@ def _in_pairs(e, start, stop, apart, mask, tids):
 
 @register_jitable
 def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats):
-    """Count what shared memory needs for an access: see counts.py for the rule."""
+    """Count the wavefronts and conflicts of an access to shared memory; counts.py has the rule."""
     size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
     while size > 1 << shift:
         shift, group = shift + 1, group - 1
@@ -128,7 +128,7 @@ def shared_load(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, out, pairs,
 ):  # fmt: skip
-    """Elements e .. e + width - 1 of every lane to out[:, lane]."""
+    """Copy elements e .. e + width - 1 of every lane to out[:, lane]."""
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -172,7 +172,7 @@ def shared_store(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, values,
 ):  # fmt: skip
-    """values[:, lane] to elements e .. e + width - 1 of every lane."""
+    """Store values[:, lane] to elements e .. e + width - 1 of every lane."""
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -195,7 +195,7 @@ def depart(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, copiers, sites, site,
 ):  # fmt: skip
-    """Hand elements e .. e + width - 1 of every lane to its asynchronous copy."""
+    """Hand elements e .. e + width - 1 of every lane to the lane's asynchronous copy."""
     for k in range(e.size):
         if not mask[k]:
             continue
@@ -215,7 +215,7 @@ def depart(
 
 @compiled
 def land(data, written, first, e, width, values, mask, tids, starts):
-    """The copies of the lanes in `mask` arrive: values[lane] at e .. e + width - 1."""
+    """Write the arrived copies of the lanes in `mask`: values[lane] to e .. e + width - 1."""
     for k in range(e.size):
         if mask[k]:
             s = tids[k] >> SHIFT
@@ -227,7 +227,7 @@ def land(data, written, first, e, width, values, mask, tids, starts):
 
 @compiled
 def outside(index, extent, mask):
-    """The first lane whose index is not in 0 .. extent - 1."""
+    """Return the first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
     for k in range(index.size):
         if mask[k] and not 0 <= index[k] < extent:
             return k
@@ -236,7 +236,7 @@ def outside(index, extent, mask):
 
 @register_jitable
 def owned(kind, start, stop, block, several, writers, readers, atomics):
-    """Note that a block touches elements from `start` to `stop`; whether it may touch all."""
+    """Record that a thread block accesses the elements from `start` to `stop`; return if it may."""
     for p in range(start, stop):
         if writers[p] != 0 and writers[p] != block:
             return False
@@ -255,7 +255,7 @@ def owned(kind, start, stop, block, several, writers, readers, atomics):
 
 @register_jitable
 def _raced(kind, start, stop, me, t, w, stamps, seen, base):
-    """Note that a thread touches elements; whether another thread of its block may as well."""
+    """Record that a thread accesses elements; return if it may race with a thread of its block."""
     for p in range(start, stop):
         for other in range(4):
             last = stamps[other, p]
@@ -276,14 +276,16 @@ def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
     atomics, stamps, starts, seen, base, stats,
 ):  # fmt: skip
-    """Count the sectors of an access to global memory and note which block it is of.
+    """Count the sectors of an access to global memory, and record which thread block makes it.
 
-    `valid` elements from `e` on are touched in every lane, at most `width`, of which the access is.
-    A sector is fetched once for every other value of `beside`. Blocks are numbered from `first` on;
-    where `several` run at once their atomic additions are made later. Returns the first lane that
-    touches what another block has, one of them writing, unless atomically both, or what is still to
-    be added to; or -2 less the first that may touch what another thread of its block does, one of
-    them writing.
+    Every lane touches `valid` elements from `e` on. The access has `width` elements, which is the
+    most. A sector is fetched once for every other value of `beside`. Thread blocks are numbered
+    from `first` on. If `several` run at once, their atomic additions are made later.
+
+    Returns the first lane that touches an element which another thread block has touched, if one of
+    them writes and not both are atomic; or an element to which an addition is still to be made.
+    Otherwise it returns -2 minus the first lane that may race with another thread of its thread
+    block. Otherwise -1.
     """
     sectors = np.empty(4 * WARP, np.int64)
     k, count = 0, e.size
@@ -325,16 +327,16 @@ def global_access(
 
 @compiled
 def add_in_turn(memory, at, values):
-    """memory[at] += values, one after the other, each sum made in double precision."""
+    """Compute memory[at] += values, one after the other, each sum in double precision."""
     for k in range(at.size):
         memory[at[k]] = np.float32(np.float64(memory[at[k]]) + values[k])
 
 
 @compiled
 def multiply_adds(sums, elements, left, right, factors):
-    """sums[element] += factors[left] factors[right], one after the other.
+    """Compute sums[element] += factors[left] * factors[right], one after the other.
 
-    Products and sums are in double precision, each sum then rounded to single.
+    Products and sums are in double precision. Each sum is then rounded to single precision.
     """
     for n in range(elements.size):
         total, a, b = sums[elements[n]], factors[left[n]], factors[right[n]]

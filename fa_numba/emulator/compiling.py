@@ -19,7 +19,7 @@ VARIABLE = "FA_NUMBA_CACHE"
 
 
 class _Cache(FunctionCache):
-    """Numba's, to which a full disk, or a place that is gone, is no error."""
+    """Numba's cache, for which a full disk or a missing folder is not an error."""
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ class _Cache(FunctionCache):
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
-    """``numba.njit(cache=True, **options)``, which compiles too where nothing can be kept."""
+    """Return ``numba.njit(cache=True, **options)``, which also works if nothing can be cached."""
 
     def decorate(function: Callable) -> Any:
         dispatcher = njit(**options)(function)

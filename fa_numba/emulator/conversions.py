@@ -11,8 +11,10 @@ from .lanes import FLOATS, to_bool
 
 
 def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
-    """The cast to an integer type: an integer wraps around modulo 2**bits; of a float it is the
-    nearest one towards 0 that the type has, of NaN 0, where it has 32 bits or fewer.
+    """Return the cast to an integer type.
+
+    An integer wraps around modulo 2**bits. With 32 bits or fewer, a float becomes the nearest
+    integer towards 0 in the type's range, and NaN becomes 0.
     """
     mask, half = (1 << bits) - 1, 1 << (bits - 1)
     low, high = (-half, half - 1) if signed else (0, mask)
@@ -46,7 +48,7 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
 
 
 def rounding(to: type[np.floating]) -> Callable[[Any], Any]:
-    """The cast to a type of floats."""
+    """Return the cast to a float type."""
 
     def cast(value: Any) -> Any:
         if value.__class__ is np.ndarray:
@@ -57,7 +59,10 @@ def rounding(to: type[np.floating]) -> Callable[[Any], Any]:
 
 
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
-    """The conversion that a store to an array of `dtype` makes; TypeError where there is none."""
+    """Return the conversion that a store to an array of `dtype` makes.
+
+    Raise TypeError if there is none.
+    """
     if dtype.kind in "iu":
         return wrapped(dtype.itemsize * 8, dtype.kind == "i")
     if dtype.kind in "fb":

@@ -9,7 +9,7 @@ from .syntax import BITWISE, OPERATORS, PURE, TRUTHS, call, class_is, is_pure, m
 
 
 class Expressions(ast.NodeTransformer):
-    """Rewrites what a function computes; `rewrite.py` has its statements."""
+    """The visitor that rewrites expressions; `rewrite.py` has the one for statements."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.count = 0
@@ -55,7 +55,7 @@ class Expressions(ast.NodeTransformer):
         return ast.UnaryOp(node.op, self.number(value))
 
     def number(self, value: ast.expr) -> ast.expr:
-        """An operand of arithmetic, which truth values are 0 or 1 to."""
+        """Return an operand of arithmetic, in which truth values become 0 or 1."""
         return call("number", value) if self.may_be_truth(value) else value
 
     def may_be_truth(self, value: ast.AST | None) -> bool:

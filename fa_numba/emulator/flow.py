@@ -15,7 +15,10 @@ from .lanes import Mask, array, merge, truth, undefined
 
 
 class Split:
-    """An `if` that lanes take different sides of: first those that it is true for."""
+    """An `if` whose branches are taken by different lanes.
+
+    First the lanes with a true condition run.
+    """
 
     __slots__ = ("flow", "outer", "others")
 
@@ -24,16 +27,16 @@ class Split:
         self.others = ~condition if outer is None else outer & ~condition
 
     def turn(self) -> None:
-        """The body has run: now the others."""
+        """Go on with the lanes whose condition is false, as the body has run."""
         self.flow.mask = self.others
 
     def join(self) -> None:
-        """Both sides have run: go on with all."""
+        """Go on with all lanes, as both branches have run."""
         self.flow.mask = self.outer
 
 
 class Flow:
-    """The part of a context that says who takes part in what runs."""
+    """The part of a context that says which lanes take part in what runs."""
 
     __slots__ = ("mask", "_outer")
 
@@ -42,14 +45,17 @@ class Flow:
         self._outer: list[Mask] = []
 
     def split(self, condition: np.ndarray) -> bool | Split:
-        """Divide the lanes: True or False where they agree."""
+        """Divide the lanes by a condition; return True or False if all lanes agree."""
         condition, outer = truth(condition), self.mask
         if not self.narrow(condition):
             return False
         return self.mask is outer or Split(self, outer, condition)
 
     def narrow(self, condition: np.ndarray) -> bool:
-        """Keep the lanes for which it is true; False, and all are kept, where it is for none."""
+        """Keep the lanes whose condition is true.
+
+        If there are none, keep all lanes and return False.
+        """
         condition = truth(condition)
         mask = self.mask
         here = condition if mask is None else condition & mask
@@ -61,7 +67,7 @@ class Flow:
         return True
 
     def range(self, *places: Any) -> Any:
-        """Python's range, whose ends may be other ones for every lane."""
+        """Iterate like Python's range; the ends may differ by lane."""
         if not any(place.__class__ is array for place in places):
             return range(*places)
         return self._range(*((0, *places, 1) if len(places) == 1 else (*places, 1)[:3]))
@@ -78,7 +84,7 @@ class Flow:
     # ---- and, or, a conditional expression, where a side must not run for lanes without use for it
 
     def only(self, condition: np.ndarray) -> bool:
-        """Go on with the lanes that it is true for; whether there are any."""
+        """Go on with the lanes whose condition is true; return whether there are any."""
         self._outer.append(self.mask)
         return self.narrow(condition)
 
@@ -86,17 +92,20 @@ class Flow:
         return self.only(~truth(condition))
 
     def others(self, condition: np.ndarray) -> bool:
-        """After `only`, with the others."""
+        """Go on with the lanes whose condition is false, after `only`."""
         self.mask = self._outer.pop()
         return self.only(~truth(condition))
 
     def then(self, joined: Callable[..., Any], condition: np.ndarray, value: Any) -> Any:
-        """The condition and the other side `joined`, for all lanes again."""
+        """Go on with all lanes.
+
+        Return the condition and the other operand, combined by `joined`.
+        """
         self.mask = self._outer.pop()
         return joined(condition, value)
 
     def then_none(self, condition: np.ndarray) -> Any:
-        """Nobody had use for the other side."""
+        """Go on with all lanes, as no lane needed the other operand; return the condition."""
         self.mask = self._outer.pop()
         return condition
 

@@ -26,23 +26,23 @@ Site = tuple[int, int]  # a call in kernel code: id of the code object, offset o
 
 
 class OneByOne(BaseException):
-    """Blocks that run at once do what only each of them alone may: they begin again one by one."""
+    """Raised if thread blocks that run at once need to run alone: they begin again one by one."""
 
 
 class Parting(BaseException):
-    """Some lanes of a group wait for others of it: the block has to begin again without them."""
+    """Raised if lanes wait for others of their group: the thread block then begins again."""
 
     def __init__(self, lanes: np.ndarray) -> None:
         self.lanes = lanes  # bool a lane of the group
 
 
 def alike(values: np.ndarray) -> Any:
-    """One number where all are the same."""
+    """Return one number if all values are the same, else the values."""
     return int(values[0]) if (values == values[0]).all() else values
 
 
 def warps_of(tids: np.ndarray) -> np.ndarray:
-    """The warps of threads, which are ascending."""
+    """Return the warps of threads, which must be in ascending order."""
     warps = tids // WARP
     first = np.ones(warps.size, bool)
     np.not_equal(warps[1:], warps[:-1], out=first[1:])
@@ -50,10 +50,11 @@ def warps_of(tids: np.ndarray) -> np.ndarray:
 
 
 class Group:
-    """Lanes that run together: `tids` are their threads, ascending.
+    """Lanes that run together. `tids` are their threads, in ascending order.
 
-    Where several blocks run at once, `blocks` says which of them each lane is of, from 0, and a
-    thread's number is that in its block and `PITCH` for each block before.
+    If several thread blocks run at once, `blocks` is the number of each lane's thread block, from
+    0. A thread's number is its number in the thread block plus `PITCH` for each thread block
+    before.
     """
 
     __slots__ = (
@@ -82,7 +83,7 @@ class Group:
         self.begin()
 
     def begin(self) -> None:
-        """What the lanes have done is forgotten, as at the beginning of a block."""
+        """Forget what the lanes have done, as a thread block begins."""
         self.state = READY
         self.site: Site = (0, 0)
         self.operation = ""
@@ -94,7 +95,7 @@ class Group:
         self.copies: list[Copy] = []
 
     def full(self, value: int) -> np.ndarray:
-        """An array of `value` for every lane, kept."""
+        """Return an array with `value` for every lane; it is cached."""
         known = self.full_arrays.get(value)
         if known is None:
             if len(self.full_arrays) > 4096:
@@ -103,18 +104,18 @@ class Group:
         return known
 
     def crossed(self, bits: int) -> np.ndarray:
-        """For each lane of whole warps the one whose number differs in these bits, kept."""
+        """Return for each lane the lane whose number differs in these bits; it is cached."""
         known = self._crossed.get(bits)
         if known is None:
             known = self._crossed[bits] = np.arange(self.count) ^ bits
         return known
 
     def lanes(self, value: Any) -> np.ndarray:
-        """An integer as an array over the lanes."""
+        """Return an integer as an array over the lanes."""
         return value if value.__class__ is np.ndarray else self.full(int(value))
 
     def in_warps(self, value: Any, fill: Any = 0) -> np.ndarray:
-        """A value of every lane as (warps, 32)."""
+        """Return a value of every lane as an array (warps, 32)."""
         if value.__class__ is not np.ndarray:
             value = np.full(self.count, value)
         if not self.whole:
@@ -124,14 +125,14 @@ class Group:
         return value.reshape(-1, WARP)
 
     def of_warps(self, values: np.ndarray) -> np.ndarray:
-        """The way back."""
+        """Return an array (warps, 32) as an array over the lanes."""
         flat = values.reshape(-1)
         return flat if self.whole else flat[self.slot]
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """An asynchronous copy of every lane in `pending`, in its group of copies `number`."""
+    """An asynchronous copy of every lane in `pending`, in the lane's group of copies `number`."""
 
     dst: Any
     e: np.ndarray
@@ -143,10 +144,10 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class NamedBarrier:
-    """A named barrier of `threads` threads from its first arrival until it opens.
+    """A named barrier of `threads` threads, from its first arrival until it opens.
 
-    What warp w did at stamps below `seen[w]` happened before an arrival; `known` is what single
-    threads of those that came knew beyond that (mbarriers.py).
+    What warp w did at stamps below `seen[w]` happened before an arrival. `known` is what single
+    threads that arrived knew in addition (mbarriers.py).
     """
 
     threads: int
@@ -161,7 +162,7 @@ class NamedBarrier:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """Lanes of a warp, in several groups, that come to one collective."""
+    """Lanes of a warp, in several groups, that have come to one collective."""
 
     lanes: np.ndarray = field(default_factory=lambda: np.zeros(WARP, bool))
     values: list[np.ndarray] = field(default_factory=list)

@@ -26,7 +26,7 @@ ALWAYS = 1 << 58  # above the stamp of any access
 
 
 class Knowledge(Waiting):
-    """A context that knows what single threads know."""
+    """A context that records what single threads know to have happened before."""
 
     __slots__ = ("_heard", "_columns", "_fences")
 
@@ -45,12 +45,12 @@ class Knowledge(Waiting):
         return -(-self.warps // WARPGROUP)
 
     def alone(self) -> None:
-        """Blocks that run at once may not go on."""
+        """Raise OneByOne if several thread blocks run at once."""
         if self.several:
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Make room for columns of the warpgroups and of `more` mbarriers."""
+        """Make room for columns of the warpgroups and of `more` further mbarriers."""
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
         missing = self.warps + columns + more - seen.shape[1]
@@ -74,16 +74,19 @@ class Knowledge(Waiting):
             self._heard = np.concatenate([self._heard, gap], axis=1)
 
     def _by_thread(self, row: np.ndarray) -> np.ndarray:
-        """What a row of `seen` says of each thread, and the columns."""
+        """Return a row of `seen`, expanded from warps to threads, with its further columns."""
         return np.concatenate([np.repeat(row[: self.warps], WARP), row[self.warps :]])
 
     def _by_warp(self, known: np.ndarray) -> np.ndarray:
-        """What is known of all threads of each warp, and the columns."""
+        """Return what is known of all threads of each warp, with the further columns."""
         threads = self.warps * WARP
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
     def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """What surely happened before the present of these threads; `exactly`: all that did."""
+        """Return what certainly happened before the present of all these threads.
+
+        It may leave something out unless `exactly` is set.
+        """
         if exactly and self._heard is not None:
             rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
             known = np.maximum(rows, self._heard[tids]).min(axis=0)
@@ -106,14 +109,14 @@ class Knowledge(Waiting):
         return bool(before(stamp, known, self.warps))
 
     def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
-        """Up to which stamp each thread knows a column."""
+        """Return the stamp up to which each thread knows a column."""
         known = self.seen[tids // WARP, self.warps + column]
         if self._heard is not None:
             known = np.maximum(known, self._heard[tids, self.warps * WARP + column])
         return known
 
     def _learn(self, known: np.ndarray) -> None:
-        """All that is `known` happened before what the lanes that take part do next."""
+        """Record that all of `known` happened before what the lanes that take part do next."""
         tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
         counts = np.bincount(tids // WARP, minlength=self.warps)
         sizes = np.minimum(WARP, self.threads - WARP * np.arange(self.warps))
@@ -129,7 +132,7 @@ class Knowledge(Waiting):
             self._heard[tids] = np.maximum(self._heard[tids], known)
 
     def synced(self, warps: np.ndarray) -> None:
-        """All lanes of these warps know what one of them does."""
+        """Record that all lanes of these warps know what one of them knows."""
         if self._heard is None:
             return
         for warp in warps.tolist():
@@ -154,7 +157,7 @@ class Knowledge(Waiting):
             self._instructions["barrier"] = self._instructions.get("barrier", 0) + self.warps
 
     def fenced(self) -> None:
-        """What the lanes that take part have written may be read by copies and products."""
+        """Record a fence: copies and products may read what these lanes have written."""
         self.alone()
         tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
         self._tick(warps_of(tids))
@@ -166,9 +169,10 @@ class Knowledge(Waiting):
     def checked(
         self, check: Callable[..., int], *args: Any, tids: np.ndarray, last: tuple[Any, ...]
     ) -> tuple[int, np.ndarray]:
-        """What a function of async_checks.py finds, and what these threads know.
+        """Return what a function of async_checks.py finds, and what these threads know.
 
-        It is asked first with the least that they may know, which is found sooner.
+        The function is tried first with a lower bound of their knowledge, which is faster to
+        compute.
         """
         known = self.known_by(tids)
         bad = -1
@@ -182,7 +186,7 @@ class Knowledge(Waiting):
         return bad, known
 
     def fences_of(self, known: np.ndarray) -> np.ndarray:
-        """The stamp of each thread's last fence that is known."""
+        """Return the stamp of each thread's last fence that is known."""
         found = np.zeros(self.warps * WARP, np.int64)
         for tids, stamp in (fence for fences in self._fences.values() for fence in fences):
             there = tids[stamp + tids < known[tids]]

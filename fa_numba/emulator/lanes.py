@@ -18,7 +18,7 @@ Mask = np.ndarray | None  # bool a lane; None where all lanes take part
 
 
 class Undefined:
-    """A variable that no lane has assigned yet."""
+    """The value of a variable that no lane has assigned yet."""
 
     def __repr__(self) -> str:
         return "a variable that was not assigned"
@@ -31,12 +31,12 @@ MAX_INT64 = (1 << 63) - 1
 
 
 def truth(value: Any) -> np.ndarray:
-    """An array as bool."""
+    """Return an array as bool."""
     return value if value.dtype == np.bool_ else value != 0
 
 
 def merge(mask: Mask, old: Any, new: Any) -> Any:
-    """`new` for the lanes of `mask`, `old` for the others."""
+    """Return `new` for the lanes of `mask`, `old` for the others."""
     if old is new or old is undefined or old is None or mask is None:
         return new
     if isinstance(new, tuple) and new.__class__ is old.__class__ and len(old) == len(new):
@@ -61,14 +61,14 @@ def where(condition: np.ndarray, a: Any, b: Any) -> Any:
 
 
 def both(a: np.ndarray, b: Any) -> Any:
-    """`a and b`, for an array `a`."""
+    """Return `a and b`, for an array `a`."""
     if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
         return merge(truth(a), a, b)
     return a & b
 
 
 def any_(a: np.ndarray, b: Any) -> Any:
-    """`a or b`, for an array `a`."""
+    """Return `a or b`, for an array `a`."""
     if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
         return merge(truth(a), b, a)
     return a | b
@@ -81,7 +81,7 @@ def negation(value: Any) -> Any:
 
 
 def typed(made: Any, *given: Any) -> Any:
-    """What was computed of floats in double precision, rounded to their type."""
+    """Return what was computed from floats in double precision, rounded to their type."""
     types = [x.dtype for x in given if hasattr(x, "dtype") and x.dtype.kind == "f"]
     if not types or np.asarray(made).dtype.kind != "f":
         return made
@@ -89,14 +89,14 @@ def typed(made: Any, *given: Any) -> Any:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """a b + c, of floats rounded once."""
+    """Return a b + c; floats are rounded once."""
     if any(getattr(x, "dtype", None) == np.float32 for x in (a, b, c)):
         return typed(np.multiply(a, b, dtype=np.float64) + c, a, b, c)
     return a * b + c
 
 
 def each(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of numbers for all lanes: Python's, rounded to the numbers' type."""
+    """Return a function of numbers as a function of all lanes, rounded to the numbers' type."""
 
     def of_lanes(*values: Any) -> Any:
         if not any(x.__class__ is array for x in values):
@@ -109,7 +109,10 @@ def each(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """The first number that no other is beyond, as on a GPU a NaN only where all are."""
+    """Return a function like min or max.
+
+    It returns NaN only if all numbers are NaN, as on a GPU.
+    """
 
     def of_lanes(*values: Any) -> Any:
         if len(values) == 1:
@@ -140,7 +143,7 @@ def to_float(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """A truth value as the 0 or 1 that Python computes with."""
+    """Return a truth value as the 0 or 1 that Python computes with."""
     if value.__class__ is array and value.dtype == np.bool_:
         return value.astype(np.int64)
     return value
@@ -154,7 +157,7 @@ to_round = each(round)
 
 
 def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., Any]:
-    """An operation that Python refuses for a divisor of 0."""
+    """Return an operation that raises for a divisor of 0 in a lane that takes part."""
 
     def of_lanes(context: Any, a: Any, b: Any) -> Any:
         if b.__class__ is array:
@@ -169,7 +172,7 @@ def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., An
 
 
 def divide(a: Any, b: Any) -> Any:
-    """a / b, as a GPU divides: inf or NaN where Python raises."""
+    """Return a / b as a GPU does: inf or NaN where Python raises."""
     return a / b if b.__class__ is array or b else np.divide(a, b)
 
 

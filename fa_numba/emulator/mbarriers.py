@@ -16,12 +16,12 @@ MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
 
 
 class Mbarrier:
-    """A barrier of `count` arrivals a phase.
+    """A barrier that `count` arrivals complete in each phase.
 
-    In its phase number `phase`, from 0, `pending` arrivals and `bytes` are still missing, `past` is
-    known to those that have come, and `flying` are the copies that it counts. `ends` are the stamps
-    at which its phases ended, `ended` what was known at the last of them, and `arrived` the copies
-    of phases that have ended and that nobody has waited for.
+    `phase` is the number of the current phase, from 0. `pending` arrivals and `bytes` bytes are
+    still missing in it. `past` is what the threads that arrived know. `flying` are the copies that
+    it counts. `ends` are the stamps at which its phases ended, `ended` is what was known at the
+    last end. `arrived` are copies of ended phases that no thread has waited for.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class Mbarrier:
 
 
 class MbarrierTile:
-    """A shared array of barriers, which only their instructions may touch."""
+    """A shared array of mbarriers, which only the instructions for mbarriers may access."""
 
     __slots__ = ("array",)
 
@@ -138,7 +138,7 @@ class Mbarriers(Knowledge):
             self._mbarriers[place] = made
 
     def fence_mbarriers(self) -> None:
-        """The barriers that these threads have initialised may be used by others, and by copies."""
+        """Let other threads and copies use the mbarriers that these threads have initialised."""
         self.alone()
         active = self.group.tids[self.active()].tolist()
         made = [b for b in self._mbarriers.values() if b.fenced is None and b.maker in active]
@@ -148,7 +148,7 @@ class Mbarriers(Knowledge):
             self._tick(barrier.maker // WARP)
 
     def usable(self, barrier: Mbarrier, lanes: np.ndarray, by_copies: bool = False) -> None:
-        """Raise unless these lanes come after the initialisation and its fence."""
+        """Raise unless these lanes come after the initialisation and the fence behind it."""
         base, stamp = self.base[0], barrier.fenced
         if stamp is not None and stamp < base:
             return
@@ -171,7 +171,7 @@ class Mbarriers(Knowledge):
                 raise self.fault(MissingFence, text, None, lane)
 
     def in_phase(self, barrier: Mbarrier, tids: np.ndarray, does: str) -> None:
-        """Raise unless these threads know that the phase before has ended."""
+        """Raise unless these threads know that the previous phase has ended."""
         if not barrier.phase:
             return
         ignorant = self._column_known(tids, barrier.column) <= barrier.ends[-1]
@@ -185,7 +185,7 @@ class Mbarriers(Knowledge):
             raise self.fault(BarrierMisuse, text, None, lane)
 
     def arrive_mbarrier(self, tile: MbarrierTile, index: Any, size: Any = None) -> None:
-        """The lanes that take part arrive, each with `size` bytes that it announces."""
+        """Let the lanes that take part arrive; each announces `size` bytes."""
         self.alone()
         self.instruction("barrier")
         group = self.group
@@ -218,7 +218,7 @@ class Mbarriers(Knowledge):
             self.advance(barrier)
 
     def advance(self, barrier: Mbarrier) -> None:
-        """End the phase if nothing is missing."""
+        """End the phase if no arrival and no byte is missing."""
         if barrier.pending or barrier.bytes:
             return
         self.clock += 2
@@ -238,11 +238,11 @@ class Mbarriers(Knowledge):
         barrier.waiting = []
 
     def wait_mbarrier(self, tile: MbarrierTile, index: Any, parity: Any) -> None:
-        """Wait for the end of the first phase of this parity that may not have ended yet.
+        """Wait for the end of the first phase with this parity that may not have ended yet.
 
-        A thread knows of phases that have ended, by having waited for them or for others that knew.
-        Raises BarrierMisuse where the barrier may be further on than the phase that is meant, which
-        the parity would then not tell from another.
+        A thread knows that a phase has ended if it has waited for the phase, or for others that
+        knew. Raises BarrierMisuse if the mbarrier may already be in a later phase than the one that
+        is meant: the parity could not tell them apart.
         """
         self.alone()
         self.instruction("barrier")
@@ -285,8 +285,10 @@ class Mbarriers(Knowledge):
             self._learn(barrier.ended)
 
     def _stalled(self) -> EmulatorError:
-        """The error for a block in which nothing runs. Lanes of a group that wait alone first wait
-        with all others of it; where nothing runs then, they part from these.
+        """Return the error for a thread block in which no group can run.
+
+        Lanes of a group that wait for an mbarrier first wait together with the others of the group.
+        If nothing can run then, they become a group of their own.
         """
         waiting = [g for g in self._groups if g.state == AT_MBARRIER]
         for g in waiting:

@@ -27,7 +27,7 @@ _DTYPES[float] = np.dtype("float32")
 
 
 def element_type(dtype: Any) -> np.dtype:
-    """The NumPy dtype of an array's element type: a rebound or a numba type, or a NumPy dtype."""
+    """Return the NumPy dtype of an array's element type: a cast, a numba type or a NumPy dtype."""
     known = _DTYPES.get(dtype)
     if known is not None:
         return known
@@ -35,7 +35,7 @@ def element_type(dtype: Any) -> np.dtype:
 
 
 def _space(make: Callable[[Any, Any], Any]) -> SimpleNamespace:
-    """`cuda.shared` or `cuda.local`"""
+    """Return `cuda.shared` or `cuda.local`."""
     return SimpleNamespace(array=lambda shape, dtype, alignment=None: make(shape, dtype))
 
 
@@ -44,7 +44,7 @@ ATOMIC = SimpleNamespace(add=lambda target, index, value: target.atomic_add(inde
 
 
 def _settled(name: str) -> Callable[..., float]:
-    """math's function; where that raises NumPy's, which has the inf or NaN of a GPU."""
+    """Return math's function, with NumPy's inf or NaN where math raises, as on a GPU."""
     exact: Any = getattr(math, name)
     of_numpy: Any = getattr(np, "power" if name == "pow" else name)
 
@@ -59,7 +59,7 @@ def _settled(name: str) -> Callable[..., float]:
 
 
 def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A step of NumPy's, which gives a float, as on a GPU and not in Python."""
+    """Return a step function of NumPy, which returns a float as on a GPU."""
     return lambda x: typed(function(to_float(x)), x)
 
 
@@ -80,7 +80,7 @@ MATH = SimpleNamespace(**_EVERY)
 
 
 class Namespace:
-    """`cuda` for one launch. `run.py` sets the indices at every switch of groups."""
+    """The emulator's `cuda` for one launch. `run.py` sets the indices at every switch of groups."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -101,7 +101,10 @@ class Namespace:
         self._context.barrier()
 
     def syncwarp(self, mask: int = FULL) -> None:
-        """Orders the memory of the warp when all its lanes take part; with fewer it only waits."""
+        """Wait for lanes of the warp.
+
+        If all its lanes take part, this also orders their accesses.
+        """
         self._context.sync_warp(mask)
 
     def shfl_sync(self, mask: int, value: Any, src_lane: Any) -> Any:

@@ -33,14 +33,15 @@ MOST_REGISTERS = 255  # of a thread
 
 
 class Together(BaseException):
-    """A schedule has parted the warps of a warpgroup: the block has to begin again."""
+    """Raised if a schedule has separated a warpgroup: the thread block then begins again."""
 
 
 @lru_cache(maxsize=256)
 def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column: int) -> np.ndarray:
-    """An operand's elements, (rows, 16 steps), from the multiple of 1024 bytes that it begins after
-    on: by the addresses that the descriptor and each step give, swizzled. `column` is the byte of
-    the row at which it begins.
+    """Return an operand's elements as (rows, 16 steps), by the descriptor's addresses, swizzled.
+
+    They count from the multiple of 1024 bytes before the operand. `column` is the byte of the row
+    at which the operand begins.
     """
     row = np.arange(rows, dtype=np.int64)[:, None]
     k = np.arange(steps)[:, None]
@@ -57,7 +58,7 @@ def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column:
 
 
 def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """C + A B, in single precision, the products of an instruction one after the other."""
+    """Return C + A B in single precision, one instruction's products after the other."""
     steps = A.shape[1] // STEP
     left = A.reshape(len(A), steps, STEP).transpose(1, 0, 2)
     right = B.reshape(len(B), steps, STEP).transpose(1, 2, 0)
@@ -68,7 +69,7 @@ def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """A product on its way: its warpgroup, the lanes of it, what it reads and writes, and where."""
+    """A product that was not waited for: warpgroup, lanes, what it reads and writes, line."""
 
     ctx: Products
     warpgroup: int
@@ -81,7 +82,7 @@ class Product:
     ended: bool = False  # but C was not waited for
 
     def require_free(self, array: LocalArray, writes: bool) -> None:
-        """Raise if lanes that take part may not touch a register now."""
+        """Raise if lanes that take part may not access a register now."""
         if array is not self.C and not writes:
             return
         touched = self.lanes & self.ctx.active()
@@ -111,7 +112,7 @@ class Products(Boxes):
         self._products, self._registers = {}, {}
 
     def _warpgroups(self, operation: str) -> list[tuple[int, np.ndarray]]:
-        """The warpgroups that take part, all their threads, with their lanes in the group."""
+        """Return the warpgroups that take part, with their lanes in the group; all threads must."""
         self.alone()
         group, found = self.group, []
         lanes = self.active_lanes()
@@ -133,7 +134,7 @@ class Products(Boxes):
         return found
 
     def _parted(self, operation: str, warpgroup: int) -> None:
-        """Some threads of the warpgroup are in other groups, and may come or not."""
+        """Handle a warpgroup some of whose threads are in other groups, and may come or not."""
         tids = np.arange(WARPGROUP) + warpgroup * WARPGROUP
         same = self.warps_together * WARP == WARPGROUP
         if not same and tids[-1] < self.threads:
@@ -145,7 +146,7 @@ class Products(Boxes):
         raise self.fault(EmulatorError, text)
 
     def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str) -> int:
-        """A value that the threads of a warpgroup have to agree on."""
+        """Return a value on which the threads of a warpgroup must agree."""
         if value.__class__ is not np.ndarray:
             return int(value)
         values = value[lanes]
@@ -163,9 +164,11 @@ class Products(Boxes):
         self, numbers: np.ndarray, rC: LocalArray, n: int, A: tuple[Any, ...], B: tuple[Any, ...],
         steps: int, adds: int,
     ) -> None:  # fmt: skip
-        """C = A B, or C += A B. Operands are a shared array, element, rows of a panel and whether
-        the sum runs down its rows; A may be an array of registers, from one of them on.
-        `numbers`: what 16 bits mean.
+        """Start C = A B or C += A B.
+
+        An operand is a shared array, the first element, the rows of a panel, and whether the sum
+        runs over its rows. A may also be an array of registers and the first register. `numbers`
+        maps 16 bits to their value.
         """
         if n % 8 or not 8 <= n <= 256:
             raise ValueError(f"n must be a multiple of 8 from 8 to 256, got {n}")
@@ -218,7 +221,7 @@ class Products(Boxes):
         self, numbers: np.ndarray, warpgroup: int, lanes: np.ndarray, operand: tuple[Any, ...],
         rows: int, steps: int, lent: list[Lent], left: int = 0,
     ) -> np.ndarray:  # fmt: skip
-        """(rows, 16 steps) from shared memory, in float32."""
+        """Return an operand from shared memory as (rows, 16 steps), in float32."""
         array, index, panel_rows, across = operand
         at = self._of_warpgroup(index, lanes, "operands")
         if array.itemsize != ITEM:
@@ -248,7 +251,7 @@ class Products(Boxes):
     def _of_registers(
         self, numbers: np.ndarray, A: tuple[Any, ...], lanes: np.ndarray, steps: int
     ) -> np.ndarray:
-        """A from each thread's words, (64, 16 steps)."""
+        """Return the operand A from each thread's registers, as (64, 16 steps)."""
         rA, first = A
         words = np.empty((4 * steps, WARPGROUP), np.int64)
         for e, row in enumerate(words, first):
@@ -259,7 +262,7 @@ class Products(Boxes):
         return parts.transpose(2, 0, 3, 1, 4, 5).reshape(ROWS, -1)
 
     def wait_products(self, rC: LocalArray, count: int, pending: int) -> None:
-        """Until at most the last `pending` products are on their way; then C is there."""
+        """Wait until at most the last `pending` products are in flight; rC is then usable."""
         for number, _ in self._warpgroups("wait_products"):
             products = self._products.get(number, [])
             stay = len(products) - pending
@@ -295,7 +298,7 @@ class Products(Boxes):
     # ---- registers
 
     def set_registers(self, count: int, operation: str) -> None:
-        """A warpgroup has `count` registers a thread from here on."""
+        """Set the registers per thread of a warpgroup, from here on."""
         if count % 8 or not 24 <= count <= 256:
             raise ValueError(
                 f"{operation}: count must be a multiple of 8 from 24 to 256, got {count}"

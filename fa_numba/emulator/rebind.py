@@ -33,7 +33,7 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 def _multiply_add(target: Any, *terms: Any) -> None:
-    """target[index] += a * b, for every index, a and b of `terms`."""
+    """Compute target[index] += a * b for every index, a and b of `terms`."""
     if target.__class__ is LocalArray:
         target.multiply_add(terms)
         return
@@ -42,12 +42,17 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 
 
 class Rebinder:
-    """Rebinds a kernel and the functions it calls; `codes` holds their code objects by id.
+    """Rebinds a kernel and all functions that it calls. `codes` has their code objects by id.
 
-    They are rewritten (rewrite.py), and their globals and closure variables replaced: numba.cuda
-    and its parts by the context's; device functions (`.py_func`), functions of this package and of
-    the kernel's module by rebound copies; intrinsics by their `.emulation`; numba types by casts;
-    `math` by one that follows the GPU in giving inf and nan where Python raises.
+    The functions are rewritten (rewrite.py), and the values of their globals and closure variables
+    are replaced:
+
+        numba.cuda and its parts      the launch's `cuda`
+        device functions              rebound copies; so are functions of this package and of the
+                                      kernel's module
+        intrinsics                    their `emulation`
+        numba types                   casts
+        math                          a version that returns inf and NaN where Python raises
     """
 
     def __init__(self, context: Any) -> None:
@@ -75,7 +80,7 @@ class Rebinder:
         self._runtime["range"] = context.range
 
     def function(self, function: Any) -> Any:
-        """`function` rewritten, its globals and closure rebound, and so on for all it calls."""
+        """Return `function` rewritten, with its globals and closure variables rebound."""
         done = self._functions.get(id(function))
         if done is not None:
             return done
@@ -100,7 +105,7 @@ class Rebinder:
         return done
 
     def value(self, value: Any) -> Any:
-        """What stands for `value`, a global or closure variable of a kernel."""
+        """Return what replaces `value`, a global or closure variable of a kernel."""
         if value.__class__ in _PLAIN:
             return np.float64(value) if value.__class__ is float else value
         if id(value) in self._known:
@@ -134,7 +139,7 @@ class Rebinder:
 
 
 class _Module:
-    """A module of ours that a kernel takes attributes of."""
+    """A module of this package of which a kernel reads attributes."""
 
     def __init__(self, module: ModuleType, rebinder: Rebinder) -> None:
         self._module, self._rebinder = module, rebinder

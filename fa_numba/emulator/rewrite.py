@@ -44,9 +44,9 @@ _rewritten: dict[int, tuple[CodeType, CodeType, frozenset[str]]] = {}
 
 
 def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
-    """The rewritten code of a function, and the names that it takes from outside.
+    """Return the rewritten code of a function, and the names that it takes from outside.
 
-    Raises ValueError for a function whose source is not at hand or that has what a kernel has not:
+    Raises ValueError if the source is not available, or has statements that are not supported:
     generators, `try`, `with`, `else` of a loop.
     """
     known = _rewritten.get(id(code))
@@ -94,7 +94,7 @@ def _refused(what: str) -> Any:
 
 
 class _Function(Expressions):
-    """Rewrites one function."""
+    """The visitor that rewrites one function."""
 
     def __init__(self, node: ast.FunctionDef) -> None:
         super().__init__(node)
@@ -124,11 +124,11 @@ class _Function(Expressions):
         return node
 
     def at(self, place: ast.AST, node: ast.AST) -> ast.AST:
-        """`node` on the line of `place`, if it has none; what is in it follows in the end."""
+        """Return `node` on the line of `place` if it has no line; its parts follow at the end."""
         return node if hasattr(node, "lineno") else ast.copy_location(node, place)
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        """Rewritten statements."""
+        """Return the rewritten statements."""
         made: list[ast.stmt] = []
         taken = 0
         for n, statement in enumerate(statements):
@@ -169,7 +169,7 @@ class _Function(Expressions):
         return made
 
     def store(self, target: ast.expr, value: ast.expr) -> list[ast.stmt]:
-        """`target = value`, for the lanes of the mask."""
+        """Return statements for `target = value`, for the lanes of the mask."""
         if isinstance(target, ast.Subscript):
             return [assign(self.visit(target), value)]
         if isinstance(target, ast.Name) and self.depth:
@@ -209,7 +209,7 @@ class _Function(Expressions):
         ]
 
     def in_turn(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
-        """Multiply-adds together; of memory that may have other names one by one."""
+        """Return statements for a chain of multiply-adds; one by one if arrays may share memory."""
         if not any(isinstance(x, ast.Subscript) for c in chain[1:] for x in ast.walk(c.value)):
             return self.multiply_adds(chain)
         array = copy.deepcopy(chain[0].target.value)  # type: ignore[union-attr]
@@ -217,7 +217,7 @@ class _Function(Expressions):
         return [ast.If(class_is(array, "LocalArray"), self.multiply_adds(chain), single)]
 
     def multiply_adds(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
-        """`array[index] += a * b` once or several times: one after the other, in one call."""
+        """Return one call for a chain of `array[index] += a * b`, computed one after the other."""
         terms: list[ast.expr] = []
         for each in chain:
             assert isinstance(each.target, ast.Subscript) and isinstance(each.value, ast.BinOp)
@@ -246,7 +246,7 @@ class _Function(Expressions):
         return [*made, when(either, otherwise), joins]
 
     def agreed(self, name: str, how: str = "uniform") -> ast.stmt:
-        """A variable that is an array as what a method of the context makes of it."""
+        """Return a statement that replaces a variable, if it is an array, by a method's result."""
         one = assign(runtime(name, True), method(runtime("C"), how, runtime(name)))
         return when(class_is(runtime(name), "array"), [one])
 
@@ -273,7 +273,7 @@ class _Function(Expressions):
         return self.loop(ast.For(runtime(one, True), iterated, body, node.orelse))
 
     def loop(self, made: ast.While | ast.For) -> list[ast.stmt]:
-        """A loop, after which all go on that have come to it."""
+        """Return a loop, after which all lanes go on that entered it."""
         if made.orelse:
             raise _Unsupported("the else of a loop")
         whole = self.temporary("w")

@@ -89,7 +89,7 @@ def schedule(seed: int) -> Iterator[None]:
 
 
 class Launch(Products):
-    """A launch that runs: its blocks, and the groups of each in turn."""
+    """A running launch: its thread blocks in turn, and the groups of each thread block in turn."""
 
     __slots__ = ("arrays", "partition", "_random", "_turns", "_whole")
 
@@ -104,7 +104,10 @@ class Launch(Products):
         self._whole: dict[int, Group] = {}  # all lanes of so many blocks
 
     def run(self, function: Callable[..., None], args: Sequence[Any]) -> bool:
-        """All blocks, several at once where they may; whether they might have been."""
+        """Run all thread blocks, several at once where possible.
+
+        Return whether several could run at once.
+        """
         blocks = prod(self.grid)
         numbers = list(range(1, blocks + 1))
         if self._random is not None:
@@ -123,7 +126,7 @@ class Launch(Products):
     def _run_together(
         self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
     ) -> bool:
-        """Blocks at once; False, and nothing has happened, where they have to run one by one."""
+        """Run several thread blocks at once. If they cannot, undo everything and return False."""
         kept = Kept(self)
         try:
             self._run_groups(function, args, first, count)
@@ -152,7 +155,10 @@ class Launch(Products):
             kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
-        """Split these lanes from a group's others; where there are mbarriers, first warpgroups."""
+        """Split these lanes from the others of their group.
+
+        With mbarriers, split into warpgroups first.
+        """
         if self._mbarriers and self.threads > WARPGROUP and not self.partition.any():
             self.partition[:] = np.arange(self.threads) // WARPGROUP
             return
@@ -160,7 +166,7 @@ class Launch(Products):
         self.partition[group.tids[lanes]] = self.partition.max() + 1
 
     def _grouped(self, blocks: int) -> list[Group]:
-        """The lanes of a block by group, or those of several in one."""
+        """Return the groups of a thread block, or one group for several thread blocks."""
         numbers = self.partition * TURNS + self._turns
         apart = dict.fromkeys(numbers.tolist()) if blocks == 1 else {}
         if len(apart) > 1:
@@ -175,7 +181,7 @@ class Launch(Products):
     def _run_groups(
         self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
     ) -> None:
-        """`count` blocks from their beginning."""
+        """Run `count` thread blocks from their beginning."""
         groups = self._groups = self._grouped(count)
         self.group, self.mask, self._outer = groups[0], None, []
         self.begin_blocks(first, count)
@@ -217,7 +223,7 @@ class Launch(Products):
         place.x, place.y, place.z, cuda.laneid = group.x, group.y, group.z, group.laneid
 
     def end(self) -> None:
-        """Unwind the groups that an error left waiting."""
+        """End the groups that still wait after an error."""
         for g in self._groups:
             if g.run is not None and not g.run.dead:
                 g.run.throw()
@@ -237,7 +243,7 @@ class Launch(Products):
         group.state = DONE
 
     def _exit(self) -> None:
-        """Nothing of these lanes may be in flight."""
+        """Raise if an asynchronous copy of these lanes is still in flight when they exit."""
         for copy in self.group.copies:
             lanes = np.flatnonzero(copy.pending & self.active())
             if lanes.size:

@@ -13,7 +13,7 @@ from types import CodeType
 
 @cache
 def source_line(code: CodeType, instruction: int) -> str:
-    """ "file.py:123: source text" of the instruction at an offset in `code`."""
+    """Return the source line of an instruction as "file.py:123: source text"."""
     positions = list(code.co_positions())
     number = positions[instruction // 2][0] if 0 <= instruction // 2 < len(positions) else None
     number = number or code.co_firstlineno
@@ -23,7 +23,10 @@ def source_line(code: CodeType, instruction: int) -> str:
 
 @cache
 def assigned_name(code: CodeType, instruction: int) -> str | None:
-    """The variable that takes the result of a call, alone or in a tuple; None without one."""
+    """Return the variable to which a call's result is assigned, alone or in a tuple.
+
+    None without one.
+    """
     above = 0  # values on the stack above the result
     for following in dis.get_instructions(code):
         operation, n = following.opname, following.arg or 0
@@ -48,7 +51,10 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | None:
-    """The tree of the function that has this code; None if its source is not at hand."""
+    """Return the syntax tree of the function with this code.
+
+    None if its source is not available.
+    """
     first = code.co_firstlineno  # of the first decorator
     lines = linecache.getlines(code.co_filename)[first - 1 :]
     block = "".join(inspect.getblock(lines)) if lines else ""

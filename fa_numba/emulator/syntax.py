@@ -65,13 +65,13 @@ def when(test: ast.expr, body: list[ast.stmt]) -> ast.If:
 
 
 def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
-    """The lists of statements within a statement."""
+    """Return the lists of statements inside a statement."""
     found = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
     return [] if isinstance(node, DEFINITIONS) else found
 
 
 def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) -> bool:
-    """Whether there is a `return`, or a `break` or `continue` of a loop around these."""
+    """Return whether there is a `return`, or a `break` or `continue` of an outer loop."""
     return any(
         isinstance(node, kinds)
         or any(
@@ -87,7 +87,7 @@ def returns(statements: Iterable[ast.stmt]) -> bool:
 
 
 def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
-    """The names that statements within others assign."""
+    """Return the names that are assigned in statements inside other statements."""
     names: set[str] = set()
     for node in statements:
         if isinstance(node, DEFINITIONS):
@@ -108,7 +108,7 @@ def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set
 
 
 def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
-    """The multiply-adds that these begin with, to one array that none of them reads."""
+    """Return the multiply-adds at the beginning that add to one array and do not read it."""
     found: list[ast.AugAssign] = []
     array = ""
     for each in statements:
@@ -138,7 +138,7 @@ def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
 
 
 def is_pure(node: ast.expr) -> bool:
-    """Whether a lane may evaluate this though it has no use for it."""
+    """Return whether a lane may evaluate an expression although it does not need the value."""
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and not (
             isinstance(each.func, ast.Name) and each.func.id in PURE

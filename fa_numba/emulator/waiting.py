@@ -56,7 +56,7 @@ class Waiting(Context):
     # ---- groups
 
     def _wait(self, state: int, site: Site, operation: str, value: Any = None) -> None:
-        """Let other groups run until this one can go on."""
+        """Let other groups run until this group can go on."""
         group = self.group
         group.state, group.site, group.operation, group.value = state, site, operation, value
         self._switch()
@@ -74,11 +74,11 @@ class Waiting(Context):
         self.group, self.mask, self._outer = group, group.mask, group.outer
 
     def _all_here(self) -> bool:
-        """Whether all lanes of the group take part."""
+        """Return whether all lanes of the group take part."""
         return self.mask is None or bool(self.mask.all())
 
     def _open_if_all_wait(self) -> bool:
-        """Open the block's barrier if all its threads stand at it."""
+        """Open the thread block's barrier if all its threads wait there."""
         groups = self._groups
         first = groups[0].site
         if any(g.state != AT_BARRIER or g.site != first for g in groups):
@@ -88,7 +88,7 @@ class Waiting(Context):
         return True
 
     def _release(self) -> None:
-        """Let the groups of the block go on."""
+        """Let the groups of the thread block go on."""
         for g in self._groups:
             g.state = READY
 
@@ -97,7 +97,7 @@ class Waiting(Context):
         self.starts[warps] = self.clock * STAMP
 
     def _open_barrier(self, blocks: Any = slice(None)) -> None:
-        """Of the block, or of these of them that run at once."""
+        """Record that the barrier opens, in all or some of the thread blocks that run."""
         self.clock += 1
         self.base[blocks] = now = self.clock * STAMP
         self.starts.reshape(self.base.size, -1)[blocks] = now
@@ -106,7 +106,7 @@ class Waiting(Context):
     # ---- waiting
 
     def barrier(self) -> None:
-        """`syncthreads`: wait for the whole block."""
+        """Wait for all threads of the thread block (`syncthreads`)."""
         if len(self._groups) == 1:  # of several, `_release` counts
             self.instruction("barrier")
         if self.several:  # each that takes part comes with all its threads: it waits for no other
@@ -120,10 +120,10 @@ class Waiting(Context):
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
     ) -> tuple[np.ndarray, ...]:
-        """Wait for the lanes in `mask`; returns what `resolve` gives.
+        """Wait for the lanes in `mask`; return what `resolve` returns, by lane.
 
-        `resolve(values, present, mask)` takes arrays (warps, 32), of which lanes that are not
-        `present` hold nothing, and gives a tuple of such arrays, which may be empty.
+        `resolve(values, present, mask)` takes arrays (warps, 32). Lanes that are not `present` have
+        no value. It returns a tuple of such arrays, which may be empty.
         """
         group = self.group
         mask = self.uniform(mask) & FULL
@@ -157,14 +157,14 @@ class Waiting(Context):
         return self._meet(operation, mask, arrays, here, wanted, resolve)
 
     def _lanes_of(self, warps: np.ndarray) -> np.ndarray:
-        """The lanes that warps have, (warps, 32)."""
+        """Return which lanes the warps have, as (warps, 32)."""
         return warps[:, None] * WARP % PITCH + np.arange(WARP) < self.threads
 
     def _meet(
         self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
         wanted: np.ndarray, resolve: Resolve,
     ) -> tuple[np.ndarray, ...]:  # fmt: skip
-        """A collective whose lanes are in several groups."""
+        """Complete a collective whose lanes are in several groups."""
         group, site = self.group, self.site()
         found: list[Meeting | None] = []
         for n, warp in enumerate(group.warps.tolist()):
@@ -201,7 +201,7 @@ class Waiting(Context):
         return tuple(map(self.group.of_warps, results))
 
     def sync_warp(self, mask: Any) -> None:
-        """`syncwarp`: orders the memory of the warp when all its lanes take part."""
+        """Wait for lanes of the warp (`syncwarp`); if all take part, order their accesses."""
         self.instruction("barrier")
         group = self.group
 
@@ -219,16 +219,17 @@ class Waiting(Context):
         self.collective("syncwarp", mask, (), order)
 
     def named_barrier(self, operation: str, barrier: Any, threads: Any, waits: bool) -> None:
-        """Come to a barrier of `threads` threads: bar.sync or, unless it `waits`, bar.arrive.
+        """Arrive at a named barrier of `threads` threads, and wait there if `waits` is set.
 
-        All lanes of a warp come together. The barrier opens, and is as new, when warps of as many
-        threads have: what they did before then happened before what the waiting ones do next.
-        Arriving orders nothing for the warp that arrives, not even among its lanes. A barrier that
-        nobody waits at need not open: who takes turns leaves one at the end.
+        This is bar.sync, or bar.arrive without `waits`. All lanes of a warp arrive together. The
+        barrier opens when warps with that many threads have arrived, and can then be used again.
+        What these warps did before happened before what the waiting warps do next. Arriving does
+        not order anything for the warp that arrives, not even among its lanes. A barrier at which
+        no warp waits need not open.
 
-        Raises BarrierMisuse where lanes of a warp or warps at a barrier disagree, where a warp that
-        arrived comes again before the barrier has opened, and where nothing orders its coming after
-        the barrier's last use: another time it could be taken for a part of that.
+        Raises BarrierMisuse in three cases: the lanes of a warp, or the warps at a barrier,
+        disagree; a warp arrives again before the barrier has opened; nothing orders a warp's
+        arrival after the barrier's last use, so that it could be taken for a part of that use.
         """
         if self.several:
             raise OneByOne
@@ -262,7 +263,7 @@ class Waiting(Context):
             self._wait_named(operation, barrier, named)
 
     def _warps_agree(self, value: np.ndarray) -> bool:
-        """Whether the lanes of each warp have the same value."""
+        """Return whether the lanes of each warp have the same value."""
         active, warps = self.active(), self.group.warp_of
         pairs = np.stack([warps, value])[:, active]
         return np.unique(pairs, axis=1).shape[1] == np.unique(pairs[0]).size
@@ -279,7 +280,7 @@ class Waiting(Context):
                 self._wait(AT_NAMED, self.site(), f"{operation} of barrier {number}")
 
     def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
-        """A warp comes to a barrier; the last one opens it."""
+        """Record that a warp arrives at a barrier; the last one opens it."""
         self._tick(warp)
         past = self.seen[warp].copy()
         past[warp] = self.starts[warp]
@@ -316,7 +317,7 @@ class Waiting(Context):
         return named
 
     def _lane_of(self, warp: int) -> int:
-        """The first lane that takes part of a warp."""
+        """Return the first lane of a warp that takes part."""
         lanes = np.flatnonzero(self.active() & (self.group.warp_of == warp))
         return int(lanes[0]) if lanes.size else self.first_lane()
 
@@ -331,7 +332,7 @@ class Waiting(Context):
     # ---- who waits for whom
 
     def _stalled(self) -> EmulatorError:
-        """The error for a block in which nothing runs: who waits for whom, and where."""
+        """Return the error for a stalled thread block: who waits for whom, and where."""
         kind: type[EmulatorError] = BarrierDivergence
         groups = self._groups
         in_warp = [g for g in groups if g.state == AT_WARP]
@@ -357,7 +358,7 @@ class Waiting(Context):
         return self.fault_at(kind, f"{text}{self._waiters()}", int(g.tids[0]), g.site)
 
     def _deserted(self, group: Group) -> bool:
-        """Whether a lane that `group` waits for in a warp collective is somewhere else."""
+        """Return whether a lane for which `group` waits in a warp collective is elsewhere."""
         for other in self._groups:
             shared = np.isin(other.warp_of, group.warps)
             named = shared & (group.value >> other.tids % WARP & 1 != 0)
