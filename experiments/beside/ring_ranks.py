@@ -6,12 +6,13 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..lab.measure.check import PEER_BOUND, ROUNDING, WrongResult
 from ..lab.measure.timing import attempt
+from ..lab.record import ran
 
 # Series: what runs a whole problem on every GPU alone, both orders, and others' ways.
 ONE, KV, Q, ULYSSES = "one-gpu", "ring-kv", "ring-q", "ulysses"
@@ -58,6 +59,8 @@ class Found:
         MiB of the rank that needs most.
     failure : str, default ""
         Why the task failed.
+    ran : dict
+        Kernels that the first rank has launched so far, as `ran.Collected.of` returns them.
     """
 
     index: int
@@ -65,6 +68,7 @@ class Found:
     sent: int = 0
     memory: float = 0.0
     failure: str = ""
+    ran: dict[str, Any] = field(default_factory=dict)
 
 
 def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
@@ -88,6 +92,7 @@ def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
                 ended, failure = attempt(begun.join, POLL)
                 for found in _lines(results)[seen:]:
                     seen += 1
+                    ran.tell(found.ran)
                     yield found
                 ended = ended or bool(failure)
         finally:
@@ -117,11 +122,13 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
         device_id=device,
     )  # fmt: skip
     bench = _Bench(rank, ranks, device)
-    for index, task in enumerate(tasks):
-        found = bench.found(index, task)
-        if rank == 0:
-            with open(results, "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(found)) + "\n")
+    with ran.collecting() as collected:
+        for index, task in enumerate(tasks):
+            found = bench.found(index, task)
+            if rank == 0:
+                found.ran = collected.of("gpu")
+                with open(results, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(found)) + "\n")
     dist.destroy_process_group()
 
 

@@ -9,7 +9,8 @@ A ``Kernel`` is compiled when it first runs on a GPU; on the emulator its Python
 is. The files: ``select`` which device and its limits, ``function`` what kernels call, ``kernel``
 and ``kernel_cache`` compiled code, ``front_end`` how it is compiled in less time, ``linking`` and
 ``assembling`` for a GPU that is not here and what the assembler says, ``mlir`` another compiler,
-``launching`` launches and counts, ``launch_record`` launches that are made again, ``tensor_map``
+``launching`` launches and counts, ``program_digest`` what a
+kernel is compiled from, as a digest, ``launch_record`` launches that are made again, ``tensor_map``
 arrays for the copy engine, ``memory`` arrays and workspace, ``timing`` events, ``beside_numpy`` a
 name that numba-cuda misses.
 """
@@ -24,6 +25,7 @@ from fa_numba.device.function import device_function
 from fa_numba.device.kernel import Kernel
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
+    Launched,
     as_batch,
     as_one,
     broadcast,
@@ -31,6 +33,8 @@ from fa_numba.device.launching import (
     count_accesses,
     grouped,
     launch,
+    launched_kernels,
+    note_origin,
     permuted,
     replay,
     transposed,

@@ -74,6 +74,8 @@ class LaunchRecord:
     def __init__(self) -> None:
         self.workspace_bytes = 0
         self.reserved_bytes = 0
+        self.kernels: list[Any] = []  # of the launches
+        self.origins: list[Any] = []  # what the launches were planned from
         self._steps: list[tuple[Callable, str]] = []
         self._varying: dict[tuple[int, int], ctypes.c_int64] = {}
         self._maps: list[tuple[int, int, driver.CUtensorMap]] = []
@@ -97,6 +99,7 @@ class LaunchRecord:
             for word in self._words(ty, x)
         ]
         addresses = (ctypes.c_void_p * len(words))(*map(ctypes.addressof, words))
+        self.kernels.append(kernel)
         self._used += [compiled, args, words, addresses]
         function = driver.CUfunction(int(compiled.handle))
         blocks = (*grid, 1, 1)[:3]

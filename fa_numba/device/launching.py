@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -70,6 +70,54 @@ def count_accesses() -> Iterator[emulator.Counts]:
         _counts.reset(token)
 
 
+class Launched:
+    """What was launched: kernels, and what their launches were planned from.
+
+    ``kernels`` and ``origins`` map "gpu" and "emulator" to those launched there, in the order of
+    their first launch. An origin is whatever the caller of ``note_origin`` gives.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, dict[Kernel, None]] = {"gpu": {}, "emulator": {}}
+        self.origins: dict[str, dict[Hashable, None]] = {"gpu": {}, "emulator": {}}
+
+
+# Those of every ``launched_kernels`` that is open, in whatever thread: torch has its own backward.
+_launched: list[Launched] = []
+
+
+@contextlib.contextmanager
+def launched_kernels() -> Iterator[Launched]:
+    """Collect the kernels that are launched inside, on the GPU and on the emulator.
+
+    Launches of all threads count, and launches that are made again from a record. Launches of
+    other processes do not count.
+    """
+    launched = Launched()
+    _launched.append(launched)
+    try:
+        yield launched
+    finally:
+        _launched.remove(launched)
+
+
+def _note_launched(kernels: Iterable[Kernel], origins: Iterable[Hashable] = ()) -> None:
+    """Add kernels, and what they were planned from, to every ``launched_kernels`` that is open."""
+    if _launched:
+        where = "gpu" if select.on_gpu() else "emulator"
+        for each in _launched:
+            each.kernels[where].update(dict.fromkeys(kernels))
+            each.origins[where].update(dict.fromkeys(origins))
+
+
+def note_origin(origin: Hashable, stream: int | LaunchRecord = 0) -> None:
+    """Say what the next launches on ``stream`` were planned from; see ``launched_kernels``."""
+    if isinstance(stream, LaunchRecord):
+        stream.origins.append(origin)
+    else:
+        _note_launched((), (origin,))
+
+
 def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
@@ -87,6 +135,7 @@ def launch(
     if select.on_gpu():
         _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
         return
+    _note_launched((kernel,))
     rounded = tuple(map(_rounded, kernel.argument_types, args))
     counts = emulator.launch(
         kernel.function,
@@ -107,6 +156,7 @@ def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> N
         return
     recording = LaunchRecord()
     step(recording)
+    _note_launched(recording.kernels)
     recording.run((), stream)
 
 
@@ -116,6 +166,7 @@ def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal:
     ``values`` has the address or word of each slot but the workspace's, which is allocated here and
     freed, in the stream's order, after the last launch.
     """
+    _note_launched(recording.kernels, recording.origins)
     if not recording.reserved_bytes:
         recording.run(values, stream)
         return

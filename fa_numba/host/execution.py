@@ -74,6 +74,8 @@ def execute(
         for buffer in plan.workspace:
             found[buffer.name] = allocated(buffer, allocate, stream)
         values = options(found) if options else {}
+        if getattr(plan, "asked", None) is not None:
+            device.note_origin(plan.asked, stream)  # type: ignore[attr-defined]
         for launch in plan.launches:
             taken = [_resolved(x, found, plan) for x in launch.arguments.values()]
             if takes_options(launch.kernel):

@@ -26,6 +26,7 @@ def plan_of(problem: Problem, choices: Choices, aligned: bool = True) -> Plan:
 def planned(request: Request) -> Plan:
     """The plan of a request whose unit is not yet decided; raises as ``plan_of``."""
     _check_problem(request)
+    asked = request
     unit, _ = unit_of(request)
     request = replace(request, unit=unit.name)
     if request.choices.passes == "fwd":
@@ -35,7 +36,7 @@ def planned(request: Request) -> Plan:
     algorithm = standard if request.choices.algorithm == "standard" else flash
     plan = (algorithm.forward if request.choices.passes == "fwd" else algorithm.backward)(request)
     _check_stages(plan.tiles, request)
-    return plan
+    return replace(plan, asked=asked)
 
 
 # --- checks ------------------------------------------------------------------------------------

@@ -352,7 +352,9 @@ class Plan(LaunchPlan):
     count : function
         Function that computes ``accesses``, with the argument ``block_mask``.
     request : Request
-        Choices, problem and device that the plan was made for.
+        Choices, problem and device that the plan was made for, with the unit that was decided.
+    asked : Request or None
+        The request as ``planned`` was given it, before anything was decided.
     decided : Decision
         Unit, tiles, specialisation and splits of the main kernel.
 
@@ -392,6 +394,7 @@ class Plan(LaunchPlan):
     count: Callable[..., io_model.Accesses] = field(compare=False, repr=False)
     request: Request = field(compare=False, repr=False)
     decided: Decision = field(compare=False, repr=False)
+    asked: Request | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(

@@ -3,8 +3,9 @@
     python -m experiments.lab.measure.counter_target CASES KERNELS
 
 CASES is a pickled list of `counters.Case`. Each call is warmed up before the profiled range, so
-that the range contains the call's kernels only. The program writes a JSON list to KERNELS: the
-number of kernels that each call launched, or why the call failed.
+that the range contains the call's kernels only. The program writes JSON to KERNELS. "counts"
+is the number of kernels that each call launched, or why the call failed. "ran" says which kernels
+these were.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
+from ..record import ran
 from . import series
 from .counters import Case
 from .timing import attempt
@@ -56,10 +58,12 @@ def run(case: Case) -> int:
 def main(cases: str, kernels: str) -> None:
     """Run the cases of the file `cases`, and write the numbers of kernels to the file `kernels`."""
     found: list[int | str] = []
-    for case in pickle.loads(Path(cases).read_bytes()):
-        launched, failure = attempt(run, case)
-        found.append(failure or launched)
-    Path(kernels).write_text(json.dumps(found), "utf-8")
+    with ran.collecting() as collected:
+        for case in pickle.loads(Path(cases).read_bytes()):
+            launched, failure = attempt(run, case)
+            found.append(failure or launched)
+    told = {"counts": found, "ran": collected.of("gpu")}
+    Path(kernels).write_text(json.dumps(told), "utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 from fa_numba.problem import Problem
 
-from ..record import REPOSITORY, Row
+from ..record import REPOSITORY, Row, ran
 
 # Reads and writes of device memory.
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -430,7 +430,9 @@ def _run(
         table = log.read_text("utf-8") if log.exists() else ""
         if status or not done.exists():
             raise CountersError(f"ncu ended with {status}: {_tail(table + said)}")
-        return table, json.loads(done.read_text("utf-8"))
+        told = json.loads(done.read_text("utf-8"))
+        ran.tell(told["ran"])
+        return table, told["counts"]
 
 
 def _with_children(command: Sequence[str]) -> tuple[int, str]:

@@ -14,7 +14,6 @@ from typing import Any
 from ..measure import counters, peers
 from ..measure.timing import PROTOCOL
 from ..measure.workloads import SEED
-from . import kept
 from .options import REPOSITORY
 from .store import EMULATOR, MODEL, Row
 
@@ -123,7 +122,6 @@ class Provenance:
                 "nvidia_smi": _smi(),
                 "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
                 "seed": SEED,
-                "sources": kept.sources(),
                 "torch": peers.version(),
                 "system": f"{platform.system()} {platform.machine()}",
             }

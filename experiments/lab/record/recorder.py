@@ -7,10 +7,21 @@ run of the same commit, sources and versions takes over what it has.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
-from .store import Row, Store, dump, impossible, naming, replace_files, setting, write_if_changed
+from . import ran
+from .store import (
+    EMULATOR,
+    Row,
+    Store,
+    dump,
+    impossible,
+    naming,
+    replace_files,
+    setting,
+    write_if_changed,
+)
 
 # What two runs of the same thing differ in.
 _OWN = ("id", "date", "clocks", "seconds")
@@ -20,11 +31,14 @@ T = TypeVar("T")
 
 @dataclass
 class Outcome:
-    """What one run did to a machine's file: rows measured, those failed, whether it changed."""
+    """What one run did to a machine's file: rows measured, those failed, whether it changed; and
+    what the rows were made with, by each process that they come from.
+    """
 
     measured: int = 0
     failed: int = 0
     changed: bool = False
+    made: list[ran.Ran] = field(default_factory=list)
 
     def __str__(self) -> str:
         failed = f"{self.failed} failed, " if self.failed else ""
@@ -37,13 +51,15 @@ class Recorder:
     `finish` puts them in the place of what older runs stored of the same series, source and
     problem or, where the run is `complete`, of all that is stored. What no measurement gives, such
     as NaN, is kept as a failure. `provenance(machine)` describes the run, which has an "id"; it is
-    asked whenever rows are written.
+    asked whenever rows are written. `made_with(machine)` is what its rows were made with so far.
     """
 
     def __init__(
         self, store: Store, experiment: str, provenance: Callable[[str], Mapping[str, Any]],
         of: Mapping[str, Any] | None = None,
+        made_with: Callable[[str], ran.Ran] = lambda machine: {},
     ) -> None:  # fmt: skip
+        self._made_with = made_with
         self.store, self.experiment, self._provenance = store, experiment, provenance
         self._of = json.loads(json.dumps({n: x for n, x in (of or {}).items() if n not in _OWN}))
         self._path = store.root / "partial" / f"{experiment}.json"
@@ -98,22 +114,26 @@ class Recorder:
             stored = self.store.read(self.experiment, machine)
             kept = [] if complete else [row for row in stored if setting(row) not in measured]
             changed = self._write(machine, stored, [*kept, *new])
-            outcomes[machine] = Outcome(len(new), sum(row.failed for row in new), changed)
+            made = [run["ran"] for run in self._runs[machine].values() if run.get("ran")]
+            outcomes[machine] = Outcome(len(new), sum(row.failed for row in new), changed, made)
         with naming(self._path):
             self._path.unlink(missing_ok=True)
         return outcomes
 
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
-        """Write both files, unless the recording has these numbers from these sources."""
+        """Write both files, unless the recording has these numbers, made with the same."""
         described = self.store.path(self.experiment, machine, ".json")
         earlier = self.store.runs(self.experiment, machine)
-        sources = self._provenance(machine).get("sources")
-        same = described.exists() and all(run.get("sources") == sources for run in earlier)
+        made = self._made_with(machine)
+        same = machine == EMULATOR or all(run.get("ran", {}) == made for run in earlier)
+        same &= described.exists()
         if same and dump(rows, runs=False) == dump(stored, runs=False):
             return False
         known = {run.get("id", ""): run for run in reversed(earlier)} | self._runs[machine]
         named = {row.run for row in rows}
         last_first = [run for name, run in reversed(known.items()) if name in named]
+        if machine == EMULATOR:  # `kept.keep` says it of all rows together
+            last_first = [{n: x for n, x in run.items() if n != "ran"} for run in last_first]
         about = {"machine": machine, "runs": last_first}
         text = json.dumps(about, indent=2, sort_keys=True) + "\n"
         replace_files({described: text, self.store.path(self.experiment, machine): dump(rows)})
@@ -122,7 +142,8 @@ class Recorder:
     def _describe(self) -> None:
         """What this run is by now, by each machine that it has rows of."""
         for machine in dict.fromkeys(row.machine for row in self._rows.values()):
-            run = dict(self._provenance(machine))
+            made = self._made_with(machine)
+            run = {**self._provenance(machine), **({"ran": made} if made else {})}
             self._runs.setdefault(machine, {})[run.get("id", "")] = run
 
     def _take(self, row: Row) -> Row:

@@ -16,7 +16,7 @@ from fa_numba.choices.units import NoUnit
 
 from ..measure import clocks, counters, peers, tune, variants
 from ..show import style
-from . import kept, provenance, registry
+from . import kept, provenance, ran, registry
 from .options import FIGURES, Bench, Options, Refused
 from .recorder import Outcome, Recorder
 from .registry import Experiment, load
@@ -48,8 +48,8 @@ class Runner:
         self.reports: dict[str, Report] = {}
 
     def measure(self, name: str, *, again: bool = True) -> None:
-        """Measure and store what the options ask for, unless `again` what this GPU has recorded
-        from the same sources too.
+        """Measure and store what the options ask for. Without `again`, a recording of this GPU is
+        left as it is while the experiment's code and the kernels that it launched are the same.
         """
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
@@ -59,7 +59,9 @@ class Runner:
                 self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
                 return
             if not again and self._recorded_now(name):
-                self.console.print(f"[bold]{name}[/]: as recorded here, from the same sources")
+                self.console.print(
+                    f"[bold]{name}[/]: as recorded here, by the same code and kernels"
+                )
                 return
             if self.machine and self.options.complete and not self.options.replace:
                 before = self.recording(name, self.machine).read(name, self.machine)
@@ -79,18 +81,20 @@ class Runner:
             counted, complete = outcomes.get(EMULATOR), self.options.complete
             rows = self.store.read(name, EMULATOR)
             if complete and counted and counted.measured == len(rows) and not counted.failed:
-                kept.keep(self.store, name, self._provenance.for_machine(EMULATOR))
+                made = ran.merged(counted.made)
+                kept.keep(self.store, name, self._provenance.for_machine(EMULATOR), made)
 
     def recording(self, name: str, machine: str) -> Store:
         """The last recording of the machine: in --out, or else the one that is with the project."""
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
     def _recorded_now(self, name: str) -> bool:
-        """Whether this GPU has a recording, all of it from the sources of now."""
+        """Whether this GPU has a recording that a run would repeat, as far as code can tell."""
         if self.machine is None or self.options.recount or not self.options.complete:
             return False
         runs = self.recording(name, self.machine).runs(name, self.machine)
-        return bool(runs) and all(run.get("sources") == kept.sources() for run in runs)
+        then = [run.get("ran") for run in runs]
+        return bool(then) and all(ran.changed(x, name, self.machine) == [] for x in then)
 
     def _lacking(self, module: Experiment) -> str:
         """What the experiment needs to measure and this machine has not; empty for nothing."""
@@ -129,7 +133,11 @@ class Runner:
         """
         of = about(self.machine or EMULATOR) | {"sources": kept.sources()}
         of |= {"command": ""} if complete else {}
-        with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
+        code = ran.code_of(name)
+        with (
+            ran.collecting() as collected,
+            clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling,
+        ):
             start = time.monotonic()
 
             def now(machine: str) -> dict[str, Any]:
@@ -138,7 +146,10 @@ class Runner:
                     run["clocks"] = sampling.summary()
                 return run
 
-            recorder = Recorder(self.store, name, now, of)
+            def made_with(machine: str) -> ran.Ran:
+                return {} if machine == MODEL else {"experiment": code} | collected.of(machine)
+
+            recorder = Recorder(self.store, name, now, of, made_with)
             try:
                 with Progress(console=self.console) as progress:
                     bench = Bench(

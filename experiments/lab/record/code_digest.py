@@ -1,0 +1,325 @@
+"""Digests of Python code without its words.
+
+Words are docstrings, comments, annotations, the arguments of ``raise``, what a progress bar or
+``say`` shows, and local variables that only words use. Where lines begin and how local variables
+are called changes no digest either.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fa_numba.device.program_digest import digest_of, template
+
+from .options import REPOSITORY
+
+PACKAGE = "experiments"
+# Modules that no number comes from: they store rows and show them.
+NO_PART = ("experiments.lab.record", "experiments.lab.show", "experiments.verdicts")
+_BUILTINS = frozenset(dir(builtins))
+# Methods of `options.Bench` whose text arguments are shown beside a progress bar.
+_SHOWN = ("track", "each", "counted")
+# What only makes text of values, so that it may be left out where nothing uses the text.
+_PURE = frozenset(
+    (
+        *("str", "repr", "len", "map", "sorted", "set", "list", "tuple", "dict", "min", "max"),
+        *("zip", "enumerate", "getattr", "fromkeys", "join", "format", "items", "keys", "values"),
+        *("get", "removesuffix", "removeprefix", "replace", "strip", "lower"),
+    )
+)
+
+
+def of_files(paths: Iterable[Path], root: Path) -> str:
+    """Return one digest of Python files and their places below `root`."""
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        stat = path.stat()
+        own = _of_file(path, stat.st_mtime_ns, stat.st_size)
+        found.update(f"{path.relative_to(root).as_posix()}\0{own}\0".encode())
+    return found.hexdigest()[:16]
+
+
+def of_module(name: str) -> str:
+    """Return the digest of a module's file; an empty text without one."""
+    path = path_of(name)
+    return "" if path is None else of_files([path], path.parent)
+
+
+def path_of(module: str) -> Path | None:
+    """Return the file of a module of this repository, which is not imported."""
+    path = REPOSITORY.joinpath(*module.split("."))
+    for found in (path / "__init__.py", path.with_suffix(".py")):
+        if found.exists():
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_file(path: Path, changed: int, size: int) -> str:
+    return digest_of(of_text(path.read_text("utf-8")))
+
+
+def of_text(text: str) -> str:
+    """Return a program as text without words, of which a digest can be made."""
+    statements = _wordless(text)
+    outside = _BUILTINS | {name for each in statements for name in _bound(each)}
+    return "\n".join(_written(each, frozenset(outside)) for each in statements)
+
+
+def _wordless(text: str) -> list[ast.stmt]:
+    """The statements of a program without words."""
+    tree = _Wordless().visit(ast.parse(text))
+    return list(tree.body)
+
+
+def reached(module: str, name: str) -> dict[str, str]:
+    """Return the digest, by module, of all in `experiments` that a function of a module reaches:
+    functions, classes and constants of modules, but none of `NO_PART`.
+    """
+    texts: dict[str, dict[int, str]] = {}
+    left, seen = [(module, name)], set()
+    while left:
+        at = left.pop()
+        if at in seen or at[0].startswith(NO_PART):
+            continue
+        seen.add(at)
+        of, name = at
+        found = _module(of)
+        if name == "*":
+            left += [(of, each) for each in found.names]
+            continue
+        texts.setdefault(of, {})
+        for n in found.about(name):
+            if n not in texts[of]:
+                texts[of][n] = found.text(n)
+                left += found.references(n)
+    return {
+        of: digest_of("\n".join(text for _, text in sorted(own.items())))
+        for of, own in sorted(texts.items())
+        if own
+    }
+
+
+@functools.cache
+def _module(name: str) -> _Module:
+    path = path_of(name)
+    if path is None:
+        raise ModuleNotFoundError(f"{name} has no file in {REPOSITORY}", name=name)
+    return _Module(name, path)
+
+
+class _Module:
+    """The statements of a module's file by the names that they bind."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        self.name, self.statements = name, _wordless(path.read_text("utf-8"))
+        self.names: dict[str, list[int]] = {}
+        self.imports: dict[str, tuple[str, str]] = {}  # name -> (module, its name there or "")
+        self._loose: list[tuple[int, set[str]]] = []  # statements that bind nothing
+        for n, each in enumerate(self.statements):
+            if isinstance(each, (ast.Import, ast.ImportFrom)):
+                self.imports |= self._imported(each)
+                continue
+            bound = set(_bound(each))
+            for one in bound:
+                self.names.setdefault(one, []).append(n)
+            if not isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
+                self._loose.append((n, {x.id for x in ast.walk(each) if isinstance(x, ast.Name)}))
+        self._outside = frozenset({*_BUILTINS, *self.names, *self.imports})
+        self._texts: dict[int, str] = {}
+        self._references: dict[int, list[tuple[str, str]]] = {}
+
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
+        if isinstance(node, ast.Import):
+            return {
+                alias.asname or alias.name.partition(".")[0]:
+                (alias.name if alias.asname else alias.name.partition(".")[0], "")
+                for alias in node.names
+            }  # fmt: skip
+        source = "." * node.level + (node.module or "")
+        source = importlib.util.resolve_name(source, self.package) if node.level else source
+        return {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+
+    def about(self, name: str) -> set[int]:
+        """The statements that bind a name, and those that may change what it stands for."""
+        return {*self.names.get(name, ()), *(n for n, names in self._loose if name in names)}
+
+    def text(self, n: int) -> str:
+        """Statement number n as text."""
+        if n not in self._texts:
+            self._texts[n] = _written(self.statements[n], self._outside, self.imports)
+        return self._texts[n]
+
+    def references(self, n: int) -> list[tuple[str, str]]:
+        """(module, name) in `experiments` of all that statement number n takes."""
+        if n not in self._references:
+            self._references[n] = self._taken(self.statements[n])
+        return self._references[n]
+
+    def _taken(self, bare: ast.stmt) -> list[tuple[str, str]]:
+        imports, found = dict(self.imports), []
+        for node in ast.walk(bare):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                mine = self._imported(node)
+                imports |= mine
+                found += [self._inside(*each) for each in mine.values()]
+        attributes = {
+            (node.value.id, node.attr)
+            for node in ast.walk(bare)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        for name in {node.id for node in ast.walk(bare) if isinstance(node, ast.Name)}:
+            if name in self.names:
+                found.append((self.name, name))
+            elif name in imports:
+                module, inner = self._inside(*imports[name])
+                if inner == "*":  # a module, of which attributes are taken
+                    found += [(module, attr) for of, attr in attributes if of == name]
+                else:
+                    found.append((module, inner))
+        return [each for each in found if each[0].partition(".")[0] == PACKAGE]
+
+    def _inside(self, module: str, name: str) -> tuple[str, str]:
+        """What is imported: (module, "*"), or (the module that has a name, the name)."""
+        if module.partition(".")[0] != PACKAGE or not name:
+            return module, name or "*"
+        if path_of(f"{module}.{name}") is not None:
+            return f"{module}.{name}", "*"
+        if not module.startswith(NO_PART):
+            again = _module(module).imports.get(name)
+            if again is not None:
+                return self._inside(*again)
+        return module, name
+
+
+def _written(
+    statement: ast.stmt,
+    outside: frozenset[str],
+    imports: Mapping[str, tuple[str, str]] | None = None,
+) -> str:
+    """A statement as text, with the names that it takes from outside."""
+    made = template(statement, outside)
+    names = []
+    for first, *rest in (each.names for each in made.references):
+        own = (imports or {}).get(first)
+        names.append(".".join([*(x for x in own if x), *rest] if own else [first, *rest]))
+    keywords = [each.keyword for each in made.references]
+    return f"{','.join(sorted(_bound(statement)))} {made.text} {names} {keywords}"
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement at the top of a module binds."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield statement.name
+        return
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        for alias in statement.names:
+            yield alias.asname or alias.name.partition(".")[0]
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from _bound(node)
+
+
+class _Wordless(ast.NodeTransformer):
+    """Leaves out words; see the module's docstring."""
+
+    def visit_Raise(self, node: ast.Raise) -> Any:
+        if isinstance(node.exc, ast.Call):
+            node.exc = node.exc.func
+        node.cause = None
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        value = node.value
+        if isinstance(value, ast.Constant) or isinstance(value, ast.Call) and _says(value.func):
+            return None
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _SHOWN:
+            node.args = [x for x in node.args if not _is_text(x)]
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        node.returns = None
+        for each in ast.walk(node.args):
+            if isinstance(each, ast.arg):
+                each.annotation = None
+        self.generic_visit(node)
+        for _ in range(8):  # what is used only by what is left out
+            used = {
+                each.id for each in ast.walk(node)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+            }  # fmt: skip
+            unused = _Unused(used)
+            unused.visit(node)
+            if not unused.changed:
+                break
+        node.body = node.body or [ast.Pass()]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        super().generic_visit(node)
+        if isinstance(getattr(node, "body", None), list) and not node.body:  # type: ignore
+            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+        return node
+
+
+class _Unused(ast.NodeTransformer):
+    """Leaves out assignments of text to variables that nothing uses."""
+
+    def __init__(self, used: set[str]) -> None:
+        self.used, self.changed = used, False
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        targets = [x for each in node.targets for x in ast.walk(each) if not _is_context(x)]
+        names = [x.id for x in targets if isinstance(x, ast.Name)]
+        plain = all(isinstance(x, (ast.Name, ast.Tuple)) for x in targets)
+        if plain and not self.used.intersection(names) and _is_pure(node.value):
+            self.changed = True
+            return ast.Pass()
+        return node
+
+
+def _is_context(node: ast.AST) -> bool:
+    return isinstance(node, ast.expr_context)
+
+
+def _is_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _is_text(node.left) or _is_text(node.right)
+    constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return constant or isinstance(node, ast.JoinedStr)
+
+
+def _says(function: ast.expr) -> bool:
+    name = getattr(function, "attr", getattr(function, "id", ""))
+    return name == "say"
+
+
+def _is_pure(value: ast.expr) -> bool:
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name not in _PURE:
+                return False
+        elif isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)):
+            return False
+    return True

@@ -1,0 +1,244 @@
+"""What a run was made with: the experiment's code and the kernels that it launched.
+
+A run keeps this with its rows, as digests without words. Whether the run would give the same today
+is then known without a run:
+
+`experiment`  the digest of what `measure` reaches, by module of `experiments`
+`plans`       each request for a plan, as text from which it is planned again, and what it launched:
+              the digest of every kernel, and of the grids, arguments and workspace
+`kernels`     kernels that no such request has launched, by name and digest
+`modules`     the digests of the modules that the code of `kernels` is in
+`calls`       the digest of fa_numba's files that turn a call into launches. Runs on a GPU have it
+              where they have `kernels`, whose launches no request describes.
+`emulator`    the digest of the emulator's files, of counts alone
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from fa_numba import device
+from fa_numba.choices.requests import Choices, Request
+from fa_numba.device.program_digest import digest_of, program_of
+from fa_numba.host.planning import planned
+from fa_numba.host.plans import Plan
+from fa_numba.problem import Problem
+from fa_numba.tiling import Tiles
+
+from . import code_digest
+from .options import REPOSITORY
+from .store import EMULATOR
+
+PACKAGE = REPOSITORY / "fa_numba"
+# From a call's arguments to its launches. What a plan decides is not among them: it is compared.
+CALLS = (
+    *("ops.py", "kv_cache.py", "torch.py", "problem.py", "options.py", "checks.py", "dtypes.py"),
+    *("host/*.py", "mods/*.py", "ring/*.py", "device/launching.py"),
+)
+EMULATION = ("emulator/*.py",)
+# Recordings of no module of `experiments`: what measures them.
+_OTHERS = {"tune": ("experiments.lab.measure.variants", "times")}
+_CLASSES = {each.__name__: each for each in (Request, Choices, Problem, Tiles)}
+
+Ran = dict[str, Any]
+
+
+@dataclass
+class Collected:
+    """What a run has launched so far: in this process, and as other processes told of it."""
+
+    launched: device.Launched
+    files: Ran  # `calls` and `emulator`, as they were before the run
+    told: dict[str, list[Ran]] = field(default_factory=dict)
+
+    def of(self, machine: str) -> Ran:
+        """What was launched on a machine."""
+        where = "emulator" if machine == EMULATOR else "gpu"
+        mine = _launches(self.launched.kernels[where], self.launched.origins[where], machine)
+        if machine == EMULATOR:
+            mine |= self.files
+        elif "kernels" in mine:
+            mine["calls"] = self.files["calls"]
+        return merged([mine, *self.told.get(where, ())])
+
+
+_open: list[Collected] = []
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collected]:
+    """Collect what is launched inside, and what `tell` is given."""
+    with device.launched_kernels() as launched:
+        collected = Collected(launched, {"calls": _of(CALLS), "emulator": _of(EMULATION)})
+        _open.append(collected)
+        try:
+            yield collected
+        finally:
+            _open.remove(collected)
+
+
+def tell(launches: Ran) -> None:
+    """Add what another process has launched on the GPU for this one: `Collected.of` there."""
+    for each in _open:
+        each.told.setdefault("gpu", []).append(launches)
+
+
+def merged(found: Sequence[Ran]) -> Ran:
+    """Return what several processes have launched together."""
+    whole: Ran = {}
+    for each in found:
+        for name, value in each.items():
+            if isinstance(value, dict):
+                whole[name] = dict(sorted((whole.get(name, {}) | value).items()))
+            elif isinstance(value, list):
+                whole[name] = sorted({*whole.get(name, ()), *value})
+            else:
+                whole[name] = value
+    return whole
+
+
+def _launches(kernels: Mapping[Any, None], origins: Mapping[Any, None], machine: str) -> Ran:
+    found: Ran = {}
+    covered: set[Any] = set()
+    for origin in origins:
+        text = encoded(origin)
+        if text:
+            plan = _planned(origin)
+            found.setdefault("plans", {})[text] = _line(plan, machine == EMULATOR)
+            covered.update(plan.launched)
+    others = [kernel for kernel in kernels if kernel not in covered]
+    if others:
+        programs = [(x.name, program_of(x, emulated=machine == EMULATOR)) for x in others]
+        found["kernels"] = sorted({f"{name} {of.digest}" for name, of in programs})
+        modules = sorted(set().union(*(of.modules for _, of in programs)))
+        found["modules"] = {name: code_digest.of_module(name) for name in modules}
+    return found
+
+
+def code_of(experiment: str) -> dict[str, str]:
+    """Return the digests of the code that measures an experiment, by module."""
+    module, name = _OTHERS.get(experiment, (f"experiments.{experiment}", "measure"))
+    return code_digest.reached(module, name)
+
+
+def _of(patterns: Sequence[str]) -> str:
+    return code_digest.of_files([p for each in patterns for p in PACKAGE.glob(each)], PACKAGE)
+
+
+# --- requests as text --------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def encoded(request: Any) -> str:
+    """Return a request as text, by the fields that differ from their defaults; an empty text for
+    what cannot be made again of text, such as a request with functions of the caller.
+    """
+    try:
+        text = _text(request)
+        return text if isinstance(request, Request) and decoded(text) == request else ""
+    except (ValueError, TypeError):
+        return ""
+
+
+def _text(value: Any) -> str:
+    if is_dataclass(value):
+        own = [(f.name, getattr(value, f.name)) for f in fields(value) if f.init]
+        usual = {f.name: f.default for f in fields(value)}
+        given = [f"{name}={_text(x)}" for name, x in own if x != usual[name]]
+        return f"{type(value).__name__}({', '.join(given)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
+    return repr(value)
+
+
+def decoded(text: str) -> Any:
+    """Return the request of a text. Raises ValueError for any other text, and what the classes of
+    a request raise for values that are not theirs.
+    """
+    try:
+        return _value(ast.parse(text, mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is no request") from error
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        made = _CLASSES.get(getattr(node.func, "id", ""))
+        if made is None or node.args:
+            raise ValueError(f"{ast.unparse(node)} is no request")
+        return made(**{str(each.arg): _value(each.value) for each in node.keywords})
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_value, node.elts))
+    return ast.literal_eval(node)
+
+
+# --- plans -------------------------------------------------------------------------------------
+
+
+def _planned(request: Request) -> Plan:
+    """Return today's plan of a request, for its device."""
+    limits = request.capability, request.shared_limit, request.multiprocessors
+    gpu = request.multiprocessors > 0
+    with device.planning_for(*limits) if gpu else device.using("emulator"):
+        return planned(request)
+
+
+def _line(plan: Plan, emulated: bool) -> str:
+    """Return what a plan launches as a line: its kernels' digests, and that of all else."""
+    programs = [(each.name, program_of(each, emulated=emulated)) for each in plan.launched]
+    kernels = dict.fromkeys(f"{name} {of.digest}" for name, of in programs)
+    given = [x.arguments.items() if emulated else x.arguments.values() for x in plan.launches]
+    how = [(x.grid, list(y)) for x, y in zip(plan.launches, given, strict=True)]
+    arrays = plan.workspace, plan.outputs, plan.updated, plan.uncounted if emulated else ()
+    numbers = plan.split_rows, plan.kv_splits, plan.score_unit
+    return ", ".join([*kernels, f"launches {digest_of(repr((how, arrays, numbers)))}"])
+
+
+# --- then and now ------------------------------------------------------------------------------
+
+
+def changed(ran: Any, experiment: str, machine: str) -> list[str] | None:
+    """Return what differs today from what a run was made with, nothing for a run that would give
+    the same; None where the run does not say what it was made with.
+    """
+    if not isinstance(ran, dict) or not isinstance(ran.get("experiment"), dict):
+        return None
+    found = [f"code of {name}" for name in _differing(ran["experiment"], code_of(experiment))]
+    for text, line in ran.get("plans", {}).items():
+        found += _changed_plan(text, line, machine == EMULATOR)
+    modules = ran.get("modules", {})
+    now = {name: code_digest.of_module(name) for name in modules}
+    found += [f"code of {name}" for name in _differing(modules, now)]
+    for name, patterns in (("calls", CALLS), ("emulator", EMULATION)):
+        if name in ran and ran[name] != _of(patterns):
+            what = {"calls": "fa_numba's way from a call to its launches"}.get(name, "the emulator")
+            found.append(f"code of {what}")
+    return list(dict.fromkeys(found))
+
+
+def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in {*then, *now} if then.get(name) != now.get(name))
+
+
+def _changed_plan(text: str, line: str, emulated: bool) -> list[str]:
+    try:
+        request = decoded(text)
+        today = _line(_planned(request), emulated)
+    except (ValueError, TypeError, KeyError) as error:
+        return [f"a plan that cannot be made any more ({error})"]
+    if today == line:
+        return []
+    of = f"{request.choices.algorithm} {request.choices.passes}"
+    before, after = ({part.rpartition(" ")[2] for part in x.split(", ")} for x in (line, today))
+    if before == after:
+        return []
+    named = dict.fromkeys(
+        part.rpartition(" ")[0] for part in today.split(", ")
+        if part.rpartition(" ")[2] not in before
+    )  # fmt: skip
+    return [f"{each} of {of}" for each in named] or [f"what {of} launches"]
