@@ -23,7 +23,7 @@ from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare, spills
 from .lab.measure import tune
-from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins
+from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, outdated
 from .lab.record.drawing import side_by_side
 from .lab.record.options import CHOICES, QUICK
 from .lab.record.registry import load, names, needs, takes, words
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
             "block sizes, such as 64x64,32x128, of an experiment that takes them (see list)",
             {"type": _several(_tiles), "metavar": "BRxBC,..."}),
         "--recount": ("count on the emulator in any case; a complete run takes the stored counts "
-                      "while their sources are unchanged", flag),
+                      "while the experiment's code and its kernels are unchanged", flag),
         "--out": ("where figures go, and their data under FOLDER/data (default: figures for "
                   "complete runs); what has no data there is drawn from the project's recordings "
                   "in figures/data", {"type": _folder, "metavar": "FOLDER"}),
@@ -111,7 +111,10 @@ def _parser() -> argparse.ArgumentParser:
             "names", nargs="+", choices=names(), metavar="NAME", help=about
         )
     text = "run every experiment that this machine can run, draw every figure, say what is new"
-    about = f"{text}. On a GPU: what fa_numba's sources changed since; interrupted, it goes on."
+    about = (
+        f"{text}. An experiment is measured again on a GPU when its code or the kernels that it "
+        "launches have changed. An interrupted run is continued by the same command."
+    )
     add("all", text, about, **parts)
     compare.add(commands)
     text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
@@ -129,6 +132,8 @@ def _parser() -> argparse.ArgumentParser:
         ("report", "write the tables of paper_repro.md and figures/tables anew from figures/data"),
         ("origins", "list recordings whose commit is not in this history, or whose tree may have "
          "differed"),
+        ("outdated", "list each recording as current, outdated or unknown; outdated is what was "
+         "made with other kernels or other code than today's"),
     ):  # fmt: skip
         add(name, text)
     return parser
@@ -168,6 +173,14 @@ def _origins(console: Console) -> int:
     for line, _ in found:
         console.print(line, soft_wrap=True, highlight=False)
     return int(any(lost for _, lost in found))
+
+
+def _outdated(console: Console) -> int:
+    """Print the state of every recording. Return 1 where one is outdated."""
+    found = list(outdated.states(Store(FIGURES)))
+    for each in found:
+        console.print(str(each), soft_wrap=True, highlight=False)
+    return int(any(each.state == outdated.OUTDATED for each in found))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,6 +230,8 @@ def _command(arguments: Sequence[str] | None) -> int:
 
     if args.command == "origins":
         return _origins(console)
+    if args.command == "outdated":
+        return _outdated(console)
     if args.command == "spills":
         try:
             changed = spills.write(console.print)

@@ -642,7 +642,8 @@ at = arguments.index("--log-file")
 cases, kernels = arguments[-2:]
 cases = pickle.load(open(cases, "rb"))
 # One launch for each call, but for the first, which "failed".
-json.dump(["failed: out of memory"] + [1] * (len(cases) - 1), open(kernels, "w"))
+counts = ["failed: out of memory"] + [1] * (len(cases) - 1)
+json.dump({"counts": counts, "ran": {}}, open(kernels, "w"))
 with open(arguments[at + 1], "w") as log:
     print('"ID","Metric Name","Metric Unit","Metric Value"', file=log)
     for i, case in enumerate(cases[1:]):

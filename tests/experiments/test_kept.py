@@ -1,7 +1,9 @@
-"""Counts that are taken from the store while their sources are the same."""
+"""Counts that are taken from the store while a run would be by the same kernels and code."""
 
 import io
 import json
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,20 +12,29 @@ from rich.console import Console
 from experiments import block_sparse, io_vs_seqlen, profile, timeline
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import kept, registry, runner
+from experiments.lab.record import code_digest, kept, outdated, ran, registry, runner
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
-from fa_numba import emulator
+from fa_numba import device, emulator
+from fa_numba.choices.requests import Choices, Request
+from fa_numba.device import cuda, float32
+from fa_numba.host import planning
+from fa_numba.kernels.simt import softmax
+from fa_numba.problem import Problem
+from fa_numba.tiling import Tiles
 
 NAME = "standing_in"
 
 
 @pytest.fixture
 def counting(tmp_path, monkeypatch):
-    """Runs a stand-in experiment with one source file and gives the lengths that were counted."""
-    source, counted = tmp_path / "source.py", []
-    source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", source.read_text)
+    """Runs a stand-in experiment and gives the lengths that were counted; `code` is its digest,
+    `files` are those of fa_numba's files, and `launch` is called for each length.
+    """
+    counted = []
+    monkeypatch.setattr(kept, "sources", lambda: "")
+    monkeypatch.setattr(ran, "code_of", lambda name: dict(run.code))
+    monkeypatch.setattr(ran, "_of", lambda patterns: run.files[patterns])
 
     def rows(N, source, machine, value):
         common = row_fields(one_head(N, 16, False)) | {"unit": "elements", "metric": "loads"}
@@ -34,6 +45,7 @@ def counting(tmp_path, monkeypatch):
         if N == run.broken:
             raise RuntimeError("broken")
         counted.append(N)
+        run.launch(N)
         yield from rows(N, "counted", EMULATOR, run.value and run.value * N)
 
     def measure(options, bench):
@@ -59,19 +71,25 @@ def counting(tmp_path, monkeypatch):
         return list(counted)
 
     run.value, run.commit, run.broken = 1, "1" * 40, None
-    run.source, run.csv = source, Store(tmp_path).path(NAME, EMULATOR)
+    run.code, run.launch = {"experiments.standing_in": "1"}, lambda N: None
+    run.files, run.csv = {ran.CALLS: "1", ran.EMULATION: "1"}, Store(tmp_path).path(NAME, EMULATOR)
     run.json = run.csv.with_suffix(".json")
     return run
 
 
-def test_what_was_counted_from_the_same_sources_is_taken(counting):
+def test_what_was_counted_by_the_same_is_taken(counting):
     assert counting() == [32, 64]
     assert "emulator: 2 rows, new" in counting.text
     files = {path: path.read_bytes() for path in (counting.csv, counting.json)}
     assert counting() == []
-    assert "counted before from the same sources: 2 rows" in counting.text
+    assert "counted before by the same code and kernels: 2 rows" in counting.text
     assert "model: 2 rows, same as recorded" in counting.text
     assert files == {path: path.read_bytes() for path in files}
+
+
+def of(run, **changed):
+    """The entry of the counts with other contents."""
+    return run.about[kept.ENTRY] | changed
 
 
 @pytest.mark.parametrize(
@@ -81,13 +99,16 @@ def test_what_was_counted_from_the_same_sources_is_taken(counting):
                                                     if k != kept.ENTRY})),
         lambda run: run.json.write_text(json.dumps(run.about | {kept.ENTRY: "none"})),
         lambda run: run.json.write_text(json.dumps(run.about | {kept.ENTRY: {"digest": 1}})),
+        lambda run: run.json.write_text(json.dumps(run.about | {kept.ENTRY: of(run, rows="1")})),
+        lambda run: run.json.write_text(json.dumps(run.about | {kept.ENTRY: of(run, ran=None)})),
+        lambda run: run.json.write_text(json.dumps(run.about | {kept.ENTRY: of(run, ran={})})),
         lambda run: run.json.unlink(),
         lambda run: run.csv.unlink(),
         lambda run: run.csv.write_text(run.csv.read_text().replace(",elements,64", ",elements,65")),
         lambda run: run.csv.write_text("".join(run.csv.read_text().splitlines(True)[:-1])),
     ],
-    ids=["no entry", "no record", "another digest", "no JSON", "no rows",
-         "another number", "a row less"],
+    ids=["no entry", "no record", "as before runs named kernels", "other rows", "no kernels",
+         "no code", "no JSON", "no rows", "another number", "a row less"],
 )  # fmt: skip
 def test_what_is_missing_or_damaged_is_counted_anew(counting, damage):
     counting()
@@ -113,23 +134,180 @@ def test_other_runs_count(counting, options):
     assert counting() == ([] if "recount" in options else [32, 64])
 
 
+# --- what makes another count -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["code", "another module", "calls", "emulator", "other rows"])
+def test_other_code_counts_again(counting, change):
+    counting()
+    if change == "code":
+        counting.code["experiments.standing_in"] = "2"
+    elif change == "another module":
+        counting.code["experiments.lab.measure.series"] = "1"
+    elif change == "other rows":
+        counting.csv.write_text(counting.csv.read_text().replace(",elements,64", ",elements,65"))
+    else:
+        counting.files[{"calls": ran.CALLS, "emulator": ran.EMULATION}[change]] = "2"
+    state = outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR)
+    assert state.state == "outdated" and len(state.why) == 1
+    assert counting() == [32, 64] and counting() == []
+    assert outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).state == "current"
+
+
+REQUEST = Request(Choices("fa2", unit="simt", tiles=Tiles(32, 32)), one_head(64, 16), True, 232448,
+                  (9, 0), 0)  # fmt: skip
+
+
+def launched(*plans, kernels=()):
+    """Say that the kernels of these plans, and other kernels, were launched on the emulator."""
+    every = [kernel for plan in plans for kernel in plan.launched]
+    with device.using("emulator"):
+        device.launching._note_launched([*every, *kernels], [plan.asked for plan in plans])
+
+
+def with_other(monkeypatch, kernel, constant):
+    """Let all plans of now launch a kernel with another function in the place of one's."""
+
+    @cuda.jit(kernel.argument_types, kernel.threads, kernel.shared_bytes, kernel.min_blocks)
+    def other(Q, K, V, O, L, scale, group, options):
+        O[0, 0, 0, 0] = float32(constant)
+
+    monkeypatch.setattr("fa_numba.kernels.simt.fa2_forward.make_forward", lambda spec: other)
+    planning.planned.cache_clear()
+
+
 @pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Gives the digest of a package of these files."""
-    monkeypatch.setattr(kept, "PACKAGE", tmp_path)
+def plans_anew():
+    """Plans that a test makes are no later test's."""
+    yield
+    planning.planned.cache_clear()
 
-    def digest(**files):
-        for name, text in files.items():
-            path = tmp_path / name.replace("_csv", ".csv").replace("__", "/")
-            path = path if path.suffix else path.with_suffix(".py")
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        kept.sources.cache_clear()
-        return kept.sources()
 
-    yield digest
-    kept.sources.cache_clear()
+def test_another_kernel_counts_again(counting, monkeypatch, plans_anew):
+    store, request = Store(counting.csv.parents[2]), ran.encoded(REQUEST)
+    counting.launch = lambda N: launched(planning.planned(REQUEST))
+    assert counting() == [32, 64] and counting() == []
+    plans = counting.about[kept.ENTRY]["ran"]["plans"]
+    assert list(plans) == [request] and plans[request].startswith("fa2_forward ")
+    kernel = planning.planned(REQUEST).launched[0]
+    for constant in (1.0, 2.0):
+        with_other(monkeypatch, kernel, constant)
+        assert outdated.state(store, NAME, EMULATOR).why == ("other of fa2 fwd",)
+        assert counting() == [32, 64] and counting() == []
+    with_other(monkeypatch, kernel, 2.0)
+    assert counting() == []
 
+
+def test_a_kernel_that_is_not_launched_does_not_count(counting, monkeypatch, plans_anew):
+    other = replace(REQUEST, choices=replace(REQUEST.choices, algorithm="fa1"))
+    counting.launch = lambda N: launched(planning.planned(other))
+    assert counting() == [32, 64]
+    with_other(monkeypatch, planning.planned(REQUEST).launched[0], 1.0)
+    assert counting() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: replace(plan, split_rows=1),
+        lambda plan: replace(plan, workspace=()),
+        lambda plan: replace(plan, launches=plan.launches * 2),
+        lambda plan: replace(plan, launches=(replace(plan.launches[0], grid=(1, 1, 1)),)),
+        lambda plan: replace(plan, launches=(replace(plan.launches[0], arguments={"Q": "K"}),)),
+        lambda plan: replace(plan, uncounted=("Q",)),
+    ],
+    ids=["rows", "workspace", "launches", "grid", "arguments", "uncounted"],
+)
+def test_other_launches_of_the_same_kernels_count_again(counting, monkeypatch, change):
+    plan = planning.planned(REQUEST)
+    counting.launch = lambda N: launched(plan)
+    assert counting() == [32, 64]
+    monkeypatch.setattr(ran, "planned", lambda request: change(plan))
+    why = outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).why
+    assert why == ("launches of fa2 fwd",)
+    assert counting() == [32, 64] and counting() == []
+
+
+def test_a_plan_that_cannot_be_made_any_more_counts_again(counting, monkeypatch):
+    plan = planning.planned(REQUEST)
+    counting.launch = lambda N: launched(plan)
+    counting()
+
+    def refused(request):
+        raise ValueError("no such tiles")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ran, "planned", refused)
+        (why,) = outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).why
+        assert "no such tiles" in why
+    assert counting() == []
+
+
+def test_kernels_that_no_request_describes_count_again_with_their_modules(counting, monkeypatch):
+    kernel = softmax.MAKERS["online"]()
+    counting.launch = lambda N: launched(kernels=[kernel])
+    assert counting() == [32, 64] and counting() == []
+    made = counting.about[kept.ENTRY]["ran"]
+    (name,) = made["kernels"]
+    assert name.startswith(kernel.name) and "fa_numba.kernels.simt.softmax" in made["modules"]
+    assert "fa_numba.kernels.simt.fa2_forward" not in made["modules"]
+    of_module = code_digest.of_module
+    other = {"fa_numba.kernels.simt.softmax": "1"}
+    monkeypatch.setattr(code_digest, "of_module", lambda name: other.get(name) or of_module(name))
+    why = outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).why
+    assert why == ("code of fa_numba.kernels.simt.softmax",)
+    assert counting() == [32, 64] and counting() == []
+
+
+def test_a_run_that_goes_on_keeps_what_the_first_part_launched(counting):
+    plans = {N: planning.planned(replace(REQUEST, problem=one_head(N, 16))) for N in (32, 64)}
+    counting.launch = lambda N: launched(plans[N])
+    counting.broken = 64
+    with pytest.raises(RuntimeError, match="broken"):
+        counting()
+    counting.broken = None
+    assert counting() == [64]
+    made = counting.about[kept.ENTRY]["ran"]["plans"]
+    assert set(made) == {ran.encoded(plan.asked) for plan in plans.values()}
+
+
+# --- requests as text -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        REQUEST,
+        replace(REQUEST, aligned=False, multiprocessors=132, capability=(12, 0)),
+        replace(REQUEST, choices=Choices("fa2", "bwd", group_splits=2, deterministic=True)),
+        replace(REQUEST, choices=Choices("fa2", ablate=("swizzle", "prefetch"), return_lse=True)),
+        replace(REQUEST, problem=Problem(2, 4, 2, 64, 32, 16, "float16", 0.3, True, (5, -1),
+                                         q_lens=(3, 64), bias=(1, 1, 64, 32), softcap=3.5)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_request_is_made_again_of_its_text(request_):
+    text = ran.encoded(request_)
+    assert text and ran.decoded(text) == request_
+
+
+def test_a_text_is_short_and_is_no_program():
+    assert ran.encoded(REQUEST) == (
+        "Request(choices=Choices(algorithm='fa2', tiles=Tiles(Br=32, Bc=32), unit='simt'), "
+        "problem=Problem(batch=1, heads_q=1, heads_k=1, seqlen_q=64, seqlen_k=64, head_dim=16, "
+        "scale=0.25), aligned=True, shared_limit=232448, capability=(9, 0), multiprocessors=0)"
+    )
+    for text in ("print()", "Request(", "Tiles(32, 32)", "Choices(algorithm=open('x'))", "x.y"):
+        with pytest.raises(ValueError):
+            ran.decoded(text)
+
+
+def test_a_request_with_a_function_of_the_caller_has_no_text():
+    problem = replace(REQUEST.problem, score_mod=lambda score, b, h, i, j: score + j)
+    assert ran.encoded(replace(REQUEST, problem=problem)) == ran.encoded("text") == ""
+
+
+# --- code without words -----------------------------------------------------------------------
 
 MODULE = """
 \"\"\"Words.\"\"\"
@@ -138,15 +316,19 @@ from functools import cache
 SIZES = (1, 2)  # words
 
 @cache
-def helper(x):
+def helper(x: int) -> str:
     # words
     \"\"\"Words.
 
     More.\"\"\"
     text = \"\"\"one
 two # no comment\"\"\"
+    given: int = x
+    if given:
+        said = f"x is {given}"
+        raise ValueError(f"{said}: words")
     return inner(
-        x,  # words
+        x, text,  # words
         "three"  # words
     )
 """
@@ -160,28 +342,185 @@ two # no comment\"\"\"
         ("    # words\n", "", False),
         ("SIZES = (1, 2)", "\n\nSIZES = (1, 2)", False),
         ("SIZES = (1, 2)", "SIZES = (1, 3)", True),
+        ("x: int) -> str", "x)", False),
+        ("given: int = x", "given = x", False),
+        ("given", "taken", False),
+        (": words", ": other words", False),
+        ("x is {given}", "got {given}", False),
+        ("raise ValueError", "raise TypeError", True),
+        ("given: int = x", "given: int = 2 * x", True),
         ("@cache\n", "", True),
+        ("helper", "other", True),
         ("one\ntwo", "one\nother", True),
         ("# no comment", "", True),
         ('"three"', '"four"', True),
     ],
 )
-def test_the_sources_are_programs_without_words(package, old, new, changes):
+def test_a_digest_is_of_a_program_without_words(old, new, changes):
     assert old in MODULE
-    assert (package(a=MODULE) != package(a=MODULE.replace(old, new))) == changes
+    before, after = map(code_digest.of_text, (MODULE, MODULE.replace(old, new)))
+    assert (before != after) == changes
 
 
-def test_the_sources_are_what_counts_come_from(package):
-    first = package(kernels__a="x = 1", choices__t_csv="1,2")
-    assert package(kernels__a="x = 2") != first == package(kernels__a="x = 1")
-    assert package(choices__t_csv="1,3") != first != package(kernels__b="x = 1")
-    kept.PACKAGE.joinpath("kernels/b.py").unlink()
-    kept.PACKAGE.joinpath("choices/t.csv").write_text("1,2")
-    assert package(torch="x = 1", commands__a="x = 1") == first
+def test_files_have_a_digest_by_their_places(tmp_path):
+    def digest(**files):
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        code_digest._of_file.cache_clear()
+        return code_digest.of_files(tmp_path.rglob("*.py"), tmp_path)
+
+    first = digest(a__b="x = 1")
+    assert digest(a__b="x = 2") != first == digest(a__b='"""Words."""\nx = 1  # words')
+    assert digest(a__c="x = 1") != first
+    (tmp_path / "a/c.py").unlink()
+    (tmp_path / "a/b.py").rename(tmp_path / "a/d.py")
+    assert digest() != first
 
 
-def test_what_has_no_part_is_there():
-    assert all((kept.PACKAGE / name).exists() for name in kept._NO_PART)
+REPOSITORY = {
+    "one": '''"""Words."""
+from .lab.measure import calls
+from .lab.measure.series import LABELS, plan as planned
+from .lab.show import style
+
+SIZES = (1, 2)
+UNUSED = 3
+for label in (SIZES,):
+    label += ("loose",)
+
+
+def measure(options, bench):
+    """Words."""
+    for N in bench.each(SIZES, "words"):
+        bench.say(f"{N} words")
+        yield calls.time(planned, N, note="data")
+
+
+def draw(rows):
+    return style.new(LABELS["a"])
+''',
+    "lab/measure/calls": """
+def time(run, N, note):
+    return _inner(run, N)
+
+
+def _inner(run, N):
+    return run(N)
+
+
+def unused():
+    return 1
+""",
+    "lab/measure/series": """
+from fa_numba import device
+
+LABELS = {"a": "words"}
+
+
+class Taken:
+    size: int = 1
+
+    def of(self, x):
+        return x
+
+
+def plan(N):
+    return device.plan(Taken().of(N))
+""",
+    "lab/show/style": "def new(x):\n    return x\n",
+}
+
+
+@pytest.fixture
+def reached(tmp_path, monkeypatch):
+    """Gives what `measure` of experiment `one` reaches, with a text replaced in one file."""
+    monkeypatch.setattr(code_digest, "REPOSITORY", tmp_path)
+
+    def found(file="one", old="", new=""):
+        for name, text in REPOSITORY.items():
+            path = tmp_path / "experiments" / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            assert name != file or old in text
+            path.write_text(text.replace(old, new) if name == file else text)
+        code_digest._module.cache_clear()
+        return code_digest.reached("experiments.one", "measure")
+
+    yield found
+    code_digest._module.cache_clear()
+
+
+def test_an_experiments_code_is_what_measure_reaches(reached):
+    names = ["one", "lab.measure.calls", "lab.measure.series"]
+    assert set(reached()) == {f"experiments.{name}" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("one", "Words", "Other words"),
+        ("one", '"words")', '"other words")'),
+        ("one", "{N} words", "other words"),
+        ("one", "UNUSED = 3", "UNUSED = 4"),
+        ("one", 'LABELS["a"]', 'LABELS["b"]'),
+        ("one", "N in", "number in"),
+        ("lab/measure/calls", "return 1", "return 2"),
+        ("lab/measure/series", '"words"', '"other words"'),
+        ("lab/show/style", "return x", "return 2 * x"),
+    ],
+)
+def test_words_and_what_is_not_reached_have_no_part(reached, file, old, new):
+    if old == "N in":
+        old, new = "N in bench", "number in bench"
+        text = REPOSITORY["one"].replace(" N", " number").replace("{N}", "{number}")
+        assert reached("one", REPOSITORY["one"], text) == reached()
+        return
+    assert reached(file, old, new) == reached()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("one", "SIZES = (1, 2)", "SIZES = (1, 3)"),
+        ("one", '"loose"', '"other"'),
+        ("one", '"data"', '"other"'),
+        ("one", "calls.time", "calls._inner"),
+        ("one", "plan as planned", "LABELS as planned"),
+        ("lab/measure/calls", "return run(N)", "return run(N + 1)"),
+        ("lab/measure/series", "size: int = 1", "size: int = 2"),
+        ("lab/measure/series", "size: int", "rows: int"),
+        ("lab/measure/series", "return x", "return -x"),
+        ("lab/measure/series", "device.plan", "device.other"),
+        ("lab/measure/series", "import device", "import emulator as device"),
+    ],
+)
+def test_what_is_reached_has_a_part(reached, file, old, new):
+    before, after = reached(), reached(file, old, new)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert f"experiments.{file.replace('/', '.')}" in changed
+
+
+def test_words_of_the_host_and_of_parts_change_nothing():
+    """What the emulator's counts depend on beside kernels, with other words in it."""
+    for name, old, new in (
+        ("host/binding.py", r'"""(?=\w)', '"""Other. '),
+        ("host/binding.py", ": allowed is", ": must be"),
+        ("ops.py", r'"""(?=\w)', '"""Other. '),
+        ("emulator/groups.py", r'"""(?=\w)', '"""Other. '),
+    ):
+        text = (ran.PACKAGE / name).read_text()
+        other, changes = re.subn(old, new, text)
+        assert changes and code_digest.of_text(other) == code_digest.of_text(text), name
+    assert {name.partition("/")[0] for name in ran.CALLS} >= {"ops.py", "host", "problem.py"}
+
+
+@pytest.mark.in_turn("name")
+@pytest.mark.parametrize("name", (*registry.names(), "tune"))
+def test_every_experiments_code_is_found(name):
+    found = ran.code_of(name)
+    assert f"experiments.{name}" in found or name == "tune"
+    assert not any(each.startswith(code_digest.NO_PART) for each in found)
 
 
 @pytest.mark.parametrize("name", ["io_vs_seqlen", "block_size", "block_sparse", "timeline",

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from experiment_helpers import put_on_path
@@ -18,10 +19,23 @@ from experiments import __main__ as command
 from experiments.lab.measure import clocks, counters, peers
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import kept, provenance, recorder, registry, runner
+from experiments.lab.record import (
+    code_digest,
+    kept,
+    outdated,
+    provenance,
+    ran,
+    recorder,
+    registry,
+    runner,
+)
 from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import MODEL, Row, Store
 from experiments.lab.show import report
+from fa_numba import device
+from fa_numba.choices.requests import Choices, Request
+from fa_numba.host.planning import planned
+from fa_numba.kernels.simt import softmax
 
 NAME, GPU = "standing_in", "some-gpu"
 
@@ -34,10 +48,12 @@ def timed(N, value, series="fa2-simt", **fields):
 
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
-    """Runs a stand-in experiment on a GPU that there is not; `measured` are the lengths timed."""
-    source = tmp_path / "source.py"
-    source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", source.read_text)
+    """Runs a stand-in experiment on a GPU that there is not; `measured` are the lengths timed,
+    `source` is the digest of its code and `sources` that of all files.
+    """
+    monkeypatch.setattr(kept, "sources", lambda: run.sources)
+    monkeypatch.setattr(ran, "code_of", lambda name: {"experiments.standing_in": run.source})
+    monkeypatch.setattr(ran, "_of", lambda patterns: run.calls)
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
     for module in (counters, peers):
         monkeypatch.setattr(module, "available", lambda: True)
@@ -48,6 +64,7 @@ def bench(tmp_path, monkeypatch):
             if N == run.stop:
                 raise run.error
             run.measured.append(N)
+            run.launch(N)
             yield timed(N, run.value * N)
             yield timed(N, run.peer * N, "torch-fa2")
         run.measured.append("counters")
@@ -71,7 +88,8 @@ def bench(tmp_path, monkeypatch):
             run.rows = run.store.read(NAME, GPU)
         return run.measured
 
-    run.store, run.source, run.partial = Store(tmp_path / "out"), source, tmp_path / "out/partial"
+    run.store, run.partial = Store(tmp_path / "out"), tmp_path / "out/partial"
+    run.source, run.sources, run.calls, run.launch = "1", "1", "1", lambda N: None
     run.lengths, run.value, run.peer, run.beside = (32, 64, 128), 1.0, 2.0, []
     run.stop, run.error, run.commit = None, KeyboardInterrupt(), "1" * 40
     return run
@@ -85,7 +103,7 @@ def test_a_recording_is_of_one_run_that_is_described(bench):
     (about,) = bench.store.runs(NAME, GPU)
     assert {row.run for row in bench.rows} == {about["id"]} and len(bench.rows) == 6
     wanted = {"commit", "dirty", "date", "command", "seconds", "clocks", "device", "host", "ncu"}
-    assert wanted | {"sources", "l2_counter", "torch", "nvidia_smi", "protocol"} <= set(about)
+    assert wanted | {"ran", "l2_counter", "torch", "nvidia_smi", "protocol"} <= set(about)
     assert about["host"]["cores"] == os.cpu_count() and about["commit"] == "1" * 40
     assert not list(bench.partial.iterdir())
 
@@ -118,7 +136,7 @@ def test_an_interrupted_run_of_other_sources_is_begun_anew(bench, change):
         bench()
     bench.stop = None
     if change == "sources":
-        bench.source.write_text("n = 2\n")
+        bench.sources = "2"
     else:
         bench.commit = "2" * 40
     assert bench() == [32, 64, 128, "counters"]
@@ -211,20 +229,113 @@ def measures_again(bench):
     return bool(bench.measured)
 
 
+REQUEST = Request(Choices("fa2", unit="mma"), one_head(256, 64, dtype="float16"), True, 232448,
+                  (9, 0), 132)  # fmt: skip
+
+
+def launched(*plans, kernels=()):
+    """Say that the kernels of these plans, and other kernels, were launched on a GPU."""
+    with mock.patch.object(device.select, "on_gpu", lambda: True):
+        every = [kernel for plan in plans for kernel in plan.launched]
+        device.launching._note_launched([*every, *kernels], [plan.asked for plan in plans])
+
+
 def test_what_changed_is_measured(bench):
     assert measures_again(bench) and not measures_again(bench)
-    assert "as recorded here, from the same sources" in bench.text
-    bench.source.write_text("n = 2\n")
+    assert "as recorded here, by the same code and kernels" in bench.text
+    bench.source = "2"
     assert measures_again(bench) and not measures_again(bench)
+    bench.sources = bench.calls = "2"  # of which no kernel has anything
+    assert not measures_again(bench)
     assert bench() and bench(again=False, recount=True) and bench(again=False, seqlens=(32,))
 
 
-def test_a_recording_that_does_not_say_its_sources_is_measured(bench):
+def test_other_kernels_and_launches_are_measured(bench, monkeypatch):
+    now = {}
+
+    def plan(request):
+        return replace(planned(request), **now)
+
+    bench.launch = lambda N: launched(plan(REQUEST))
+    monkeypatch.setattr(ran, "planned", plan)
+    assert measures_again(bench) and not measures_again(bench)
+    (about,) = bench.store.runs(NAME, GPU)
+    assert set(about["ran"]) == {"experiment", "plans"}
+    (line,) = about["ran"]["plans"].values()
+    assert line.startswith("fa2_forward ") and outdated.state(bench.store, NAME, GPU).why == ()
+    first = planned(REQUEST).launches[0]
+    others = {
+        "fa2_forward of fa2 fwd": replace(first.kernel, threads=first.kernel.threads * 2),
+        "row_sums of fa2 fwd": planned(replace(REQUEST, choices=Choices("fa2", "bwd"))).launched[0],
+    }
+    for why, kernel in others.items():
+        now["launches"] = (replace(first, kernel=kernel),)
+        assert outdated.state(bench.store, NAME, GPU).why == (why,)
+        assert measures_again(bench) and not measures_again(bench)
+    now["launches"] = (replace(first, grid=(1, 1, 1)),)
+    assert measures_again(bench) and not measures_again(bench)
+
+
+def test_kernels_that_no_request_describes_are_measured_with_their_modules(bench, monkeypatch):
+    bench.launch = lambda N: launched(kernels=[softmax.MAKERS["online"]()])
+    assert measures_again(bench) and not measures_again(bench)
+    bench.calls = "2"  # what turns calls into launches
+    assert outdated.state(bench.store, NAME, GPU).state == "outdated"
+    assert measures_again(bench) and not measures_again(bench)
+    monkeypatch.setattr(code_digest, "of_module", lambda name: "other")
+    assert measures_again(bench) and not measures_again(bench)
+
+
+def test_what_another_process_launches_is_described(bench):
+    """Nsight Compute's program and the ranks of a ring tell it, the last ones more and more."""
+    bench.launch = lambda N: ran.tell({"plans": {f"request {n}": "line" for n in range(N)}})
+    bench.lengths = (1, 2)
+    bench()
+    (about,) = bench.store.runs(NAME, GPU)
+    assert list(about["ran"]["plans"]) == ["request 0", "request 1"]
+    ran.tell({"plans": {}})  # outside of a run
+
+
+def test_both_parts_of_an_interrupted_run_say_what_they_launched(bench):
+    plans = [planned(replace(REQUEST, problem=one_head(N, 64, dtype="float16"))) for N in (64, 128)]
+    bench.launch = lambda N: launched(plans[N == 128])
+    bench.stop = 128
+    with pytest.raises(KeyboardInterrupt):
+        bench()
+    bench.stop = None
+    assert bench() == [128, "counters"]
+    found = [list(run["ran"]["plans"]) for run in bench.store.runs(NAME, GPU)]
+    assert sorted(found) == sorted([ran.encoded(plan.asked)] for plan in plans)
+    assert not measures_again(bench)
+
+
+def test_a_recording_that_does_not_name_its_kernels_is_measured(bench):
     bench()
     path = bench.store.path(NAME, GPU, ".json")
     (about,) = bench.store.runs(NAME, GPU)
-    path.write_text(json.dumps({k: about[k] for k in ("commit", "date", "id")}))
+    path.write_text(json.dumps({k: about[k] for k in ("commit", "date", "id")} | {"sources": "1"}))
+    state = outdated.state(bench.store, NAME, GPU)
+    assert (state.state, str(state)) == (
+        "unknown", f"{NAME}/{GPU}.csv: unknown: recorded before runs named their kernels"
+    )  # fmt: skip
     assert measures_again(bench)
+    assert outdated.state(bench.store, NAME, GPU).state == "current"
+
+
+def test_the_command_lists_every_recording(monkeypatch, capsys):
+    found = [outdated.State("a", GPU, "current"), outdated.State("b", GPU, "outdated", ("x", "y"))]
+    monkeypatch.setattr(outdated, "states", lambda store: iter(found[:run]))
+    for run, status in ((1, 0), (2, 1)):
+        assert command.main(["outdated"]) == status
+        lines = capsys.readouterr().out.splitlines()
+        assert lines == [f"a/{GPU}.csv: current", f"b/{GPU}.csv: outdated: x, y"][:run]
+    monkeypatch.undo()
+    monkeypatch.setattr(outdated, "state", lambda store, *where: where)
+    every = set(outdated.states(Store(FIGURES)))
+    assert {("speed", "nvidia-h100-80gb-hbm3"), ("speed", "model")} & every == {
+        ("speed", "nvidia-h100-80gb-hbm3")
+    }
+    assert ("io_vs_seqlen", "emulator") in every
 
 
 def test_an_interruption_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
@@ -309,6 +420,7 @@ def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, 
     monkeypatch.setattr(runner.device, "gpu_available", lambda: True)
     monkeypatch.setattr(runner.device, "describe", lambda: about)
     monkeypatch.setattr(kept, "sources", lambda: "")
+    monkeypatch.setattr(ran, "_of", lambda patterns: "")
     drawn = registry.load(name)
     module = SimpleNamespace(NEEDS=("GPU",), measure=measure, draw=drawn.draw)
     monkeypatch.setattr(runner, "load", lambda name: module)

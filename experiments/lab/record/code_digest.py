@@ -14,7 +14,6 @@ import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from fa_numba.device.program_digest import digest_of, template
 
@@ -26,6 +25,8 @@ NO_PART = ("experiments.lab.record", "experiments.lab.show", "experiments.verdic
 _BUILTINS = frozenset(dir(builtins))
 # Methods of `options.Bench` whose text arguments are shown beside a progress bar.
 _SHOWN = ("track", "each", "counted")
+# Fields of statements that have statements, and what stands there for none.
+_BLOCKS: dict[str, list[ast.stmt]] = {"body": [ast.Pass()], "orelse": [], "finalbody": []}
 # What only makes text of values, so that it may be left out where nothing uses the text.
 _PURE = frozenset(
     (
@@ -75,8 +76,81 @@ def of_text(text: str) -> str:
 
 def _wordless(text: str) -> list[ast.stmt]:
     """The statements of a program without words."""
-    tree = _Wordless().visit(ast.parse(text))
-    return list(tree.body)
+    tree, functions = ast.parse(text), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise):
+            node.exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            node.cause = None
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _SHOWN:
+                node.args = [x for x in node.args if not _is_text(x)]
+        elif isinstance(node, ast.FunctionDef):
+            functions.append(node)
+            node.returns = None
+        elif isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        for name in _BLOCKS:
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block:
+                kept = [each for each in block if not _is_words(each)]
+                setattr(node, name, kept or _BLOCKS[name])
+    for function in reversed(functions):  # inner ones first
+        _leave_out_unused(function)
+    return tree.body
+
+
+def _is_words(statement: ast.stmt) -> bool:
+    """Whether a statement is a docstring or says something."""
+    if not isinstance(statement, ast.Expr):
+        return False
+    value = statement.value
+    if isinstance(value, ast.Call):
+        return getattr(value.func, "attr", getattr(value.func, "id", "")) == "say"
+    return isinstance(value, ast.Constant)
+
+
+def _is_text(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return _is_text(node.left) or _is_text(node.right)
+    constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return constant or isinstance(node, ast.JoinedStr)
+
+
+def _leave_out_unused(function: ast.FunctionDef) -> None:
+    """Leave out assignments to variables that nothing uses, as messages that were raised."""
+    while True:
+        nodes = list(ast.walk(function))
+        used = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+        unused = {id(x) for x in nodes if isinstance(x, ast.Assign) and _is_unused(x, used)}
+        if not unused:
+            return
+        for node in nodes:
+            for name in _BLOCKS:
+                block = getattr(node, name, None)
+                if isinstance(block, list) and block:
+                    kept = [each for each in block if id(each) not in unused]
+                    setattr(node, name, kept or _BLOCKS[name])
+
+
+def _is_unused(node: ast.Assign, used: set[str]) -> bool:
+    """Whether nothing uses the variables that are assigned, nor the making of their values."""
+    targets = [x for each in node.targets for x in ast.walk(each)]
+    if not all(isinstance(x, (ast.Name, ast.Tuple, ast.expr_context)) for x in targets):
+        return False
+    names = {x.id for x in targets if isinstance(x, ast.Name)}
+    return not names & used and _is_pure(node.value)
+
+
+def _is_pure(value: ast.expr) -> bool:
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call):
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) not in _PURE:
+                return False
+        elif isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)):
+            return False
+    return True
 
 
 def reached(module: str, name: str) -> dict[str, str]:
@@ -231,95 +305,3 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             yield node.id
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from _bound(node)
-
-
-class _Wordless(ast.NodeTransformer):
-    """Leaves out words; see the module's docstring."""
-
-    def visit_Raise(self, node: ast.Raise) -> Any:
-        if isinstance(node.exc, ast.Call):
-            node.exc = node.exc.func
-        node.cause = None
-        return self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> Any:
-        value = node.value
-        if isinstance(value, ast.Constant) or isinstance(value, ast.Call) and _says(value.func):
-            return None
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> Any:
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _SHOWN:
-            node.args = [x for x in node.args if not _is_text(x)]
-        return self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
-        node.returns = None
-        for each in ast.walk(node.args):
-            if isinstance(each, ast.arg):
-                each.annotation = None
-        self.generic_visit(node)
-        for _ in range(8):  # what is used only by what is left out
-            used = {
-                each.id for each in ast.walk(node)
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-            }  # fmt: skip
-            unused = _Unused(used)
-            unused.visit(node)
-            if not unused.changed:
-                break
-        node.body = node.body or [ast.Pass()]
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
-        node.annotation = ast.Constant(None)
-        return self.generic_visit(node)
-
-    def generic_visit(self, node: ast.AST) -> Any:
-        super().generic_visit(node)
-        if isinstance(getattr(node, "body", None), list) and not node.body:  # type: ignore
-            node.body = [ast.Pass()]  # type: ignore[attr-defined]
-        return node
-
-
-class _Unused(ast.NodeTransformer):
-    """Leaves out assignments of text to variables that nothing uses."""
-
-    def __init__(self, used: set[str]) -> None:
-        self.used, self.changed = used, False
-
-    def visit_Assign(self, node: ast.Assign) -> Any:
-        targets = [x for each in node.targets for x in ast.walk(each) if not _is_context(x)]
-        names = [x.id for x in targets if isinstance(x, ast.Name)]
-        plain = all(isinstance(x, (ast.Name, ast.Tuple)) for x in targets)
-        if plain and not self.used.intersection(names) and _is_pure(node.value):
-            self.changed = True
-            return ast.Pass()
-        return node
-
-
-def _is_context(node: ast.AST) -> bool:
-    return isinstance(node, ast.expr_context)
-
-
-def _is_text(node: ast.AST) -> bool:
-    if isinstance(node, ast.BinOp):
-        return _is_text(node.left) or _is_text(node.right)
-    constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return constant or isinstance(node, ast.JoinedStr)
-
-
-def _says(function: ast.expr) -> bool:
-    name = getattr(function, "attr", getattr(function, "id", ""))
-    return name == "say"
-
-
-def _is_pure(value: ast.expr) -> bool:
-    for node in ast.walk(value):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name not in _PURE:
-                return False
-        elif isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)):
-            return False
-    return True

@@ -46,7 +46,7 @@ class Options:
     out : Path, default FIGURES
         Folder of the figures. Data go to its folder "data".
     recount : bool, default False
-        Whether to count on the emulator even if stored counts are from the same sources.
+        Whether to count on the emulator even if stored counts are from the same code.
     replace : bool, default False
         Whether to replace a recording that has numbers this machine cannot measure.
     """
@@ -146,7 +146,7 @@ class Bench:
     say : callable, default print
         Prints a line for the user.
     kept : sequence of Row, default ()
-        Stored counts from the same sources, to be used instead of counting again.
+        Stored counts from the same code and kernels, to be used instead of counting again.
     recorder : Recorder, optional
         Stores the rows. It knows what an interrupted run has measured already.
     """
@@ -204,7 +204,7 @@ class Bench:
         self, work: Sequence[tuple[Any, ...]], label: str,
         count: Callable[..., Iterable[Row | Sequence[Row]]],
     ) -> Iterator[Row | Sequence[Row]]:  # fmt: skip
-        """Yield the rows that the emulator counts, or the stored counts from the same sources.
+        """Yield the rows that the emulator counts, or the stored counts from the same code.
 
         Parameters
         ----------
@@ -221,7 +221,7 @@ class Bench:
             The counts.
         """
         if self.kept:
-            self.say(f"  counted before from the same sources: {len(self.kept)} rows")
+            self.say(f"  counted before by the same code and kernels: {len(self.kept)} rows")
             yield self.kept
             return
         for item in self.each(work, label):

@@ -1,0 +1,56 @@
+"""Which recordings a run would repeat today, as far as code and kernels can tell."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import kept, ran, registry
+from .store import EMULATOR, MODEL, Store
+
+CURRENT, OUTDATED, UNKNOWN = "current", "outdated", "unknown"
+OLD = "recorded before runs named their kernels"
+OTHER_ROWS = "the rows are not those that were counted"
+
+
+@dataclass(frozen=True)
+class State:
+    """A recording's state: "current"; "outdated", and `why` names the kernels and the code that
+    changed; or "unknown", where a run does not say what it was made with.
+    """
+
+    experiment: str
+    machine: str
+    state: str
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        why = f": {', '.join(self.why)}" if self.why else ""
+        return f"{self.experiment}/{self.machine}.csv: {self.state}{why}"
+
+
+def state(store: Store, experiment: str, machine: str) -> State:
+    """Return the state of one recording; no GPU is needed. Raises StoreError."""
+    where = experiment, machine
+    if machine == EMULATOR:
+        entry = store.provenance(*where).get(kept.ENTRY)
+        runs = [entry if isinstance(entry, dict) else {}]
+    else:
+        runs = store.runs(*where)
+    made = [run.get("ran") for run in runs]
+    found = [ran.changed(each, *where) for each in made]
+    why = dict.fromkeys(text for each in found for text in each or ())
+    counted = machine == EMULATOR and made[0]
+    if counted and runs[0].get("rows") != kept.digest(store.read(*where)):
+        why[OTHER_ROWS] = None
+    if why:
+        return State(*where, OUTDATED, tuple(why))
+    if not found or None in found:
+        return State(*where, UNKNOWN, (OLD,))
+    return State(*where, CURRENT)
+
+
+def states(store: Store) -> Iterator[State]:
+    """Yield the state of every recording but closed forms, which each run computes again."""
+    for name in (*registry.names(), "tune"):
+        for machine in store.machines(name):
+            if machine != MODEL:
+                yield state(store, name, machine)

@@ -1,0 +1,226 @@
+"""Digests of kernels' programs: what changes one, and that equal ones have equal PTX."""
+
+import importlib.util
+import itertools
+import sys
+
+import numpy as np
+import pytest
+from compare_ptx import ptx_of, without_names
+
+import fa_numba
+from fa_numba import device
+from fa_numba.device.front_end import without_repeats
+from fa_numba.device.program_digest import Unknown, program_of
+from fa_numba.host.planning import planned
+
+PARTS = '''"""Words."""
+import numpy as np
+
+from fa_numba.device import cuda, device_function, float32, types, uint32
+from fa_numba.device.signature import array_type
+from fa_numba.intrinsics._build import emulated_by, of_registers
+from fa_numba.intrinsics.arithmetic import exp2, log2
+from numba.cuda.extending import intrinsic
+
+STEP = 3
+
+
+def doubled(text):
+    """Words."""
+    return text + " "
+
+
+@emulated_by(lambda x: x * 1.0)
+@intrinsic
+def same(typingctx, x):
+    """Words."""
+    if x != types.float32:
+        raise TypeError("x is no float32")
+    return of_registers(doubled("mov.b32 $0, $1;"), types.float32, x)
+
+
+def helper(x, y=2, z=1):
+    """Words."""
+    # words
+    total: float = exp2(x) + float32(y * STEP)
+    return same(total) - float32(z)
+
+
+'''
+KERNEL = '''
+def make(factor=2, threads=32, bounds=1, ndim=1):
+    inner = device_function(helper)
+    rounds = factor
+
+    @cuda.jit((array_type(ndim), array_type(ndim)), threads, 0, bounds)
+    def kernel(X, Y):
+        """Words."""
+        n = uint32(cuda.threadIdx.x)
+        for k in range(rounds):
+            Y[n] += inner(X[n], z=float32(k), y=uint32(7))
+
+    return kernel
+'''
+TEXT = PARTS + KERNEL
+# Edits that leave the program as it is.
+EQUAL = {
+    "docstrings": [('"""Words."""', '"""Other words, on\n    two lines."""')],
+    "no docstring": [('    """Words."""\n    # words\n', "")],
+    "comments": [("    # words\n", "    # other words\n\n")],
+    "lines": [("STEP = 3\n", "\n\n\nSTEP = 3\n")],
+    "annotations": [("total: float =", "total ="), ("def helper(x, ", "def helper(x: int, ")],
+    "messages": [('"x is no float32"', '"x must be a float32"')],
+    "locals": [("total", "whole"), ("for k in", "for turn in"), ("float32(k)", "float32(turn)")],
+    "parameters": [("X", "first"), ("typingctx", "context")],
+    "keywords": [("x, y=2, z=1", "x, a=2, b=1"), ("y * ", "a * "), ("(z)", "(b)"),
+                 ("z=float32", "b=float32"), ("y=uint32", "a=uint32")],
+    "names": [("helper", "renamed"), ("kernel", "other"), ("same", "as_is"), ("doubled", "twice")],
+    "outer names": [("STEP", "PACE"), ("rounds", "turns"), ("inner", "part")],
+}  # fmt: skip
+UNLIKE = {
+    "constant": [("STEP = 3", "STEP = 4")],
+    "operator": [("+ float32(y", "- float32(y")],
+    "function": [("exp2(x)", "log2(x)")],
+    "instruction": [("mov.b32 $0", "neg.f32 $0")],
+    "helper of an intrinsic": [('text + " "', 'text + ";"')],
+    "type": [("n = uint32(", "n = int(")],
+    "closed-over value": [("rounds = factor", "rounds = factor + 1")],
+    "argument": [("inner(X[n]", "inner(Y[n]")],
+    "argument by name": [("z=float32(k), y=uint32(7)", "y=float32(k), z=uint32(7)")],
+    "default": [("y=2", "y=4"), (", y=uint32(7)", "")],
+    "threads": [("threads=32", "threads=64")],
+    "launch bounds": [("bounds=1", "bounds=2")],
+    "shared memory": [("threads, 0, bounds", "threads, 64, bounds")],
+    "axes": [("array_type(ndim), array_type(ndim)", "array_type(1), array_type(2)"),
+             ("Y[n] +=", "Y[n, 0] +=")],
+    "indentation": [("            Y[n] +=", "            pass\n        Y[n] +=")],
+}  # fmt: skip
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Makes the kernel of a module of this text, which may be in two files."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(text, *, parts=""):
+        names = [f"digested_{next(_numbers)}" for _ in range(2)]
+        if parts:
+            (tmp_path / f"{names[0]}.py").write_text(parts)
+            text = f"from {names[0]} import *\nfrom {names[0]} import helper\n{text}"
+        path = tmp_path / f"{names[1]}.py"
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location(names[1], path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, names[1], module)
+        spec.loader.exec_module(module)
+        return module.make()
+
+    return make
+
+
+def edited(edits):
+    text = TEXT
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def digests(kernel):
+    return [program_of(kernel, emulated=emulated).digest for emulated in (False, True)]
+
+
+def ptx(kernel):
+    with without_repeats():
+        return without_names(ptx_of(kernel, (8, 0)))
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_words_lines_and_names_change_no_digest(made, name):
+    before, after = digests(made(TEXT)), digests(made(edited(EQUAL[name])))
+    assert before[0] == after[0]
+    # Accesses are counted by the names of a kernel's parameters.
+    assert (before[1] == after[1]) == (name != "parameters")
+
+
+def test_a_part_in_another_module_has_the_same_digest(made):
+    apart = made(KERNEL, parts=PARTS + "\n\n\n")
+    assert digests(apart) == digests(made(TEXT))
+    assert len(program_of(apart).modules) == len(program_of(made(TEXT)).modules) + 1
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_is_computed_changes_the_digest(made, name):
+    before, after = digests(made(TEXT)), digests(made(edited(UNLIKE[name])))
+    assert before[0] != after[0]
+    of_instructions = name in ("instruction", "helper of an intrinsic")
+    assert (before[1] != after[1]) == (not of_instructions)
+
+
+def test_emulations_change_the_emulators_digest_alone(made):
+    before, after = digests(made(TEXT)), digests(made(edited([("x * 1.0", "x * 2.0")])))
+    assert before[0] == after[0] and before[1] != after[1]
+
+
+def test_equal_digests_are_of_equal_ptx(made):
+    """All edits at once, and a part in another module; and edits that make other PTX."""
+    text = TEXT
+    for name, edits in EQUAL.items():
+        for old, new in edits if name not in ("no docstring", "annotations") else ():
+            text = text.replace(old, new)
+    apart = made(KERNEL, parts=PARTS)
+    kernel, other = made(TEXT), made(text)
+    assert program_of(kernel).digest == program_of(other).digest == program_of(apart).digest
+    wanted = ptx(kernel)
+    assert wanted == ptx(other) == ptx(apart)
+    for name in ("constant", "instruction", "argument by name", "launch bounds"):
+        assert ptx(made(edited(UNLIKE[name]))) != wanted
+
+
+def test_a_value_that_no_digest_is_made_of(made):
+    class Other:
+        pass
+
+    kernel = made(TEXT)
+    kernel.function.__globals__["uint32"] = Other()
+    with pytest.raises(Unknown, match="Other"):
+        program_of(kernel)
+
+
+def test_every_kernel_has_digests_and_they_tell_kernels_apart():
+    """Of both passes, all algorithms and units, and some options."""
+    found = {}
+    options = [{"causal": True}, {"score_mod": lambda score, b, h, i, j: score + 0.5 * j}]
+    for algorithm, unit, passes in itertools.product(
+        ("standard", "fa1", "fa2"), ("simt", "mma", "wgmma"), ("fwd", "bwd")
+    ):
+        for given in options:
+            dtype = "float32" if unit == "simt" else "float16"
+            how = {"algorithm": algorithm, "unit": unit, "passes": passes, "dtype": dtype}
+            try:
+                plan = fa_numba.plan((1, 2, 256, 64), (1, 1, 256, 64), **how, **given)
+            except ValueError:
+                continue
+            for kernel in plan.launched:
+                for emulated in (False, True):
+                    digest = program_of(kernel, emulated=emulated).digest
+                    found.setdefault((emulated, digest), set()).add(kernel)
+    assert len(found) > 80
+    assert all(len(kernels) == 1 for kernels in found.values())
+
+
+def test_what_was_launched_is_collected():
+    q = np.ones((1, 1, 8, 4), np.float32)
+    with device.launched_kernels() as outer:
+        fa_numba.flash_attention_2(q, q, q)
+        with device.launched_kernels() as inner:
+            fa_numba.softmax(q[0, 0])
+    fa_numba.flash_attention_2(q[:, :, :4], q, q)
+    first, last = outer.kernels["emulator"]
+    assert first.name == "fa2_forward" and list(inner.kernels["emulator"]) == [last]
+    assert not outer.kernels["gpu"] and not outer.origins["gpu"]
+    (request,) = outer.origins["emulator"]
+    assert not inner.origins["emulator"] and request.problem.q_shape == q.shape
+    assert planned(request).launched == (first,)
