@@ -260,12 +260,12 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _looks(series: str) -> str:
-    """The series whose colour a step has."""
+    """Return the series whose colour a step has."""
     return PEER if series == PEER else "-".join(series.split("-")[:2])
 
 
 def _group(series: str) -> str:
-    """What the figure's legend calls the steps of a colour."""
+    """Return what the figure's legend calls the steps of a colour."""
     if series == PEER:
         return LABELS[PEER]
     order = {"fa1": "FA-1 (K/V outer)", "fa2": "FA-2 (Q outer)"}[algorithm(series)]
@@ -273,7 +273,7 @@ def _group(series: str) -> str:
 
 
 def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -> str:
-    """The largest gain of a step over the one before, of all that is drawn."""
+    """Return the title: the largest gain of a step over the one before, of all that is drawn."""
     found = {
         (gain, labels[series].removeprefix("+ "))
         for rows in problems.values()

@@ -290,7 +290,7 @@ def _panel(
 
 
 def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_heads: bool) -> None:
-    """The tiles of a panel in its free corner; a line where they change."""
+    """Write the tiles of a panel in its free corner; draw a line where they change."""
     said = []
     for causal in sorted({causal for causal, _ in found}):
         mine = sorted((x, tiles) for (mask, x), tiles in found.items() if mask == causal)

@@ -112,7 +112,7 @@ def _over(over: Curve, under: Curve) -> Curve:
 
 
 def _bars(paper: str, panels: Panels, what: str) -> Any:
-    """The figure as the paper draws it, where its GPU is ours."""
+    """Draw the figure as the paper draws it, if the paper's GPU is ours."""
     figure, axes = style.new(len(panels), 1, 1.3 + 2.5 * len(panels))
     *_, theirs, ours = BARS[paper]
     found: list[float] = []
@@ -131,7 +131,7 @@ def _bars(paper: str, panels: Panels, what: str) -> Any:
 
 
 def _ratios(paper: str, panels: Panels, gpu: str, what: str) -> Any:
-    """The last kernel's speed over that of the others, published and ours: no GPU is in it."""
+    """Draw the last kernel's speed over the speeds of the others, published and ours."""
     *names, last = SHORT[paper]
     theirs, ours = BARS[paper][::2], BARS[paper][1::2]
     looks = {

@@ -77,7 +77,7 @@ def milliseconds(
 
 
 def _part(problem: Problem, ranks: int) -> Problem:
-    """What a rank has of a problem."""
+    """Return one rank's part of a problem."""
     n = problem.seqlen_q // ranks
     return replace(problem, seqlen_q=n, seqlen_k=n)
 

@@ -106,7 +106,7 @@ def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator
         return
 
     def launched() -> dict[str, float]:
-        """Milliseconds of each of the kernels."""
+        """Return the milliseconds of each kernel."""
         case = counters.Case(OURS, problem, {"dropout_p": DROPOUT})
         kernels = plan(OURS, problem, dropout_p=DROPOUT).kernels
         (found,) = counters.count_kernels([case], (DURATION,))

@@ -106,7 +106,7 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     loaded, stored = (_LOADED, _STORED) if several else ({}, {})
 
     def reaches(name: str, count: int, first: int) -> int:
-        """Elements of an array that reach device memory: at least ``first`` times all it has."""
+        """Return an array's elements that reach device memory: at least ``first`` times all."""
         whole = _elements(plan, name)
         if name in again and not served:
             if plan.algorithm != "fa2":
@@ -127,7 +127,7 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
 
 
 def _elements(plan: Plan, name: str) -> int:
-    """Elements of an array of the plan; those with another name are like Q."""
+    """Return the number of elements of a plan's array. Arrays with other names are like Q."""
     p = plan.problem
     if name in _SCORES:
         return math.prod(p.score_shape)
@@ -139,7 +139,7 @@ def _elements(plan: Plan, name: str) -> int:
 
 
 def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
-    """Bytes of the arrays that the blocks which run at a time go over."""
+    """Return the bytes of the arrays that concurrent thread blocks read repeatedly."""
     accesses, p = plan.accesses, plan.problem
     if plan.algorithm == "standard":
         return plan.workspace_bytes
@@ -155,9 +155,11 @@ def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
 
 
 def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
-    """Of FlashAttention-2's outer loop: tiles of a head, how many of them run at a time, and how
-    many heads, or shares of one, there are. Of a head's tiles all go before the next head's, but in
-    chunks, of which a chunk of every head does.
+    """Return three numbers of FlashAttention-2's outer loop.
+
+    These are the tiles of a head, how many of them run at the same time, and how many heads (or
+    shares of one) there are. All tiles of one head run before those of the next head. With chunks,
+    a chunk of every head runs before the next chunk.
     """
     p, chunk = plan.problem, 0
     if plan.passes == "fwd":

@@ -113,7 +113,7 @@ _SPEEDS = {"l2": "l2_tb_s", "dram": "dram_tb_s", "fp16": "fp16_tflops", "fp32": 
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """The GPU of a row of the table, whose sizes are in KiB, MiB and tera a second."""
+    """Return the GPU of a row of the table, whose units are KiB, MiB, TB/s and TFLOP/s."""
     sizes = ("multiprocessors", "registers", "threads", "blocks")
     major, minor = map(int, row["compute_capability"].split("."))
     found: dict[str, Any] = {name: row[name] for name in ("name", "driver_name", "source")}

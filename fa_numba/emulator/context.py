@@ -367,7 +367,7 @@ class Context(Active):
         return f"thread {self.thread_name(code)}"
 
     def synced(self, warps: np.ndarray) -> None:
-        """Note that all lanes of these warps have met; mbarriers.py needs it.
+        """Record that all lanes of these warps have met; mbarriers.py needs it.
 
         Parameters
         ----------

@@ -286,7 +286,11 @@ def fa2_backward(
     )
 
     def loaded(rows: int, keys: int, pairs: int, row: int, row_v: int) -> dict[str, int]:
-        """Of so many rows of Q and keys, as long as ``row``, or of V ``row_v``."""
+        """Return the loads of a kernel, by array.
+
+        It loads `rows` rows of Q and of dO, and `keys` rows of K and of V. A row of Q or K has
+        `row` elements, a row of V or dO `row_v`.
+        """
         of_rows = {"Q": rows * row, "dO": rows * row_v, "L": rows, "D": rows}
         return of_rows | {"K": keys * row, "V": keys * row_v, "bias": pairs if problem.bias else 0}
 

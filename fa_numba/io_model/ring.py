@@ -204,12 +204,12 @@ Span = tuple[int, int]
 def _seen(
     problem: Problem, ranks: int, travels: str, lens: list[tuple[int, int]]
 ) -> list[list[list[Span]]]:
-    """By step and owner, for each call the travelling rows of the owner's part that it sees."""
+    """Return, by step and owner, the travelling rows of the owner's part that each call sees."""
     left, right = (2**40 if x is None else x for x in (problem.left, problem.right))
     halves = 2 if problem.causal and ranks > 1 else 1
 
     def chunks(rank: int, size: int) -> list[tuple[int, int]]:
-        """Where a rank's chunks begin: in the whole sequence, in its part."""
+        """Return where a rank's chunks begin: in the complete sequence, and in the rank's part."""
         held = (rank, 2 * ranks - 1 - rank) if halves == 2 else (rank,)
         return [(n * size // halves, i * size // halves) for i, n in enumerate(held)]
 

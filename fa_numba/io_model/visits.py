@@ -274,7 +274,7 @@ def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Cou
 def _visited(
     problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which tiles of a head are visited, bool (Tr, Tc), and the columns of each column tile."""
+    """Return a head's visited tiles, bool (Tr, Tc), and the columns of each column tile."""
     Nk, Bc = problem.lengths(entry)[1], tiles.Bc
     first, end = _column_tiles(problem, entry, tiles.Br, Bc)
     j = np.arange(ceil_div(Nk, Bc))
@@ -346,7 +346,7 @@ class RowTiles(NamedTuple):
 def _row_tiles(
     problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None, run: int
 ) -> RowTiles:
-    """The row tiles of a head of this batch entry with this block mask, in runs of so many."""
+    """Return the row tiles of one head, given its batch entry and block mask, in runs of `run`."""
     Nq, Nk = problem.lengths(entry)
     Bc, height = tiles.Bc, run * tiles.Br
     if mask is None:
@@ -367,10 +367,11 @@ def _row_tiles(
 def _column_tiles(
     problem: Problem, entry: int, height: int, Bc: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each row tile of this height the first column tile that it sees, and one past the last.
+    """Return for each row tile the first column tile that it sees, and one past the last.
 
-    The columns that two neighbouring rows see overlap or touch, so the rows of a tile together see
-    all columns from the first row's first to the last row's last.
+    `height` is the rows of a row tile. The columns that two neighbouring rows see overlap or touch.
+    The rows of a tile together therefore see all columns from the first row's first to the last
+    row's last.
     """
     Nq, _ = problem.lengths(entry)
     rows = np.arange(0, Nq, height)

@@ -95,13 +95,16 @@ def multiply_adds(problem: Problem, passes: str) -> int:
 
 
 def _pairs(problem: Problem, entry: int) -> int:
-    """Rows times columns of a batch entry, or the pairs of them that its window leaves."""
+    """Return the pairs of a row and a column of a batch entry, or those that its window leaves."""
     Nq, Nk = problem.lengths(entry)
     if problem.window == (-1, -1):
         return Nq * Nk
 
     def summed(offset: int) -> int:
-        """Of all rows i, columns below i + offset: the sum of min(max(i + offset, 0), N_k)."""
+        """Return, summed over all rows i, the columns below i + offset.
+
+        This is the sum of min(max(i + offset, 0), N_k).
+        """
 
         def below(end: int) -> int:
             rising = min(max(end, 0), Nk)
@@ -211,7 +214,10 @@ def workspace(
 
 
 def _planes(problem: Problem, rows: int, backward: bool = False) -> int:
-    """Bytes of the planes of Q, with so many rows, of K and of V; ``backward`` of dO too."""
+    """Return the bytes of the planes of Q, with `rows` rows, of K and of V.
+
+    ``backward`` also of dO.
+    """
     precision = PRECISIONS[problem.precision]
     if precision.planes == 1:
         return 0

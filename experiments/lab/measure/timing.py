@@ -97,7 +97,7 @@ def time_call(
     call: Callable[..., Any], check: Callable[[Any], float], repeats: int = REPEATS,
     seconds: float | None = None,
 ) -> Timing:  # fmt: skip
-    """Check a call's result, then time the call.
+    """Check a call's result, then time the call. This needs a CUDA GPU.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ class Options:
 
     @property
     def complete(self) -> bool:
-        """Whether a run with these options measures everything that an experiment has."""
+        """Return whether a run with these options measures everything that an experiment has."""
         return not self.quick and not any(getattr(self, name) for name in CHOICES)
 
     def grid(

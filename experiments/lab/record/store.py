@@ -129,7 +129,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether the measurement failed, so that there is no value."""
+        """Return whether the measurement failed, so that there is no value."""
         return self.value is None
 
     @property

@@ -64,12 +64,12 @@ LENGTH = "sequence length N (tokens)"
 
 
 def _names(study: Study) -> dict[str, str]:
-    """What a series is called: where there is a backward pass, by its grid."""
+    """Return what a series is called; where there is a backward pass, by its grid."""
     return LABELS if study.passes == ("fwd",) else BACKWARD_LABELS
 
 
 def _band() -> Any:
-    """What a legend says of the bands that `_curves` draws."""
+    """Return what a legend says of the bands that `_curves` draws."""
     return style.patch("band: p20 to p80 of the runs", color="#444444", alpha=0.2, lw=0)
 
 
