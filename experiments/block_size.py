@@ -201,11 +201,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
                 *(tables.cell(row, lambda v: f"{v:.1f}") for row in cells),
             ]
         )
-    header = ["block size", "paper's count", "its formula", "K/V outer over B_c"]
-    header += ["Q outer over B_r", "paper, ms (A100, fp16)"]
+    header = ["block size", "published", "published formula", "K/V outer, B_c varied"]
+    header += ["Q outer, B_r varied", "published, ms (A100, fp16)"]
     header += [f"{o} outer, ms, {dtype}" for dtype in ("fp32", "fp16") for o in ("K/V", "Q")]
     caption = (
-        f"Accesses in N d elements a head, whatever the element's size; the other block size is "
-        f"{FIXED}; {tables.runs(here)}."
+        f"Accesses of one head, in units of N d elements. The other block size is {FIXED}. Times "
+        f"are {tables.runs(here)}."
     )
     return tables.of(caption, header, lines)

@@ -236,11 +236,12 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 cells = [DTYPE_NAMES[dtype].split(",")[0], str(d), str(N), LABELS[series]]
                 cells += [*map(_gb, moved), errors.get(at, tables.MISSING)]
                 lines.append([*cells, *(_gb(found[at].get(name)) for name in ("A100", "H100"))])
-    header = ["dtype", "d", "N", "algorithm", "accessed, GB (a GPU without L2)", "LRU of 60 MiB"]
-    header += ["measured, H200", "model's error", "A100 (40 MiB)", "H100 (50 MiB)"]
+    header = ["dtype", "d", "N", "algorithm", "accessed, GB", "model, H200 (60 MiB), GB"]
+    header += ["measured, H200, GB", "model's error", "model, A100 (40 MiB), GB"]
+    header += ["model, H100 (50 MiB), GB"]
     caption = (
-        "DRAM bytes of a forward call, 16k tokens, hidden dimension 2048; FA-2 in fp16 at FA-1's "
-        f"tiles. {_verdict(found, known)}"
+        "DRAM bytes of a forward call with 16k tokens and hidden dimension 2048. In fp16, FA-2 "
+        f"uses FA-1's tiles. {_verdict(found, known)}"
     )
     return tables.of(caption, header, lines)
 
@@ -254,14 +255,15 @@ def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
     if not errors:
         return "No call of these tiles was measured."
     near = [at for at, error in errors.items() if abs(error) <= NEAR]
-    text = f"Of {len(errors)} calls measured the model is within {NEAR:.0%} for {len(near)}."
+    text = f"The model is within {NEAR:.0%} for {len(near)} of {len(errors)} measured calls."
     for at, error in sorted(errors.items(), key=lambda item: item[1])[:3]:
         if abs(error) <= NEAR:
             continue
         dtype = DTYPE_NAMES[at[1]].split(",")[0]
         text += f" {_NAMES[algorithm(at[0])]}, {dtype}, d={at[4]}, N={at[3]}: {error:+.0%}"
         between = fitting_size(sizes_of(found[at]), known[at])
-        text += f", right for an L2 of {between[0]} to {between[1]} MiB." if between else "."
+        low, high = between or (0, 0)
+        text += f" (it would be right for an L2 of {low} to {high} MiB)." if between else "."
     return text
 
 

@@ -185,7 +185,9 @@ def layer(rows: Sequence[Row]) -> tables.Table | None:
         return None
     header = ["algorithm", "claimed, GB", "accessed, GB", "L2, GB", "DRAM, GB"]
     layer = next(iter(found.values()))
-    caption = f"Forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}."
+    caption = (
+        f"One forward call in fp16: {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}."
+    )
     return tables.of(caption, header, lines)
 
 

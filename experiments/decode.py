@@ -248,17 +248,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         splits = ", ".join(sorted(n.removeprefix("kv_splits=") for n in split)) or tables.MISSING
         sizes = [f"{batch}", f"{heads_q}/{heads_k}", f"{Nq}", f"{Nk}", f"{d}"]
         lines.append([*sizes, f"{moved / 2**20:.0f}", *cells, splits, share, gain])
-    header = ["batch", "Hq/Hk", "rows", "keys", "d", "K and V, MiB"]
+    header = ["batch", "heads of Q/K", "rows of Q", "keys", "d", "K and V, MiB"]
     header += [LABELS[s] for s in series]
-    header += ["blocks a row tile", "best of ours, share of read", "torch / best of ours"]
+    header += ["key splits", "our best, share of read bandwidth", "torch's best / our best"]
     caption = (
-        "Microseconds of a forward call, fp16. The share is of what a kernel reaches that only "
-        f"reads{f', {read:.2f} TB/s' if read else ', which was not measured'}; K and V below "
-        f"{LARGE_BYTES >> 20} MiB are read in less time than launches take."
+        "Time of a forward call in microseconds, fp16. *Share of read bandwidth* compares with a "
+        f"kernel that only reads{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. K and V "
+        f"below {LARGE_BYTES >> 20} MiB are read faster than kernels are launched."
     )
     if gains:
         caption += (
-            f" Of all {len(gains)} problems measured with as much or more, torch's best time over "
-            f"our best is {min(gains):.2f} to {max(gains):.2f}, in the median {median(gains):.2f}."
+            f" For the {len(gains)} measured problems of at least this size, torch's best time / "
+            f"our best time is {min(gains):.2f} to {max(gains):.2f} (median {median(gains):.2f})."
         )
     return tables.of(caption, header, lines)

@@ -43,8 +43,9 @@ TIMED_SEQUENCES, TIMED_LENGTHS, QUICK_LENGTHS = 32, (64, 256, 1024, 4096), (64, 
 WINDOW = 16
 CACHE, WHOLE, TEXT = "with a cache", "without one", "text"
 PROTOCOL = (
-    f"time a character: {TIMED_SEQUENCES} sequences at once, the median of {WINDOW} characters of "
-    "which each is waited for; matrix products by torch in fp32, attention in the dtype"
+    f"time per character of {TIMED_SEQUENCES} sequences at once, as the median of {WINDOW} "
+    "characters with a synchronisation after each; torch computes matrix products in fp32, and "
+    "attention runs in the dtype"
 )
 
 
@@ -311,18 +312,18 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         [str(n), *(tables.number(by.get((s, p), {}), n, form) for by, s, p, form in columns)]
         for n in lengths
     ]
-    header = ["characters before"]
+    header = ["characters before this one"]
     header += [f"bytes, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
     header += [f"ms, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
     caption = (
-        f"{SIZES.layers} layers, {SIZES.heads} heads of {SIZES.head_dim}, {PAGE_SIZE} rows a page; "
-        "bytes that attention loads and stores for a character of one sequence, in closed form. "
-        f"Time: {PROTOCOL}.{_equal(rows)}"
+        f"A model with {SIZES.layers} layers and {SIZES.heads} heads of d={SIZES.head_dim}; pages "
+        f"have {PAGE_SIZE} rows. Bytes are the closed form for what attention loads and stores "
+        f"for one character of one sequence. Times: {PROTOCOL}.{_equal(rows)}"
     )
     for row in texts:
         where = "emulator" if row.source == "counted" else "GPU"
         caption += f" {LABELS[row.series]} on {unit(row.series)}, {where}: {row.value} of {row.n} "
-        caption += "characters differ without a cache."
+        caption += "characters differ between the runs with and without a cache."
     if texts:
         caption += f" The text begins `{texts[0].note.partition('; ')[2]}`."
     return tables.of(caption, header, lines)
@@ -333,4 +334,4 @@ def _equal(rows: Sequence[Row]) -> str:
     same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
     if not counted:
         return ""
-    return f" Counted by running the kernels: {same} of {counted} numbers equal the closed form."
+    return f" {same} of {counted} numbers counted on the emulator equal the closed form."

@@ -280,7 +280,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         line("GFLOP, as printed", "work", [printed[0], "-", printed[1], printed[1], "-"]),
         line("GFLOP, corrected", "work", [f"{gflop(SETTING, n):.0f}" for n in products], CORRECTED),
     ]
-    for source, name in (("model", "GB accessed"), ("l2", "GB through L2"), ("dram", "GB of DRAM")):
+    for source, name in (("model", "GB accessed"), ("l2", "GB from L2"), ("dram", "GB from DRAM")):
         cells = [tables.number(half, (s, source, "GB"), ".1f") for s in _COLUMNS]
         lines.append(line(name, "hbm_accesses" if source == "model" else "", cells))
     for pass_, name in PASSES.items():
@@ -289,12 +289,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     names = [s.replace("-mma", "-simt").replace(peers.FLASH, peers.EFFICIENT) for s in _COLUMNS]
     cells = [tables.number(single, (s, "measured", "fwd+bwd"), ".1f") for s in names]
     lines.append(line("ms, forward + backward, fp32", "", cells))
-    header = ["forward + backward", "standard, published (A100)", "standard", "torch unfused"]
-    header += ["FlashAttention, published (A100)", "FA-1", "FA-2", "torch FA-2"]
+    header = [
+        "forward + backward",
+        "standard, published (A100)",
+        "standard",
+        "torch's unfused attention",
+    ]
+    header += ["FlashAttention, published (A100)", "FA-1", "FA-2", "torch's FlashAttention-2"]
     caption = (
-        "fp16, N=1024, d=64, 16 heads, batch 64. Printed GFLOPs are of the paper's algorithms; the "
-        "corrected ones of ours count S made again in the backward pass. In fp32 torch's "
-        "kernel is its memory-efficient one."
+        "fp16, N=1024, d=64, 16 heads, batch 64. The printed GFLOPs belong to the paper's "
+        "algorithms. Our corrected GFLOPs also count S, which the backward pass computes again. In "
+        "fp32, torch's fused kernel is its memory-efficient attention."
     )
     return tables.of(caption, header, lines)
 

@@ -134,5 +134,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         ]
         for row in shown(rows)
     ]
-    header = ["call", "pass", "N", "d", "causal", "median, us", "p20", "p80"]
-    return tables.of("One head, arrays on the GPU.", header, lines)
+    header = ["call", "pass", "N", "d", "causal", "median, us", "p20, us", "p80, us"]
+    return tables.of(
+        "The host's time per call, for one head, with arrays on the GPU.", header, lines
+    )

@@ -209,7 +209,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         first = {KERNELS[name][0]: place for name, place in PLACES.items()}
         ours = tables.number(found, (OURS, first.get(step)), ".2f")
         if step not in first:
-            ours = "in the above"
+            ours = "in the step above"
         lines.append(
             [step, f"{paper[step]:.1f}", tables.number(found, (THEIRS, step), ".2f"), ours]
         )
@@ -219,9 +219,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     fused = [tables.number(found, (s, FUSED), ".2f") for s in (peers.FLASH, "fa1-mma", "fa2-mma")]
     lines.append(["fused, FA-1's order", f"{paper[FUSED]:.1f}", tables.MISSING, fused[1]])
     lines.append(["fused, FA-2's order", tables.MISSING, fused[0], fused[2]])
-    header = ["ms", "published (PyTorch, A100)", "torch", "ours"]
+    header = ["step", "published, ms (PyTorch, A100)", "torch, ms", "ours, ms"]
     caption = (
-        "Forward, fp16, N=1024, d=64, 16 heads, batch 64, causal, dropout 0.1. Our three kernels "
-        "take scale and mask with the first product and dropout with the softmax."
+        "Forward, fp16, N=1024, d=64, 16 heads, batch 64, causal, dropout 0.1. Our standard "
+        "attention has three kernels: the first product with scale and mask, the softmax with "
+        "dropout, and the second product."
     )
     return tables.of(caption, header, lines)

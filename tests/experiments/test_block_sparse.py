@@ -220,14 +220,18 @@ def test_the_table(tmp_path, monkeypatch):
     store = recorded(tmp_path, "block_sparse", synthetic(report.MACHINE))
     table = report.text("block_sparse", store)
     by_share = {line[0]: line[1:] for line in cells(table)[1:]}
-    assert list(by_share) == [*map(str, SHARES), "no mask", "furthest from the share"]
+    assert list(by_share) == [
+        *map(str, SHARES),
+        "no mask",
+        "largest distance from the share of blocks",
+    ]
     # The paper's, then forward + backward of FA-1 and FA-2 in both dtypes, and forward of all.
     assert by_share["10"][:6] == ["27.2", "0.14", "14.5", "0.14", "29.0", "0.14"]
     assert by_share["no mask"][:6] == ["188.4", "1.00", "100.0", "1.00", "200.0", "1.00"]
     assert by_share["100"][0] == "-"
     assert by_share["50"][-1] == "0.50"
     # A time of 5 and 95 % in proportion: 4.5 % of the call without a mask too much at a tenth.
-    assert by_share["furthest from the share"][1:4] == ["+0.04", "", "+0.04"]
+    assert by_share["largest distance from the share of blocks"][1:4] == ["+0.04", "", "+0.04"]
     assert "medians of 20 runs" in table
     assert report.NO_RECORDING in report.text("block_sparse", Store(tmp_path / "none"))
 

@@ -97,7 +97,7 @@ def test_the_layers_bytes_are_drawn_and_tabled():
     assert "0.28 (claimed 0.27)" in texts and "17.8" not in texts
     body = measured.layer(rows).body
     assert "| FA-2 (Q outer) | 0.27 | 8.9 | 9.1 | 0.28 |" in body
-    assert "| standard | 17.4 to 17.8 | 17.5 | - | - |" in body
+    assert "| standard attention | 17.4 to 17.8 | 17.5 | - | - |" in body
     other = [layer_row("fa2-mma", "model", 1e9, seqlen=1024)]
     assert not re.search(
         "claimed", " ".join(t.get_text() for t in measured.draw(other).axes[0].texts)
