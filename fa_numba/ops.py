@@ -153,7 +153,8 @@ def standard_attention(
     q : array
         Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
         strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion.
+        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
+        are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -240,7 +241,8 @@ def flash_attention_1(
     q : array
         Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
         strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion.
+        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
+        are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -312,7 +314,8 @@ def flash_attention_1(
     of one column tile is the input of the next one.
 
     The workspace is l and m, two float32 numbers per row. In float16 and bfloat16 the workspace
-    also contains O in float32. A row that sees no column gives output 0 and logsumexp -inf.
+    also contains O in float32. With a ``precision`` other than "ieee" it also contains the planes.
+    A row that sees no column gives output 0 and logsumexp -inf.
 
     Examples
     --------
@@ -342,7 +345,8 @@ def flash_attention_2(
     q : array
         Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
         strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion.
+        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
+        are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -419,7 +423,8 @@ def flash_attention_2(
     Notes
     -----
     This is Algorithm 1 of FlashAttention-2 (arXiv 2307.08691). A row that sees no column gives
-    output 0 and logsumexp -inf.
+    output 0 and logsumexp -inf. The workspace is the logsumexp, one float32 per row, unless
+    ``return_lse`` is True. With a ``precision`` other than "ieee" it also contains the planes.
 
     With ``kv_splits`` above 1, each thread block writes O, l and m of its share of the columns to a
     workspace, and a second kernel merges the shares.
@@ -482,7 +487,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     q : array
         Queries, shape (batch, heads_q, seqlen_q, head_dim), dtype float32, float16 or bfloat16, any
         strides. head_dim must be from 1 to 256. NumPy arrays, torch tensors, JAX and CuPy arrays,
-        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion.
+        and arrays with ``__cuda_array_interface__`` or DLPack are taken without conversion. Lists
+        are refused.
     k : array
         Keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. heads_k must divide
         heads_q; query head h reads head ``h // (heads_q // heads_k)`` of k and v.
@@ -645,8 +651,9 @@ def standard_attention_backward(
         Output of the forward pass, with shape and dtype of ``dout``. Its shape and dtype are
         checked; its values are used only for ``return_dsinks``.
     lse : array of float32
-        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q).
-        Its values are used only with ``dlse`` or ``return_dsinks``.
+        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
+        for packed sequences (heads_q, total_q). Its values are used only with ``dlse`` or
+        ``return_dsinks``.
     tiles : Tiles, optional
         Block sizes and threads of the kernels that multiply matrices. None chooses them. ``stages``
         must be 1.
@@ -670,7 +677,8 @@ def standard_attention_backward(
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q.
+        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
+        tuple; the others follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
@@ -699,8 +707,9 @@ def standard_attention_backward(
     Notes
     -----
     This is Algorithm 3 of FlashAttention (arXiv 2205.14135). The workspace is two matrices of
-    seqlen_q x seqlen_k elements per head, in the dtype of q: P, and dP, which dS overwrites. The
-    order of all sums is fixed, except those of ``dbias`` over axes that are broadcast.
+    seqlen_q x seqlen_k elements per head, in the dtype of q: P, and dP, which dS overwrites.
+    ``return_dsinks`` takes one more float32 per row. The order of all sums is fixed, except those
+    of ``dbias`` over axes that are broadcast.
 
     Examples
     --------
@@ -743,7 +752,8 @@ def flash_attention_1_backward(
     out : array
         Output of the forward pass, with shape and dtype of ``dout``.
     lse : array of float32
-        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q).
+        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
+        for packed sequences (heads_q, total_q).
     tiles : Tiles, optional
         Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1, and unit
         "wgmma" takes one size for each head dimension.
@@ -771,7 +781,8 @@ def flash_attention_1_backward(
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q.
+        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
+        tuple; the others follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
@@ -804,8 +815,8 @@ def flash_attention_1_backward(
     -----
     This is Algorithm 4 of FlashAttention (arXiv 2205.14135). In float32 there is no workspace. In
     float16 and bfloat16 the workspace is dq in float32, and with ``query_splits`` above 1 also dk
-    and dv in float32. Gradients of broadcast biases and of arrays that ``score_mod`` uses are
-    summed by atomic adds, in no fixed order.
+    and dv in float32. ``return_dsinks`` takes one more float32 per row. Gradients of broadcast
+    biases and of arrays that ``score_mod`` uses are summed by atomic adds, in no fixed order.
 
     Examples
     --------
@@ -848,7 +859,8 @@ def flash_attention_2_backward(
     out : array
         Output of the forward pass, with shape and dtype of ``dout``.
     lse : array of float32
-        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q).
+        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
+        for packed sequences (heads_q, total_q).
     tiles : Tiles, optional
         Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1, and unit
         "wgmma" takes one size for each head dimension.
@@ -885,7 +897,8 @@ def flash_attention_2_backward(
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q.
+        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
+        tuple; the others follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
@@ -922,8 +935,9 @@ def flash_attention_2_backward(
 
     The atomic adds to dq cost Tc seqlen_q head_dim loads and as many stores per head, where Tc is
     the number of column tiles. With ``deterministic`` a second kernel, Q outer, computes S and dP
-    again instead. Gradients of broadcast biases and of arrays that ``score_mod`` uses are summed by
-    atomic adds too.
+    again instead. On unit "wgmma" and for head dimensions above 128, dq always comes from a second
+    kernel. Gradients of broadcast biases and of arrays that ``score_mod`` uses are summed by atomic
+    adds too.
 
     The workspace is one float32 per row. In float16 and bfloat16 it also has dq in float32, unless
     ``deterministic`` is True. With ``group_splits`` above 1 each thread block writes its parts of
@@ -966,7 +980,8 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     out : array
         Output of the forward pass, with shape and dtype of ``dout``.
     lse : array of float32
-        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q).
+        Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
+        for packed sequences (heads_q, total_q).
     algorithm : {"fa2", "fa1", "standard"}, default "fa2"
         "fa2" is ``flash_attention_2_backward``, with a grid over the column tiles. "fa1" is
         ``flash_attention_1_backward``: K/V outer. "standard" is ``standard_attention_backward``: P
@@ -1006,7 +1021,8 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q.
+        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
+        tuple; the others follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array

@@ -40,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def _untraced(function: _Function) -> _Function:
-    """``function``, at a call of which torch.compile breaks its graph."""
+    """Return ``function`` with a break in torch.compile's graph at each call of it."""
     disabled: list[Callable] = []
 
     @functools.wraps(function)
@@ -217,8 +217,10 @@ def _held(
     learnt: dict[str, torch.Tensor],
     others: list[torch.Tensor],
 ) -> Any:
-    """A caller's function as it is now, for the backward pass too; of the tensors that it captures
-    those of a score_mod which require a gradient go to ``learnt``, and the rest to ``others``.
+    """Return a caller's function with the values that it uses now, for the backward pass too.
+
+    Among the tensors that it uses, those of a ``score_mod`` that require a gradient are added to
+    ``learnt``, and the others to ``others``.
     """
     mod, values = mods.captured(option, function)
     for name, value in values:
@@ -238,7 +240,7 @@ def _held(
 
 
 def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What ``attn_mask`` adds to the scores, differentiable in a mask of numbers."""
+    """Return what ``attn_mask`` adds to the scores; it is differentiable in a mask of numbers."""
     check_alone(mask.shape, bias)
     kind = str(mask.dtype).removeprefix("torch.")
     if kind not in MASKS:
@@ -250,8 +252,10 @@ def _check_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, added: dict[str, Any], given: dict,
     own: dict[str, Any], dcaptured: bool, strict: bool, own_tiles: bool,
 ) -> None:  # fmt: skip
-    """Raise as the backward pass would, with its ``own`` options beside those of the forward pass,
-    and ``strict`` where torch was told to be deterministic.
+    """Raise the errors that the backward pass would raise.
+
+    ``own`` are the backward pass's own options. ``strict`` is whether torch was told to be
+    deterministic, and ``own_tiles`` whether ``backward_tiles`` were given.
     """
     bias, *_, sinks = added.values()
     dbias, dsinks = (x is not None and x.requires_grad for x in (bias, sinks))
@@ -281,8 +285,10 @@ def _check_backward(
 
 
 class _Once(torch.autograd.Function):
-    """The gradients ``computed(*tensors)``, which have none themselves. Not by torch's
-    ``once_differentiable``: where O's own gradient requires none, it takes them for constants.
+    """The gradients ``computed(*tensors)``, which have no gradients themselves.
+
+    torch's ``once_differentiable`` would not do: where the gradient of O requires no gradient, it
+    treats these gradients as constants.
     """
 
     @staticmethod
@@ -299,9 +305,11 @@ class _Once(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """(O, L) of q, k, v, bias, slopes and sinks; ``common`` is for both passes, ``ahead`` for
-    forward, ``own`` for backward. ``captured`` are what score_mod captures by these ``names``;
-    ``others`` are saved too, so that torch notices when one has changed before the backward pass.
+    """(O, L) of q, k, v, bias, slopes and sinks, as a function that torch differentiates.
+
+    ``common`` are options of both passes, ``ahead`` of the forward pass, ``own`` of the backward
+    pass. ``captured`` are the tensors that ``score_mod`` uses, by these ``names``. ``others`` are
+    saved too, so that torch notices if one has changed before the backward pass.
     """
 
     @staticmethod
@@ -403,7 +411,7 @@ def merge(
 
 
 class _Merge(torch.autograd.Function):
-    """(O, L) of ``tensors``, outputs and then as many lses."""
+    """(O, L) of ``tensors``, which are the outputs followed by the same number of lses."""
 
     @staticmethod
     def forward(ctx, layout, parts, *tensors):
@@ -564,7 +572,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """(O, L) of this rank's rows; ``ring`` is the call, ``agreement`` of its ranks."""
+    """(O, L) of this rank's rows; ``ring`` is the call, and ``agreement`` that of its ranks."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, ring, agreement):

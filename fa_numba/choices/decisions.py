@@ -39,7 +39,7 @@ class Decision:
 
 
 def forward(request: Request) -> Decision:
-    """The forward pass of FlashAttention-1 or -2."""
+    """Return the decision for a forward pass of FlashAttention-1 or -2."""
     unit, p = UNITS[request.unit], request.problem
     shape = unit.forward(request)
     if request.kernel not in unit.splits_columns:
@@ -53,7 +53,7 @@ def forward(request: Request) -> Decision:
 
 
 def backward(request: Request) -> Decision:
-    """The backward pass of FlashAttention-1 or -2."""
+    """Return the decision for a backward pass of FlashAttention-1 or -2."""
     unit, p = UNITS[request.unit], request.problem
     tiles, spec, why = unit.backward(request)
     if request.choices.algorithm == "fa1":
