@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 ROW_BYTES = 128  # of a box, and of a panel of an operand
 CHUNK = 16  # bytes, which the swizzle moves
 MOST_ROWS = 256
-WRAPS = 1 << 30  # this place of an axis whose stride is 2^34 less n is this many times n back
+# Index at which an axis wraps around the address space of 2^64 bytes. If its stride is 2^34 - n,
+# the index WRAPS is WRAPS * n bytes before the array's beginning.
+WRAPS = 1 << 30
 ADDRESSES = 1 << 64
 
 

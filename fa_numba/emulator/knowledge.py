@@ -50,7 +50,7 @@ class Knowledge(Waiting):
             raise OneByOne
 
     def widen(self, more: int) -> None:
-        """Make room for columns of the warpgroups and of `more` further mbarriers."""
+        """Add columns for the warpgroups and for `more` further mbarriers."""
         base, starts, seen = self._clocks
         columns = WARPGROUP * self.warpgroups + self._columns
         missing = self.warps + columns + more - seen.shape[1]

@@ -1,4 +1,4 @@
-"""`Accesses`, the record of a call's loads and stores of global memory by array; and its sums."""
+"""`Accesses`, the loads and stores of a call by array, and functions that add accesses up."""
 
 from __future__ import annotations
 

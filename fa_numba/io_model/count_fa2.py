@@ -154,7 +154,8 @@ def with_prefix(
 
     Notes
     -----
-    Per head, with N' the sum of N_q' over the batch entries, the merging kernel has
+    The merging kernel reads O of the two passes as X and Y, and L of the two passes as LX and LY.
+    Per head, with N' the sum of N_q' over the batch entries, it has
 
         array   loads             stores
         X, Y    N' d each         -
