@@ -1,8 +1,8 @@
-"""Counts of the emulator that need not be repeated: on every machine they would be the same.
+"""Counts of the emulator that need not be repeated, as they would be the same on every machine.
 
-The JSON next to the emulator's rows says what the rows were counted with (`ran`), and has a digest
-of the rows. A complete run takes the stored rows while it would launch the same kernels by the same
-code, and the rows are as they were counted.
+The JSON file of the emulator's rows says what the rows were counted with (`ran`), and has a digest
+of the rows. A complete run takes the stored rows on two conditions: it would launch the same
+kernels by the same code, and the rows are as they were counted.
 """
 
 import hashlib
@@ -19,8 +19,9 @@ ENTRY = "counted"
 
 
 def sources() -> str:
-    """Return the digest of all files of programs and choices, byte by byte. The rows of an
-    interrupted run are taken over by a run of equal files.
+    """Return the digest of all files of programs and choices, byte by byte.
+
+    A run continues an interrupted run only if all these files are equal.
     """
     found = hashlib.sha256()
     for folder in (ran.PACKAGE, ran.PACKAGE.parent / "experiments"):
@@ -30,12 +31,12 @@ def sources() -> str:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Return the digest of rows, without the runs that they are of."""
+    """Return the digest of rows, without the ids of their runs."""
     return hashlib.sha256(dump(rows, runs=False).encode()).hexdigest()[:16]
 
 
 def stored(store: Store, experiment: str) -> list[Row] | None:
-    """Return the emulator's rows, or None where a run may give others. Raises StoreError."""
+    """Return the emulator's stored rows; None if a run could give others. Raises StoreError."""
     rows = store.read(experiment, EMULATOR)
     entry = store.provenance(experiment, EMULATOR).get(ENTRY)
     if not rows or not isinstance(entry, dict) or entry.get("rows") != digest(rows):

@@ -13,8 +13,16 @@ OTHER_ROWS = "the rows are not those that were counted"
 
 @dataclass(frozen=True)
 class State:
-    """A recording's state: "current"; "outdated", and `why` names the kernels and the code that
-    changed; or "unknown", where a run does not say what it was made with.
+    """The state of a recording.
+
+    Parameters
+    ----------
+    experiment, machine : str
+        The recording.
+    state : str
+        "current", "outdated" or "unknown".
+    why : tuple of str, default ()
+        Which kernels and code changed, or why the state is not known.
     """
 
     experiment: str
@@ -49,7 +57,7 @@ def state(store: Store, experiment: str, machine: str) -> State:
 
 
 def states(store: Store) -> Iterator[State]:
-    """Yield the state of every recording but closed forms, which each run computes again."""
+    """Yield the state of every recording, except closed forms, which each run computes again."""
     for name in (*registry.names(), "tune"):
         for machine in store.machines(name):
             if machine != MODEL:

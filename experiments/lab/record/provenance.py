@@ -1,4 +1,4 @@
-"""Where numbers come from: commit, command, machine, versions, date, protocol."""
+"""Where numbers are from: commit, command, machine, versions, date and protocol."""
 
 import functools
 import os
@@ -27,12 +27,12 @@ _CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvrt
 
 
 def slug(gpu: str) -> str:
-    """A GPU's name as a file name: "NVIDIA H200" is nvidia-h200."""
+    """Return a GPU's name as a file name: "NVIDIA H200" is "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it fails or is not there."""
+    """Return what a command prints; None if it fails or is missing."""
     try:
         done = subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True
@@ -43,8 +43,10 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The commit, COMMIT_VARIABLE's first, and whether code, not figures or pages, differed from
-    it: None for one by name. Both are None without git.
+    """Return the commit, and whether code differed from it when the run started.
+
+    COMMIT_VARIABLE can name the commit; the second result is then None. Changes of figures and
+    pages do not count. Both results are None without git.
     """
     named = os.environ.get(COMMIT_VARIABLE)
     head = named or _output("git", "rev-parse", "--verify", "HEAD")
@@ -85,7 +87,15 @@ def _host() -> dict[str, Any]:
 
 
 class Provenance:
-    """Where a run's numbers come from, read once at its start."""
+    """Where a run's numbers are from, read once at its start.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Arguments of the command line.
+    gpu : dict or None
+        What `fa_numba.device.describe` returns of the GPU.
+    """
 
     def __init__(self, arguments: list[str], gpu: dict[str, Any] | None) -> None:
         head, dirty = commit()
@@ -101,8 +111,9 @@ class Provenance:
         self._gpu = gpu
 
     def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """The run as the JSON beside the machine's rows lists it; `own` is what the experiment adds
-        to the protocol.
+        """Return the run as the JSON file of a machine's rows lists it.
+
+        `own` is added to the protocol; it has what the experiment says of how it measures.
         """
         about = dict(self._common)
         if machine == MODEL:
@@ -129,12 +140,16 @@ class Provenance:
 
 
 def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapping[str, Any]]:
+    """Return the runs that the rows are from."""
     named = {row.run for row in rows}
     return [run for run in runs if run.get("id", "") in named]
 
 
 def when(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Date and commits of the runs that rows are of; a + stands for changes beyond a commit."""
+    """Return the date and the commits of runs as text.
+
+    A "+" means that code differed from the commit.
+    """
     commits = list(dict.fromkeys(map(_commit, runs))) or [_commit({})]
     dates = sorted({run.get("date") or "undated" for run in runs}) or ["undated"]
     if len(commits) == 1:
@@ -149,11 +164,12 @@ def _commit(run: Mapping[str, Any]) -> str:
 
 
 def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
+    """Return the name of the runs' device, or `otherwise` if there is none."""
     return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
 
 
 def clocks(run: Mapping[str, Any]) -> str:
-    """What was seen of the GPU's clocks while the run measured."""
+    """Return a sentence on the GPU's clocks during a run."""
     found = run.get("clocks")
     if not found:
         return "The GPU's clocks were not sampled"
@@ -169,15 +185,16 @@ def clocks(run: Mapping[str, Any]) -> str:
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
-    """What counted the rows' bytes between L1 and L2; empty where no row has them."""
+    """Return which hardware counter gave the rows' L2 bytes; empty if no row has L2 bytes."""
     counted = of_rows(runs, (row for row in rows if row.source == "l2"))
     names = {run["l2_counter"] for run in counted if "l2_counter" in run}
     return f"L2 is {' and '.join(sorted(names))}" if names else ""
 
 
 def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[Row]) -> str:
-    """Machine, date and commit of all that a figure's rows are from, a GPU's first, with what
-    counted its bytes of L2. `recorded` has the runs of each machine.
+    """Return machine, date and commit of a figure's rows as text, GPUs first.
+
+    It also says which counter gave L2 bytes. `recorded` has the runs of each machine.
     """
     gpus, others, l2 = [], [], []
     for machine in sorted({row.machine for row in rows}):

@@ -1,7 +1,8 @@
-"""A run on its way to its recording: its rows are kept in a file of their own until all are there.
+"""Stores the rows of a run: first in a file of their own, then in the recording.
 
-`<root>/partial/<experiment>.json`, written as each item is done (`options.Bench.each`). The next
-run of the same commit, sources and versions takes over what it has.
+The first file is `<root>/partial/<experiment>.json`. It is written after each item of a loop
+(`options.Bench.each`). If the run is interrupted, the next run of the same commit, files and
+versions takes over these rows.
 """
 
 import json
@@ -31,8 +32,16 @@ T = TypeVar("T")
 
 @dataclass
 class Outcome:
-    """What one run did to a machine's file: rows measured, those failed, whether it changed; and
-    what the rows were made with, by each process that they come from.
+    """What one run did to a machine's file.
+
+    Parameters
+    ----------
+    measured, failed : int, default 0
+        Rows that were measured, and those of them that failed.
+    changed : bool, default False
+        Whether the file changed.
+    made : list of dict
+        What the rows were made with, one entry for each run that they are from.
     """
 
     measured: int = 0
@@ -46,12 +55,25 @@ class Outcome:
 
 
 class Recorder:
-    """Takes the rows of one run of what `of` describes, and those that one before has left.
+    """Takes the rows of one run, and the rows that an interrupted run of the same left.
 
-    `finish` puts them in the place of what older runs stored of the same series, source and
-    problem or, where the run is `complete`, of all that is stored. What no measurement gives, such
-    as NaN, is kept as a failure. `provenance(machine)` describes the run, which has an "id"; it is
-    asked whenever rows are written. `made_with(machine)` is what its rows were made with so far.
+    `finish` puts them into the recording. They replace what older runs stored of the same series,
+    source and problem; or, if the run is complete, all that is stored. Numbers that no measurement
+    can give, such as NaN, are stored as failures.
+
+    Parameters
+    ----------
+    store : Store
+        The recordings.
+    experiment : str
+        Name of the experiment.
+    provenance : callable
+        Takes a machine and describes the run, with an "id". It is called whenever rows are written.
+    of : mapping, optional
+        What identifies the run. Rows are taken over from an interrupted run if it is the same
+        there.
+    made_with : callable, optional
+        Takes a machine and returns what its rows were made with so far.
     """
 
     def __init__(
@@ -77,19 +99,20 @@ class Recorder:
             self._take(Row(**row))
 
     def add(self, *rows: Row) -> None:
+        """Take rows of the item that the loop is at."""
         run = {m: str(self._provenance(m).get("id", "")) for m in {row.machine for row in rows}}
         for row in rows:
             self._at_work.append(self._take(replace(row, run=run[row.machine])))
 
     def left(self, items: Sequence[T], label: str) -> list[tuple[str, T]]:
-        """(name, item) of those whose rows are not taken over."""
+        """Return the name and the item of those items whose rows are not taken over."""
         self._loops[label] += 1
         loop = f"{label} {self._loops[label]}"
         named = ((f"{loop}: {at} of {len(items)}", item) for at, item in enumerate(items))
         return [(name, item) for name, item in named if name not in self._done]
 
     def each(self, items: Iterable[tuple[str, T]]) -> Iterator[T]:
-        """The items of `left`; what is added while one is looked at belongs to it."""
+        """Yield the items of `left`. Rows that are added meanwhile belong to the item."""
         for name, item in items:
             self._at_work = []
             yield item
@@ -98,14 +121,14 @@ class Recorder:
             self.keep()
 
     def keep(self) -> None:
-        """Write what is whole so far; another run may go on with it."""
+        """Write the rows of the finished items, so that another run can go on with them."""
         self._describe()
         found = {"of": self._of, "done": self._done, "runs": self._runs, "rows": self._whole}
         text = json.dumps(found, default=lambda number: number.item())
         write_if_changed(self._path, f"{text}\n")
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
-        """Put the rows into the recording, as the class says. Gives each machine's outcome."""
+        """Put the rows into the recording; return each machine's outcome."""
         self._describe()
         outcomes = {}
         for machine in self._runs:
@@ -121,7 +144,7 @@ class Recorder:
         return outcomes
 
     def _write(self, machine: str, stored: Sequence[Row], rows: Sequence[Row]) -> bool:
-        """Write both files, unless the recording has these numbers, made with the same."""
+        """Write both files, unless the recording has the same numbers, made with the same code."""
         described = self.store.path(self.experiment, machine, ".json")
         earlier = self.store.runs(self.experiment, machine)
         made = self._made_with(machine)
@@ -140,7 +163,7 @@ class Recorder:
         return True
 
     def _describe(self) -> None:
-        """What this run is by now, by each machine that it has rows of."""
+        """Update the description of this run, for each machine that it has rows of."""
         for machine in dict.fromkeys(row.machine for row in self._rows.values()):
             made = self._made_with(machine)
             run = {**self._provenance(machine), **({"ran": made} if made else {})}

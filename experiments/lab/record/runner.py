@@ -1,4 +1,4 @@
-"""Runs experiments: measure, store, draw, and say what came from where."""
+"""Runs experiments: measures, stores, draws, and says where numbers are from."""
 
 import contextlib
 import functools
@@ -27,8 +27,16 @@ _NOT_GPUS = (EMULATOR, MODEL)
 
 @dataclass
 class Report:
-    """What became of one experiment: the machines whose rows are drawn, what went wrong, what is
-    missing here to measure it.
+    """What happened to one experiment.
+
+    Parameters
+    ----------
+    drawn_from : list of str
+        Machines whose rows are in the figure.
+    error : str, default ""
+        What went wrong.
+    not_measured : str, default ""
+        What is missing here to measure it.
     """
 
     drawn_from: list[str] = field(default_factory=list)
@@ -37,7 +45,17 @@ class Report:
 
 
 class Runner:
-    """One command: `measure` and `draw` for the experiments it names."""
+    """One command: measures and draws the experiments that it names.
+
+    Parameters
+    ----------
+    options : Options
+        The user's choices.
+    arguments : sequence of str
+        Arguments of the command line, for the record.
+    console : Console
+        Where to print.
+    """
 
     def __init__(self, options: Options, arguments: Sequence[str], console: Console) -> None:
         self.options, self.console = options, console
@@ -48,8 +66,10 @@ class Runner:
         self.reports: dict[str, Report] = {}
 
     def measure(self, name: str, *, again: bool = True) -> None:
-        """Measure and store what the options ask for. Without `again`, a recording of this GPU is
-        left as it is while the experiment's code and the kernels that it launched are the same.
+        """Measure an experiment and store its rows.
+
+        Without `again`, a recording of this GPU is left as it is if the experiment's code and the
+        kernels that it launched are still the same.
         """
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
@@ -85,11 +105,11 @@ class Runner:
                 kept.keep(self.store, name, self._provenance.for_machine(EMULATOR), made)
 
     def recording(self, name: str, machine: str) -> Store:
-        """The last recording of the machine: in --out, or else the one that is with the project."""
+        """Return the store with the machine's last recording: in --out, else the project's."""
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
     def _recorded_now(self, name: str) -> bool:
-        """Whether this GPU has a recording that a run would repeat, as far as code can tell."""
+        """Return whether a run would repeat this GPU's recording, as far as code can tell."""
         if self.machine is None or self.options.recount or not self.options.complete:
             return False
         runs = self.recording(name, self.machine).runs(name, self.machine)
@@ -97,7 +117,7 @@ class Runner:
         return bool(then) and all(ran.changed(x, name, self.machine) == [] for x in then)
 
     def _lacking(self, module: Experiment) -> str:
-        """What the experiment needs to measure and this machine has not; empty for nothing."""
+        """Return what the experiment needs and this machine lacks; empty if nothing is missing."""
         needs = registry.needs(module)
         if "GPU" in needs and self.machine is None:
             return "needs a CUDA GPU"
@@ -107,9 +127,11 @@ class Runner:
 
     @contextlib.contextmanager
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
-        """What goes wrong is printed and put into the report, and the next experiment goes on: in a
-        line what is in the way, why nothing is measured, or that this GPU lacks the unit, which is
-        no fault; with its traceback a fault of the program.
+        """Print what goes wrong inside and report it, so that the next experiment can go on.
+
+        An expected problem is one line: a damaged file, or a reason why nothing is measured. If
+        this GPU lacks a unit, this is not an error. A fault of the program is printed with its
+        traceback.
         """
         try:
             yield
@@ -128,8 +150,10 @@ class Runner:
         self, name: str, measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
         about: Callable[[str], dict[str, Any]], complete: bool,
     ) -> dict[str, Outcome]:  # fmt: skip
-        """Keep rows as they come, and put them into the recording at the end; what is cut off the
-        next run of the same goes on with, which for a part is one by the same command.
+        """Store rows as they come, and put them into the recording at the end.
+
+        If a run is interrupted, the next run with the same options goes on where it stopped. For a
+        part of an experiment that needs the same command.
         """
         of = about(self.machine or EMULATOR) | {"sources": kept.sources()}
         of |= {"command": ""} if complete else {}
@@ -172,7 +196,7 @@ class Runner:
             return outcomes
 
     def tune(self, work: variants.Work) -> int:
-        """Time the tiles on this GPU; store the fastest; exit status."""
+        """Time tiles on this GPU and store the fastest; return the exit status."""
         report = self.reports.setdefault(tune.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
@@ -195,13 +219,13 @@ class Runner:
         return 1 if report.error else 0
 
     def draw(self, name: str) -> None:
-        """Draw one figure from stored files alone; where that cannot be it is said."""
+        """Draw a figure from stored files only, or say why not."""
         report = self.reports.setdefault(name, Report())
         with self._reporting(name, report):
             report.drawn_from = self._draw(name)
 
     def _draw(self, name: str) -> list[str]:
-        """The machines whose rows are drawn; none where nothing is."""
+        """Draw a figure and return the machines whose rows are in it; none if nothing is drawn."""
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
@@ -236,8 +260,9 @@ class Runner:
         self.console.print(escape(said), soft_wrap=True)
 
     def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
-        """Closed forms, counts and one GPU's rows to draw, with their runs: those in --out, else
-        the project's.
+        """Return the rows to draw, and their runs: closed forms, counts, and one GPU's rows.
+
+        A recording in --out is preferred to the project's.
         """
         places: dict[str, Store] = {}
         for store in (Store(FIGURES), self.store):
@@ -247,7 +272,10 @@ class Runner:
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
 
         def preferred(machine: str) -> tuple[bool, bool, str, str]:
-            """To sort by: this machine's GPU comes last, before it those in --out, then by date."""
+            """Return a sort key that puts this machine's GPU last.
+
+            Before it come GPUs with a recording in --out, and before these others by date.
+            """
             date = max((str(run.get("date")) for run in runs[machine]), default="")
             return machine == self.machine, places[machine] is self.store, date, machine
 
@@ -258,7 +286,7 @@ class Runner:
 
 
 def lost(before: Sequence[Row]) -> str:
-    """What a recording has and this machine has nothing to measure with; empty for nothing."""
+    """Return what a recording has and this machine cannot measure; empty for nothing."""
     found = []
     if not counters.available() and any(row.source in counters.BYTES for row in before):
         found.append("hardware counters, and there is no Nsight Compute (ncu) here")
