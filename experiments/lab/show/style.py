@@ -375,7 +375,18 @@ def _show_single_points(figure: Figure) -> None:
 
 
 def texts(artist: Any) -> Iterator[Any]:
-    """Yield the texts in an artist, without the labels of minor ticks, which are slow to make."""
+    """Yield the texts in an artist, without the labels of minor ticks, which are slow to make.
+
+    Parameters
+    ----------
+    artist : Artist
+        A figure or a part of one.
+
+    Yields
+    ------
+    Text
+        Each text.
+    """
     from matplotlib.axis import Axis
     from matplotlib.text import Text
 
@@ -389,7 +400,15 @@ def texts(artist: Any) -> Iterator[Any]:
 
 
 def lay_out(figure: Figure, footnote: str) -> None:
-    """Put the footnote, for which a small figure has no place, and everything else in position."""
+    """Place the footnote and lay out the panels; `save` does this before it writes.
+
+    Parameters
+    ----------
+    figure : Figure
+        The figure.
+    footnote : str
+        As for `save`.
+    """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     _show_single_points(figure)
@@ -418,8 +437,8 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
     stem : Path
         Path of the files without their suffix.
     footnote : str
-        Lines below the figure. A small figure has none. Lines on L2 are left out if the figure
-        shows no L2.
+        Lines below the figure. A figure narrower than 10 inches has none. Lines on L2 are left out
+        if the figure shows no L2.
 
     Returns
     -------
