@@ -12,7 +12,7 @@ import builtins
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fa_numba.device.program_digest import digest_of, template
@@ -27,6 +27,8 @@ _BUILTINS = frozenset(dir(builtins))
 _SHOWN = ("track", "each", "counted")
 # Fields of statements that have statements, and what stands there for none.
 _BLOCKS: dict[str, list[ast.stmt]] = {"body": [ast.Pass()], "orelse": [], "finalbody": []}
+# Methods of the emulator that raise: all but the first argument is words.
+_FAULTS = ("fault", "fault_at")
 # What only makes text of values, so that it may be left out where nothing uses the text.
 _PURE = frozenset(
     (
@@ -82,8 +84,11 @@ def _wordless(text: str) -> list[ast.stmt]:
             node.exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             node.cause = None
         elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.func.attr in _SHOWN:
+            called = _called(node)
+            if called in _SHOWN:
                 node.args = [x for x in node.args if not _is_text(x)]
+            elif called in _FAULTS:
+                node.args, node.keywords = node.args[:1], []
         elif isinstance(node, ast.FunctionDef):
             functions.append(node)
             node.returns = None
@@ -98,6 +103,7 @@ def _wordless(text: str) -> list[ast.stmt]:
                 setattr(node, name, kept or _BLOCKS[name])
     for function in reversed(functions):  # inner ones first
         _leave_out_unused(function)
+    _leave_out_unused(tree)
     return tree.body
 
 
@@ -107,7 +113,7 @@ def _is_words(statement: ast.stmt) -> bool:
         return False
     value = statement.value
     if isinstance(value, ast.Call):
-        return getattr(value.func, "attr", getattr(value.func, "id", "")) == "say"
+        return _called(value) == "say"
     return isinstance(value, ast.Constant)
 
 
@@ -118,39 +124,84 @@ def _is_text(node: ast.AST) -> bool:
     return constant or isinstance(node, ast.JoinedStr)
 
 
-def _leave_out_unused(function: ast.FunctionDef) -> None:
-    """Leave out assignments to variables that nothing uses, as messages that were raised."""
+def _called(node: ast.Call) -> str:
+    """The name of what is called, without what it is an attribute of."""
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
+def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
+    """Leave out assignments to variables that nothing else uses, as messages that were raised: all
+    of a function's; of a module's those of sentences, and imports.
+    """
+    in_module = isinstance(tree, ast.Module)
+    candidates = {
+        id(x): targets
+        for x in (tree.body if in_module else ast.walk(tree))
+        if isinstance(x, (ast.Assign, ast.AugAssign))
+        and (_is_sentence(x.value) if in_module else _is_pure(x.value))
+        and (targets := _names_of(x))
+    }
+    if not candidates and not in_module:
+        return
+    used: set[str] = set()
     while True:
-        nodes = list(ast.walk(function))
-        used = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
-        unused = {id(x) for x in nodes if isinstance(x, ast.Assign) and _is_unused(x, used)}
-        if not unused:
-            return
-        for node in nodes:
-            for name in _BLOCKS:
-                block = getattr(node, name, None)
-                if isinstance(block, list) and block:
-                    kept = [each for each in block if id(each) not in unused]
-                    setattr(node, name, kept or _BLOCKS[name])
+        loaded = set(_loaded(tree, {n for n, names in candidates.items() if not names & used}))
+        if loaded <= used:
+            break
+        used |= loaded
+    unused = {n for n, names in candidates.items() if not names & used}
+    for node in ast.walk(tree):
+        for name in _BLOCKS:
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block:
+                kept = [each for each in block if id(each) not in unused]
+                if in_module:
+                    kept = [each for each in kept if not _is_import_of_none(each, used)]
+                setattr(node, name, kept or _BLOCKS[name])
 
 
-def _is_unused(node: ast.Assign, used: set[str]) -> bool:
-    """Whether nothing uses the variables that are assigned, nor the making of their values."""
-    targets = [x for each in node.targets for x in ast.walk(each)]
+def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
+    """The variables that are assigned; none where anything else is assigned to as well."""
+    given = node.targets if isinstance(node, ast.Assign) else [node.target]
+    targets = [x for each in given for x in ast.walk(each)]
     if not all(isinstance(x, (ast.Name, ast.Tuple, ast.expr_context)) for x in targets):
+        return set()
+    return {x.id for x in targets if isinstance(x, ast.Name)}
+
+
+def _loaded(node: ast.AST, without: Collection[int]) -> Iterator[str]:
+    """The names that are used in a tree, but for these nodes."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node.id
+    for each in ast.iter_child_nodes(node):
+        if id(each) not in without:
+            yield from _loaded(each, without)
+
+
+def _is_import_of_none(node: ast.stmt, used: set[str]) -> bool:
+    """Leave out of an import what nothing uses; whether nothing is left."""
+    if not isinstance(node, (ast.Import, ast.ImportFrom)):
         return False
-    names = {x.id for x in targets if isinstance(x, ast.Name)}
-    return not names & used and _is_pure(node.value)
+    node.names = [x for x in node.names if _imported_as(x) in used]
+    return not node.names
 
 
-def _is_pure(value: ast.expr) -> bool:
-    for node in ast.walk(value):
-        if isinstance(node, ast.Call):
-            if getattr(node.func, "attr", getattr(node.func, "id", "")) not in _PURE:
-                return False
-        elif isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)):
-            return False
-    return True
+def _is_sentence(value: ast.expr) -> bool:
+    texts = [x.value for x in ast.walk(value) if isinstance(x, ast.Constant)]
+    return _is_text(value) and any(isinstance(x, str) and " " in x for x in texts)
+
+
+def _is_pure(value: ast.AST) -> bool:
+    """Whether a value may be left out: nothing else is done as it is made. What is formatted as
+    text is looked up alone.
+    """
+    if isinstance(value, ast.JoinedStr):
+        return True
+    if isinstance(value, ast.Call) and _called(value) not in _PURE:
+        return False
+    if isinstance(value, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda)):
+        return False
+    return all(map(_is_pure, ast.iter_child_nodes(value)))
 
 
 def reached(module: str, name: str) -> dict[str, str]:
@@ -206,7 +257,7 @@ class _Module:
             for one in bound:
                 self.names.setdefault(one, []).append(n)
             if not isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)):
-                self._loose.append((n, {x.id for x in ast.walk(each) if isinstance(x, ast.Name)}))
+                self._loose.append((n, set(_changed(each))))
         self._outside = frozenset({*_BUILTINS, *self.names, *self.imports})
         self._texts: dict[int, str] = {}
         self._references: dict[int, list[tuple[str, str]]] = {}
@@ -214,7 +265,7 @@ class _Module:
     def _imported(self, node: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
         if isinstance(node, ast.Import):
             return {
-                alias.asname or alias.name.partition(".")[0]:
+                _imported_as(alias):
                 (alias.name if alias.asname else alias.name.partition(".")[0], "")
                 for alias in node.names
             }  # fmt: skip
@@ -287,6 +338,27 @@ def _written(
         names.append(".".join([*(x for x in own if x), *rest] if own else [first, *rest]))
     keywords = [each.keyword for each in made.references]
     return f"{','.join(sorted(_bound(statement)))} {made.text} {names} {keywords}"
+
+
+def _changed(statement: ast.stmt) -> Iterator[str]:
+    """The names whose values a statement may change: of what it goes through, assigns to parts of,
+    and calls methods of or gives to functions.
+    """
+    for node in ast.walk(statement):
+        changed: list[ast.AST] = []
+        if isinstance(node, ast.For):
+            changed = [x for x in ast.walk(node.iter)]
+        elif isinstance(node, ast.AugAssign):
+            changed = [node.target]
+        elif isinstance(node, (ast.Subscript, ast.Attribute)):
+            changed = [] if isinstance(node.ctx, ast.Load) else list(ast.walk(node.value))
+        elif isinstance(node, ast.Expr):
+            changed = list(ast.walk(node))
+        yield from (x.id for x in changed if isinstance(x, ast.Name))
+
+
+def _imported_as(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:

@@ -41,6 +41,8 @@ CALLS = (
     *("host/*.py", "mods/*.py", "ring/*.py", "device/launching.py"),
 )
 EMULATION = ("emulator/*.py",)
+# Files of these that only say what went wrong.
+_WORDS = ("emulator/errors.py",)
 # Recordings of no module of `experiments`: what measures them.
 _OTHERS = {"tune": ("experiments.lab.measure.variants", "times")}
 _CLASSES = {each.__name__: each for each in (Request, Choices, Problem, Tiles)}
@@ -127,7 +129,8 @@ def code_of(experiment: str) -> dict[str, str]:
 
 
 def _of(patterns: Sequence[str]) -> str:
-    return code_digest.of_files([p for each in patterns for p in PACKAGE.glob(each)], PACKAGE)
+    paths = {path for each in patterns for path in PACKAGE.glob(each)}
+    return code_digest.of_files(paths - {PACKAGE / each for each in _WORDS}, PACKAGE)
 
 
 # --- requests as text --------------------------------------------------------------------------
