@@ -147,11 +147,14 @@ def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
     return {(r.series, r.source): r for r in wanted if r.value is not None}
 
 
+_SOURCES = {"model": "accesses (model)", "l2": "L2 (measured)", "dram": "DRAM (measured)"}
+
+
 def draw(rows: Sequence[Row]) -> Any:
     """Draw the bytes of the layer, measured and in closed form; None without rows."""
     found, shown = _layer_rows(rows), []
     for name in MMA:
-        for source, label in (("model", "accessed"), ("l2", "L2"), ("dram", "DRAM")):
+        for source, label in _SOURCES.items():
             if row := found.get((name, source)):
                 gb, claimed = row.number / 1e9, CLAIMED_GB.get(name, ())[-1:]
                 text = f"{gb:.3g}"
@@ -163,11 +166,11 @@ def draw(rows: Sequence[Row]) -> Any:
     layer = next(iter(found.values()))
     figure, ((ax,),) = style.new(1, 1, 4.2)
     style.bars(ax, shown)
-    title = (
-        "What is claimed of bytes is what DRAM moves, not what kernels access\n"
-        f"{layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}, fp16"
-    )
-    ax.set(xlabel="GB of one forward call", title=title)
+    (claimed, *_) = CLAIMED_GB["fa2-mma"]
+    message = f"FA-2's claimed {claimed:g} GB are DRAM bytes, not accesses"
+    what = f"forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}"
+    ax.set_xlabel("bytes of one call (GB)")
+    figure.suptitle(f"{message}\n{what}", fontsize=12)
     return figure
 
 

@@ -11,7 +11,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, peers, variants
-from .lab.measure.series import columns, plan
+from .lab.measure.series import LABELS, columns, plan
 from .lab.measure.speeds import DTYPES, PASSES
 from .lab.measure.timing import FEWEST
 from .lab.record import MODEL, Bench, Options, Row, nested
@@ -127,9 +127,13 @@ def in_words(gain: Mapping[int, float] | None) -> str:
 
 BAND = "#F3EBD8"
 _NAMES = {
-    **{f"fa{n}-{unit}": f"FA-{n} over standard" for n in (1, 2) for unit in ("simt", "mma")},
-    peers.FLASH: "torch: FA-2 over unfused (fp16)",
-    peers.EFFICIENT: "torch: efficient over unfused (fp32)",
+    **{
+        f"{series}-{unit}": f"{LABELS[f'{series}-{unit}']} over standard attention"
+        for series in ("fa1", "fa2")
+        for unit in ("simt", "mma")
+    },
+    peers.FLASH: f"{LABELS[peers.FLASH]} over its unfused attention (fp16)",
+    peers.EFFICIENT: f"{LABELS[peers.EFFICIENT]} over its unfused one (fp32)",
 }
 
 
@@ -157,21 +161,25 @@ def draw(rows: Sequence[Row]) -> Any:
             ax.axvspan(*CLAIMED, color=BAND, zorder=0)
             style.log(ax.yaxis, 2)
             ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
-        across[0].set_ylabel("times as fast")
-    every = [(series, gain) for curves in timed.values() for series, gain in curves.items()]
+        across[0].set_ylabel("speed over unfused (ratio)")
+    shown = [curves for case, curves in timed.items() if case[1] == d]
+    every = [(series, gain) for curves in shown for series, gain in curves.items()]
     lengths = sorted({N for _, gain in every for N in gain})
     for ax in axes[-1]:
-        style.sizes(ax, [N for N in lengths if N & (N - 1) == 0] or lengths, "sequence length N")
+        style.sizes(
+            ax, [N for N in lengths if N & (N - 1) == 0] or lengths, "sequence length N (tokens)"
+        )
     ahead = [x > 1 for series, gain in every if series.startswith("fa2") for x in gain.values()]
     low, high = (style.short(N) for N in CLAIMED)
     handles = [
         *style.handles(axes).values(),
-        *(style.key(f"{heads} heads", marker="o", **_look(heads))
+        *(style.key(f"batch x heads = {heads}", marker="o", **_look(heads))
           for heads in sorted({case[2] for case in timed}, reverse=True)),
-        style.patch(f"claimed: gains open at {low} to {high}", color=BAND),
+        style.patch(f"claimed: the gain begins at N={low} to {high}", color=BAND),
     ]  # fmt: skip
-    message = f"FA-2 is ahead of standard attention at {sum(ahead)} of {len(ahead)} points"
-    style.legend(figure, handles, message)
+    points = f"all {len(ahead)}" if all(ahead) else f"{sum(ahead)} of {len(ahead)}"
+    message = f"FA-2 is faster than standard attention at {points} points drawn"
+    style.legend(figure, handles, message, ncols=2)
     return figure
 
 

@@ -125,7 +125,7 @@ _PUBLISHED = {
     **dict(zip(STEPS, ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV"), strict=True)),
     FUSED: "FlashAttention fused",
 }
-_SHADES = dict(zip(STEPS, ("#7B3F00", "#F0C27B", "#D55E00", "#F4A582", "#A63603"), strict=True))
+_SHADES = dict(zip(STEPS, ("#3B0A45", "#D9B8E3", "#8E5AA0", "#B48CC4", "#5E2A6E"), strict=True))
 # Kernels that do several steps have the colour of the first and the hatch of the others.
 _HATCHED = {
     PLACES[name]: (KERNELS[name][0], "///") for name in ("standard_scores", "standard_softmax")
@@ -165,9 +165,11 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
     """Draw the steps of each implementation as stacked bars, and the fused kernels as bars."""
     found, paper = times(rows), published_steps()
     ways: dict[str, dict[str, float]] = {
-        "paper: PyTorch, A100": {step: paper[step] for step in STEPS},
+        "PyTorch, published (A100)": {step: paper[step] for step in STEPS},
         "torch, step by step": {s: found[THEIRS, s] for s in STEPS if (THEIRS, s) in found},
-        "our three kernels": {s: found[OURS, s] for s in PLACES.values() if (OURS, s) in found},
+        "standard attention, 3 kernels": {
+            s: found[OURS, s] for s in PLACES.values() if (OURS, s) in found
+        },
     }
     names: list[str] = []
     for label, steps in ways.items():
@@ -175,7 +177,7 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
             _stack(ax, len(names), steps, hollow=not names)
             names.append(label)
     fused = {LABELS[s]: (s, found[s, FUSED]) for s in FUSED_SERIES if (s, FUSED) in found}
-    fused = {"paper: FlashAttention, A100": ("", paper[FUSED])} | fused
+    fused = {"FlashAttention, published (A100)": ("", paper[FUSED])} | fused
     for label, (series, value) in fused.items():
         looks: dict[str, Any] = {"color": style.COLOURS.get(series)}
         if not series:
@@ -188,11 +190,13 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
     ax.grid(False, axis="y")
     ax.margins(x=0.09)
     ax.set(
-        xlabel="ms, forward, causal mask and dropout of 0.1; hollow: published",
-        title="standard attention step by step, and fused",
+        xlabel="time (ms), forward, causal, dropout 0.1",
+        title="forward pass: unfused attention step by step, and fused kernels",
     )
+    handles = [style.patch(step, color=colour) for step, colour in _SHADES.items()]
+    both = {"facecolor": "#8E5AA0", "edgecolor": "white", "hatch": "///"}
     ax.legend(
-        handles=[style.patch(step, color=colour) for step, colour in _SHADES.items()],
+        handles=[*handles, style.patch("hatched: this step and the next", **both)],
         loc="lower right",
         fontsize=9,
     )

@@ -7,7 +7,6 @@ import contextlib
 import math
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -342,16 +341,6 @@ def over_flex(rows: Sequence[Row], name: str, pass_: str) -> float | None:
     ours = [found[name, s, pass_] for s in (HOPPER, "fa2-mma") if (name, s, pass_) in found]
     theirs = found.get((name, peers.FLEX, pass_))
     return theirs / ours[0] if ours and theirs is not None else None
-
-
-def said(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return the medians of `over_flex` over the variants, in words; empty if nothing was timed."""
-    words = []
-    for pass_, what in (("fwd", "forward"), ("bwd", "backward")):
-        ratios = [x for x in (over_flex(rows, name, pass_) for name in names) if x is not None]
-        if ratios:
-            words.append(f"{what} {statistics.median(ratios):.2f}")
-    return ", ".join(words)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -103,7 +103,6 @@ MOST_WORDS = 12
 TO_MEND = {
     *("block_sparse", "cache", "char_model", "decode", "generate", "io_vs_seqlen", "io_vs_sram"),
     *("memory_hierarchy", "online_softmax", "paged", "prefix", "ring"),
-    *("claims", "gpt2_table", "host_cost", "numerics", "runtime_memory", "shapes", "variants"),
 }
 
 

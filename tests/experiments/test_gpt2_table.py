@@ -209,9 +209,15 @@ def test_the_figure():
     figure = gpt2_table.draw(synthetic())
     steps, moved, times = figure.axes
     names = [text.get_text() for text in steps.get_yticklabels()]
-    assert names[:3] == ["paper: PyTorch, A100", "torch, step by step", "our three kernels"]
+    assert names[:3] == [
+        "PyTorch, published (A100)",
+        "torch, step by step",
+        "standard attention, 3 kernels",
+    ]
     assert len(steps.patches) == 5 + 5 + 3 + 1 + 4
-    assert len(moved.patches) == 9 + 2 and len(times.patches) == 6 + 2
+    assert len(moved.patches) == 9 + 2 and len(times.patches) == 6
+    ratio = gpt2_table.paper("Standard", "runtime") / gpt2_table.paper("FlashAttention", "runtime")
+    assert f"{ratio:.1f} times" in times.texts[-1].get_text().replace("\n", " ")
     # Of another problem the paper has no bars.
     other = [replace(row, seqlen_q=512, seqlen_k=512) for row in synthetic()]
     assert len(gpt2_table.draw(other).axes[1].patches) == 9

@@ -265,6 +265,7 @@ def test_the_figure_has_the_published_curves():
         assert len(hollow) == 2 and len(ax.lines) == 2 + 3
         assert panel[-1] in ax.get_title()
     memory = figure.axes[3]
+    assert memory.get_ylabel() == "memory with inputs (MiB)"
     marks = {line.get_label(): line for line in memory.lines}
     # Inputs are drawn with ours, as the paper counts.
     (N, value), *_ = marks["FA-2 (Q outer)"].get_xydata().tolist()
