@@ -160,20 +160,25 @@ def draw(rows: Sequence[Row]) -> Any:
             style.line(right, points(mine, algorithm, varied), mfc=filled, **look)
     theirs: dict[str, Any] = {"ls": "--", "marker": "s", "mfc": "white", "zorder": 2, "ms": 8}
     theirs |= {"color": style.COLOURS[PUBLISHED], "label": "FA-1 paper over $B_c$, A100, fp16"}
-    panels = (left, "hbm_accesses", "accesses (model)"), (right, "runtime", "runtime")
+    panels = (left, "hbm_accesses", "accesses, model"), (right, "runtime", "time")
     for ax, metric, what in panels:
         style.line(ax, paper(metric), **theirs)
-        style.sizes(ax, SIZES, "block size")
+        style.sizes(ax, SIZES, "tile size (rows or columns)")
         ax.set_title(f"{what}, N={SEQLEN}, d={HEAD_DIM}")
     style.log(left.yaxis, 2)
-    left.set_ylabel("loads + stores, in N d a head")
-    right.set(ylabel="ms", ylim=(0, None))
-    title = (
-        "Larger blocks make fewer accesses; time follows until something else bounds it\n"
-        f"the other block size {FIXED}; full marks fp32, hollow ones fp16; accesses\n"
-        f"{counts.said(rows)}"
-    )
-    style.legend(figure, list(style.handles((left, right)).values()), title)
+    left.set_ylabel("loads + stores per head (N d elements)")
+    right.set(ylabel="time (ms)", ylim=(0, None))
+    title = "Larger tiles need fewer accesses"
+    fa1 = accesses(rows, *SWEEPS[0][:2])
+    if len(fa1) > 1:
+        few, many = min(fa1), max(fa1)
+        fewer = f"{fa1[few] / fa1[many]:.0f} times fewer accesses"
+        title = f"FA-1 needs {fewer} with $B_c$={many} than {few}"
+    about = f"The tile's other size is {FIXED}. Filled marks: fp32. Hollow marks: fp16."
+    if said := counts.said(rows):
+        about += f"\nAccesses {said}."
+    handles = list(style.handles((left, right)).values())
+    style.legend(figure, handles, title, about=about)
     return figure
 
 

@@ -229,17 +229,21 @@ def draw(rows: Sequence[Row]) -> Any:
         look = {"marker": "s", "ls": "--", "mfc": "white", "label": "FA-1 paper, A100, fp16"}
         _lines(left, right, paper(), style.COLOURS[PUBLISHED], **look)
     style.log(left.yaxis, 2)
-    left.set(title=f"forward + backward, N={mine[0].seqlen_q}, d={HEAD_DIM}", ylabel="ms")
+    left.set(title=f"forward + backward, N={mine[0].seqlen_q}, d={HEAD_DIM}", ylabel="time (ms)")
     right.axhline(0, color="#777777", lw=1, zorder=1)
-    right.set(title="time over that without a mask, less the share", ylabel="% of that time")
+    right.set(
+        title="share of the full time minus share of blocks",
+        ylabel="difference (percentage points)",
+    )
     for ax in (left, right):
         ax.set(xlim=(0, 105), xlabel="non-zero blocks (%)")
     apart = [deviations(curve(mine, series, "time")) for of in UNITS.values() for series in of]
     most = max((abs(by) for found in apart for by in found.values()), default=0)
-    title = f"Time falls with the share of non-zero blocks, and is within {100 * most:.1f} % of it"
+    points = f"{100 * most:.1f} percentage points"
+    title = f"Time follows the share of non-zero blocks within {points}"
     checked = counts.said([r for r in rows if r.source in ("counted", "model")])
-    title += f"\naccesses {checked}" if checked else ""
-    style.legend(figure, list(style.handles((left, right)).values()), title)
+    about = f"Accesses {checked}." if checked else ""
+    style.legend(figure, list(style.handles((left, right)).values()), title, about=about)
     return figure
 
 

@@ -30,7 +30,7 @@ NO_L2 = lru.Device("no L2", 0, 132)
 OTHERS = (lru.Device("A100", 40 * MIB, 108), lru.Device("H100", 50 * MIB, 132), NO_L2)
 SIZES = (0, 2, 4, 8, 12, 16, 24, 32, 40, 44, 48, 52, 56, 60, 64, 80, 96, 128)
 SERIES = {"float32": ("fa1-simt", "fa2-simt"), "float16": ("fa1-mma-splits", "fa2-mma-fa1-tiles")}
-DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
+DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores (mma)"}
 # Where the size is varied: working sets about that of L2, and far beyond.
 OVER_SIZE = {"float32": (512, 4096), "float16": (1024, 4096)}
 # (dtype, d, N) of the table.
@@ -132,22 +132,26 @@ def draw(rows: Sequence[Row]) -> Any:
     for dtype, (left, right) in zip(dtypes, axes, strict=True):
         mine = {k: v for k, v in found.items() if (k[1], k[4]) == (dtype, head_dim)}
         title = f"{DTYPE_NAMES[dtype]}, d={head_dim}"
-        left.set_title(f"{title}: L2 of 60 MiB")
-        right.set_title(f"{title}: any L2")
+        left.set_title(f"{title}, L2 of 60 MiB")
+        right.set_title(f"{title}, L2 of any size")
         _over_seqlen(left, mine, known)
         _over_size(right, mine, known)
     handles = [
         *(style.key(name, color=_look(fa)["color"]) for fa, name in _NAMES.items()),
-        style.key("accessed", **_ACCESSED),
-        style.key("LRU model; right: long N"),
-        style.key("right: short N", ls="--"),
+        style.key("accessed by the kernels", **_ACCESSED),
+        style.key("LRU model (right: long N)"),
+        style.key("LRU model, short N", ls="--"),
         style.key("measured, H200", **_MARK),
         style.key("measured, short N", **_MARK_SHORT),
     ]
-    style.legend(figure, handles, _message(found, known), ncols=4)
+    style.legend(figure, handles, _message(found, known), 4, ABOUT)
     return figure
 
 
+ABOUT = (
+    "LRU model: a cache of L2's size that replaces the least recently used line. "
+    "Left: over N. Right: over the size of L2."
+)
 _NAMES = {"fa1": "FA-1 (K/V outer)", "fa2": "FA-2 (Q outer)"}
 _ACCESSED: dict[str, Any] = {"ls": ":", "lw": 1.2}
 _MARK: dict[str, Any] = {"ls": "", "marker": "o", "ms": 7}
@@ -156,8 +160,7 @@ _MARK_SHORT = _MARK | {"marker": "D", "mfc": "white", "mew": 1.6}
 
 def _message(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
     near = [abs(error) <= NEAR for error in _errors(found, known).values()]
-    said = f"within {NEAR:.0%} in {sum(near)} of {len(near)} calls"
-    return f"An LRU cache of L2's size moves the DRAM bytes that were measured, {said}"
+    return f"An LRU model predicts {sum(near)} of {len(near)} DRAM counts within {NEAR:.0%}"
 
 
 def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict[Key, float]:
@@ -183,7 +186,7 @@ def _over_seqlen(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, f
         style.line(ax, marks, **_MARK, **look)
         accessed = [(k[3], found[k]["no L2"]) for k in calls if "no L2" in found[k]]
         style.line(ax, accessed, **_ACCESSED, **look)
-    style.sizes(ax, lengths, "sequence length N")
+    style.sizes(ax, lengths, "sequence length N (tokens)")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
     ax.set_ylabel("DRAM bytes of a call")
@@ -204,7 +207,12 @@ def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, flo
         if at in known:
             share = known[at] / found[at]["0 MiB"]
             ax.plot([H200.l2_bytes / MIB], [share], **(_MARK if is_long else _MARK_SHORT), **look)
-    ax.set(xlim=(-3, 146), ylim=(0, 1.08), xlabel="size of L2, MiB", ylabel="DRAM / accessed")
+    ax.set(
+        xlim=(-3, 146),
+        ylim=(0, 1.08),
+        xlabel="size of L2 (MiB)",
+        ylabel="DRAM bytes / accessed bytes",
+    )
 
 
 def sizes_of(places: dict[str, float]) -> dict[int, float]:

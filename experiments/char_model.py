@@ -284,7 +284,7 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, axes = style.new(1, 2, 4.5)
     left, right = axes[0]
     left.set_title(f"training loss, context {CONTEXT}, d={HEAD_DIM}")
-    right.set_title(f"distance to {LABELS[REFERENCE]}, same seed")
+    right.set_title("difference to torch's memory-efficient attention")
     for series in SERIES:
         _band(left, curves(rows, series, "loss", TRAINING), series, lw=_WIDTHS[series])
         signed = curves(rows, series, "loss_difference", TRAINING)
@@ -296,13 +296,17 @@ def draw(rows: Sequence[Row]) -> Any:
     label = f"{LABELS[REFERENCE]}: spread over seeds"
     style.line(right, spread, color="#444444", ls=":", label=label)
     for ax in axes[0]:
-        ax.set(xlabel="step", ylabel="nats a character", xlim=(0, None))
+        ax.set(xlabel="training step", xlim=(0, None))
+    left.set_ylabel("loss (nats per character)")
+    right.set_ylabel("difference (nats per character)")
     right.set_yscale("log" if right.lines else "linear")
-    title = f"{LAYERS} layers, fp32, batch {BATCH}; bands: all seeds"
+    title = "Training a character model"
+    about = f"{LAYERS} layers, fp32, batch {BATCH}. Lines: mean over seeds. Bands: all seeds."
     if held := [mean(x) for series in SERIES if (x := after(rows, series))]:
         span = f"{min(held):.2f} to {max(held):.2f}"
-        title = f"Whichever kernel attends, held-out text costs {span} nats a character\n{title}"
-    style.legend(figure, list(style.handles(axes).values()), title, ncols=4)
+        title = f"All attention kernels train to {span} nats per character"
+        about = f"Loss of held-out text. {about} Right: the same seed."
+    style.legend(figure, list(style.handles(axes).values()), title, 2, about)
     return figure
 
 

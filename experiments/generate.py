@@ -239,6 +239,7 @@ def by_length(
     return nested(rows, attrgetter("series", "place"), "seqlen_k", metric=metric, source=source)
 
 
+_NAMES = {CACHE: CACHE, WHOLE: "without a cache"}
 _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 
 
@@ -248,30 +249,34 @@ def draw(rows: Sequence[Row]) -> Any:
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
     if not modelled:
         return None
-    figure, ((left, right),) = style.new(1, 2, 4.3)
-    figure.suptitle(_message(modelled, timed), fontsize=12)
+    figure, ((left, right),) = style.new(1, 2, 4.6)
+    message, about = _message(modelled, timed)
+    style.legend(figure, [], message, about=about)
     series = "fa2-simt"
-    left.set_title(f"attention's accesses for a character, {DTYPES[series]}")
+    left.set_title(f"accesses of attention, {DTYPES[series]}")
+    left.set_ylabel("bytes per character")
     for place, (colour, marker) in _LOOKS.items():
         by, marks = modelled.get((series, place), {}), counted.get((series, place), {})
-        style.line(left, by, color=colour, label=f"{place}: closed form")
+        style.line(left, by, color=colour, label=f"{_NAMES[place]}: model")
         looks: dict[str, Any] = {"color": colour, "marker": marker, "ls": "", "ms": 4}
-        style.line(left, marks, label=f"{place}: counted", **looks)
+        style.line(left, marks, label=f"{_NAMES[place]}: counted", **looks)
     left.set_yscale("log")
     style.byte_axis(left.yaxis)
-    style.sizes(left, (8, 16, *LENGTHS), "characters before")
+    style.sizes(left, (8, 16, *LENGTHS), "characters in the context")
     left.legend()
-    right.set_title(f"time a character, {TIMED_SEQUENCES} sequences at once")
+    right.set_title(f"time, {TIMED_SEQUENCES} sequences at once")
     for (series, place), by in sorted(timed.items()):
         colour, marker = _LOOKS[place]
         looks = {"color": colour, "marker": marker, "ls": "-" if series == "fa2-simt" else "--"}
-        right.plot([*by], [*by.values()], label=f"{place}, {DTYPES[series]}", **looks)
+        right.plot([*by], [*by.values()], label=f"{_NAMES[place]}, {DTYPES[series]}", **looks)
     if timed:
-        right.set(yscale="log", ylabel="ms")
+        right.set(yscale="log", ylabel="time per character (ms)")
         low, high = right.get_ylim()
         right.set_yticks([x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if low <= x <= high])
         style.plain_ticks(right.yaxis)
-        style.sizes(right, sorted({n for by in timed.values() for n in by}), "characters before")
+        style.sizes(
+            right, sorted({n for by in timed.values() for n in by}), "characters in the context"
+        )
         right.legend()
     else:
         style.empty(right, "not measured here")
@@ -281,9 +286,10 @@ def draw(rows: Sequence[Row]) -> Any:
 def _message(
     modelled: Mapping[tuple[str, str], Mapping[int, float]],
     timed: Mapping[tuple[str, str], Mapping[int, float]],
-) -> str:
+) -> tuple[str, str]:
+    """Return the title, about the bytes, and the line below it, about the time."""
     parts = []
-    for numbers, what in ((modelled, "the bytes"), (timed, "the time")):
+    for numbers in (modelled, timed):
         last = {key: max(by) for key, by in numbers.items() if by}
         over = [
             by[last[series, WHOLE]] / numbers[series, CACHE][last[series, WHOLE]]
@@ -292,10 +298,13 @@ def _message(
         ]
         if over:
             n = style.short(max(last.values()))
-            parts.append(f"{tables.between(over)} times {what}")
+            parts.append(f"{tables.between(over)} times")
     if not parts:
-        return "Text with a cache of keys and values, and without one"
-    return f"Without a cache a character behind {n} others takes {' and '.join(parts)}"
+        return "Text with a cache of keys and values, and without a cache", ""
+    about = f"Context of {n} characters."
+    if len(parts) > 1:
+        about += f" Without a cache, the time is {parts[1]} as long."
+    return f"Without a K/V cache, a character moves {parts[0]} the bytes", about
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -60,6 +60,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         yield from scaling.hardware(NAME, work, bench)
 
 
+ABOUT = (
+    "Line 1's tiles: as line 1 of FlashAttention's Algorithm 1 chooses them for "
+    f"M = {M} floats.\n"
+    "Planner's tiles: fa_numba's choice. An access is a load or a store of one element."
+)
+
+
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
     """Return one source's rows at the length that has most head dimensions.
 
@@ -82,7 +89,7 @@ def draw(rows: Sequence[Row]) -> Any:
     drawn: set[tuple[str, str]] = set()
     gpu = [row for source in ("l2", "dram") for row in _over_d(rows, source)]
     for ax, shown, what in (
-        (axes[0], _over_d(rows, "counted"), "one head"),
+        (axes[0], _over_d(rows, "counted"), "counted, one head"),
         (axes[1], gpu, "measured"),
     ):
         if not shown:
@@ -97,12 +104,13 @@ def draw(rows: Sequence[Row]) -> Any:
         head_dims = sorted({d for points in found.values() for d in points})
         style.sizes(ax, head_dims, "head dimension d")
         style.log(ax.yaxis)
-        ax.set_ylabel("loads + stores, elements a score")
+        ax.set_ylabel("accesses per element of S")
     (fit, *_) = _fits(rows, "d", RULED[0])
-    message = "Accesses of a score over the head dimension"
+    message = "Accesses per element of S over the head dimension"
     if fit is not None:
-        message = f"At line 1's tiles FA-1's accesses grow with d to the {fit.exponent:.2f}"
-    style.legend(figure, scaling.handles(drawn), message)
+        exponent = f"$d^{{{fit.exponent:.2f}}}$"
+        message = f"With line 1's tiles, FA-1's accesses are proportional to {exponent}"
+    style.legend(figure, scaling.handles(drawn), message, about=ABOUT)
     return figure
 
 

@@ -78,6 +78,7 @@ def _model(problem: Problem) -> Iterator[Row]:
         yield Row(metric="accesses", unit="elements", value=value, **common)
 
 
+ABOUT = "fp32, CUDA cores. Right: 16k tokens, hidden dimension 2048."
 # What is drawn of a source, one look each; bounds have another, without marks.
 LOOKS = {
     "model": {},
@@ -98,8 +99,8 @@ def draw(rows: Sequence[Row]) -> Any:
     for (left, right), (mask, d) in zip(axes, panels, strict=True):
         mine = [row for row in rows if (row.causal, row.head_dim) == (mask, d)]
         masked = ", causal" if mask else ""
-        left.set_title(f"accesses of one head, fp32, d={d}{masked}")
-        right.set_title(f"bytes moved, 16k tokens, hidden 2048, d={d}{masked}")
+        left.set_title(f"accesses of one head, d={d}{masked}")
+        right.set_title(f"bytes of a forward call, d={d}{masked}")
         _panel(left, select(mine, unit="elements"), ("model", "counted"))
         for series, (like, _) in BOUND_STYLES.items():
             points = _over_n(select(mine, series=series))
@@ -107,7 +108,7 @@ def draw(rows: Sequence[Row]) -> Any:
         left.set_ylabel("loads + stores (elements)")
         _panel(right, select(mine, metric="traffic"), ("model", "l2", "dram"))
         style.byte_axis(right.yaxis)
-        right.set_ylabel("bytes of one forward call")
+        right.set_ylabel("bytes moved")
     notes = {row.series: row.note for row in rows}
     drawn = {row.series for row in rows}
     # The bounds are rows of the model too, but dotted lines of their own.
@@ -126,11 +127,12 @@ def draw(rows: Sequence[Row]) -> Any:
             if series in notes
         ),
     ]
-    style.legend(figure, handles, _message(rows))
+    style.legend(figure, handles, *_message(rows))
     return figure
 
 
-def _message(rows: Sequence[Row]) -> str:
+def _message(rows: Sequence[Row]) -> tuple[str, int, str]:
+    """Return the title, the number of the legend's columns, and the lines below the title."""
     at = {"source": "dram", "metric": "traffic", "causal": False}
     grown: dict[bool, list[float]] = {}
     for series, by_d in nested(rows, "series", "head_dim", "seqlen_q", **at).items():
@@ -138,13 +140,14 @@ def _message(rows: Sequence[Row]) -> str:
             low, high = min(of), max(of)
             grown.setdefault(series == "fa2-simt", []).append(of[high] / of[low])
     if len(grown) < 2:
-        return "Accesses grow with N² in both orders"
-    own, others = (tables.between(grown[fa2]) for fa2 in (True, False))
-    lengths = f"from N={style.short(low)} to {style.short(high)}"
-    return (
-        "A head's accesses grow with N² in both orders; FA-2's DRAM bytes hardly grow:\n"
-        f"{lengths} {own} times in a call of as many tokens, the others' {others} times"
+        return "Accesses grow with N² in both orders", 3, ABOUT
+    lengths = f"From N={style.short(low)} to {style.short(high)}"
+    title = f"{lengths}, FA-2's DRAM bytes grow at most {max(grown[True]):.1f} times"
+    about = (
+        f"DRAM bytes of FA-1 and standard attention grow {tables.between(grown[False])} times; "
+        f"accesses of one head grow with N² in all three.\n{ABOUT}"
     )
+    return title, 3, about
 
 
 def _panel(ax: Any, rows: Sequence[Row], sources: Sequence[str]) -> None:
@@ -156,7 +159,7 @@ def _panel(ax: Any, rows: Sequence[Row], sources: Sequence[str]) -> None:
             points = _over_n(select(rows, series=series, source=source))
             style.line(ax, points, **_look(series, source))
     lengths = sorted({row.seqlen_q for row in rows})
-    style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N")
+    style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N (tokens)")
     ax.set(xlim=(None, max(lengths) * 1.2), yscale="log")
 
 

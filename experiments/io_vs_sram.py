@@ -35,9 +35,14 @@ FLASH = PLANNED[1:]
 BLOCKED = "blocked-standard"
 BACKWARD_BOUND = "li-liang"
 LINES = (*FLASH, *RULED)
+ABOUT = (
+    "Line 1's tiles: as line 1 of FlashAttention's Algorithm 1 chooses them for M.\n"
+    "Planner's tiles: fa_numba's choice. "
+    "d is the head dimension. An access is a load or a store of one element of global memory."
+)
 # How the bounds are drawn, and square blocks.
 LOOKS: dict[str, dict[str, Any]] = {
-    BLOCKED: {"label": "standard, square blocks, $\\sqrt{M/3}$", "lw": 1.8},
+    BLOCKED: {"label": "standard attention, square blocks, $\\sqrt{M/3}$", "lw": 1.8},
     "theta-flash": {"label": "bound $N^2d^2/M$", "ls": "--", "lw": 1.2},
     "saha-ye": {"label": "bound of Saha and Ye", "ls": ":", "lw": 2.2},
     BACKWARD_BOUND: {"label": "bound of Li et al.", "ls": "-.", "lw": 1.5},
@@ -172,7 +177,8 @@ def draw(rows: Sequence[Row]) -> Any:
                 counts.annotate(ax, mine, 0.98)
             drawn |= set(ours)
             _axes(ax, found)
-    style.legend(figure, [*scaling.handles(drawn), *style.handles(axes).values()], _message(rows))
+    handles = [*scaling.handles(drawn), *style.handles(axes).values()]
+    style.legend(figure, handles, _message(rows), about=ABOUT)
     return figure
 
 
@@ -183,7 +189,7 @@ def _message(rows: Sequence[Row]) -> str:
     fitted = scaling.fit(points, d * d, N * d / 2)
     if fitted is None:
         return "Accesses over the size of on-chip memory"
-    return f"FA-1's accesses go with the on-chip memory to the {fitted.exponent:.2f} above M = d²"
+    return f"For $M > d^2$, FA-1's accesses are proportional to $M^{{{fitted.exponent:.2f}}}$"
 
 
 def _counted(rows: Sequence[Row]) -> list[Row]:
@@ -195,14 +201,16 @@ def _counted(rows: Sequence[Row]) -> list[Row]:
 
 def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
     memories = sorted({M for points in found.values() for M in points})
-    style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M, floats")
+    style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M (floats)")
     ax.set_xlim(memories[0] / 1.3, memories[-1] * 1.3)
     style.log(ax.yaxis)
-    ax.set_ylabel("loads + stores, elements a score")
+    ax.set_ylabel("accesses per element of S")
     if memories[0] < HEAD_DIM**2 < memories[-1]:
         ax.axvline(HEAD_DIM**2, color="#555555", lw=0.8, zorder=1)
         place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
-        ax.annotate("$M=d^2$", (HEAD_DIM**2, 0.97), (4, 0), va="top", fontsize=9, **place)
+        ax.annotate(
+            "$M=d^2$", (HEAD_DIM**2, 0.97), (-4, 0), va="top", ha="right", fontsize=9, **place
+        )
 
 
 def crossing(rows: Sequence[Row]) -> float | None:

@@ -30,7 +30,7 @@ PROTOCOL = (
 
 SEQLEN, QUICK_SEQLEN, HEAD_DIM = 2048, 512, 64
 UNITS = {"simt": "float32", "mma": "float16"}
-DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
+DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores (mma)"}
 MIB = 2**20
 FOOTPRINTS = tuple(n * MIB for n in (8, 16, 24, 32, 40, 48, 56, 64, 80, 128, 256, 1024, 4096))
 QUICK_FOOTPRINTS = (16 * MIB, 1024 * MIB)
@@ -174,12 +174,19 @@ def draw(rows: Sequence[Row]) -> Any:
     found, over = points(rows), curve(rows)
     if not found and not over:
         return None
-    figure, axes = style.new(1, 3, 4.9, width_ratios=(0.8, 1, 1))
+    figure, axes = style.new(1, 3, 5.6, width_ratios=(0.8, 1, 1))
     _bandwidth(axes[0, 0], rows)
     for ax, dtype in zip(axes[0, 1:], UNITS.values(), strict=True):
         _roofline(ax, rows, {at: of for at, of in found.items() if at[2] == dtype}, dtype)
-    style.legend(figure, list(style.handles(axes).values()), _message(found), ncols=4)
+    style.legend(figure, list(style.handles(axes).values()), _message(found), 5, ABOUT)
     return figure
+
+
+ABOUT = (
+    "The title is about forward passes. Large marks: per byte of DRAM. Small marks: per byte of L2."
+    "\n"
+    "Horizontal roof: torch's matrix product. Sloping roofs: bandwidth times FLOP per byte."
+)
 
 
 def _message(found: Mapping[Place, Mapping[str, float]]) -> str:
@@ -191,12 +198,15 @@ def _message(found: Mapping[Place, Mapping[str, float]]) -> str:
     if not ratios:
         return "Bandwidths, and what bounds the kernels"
     times = tables.between(ratios)
-    return f"Forward FA-2 computes {times} times as much for a byte of DRAM as FA-1"
+    return f"Per byte of DRAM, FA-2 computes {times} times FA-1's FLOPs"
+
+
+ROOFS = {"shared": "shared memory"}
 
 
 def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
     over, room = curve(rows), capacities(rows)
-    ax.set_title("read bandwidth")
+    ax.set_title("bandwidth of reading")
     if not over:
         style.empty(ax, "not recorded yet")
         return
@@ -206,14 +216,14 @@ def _bandwidth(ax: Any, rows: Sequence[Row]) -> None:
     if shared := bandwidths(rows).get("shared"):
         ax.axhline(shared, color="#333333", ls=":")
         place = {"xycoords": ax.get_yaxis_transform(), "ha": "right"}
-        ax.annotate(f"shared memory, {shared:.3g}", (0.98, shared), (0, 3), **place, **beside)
+        ax.annotate(f"shared memory: {shared:.3g} TB/s", (0.98, shared), (0, 3), **place, **beside)
     if "L2" in room:
         at, place = room["L2"] / MIB, {"xycoords": ax.get_xaxis_transform()}
         ax.axvline(at, color="#999999", lw=0.8)
-        ax.annotate("L2", (at, 0.12), (3, 0), **place, **beside)
+        ax.annotate("size of L2", (at, 0.06), (3, 0), **place, **beside)
     style.log(ax.xaxis, 2)
     style.log(ax.yaxis)
-    ax.set(xlabel="footprint, MiB", ylabel="TB/s")
+    ax.set(xlabel="size of the array (MiB)", ylabel="bandwidth (TB/s)")
 
 
 def _roofline(
@@ -225,7 +235,7 @@ def _roofline(
     if not shown or not peak:
         style.empty(ax, "not recorded yet")
         return
-    for (series, pass_, _), of in shown.items():
+    for (series, pass_, _), of in sorted(shown.items(), key=lambda x: (x[0][0], x[0][1] == "bwd")):
         name = f"{LABELS[series].split(' (')[0]}, {'backward' if pass_ == 'bwd' else 'forward'}"
         ends, color = {of["DRAM"]: of["speed"], of["L2"]: of["speed"]}, style.COLOURS[series]
         style.line(ax, ends, color=color, lw=0.9, zorder=1)
@@ -238,13 +248,29 @@ def _roofline(
         if level in speeds:  # min(bandwidth times FLOP a byte, peak)
             ridge = min(max(low, peak / speeds[level]), high)
             roof = {x: min(speeds[level] * x, peak) for x in (low, ridge, high)}
-            label = f"{level}, measured"
+            label = f"roof of {ROOFS.get(level, level)}"
             style.line(ax, roof, color="#333333", ls=ls, lw=1.3, zorder=0.5, label=label)
     style.log(ax.xaxis)
     style.log(ax.yaxis)
     lowest = min(of["speed"] for of in shown.values())
-    ax.set(xlim=(low, high), ylim=(lowest / 3, 2 * peak), ylabel="TFLOP/s")
-    ax.set_xlabel("FLOP/byte: large marks DRAM, small L2", fontsize=9.5)
+    ax.set(xlim=(low, high), ylim=(lowest / 1.8, 1.5 * peak), ylabel="speed (TFLOP/s)")
+    ax.set_xlabel("FLOP per byte")
+    _names(ax, shown)
+
+
+def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
+    """Write the names at the large marks: above the faster pass of a series, below the slower."""
+    for (series, pass_, dtype), of in shown.items():
+        other = shown.get((series, "fwd" if pass_ == "bwd" else "bwd", dtype), {})
+        faster = of["speed"] >= other.get("speed", 0)
+        name = f"{LABELS[series].split(' ')[0]}, {'backward' if pass_ == 'bwd' else 'forward'}"
+        if series.startswith("standard"):  # both marks are close together
+            shift, look = (8, 0), {"ha": "left", "va": "center"}
+        else:
+            shift = (0, 6 if faster else -6)
+            look = {"ha": "center", "va": "bottom" if faster else "top"}
+        at = of["DRAM"], of["speed"]
+        ax.annotate(name, at, shift, textcoords="offset points", fontsize=8.5, **look)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -244,9 +244,13 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.set_title(f"softmax of {batch} vectors, fp32")
     handles = style.handles(axes)
     gain = [x for batch in BATCHES for x in over_safe(found, "softmax-online", batch).values()]
-    title = "Online softmax makes one access of four less than the safe one"
-    title += f", and takes {1 / max(gain):.2f} to {1 / min(gain):.2f} of its time" if gain else ""
-    style.legend(figure, list(handles.values()), title, ncols=5)
+    safe, online = (sum(counted[f"softmax-{name}"].values()) for name in ("safe", "online"))
+    title = f"Online softmax makes {online:.3g} accesses per element, safe softmax {safe:.3g}"
+    about = "Safe softmax finds the maximum in a pass of its own. Attention: accesses of S and P."
+    if gain:
+        span = f"{1 / max(gain):.2f} to {1 / min(gain):.2f}"
+        about += f"\nThe online softmax takes {span} of the safe softmax's time."
+    style.legend(figure, list(handles.values()), title, 5, about)
     return figure
 
 
@@ -260,11 +264,11 @@ def _bars(ax: Any, counted: dict[str, dict[str, float]]) -> None:
     shown = []
     for series in (s for s in (*SERIES, *ATTENTION) if s in counted):
         number = sum(counted[series].values())
-        text = f"{number:.3g}" + (f", published {paper()[series]:g}" if series in paper() else "")
-        name = LABELS.get(series) or ATTENTION_LABELS[series].split(" ")[0]
+        text = f"{number:.3g}" + (f" (published: {paper()[series]:g})" if series in paper() else "")
+        name = LABELS.get(series) or ATTENTION_LABELS[series].split(" (")[0]
         shown.append((name, number, looks[series], text))
     style.bars(ax, shown)
-    ax.set(xlabel="accesses an element", title="loads and stores", xlim=(0, 7))
+    ax.set(xlabel="accesses per element", title="loads + stores", xlim=(0, 8))
 
 
 def _speeds(ax: Any, found: Times, batch: int) -> None:
@@ -277,8 +281,8 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
         look = {"color": COLOURS[series], "ls": "--" if series == PEER else "-", "label": label}
         style.line(ax, points, marker="o", ms=4, **look)
     lengths = sorted({V for _, vectors, V in found if vectors == batch})
-    style.sizes(ax, lengths, "elements of a vector, V", 2 if len(lengths) > 7 else 1)
-    ax.set(ylim=(0, None), ylabel="10⁹ elements/s")
+    style.sizes(ax, lengths, "vector length V (elements)", 2 if len(lengths) > 7 else 1)
+    ax.set(ylim=(0, None), ylabel="speed (10⁹ elements/s)")
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -18,6 +18,7 @@ from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, peers
 from .lab.measure.series import HOPPER, columns, unit
+from .lab.measure.series import UNIT_NAMES as UNITS
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record import EMULATOR, Bench, Options, Row, nested
@@ -161,6 +162,8 @@ def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
 
 
 UNIT_NAMES = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}
+# None is a page size's colour.
+_SHARES = {"simt": "#8B5A2B", "mma": "#E69F00", "wgmma": "#6000E6"}
 _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256: ("#000000", "D")}
 
 
@@ -169,15 +172,20 @@ def draw(rows: Sequence[Row]) -> Any:
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not shares:
         return None
-    figure, ((*over, right),) = style.new(1, 1 + len(TIMED), 3.9, sharey=False)
+    figure, ((*over, right),) = style.new(1, 1 + len(TIMED), 4.2, sharey=False)
     said = [
-        f"{tables.between([x for by in by_size.values() for x in by.values()])} on {unit(series)}"
+        f"{tables.between([x for by in by_size.values() for x in by.values()])} with {unit(series)}"
         for series, by_size in timed.items()
     ]
-    message = f"Over pages a decoding step takes, of one piece's time, {', '.join(said)}"
-    figure.suptitle(message if said else "A block table is a small share of the bytes", fontsize=12)
+    every = [x for by_size in timed.values() for by in by_size.values() for x in by.values()]
+    message = f"With pages, a decoding step takes {tables.between(every)} times as long"
+    about = f"Time over that with a contiguous cache: {', '.join(said)}. Grey band: within 5 %."
+    if said:
+        style.legend(figure, [], message, about=about)
+    else:
+        style.legend(figure, [], "A block table is a small share of the bytes")
     for series, left in zip(TIMED, over, strict=True):
-        left.set_title(f"over one piece, {unit(series)}")
+        left.set_title(UNITS[unit(series)])
         by_size = timed.get(series)
         if not by_size:
             style.empty(left, "not measured here")
@@ -186,17 +194,17 @@ def draw(rows: Sequence[Row]) -> Any:
             colour, marker = _LOOKS[size]
             left.plot([*by], [*by.values()], color=colour, marker=marker, label=place(size))
         left.axhspan(1 - ALLOWED, 1 + ALLOWED, color="#888888", alpha=0.15, lw=0)
-        style.sizes(left, sorted({N for by in by_size.values() for N in by}), "keys")
-        left.set(ylim=(0, 1.6), ylabel="time of a decoding step")
+        style.sizes(left, sorted({N for by in by_size.values() for N in by}), "keys per sequence")
+        left.set(ylim=(0, 1.6), ylabel="time / time without pages")
         left.legend(loc="lower right")
-    right.set_title("the table's over K's and V's bytes")
+    right.set_title("bytes of the block table")
     for series, by in shares.items():
         sizes, values = zip(*sorted(by.items()), strict=True)
-        looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
+        looks = {"color": _SHARES[unit(series)], "marker": style.MARKERS[series]}
         looks["ls"] = "--" if series.endswith("simt") else "-"
         right.plot(sizes, [100 * x for x in values], label=UNIT_NAMES[unit(series)], **looks)
-    style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows a page")
-    right.set(ylabel="percent", ylim=(0, None))
+    style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows per page")
+    right.set(ylabel="share of K's and V's bytes (%)", ylim=(0, None))
     right.legend()
     return figure
 

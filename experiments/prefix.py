@@ -16,7 +16,7 @@ from fa_numba import device, reference
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, check, counts, peers
-from .lab.measure.series import HOPPER, columns, unit
+from .lab.measure.series import HOPPER, UNIT_NAMES, columns, unit
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import Inputs
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row, nested
@@ -237,8 +237,8 @@ def draw(rows: Sequence[Row]) -> Any:
     timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
     if not moved:
         return None
-    figure, (axes,) = style.new(1, 1 + len(TIMED), 3.9, sharey=True)
-    titles = ["bytes accessed", *(f"time, {unit(series)}" for series in TIMED)]
+    figure, (axes,) = style.new(1, 1 + len(TIMED), 4.2, sharey=True)
+    titles = ["bytes accessed", *(f"time, {UNIT_NAMES[unit(series)]}" for series in TIMED)]
     for ax, title, by in zip(axes, titles, (moved, *timed.values()), strict=True):
         ax.set_title(title)
         if not by:
@@ -246,18 +246,19 @@ def draw(rows: Sequence[Row]) -> Any:
             continue
         for prefix, points in by.items():
             colour, marker = _LOOKS.get(prefix, ("#000000", "D"))
-            label = f"prefix of {style.short(prefix)}"
+            label = f"prefix of {style.short(prefix)} keys"
             ax.plot([*points], [*points.values()], color=colour, marker=marker, label=label)
         style.sizes(ax, sorted({n for points in by.values() for n in points}), "sequences")
-        ax.set_yscale("log", base=2)
+        style.log(ax.yaxis, 2)
         ax.axhline(1, color="#888888", lw=0.8)
-        ax.set_ylabel("read by each / read once")
+    axes[0].set_ylabel("read by each sequence / read once")
     axes[0].legend(loc="lower right")
-    times = [f"{unit(series)} {_range(by)}" for series, by in timed.items() if by]
-    said = (
-        f"read once: {_range(moved)} times fewer bytes; time {', '.join(times) or 'not recorded'}"
-    )
-    figure.suptitle(f"A prefix of {SEQUENCES[-1]} sequences, {said}", fontsize=12)
+    most = max(points.get(SEQUENCES[-1], 0) for points in moved.values())
+    message = f"Reading a shared prefix once moves up to {most:.0f} times fewer bytes"
+    times = [f"{_range(by)} times with {unit(series)}" for series, by in timed.items() if by]
+    about = f"Of {SEQUENCES[-1]} sequences: {_range(moved)} times fewer bytes; time is shorter by "
+    about += " and ".join(times) or "a factor that is not recorded"
+    style.legend(figure, [], message, about=f"{about}.")
     return figure
 
 

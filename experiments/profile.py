@@ -191,7 +191,7 @@ def draw(rows: Sequence[Row]) -> Any:
     if not any(m is not None for m, _ in of.values()):
         return None
     kernels = places(of)
-    figure, (axes,) = style.new(1, len(SHOWN), 1.0 + 0.27 * len(kernels), sharey=True, sharex=True)
+    figure, (axes,) = style.new(1, len(SHOWN), 1.5 + 0.27 * len(kernels), sharey=True, sharex=True)
     ratios = []
     for ax, (metric, title) in zip(axes, SHOWN.items(), strict=True):
         numbers = [of.get((place, metric), (None, None)) for place in kernels]
@@ -201,11 +201,13 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.axvline(1, color="#555555", lw=0.9, zorder=1)
         ax.set_title(title, fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
+        ax.set_xlabel("measured / counted", fontsize=9)
     axes[0].set_yticks(range(len(kernels)), [label(place) for place in kernels], fontsize=9)
     axes[0].set_ylim(len(kernels) - 0.4, -0.6)
     near = sum(abs(x - 1) <= 0.05 for x in ratios)
-    message = f"Nsight Compute's number over the emulator's: {near} of {len(ratios)} within 5 %"
-    figure.suptitle(f"{message}\none head, N={SEQLEN}, d={HEAD_DIM}", fontsize=11.5)
+    message = f"{near} of {len(ratios)} hardware counters equal the emulator's counts within 5 %"
+    about = f"Nsight Compute's count over the emulator's. One head, N={SEQLEN}, d={HEAD_DIM}."
+    style.legend(figure, [], message, about=about)
     return figure
 
 

@@ -147,14 +147,14 @@ def draw(rows: Sequence[Row]) -> Any:
             style.line(ax, points, label=LOOKS[series][0], **_look(series))
         ax.axhline(ranks, color="#555555", lw=0.9, ls=":")
         lengths = sorted({k[3] for k in here})
-        style.sizes(ax, lengths, "N", 1 + len(lengths) // 6)
+        style.sizes(ax, lengths, "sequence length N (tokens)", 1 + len(lengths) // 6)
         ax.set_ylim(0, 1.15 * ranks)
-    axes[0][0].set_ylabel(f"gain of {ranks} GPUs over one")
+    axes[0][0].set_ylabel(f"speed on {ranks} GPUs / on one GPU")
     _draw_bytes(axes[1][0], rows)
     for ax, pass_ in zip(axes[1][1:], PASSES, strict=True):
         _draw_model(ax, machine, pass_)
     handles = list(style.handles(axes[0]).values())
-    style.legend(figure, handles, _message(gained, ranks))
+    style.legend(figure, handles, _message(gained, ranks), about=ABOUT)
     return figure
 
 
@@ -168,19 +168,24 @@ def _look(series: str) -> dict[str, Any]:
     return {"color": colour, "marker": marker}
 
 
+ABOUT = (
+    "Each GPU holds a part of the sequence. Q outer: K and V travel. K/V outer: Q, "
+    "O and L travel.\nBottom row: models, of the bytes and of the share of the time that "
+    "is spent on computing."
+)
+
+
 def _message(gained: Mapping[ring_rows.Key, float], ranks: int) -> str:
     long = {k: x for k, x in gained.items() if k[0] in OURS and k[3] >= FILLS}
     if not long:
         return "Which operand travels is the loop order of the GPUs together"
-    by = {s: tables.between([x for k, x in long.items() if k[0] == s]) for s in OURS}
-    return (
-        f"From N={style.short(FILLS)} on {ranks} GPUs gain {by[KV]} times with K and V on their "
-        f"way, {by[Q]} with Q"
-    )
+    times = tables.between([*long.values()])
+    return f"From N={style.short(FILLS)} on, {ranks} GPUs are {times} times as fast"
 
 
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
-    ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
+    ax.set_title(f"bytes sent, N={MODEL_SEQLEN >> 20}M")
+    ax.set_ylabel("bytes that one GPU sends")
     wanted: dict[str, Any] = {"metric": "sent", "source": "model", "causal": False}
     found = nested(rows, attrgetter("series", "pass_"), ring_rows.ranks_of, **wanted)
     # Where both send as much, the larger marks of one are seen about the other's.
@@ -190,18 +195,18 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
         style.line(ax, sorted(points.items()), ms=ms, **_look(series), **hollow)
     keys = [style.key("forward", marker="o"),
             style.key("forward + backward", marker="o", mfc="white")]  # fmt: skip
-    ax.legend(handles=keys, loc="lower right")
+    ax.legend(handles=keys, loc=(0.26, 0.46))
     style.sizes(ax, MODEL_RANKS, "GPUs")
     ax.set_ylim(bottom=0)
     style.byte_axis(ax.yaxis)
 
 
 def _draw_model(ax: Any, machine: ring_rows.Measured | None, pass_: str) -> None:
-    ax.set_title(f"model, N={SHORTER >> 20}M, causal, {pass_}")
+    ax.set_title(f"{pass_}, causal, N={SHORTER >> 20}M")
     if machine is None:
         style.empty(ax, "no link measured")
         return
-    links = {"the link measured": (machine, "-"), "InfiniBand": (_infiniband(machine), "--")}
+    links = {"measured link": (machine, "-"), "InfiniBand": (_infiniband(machine), "--")}
     # At the longer length nothing is seen below 1; its numbers are in the table.
     for series, (at, ls) in itertools.product(reversed(OURS), links.values()):
         found = [
@@ -212,7 +217,7 @@ def _draw_model(ax: Any, machine: ring_rows.Measured | None, pass_: str) -> None
     keys = [style.key(label, ls=ls) for label, (_, ls) in links.items()]
     ax.legend(handles=keys, loc="lower left")
     style.sizes(ax, MODEL_RANKS, "GPUs")
-    ax.set(ylim=(0, 1.05), ylabel="share of time computed" if pass_ == "fwd" else "")
+    ax.set(ylim=(0, 1.05), ylabel="computing time / all time" if pass_ == "fwd" else "")
 
 
 def _infiniband(machine: ring_rows.Measured) -> ring_rows.Measured:

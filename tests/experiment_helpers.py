@@ -8,6 +8,7 @@ from experiments.lab.measure.series import row_fields
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import Row, Store
+from experiments.lab.show import style
 
 SOME_GPU = Bench(machine="some-gpu", describe={}, say=lambda line: None)
 UNITS = {"time": "ms", "speed": "TFLOP/s", "bandwidth": "TB/s", "traffic": "bytes"}
@@ -56,6 +57,11 @@ def on_some_gpu(experiment, **options):
     found = [(*row.key, row.machine, row.place) for row in rows]
     assert len(set(found)) == len(found)
     return rows
+
+
+def above(figure):
+    """The title, the lines below it and the names of the legend, each on a line."""
+    return "\n".join(text.get_text() for legend in figure.legends for text in style.texts(legend))
 
 
 def put_on_path(monkeypatch, program, text):

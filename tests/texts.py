@@ -30,19 +30,31 @@ def drawn(figure):
 
     A legend counts as one text, with its marks.
     """
-    renderer = figure._get_renderer()
+    renderer = figure._get_renderer()  # of an Agg canvas the one that has laid it out
     seen = set()
     for legend in (*figure.legends, *(ax.get_legend() for ax in figure.axes)):
         if legend is not None and legend.get_visible():
             seen |= set(style.texts(legend))
-            yield "legend: " + legend.get_texts()[0].get_text(), legend.get_tightbbox(renderer)
+            words = [*legend.get_texts(), legend.get_title()][0].get_text()
+            yield f"legend: {words}", legend.get_tightbbox(renderer)
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):
             seen |= set(style.texts(axis))
             if ax.axison and ax.get_visible() and axis.get_visible():
                 ticks = [x for tick in axis._update_ticks() for x in (tick.label1, tick.label2)]
-                yield from _boxes([axis.label, axis.offsetText, *ticks], renderer)
+                found = list(_boxes([axis.offsetText, *ticks], renderer))
+                _place_label(axis, [box for _, box in found])
+                yield from (*found, *_boxes([axis.label], renderer))
     yield from _boxes([text for text in style.texts(figure) if text not in seen], renderer)
+
+
+def _place_label(axis, ticks):
+    """Move the axis' label to where it is drawn: the layout has moved the axes since."""
+    ax, pad = axis.axes, axis.labelpad * axis.axes.figure.dpi / 72
+    if axis.get_label_position() == "bottom":
+        axis.label.set_y(min([ax.bbox.y0, *(box.y0 for box in ticks)]) - pad)
+    elif axis.get_label_position() == "left":
+        axis.label.set_x(min([ax.bbox.x0, *(box.x0 for box in ticks)]) - pad)
 
 
 def _boxes(found, renderer):

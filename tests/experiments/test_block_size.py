@@ -110,12 +110,12 @@ def test_each_block_size_is_run_as_it_says(monkeypatch):
 def test_the_figure_has_accesses_and_runtime():
     figure = block_size.draw(synthetic())
     assert [ax.get_title() for ax in figure.axes] == [
-        "accesses (model), N=1024, d=64",
-        "runtime, N=1024, d=64",
+        "accesses, model, N=1024, d=64",
+        "time, N=1024, d=64",
     ]
     assert [len(ax.lines) for ax in figure.axes] == [5, 9]
     message = figure.legends[0].get_title().get_text()
-    assert message.startswith("Larger blocks make fewer accesses")
+    assert message == "FA-1 needs 28 times fewer accesses with $B_c$=512 than 16"
 
 
 def test_the_table_is_in_nd(tmp_path):

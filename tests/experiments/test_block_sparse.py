@@ -243,7 +243,7 @@ def test_the_figure_is_of_both_passes():
     figure = block_sparse.draw(synthetic())
     assert [ax.get_title() for ax in figure.axes] == [
         "forward + backward, N=4096, d=64",
-        "time over that without a mask, less the share",
+        "share of the full time minus share of blocks",
     ]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert any("FA-1 paper" in label for label in labels)

@@ -154,5 +154,6 @@ def test_the_figure():
     right = {at: places | {"H200": known.get(at, 0)} for at, places in found.items()}
     off = right | {min(known.keys() & found.keys()): {"H200": 1.0}}
     for places, near in ((right, number), (off, number - 1)):
-        assert cache._message(places, known).endswith(f"within 5% in {near} of {number} calls")
+        said = f"An LRU model predicts {near} of {number} DRAM counts within 5%"
+        assert cache._message(places, known) == said
     assert cache.draw([]) is None

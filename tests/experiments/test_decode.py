@@ -81,7 +81,7 @@ def test_the_figure_has_a_line_a_series(read):
     figure = decode.draw(synthetic(read=read))
     assert len(figure.axes) == 6
     message = figure.legends[0].get_title().get_text()
-    assert message == "Blocks that share its 128k keys answer one query 1.8 times as fast"
+    assert message == "With key splits, one query is up to 1.8 times as fast"
     for ax in figure.axes:
         lines = [line for line in ax.lines if line.get_label()[0] != "_"]
         assert len(lines) == 6 + bool(read)

@@ -192,7 +192,7 @@ def test_the_figure(monkeypatch):
     over, fp32, fp16 = figure.axes
     assert len(over.lines[0].get_xdata()) == len(experiment.FOOTPRINTS)
     labels = {line.get_label() for ax in (fp32, fp16) for line in ax.lines}
-    assert {"DRAM, measured", "FA-1, backward", "standard attention, forward"} <= labels
+    assert {"roof of DRAM", "FA-1, backward", "standard attention, forward"} <= labels
     alone = experiment.draw([r for r in measured(monkeypatch) if r.metric == "bandwidth"])
     assert [t.get_text() for ax in alone.axes[1:] for t in ax.texts] == ["not recorded yet"] * 2
     assert experiment.draw([]) is None

@@ -163,6 +163,6 @@ def test_the_figure(quick):
     figure = online_softmax.draw([*quick, *timed()])
     left, many, few = figure.axes
     assert [bar.get_width() for bar in left.patches][:3] == [3, 4, 3]
-    assert "4, published 4" in [text.get_text().strip() for text in left.texts]
+    assert "4 (published: 4)" in [text.get_text().strip() for text in left.texts]
     assert [len(ax.lines) for ax in (many, few)] == [4, 4]
     assert online_softmax.draw(quick) is None

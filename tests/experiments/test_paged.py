@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up, time_on_the_emulator
+from experiment_helpers import above, made_up, time_on_the_emulator
 
 import fa_numba
 from experiments import paged
@@ -73,8 +73,9 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         texts = [text.get_text() for ax in figure.axes for text in ax.texts]
         assert texts.count("not measured here") == unmeasured
         assert "| 16 |" in table.body
-    said = paged.draw(counted() + timed()).get_suptitle()
-    assert said.endswith("of one piece's time, 1.0 to 1.1 on mma")
+    said = above(paged.draw(counted() + timed()))
+    assert said.startswith("With pages, a decoding step takes 1.0 to 1.1 times as long\n")
+    assert "Time over that with a contiguous cache: 1.0 to 1.1 with mma. Grey band" in said
     body = paged.table(whole).body.splitlines()
     assert body[2].split("|")[-5:-1] == [" 1.062 "] * 4
     assert paged.draw([]) is None and paged.table([]) is None

@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from experiment_helpers import made_up, time_on_the_emulator
+from experiment_helpers import above, made_up, time_on_the_emulator
 
 from experiments import prefix
 from experiments.lab.measure import counts
@@ -85,11 +85,11 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         figure, table = prefix.draw(rows), prefix.table(rows)
         assert [t.get_text() for ax in figure.axes for t in ax.texts] == lacks
         assert ("Times are not recorded." in table.caption) == bool(lacks)
-        assert ("time not recorded" in figure.get_suptitle()) == bool(lacks)
+        assert ("a factor that is not recorded" in above(figure)) == bool(lacks)
         assert "| 4096 | 256 |" in table.body
     figure = prefix.draw(modelled() + timed())
     assert [t.get_text() for ax in figure.axes for t in ax.texts] == ["not recorded"]
-    assert figure.get_suptitle().endswith("time mma 256")
+    assert above(figure).endswith("time is shorter by 256 times with mma.")
     assert "4 of 4 numbers counted" in prefix.table(counted() + modelled()).caption
     line = next(x for x in prefix.table(whole).body.splitlines() if x.startswith("| 4096 | 16 "))
     assert line.split("|")[3:] == [" - "] * 3 + [" 4.1 ", " 65.5 ", " 16.00 "] * 2 + [""]

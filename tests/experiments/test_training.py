@@ -236,7 +236,7 @@ def test_the_figure_shows_losses_and_distances():
     figure = char_model.draw(synthetic())
     assert [ax.get_title() for ax in figure.axes] == [
         "training loss, context 256, d=64",
-        "distance to torch's memory-efficient attention, same seed",
+        "difference to torch's memory-efficient attention",
     ]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [

@@ -329,6 +329,8 @@ def plain_ticks(axis: Any, label: Any = lambda value, _position: f"{value:g}") -
 def log(axis: Any, base: int = 10) -> None:
     """Make an axis logarithmic, with plain numbers at its major ticks.
 
+    A decimal axis of up to two decades has ticks at 1, 2 and 5.
+
     Parameters
     ----------
     axis : Axis
@@ -336,7 +338,17 @@ def log(axis: Any, base: int = 10) -> None:
     base : int, default 10
         Base of the logarithm.
     """
+    from matplotlib.ticker import LogLocator
+
+    class Locator(LogLocator):
+        def tick_values(self, vmin: float, vmax: float) -> Any:
+            decades = np.log10(vmax / vmin) if 0 < vmin < vmax else 0
+            self.set_params(subs=(1.0,) if decades > 2 else (1.0, 2.0, 5.0))
+            return super().tick_values(vmin, vmax)
+
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=base)
+    if base == 10:
+        axis.set_major_locator(Locator(numticks=12))
     plain_ticks(axis)
 
 

@@ -68,11 +68,11 @@ class Thumb:
         )
 
 
-ORDERS = {"standard-simt": "standard", "fa1-simt": "FA-1", "fa2-simt": "FA-2"}
+ORDERS = {"standard-simt": "standard attention", "fa1-simt": "FA-1", "fa2-simt": "FA-2"}
 PLAIN = {"causal": False, "pass_": "fwd"}
 THUMBS = {
     "io_vs_seqlen": Thumb(
-        "FA-2's DRAM bytes do not grow with N", ORDERS, "DRAM, GB", unit=1e9, tokens=True,
+        "FA-2's DRAM bytes do not grow with N", ORDERS, "DRAM bytes (GB)", unit=1e9, tokens=True,
         fields={"source": "dram", "head_dim": 64, **PLAIN},
     ),
     "loop_order": Thumb(
@@ -98,9 +98,9 @@ THUMBS = {
         log=False, fields={"metric": "error", "dtype": "float16", "place": "outliers"},
     ),
     "decode": Thumb(
-        "One query: columns shared by blocks",
-        {"fa2-mma-splits": "FA-2, shared", "torch-fa2": "torch's FA-2", "fa2-mma": "FA-2"},
-        "K and V, TB/s", x="seqlen_k", log=False,
+        "Key splits speed up one query",
+        {"fa2-mma-splits": "FA-2, key splits", "torch-fa2": "torch's FA-2", "fa2-mma": "FA-2"},
+        "K and V read (TB/s)", x="seqlen_k", log=False,
         fields={"metric": "bandwidth", "batch": 1, "heads_k": 32, "head_dim": 128, "seqlen_q": 1},
     ),
 }  # fmt: skip
