@@ -207,9 +207,9 @@ def draw(rows: Sequence[Row]) -> Any:
         panels[name].set_xlabel(what)
         panels[name].grid(False, axis="x")
     counts.annotate(panels["GB"], rows, 0.55)
-    moved = [found.get((f"{name}-mma", "dram", "GB")) for name in ("standard", "fa2")]
-    if all(moved):
-        many = moved[0] / moved[1]
+    slow, fast = (found.get((f"{name}-mma", "dram", "GB")) for name in ("standard", "fa2"))
+    if slow and fast:
+        many = slow / fast
         message = f"Standard attention moves {many:.0f} times FA-2's DRAM bytes in training"
         figure.suptitle(message, fontsize=12)
     return figure
