@@ -1,8 +1,8 @@
-"""Digests of Python code without its words.
+"""Digests of Python code that ignore its words.
 
 Words are docstrings, comments, annotations, the arguments of ``raise``, what a progress bar or
-``say`` shows, and local variables that only words use. Where lines begin and how local variables
-are called changes no digest either.
+``say`` shows, and local variables that only words use. A digest also does not depend on line breaks
+and on the names of local variables.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PURE = frozenset(
 
 
 def of_files(paths: Iterable[Path], root: Path) -> str:
-    """Return one digest of Python files and their places below `root`."""
+    """Return one digest of Python files and of their paths below `root`."""
     found = hashlib.sha256()
     for path in sorted(paths):
         stat = path.stat()
@@ -70,14 +70,14 @@ def _of_file(path: Path, changed: int, size: int) -> str:
 
 
 def of_text(text: str) -> str:
-    """Return a program as text without words, of which a digest can be made."""
+    """Return a program as text without words, from which a digest can be made."""
     statements = _wordless(text)
     outside = _BUILTINS | {name for each in statements for name in _bound(each)}
     return "\n".join(_written(each, frozenset(outside)) for each in statements)
 
 
 def _wordless(text: str) -> list[ast.stmt]:
-    """The statements of a program without words."""
+    """Return the statements of a program without words."""
     tree, functions = ast.parse(text), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise):
@@ -108,7 +108,7 @@ def _wordless(text: str) -> list[ast.stmt]:
 
 
 def _is_words(statement: ast.stmt) -> bool:
-    """Whether a statement is a docstring or says something."""
+    """Return whether a statement is a docstring or prints something."""
     if not isinstance(statement, ast.Expr):
         return False
     value = statement.value
@@ -125,13 +125,15 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _called(node: ast.Call) -> str:
-    """The name of what is called, without what it is an attribute of."""
+    """Return the name of the called function or method, without the object it belongs to."""
     return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
 
 def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
-    """Leave out assignments to variables that nothing else uses, as messages that were raised: all
-    of a function's; of a module's those of sentences, and imports.
+    """Remove assignments to variables that nothing else uses, such as messages that were raised.
+
+    In a function, all such assignments are removed. In a module, only assignments of sentences are,
+    and imports.
     """
     in_module = isinstance(tree, ast.Module)
     candidates = {
@@ -161,7 +163,7 @@ def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
 
 
 def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
-    """The variables that are assigned; none where anything else is assigned to as well."""
+    """Return the variables that are assigned; none if something else is assigned too."""
     given = node.targets if isinstance(node, ast.Assign) else [node.target]
     targets = [x for each in given for x in ast.walk(each)]
     if not all(isinstance(x, (ast.Name, ast.Tuple, ast.expr_context)) for x in targets):
@@ -170,7 +172,7 @@ def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
 
 
 def _loaded(node: ast.AST, without: Collection[int]) -> Iterator[str]:
-    """The names that are used in a tree, but for these nodes."""
+    """Yield the names that are used in a tree, without the nodes in `without`."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     for each in ast.iter_child_nodes(node):
@@ -179,7 +181,7 @@ def _loaded(node: ast.AST, without: Collection[int]) -> Iterator[str]:
 
 
 def _is_import_of_none(node: ast.stmt, used: set[str]) -> bool:
-    """Leave out of an import what nothing uses; whether nothing is left."""
+    """Remove unused names from an import statement; return whether none is left."""
     if not isinstance(node, (ast.Import, ast.ImportFrom)):
         return False
     node.names = [x for x in node.names if _imported_as(x) in used]
@@ -192,8 +194,9 @@ def _is_sentence(value: ast.expr) -> bool:
 
 
 def _is_pure(value: ast.AST) -> bool:
-    """Whether a value may be left out: nothing else is done as it is made. What is formatted as
-    text is looked up alone.
+    """Return whether a value may be left out, as computing it does nothing else.
+
+    Parts of formatted text are not looked at.
     """
     if isinstance(value, ast.JoinedStr):
         return True
@@ -205,8 +208,10 @@ def _is_pure(value: ast.AST) -> bool:
 
 
 def reached(module: str, name: str) -> dict[str, str]:
-    """Return the digest, by module, of all in `experiments` that a function of a module reaches:
-    functions, classes and constants of modules, but none of `NO_PART`.
+    """Return the digests of all that a function reaches in `experiments`, by module.
+
+    It reaches functions, classes and constants of modules, except those of the modules in
+    `NO_PART`.
     """
     texts: dict[str, dict[int, str]] = {}
     left, seen = [(module, name)], set()
@@ -274,17 +279,17 @@ class _Module:
         return {alias.asname or alias.name: (source, alias.name) for alias in node.names}
 
     def about(self, name: str) -> set[int]:
-        """The statements that bind a name, and those that may change what it stands for."""
+        """Return the statements that bind a name, and those that may change its value."""
         return {*self.names.get(name, ()), *(n for n, names in self._loose if name in names)}
 
     def text(self, n: int) -> str:
-        """Statement number n as text."""
+        """Return statement number n as text."""
         if n not in self._texts:
             self._texts[n] = _written(self.statements[n], self._outside, self.imports)
         return self._texts[n]
 
     def references(self, n: int) -> list[tuple[str, str]]:
-        """(module, name) in `experiments` of all that statement number n takes."""
+        """Return (module, name) in `experiments` of all that statement number n uses."""
         if n not in self._references:
             self._references[n] = self._taken(self.statements[n])
         return self._references[n]
@@ -313,7 +318,7 @@ class _Module:
         return [each for each in found if each[0].partition(".")[0] == PACKAGE]
 
     def _inside(self, module: str, name: str) -> tuple[str, str]:
-        """What is imported: (module, "*"), or (the module that has a name, the name)."""
+        """Return what is imported: (module, "*"), or (the module that defines a name, the name)."""
         if module.partition(".")[0] != PACKAGE or not name:
             return module, name or "*"
         if path_of(f"{module}.{name}") is not None:
@@ -330,7 +335,7 @@ def _written(
     outside: frozenset[str],
     imports: Mapping[str, tuple[str, str]] | None = None,
 ) -> str:
-    """A statement as text, with the names that it takes from outside."""
+    """Return a statement as text, with the names that it uses from outside."""
     made = template(statement, outside)
     names = []
     for first, *rest in (each.names for each in made.references):
@@ -341,8 +346,10 @@ def _written(
 
 
 def _changed(statement: ast.stmt) -> Iterator[str]:
-    """The names whose values a statement may change: of what it goes through, assigns to parts of,
-    and calls methods of or gives to functions.
+    """Yield the names whose values a statement may change.
+
+    A statement may change what it iterates over, what it assigns parts of, objects whose methods it
+    calls, and arguments that it passes to functions.
     """
     for node in ast.walk(statement):
         changed: list[ast.AST] = []
@@ -362,7 +369,7 @@ def _imported_as(alias: ast.alias) -> str:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement at the top of a module binds."""
+    """Yield the names that a statement at the top of a module binds."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield statement.name
         return

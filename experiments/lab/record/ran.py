@@ -1,16 +1,16 @@
 """What a run was made with: the experiment's code and the kernels that it launched.
 
-A run keeps this with its rows, as digests without words. Whether the run would give the same today
-is then known without a run:
+A run stores this with its rows, as digests that ignore words. It is then known without a run
+whether a run would give the same today. The entries are
 
-`experiment`  the digest of what `measure` reaches, by module of `experiments`
-`plans`       each request for a plan, as text from which it is planned again, and what it launched:
-              the digest of every kernel, and of the grids, arguments and workspace
-`kernels`     kernels that no such request has launched, by name and digest
-`modules`     the digests of the modules that the code of `kernels` is in
-`calls`       the digest of fa_numba's files that turn a call into launches. Runs on a GPU have it
-              where they have `kernels`, whose launches no request describes.
-`emulator`    the digest of the emulator's files, of counts alone
+`experiment`  digest of the code that `measure` reaches, by module of `experiments`
+`plans`       each request for a plan, as text from which it can be planned again, and what the plan
+              launched: digests of every kernel, and of grids, arguments and workspace
+`kernels`     name and digest of kernels that no such request launched
+`modules`     digests of the modules with the code of `kernels`
+`calls`       digest of fa_numba's files that turn a call into launches. Runs on a GPU have it if
+              they have `kernels`, whose launches no request describes.
+`emulator`    digest of the emulator's files; only for counts
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Ran = dict[str, Any]
 
 @dataclass
 class Collected:
-    """What a run has launched so far: in this process, and as other processes told of it."""
+    """What a run has launched so far, in this process and in other processes."""
 
     launched: device.Launched
     files: Ran  # `calls` and `emulator`, as they were before the run
     told: dict[str, list[Ran]] = field(default_factory=dict)
 
     def of(self, machine: str) -> Ran:
-        """What was launched on a machine."""
+        """Return what was launched on a machine."""
         where = "emulator" if machine == EMULATOR else "gpu"
         mine = _launches(self.launched.kernels[where], self.launched.origins[where], machine)
         if machine == EMULATOR:
@@ -85,7 +85,10 @@ def collecting() -> Iterator[Collected]:
 
 
 def tell(launches: Ran) -> None:
-    """Add what another process has launched on the GPU for this one: `Collected.of` there."""
+    """Add what another process has launched on the GPU for this process.
+
+    `launches` is what `Collected.of` returned there.
+    """
     for each in _open:
         each.told.setdefault("gpu", []).append(launches)
 
@@ -138,8 +141,10 @@ def _of(patterns: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def encoded(request: Any) -> str:
-    """Return a request as text, by the fields that differ from their defaults; an empty text for
-    what cannot be made again of text, such as a request with functions of the caller.
+    """Return a request as text, with the fields that differ from their defaults.
+
+    The text is empty if the request cannot be made from text, such as one with the caller's
+    functions.
     """
     try:
         text = _text(request)
@@ -160,8 +165,9 @@ def _text(value: Any) -> str:
 
 
 def decoded(text: str) -> Any:
-    """Return the request of a text. Raises ValueError for any other text, and what the classes of
-    a request raise for values that are not theirs.
+    """Return the request that a text stands for.
+
+    Raises ValueError for another text, and what the request's classes raise for wrong values.
     """
     try:
         return _value(ast.parse(text, mode="eval").body)
@@ -184,7 +190,7 @@ def _value(node: ast.expr) -> Any:
 
 
 def _planned(request: Request) -> Plan:
-    """Return today's plan of a request, for its device."""
+    """Return the plan that a request gives today, for the request's device."""
     limits = request.capability, request.shared_limit, request.multiprocessors
     gpu = request.multiprocessors > 0
     with device.planning_for(*limits) if gpu else device.using("emulator"):
@@ -192,7 +198,7 @@ def _planned(request: Request) -> Plan:
 
 
 def _line(plan: Plan, emulated: bool) -> str:
-    """Return what a plan launches as a line: its kernels' digests, and that of all else."""
+    """Return what a plan launches as one line: digests of its kernels, and of everything else."""
     programs = [(each.name, program_of(each, emulated=emulated)) for each in plan.launched]
     kernels = dict.fromkeys(f"{name} {of.digest}" for name, of in programs)
     given = [x.arguments.items() if emulated else x.arguments.values() for x in plan.launches]
@@ -206,8 +212,10 @@ def _line(plan: Plan, emulated: bool) -> str:
 
 
 def changed(ran: Any, experiment: str, machine: str) -> list[str] | None:
-    """Return what differs today from what a run was made with, nothing for a run that would give
-    the same; None where the run does not say what it was made with.
+    """Return what differs today from what a run was made with.
+
+    The list is empty if a run would give the same. None if the run does not say what it was made
+    with.
     """
     if not isinstance(ran, dict) or not isinstance(ran.get("experiment"), dict):
         return None
