@@ -229,6 +229,7 @@ def crossing(rows: Sequence[Row]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
+    """Return the table of accesses and bounds over the on-chip memory."""
     d, large = HEAD_DIM, {pass_: _large([r for r in rows if r.pass_ == pass_]) for pass_ in BOUNDS}
     if not large["fwd"]:
         return None

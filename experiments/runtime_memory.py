@@ -115,6 +115,7 @@ class _Session:
         self._ended: set[tuple[str, str, str]] = set()
 
     def rows(self, problem: Problem, name: str) -> Iterator[Row]:
+        """Yield the rows of all series at a problem in a setting."""
         one = self._inputs(replace(problem, batch=1))
         host = tuple(np.broadcast_to(x, (problem.batch, *x.shape[1:])) for x in one)
         arrays = peers.repeated(one, problem.dtype, problem.batch)

@@ -60,6 +60,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        """Answer a GET request."""
         self.close_connection = True
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reader went on
             self._get()

@@ -36,6 +36,7 @@ class Active(Flow):
         return self.group.everyone if self.mask is None else self.mask
 
     def active_lanes(self) -> np.ndarray:
+        """Return the numbers of the lanes that take part."""
         return np.flatnonzero(self.active())
 
     def whole_warps(self) -> bool:
@@ -51,6 +52,7 @@ class Active(Flow):
         return known[2]
 
     def first_lane(self) -> int:
+        """Return the first lane that takes part; 0 if there is none."""
         lanes = self.active_lanes()
         return int(lanes[0]) if lanes.size else 0
 

@@ -64,6 +64,7 @@ class Kept:
                 self.owners += [(of, of.copy()) for of in a.owners.blocks]
 
     def restore(self) -> None:
+        """Restore the launch to this state."""
         launch = self.launch
         for memory, at, old in reversed(launch.journal):
             memory[at] = old

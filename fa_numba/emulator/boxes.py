@@ -67,6 +67,7 @@ class BoxLoad:
     stamp: int = 0
 
     def land(self) -> None:
+        """Write the box's values to shared memory."""
         buffer = self.buffer
         async_checks.land_box(
             buffer.data, buffer.written, self.first, self.places, self.values, self.stamp
@@ -89,6 +90,7 @@ class Lent:
     parts: int
 
     def mark(self, stamp: int) -> None:
+        """Mark the elements as read with a stamp."""
         buffer = self.buffer
         async_checks.give_back(
             buffer.reads, buffer.touched, self.row, self.parts, self.first, self.places, stamp
@@ -123,6 +125,7 @@ class Boxes(Mbarriers):
         self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
 
     def begin_blocks(self, first: int, count: int) -> None:
+        """Reset boxes and marks for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         for box in self._stores:  # that a block has left
             box.array.owners.stamps[BOX, box.at] = 0

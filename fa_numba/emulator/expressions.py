@@ -20,10 +20,13 @@ class Expressions(ast.NodeTransformer):
                 self.truths |= {x.id for x in each.targets if isinstance(x, ast.Name)}
 
     def temporary(self, kind: str) -> str:
+        """Return a new name for a temporary variable."""
         self.count += 1
         return f"{kind}{self.count}"
 
     def operation(self, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:
+        """Return a binary operation, as a call if Python's operator could raise for a divisor of 0.
+        """
         name = OPERATORS.get(type(op))
         if not isinstance(op, BITWISE):
             left, right = self.number(left), self.number(right)
@@ -59,6 +62,7 @@ class Expressions(ast.NodeTransformer):
         return call("number", value) if self.may_be_truth(value) else value
 
     def may_be_truth(self, value: ast.AST | None) -> bool:
+        """Return whether a value may be a truth value."""
         if isinstance(value, ast.Name):
             return value.id in self.truths
         if isinstance(value, ast.IfExp):

@@ -89,6 +89,7 @@ class Flow:
         return self.narrow(condition)
 
     def unless(self, condition: np.ndarray) -> bool:
+        """Go on with the lanes whose condition is false; return whether there are any."""
         return self.only(~truth(condition))
 
     def others(self, condition: np.ndarray) -> bool:
@@ -110,6 +111,7 @@ class Flow:
         return condition
 
     def chosen(self, condition: np.ndarray, one: Any, other: Any) -> Any:
+        """Return the value of a conditional expression, for all lanes again."""
         self.mask = self._outer.pop()
         if one is undefined or other is undefined:
             return other if one is undefined else one

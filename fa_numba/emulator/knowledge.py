@@ -37,11 +37,13 @@ class Knowledge(Waiting):
         self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # of threads, their last ones
 
     def begin_blocks(self, first: int, count: int) -> None:
+        """Forget what threads know, for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._columns, self._heard, self._fences = 0, None, {}
 
     @property
     def warpgroups(self) -> int:
+        """Return the number of warpgroups of a thread block."""
         return -(-self.warps // WARPGROUP)
 
     def alone(self) -> None:
@@ -100,6 +102,7 @@ class Knowledge(Waiting):
         return known
 
     def ordered(self, stamp: int, lane: int) -> bool:
+        """Return whether an access happened before a lane's present, as far as its thread knows."""
         if super().ordered(stamp, lane):
             return True
         if self._heard is None or stamp % STAMP == NOBODY:

@@ -57,6 +57,7 @@ def merge(mask: Mask, old: Any, new: Any) -> Any:
 
 
 def where(condition: np.ndarray, a: Any, b: Any) -> Any:
+    """Return `a` for the lanes whose condition is true, `b` for the others."""
     return merge(truth(condition), b, a)
 
 
@@ -75,6 +76,7 @@ def any_(a: np.ndarray, b: Any) -> Any:
 
 
 def negation(value: Any) -> Any:
+    """Return `not value`, by lane."""
     if value.__class__ is array:
         return ~truth(value)
     return not value
@@ -133,10 +135,12 @@ minimum, maximum = _extreme(operator.lt), _extreme(operator.gt)
 
 
 def to_int(value: Any) -> Any:
+    """Return `int(value)`, by lane."""
     return value.astype(np.int64) if value.__class__ is array else int(value)
 
 
 def to_float(value: Any) -> Any:
+    """Return a value as float64, by lane."""
     if value.__class__ is array:
         return value if value.dtype == np.float64 else value.astype(np.float64)
     return np.float64(value)
@@ -150,6 +154,7 @@ def number(value: Any) -> Any:
 
 
 def to_bool(value: Any) -> Any:
+    """Return `bool(value)`, by lane."""
     return truth(value) if value.__class__ is array else bool(value)
 
 

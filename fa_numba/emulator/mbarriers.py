@@ -57,6 +57,7 @@ class MbarrierTile:
         self.array = array
 
     def merged(self, mask: Any, other: Any) -> MbarrierTile:
+        """Return this array, which all lanes must hold."""
         if other.__class__ is not MbarrierTile:
             raise TypeError(two_arrays(self.array.name))
         self.array.merged(mask, other.array)
@@ -73,10 +74,12 @@ class Mbarriers(Knowledge):
         self._mbarriers: dict[int, Mbarrier] = {}  # by the place of their element
 
     def begin_blocks(self, first: int, count: int) -> None:
+        """Forget all mbarriers, for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._mbarriers = {}
 
     def who(self, stamp: int) -> str:
+        """Return who accessed, as text; also copies that mbarriers count, and products."""
         code = stamp % STAMP
         column = code - SEVERAL - self.warps
         if column < 0:
@@ -89,10 +92,12 @@ class Mbarriers(Knowledge):
         return f"a bulk copy that {owner.name} counts"
 
     def mbarrier_tile(self, offset: Any, length: int) -> MbarrierTile:
+        """Return an array of mbarriers at a place of the dynamic shared memory."""
         self.alone()
         return MbarrierTile(self.shared_tile(offset, length, "uint64"))
 
     def widen(self, more: int) -> None:
+        """Add columns to what is known, also of mbarriers; see `Knowledge.widen`."""
         columns = self.seen.shape[1]
         super().widen(more)
         gap = np.zeros(self.seen.shape[1] - columns, np.int64)
@@ -107,6 +112,7 @@ class Mbarriers(Knowledge):
         return array.first + index, f"{array.name}[{index}]"
 
     def mbarrier(self, tile: MbarrierTile, index: Any) -> Mbarrier:
+        """Return an mbarrier; raise BarrierMisuse if it was not initialised."""
         place, name = self._element_of(tile, index)
         found = self._mbarriers.get(place)
         if found is None:
@@ -115,6 +121,7 @@ class Mbarriers(Knowledge):
         return found
 
     def init_mbarrier(self, tile: MbarrierTile, index: Any, count: Any) -> None:
+        """Initialise an mbarrier that `count` arrivals complete in each phase."""
         self.alone()
         self.instruction("barrier")
         for lane in self.active_lanes().tolist():

@@ -64,6 +64,7 @@ def _whole(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def absolute(x: Any) -> Any:
+    """Return the absolute value as a float."""
     return typed(to_float(abs(x)), x)
 
 
@@ -93,11 +94,13 @@ class Namespace:
         self.atomic = ATOMIC
 
     def grid(self, ndim: int) -> Any:
+        """Return the index of the thread in the grid, for one to three axes."""
         b, d, t = self.blockIdx, self.blockDim, self.threadIdx
         place = (b.x * d.x + t.x, b.y * d.y + t.y, b.z * d.z + t.z)
         return place[0] if ndim == 1 else place[:ndim]
 
     def syncthreads(self) -> None:
+        """Wait for all threads of the thread block."""
         self._context.barrier()
 
     def syncwarp(self, mask: int = FULL) -> None:
@@ -108,9 +111,11 @@ class Namespace:
         self._context.sync_warp(mask)
 
     def shfl_sync(self, mask: int, value: Any, src_lane: Any) -> Any:
+        """Return the value of another lane of the warp."""
         return self._shuffle("shfl_sync", mask, value, to_int(src_lane) % WARP)
 
     def shfl_xor_sync(self, mask: int, value: Any, lane_mask: Any) -> Any:
+        """Return the value of the lane whose number differs in the bits of `lane_mask`."""
         context = self._context
         plain = value.__class__ is np.ndarray and lane_mask.__class__ is int and mask == FULL
         if plain and 0 <= lane_mask < WARP and context.whole_warps():

@@ -108,6 +108,7 @@ class Products(Boxes):
         self._registers: dict[int, int] = {}  # by warp, of each of its threads
 
     def begin_blocks(self, first: int, count: int) -> None:
+        """Forget all products, for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._products, self._registers = {}, {}
 
@@ -309,6 +310,7 @@ class Products(Boxes):
             self._registers[warp] = count
 
     def left_over(self) -> None:
+        """Raise if a thread block ends with a wrong number of registers; see `Boxes.left_over`."""
         super().left_over()
         if not self._registers:
             return

@@ -102,6 +102,7 @@ class _Function(Expressions):
         self.depth = 0
 
     def rewritten(self) -> ast.FunctionDef:
+        """Return the rewritten function."""
         node = self.node
         parameters = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
         assigned = sorted(assigned_within(node.body) - parameters)
@@ -147,6 +148,7 @@ class _Function(Expressions):
         return made
 
     def inner(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Return the rewritten statements of a branch or loop."""
         self.depth += 1
         made = self.block(statements) or [ast.Pass()]
         self.depth -= 1

@@ -25,42 +25,52 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
 def runtime(name: str, store: bool = False) -> ast.Name:
+    """Return the name under which a rewritten function finds a name of the emulator."""
     return ast.Name(PREFIX + name, ast.Store() if store else ast.Load())
 
 
 def call(name: str, *args: ast.expr) -> ast.Call:
+    """Return a call of a function of the emulator."""
     return ast.Call(runtime(name), list(args), [])
 
 
 def context(name: str) -> ast.Attribute:
+    """Return an attribute of the context."""
     return ast.Attribute(runtime("C"), name, ast.Load())
 
 
 def method(owner: ast.expr, name: str, *args: ast.expr) -> ast.Call:
+    """Return a call of a method."""
     return ast.Call(ast.Attribute(owner, name, ast.Load()), list(args), [])
 
 
 def assign(target: ast.expr, value: ast.expr) -> ast.Assign:
+    """Return an assignment."""
     return ast.Assign([target], value)
 
 
 def set_mask(value: ast.expr) -> ast.Assign:
+    """Return an assignment to the context's mask."""
     return assign(ast.Attribute(runtime("C"), "mask", ast.Store()), value)
 
 
 def is_same(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Compare:
+    """Return the comparison `value is other`, or `is not` if negated."""
     return ast.Compare(value, [ast.IsNot() if negated else ast.Is()], [other])
 
 
 def class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
+    """Return the comparison of a value's class with a class of the emulator."""
     return is_same(ast.Attribute(value, "__class__", ast.Load()), runtime(name), negated)
 
 
 def negated(value: ast.expr) -> ast.UnaryOp:
+    """Return `not value`."""
     return ast.UnaryOp(ast.Not(), value)
 
 
 def when(test: ast.expr, body: list[ast.stmt]) -> ast.If:
+    """Return an `if` without `else`."""
     return ast.If(test, body, [])
 
 
@@ -83,6 +93,7 @@ def leaves(statements: Iterable[ast.stmt], kinds: tuple[type, ...] = LEAVING) ->
 
 
 def returns(statements: Iterable[ast.stmt]) -> bool:
+    """Return whether there is a `return` in the statements."""
     return leaves(statements, (ast.Return,))
 
 
