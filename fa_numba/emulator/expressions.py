@@ -25,8 +25,7 @@ class Expressions(ast.NodeTransformer):
         return f"{kind}{self.count}"
 
     def operation(self, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:
-        """Return a binary operation, as a call if Python's operator could raise for a divisor of 0.
-        """
+        """Return a binary operation, as a call if Python could raise for a divisor of 0."""
         name = OPERATORS.get(type(op))
         if not isinstance(op, BITWISE):
             left, right = self.number(left), self.number(right)
