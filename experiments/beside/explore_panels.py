@@ -21,8 +21,8 @@ from ..lab.measure.moves import Trace, passes, steps
 from . import typed_mask
 from .panels import Answer, Axis, Panel
 
-ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
-ALGORITHMS = (("standard", "standard"), *ORDERS)
+ORDERS = (("fa1", "FA-1 (K/V outer)"), ("fa2", "FA-2 (Q outer)"))
+ALGORITHMS = (("standard", "standard attention"), *ORDERS)
 YES_NO = ("no", "yes")
 MOST_SCORES = 64
 

@@ -303,8 +303,9 @@ function transport(parts, name, last, show) {
 
 // --- the panels ---
 
-const KINDS = [["load", "loads Q, K, V"], ["again", "loads O, l, m again"], ["store", "stores"],
-  ["shared", "in shared memory"], ["registers", "in registers"], ["seen", "tile of S done"], ["now", "tile of S now"]];
+const KINDS = [["load", "load of Q, K or V"], ["again", "load of O, l and m again"],
+  ["store", "store of O, l, m or L"], ["shared", "held in shared memory"], ["registers", "held in registers"],
+  ["seen", "tile of S: computed"], ["now", "tile of S: being computed"]];
 const ON_CHIP = "OlmL";
 
 function side(name, now) {
