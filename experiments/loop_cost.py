@@ -49,15 +49,15 @@ PROFILED = {
 
 # The steps in their order, by what follows a series' "fa1-simt" or "fa2-mma".
 STEPS = {
-    "fa1-keys": "FA-1, a block a head, its warps share K and V",
-    "fa1-own": "FA-1, a block a head, its own tiles",
-    "fa1": "FA-1, a block a head (the paper's grid)",
+    "fa1-keys": "FA-1, one block per head, keys over the warps",
+    "fa1-own": "FA-1, one block per head, its own tiles",
+    "fa1": "FA-1, one block per head (the paper's grid)",
     "fa1-unnormalised": "O not normalised between passes",
-    "fa1-splits": "FA-1, query splits (more blocks a head)",
+    "fa1-splits": "FA-1, query splits (more blocks per head)",
     "fa2-statistics": "Q outer, l and m stored",
-    "fa2-one-block": "Q outer, a block a head, one logsumexp",
+    "fa2-one-block": "Q outer, one block per head, L stored instead of l and m",
     "fa2-fa1-tiles": "Q outer, grid over the sequence (FA-2)",
-    "fa2": "FA-2 at its own tiles",
+    "fa2": "FA-2 with its own tiles",
 }
 # Of these there is no kernel, and so no time: at whose tiles the closed forms are.
 COUNTED_ONLY = {"fa1-unnormalised": "fa1", "fa2-statistics": "fa2-one-block"}
@@ -102,15 +102,15 @@ def by_step(rows: Iterable[Row]) -> Steps:
 
 # A gain: its column, and of which metric, over which step's which step's.
 GAINS = {
-    "total": ("FA-1 / FA-2", "time", "fa1", "fa2"),
-    "warps": ("warps over Q", "time", "fa1-keys", "fa1"),
-    "order_one_block": ("loop order, a block a head", "time", "fa1", "fa2-one-block"),
+    "total": ("total, FA-1 / FA-2", "time", "fa1", "fa2"),
+    "warps": ("FA-1, rows over the warps", "time", "fa1-keys", "fa1"),
+    "order_one_block": ("loop order, one block per head", "time", "fa1", "fa2-one-block"),
     "grid": ("grid of Q outer", "time", "fa2-one-block", "fa2-fa1-tiles"),
     "splits": ("grid of K/V outer", "time", "fa1", "fa1-splits"),
     "order": ("loop order, equal grid", "time", "fa1-splits", "fa2-fa1-tiles"),
-    "instructions": ("its instructions", "instructions", "fa1-splits", "fa2-fa1-tiles"),
-    "waiting": ("its waiting", "issue", "fa2-fa1-tiles", "fa1-splits"),
-    "rest": ("its rest", "", "", ""),
+    "instructions": ("part: instructions", "instructions", "fa1-splits", "fa2-fa1-tiles"),
+    "waiting": ("part: waiting", "issue", "fa2-fa1-tiles", "fa1-splits"),
+    "rest": ("part: rest", "", "", ""),
     "tiles": ("tiles", "time", "fa2-fa1-tiles", "fa2"),
 }
 
@@ -324,18 +324,21 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "How many times faster each step is, without a mask: FA-1 / FA-2 = loop order (a block a "
-        "head) x grid of Q outer x tiles = grid of K/V outer x loop order (equal grid) x tiles; "
-        "the order at an equal grid = its instructions x its waiting x its rest; causal skipping "
-        "is the time without a mask over that with one. 16k tokens, hidden dimension 2048, "
-        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}."
+        "Factors by which each step is faster: time before the step / time after it. 16k tokens, "
+        "hidden dimension 2048, without a mask. Times are "
+        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
+        "The causal columns are the time without a mask / the time with a causal mask."
     )
     if HOPPER in units:
         caption = (
-            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} Forward "
-            "FA-1 takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
+            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} "
+            "Forward, FA-1 runs with FA-2's tiles. *Tiles* is what FA-1 gains by them, and the "
+            "total starts from FA-1 with its own tiles."
         )
-    what = f"What is known of each step, {_said(*example, units)}"
+    what = (
+        f"Each step in detail: {_said(*example, units)}. A step without a time has no kernel; its "
+        "numbers are closed forms"
+    )
     return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 
 
@@ -379,7 +382,8 @@ def _steps(problem: Problem, rows: Sequence[Row]) -> str:
         cells += [*(tables.cell(row, gigabytes) for row in moved.values()), f"{beside / 1e9:.1f}"]
         lines.append([name, f"{found.Br} x {found.Bc}", *cells])
     names = (name for name, _ in _MEASURED.values())
-    header = ["step", "tiles", *names, *_TRAFFIC.values(), "beside matrix products, GFLOP"]
+    header = ["step", "tiles", *names, *_TRAFFIC.values()]
+    header.append("operations besides matrix products, GFLOP")
     return tables.markdown(header, lines)
 
 

@@ -231,13 +231,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     found = curves(rows)
     every = [_line(found, dtype, kind) for dtype in OURS for kind in (NORMAL, OUTLIERS)]
     lines = [line for line in every if line]
-    header = ["dtype", "inputs", "N", "run on", "RMSE: standard", "FA-1", "FA-2", "torch unfused"]
-    header += ["torch's fused", "standard / FA-2", "torch unfused / fused", "published ratio"]
-    header += ["largest error, FA-2", "relative error, FA-2, worst N"]
+    header = ["dtype", "inputs", "N", "run on", "RMSE, standard attention", "RMSE, FA-1"]
+    header += ["RMSE, FA-2", "RMSE, torch's unfused attention", "RMSE, torch's fused kernel"]
+    header += ["RMSE, standard / FA-2", "RMSE, torch's unfused / fused"]
+    header += ["published RMSE, standard / FA-2", "largest error, FA-2"]
+    header.append("relative error, FA-2, largest over N")
     caption = (
-        "Against float64 of the same inputs at the longest length run. torch's fused kernel is "
-        "its FA-2 in 16 bits, its memory-efficient one in fp32; the published ratio is standard "
-        "over FA-2 in FlashAttention-3's Table 3."
+        f"Errors of the forward result compared with float64 of the same inputs, {HEADS} heads, "
+        f"d={HEAD_DIM}. RMSE is the root mean square error at the longest measured N, in units of "
+        "the result. torch's fused kernel is torch's FlashAttention-2 in 16 bits, and torch's "
+        "memory-efficient attention in fp32. The published ratio is from FlashAttention-3, Table 3."
     )
     return tables.of(caption, header, lines)
 
@@ -269,10 +272,10 @@ def _line(found: Found, dtype: str, kind: str) -> list[str]:
 # What is held against what, bit for bit: dtype, series, what it is, the ordinary one.
 PAIRS = (
     ("float32", ONLINE, "online softmax", SAFE, "safe softmax"),
-    ("float32", "fa1-simt", "FA-1", "standard-simt", "standard"),
-    ("float32", "fa2-simt", "FA-2", "standard-simt", "standard"),
-    ("float16", "fa1-mma", "FA-1", "standard-mma", "standard"),
-    ("float16", "fa2-mma", "FA-2", "standard-mma", "standard"),
+    ("float32", "fa1-simt", "FA-1", "standard-simt", "standard attention"),
+    ("float32", "fa2-simt", "FA-2", "standard-simt", "standard attention"),
+    ("float16", "fa1-mma", "FA-1", "standard-mma", "standard attention"),
+    ("float16", "fa2-mma", "FA-2", "standard-mma", "standard attention"),
 )
 
 
@@ -286,9 +289,12 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
                 cells = [f"{of[max(of)]:.1e}" if of else tables.MISSING for of in both]
                 ends = [f"{100 * shares[N]:.1f} % (N={N})" for N in (min(shares), max(shares))]
                 lines.append([f"{name} and {other}", DTYPES[dtype], kind, "GPU", *ends, *cells])
-    header = ["bit for bit", "dtype", "inputs", "run on", "equal elements, shortest"]
-    header += ["longest", "relative error, the first", "the second"]
-    caption = "Errors are against float64, at the longest length."
+    header = ["results of", "dtype", "inputs", "run on", "equal elements, shortest N"]
+    header += ["equal elements, longest N", "relative error of the first", "of the second"]
+    caption = (
+        "The share of elements that are equal bit for bit in two results. Relative errors are "
+        "compared with float64, at the longest N."
+    )
     return tables.of(caption, header, lines)
 
 
@@ -313,11 +319,12 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([kind, str(d), str(N), *cells])
             lines[-1] += [tables.number(over, s, ".2f") for s in PLANES[:2]]
     names = [precision(s) for s in PLANES]
-    header = ["inputs", "d", "N", "FA-2, ieee", *names, "torch efficient"]
+    header = ["inputs", "d", "N", "FA-2, ieee", *(f"FA-2, {name}" for name in names)]
+    header.append("torch's memory-efficient attention")
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (
-        "FA-2's relative error in float32 by how its products are computed, against float64, "
-        "on a GPU."
+        "Relative error in float32, compared with float64, on a GPU. The columns of FA-2 are the "
+        f"values of `precision`. {HEADS} heads."
     )
     return tables.of(caption, header, lines)
 

@@ -232,9 +232,11 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], table
             cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
             lines.append([str(HEAD_DIM), tables.yes_no(False), str(SEQLEN), label(place), *cells])
         caption = (
-            f"{what}, one head, counted on the emulator; in brackets what Nsight Compute measured "
-            "of the same call, as a multiple where it is another number, (?) where it was not "
-            f"measured. {ratios.count(1)} of {len(ratios)} measured numbers are equal."
+            f"{what} of one call, with one head, in fp32 and fp16. Each cell has the number that "
+            "the emulator counted. In brackets is what Nsight Compute measured for the same call: "
+            "*x 0.984* is measured / counted, a number without *x* was measured where the count is "
+            "0, and (?) was not measured. A cell without brackets has equal numbers. "
+            f"{ratios.count(1)} of {len(ratios)} measured numbers are equal."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
 
@@ -245,8 +247,8 @@ _NAMES = tuple(profiler.COUNTERS)
 _INSTRUCTIONS = tuple(name for name in _NAMES if profiler.COUNTERS[name].opcodes)
 _SHARED = tuple(n for n in _NAMES if n.endswith(("wavefronts", "conflicts")))
 _GLOBAL = tuple(n for n in _NAMES if n not in (*_SHARED, *_INSTRUCTIONS))
-table = _table(_SHARED, "Shared memory")
+table = _table(_SHARED, "Shared-memory wavefronts and bank conflicts")
 TABLES = {
-    "profile-global": _table(_GLOBAL, "Global memory"),
+    "profile-global": _table(_GLOBAL, "Global-memory requests and sectors (32 bytes)"),
     "profile-instructions": _table(_INSTRUCTIONS, "Executed warp instructions"),
 }

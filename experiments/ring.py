@@ -250,15 +250,19 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     machine = ring_rows.measured(rows)
     ranks = _ranks(rows)
     header = ["pass", "causal", "N", *(f"{LOOKS[s][0]}, ms" for s in series)]
-    header += ["K, V: gain over one GPU", "Q: gain"]
-    header += ["K, V: model / time", "Q: model / time"]
-    header += ["K, V: MB sent", "Q: MB sent", "K, V: MiB a GPU"]
-    link = f"; the link gives {machine.link / 1e6:.0f} GB/s a direction" if machine else ""
+    header += ["K, V travel: gain", "Q travels: gain"]
+    header += ["K, V travel: model / time", "Q travels: model / time"]
+    header += ["K, V travel: sent, MB", "Q travels: sent, MB", "K, V travel: memory per GPU, MiB"]
+    link = ""
+    if machine:
+        link = f" The link carries {machine.link / 1e6:.0f} GB/s in each direction."
     equal, number = _equal_bytes(rows)
     caption = (
-        f"Over {ranks} GPUs, fp16, {ring_ranks.HEADS} heads, d={HEAD_DIM}{link}. Milliseconds of "
-        "the slowest rank; bytes of the rank that sends most, counted where they are given to "
-        f"send, {equal} of {number} equal to the closed form; memory with the inputs."
+        f"One sequence of N rows over {ranks} GPUs, fp16, {ring_ranks.HEADS} heads, d={HEAD_DIM}."
+        f"{link} Times are those of the slowest GPU. A gain is the time on one GPU / the time on "
+        f"{ranks} GPUs. Sent bytes are those of the GPU that sends most, counted in the calls that "
+        f"send ({equal} of {number} equal to the closed form). Memory is a GPU's peak, with the "
+        "inputs."
     )
     return tables.of(caption, header, lines)
 
@@ -287,10 +291,12 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
     for ranks in MODEL_RANKS:
         ratio = partial(io_model.ring_break_even, ranks, head_dim=HEAD_DIM)
         by_ranks.append([str(ranks), *(f"{ratio(passes=each):.3f}" for each in ("fwd", "bwd"))])
-    header = ["GPUs", "fwd, Hk Nk / (Hq Nq)", "bwd"]
+    header = ["GPUs", "forward, Hk Nk / (Hq Nq)", "backward, Hk Nk / (Hq Nq)"]
     caption = (
-        "Ratio of keys to queries, heads counted, above which Q on its way sends fewer bytes than "
-        "K and V, not causal, 16 bits; in closed form."
+        "The ratio of keys to queries (each times their heads) above which sending Q takes fewer "
+        "bytes than sending K and V. Closed form, without a mask, 16-bit inputs, "
+        f"d={HEAD_DIM}. Hk and Hq are the numbers of heads, Nk and Nq the numbers of rows of K and "
+        "of Q."
     )
     return tables.of(caption, header, by_ranks)
 
@@ -312,9 +318,10 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
     ]
     caption = (
-        "A model, not measured: the share of the time in which causal calls are computed, from "
-        "the speed of one GPU at the longest length measured and either link's "
-        f"bandwidth, {INFINIBAND / 1e9:.0f} GB/s for InfiniBand."
+        "The share of the time in which the GPUs compute, by a model (not measured), with a causal "
+        "mask. The model uses the speed of one GPU at the longest measured length, and the "
+        "bandwidth of the link: as measured here, or "
+        f"{INFINIBAND / 1e9:.0f} GB/s for InfiniBand."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 

@@ -392,15 +392,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         cells = [kind.title, PASSES[pass_], points, LABELS[kind.peer], _pair(beside)]
         cells.append(_where(min(beside, key=lambda at: beside[at])) if beside else tables.MISSING)
         lines.append([*cells, *(_pair(over.get(series, {})) for series in (peers.CUDNN, MMA))])
-    header = ["class", "pass", "points", "over", "median / worst", "worst at"]
-    header += [f"over {LABELS[peers.CUDNN]}", "over ours by mma"]
+    header = ["class", "pass", "problems", "compared with", "its time / ours: median; worst"]
+    header += ["worst at", f"{LABELS[peers.CUDNN]}'s time / ours: median; worst"]
+    header.append("our time on mma / ours: median; worst")
     caption = (
-        "Times of torch's kernels over those of ours as auto takes them, fp16, on Hopper by wgmma "
-        "where its kernels have the option: above 1 ours is faster. Windows, "
-        "softcap, ALiBi, bias and packed sequences of skewed lengths are held against "
-        "flex_attention, which is compiled for each; its time is without that. Dropout is "
-        f"{DROPOUT:g}; padded sequences lack up to {PADDING} rows, which torch's unfused steps "
-        "hide by a mask."
+        "The time of another kernel / the time of our call, fp16. Above 1 our call is faster. Our "
+        'call uses unit="auto": on Hopper it runs on wgmma if the wgmma kernels have the option. '
+        "The class *options* has windows, softcap, ALiBi, bias, and packed sequences of unequal "
+        "lengths. flex_attention is compiled for each problem, and times are without compiling. "
+        f"Dropout is {DROPOUT:g}. In the last class, up to {PADDING} rows of each sequence are "
+        "padding, which torch's unfused attention hides by a mask."
     )
     return tables.of(caption, header, lines)
 
@@ -408,12 +409,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 def _pair(over: Mapping[Place, float]) -> str:
     if not over:
         return tables.MISSING
-    return f"{statistics.median(over.values()):.2f} / {min(over.values()):.2f}"
+    return f"{statistics.median(over.values()):.2f}; {min(over.values()):.2f}"
 
 
 def _where(place: Place) -> str:
     text, _, _, _, Nq, Nk, d, causal = place
-    what = text.partition(": ")[2]
+    what = text.partition(": ")[2].replace(" a K/V head", " per K/V head")
     sizes = f"N={Nq}" if Nq == Nk else f"{Nq} x {Nk}"
     named = [x for x in (sizes, f"d={d}") if x != what]
     return ", ".join([what, *named, *(["causal"] if causal else [])])

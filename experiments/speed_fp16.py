@@ -96,14 +96,14 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([item, gpu, pass_, str(d), *cells, f"{same} of {sizes}"])
     header = [
         *("figure", "GPU", "pass", "d"),
-        *("FA-2 / FA-1, published", "ours"),
-        *("FA-2 / PyTorch, published", "ours"),
+        *("published FA-2 / FA-1", "our FA-2 / FA-1"),
+        *("published FA-2 / PyTorch", "our FA-2 / torch's unfused attention"),
         "our FA-2 / published FA-2",
-        "sizes with the published order",
+        "sizes where the three kernels rank as published",
     ]
     caption = (
-        "Ratios of TFLOP/s, the smallest and the largest over N and both masks; of our FA-1 the "
-        "faster grid at each N, of PyTorch's attention the unfused one."
+        "Ratios of speeds (TFLOP/s): the smallest and the largest over N, without and with a "
+        "causal mask. fp16, 16k tokens, hidden dimension 2048."
     )
     return tables.of(caption, header, lines)
 
@@ -131,13 +131,14 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
         share = tables.MISSING if peak is None else f"{100 * fastest / peak:.0f} %"
         lines.append([pass_, str(d), tables.yes_no(causal), f"{fastest:.0f}", share, *cells])
     header = [
-        *("pass", "d", "causal", "fastest, TFLOP/s", "of torch's product of matrices"),
-        *("over torch cuDNN", "over torch FA-2", "over ours on mma.sync"),
-        "over the published FA-3 (H100)",
+        *("pass", "d", "causal", "fastest, TFLOP/s", "fastest / torch's matrix product"),
+        *("speed / cuDNN", "speed / torch's FlashAttention-2", "speed / our FA-2 on mma"),
+        "speed / published FA-3 (H100)",
     ]
     caption = (
-        "FA-2 on wgmma, fp16, 16k tokens: TFLOP/s at the length where it is fastest, and ratios of "
-        "speeds: the smallest, the median and the largest over N."
+        "FA-2 on wgmma, fp16, 16k tokens. *Fastest* is the speed at the N where it is highest. "
+        "The last four columns are its speed / another speed, as smallest, median and largest "
+        "ratio over N."
     )
     return tables.of(caption, header, lines)
 
@@ -166,10 +167,11 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
         largest, excess = worst[dtype, series]
         more = tables.MISSING if excess is None else f"{excess:.2f}"
         lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
-    header = ["dtype", "series", "largest error", "largest excess over torch FA-2"]
+    header = ["dtype", "series", "largest relative error", "largest excess, roundings"]
     caption = (
-        "Relative to float64 of the same inputs, over all passes and problems checked; the excess "
-        "is in roundings of the result."
+        "The largest relative error compared with float64 of the same inputs, over all checked "
+        "passes and problems. The excess is the error minus the error of torch's FlashAttention-2 "
+        "on the same problem, in roundings of the dtype."
     )
     return tables.of(caption, header, lines)
 

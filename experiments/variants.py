@@ -254,10 +254,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             [name, share, f"{one:,.0f}", f"{two:,.0f}", f"{one / two:.2f}", f"{worst:.1e}"]
         )
     accesses = [row for row in rows if row.metric in ("loads", "stores")]
-    header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "ratio", "error"]
+    header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "FA-1 / FA-2"]
+    header.append("relative error")
     caption = (
-        f"Forward, fp32, {HEADS} heads, tiles of {TILES.Br} x {TILES.Bc}; loads and stores "
-        f"{counts.said(accesses)}. The error is against float64."
+        f"Accesses (loads plus stores) in elements: forward, fp32, {HEADS} heads, tiles of "
+        f"{TILES.Br} x {TILES.Bc}. They are {counts.said(accesses)}. The error is the larger one "
+        "of both orders, compared with float64."
     )
     if not variant_times.times(rows):
         caption += " Times are not recorded."

@@ -367,12 +367,13 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["variant", "tiles skipped"]
     for what in ("forward", "backward"):
         header += [f"{what}, {LABELS[series]}" for series in every]
-        header.append("flex / FA-2")
+        header.append(f"{what}, flex_attention / FA-2")
     header += [f"compiling, s, {LABELS[series]}" for series in every[-2:]]
     p = TIMED
     caption = (
-        f"ms, fp16, {p.batch} x {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}; "
-        f"{tables.runs(measured)}. flex / FA-2: the time of torch's flex_attention over "
-        f"{LABELS[every[-2]]}, as are the tiles that it skips forward. Compiling is both passes."
+        f"Time in ms ({tables.runs(measured)}), fp16, batch {p.batch}, {p.heads_q} heads, "
+        f"N={p.seqlen_q}, d={p.head_dim}. *flex_attention / FA-2* is the time of torch's "
+        f"flex_attention / the time of {LABELS[every[-2]]}. *Tiles skipped* holds for "
+        f"{LABELS[every[-2]]} forward. *Compiling* is the time to compile both passes."
     )
     return tables.of(caption, header, lines)

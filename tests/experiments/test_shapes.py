@@ -77,10 +77,10 @@ def test_the_table_has_the_median_and_the_worst():
     others = {"options": "torch's flex_attention", "dropout and padding": LABELS[peers.UNFUSED]}
     for line in lines:
         other = line["class"] in others
-        assert line["over"] == others.get(line["class"], "torch's FlashAttention-2")
-        assert line["median / worst"] == ("1.20 / 1.20" if other else "1.50 / 1.50")
-        assert line["over ours by mma"] == "2.00 / 2.00"
-        assert line["over cuDNN"] == ("-" if other else "0.95 / 0.95")
+        assert line["compared with"] == others.get(line["class"], "torch's FlashAttention-2")
+        assert line["its time / ours: median; worst"] == ("1.20; 1.20" if other else "1.50; 1.50")
+        assert line["our time on mma / ours: median; worst"] == "2.00; 2.00"
+        assert line["cuDNN's time / ours: median; worst"] == ("-" if other else "0.95; 0.95")
     assert {line["class"] for line in lines} == {kind.title for kind in shapes.KINDS.values()}
 
 
