@@ -887,10 +887,10 @@ def as_head(
     Q, K, V = as_real("Q", Q), as_real("K", K), as_real("V", V)
     for name, x in zip("QKV", (Q, K, V), strict=True):
         if x.ndim != 2 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}: allowed is (rows, d), both >= 1")
+            raise ValueError(f"{name} must have shape (rows, d), both at least 1, got {x.shape}")
     if K.shape[1] != Q.shape[1]:
-        raise ValueError(f"K has shape {K.shape}: allowed is (Nk, {Q.shape[1]}), as Q has d")
-    check_shape("V", V.shape, K.shape, of=", K's")
+        raise ValueError(f"K must have shape (Nk, {Q.shape[1]}) (the d of Q), got {K.shape}")
+    check_shape("V", V.shape, K.shape, of=" (the shape of K)")
     sizes: dict[str, Any] = dict(seqlen_q=len(Q), seqlen_k=len(K), head_dim=Q.shape[1], scale=scale)
     problem = Problem(batch=1, heads_q=1, heads_k=1, causal=causal, **sizes)  # checks the two
     return Q, K, V, problem.scale, len(Q), len(K)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,22 @@ PACKED_AXES = ("seqlen", "heads", "head_dim")
 def kind_of(value: Any) -> str:
     """The type of a value that is none of those allowed, in words: "a list", "an int"."""
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    if value is None:
+        return "None"
+    return f"{'an' if name[0] in 'aeiou' or name == 'ndarray' else 'a'} {name}"
+
+
+def one_of(values: Iterable[Any]) -> str:
+    """Return the values as words: ``one_of("abc")`` is "a, b or c"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
     """`value` as an array of `dtype`; a TypeError that calls it `name` unless numbers are real."""
     array = np.asarray(value)
     if array.dtype.kind in "cmMSU":
-        raise TypeError(f"{name} has dtype {array.dtype}: allowed are real numbers")
+        raise TypeError(f"{name} must be an array of real numbers, got dtype {array.dtype}")
     return np.asarray(array, dtype)
 
 
@@ -44,37 +52,41 @@ def _integer(value: Any) -> int:
     return operator.index(value)
 
 
-def as_size(name: str, value: Any, axis: bool = True) -> int:
-    """`value` as an int >= 1; else a TypeError or ValueError that calls it `name`."""
+def as_size(name: str, value: Any, axis: bool = True, where: str = "") -> int:
+    """Return `value` as an int >= 1, or raise a TypeError or ValueError that calls it `name`.
+
+    The message says that 0 is an empty axis if `axis` is True, and ends with `where`.
+    """
+    wanted = f"{name} must be an integer of at least 1, got"
     try:
         size = _integer(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}: allowed is an integer >= 1") from None
+        raise TypeError(f"{wanted} {value!r}{where}") from None
     if size < 1:
-        empty = ", an empty axis" if axis and size == 0 else ""
-        raise ValueError(f"{name} is {size}{empty}: allowed is an integer >= 1")
+        empty = " (an empty axis)" if axis and size == 0 else ""
+        raise ValueError(f"{wanted} {size}{empty}{where}")
     return size
 
 
 def check_name(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of the names ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} is {value!r}: allowed is one of {', '.join(allowed)}")
+        raise ValueError(f"{name} must be {one_of(map(repr, allowed))}, got {value!r}")
 
 
 def check_alone(mask_shape: Sequence[int], bias: Any) -> None:
     """Raise ValueError for an ``attn_mask`` beside a ``bias``."""
     if bias is not None:
         raise ValueError(
-            f"attn_mask is given, of shape {tuple(mask_shape)}, with a bias: allowed is one of the "
-            "two, and numbers in attn_mask are added as a bias is"
+            "attn_mask and bias cannot both be given; pass their sum as bias (for a bool mask, add "
+            f"-inf where it is False), got attn_mask of shape {tuple(mask_shape)}"
         )
 
 
 def check_grid_size(name: str, size: int) -> None:
     """Raise ValueError for more than a grid has places for along its second or third axis."""
     if size > 65535:
-        raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")
+        raise ValueError(f"{name} must be at most 65535 (the limit of a CUDA grid), got {size}")
 
 
 MAX_KV_SPLITS = 256  # warps of eight read l and m of all splits of a row at once
@@ -86,15 +98,15 @@ def as_splits(name: str, value: Any) -> int | str:
     if isinstance(value, str) and value == "auto":
         return value
     most = _MOST_SPLITS.get(name)
-    within = f"from 1 to {most}" if most else ">= 1"
-    allowed = f"allowed is an integer {within}, or 'auto'"
+    within = f"from 1 to {most}" if most else "of at least 1"
+    wanted = f"{name} must be an integer {within}, or 'auto', got"
     try:
         splits = _integer(value)
     except TypeError:
         wrong = ValueError if isinstance(value, str) else TypeError
-        raise wrong(f"{name} is {value!r}: {allowed}") from None
+        raise wrong(f"{wanted} {value!r}") from None
     if splits < 1 or (most and splits > most):
-        raise ValueError(f"{name} is {splits}: {allowed}")
+        raise ValueError(f"{wanted} {splits}")
     return splits
 
 
@@ -103,8 +115,8 @@ def as_precision(value: Any, allowed: Sequence[str], dtype: str) -> str:
     check_name("precision", value, allowed)
     if value != "ieee" and dtype != "float32":
         raise ValueError(
-            f"precision is {value!r} with dtype {dtype}: allowed is 'ieee', the others are of "
-            "float32 matrices"
+            f"precision must be 'ieee' with dtype {dtype} (the other values are for float32 "
+            f"arrays), got {value!r}"
         )
     return value
 
@@ -112,7 +124,7 @@ def as_precision(value: Any, allowed: Sequence[str], dtype: str) -> str:
 def as_flag(name: str, value: Any) -> bool:
     """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}: allowed is True or False")
+        raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
@@ -123,12 +135,14 @@ def as_shape(name: str, value: Any) -> tuple[int, ...]:
             raise TypeError
         return tuple(operator.index(n) for n in value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}: allowed is an array, or its shape") from None
+        raise TypeError(
+            f"{name} must be an array, or a shape (a sequence of integers), got {value!r}"
+        ) from None
 
 
 def _real(name: str, value: Any, allowed: str) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}: allowed is {allowed}")
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
     try:
         return float(value)
     except OverflowError:  # an integer beyond float64
@@ -138,16 +152,19 @@ def _real(name: str, value: Any, allowed: str) -> float:
 def as_scale(value: Any, head_dim: int) -> float:
     if value is None:
         return 1.0 / math.sqrt(head_dim)
-    scale = _real("scale", value, "a finite real number, or None")
+    scale = _real("scale", value, "a finite real number or None")
     # The kernels multiply by scale log2(e), in float32.
     largest = float(np.finfo(np.float32).max) / math.log2(math.e)
     if not abs(scale) <= largest:  # negated, so that NaN is refused
         raise ValueError(
-            f"scale is {value!r}: allowed is a finite number, at most {largest:.3g} in magnitude "
-            "(float32), or None"
+            f"scale must be a finite number of magnitude at most {largest:.3g} (the kernels "
+            f"compute in float32) or None, got {value!r}"
         )
     if scale and not np.float32(scale):
-        raise ValueError(f"scale is {value!r}: it rounds to 0 in float32, allowed is 0.0 itself")
+        raise ValueError(
+            "scale must not round to 0 in float32, in which the kernels compute, got "
+            f"{value!r}; pass 0.0 for a scale of 0"
+        )
     return scale
 
 
@@ -156,23 +173,24 @@ def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
         shape = tuple(shape)
     except TypeError:
         raise TypeError(
-            f"{name} has shape {shape!r}: allowed is a sequence of {len(axes)} sizes"
+            f"{name} must have a shape of {len(axes)} integers, ({', '.join(axes)}), got {shape!r}"
         ) from None
     if len(shape) != len(axes):
         raise ValueError(
-            f"{name} has shape {shape} of rank {len(shape)}: allowed is rank {len(axes)}, "
-            f"({', '.join(axes)}){other_layout(axes)}"
+            f"{name} must have {len(axes)} axes, ({', '.join(axes)}), got {len(shape)} axes: shape "
+            f"{shape}"
         )
+    where = f"; {name} has shape {shape}"
     return tuple(
-        as_size(f"{axis} of {name}, shape {shape},", n) for axis, n in zip(axes, shape, strict=True)
+        as_size(f"{axis} of {name}", n, where=where) for axis, n in zip(axes, shape, strict=True)
     )
 
 
 def other_layout(axes: Sequence[str]) -> str:
-    """What a message about shapes says of the layout: which it is, and that there is another."""
+    """Return the end of a message about shapes: when to pass the other layout."""
     for name, other in (("bhnd", "bnhd"), ("bnhd", "bhnd")):
         if axes == LAYOUTS[name]:
-            return f"; layout is {name!r}, layout={other!r} is ({', '.join(LAYOUTS[other])})"
+            return f"; if the axes are ({', '.join(LAYOUTS[other])}), pass layout={other!r}"
     return ""
 
 
@@ -184,26 +202,29 @@ def check_same(
     of_shape: tuple[int, ...],
     axes: Sequence[str],
 ) -> None:
-    got, allowed = shape[axes.index(axis)], of_shape[axes.index(axis)]
-    if got != allowed:
+    got, wanted = shape[axes.index(axis)], of_shape[axes.index(axis)]
+    if got != wanted:
         raise ValueError(
-            f"{name} has {axis} {got} (shape {shape}): "
-            f"allowed is {allowed}, as {of} has it (shape {of_shape}){other_layout(axes)}"
+            f"{name} must have {axis}={wanted} like {of} (shape {of_shape}), got {axis}={got} "
+            f"(shape {shape}){other_layout(axes) if axis in ('heads', 'seqlen') else ''}"
         )
 
 
 def as_window(value: Any) -> tuple[int, int]:
     if value is None:
         return -1, -1
-    allowed = "allowed is (left, right), each a number of keys, -1 or None for no bound"
+    wanted = (
+        "window must be (left, right), each an integer number of keys, or -1 or None for no bound, "
+        f"got {value!r}"
+    )
     try:
         if isinstance(value, (str, set, frozenset, dict)):
             raise TypeError
         sides = tuple(-1 if n is None else _integer(n) for n in value)
     except TypeError:
-        raise TypeError(f"window is {value!r}: {allowed}") from None
+        raise TypeError(wanted) from None
     if len(sides) != 2 or min(sides) < -1:
-        raise ValueError(f"window is {value!r}: {allowed}")
+        raise ValueError(wanted)
     left, right = (-1 if n >= UNBOUNDED else n for n in sides)
     return left, right
 
@@ -213,37 +234,41 @@ def as_layout(value: Any) -> str:
         return "bhnd"
     if not isinstance(value, str) or value not in LAYOUTS:
         names = (f"{name!r} for ({', '.join(axes)})" for name, axes in LAYOUTS.items())
-        raise ValueError(f"layout is {value!r}: allowed is {' or '.join(names)}")
+        raise ValueError(f"layout must be {one_of(names)}, got {value!r}")
     return value
 
 
 def as_softcap(value: Any) -> float | None:
     if value is None:
         return None
-    softcap = _real("softcap", value, "a positive number, or None or 0 for none")
+    softcap = _real("softcap", value, "a positive number, or None or 0 for no cap")
     if softcap == 0:
         return None
     # Within these bounds scale / softcap and softcap log2(e) are float32.
     if not 1e-30 <= softcap <= 1e30:
-        raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
+        raise ValueError(
+            f"softcap must be a number from 1e-30 to 1e30, or None or 0 for no cap, got {value!r}"
+        )
     return softcap
 
 
 def as_dropout(value: Any) -> float:
     if value is None:
         return 0.0
-    allowed = "a number from 0 to below 1"
+    allowed = "a number of at least 0 and less than 1"
     probability = _real("dropout_p", value, allowed)
     if not 0.0 <= probability < 1.0:
-        raise ValueError(f"dropout_p is {value!r}: allowed is {allowed}")
+        raise ValueError(f"dropout_p must be {allowed}, got {value!r}")
     return min(round(probability * 2**16), 2**16 - 1) / 2**16  # what 16 random bits can be below
 
 
 def check_shape(name: str, shape: Sequence[int], *allowed: tuple[int, ...], of: str = "") -> None:
-    """Raise ValueError for an array ``name`` of no shape ``allowed``, which is ``of`` what."""
+    """Raise ValueError unless the array ``name`` has an ``allowed`` shape, which ``of`` explains.
+
+    ``of`` follows the shapes in the message, such as " (the shape of O)".
+    """
     if tuple(shape) not in allowed:
-        known = " or ".join(map(str, allowed))
-        raise ValueError(f"{name} has shape {tuple(shape)}: allowed is {known}{of}")
+        raise ValueError(f"{name} must have shape {one_of(allowed)}{of}, got {tuple(shape)}")
 
 
 def check_heads(batch: int, heads: int, slopes: Any = None, sinks: Any = None) -> None:
@@ -251,29 +276,31 @@ def check_heads(batch: int, heads: int, slopes: Any = None, sinks: Any = None) -
     if slopes is not None:
         check_shape("alibi_slopes", slopes, (heads,), (batch, heads))
     if sinks is not None:
-        check_shape("sinks", sinks, (heads,), of=", one a query head")
+        check_shape("sinks", sinks, (heads,), of=" (one value per query head)")
 
 
 def as_lengths(
-    name: str, value: Any, batch: int, longest: int, of: str = "the seqlen"
+    name: str, value: Any, batch: int, longest: int, of: str = "the sequence length"
 ) -> tuple[int, ...]:
     """One length for each batch entry, 0 to ``longest``, which is called ``of``."""
     lengths = _integers(name, value)
-    check_shape(name, lengths.shape, (batch,), of=", one a batch")
+    check_shape(name, lengths.shape, (batch,), of=PER_ENTRY)
     outside = lengths[(lengths < 0) | (lengths > longest)]
     if outside.size:
-        raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, {of}")
+        raise ValueError(f"{name} must hold integers from 0 to {longest} ({of}), got {outside[0]}")
     return tuple(lengths.tolist())
 
 
+PER_ENTRY = " (one value per batch entry)"  # after a shape in a message
 PAGE_SIZES = range(16, 257, 16)  # rows a page: those of a load of 16 rows lie in one
 
 
-def as_page_size(value: int, shape: tuple[int, ...]) -> int:
-    """The rows of a page, from the shape of the pages of k."""
+def as_page_size(value: int, shape: tuple[int, ...], name: str = "k") -> int:
+    """The rows of a page, from the shape of the pages of k, which are called ``name``."""
     if value not in PAGE_SIZES:
         raise ValueError(
-            f"k has pages of {value} rows (shape {shape}): allowed are multiples of 16 up to 256"
+            f"{name} must have pages of 16 to 256 rows, in steps of 16, got {value} rows (shape "
+            f"{shape})"
         )
     return value
 
@@ -283,8 +310,8 @@ def as_table_shape(value: Any, batch: int) -> tuple[int, int]:
     shape = as_shape("block_table", value)
     if len(shape) != 2 or shape[0] != batch or shape[1] < 1:
         raise ValueError(
-            f"block_table has shape {shape}: allowed is ({batch}, pages of a sequence), a row a "
-            "batch entry"
+            f"block_table must have shape ({batch}, pages per sequence), one row per batch entry, "
+            f"got {shape}"
         )
     return shape[0], shape[1]
 
@@ -299,14 +326,14 @@ def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> 
     wrong = used & ((table < 0) | (table >= pages))
     if wrong.any():
         b, n = (int(i) for i in np.argwhere(wrong)[0])
-        where = f"k, where a sequence of {lengths[b]} keys has its rows"
-        raise ValueError(_no_page(table, b, n, pages, where))
+        of = f"the first {-(-lengths[b] // page_size)} entries of row {b} ({lengths[b]} keys)"
+        raise ValueError(_no_page(table, b, n, pages, "k", of))
 
 
-def _no_page(table: np.ndarray, b: int, n: int, pages: int, where: str) -> str:
+def _no_page(table: np.ndarray, b: int, n: int, pages: int, name: str, where: str) -> str:
     return (
-        f"block_table holds {table[b, n]} at [{b}, {n}]: allowed is 0 to {pages - 1}, the pages of "
-        f"{where}"
+        f"block_table must hold numbers from 0 to {pages - 1} (the pages of {name}) in {where}, "
+        f"got {table[b, n]} at [{b}, {n}]"
     )
 
 
@@ -321,21 +348,22 @@ def check_appended(
     if (end > most).any():
         b = int((end > most).argmax())
         raise ValueError(
-            f"kv_lens holds {begin[b]} with {new_lens[b]} new rows: allowed are {most} in all, the "
-            f"{table.shape[1]} pages of {page_size} rows that block_table has for each"
+            f"kv_lens plus the number of new rows must be at most {most} ({table.shape[1]} pages "
+            f"of {page_size} rows in block_table), got {begin[b]} + {new_lens[b]} for batch entry "
+            f"{b}"
         )
     owners: dict[int, int] = {}
     for b in np.flatnonzero(end > begin).tolist():
         for n in range(begin[b] // page_size, -(-end[b] // page_size)):
             page = int(table[b, n])
             if not 0 <= page < pages:
-                where = "k_pages, where rows are appended"
-                raise ValueError(_no_page(table, b, n, pages, where))
+                where = f"the entries of row {b} where rows are appended"
+                raise ValueError(_no_page(table, b, n, pages, "k_pages", where))
             if page in owners or page in table[b, :n]:
                 raise ValueError(
-                    f"block_table holds {page} at [{b}, {n}], a page that batch entry "
-                    f"{owners.get(page, b)} has rows in: allowed are pages of its own for the new "
-                    "rows of each"
+                    "block_table must give the new rows of each sequence pages that no other rows "
+                    f"use, got page {page} at [{b}, {n}], which batch entry {owners.get(page, b)} "
+                    "uses too"
                 )
             owners[page] = b
 
@@ -343,7 +371,7 @@ def check_appended(
 def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:
     """The keys of each sequence, which its row of a block table of this shape has pages for."""
     batch, each = shape
-    rows = f"the {each} pages of {page_size} rows that block_table has for each"
+    rows = f"{each} pages of {page_size} rows in block_table"
     return as_lengths("kv_lens", value, batch, each * page_size, rows)
 
 
@@ -353,16 +381,16 @@ def as_table(value: Any) -> np.ndarray:
     limits = np.iinfo(np.int32)
     wrong = table[(table < limits.min) | (table > limits.max)]
     if wrong.size:
-        raise ValueError(f"block_table holds {wrong[0]}: allowed are page numbers below 2**31")
+        raise ValueError(f"block_table must hold page numbers from 0 to 2**31 - 1, got {wrong[0]}")
     return np.ascontiguousarray(table, np.int32)
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {found.dtype}: allowed are integers")
+        raise TypeError(f"{name} must hold integers, got dtype {found.dtype}")
     if found.dtype == np.uint64 and (found >= 2**63).any():
-        raise ValueError(f"{name} holds {found.max()}: allowed is below 2**63")
+        raise ValueError(f"{name} must hold integers below 2**63, got {found.max()}")
     return found.astype(np.int64)
 
 
@@ -370,12 +398,22 @@ def packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...
     """The lengths between the cumulative ones, which lead from 0 to ``total``."""
     starts = _integers(name, value)
     if starts.ndim != 1 or len(starts) < 2:
-        raise ValueError(f"{name} has shape {starts.shape}: allowed is (batch + 1,)")
+        raise ValueError(
+            f"{name} must have shape (batch + 1,) with at least one sequence, got {starts.shape}"
+        )
     lengths = np.diff(starts)
     if starts[0] != 0 or starts[-1] != total or (lengths < 0).any():
+        first, last = starts[0], starts[-1]
+        if first != 0:
+            got = f"{first} as the first value"
+        elif last != total:
+            got = f"{last} as the last value"
+        else:
+            n = int((lengths < 0).argmax())
+            got = f"{starts[n]} followed by {starts[n + 1]}"
         raise ValueError(
-            f"{name} is {starts.tolist()}: allowed are cumulative lengths from 0 to {total}, "
-            f"the first axis of {of}, that never fall"
+            f"{name} must be cumulative lengths: begin with 0, never decrease, and end with "
+            f"{total} (the first axis of {of}), got {got}"
         )
     return tuple(lengths.tolist())
 
@@ -385,5 +423,6 @@ def added_shape(name: str, value: Any, whole: tuple[int, ...]) -> tuple[int, ...
     shape = as_shape(name, value)
     full = (1,) * (4 - len(shape)) + shape
     if len(shape) > 4 or any(n not in (1, m) for n, m in zip(full, whole, strict=True)):
-        raise ValueError(f"{name} has shape {shape}: allowed is what broadcasts to {whole}")
+        axes = "(batch, heads_q, seqlen_q, seqlen_k)"
+        raise ValueError(f"{name} must broadcast to {axes} = {whole}, got shape {shape}")
     return full

@@ -100,7 +100,7 @@ def dropout_mask(
     B, H, Nq, Nk = (as_size(name, size) for name, size in sizes.items())
     for name, size in (("batch", B), ("heads", H)):
         if size > MAX_HEADS:
-            raise ValueError(f"{name} is {size}: allowed with dropout is at most {MAX_HEADS}")
+            raise ValueError(f"{name} must be at most {MAX_HEADS} with dropout, got {size}")
     dropout_p = Problem(B, H, H, Nq, Nk, 1, dropout_p=dropout_p).dropout_p
     words = {"seed": as_word("seed", seed, 64), "offset": as_word("offset", offset, 32)}
     mask = np.empty((B, H, Nq, Nk), bool)

@@ -260,7 +260,7 @@ def check_names(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in NAMES:
-            raise TypeError(f"{name} is no option{_hint(name)}: allowed are {', '.join(NAMES)}")
+            raise TypeError(f"{name} is not an option{_hint(name)}; options: {', '.join(NAMES)}")
 
 
 def _hint(name: str) -> str:
@@ -273,7 +273,8 @@ def _hint(name: str) -> str:
             if parameter.kind is parameter.KEYWORD_ONLY:
                 owners.setdefault(parameter.name, []).append(function.__name__)
     if name in owners:
-        return f" here ({', '.join(owners[name])} {'have' if owners[name][1:] else 'has'} it)"
+        takes = "take" if owners[name][1:] else "takes"
+        return f" of this function ({', '.join(owners[name])} {takes} it)"
     elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
     near = elsewhere or difflib.get_close_matches(name, [*NAMES, *owners], n=1)
     return f" (did you mean {near[0]}?)" if near else ""
@@ -749,11 +750,11 @@ def as_word(name: str, value: Any, bits: int) -> int:
 
     TypeError or ValueError is raised for other values; the message calls the value ``name``.
     """
-    allowed = f"allowed is an integer from 0 to below 2**{bits}"
+    wanted = f"{name} must be an integer from 0 to 2**{bits} - 1, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}: {allowed}")
+        raise TypeError(wanted)
     if not 0 <= value < 2**bits:
-        raise ValueError(f"{name} is {value!r}: {allowed}")
+        raise ValueError(wanted)
     return int(value)
 
 

@@ -33,7 +33,7 @@ class BlockSizes(Protocol):
 def check_blocks(tiles: BlockSizes) -> None:
     """Raise TypeError or ValueError unless both block sizes are integers of at least 1."""
     if not (hasattr(tiles, "Br") and hasattr(tiles, "Bc")):
-        raise TypeError(f"tiles is {tiles!r}: allowed is what has Br and Bc, such as a Tiles")
+        raise TypeError(f"tiles must have Br and Bc, such as Tiles(Br=64, Bc=64), got {tiles!r}")
     checks.as_size("tiles.Br", tiles.Br, axis=False)
     checks.as_size("tiles.Bc", tiles.Bc, axis=False)
 
@@ -154,21 +154,24 @@ class Problem:
         own = vars(self)  # what a frozen class sets its fields by
         own.update({name: checks.as_size(name, own[name]) for name in _SIZES})
         if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"head_dim is {self.head_dim}: allowed is 1 to {MAX_HEAD_DIM}")
+            raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {self.head_dim}")
         if self.head_dim_v is not None:
             size = checks.as_size("head_dim_v", self.head_dim_v)
             if size > MAX_HEAD_DIM:
-                raise ValueError(f"head_dim_v is {size}: allowed is 1 to {MAX_HEAD_DIM}, or None")
+                raise ValueError(
+                    f"head_dim_v must be from 1 to {MAX_HEAD_DIM}, or None for head_dim, got {size}"
+                )
             own["head_dim_v"] = None if size == self.head_dim else size
         if self.heads_q % self.heads_k:
             raise ValueError(
-                f"heads_k is {self.heads_k} with heads_q {self.heads_q}: "
-                f"allowed is a divisor of {self.heads_q}"
+                f"heads_k must be a divisor of heads_q, which is {self.heads_q}, got {self.heads_k}"
             )
         if not isinstance(self.dtype, str):
-            raise TypeError(f"dtype is {self.dtype!r}: allowed is a name, {' or '.join(DTYPES)}")
+            names = checks.one_of(map(repr, DTYPES))
+            raise TypeError(f"dtype must be a string, {names}, got {self.dtype!r}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
+            names = checks.one_of(map(repr, DTYPES))
+            raise ValueError(f"dtype must be {names}, got {self.dtype!r}")
         own["precision"] = checks.as_precision(self.precision, tuple(PRECISIONS), self.dtype)
         for name in ("causal", "alibi", "sinks", "packed", "sparse"):
             own[name] = checks.as_flag(name, own[name])
@@ -180,21 +183,22 @@ class Problem:
         own.update({name: as_mod(name, own[name]) for name in MODS})
         if self.score_mod_grad is not None and self.score_mod is None:
             raise ValueError(
-                f"score_mod_grad is {self.score_mod_grad} without a score_mod: allowed is None"
+                "score_mod_grad must be None without a score_mod (it is the derivative of "
+                f"score_mod), got {self.score_mod_grad}"
             )
         if self.softcap is not None and self.scale:
             inner = abs(self.scale) / self.softcap
             single = np.finfo(np.float32)
             if not float(single.tiny) <= inner <= float(single.max):
                 raise ValueError(
-                    f"softcap is {self.softcap!r} with scale {self.scale!r}: allowed is a float32 "
-                    "for scale / softcap"
+                    "softcap must be such that scale / softcap is within the range of float32, "
+                    f"got softcap {self.softcap!r} with scale {self.scale!r}"
                 )
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
         for name, size in (("q", self.seqlen_q), ("k", self.seqlen_k)):
             if size > longest:
                 given = "" if longest == MAX_SEQLEN else " with a window"
-                raise ValueError(f"{name} has seqlen {size}: allowed is at most {longest}{given}")
+                raise ValueError(f"seqlen of {name} must be at most {longest}{given}, got {size}")
         for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
             if own[name] is not None:
                 own[name] = checks.as_lengths(name, own[name], self.batch, longest)
@@ -257,10 +261,10 @@ class Problem:
         options = {name: value for name, value in options.items() if value is not None}
         layout = checks.as_layout(options.get("layout"))
         if packed and layout != "bhnd":
-            turned = ", for which pages can be k.transpose(0, 2, 1, 3)" if block_table else ""
+            turned = "; pass the pages as k.transpose(0, 2, 1, 3)" if block_table else ""
             raise ValueError(
-                f"layout is {layout!r} with cu_seqlens_q: packed q is (total, heads, head_dim), "
-                f"allowed is 'bhnd' or None{turned}"
+                "layout must be 'bhnd' or None with cu_seqlens_q (packed q has the axes total, "
+                f"heads, head_dim), got {layout!r}{turned}"
             )
         if packed and block_table is not None:
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -272,11 +276,13 @@ class Problem:
             checks.check_same("batch", "k", k, "q", q, axes)
         checks.check_same("head_dim", "k", k, "q", q, axes)
         if q[-1] > MAX_HEAD_DIM:
-            raise ValueError(f"q has head_dim {q[-1]} (shape {q}): allowed is 1 to {MAX_HEAD_DIM}")
+            raise ValueError(
+                f"head_dim of q must be from 1 to {MAX_HEAD_DIM}, got {q[-1]}; q has shape {q}"
+            )
         if q[heads] % k[heads]:
             raise ValueError(
-                f"k has heads {k[heads]} (shape {k}): allowed is a divisor of {q[heads]}, "
-                f"the heads of q (shape {q}){checks.other_layout(axes)}"
+                f"k must have a number of heads that divides the {q[heads]} heads of q (shape "
+                f"{q}), got {k[heads]} (shape {k}){checks.other_layout(axes)}"
             )
         if v_shape is not None:
             v = checks.as_sizes("v", v_shape, axes)
@@ -284,7 +290,7 @@ class Problem:
                 checks.check_same(axis, "v", v, "k", k, axes)
             if v[-1] > MAX_HEAD_DIM:
                 raise ValueError(
-                    f"v has head_dim {v[-1]} (shape {v}): allowed is 1 to {MAX_HEAD_DIM}"
+                    f"head_dim of v must be from 1 to {MAX_HEAD_DIM}, got {v[-1]}; v has shape {v}"
                 )
         sizes: dict[str, Any] = {"heads_q": q[heads], "heads_k": k[heads], "head_dim": q[-1]}
         if v_shape is not None:
@@ -301,17 +307,21 @@ class Problem:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             given, other = ("q", "k") if cu_seqlens_k is None else ("k", "q")
             raise ValueError(
-                f"cu_seqlens_{given} is given without cu_seqlens_{other}: both or none"
+                f"cu_seqlens_{given} must be given together with cu_seqlens_{other}, got "
+                f"cu_seqlens_{given} alone"
             )
         for name in ("q_lens", "kv_lens"):
             if options.get(name) is not None:
-                raise ValueError(f"{name} is given with cu_seqlens_q: allowed is one of the two")
+                raise ValueError(
+                    f"{name} cannot be given with cu_seqlens_q and cu_seqlens_k, which already say "
+                    f"how long each sequence is; leave {name} out"
+                )
         q_lens = checks.packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", q[seqlen])
         kv_lens = checks.packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
         if len(q_lens) != len(kv_lens):
             raise ValueError(
-                f"cu_seqlens_k holds {len(kv_lens)} sequences: allowed is {len(q_lens)}, as "
-                "cu_seqlens_q has them"
+                "cu_seqlens_k must describe as many sequences as cu_seqlens_q, which describes "
+                f"{len(q_lens)}, got {len(kv_lens)}"
             )
         options |= {"q_lens": q_lens, "kv_lens": kv_lens, "packed": True}
         longest: dict[str, Any] = {"seqlen_q": max(q_lens), "seqlen_k": max(kv_lens)}
@@ -325,11 +335,14 @@ class Problem:
         """Return the problem of packed queries over K and V in pages."""
         if lens["cu_seqlens_k"] is not None:
             raise ValueError(
-                "cu_seqlens_k is given with a block_table: allowed is kv_lens, the keys that each "
-                "sequence has in its pages"
+                "cu_seqlens_k cannot be given with block_table; pass kv_lens instead, the number "
+                "of keys that each sequence has in its pages"
             )
         if options.get("q_lens") is not None:
-            raise ValueError("q_lens is given with cu_seqlens_q: allowed is one of the two")
+            raise ValueError(
+                "q_lens cannot be given with cu_seqlens_q, which already says how long each "
+                "sequence is; leave q_lens out"
+            )
         total, heads, head_dim = checks.as_sizes("q", q_shape, PACKED_AXES)
         q_lens = checks.packed_lengths("cu_seqlens_q", lens["cu_seqlens_q"], "q", total)
         padded = (len(q_lens), heads, max(q_lens), head_dim)
@@ -536,16 +549,17 @@ def check_block_mask(
     """
     mask = np.asarray(block_mask)
     if mask.dtype != np.bool_:
-        raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
-    heads, blocks, allowed = (problem.batch, problem.heads_q), mask.shape[-2:], "(Tr, Tc)"
+        raise TypeError(f"block_mask must be bool, got dtype {mask.dtype}; pass block_mask != 0")
+    heads, blocks = (problem.batch, problem.heads_q), mask.shape[-2:]
+    wanted = "(row tiles, column tiles)"
     if tiles is not None:
         blocks = ceil_div(problem.seqlen_q, tiles.Br), ceil_div(problem.seqlen_k, tiles.Bc)
-        allowed = f"{blocks}, the blocks of Br={tiles.Br}, Bc={tiles.Bc},"
+        wanted = f"{blocks} (one value per tile of Br={tiles.Br}, Bc={tiles.Bc})"
     leading = (1,) * (4 - mask.ndim) + mask.shape[:-2]
     fits = 2 <= mask.ndim <= 4 and mask.shape[-2:] == blocks and 0 not in blocks
     if not fits or any(n not in (1, m) for n, m in zip(leading, heads, strict=True)):
         raise ValueError(
-            f"block_mask has shape {mask.shape}: allowed is {allowed} or that with leading axes "
-            f"that broadcast to {heads}"
+            f"block_mask must have shape {wanted}, optionally with batch and heads axes before it "
+            f"that broadcast to {heads}, got {mask.shape}"
         )
     return mask.reshape(*leading, *blocks)

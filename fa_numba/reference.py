@@ -164,18 +164,18 @@ def _backward(
     """
     problem = call.problem
     if return_dsinks and call.sinks is None:
-        raise ValueError("return_dsinks is True without sinks: allowed is False")
+        raise ValueError("return_dsinks must be False without sinks, got True")
     if return_dcaptured and not call.captured:
         raise ValueError(
-            "return_dcaptured is True without a score_mod that captures a float32 array: allowed "
-            "is False"
+            "return_dcaptured must be False without a score_mod that captures a float32 array, got "
+            "True"
         )
     dsinks = np.zeros(problem.heads_q, call.dtype)
     dcaptured = {name: np.zeros(x.shape, call.dtype) for name, x in call.captured.items()}
     dO = rounded(as_real("dout", dout, call.dtype))
-    check_shape("dout", dO.shape, problem.o_shape, of=", O's")
+    check_shape("dout", dO.shape, problem.o_shape, of=" (the shape of O)")
     dL = np.zeros(problem.lse_shape) if dlse is None else as_real("dlse", dlse, call.dtype)
-    check_shape("dlse", dL.shape, problem.lse_shape, of=", L's")
+    check_shape("dlse", dL.shape, problem.lse_shape, of=" (the shape of L)")
     dQ = np.zeros(problem.q_shape, call.dtype)
     dK, dV = np.zeros(problem.k_shape, call.dtype), np.zeros(problem.v_shape, call.dtype)
     dbias = None if dbias_shape is None else np.zeros(problem.bias or (), call.dtype)
@@ -353,11 +353,13 @@ def unfused(
 def _rounding(dtype: DTypeLike, matrix_dtype: str | None) -> Callable[..., Array]:
     """Return the function that rounds the matrices; raise ValueError for unfit dtypes."""
     if matrix_dtype not in (None, "float16", "bfloat16"):
-        raise ValueError(f"matrix_dtype is {matrix_dtype!r}: allowed is float16, bfloat16 or None")
+        raise ValueError(
+            f"matrix_dtype must be 'float16', 'bfloat16' or None, got {matrix_dtype!r}"
+        )
     if matrix_dtype is None:
         return np.asarray
     if np.dtype(dtype) != np.float32:
-        raise ValueError(f"dtype is {dtype!r} with a matrix_dtype: allowed is float32")
+        raise ValueError(f"dtype must be float32 with a matrix_dtype, got {dtype!r}")
     return functools.partial(_to_half, name=matrix_dtype)
 
 
@@ -523,7 +525,7 @@ def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ..
     if not return_dbias:
         return None
     if options.get("bias") is None:
-        raise ValueError("return_dbias is given without bias: there is nothing to differentiate")
+        raise ValueError("return_dbias must be False without a bias, got True")
     return np.shape(options["bias"])
 
 
@@ -533,9 +535,9 @@ def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:
     The difference is 0 where both are the same infinity or both are NaN.
     """
     out, ref = as_real("out", out), as_real("ref", ref)
-    check_shape("out", out.shape, ref.shape, of=", the reference's")
+    check_shape("out", out.shape, ref.shape, of=" (the shape of ref)")
     if out.size == 0:
-        raise ValueError(f"out has shape {out.shape}: allowed is a shape without an empty axis")
+        raise ValueError(f"out must have no empty axis, got shape {out.shape}")
     same = (out == ref) | (np.isnan(out) & np.isnan(ref))
     with np.errstate(invalid="ignore"):
         difference = np.where(same, 0.0, np.abs(out - ref))

@@ -246,8 +246,8 @@ def checked_call(
     )
     if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
         raise ValueError(
-            f"q has batch {problem.batch} and heads {problem.heads_q}: allowed with dropout is at "
-            f"most {dropout.MAX_HEADS} each"
+            f"q must have at most {dropout.MAX_HEADS} batch entries and heads with dropout, got "
+            f"batch {problem.batch} and heads {problem.heads_q}"
         )
     return call, as_real("q", q, dtype), as_real("k", k, dtype), as_real("v", v, dtype)
 
@@ -303,7 +303,10 @@ def _blocks(
     if block_mask is None:
         return None, 1, 1
     if tiles is None:
-        raise ValueError("block_mask is given without tiles: its blocks have their Br and Bc")
+        raise ValueError(
+            "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass "
+            "tiles=Tiles(Br=..., Bc=...)"
+        )
     check_blocks(tiles)
     mask = check_block_mask(block_mask, problem, tiles)
     whole = np.broadcast_to(mask, (problem.batch, problem.heads_q, *mask.shape[2:]))

@@ -13,7 +13,7 @@ import fa_numba
 from fa_numba import mods
 from fa_numba.checks import as_flag, as_splits, check_alone
 from fa_numba.host import placement
-from fa_numba.host.arrays import MASKS, added_mask, check_tensor, on_host, operand
+from fa_numba.host.arrays import MASKS, added_mask, check_dtype, check_tensor, on_host, operand
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, check_names, documents_options
 from fa_numba.ring import call as ring_call
@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ImportError(
-        "fa_numba.torch needs PyTorch 2.5 or newer, which is not installed: "
+        "fa_numba.torch needs PyTorch 2.5 or newer, which is not installed; install it with "
         "pip install 'torch>=2.5'",
         name="torch",
     ) from error
@@ -168,17 +168,16 @@ def attention(
     wanted = torch.is_grad_enabled()
     if wanted and slopes is not None and slopes.requires_grad:
         raise ValueError(
-            "alibi_slopes requires a gradient and attention computes none: allowed is a tensor "
-            "that requires none, such as alibi_slopes.detach()"
+            "alibi_slopes requires a gradient, which attention does not compute; pass "
+            "alibi_slopes.detach() instead"
         )
     paged = "block_table" in given
     if paged and wanted:
         for name, x in {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}.items():
             if x is not None and x.requires_grad:
                 raise ValueError(
-                    f"{name} requires a gradient and attention over pages (block_table) computes "
-                    f"none: allowed is a tensor that requires none, such as {name}.detach(), or a "
-                    "call under torch.no_grad()"
+                    f"{name} requires a gradient, which attention with a block_table does not "
+                    f"compute; pass {name}.detach() or call attention under torch.no_grad()"
                 )
     captured: dict[str, torch.Tensor] = {}  # what gradients are wanted of, by score_mod's names
     others: list[torch.Tensor] = []
@@ -226,14 +225,14 @@ def _held(
     for name, value in values:
         if not isinstance(value, torch.Tensor):
             continue
-        check_tensor(f"{name} of {option}", value)
+        check_tensor(f"{name} in {option}, {mod},", value)
         if not (wanted and value.requires_grad):
             others.append(value)
             continue
         if option != "score_mod":
             raise ValueError(
-                f"{name} of {option} {mod} requires a gradient and attention computes none: "
-                f"allowed is a tensor that requires none, such as {name}.detach()"
+                f"{name} in {option}, {mod}, requires a gradient, which attention computes only "
+                f"for tensors in score_mod; use {name}.detach() there"
             )
         learnt[name] = value
     return mods.holding(function, dict(values))
@@ -243,8 +242,7 @@ def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return what ``attn_mask`` adds to the scores; it is differentiable in a mask of numbers."""
     check_alone(mask.shape, bias)
     kind = str(mask.dtype).removeprefix("torch.")
-    if kind not in MASKS:
-        raise TypeError(f"attn_mask has dtype {kind}: allowed is {' or '.join(MASKS)}")
+    check_dtype("attn_mask", kind, "torch", MASKS)
     return added_mask(mask)
 
 
@@ -266,21 +264,21 @@ def _check_backward(
         try:
             plan = fa_numba.plan(q.shape, k.shape, v.shape, **added, **asked)
         except ValueError as error:
-            if not own_tiles or not str(error).startswith("tiles:"):
+            if not own_tiles or not str(error).startswith("tiles"):
                 raise
             raise ValueError(f"backward_{error}") from error
         placement.check_size(plan)
     if strict and dbias and plan.problem.bias != plan.problem.score_shape:
         raise ValueError(
-            f"bias has shape {tuple(bias.shape)} and requires a gradient, and torch was told to be "
-            "deterministic: its gradient is summed in no fixed order, allowed is "
-            f"{plan.problem.score_shape}"
+            f"bias must have the full shape {plan.problem.score_shape} to have a gradient with "
+            "torch.use_deterministic_algorithms(True), because the gradient of a broadcast bias is "
+            f"summed in no fixed order, got {tuple(bias.shape)}"
         )
     if strict and dcaptured:
         raise ValueError(
-            f"{plan.problem.score_mod}, the score_mod, takes tensors that require a gradient, and "
-            "torch was told to be deterministic: these are summed in no fixed order, allowed are "
-            "tensors that require none"
+            f"score_mod ({plan.problem.score_mod}) uses tensors that require a gradient, which is "
+            "summed in no fixed order and not allowed with "
+            "torch.use_deterministic_algorithms(True); use tensors without a gradient there"
         )
 
 
@@ -299,8 +297,8 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            "attention computes no gradients of its gradients: allowed is a loss in which none of "
-            "these occurs"
+            "fa_numba.torch does not compute gradients of its gradients (double backward); use a "
+            "loss that does not depend on the gradients of attention or merge"
         )
 
 
@@ -683,7 +681,10 @@ def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tenso
     parts, pieces = list(parts), []
     sizes = [x.shape[dim] for x in parts]
     if len(set(sizes)) != 1:
-        raise ValueError(f"parts have {sizes} rows: allowed is one length, of one part or more")
+        raise ValueError(
+            "parts must hold one or more tensors with equal numbers of rows along dim, got "
+            f"{sizes} rows"
+        )
     size = sum(sizes)
     for rank, x in enumerate(parts):
         at = 0

@@ -161,7 +161,7 @@ def test_equal_choices_are_one_object():
     assert choices_of("fa2", "fwd", Tiles(64, 64), "mma", True) is one
     assert hash(one) == hash(Choices("fa2", tiles=Tiles(64, 64), unit="mma", return_lse=True))
     # 1 equals True, and is none.
-    with pytest.raises(TypeError, match="return_lse is 1: allowed is True or False"):
+    with pytest.raises(TypeError, match="return_lse must be True or False, got 1"):
         choices_of("fa2", "fwd", Tiles(64, 64), "mma", 1)
     assert choices_of("fa1", query_splits=np.int64(3)) == Choices("fa1", query_splits=3)
     assert choices_of("fa2", ablate=["swizzle"]).ablate == ["swizzle"]  # has no hash
@@ -170,16 +170,25 @@ def test_equal_choices_are_one_object():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"algorithm": "fa3"}, "algorithm is 'fa3': allowed is one of"),
-        ({"passes": "both"}, "passes is 'both': allowed is one of fwd, bwd"),
-        ({"tiles": (64, 64)}, r"tiles is \(64, 64\): allowed is a Tiles"),
-        ({"query_splits": 0}, "query_splits is 0: allowed is an integer >= 1"),
-        ({"kv_splits": 257}, "kv_splits is 257: allowed is an integer from 1 to 256, or 'auto'"),
-        ({"warp_partition": "columns"}, "warp_partition is 'columns': allowed is one of rows"),
-        ({"deterministic": 1}, "deterministic is 1: allowed is True or False"),
-        ({"group_splits": 2}, "group_splits is 2: only passes='bwd' has it"),
-        ({"passes": "bwd", "return_lse": True}, "return_lse is True: only passes='fwd' has it"),
-        ({"passes": "bwd", "ablate": ["late"]}, r"ablate is \['late'\]: only passes='fwd' has it"),
+        ({"algorithm": "fa3"}, "algorithm must be 'standard', 'fa1' or 'fa2', got 'fa3'"),
+        ({"passes": "both"}, "passes must be 'fwd' or 'bwd', got 'both'"),
+        (
+            {"tiles": (64, 64)},
+            r"tiles must be a Tiles\(Br=\.\.\., Bc=\.\.\.\) or None, got \(64, 64\)",
+        ),
+        ({"query_splits": 0}, "query_splits must be an integer of at least 1, got 0"),
+        ({"kv_splits": 257}, "kv_splits must be an integer from 1 to 256, or 'auto', got 257"),
+        ({"warp_partition": "columns"}, "warp_partition must be 'rows' or 'keys', got 'columns'"),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+        ({"group_splits": 2}, "group_splits must be 'auto' with passes='fwd', got 2"),
+        (
+            {"passes": "bwd", "return_lse": True},
+            "return_lse must be False with passes='bwd', got True",
+        ),
+        (
+            {"passes": "bwd", "ablate": ["late"]},
+            r"ablate must be \(\) with passes='bwd', got \['late'\]",
+        ),
     ],
 )
 def test_choices_that_no_call_has(given, message):
@@ -258,7 +267,9 @@ def test_what_spills_is_left_out_and_can_be_looked_for():
         with facts.spills_allowed():
             assert fa_numba.plan(shape, shape, **how).unit == "wgmma"
         planning.planned.cache_clear()
-        with pytest.raises(ValueError, match="lack the option q_lens beside window at a head dim"):
+        with pytest.raises(
+            ValueError, match="unit 'wgmma' does not support the option q_lens together"
+        ):
             fa_numba.plan(shape, shape, **how)
         # One chunk of column tiles of slopes spills: the kernel has chunks.
         call = {"causal": True, "alibi_slopes": (16,), **dict(list(how.items())[:3])}

@@ -64,22 +64,27 @@ class Choices:
         check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
         if self.tiles is not None and not isinstance(self.tiles, Tiles):
-            raise TypeError(f"tiles is {self.tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None")
+            raise TypeError(f"tiles must be a Tiles(Br=..., Bc=...) or None, got {self.tiles!r}")
         checked["query_splits"] = as_size("query_splits", self.query_splits, axis=False)
         for name in ("kv_splits", "group_splits"):
             checked[name] = as_splits(name, getattr(self, name))
         check_name("warp_partition", self.warp_partition, PARTITIONS)
         if not isinstance(self.unit, str):
-            raise ValueError(f"unit is {self.unit!r}: allowed is 'auto' or the name of one")
+            raise ValueError(
+                f"unit must be 'auto' or the name of a unit such as 'mma', got {self.unit!r}"
+            )
         names = self.ablate if isinstance(self.ablate, (tuple, list)) else (self.ablate,)
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"ablate is {self.ablate!r}: allowed is a tuple of names of measures")
+            raise ValueError(f"ablate must be a tuple of names (strings), got {self.ablate!r}")
         vars(self).update(checked)
         (other,) = (name for name in PASSES if name != self.passes)
         for own in (f for f in fields(self) if f.name in _OF_PASS[other]):
             value = getattr(self, own.name)
             if value != own.default:
-                raise ValueError(f"{own.name} is {value!r}: only passes={other!r} has it")
+                raise ValueError(
+                    f"{own.name} must be {own.default!r} with passes={self.passes!r}, got "
+                    f"{value!r}; only passes={other!r} takes it"
+                )
         compared = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
         with contextlib.suppress(TypeError):  # measures in a list
             object.__setattr__(self, "_hash", hash(compared))

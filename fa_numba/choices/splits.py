@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from fa_numba.checks import MAX_KV_SPLITS
+from fa_numba.checks import MAX_KV_SPLITS, one_of
 from fa_numba.choices.facts import measured
 from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Request
@@ -133,30 +133,29 @@ def check_group_splits(request: Request) -> None:
     if splits in ("auto", 1):
         return
     if request.features.precision:
-        given = f"group_splits is {splits} with precision {p.precision!r}"
-        raise ValueError(f"{given}: allowed is 1 or 'auto'")
+        given = f"with precision {p.precision!r}, got {splits}"
+        raise ValueError(f"group_splits must be 1 or 'auto' {given}")
     if not _can_split_group(request):
         raise ValueError(
-            f"group_splits is {splits} with algorithm {request.choices.algorithm!r} and a head "
-            f"dimension of {p.largest_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' "
-            f"splits the query heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed "
-            "is 1 or 'auto'"
+            f"group_splits must be 1 or 'auto' with algorithm {request.choices.algorithm!r} and a "
+            f"head_dim of {p.largest_dim} on unit {request.unit!r}, got {splits}; only algorithm "
+            "'fa2' on unit 'wgmma' splits the query heads of a K/V head, up to head_dim "
+            f"{LARGEST_ATOMIC}"
         )
     if p.group % int(splits) and int(splits) % p.group:
         raise ValueError(
-            f"group_splits is {splits} with {p.heads_q} query heads and {p.heads_k} of K and V: "
-            f"allowed is {', '.join(map(str, _divisors(p.group)))}, a divisor of {p.group}, a "
-            "multiple of it, or 'auto'"
+            f"group_splits must be {one_of(_divisors(p.group))}, a multiple of {p.group}, or "
+            f"'auto' with {p.group} query heads per K/V head, got {splits}"
         )
     if int(splits) > p.group and not _can_split_rows(request):
         raise ValueError(
-            f"group_splits is {splits} with {p.group} query heads a K/V head and a softcap, slopes "
-            f"or a bias, beside which rows are not split: allowed is at most {p.group}, or 'auto'"
+            f"group_splits must be at most {p.group} (the query heads per K/V head) or 'auto' with "
+            f"softcap, score_mod, bias or alibi_slopes, got {splits}"
         )
     if p.heads_k * int(splits) > MAX_SHARES:
         raise ValueError(
-            f"group_splits is {splits} with {p.heads_k} heads of K and V: allowed are {MAX_SHARES} "
-            "shares of all heads, a grid's limit"
+            f"group_splits must be at most {MAX_SHARES // p.heads_k} with {p.heads_k} K/V heads "
+            f"(an axis of a CUDA grid has at most {MAX_SHARES} thread blocks), got {splits}"
         )
 
 

@@ -344,20 +344,22 @@ def lacks_together(head_dim: int, features: Features, dq_alone: bool) -> str:
     added = [name for name in ADDED if getattr(features, name)]
     if features.softcap and not features.scores_stay:
         for name in (*added, *(["dropout"] if features.dropout else [])):
-            return f"the option {argument_of(name)} beside softcap"
+            return f"the option {argument_of(name)} together with softcap"
     if features.scores_stay and dq_alone and features.dropout:
-        return f"the option {argument_of('dropout')} beside score_mod where dQ has its own kernel"
+        both = f"the option {argument_of('dropout')} together with score_mod"
+        alone = f"(deterministic=True, or head_dim above {LARGEST_ATOMIC})"
+        return f"{both} where dQ is computed by a kernel of its own {alone}"
     if features.scores_stay and features.bias and head_dim > LARGEST_ATOMIC:
-        return f"the option bias beside score_mod at a head dimension of {head_dim}"
+        return f"the option bias together with score_mod at a head_dim of {head_dim}"
     if len(added) == 2:
-        return f"the option {argument_of(added[0])} beside bias"
-    at = f"at a head dimension of {head_dim}"
+        return f"the option {argument_of(added[0])} together with bias"
+    at = f"at a head_dim of {head_dim}"
     for option, beside in _spilling(head_dim, features):
         lengths = ("q_lens", "kv_lens", "packed") if beside == "lengths" else (beside,)
         on = [name for name in lengths if getattr(features, name, False)]
         if on:
             first = "score_mod" if on[0] == "slope_of" else argument_of(on[0])
-            return f"the option {first} beside {argument_of(option)} {at}"
+            return f"the option {first} together with {argument_of(option)} {at}"
         if beside == "no mask" and not features.right:
-            return f"the option {argument_of(option)} without a mask {at}"
+            return f"the option {argument_of(option)} without a causal mask or a window {at}"
     return ""

@@ -21,7 +21,7 @@ def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
     with open(path, newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
     if tuple(lines[0]) != COLUMNS:
-        raise ValueError(f"{path}: columns are {lines[0]}: expected {list(COLUMNS)}")
+        raise ValueError(f"{path} must have the columns {list(COLUMNS)}, got {lines[0]}")
     return {tuple(line[: len(KEY)]): Tiles(*map(int, line[len(KEY) :])) for line in lines[1:]}
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from fa_numba import tiling
+from fa_numba.checks import one_of
 from fa_numba.choices.facts import measured
 from fa_numba.choices.requests import Request
 from fa_numba.choices.tiles import (
@@ -100,13 +101,13 @@ class Unit(ABC):
 
     def standard(self, request: Request) -> Shape:
         """Standard attention's forward kernels."""
-        raise NotImplementedError(self.lacks(request))
+        raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         """Standard attention's backward pass, of one head dimension: the shape of the kernels that
         the forward pass has too, and the specialisation of the one for PT dO and dST Q.
         """
-        raise NotImplementedError(self.lacks(request))
+        raise NotImplementedError(f"unit {self.name!r} does not support {self.lacks(request)}")
 
     def row_facts(self, request: Request) -> tuple:
         """What the factories of kernels that take whole rows (D = rowsum(dO o O), roundings,
@@ -262,7 +263,6 @@ class Mma(Unit):
         return shape, _select(request, tiling.StandardSpec)(across, **_facts(request))
 
 
-_PASSES = {"fwd": "forward", "bwd": "backward"}
 # Why short calls are left to another unit.
 _FEW_ROWS = f"{GROUP_ROWS} rows or fewer do not fill a tile"
 _ONE_TILE = f"for head_dim <= {PANEL}, {2 * GROUP_ROWS} rows and columns or fewer are a single tile"
@@ -302,30 +302,34 @@ class Wgmma(Unit):
     def lacks(self, request: Request) -> str:
         pair = algorithm, passes = request.kernel
         if pair not in self.features:
-            return f"the {_PASSES[passes]} pass of {algorithm}"
+            return f"{pass_of(passes)} of algorithm {algorithm!r}"
         on = [f.name for f in fields(Features) if getattr(request.features, f.name)]
         has = (*self.features[pair], *(_LENGTHS if request.features.precision else ()))
         lacking = [name for name in on if name not in has]
         if lacking:
             return f"the option {argument_of(lacking[0])}"
         d, largest = request.problem.largest_dim, self.largest.get(pair, MAX_HEAD_DIM)
+        with_precision = f"with precision {request.problem.precision!r}"
         if request.features.precision:  # sums of a tile beside O
             largest = 2 * PANEL
             if passes == "bwd" and request.problem.head_dim_v:
-                return "a head dimension of v's own for gradients of float32 in planes"
+                return f"v with another head_dim than q in the backward pass {with_precision}"
             if request.problem.precision not in self.precisions[pair]:
-                return f"precision {request.problem.precision!r} backward, whose planes do not fit"
+                return f"precision {request.problem.precision!r} in the backward pass"
             beside = [name for name in on if name not in _BESIDE_PLANES]
             if beside:
-                return f"the option {argument_of(beside[0])} of float32 in planes"
+                return f"the option {argument_of(beside[0])} {with_precision}"
         if d > largest:
-            return f"a head dimension of {d}, which is above {largest}"
+            return f"a head_dim above {largest} (here {d}) in {pass_of(passes)} of {algorithm!r}"
         if not (request.aligned or (request.features.precision and algorithm == "fa2")):
-            return "arrays whose rows do not start at 16-byte addresses, or go backwards"
+            return "arrays whose rows do not start at 16-byte addresses, or have negative strides"
         if passes == "fwd":
             return ""
         if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):
-            return "the option block_mask where dQ has a kernel and tiles of its own"
+            return (
+                "the option block_mask where dQ is computed by a kernel of its own "
+                f"(deterministic=True, or head_dim above {LARGEST_ATOMIC})"
+            )
         return lacks_together(d, request.features, not self.adds_dq(request))
 
     def unsuited(self, request: Request) -> str:
@@ -507,15 +511,19 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     """
     name, allowed = request.choices.unit, ("auto", *UNITS)
     if name not in allowed:
-        raise ValueError(f"unit is {name!r}: allowed is one of {', '.join(allowed)}")
+        raise ValueError(f"unit must be {one_of(map(repr, allowed))}, got {name!r}")
     dtype, capability = request.problem.dtype, request.capability
     if request.features.precision:
-        dtype += f" as planes of {request.matrix_dtype} (precision {request.problem.precision!r})"
+        dtype += f" with precision {request.problem.precision!r}"
     found = [unit for unit in UNITS.values() if name in ("auto", unit.name)]
     taking = [unit for unit in found if request.matrix_dtype in unit.dtypes]
     if not taking:
-        takes = "; ".join(f"{unit.name} takes {' or '.join(unit.dtypes)}" for unit in found)
-        raise ValueError(f"unit is {name!r} with dtype {dtype}: {takes}")
+        takes = one_of(dict.fromkeys(x for unit in found for x in unit.dtypes))
+        able = ["auto", *(u.name for u in UNITS.values() if request.matrix_dtype in u.dtypes)]
+        raise ValueError(
+            f"unit must be {one_of(map(repr, able))} for {dtype}, got {name!r}, which multiplies "
+            f"{takes} matrices"
+        )
     least, here = (".".join(map(str, x)) for x in (taking[0].capability, capability))
     left: list[str] = []
     for unit in reversed(taking):
@@ -524,28 +532,39 @@ def unit_of(request: Request) -> tuple[Unit, str]:
             continue
         lacking = unit.lacks(request)
         if lacking and name != "auto":
-            raise ValueError(f"unit is {name!r}: its kernels lack {lacking}")
+            others = [u for u in UNITS.values() if request.matrix_dtype in u.dtypes]
+            able = ["auto", *(u.name for u in others if not u.lacks(request))]
+            raise ValueError(
+                f"unit {name!r} does not support {lacking}; pass unit={one_of(map(repr, able))}"
+            )
         lacking = f"its kernels do not support {lacking}" if lacking else ""
         unsuited = lacking or (unit.unsuited(request) if name == "auto" else "")
         if not unsuited:
             last = f"the newest unit that takes {dtype} and suits the call"
             return unit, "; ".join(("chosen by the caller" if name != "auto" else last, *left))
         left.append(f"not {unit.name}: {unsuited}")
-    exactly = " and no other" if taking[0].newest else ""
+    newer = "" if taking[0].newest else " or newer"
     old = capability < Mma.capability
-    there = f"; there is {Simt.name}, which takes {' or '.join(Simt.dtypes)}" if old else ""
-    raise NoUnit(
-        f"unit is {name!r} on a GPU of compute capability {here}: {taking[0].name} needs {least}"
-        f"{exactly}{there}"
-    )
+    there = f"; this GPU has unit {Simt.name!r}, which takes {one_of(Simt.dtypes)}" if old else ""
+    needs = f"unit {taking[0].name!r} needs"
+    if name == "auto":
+        needs = f"{dtype} needs unit {taking[0].name!r} and with it"
+    raise NoUnit(f"{needs} a GPU of compute capability {least}{newer}, got {here}{there}")
 
 
 def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = False) -> str:
-    """Who has a choice, in words: "fa1 on tensor cores ('mma')", with ``passes`` also in which."""
-    said = {"fwd": "the forward pass of ", "bwd": "the backward pass of "}
-    pairs = (
-        (f"{said[pass_] if passes else ''}{algorithm}", f"{unit.title} ({unit.name!r})")
-        for unit in UNITS.values()
-        for algorithm, pass_ in sorted(choices(unit))
-    )
-    return " or ".join(dict.fromkeys(f"{who} on {where}" for who, where in pairs))
+    """Return who has a choice, in words: "algorithm 'fa1' (unit 'simt' or 'mma')".
+
+    With ``passes`` the words name the pass too: "the forward pass of algorithm 'fa1' ...".
+    """
+    units: dict[str, dict[str, None]] = {}
+    for unit in UNITS.values():
+        for algorithm, pass_ in sorted(choices(unit)):
+            who = f"{pass_of(pass_)} of " if passes else ""
+            units.setdefault(f"{who}algorithm {algorithm!r}", {})[repr(unit.name)] = None
+    return one_of(f"{who} (unit {one_of(where)})" for who, where in units.items())
+
+
+def pass_of(name: str) -> str:
+    """Return what messages call a pass: "the forward pass" for "fwd"."""
+    return {"fwd": "the forward pass", "bwd": "the backward pass"}[name]

@@ -65,14 +65,17 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     check_shape(v_new, (*k_new.shape[:-1], d_v))
     check_written(k_pages, [k_new, v_new])
     check_written(v_pages, [k_new, v_new, k_pages])
-    page_size = checks.as_page_size(sizes[rows], sizes)
+    page_size = checks.as_page_size(sizes[rows], sizes, "k_pages")
     batch, N, d = new[0], new[rows], new[-1]
 
     facts: dict[str, Any] = {}
     arrays: dict[str, Operand] = {}
     asked = {n: options[n] for n in (*PAGING, "check_table") if options[n] is not None}
     if "block_table" not in asked:
-        raise TypeError("block_table is None: allowed are integers (batch, pages of a sequence)")
+        raise TypeError(
+            "block_table must be an array of integers of shape (batch, pages per sequence), got "
+            "None"
+        )
     table, checked = paging(asked, facts, arrays, False)
     shape = checks.as_table_shape(facts["block_table"], batch)
     counts = options["new_lens"]
@@ -90,7 +93,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         lens = checks.table_lengths(on_host("kv_lens", options["kv_lens"]), shape, page_size)
     for name in ("kv_lens", "new_lens"):
         if name in arrays:
-            checks.check_shape(name, arrays[name].shape, (batch,), of=", one a batch")
+            checks.check_shape(name, arrays[name].shape, (batch,), of=checks.PER_ENTRY)
     check_together(inputs, list(arrays.values()))
     if checked is not None and host_counts is not None:
         begin = checks.table_lengths(checked[1], shape, page_size)

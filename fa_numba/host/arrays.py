@@ -85,9 +85,45 @@ def _name(dtype: np.dtype) -> str:
     return dtype.name if dtype.isnative else dtype.str
 
 
-def _check_dtype(name: str, dtype: str, allowed: Sequence[str]) -> None:
+def variable_of(name: str) -> str:
+    """Return the variable in the name of an array: "x" of "x in score_mod, a lambda (...),"."""
+    return name.split()[0]
+
+
+def check_dtype(name: str, dtype: str, library: str, allowed: Sequence[str]) -> None:
+    """Raise TypeError unless ``dtype`` is ``allowed``, with the conversion in that ``library``."""
     if dtype not in allowed:
-        raise TypeError(f"{name} has dtype {dtype}: allowed is {' or '.join(allowed)}")
+        advice = _conversion(name, dtype, library, allowed)
+        raise TypeError(f"{name} must be {checks.one_of(allowed)}, got {dtype}{advice}")
+
+
+_KINDS = {
+    "numpy": "NumPy array",
+    "torch": "torch tensor",
+    "cupy": "CuPy array",
+    "jax": "JAX array",
+    "interface": "array with __cuda_array_interface__",
+    "dlpack": "array with DLPack",
+}
+_CONVERSIONS = {
+    "numpy": ".astype(np.{})",
+    "torch": ".to(torch.{})",
+    "cupy": ".astype(cupy.{})",
+    "jax": ".astype(jnp.{})",
+}
+
+
+def _conversion(name: str, dtype: str, library: str, allowed: Sequence[str]) -> str:
+    """Return how to convert an array to an allowed dtype, as the end of a message, or ""."""
+    integer = dtype.startswith(("int", "uint"))
+    numeric = integer or dtype.startswith(("float", "bfloat", "bool", "<f", ">f"))
+    if library not in _CONVERSIONS or not numeric or name == "out":
+        return ""
+    variable = variable_of(name)
+    if allowed == MASKS and integer:
+        return f"; if its values are 0 and 1, pass {variable} != 0"
+    to = INDEX.name if integer and INDEX.name in allowed else allowed[0]
+    return f"; convert it with {variable}{_CONVERSIONS[library].format(to)}"
 
 
 def _of_library(library: str, kind: str, array: Any) -> bool:
@@ -102,8 +138,8 @@ def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
         return how(tensor)
     except RuntimeError as error:
         raise TypeError(
-            f"{name} is a tensor without memory, as torch.vmap and the transforms of torch.func "
-            "(grad, jvp) hand on: allowed are tensors with values, outside of these"
+            f"{name} must be a tensor with values, got one without memory, as torch.vmap and the "
+            "transforms of torch.func (grad, jvp) pass; call fa_numba outside them"
         ) from error
 
 
@@ -118,11 +154,11 @@ def check_tensor(name: str, tensor: Any) -> None:
     would not have.
     """
     if not isinstance(tensor, sys.modules["torch"].Tensor):
-        raise TypeError(f"{name} is {kind_of(tensor)}: allowed is a torch tensor")
+        raise TypeError(f"{name} must be a torch tensor, got {kind_of(tensor)}")
     if has_tangent(tensor):
         raise ValueError(
-            f"{name} has a tangent, and attention has no forward-mode derivative: allowed is a "
-            "tensor without one, and gradients by the backward pass"
+            f"{name} has a tangent (forward-mode differentiation), which fa_numba.torch does not "
+            "support; use the backward pass for gradients"
         )
 
 
@@ -130,8 +166,7 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     torch = sys.modules["torch"]
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires a gradient and this call computes none: "
-            "pass a detached tensor or call it under torch.no_grad()"
+            f"{name} requires a gradient, which this function does not compute; {_instead(name)}"
         )
 
     where = tensor.device
@@ -140,24 +175,37 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=where)
 
     dtype = str(tensor.dtype).removeprefix("torch.")
-    _check_dtype(name, dtype, allowed)
+    check_dtype(name, dtype, "torch", allowed)
     if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}: allowed is torch.strided")
+        raise TypeError(
+            f"{name} must be a dense tensor (layout torch.strided), got layout {tensor.layout}; "
+            f"convert it with {name}.to_dense()"
+        )
     if tensor.is_neg():
         raise TypeError(
-            f"{name} is a view whose values are negated when they are read: allowed is memory with "
-            f"the values themselves, such as {name}.resolve_neg()"
+            f"{name} must hold its values in memory, got a view that negates them when they are "
+            f"read; pass {name}.resolve_neg()"
         )
     if where.type == "cpu":
         seen_as = torch.int16 if dtype == "bfloat16" else tensor.dtype
         host = _read(name, tensor, lambda x: x.detach().view(seen_as).numpy())
         return replace(_from_numpy(name, host, "torch", tensor, empty), dtype=dtype)
     if where.type != "cuda":
-        raise TypeError(f"{name} is on {where}: allowed are CPU and CUDA tensors")
+        raise TypeError(f"{name} must be a CPU or CUDA tensor, got one on {where}")
     strides = tuple(tensor.element_size() * n for n in tensor.stride())
     pointer = _read(name, tensor, lambda x: x.data_ptr())
     ordinal, shape = where.index, tuple(tensor.shape)
     return Operand(name, "torch", ordinal, dtype, shape, strides, pointer, None, tensor, empty)
+
+
+def _instead(name: str) -> str:
+    """Return what to do with a tensor that requires a gradient."""
+    detached = f"pass {variable_of(name)}.detach(), or call it under torch.no_grad()"
+    if name.startswith(("outputs[", "lses[")):
+        return f"call fa_numba.torch.merge instead, or {detached}"
+    if name in ("q", "k", "v", "bias", "attn_mask", "sinks") or " in score_mod," in name:
+        return f"call fa_numba.torch.attention instead, or {detached}"
+    return detached
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -177,8 +225,8 @@ def _from_interface(name: str, array: Any) -> Operand:
         ordinal = device.ordinal_of(pointer)
     except Exception as error:  # no driver, no GPU, or no such memory
         raise ValueError(
-            f"{name} is an array with __cuda_array_interface__ at {pointer:#x}, and no GPU here "
-            "has that memory: allowed is host memory or memory of a GPU that is here"
+            f"{name} must be in host memory or on a GPU of this machine, got an array with "
+            f"__cuda_array_interface__ at address {pointer:#x}, which is on neither"
         ) from error
     library: str = "interface"
 
@@ -207,7 +255,9 @@ def _from_dlpack(name: str, array: Any) -> Operand:
         host = np.from_dlpack(array)
         return _from_numpy(name, host, "dlpack", array, np.empty)
     if kind != 2:
-        raise TypeError(f"{name} is on DLPack device type {kind}: allowed are CPU (1) and CUDA (2)")
+        raise TypeError(
+            f"{name} must be on DLPack device type 1 (CPU) or 2 (CUDA), got device type {kind}"
+        )
     from cuda.core.utils import StridedMemoryView
 
     # 1 is the legacy default stream, on which such arrays are computed unless told otherwise.
@@ -228,11 +278,13 @@ def _from_jax(name: str, array: Any) -> Operand:
     jax = sys.modules["jax"]
     if isinstance(array, jax.core.Tracer):
         raise TypeError(
-            f"{name} is a JAX tracer, {array}: allowed are arrays with values, outside jax.jit, "
-            "jax.grad and the like"
+            f"{name} must be an array with values, got the JAX tracer {array}; call fa_numba "
+            "outside jax.jit, jax.grad and other JAX transforms"
         )
     if len(array.devices()) != 1:
-        raise ValueError(f"{name} lies on {len(array.devices())} JAX devices: allowed is one")
+        raise ValueError(
+            f"{name} must be on one JAX device, got an array on {len(array.devices())} devices"
+        )
     (where,) = array.devices()
     dtype = np.dtype(array.dtype)
     if where.platform == "cpu":
@@ -243,10 +295,12 @@ def _from_jax(name: str, array: Any) -> Operand:
         found = _from_numpy(name, np.asarray(array), "jax", array, empty)
         return replace(found, writable=False, finish=lambda made: jax.device_put(made, where))
     if where.platform not in ("gpu", "cuda"):
-        raise TypeError(f"{name} is on {where.platform}: allowed are JAX arrays on CPU and CUDA")
+        raise TypeError(
+            f"{name} must be a JAX array on a CPU or a CUDA GPU, got one on {where.platform}"
+        )
     if dtype.name not in ("float32", "float16"):
         raise TypeError(
-            f"{name} is a JAX array of {dtype.name} on a GPU: allowed are float32 and float16 there"
+            f"{name} must be float32 or float16 if it is a JAX array on a GPU, got {dtype.name}"
         )
     array.block_until_ready()  # JAX computes on streams of its own
 
@@ -264,7 +318,10 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
     ``allowed``.
     """
     if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array: allowed are arrays without a mask of their own")
+        raise TypeError(
+            f"{name} must be an array without a mask, got a NumPy masked array; pass {name}.data, "
+            "and attn_mask to hide keys"
+        )
     if isinstance(array, np.ndarray):
         # The array's own dtype: NumPy has no bfloat16, a library's is an object.
         def empty(shape, dtype):
@@ -280,17 +337,20 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
     elif hasattr(array, "__dlpack__"):
         found = _from_dlpack(name, array)
     else:
+        converts = isinstance(array, list) and name != "out"
+        listed = f"; convert it with np.asarray({name})" if converts else ""
         raise TypeError(
-            f"{name} is {kind_of(array)}: allowed are NumPy arrays, torch tensors, JAX "
-            "arrays and arrays with __cuda_array_interface__ or DLPack"
+            f"{name} must be a NumPy array, torch tensor, JAX array, or an array with "
+            f"__cuda_array_interface__ or DLPack, got {kind_of(array)}{listed}"
         )
-    _check_dtype(name, found.dtype, allowed)
+    check_dtype(name, found.dtype, found.library, allowed)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
     size = STORED[found.dtype].bytes
     if any(n % size for n in (found.pointer, *steps)):
         raise ValueError(
-            f"{name} lies at address {found.pointer:#x} with strides {found.strides} bytes: "
-            f"allowed are multiples of {size}, the size of a {found.dtype}"
+            f"{name} must have an address and strides that are multiples of {size} bytes (the size "
+            f"of a {found.dtype}), got address {found.pointer:#x} and strides {found.strides}; "
+            "pass a copy of the array"
         )
     return found
 
@@ -363,11 +423,12 @@ def on_host(name: str, array: Any) -> np.ndarray:
             return np.asarray(array)
         except ValueError:  # rows of several lengths
             raise ValueError(
-                f"{name} is {array!r}: allowed are numbers in rows of one length"
+                f"{name} must hold numbers in rows of equal length, got {kind_of(array)} with rows "
+                "of several lengths"
             ) from None
     if hasattr(array, "__dlpack__"):
         return np.from_dlpack(array)
-    raise TypeError(f"{name} is {kind_of(array)}: allowed are arrays and sequences")
+    raise TypeError(f"{name} must be an array or a sequence of numbers, got {kind_of(array)}")
 
 
 def added_mask(mask: Any) -> Any:
@@ -416,8 +477,9 @@ def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> N
         check_device(first, other)
         if other.dtype != first.dtype:
             raise TypeError(
-                f"{other.name} has dtype {other.dtype}, {first.name} {first.dtype}: "
-                "allowed is one dtype for all"
+                f"{other.name} must have the dtype of {first.name} ({first.dtype}), got "
+                f"{other.dtype}"
+                f"{_conversion(other.name, other.dtype, other.library, (first.dtype,))}"
             )
 
 
@@ -425,8 +487,8 @@ def check_device(first: Operand, other: Operand) -> None:
     """Raise ValueError unless both are on one device."""
     if other.ordinal != first.ordinal:
         raise ValueError(
-            f"{other.name} is in {other.where}, {first.name} in {first.where}: "
-            "allowed is one device for all"
+            f"{other.name} must be on the device of {variable_of(first.name)} ({first.where}), got "
+            f"{other.where}"
         )
 
 
@@ -451,21 +513,20 @@ def operand_of_out(
 def check_written(out: Operand, inputs: list[Operand]) -> None:
     """Raise ValueError unless ``out`` can be written to beside ``inputs``."""
     if not out.writable:
-        raise ValueError(
-            f"{out.name} is a read-only {out.library} array: allowed is writable memory"
-        )
+        raise ValueError(f"{out.name} must be writable, got a read-only {_KINDS[out.library]}")
     if out.library != inputs[0].library:
         raise ValueError(
-            f"{out.name} is a {out.library} array, {inputs[0].name} a {inputs[0].library} one: "
-            "allowed is one library"
+            f"{out.name} must be of the same kind as {inputs[0].name} "
+            f"({_KINDS[inputs[0].library]}), got {_KINDS[out.library]}"
         )
     if overlaps_itself(out):
         raise ValueError(
-            f"{out.name} has strides {out.strides} bytes for shape {out.shape}: "
-            "allowed are axes that do not interleave, one address for each element"
+            f"{out.name} must have a separate address for each element (axes that do not overlap), "
+            f"got strides {out.strides} bytes for shape {out.shape}"
         )
     for other in inputs:
         if overlap(out, other):
             raise ValueError(
-                f"{out.name} shares memory with {other.name}: allowed is memory of its own"
+                f"{out.name} must not share memory with {other.name}; pass an array with memory of "
+                "its own"
             )

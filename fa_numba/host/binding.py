@@ -83,7 +83,8 @@ class Binding:
         if isinstance(mask, BlockMask):
             if "mask_mod" in given:
                 raise ValueError(
-                    "mask_mod is given with a block_mask that has one: allowed is one of the two"
+                    "mask_mod cannot be given with a block_mask from create_block_mask, which "
+                    "contains a mask_mod already; leave one of the two out"
                 )
             given["mask_mod"] = mask.mask_mod
         elif mask is not None:
@@ -98,7 +99,7 @@ class Binding:
                 if not mods.is_array(value) or isinstance(value, np.generic):
                     numbers[known_as] = value
                 elif not shapes:
-                    arrays[known_as] = operand(f"{own} of {name} {mod}", value, CAPTURED)
+                    arrays[known_as] = operand(_used(own, name, mod), value, CAPTURED)
         for name, shape in _SHAPES.items():
             facts[shape] = facts.pop(name, None)
         facts["sparse"] = mask is not None
@@ -120,7 +121,7 @@ class Binding:
         checks.check_heads(problem.batch, problem.heads_q, slopes, sinks)
         if "kv_lens" in self.arrays:
             shape = self.arrays["kv_lens"].shape
-            checks.check_shape("kv_lens", shape, (problem.batch,), of=", one a batch")
+            checks.check_shape("kv_lens", shape, (problem.batch,), of=checks.PER_ENTRY)
         if self.checked is not None:
             table, lens = self.checked
             check_table(table, lens, problem.pages or 0, problem.page_size or 0)
@@ -132,7 +133,8 @@ class Binding:
             return
         if given is None:
             raise ValueError(
-                "block_mask is given without tiles: its blocks are tiles=Tiles(Br, Bc)"
+                "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass "
+                "tiles=Tiles(Br=..., Bc=...)"
             )
         mask = self.block_mask
         if isinstance(mask, BlockMask):
@@ -177,6 +179,11 @@ class Binding:
         return values
 
 
+def _used(name: str, option: str, mod: Any) -> str:
+    """What messages call an array that a caller's function captures as ``name``."""
+    return f"{name} in {option}, {mod},"
+
+
 def paging(
     given: dict[str, Any], facts: dict[str, Any], arrays: dict[str, Operand], shapes: bool
 ) -> tuple[np.ndarray | None, tuple[np.ndarray, Any] | None]:
@@ -187,7 +194,7 @@ def paging(
     reads_back = as_flag("check_table", given.pop("check_table", False))
     if "block_table" not in given:
         if reads_back:
-            raise ValueError("check_table is True without a block_table: allowed is False")
+            raise ValueError("check_table must be False without a block_table, got True")
         return None, None
     table, lens = given.pop("block_table"), given.get("kv_lens")
     if shapes:
@@ -195,8 +202,8 @@ def paging(
         return None, None
     if lens is None:
         raise ValueError(
-            "block_table is given without kv_lens: allowed are both, kv_lens (batch,) the number "
-            "of keys that each sequence has"
+            "block_table needs kv_lens, integers of shape (batch,): the number of keys of each "
+            "sequence; pass both"
         )
     host, on_gpu = None, {"block_table": lies_on_gpu(table), "kv_lens": lies_on_gpu(lens)}
     if on_gpu["block_table"]:

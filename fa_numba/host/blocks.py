@@ -59,12 +59,15 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
     B, H, Nq, Nk = sizes
     problem = Problem(B, H, H, Nq, Nk, 1, mask_mod=binding.facts.get("mask_mod"))
     if problem.mask_mod is None:
-        raise TypeError("mask_mod is None: allowed is a function of (b, h, i, j)")
+        raise TypeError("mask_mod must be a function of (b, h, i, j), got None")
     check_grid_size("batch", B)
     check_grid_size("heads", H)
     Tr, Tc = ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)
     if Tr * Tc >= 2**31:
-        raise ValueError(f"{Nq} x {Nk} are {Tr * Tc} blocks of {tiles}: allowed is below 2^31")
+        raise ValueError(
+            f"tiles must cut the {Nq} rows and {Nk} columns into less than 2**31 blocks, got "
+            f"{Tr * Tc} blocks of {tiles}; choose larger tiles"
+        )
     kernel = make_blocks(Features(mask_mod=problem.mask_mod), tiles.Br, tiles.Bc)
     shape = B, H, Tr, Tc
     plan = LaunchPlan(
@@ -84,7 +87,7 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
     check_together([first], others)
     with placement.placed(first):
         steps = STEPS_PER_ELEMENT * B * H * Nq * Nk
-        placement.check_steps(plan, f"the mask has {B * H} x {Nq} x {Nk} elements", steps)
+        placement.check_steps(plan, f"mask_mod over {B * H} x {Nq} x {Nk} elements", steps)
 
         def run(found: dict[str, Any], stream: Any) -> None:
             execute(plan, found, stream, lambda _: binding.values(problem, found, 1.0))

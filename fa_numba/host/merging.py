@@ -50,11 +50,11 @@ def _whole(
     """The results of ``name`` over parts, given what is ``beside`` these."""
     for said, parts in (("outputs", outputs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)):
-            raise TypeError(f"{said} is {kind_of(parts)}: allowed is a list or tuple of arrays")
+            raise TypeError(f"{said} must be a list or tuple of arrays, got {kind_of(parts)}")
     if len(outputs) < 2 or len(lses) != len(outputs):
         raise ValueError(
-            f"outputs has {len(outputs)} arrays, lses {len(lses)}: allowed are two or more, and as "
-            "many of either"
+            "outputs and lses must hold the same number of arrays, two or more, got "
+            f"{len(outputs)} and {len(lses)}"
         )
     arrays = _numbered("outputs", outputs) | _numbered("lses", lses) | dict(beside)
     parts, dlse = len(outputs), "dlse" in beside
@@ -121,8 +121,8 @@ def _axes(x: Operand, layout: Any) -> tuple[str, ...]:
         return PACKED_AXES
     if len(x.shape) != 4:
         raise ValueError(
-            f"{x.name} has shape {x.shape}: allowed is ({', '.join(axes)}), or without a layout "
-            f"({', '.join(PACKED_AXES)})"
+            f"{x.name} must have the axes ({', '.join(axes)}), or without layout= the axes "
+            f"({', '.join(PACKED_AXES)}) of packed sequences, got shape {x.shape}"
         )
     return axes
 

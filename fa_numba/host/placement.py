@@ -30,7 +30,8 @@ def placed(q: Operand):
         return contextlib.nullcontext()
     if not device.on_gpu():
         raise ValueError(
-            f"{q.name} is in {q.where}: allowed on the emulator are arrays in host memory"
+            f"{q.name} must be in host memory, because kernels run on the emulator here, got "
+            f"{q.where}"
         )
     return device.on_device(q.ordinal)
 
@@ -49,10 +50,10 @@ def check_size(plan: Plan) -> None:
         steps = steps * 5 // 2
     check_steps(
         plan,
-        f"q has shape {p.q_shape} and k {p.k_shape}",
+        f"q of shape {p.q_shape} and k of shape {p.k_shape}",
         steps,
-        ". Take a smaller problem, a machine with a GPU, fa_numba.reference for the values or "
-        "fa_numba.plan for the accesses",
+        "; take a smaller problem or a machine with a GPU, or call fa_numba.reference for the "
+        "values or fa_numba.plan for the accesses",
     )
 
 
@@ -64,8 +65,9 @@ def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") ->
     seconds = steps / STEPS_PER_SECOND[plan.unit if isinstance(plan, Plan) else "simt"]
     if seconds > EMULATOR_SECONDS and not device.on_gpu():
         raise ValueError(
-            f"{of}, up to about {seconds:,.0f} s: the emulator takes at most {EMULATOR_SECONDS}, "
-            f"and it runs here because {device.why_no_gpu() or 'it was asked for'}{instead}"
+            f"{of} would take the emulator up to about {seconds:,.0f} s, which is more than its "
+            f"limit of {EMULATOR_SECONDS} s. The emulator runs here because "
+            f"{device.why_no_gpu() or 'it was chosen'}{instead}"
         )
 
 
@@ -77,12 +79,12 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
     pieces = kernel.grid[0] * kernel.threads
     if pieces > 2**32:
         raise ValueError(
-            f"{of} has {pieces} pieces of rows a head: allowed are at most 2^32; take fewer rows, "
-            "or rows that start at 16-byte addresses, whose pieces are larger"
+            f"{of} must need at most 2**32 threads per head, got {pieces}; pass fewer rows, or "
+            "rows that start at 16-byte addresses, of which each thread copies more"
         )
     for name, size in ((f"heads of {of}", kernel.grid[1]), ("batch", kernel.grid[2])):
         check_grid_size(name, size)
-    check_steps(plan, f"{of} takes {kernel.grid} blocks of {kernel.threads} threads")
+    check_steps(plan, f"{of} with {kernel.grid} blocks of {kernel.threads} threads")
 
 
 def made_on(stream: Any, array: Any):
@@ -114,17 +116,16 @@ def stream_handle(stream: Any, q: Any) -> int:
                 return int(cupy.cuda.get_current_stream().ptr)
         return 0
     if not device.on_gpu():
-        raise ValueError(f"stream is {stream!r}: the emulator has no streams, allowed is None")
+        raise ValueError(f"stream must be None on the emulator (it has no streams), got {stream!r}")
     for attribute in ("cuda_stream", "ptr", "handle"):
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
+    wanted = f"stream must be a CUDA stream, its address as an integer, or None, got {stream!r}"
     if isinstance(stream, bool):
-        raise TypeError(f"stream is {stream!r}: allowed is a CUDA stream, its address, or None")
+        raise TypeError(wanted)
     try:
         return operator.index(stream)
     except TypeError:
-        raise TypeError(
-            f"stream is {stream!r}: allowed is a CUDA stream, its address, or None"
-        ) from None
+        raise TypeError(wanted) from None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from fa_numba.checks import check_grid_size
+from fa_numba.checks import check_grid_size, one_of
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.choices.splits import check_group_splits
-from fa_numba.choices.units import UNITS, Unit, having, unit_of
+from fa_numba.choices.units import UNITS, Unit, having, pass_of, unit_of
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Plan
 from fa_numba.problem import Problem
@@ -53,35 +53,35 @@ def _check_problem(request: Request) -> None:
         return
     if choices.passes == "bwd":
         raise ValueError(
-            "block_table is given for a backward pass: allowed are k and v in one piece, only the "
-            "forward pass of fa2 takes pages"
+            "block_table cannot be given to a backward pass; only the forward pass of algorithm "
+            "'fa2' takes pages, so pass contiguous k and v"
         )
     if choices.algorithm != "fa2":
         raise ValueError(
-            f"block_table is given with algorithm {choices.algorithm!r}: allowed is 'fa2', forward"
+            f"block_table needs the forward pass of algorithm 'fa2', got {choices.algorithm!r}"
         )
     if choices.tiles is not None and choices.tiles.Bc % 16:
         raise ValueError(
-            f"tiles: Bc={choices.tiles.Bc} with a block_table: allowed are multiples of 16, rows "
-            "that lie in one page"
+            "tiles.Bc must be a multiple of 16 with a block_table (pages have multiples of 16 "
+            f"rows), got {choices.tiles.Bc}"
         )
 
 
 def _check_precision(request: Request) -> None:
     """Raise ValueError where no kernel takes float32 matrices as planes."""
-    given = f"precision is {request.problem.precision!r}"
+    given = request.problem.precision
     if request.problem.pages is not None:
-        raise ValueError(f"{given} with a block_table: allowed is 'ieee'")
+        raise ValueError(f"precision must be 'ieee' with a block_table, got {given!r}")
     algorithm, passes = request.kernel
     found = [name for u in UNITS.values() for name in u.precisions.get(request.kernel, ())]
     if request.problem.precision not in found:
-        allowed = " or ".join(map(repr, ("ieee", *dict.fromkeys(found))))
+        allowed = one_of(map(repr, ("ieee", *dict.fromkeys(found))))
         raise ValueError(
-            f"{given} with algorithm {algorithm!r}, pass {passes!r}: allowed is {allowed}; more "
-            f"have {having(lambda u: u.precisions, passes=True)}"
+            f"precision must be {allowed} in {pass_of(passes)} of algorithm {algorithm!r}, got "
+            f"{given!r}; other precisions are for {having(lambda u: u.precisions, passes=True)}"
         )
     if request.choices.deterministic:
-        raise ValueError(f"{given} with deterministic=True: allowed is 'ieee'")
+        raise ValueError(f"precision must be 'ieee' with deterministic=True, got {given!r}")
 
 
 def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
@@ -91,26 +91,32 @@ def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
     if choices.kv_splits not in ("auto", 1) and request.kernel not in unit.splits_columns:
         owners = having(lambda u: u.splits_columns)
         raise ValueError(
-            f"kv_splits is {choices.kv_splits} {with_it}: only {owners} splits the columns of a "
-            "row tile over blocks, allowed is 1 or 'auto'"
+            f"kv_splits must be 1 or 'auto' {with_it}, got {choices.kv_splits}; only {owners} "
+            "splits the keys of a row tile over thread blocks"
         )
     if choices.query_splits != 1 and request.kernel not in unit.splits_queries:
-        owners = " or ".join(sorted({a for u in UNITS.values() for a, _ in u.splits_queries}))
+        owners = one_of(sorted({repr(a) for u in UNITS.values() for a, _ in u.splits_queries}))
         raise ValueError(
-            f"query_splits is {choices.query_splits}: only {owners} splits its queries"
+            f"query_splits must be 1 with algorithm {algorithm!r}, got {choices.query_splits}; "
+            f"only algorithm {owners} splits the queries of a head over thread blocks"
         )
     if choices.warp_partition == "keys" and request.kernel not in unit.splits_keys:
         raise ValueError(
-            f"warp_partition is 'keys' {with_it}: only {having(lambda u: u.splits_keys)} splits "
-            "the keys over the warps of a block, allowed is 'rows'"
+            f"warp_partition must be 'rows' {with_it}, got 'keys'; only "
+            f"{having(lambda u: u.splits_keys)} splits the keys over the warps of a thread block"
         )
     ablated, stages = _measures(choices, unit), choices.tiles.stages if choices.tiles else 1
     if stages != 1 and "prefetch" in ablated:
         raise ValueError(
-            f"tiles: stages={stages} with ablate={choices.ablate!r}: two stages are there for "
-            "tiles that are prefetched, allowed is 1"
+            f"tiles.stages must be 1 with ablate={choices.ablate!r} (more stages hold prefetched "
+            f"tiles), got {stages}"
         )
     return ablated
+
+
+def _ablating(unit: Unit) -> set[str]:
+    """Return the algorithms that the unit can compute without one of its measures."""
+    return {algorithm for owners in unit.measures.values() for algorithm in owners}
 
 
 def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
@@ -119,17 +125,22 @@ def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
     found = [name for name, owners in unit.measures.items() if choices.algorithm in owners]
     for name in names:
         if name not in found:
-            allowed = f"a tuple of {', '.join(found)}" if found else "(), as it has no such measure"
+            allowed = f"a tuple of {one_of(map(repr, found))}" if found else "()"
+            others = [repr(u.name) for u in UNITS.values() if choices.algorithm in _ablating(u)]
+            only = f"; only unit {one_of(others)} has optimisations to leave out"
+            only = only if others and not found else ""
             raise ValueError(
-                f"ablate is {ablate!r} with {choices.algorithm} on unit {unit.name!r}: allowed is "
-                f"{allowed}"
+                f"ablate must be {allowed} with algorithm {choices.algorithm!r} on unit "
+                f"{unit.name!r}, got {ablate!r}{only}"
             )
     for name, needed, why in (
-        ("padding", "swizzle", "rows that are swizzled have no padding"),
-        ("persistent", "counter", "blocks of one row tile each take none from a counter"),
+        ("padding", "swizzle", "swizzled rows have no padding"),
+        ("persistent", "counter", "only persistent thread blocks take row tiles from a counter"),
     ):
         if name in names and needed not in names:
-            raise ValueError(f"ablate is {ablate!r}: {why}, allowed together with {needed!r}")
+            raise ValueError(
+                f"ablate must contain {needed!r} if it contains {name!r} ({why}), got {ablate!r}"
+            )
     return tuple(name for name in found if name in names)
 
 
@@ -138,25 +149,28 @@ def _check_backward(request: Request, unit: Unit) -> None:
     choices, problem = request.choices, request.problem
     if choices.deterministic and choices.algorithm != "fa2":
         raise ValueError(
-            "deterministic is True: only fa2 has a choice, the others' sums always have one order"
+            f"deterministic must be False with algorithm {choices.algorithm!r}, got True; only "
+            "'fa2' has this choice, the other algorithms always sum dq in a fixed order"
         )
     if choices.return_dbias and problem.bias is None:
-        raise ValueError("return_dbias is True without a bias: allowed is False")
+        raise ValueError("return_dbias must be False without a bias, got True")
     if choices.return_dsinks and not problem.sinks:
-        raise ValueError("return_dsinks is True without sinks: allowed is False")
+        raise ValueError("return_dsinks must be False without sinks, got True")
     if choices.return_dcaptured:
         _check_captured(request)
     whole = problem.bias == problem.score_shape
     if choices.return_dbias and choices.deterministic and not whole:
         raise ValueError(
-            f"deterministic is True with return_dbias and a bias of shape {problem.bias}: its "
-            f"gradient is summed in no fixed order, allowed is a bias of {problem.score_shape}"
+            "deterministic must be False with return_dbias unless bias has the full shape "
+            f"{problem.score_shape}, got True with a bias of shape {problem.bias}, whose gradient "
+            "is summed in no fixed order"
         )
     if choices.query_splits != 1 and request.kernel not in unit.splits_queries:
         owners = having(lambda u: (pair for pair in u.splits_queries if pair[1] == "bwd"))
         raise ValueError(
-            f"query_splits is {choices.query_splits} in the backward pass of {choices.algorithm} "
-            f"on {unit.name}: only {owners} splits its queries"
+            f"query_splits must be 1 in the backward pass of algorithm {choices.algorithm!r} on "
+            f"unit {unit.name!r}, got {choices.query_splits}; only {owners} splits the queries of "
+            "a head over thread blocks"
         )
     check_group_splits(request)
 
@@ -165,20 +179,21 @@ def _check_captured(request: Request) -> None:
     """Raise ValueError where there are no gradients of what a score_mod captures."""
     mod, choices = request.problem.score_mod, request.choices
     if mod is None:
-        raise ValueError("return_dcaptured is True without a score_mod: allowed is False")
+        raise ValueError("return_dcaptured must be False without a score_mod, got True")
     if not mod.differentiated:
         raise ValueError(
-            f"return_dcaptured is True and score_mod {mod} takes no float32 array from outside: "
-            "allowed is False"
+            "return_dcaptured must be False if score_mod captures no float32 array, got True with "
+            f"{mod}"
         )
     if choices.algorithm == "standard":
         raise ValueError(
-            "return_dcaptured is True with algorithm 'standard': allowed is 'fa1' or 'fa2'"
+            "return_dcaptured must be False with algorithm 'standard', got True; algorithms 'fa1' "
+            "and 'fa2' compute gradients of captured arrays"
         )
     if choices.deterministic:
         raise ValueError(
-            "deterministic is True with return_dcaptured: the gradients of captured arrays are "
-            "summed in no fixed order, allowed is one of the two"
+            "deterministic must be False with return_dcaptured=True, got True; the gradients of "
+            "captured arrays are summed in no fixed order"
         )
 
 
@@ -187,14 +202,15 @@ def _check_stages(tiles: Tiles, request: Request) -> None:
     if tiles.stages <= most:
         return
     others = {n: u.staged.get(request.kernel, 1) for n, u in UNITS.items() if n != request.unit}
-    more = "".join(f", up to {m} on unit {n!r}" for n, m in others.items() if m > most)
+    more = "".join(f"; unit {n!r} takes up to {m}" for n, m in others.items() if m > most)
     if most > 1:
         raise ValueError(
-            f"tiles: stages={tiles.stages} on unit {request.unit!r}: allowed is 1 to {most}{more}"
+            f"tiles.stages must be from 1 to {most} on unit {request.unit!r}, got {tiles.stages}"
+            f"{more}"
         )
     algorithm, passes = request.kernel
     raise ValueError(
-        f"tiles: stages={tiles.stages} with algorithm {algorithm!r}, pass {passes!r} on unit "
-        f"{request.unit!r}: only {having(lambda u: u.staged, passes=True)} has a choice, allowed "
-        "is 1"
+        f"tiles.stages must be 1 in {pass_of(passes)} of algorithm {algorithm!r} on unit "
+        f"{request.unit!r}, got {tiles.stages}; only {having(lambda u: u.staged, passes=True)} "
+        "takes more"
     )

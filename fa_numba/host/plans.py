@@ -180,7 +180,7 @@ class Launch:
         names = parameters(kernel)
         for name in bound:
             if name not in names:
-                raise TypeError(f"{name} is no parameter of {kernel.name}: it has {names}")
+                raise TypeError(f"{name} must be a parameter of {kernel.name}, which has {names}")
         return cls(kernel, grid, {name: bound.get(name, name) for name in names})
 
 

@@ -71,8 +71,8 @@ def plan_of(problem: Problem, prefix: Any, choices: Choices, options: Any) -> Pr
     """The plan of a call of contiguous arrays; ``prefix`` is the shape of its keys."""
     if (choices.algorithm, choices.passes) != ("fa2", "fwd"):
         raise ValueError(
-            f"prefix_k is given with algorithm {choices.algorithm!r}, pass {choices.passes!r}: "
-            "allowed is the forward pass of 'fa2'"
+            "prefix_k needs the forward pass of algorithm 'fa2', got algorithm "
+            f"{choices.algorithm!r} with passes={choices.passes!r}"
         )
     prefix = as_shape("prefix_k", getattr(prefix, "shape", prefix))
     first = _of_prefix(problem, prefix, (*prefix[:-1], problem.d_v), options)
@@ -88,7 +88,7 @@ def attend(
     """
     if any(x is None for x in prefix):
         given, missing = ("prefix_v", "prefix_k") if prefix[0] is None else ("prefix_k", "prefix_v")
-        raise ValueError(f"{given} is given without {missing}: allowed are both or none")
+        raise ValueError(f"{given} must be given together with {missing}, got {given} alone")
     call = launch_cache.describe_call((choices, "prefix"), (*arrays, *prefix), options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
@@ -169,18 +169,21 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
     for axis, size in sizes.items():
         if (found := k[axes.index(axis)]) != size:
             raise ValueError(
-                f"prefix_k has {axis} {found} (shape {k}): allowed is {size}, as k has it"
+                f"prefix_k must have {axis}={size} like k, got {axis}={found} (shape {k})"
             )
     if v != (wanted := (*k[:-1], problem.d_v)):
-        raise ValueError(f"prefix_v has shape {v}: allowed is {wanted}, as prefix_k and v have it")
+        raise ValueError(
+            f"prefix_v must have shape {wanted} (the axes of prefix_k, and the head_dim of v), got "
+            f"{v}"
+        )
     for flag in problem.options:
         if flag not in _BESIDE:
             name = argument_of(flag) if flag in FEATURES else flag
             name = "attn_mask" if name == "bias" and options.get("bias") is None else name
             raise ValueError(
-                f"{name} is given with a prefix: allowed beside it are scale, causal, softcap, "
-                "sinks, q_lens, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout and "
-                "precision"
+                f"{name} cannot be given with prefix_k; the options that can are scale, causal, "
+                "softcap, sinks, q_lens, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout "
+                "and precision"
             )
     names = ("heads_q", "heads_k", "head_dim", "head_dim_v", "dtype")
     kept = {name: getattr(problem, name) for name in (*names, "scale", "softcap", "precision")}

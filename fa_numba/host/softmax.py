@@ -23,15 +23,15 @@ def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
     io_model.check_softmax(algorithm)
     given = operand("x", x, ("float32",))
     if len(given.shape) != 2:
-        raise ValueError(f"x has shape {given.shape}: allowed is (batch, elements)")
+        raise ValueError(f"x must have two axes, (batch, elements), got shape {given.shape}")
     batch, elements = map(as_size, ("batch", "elements"), given.shape)
     if elements > MAX_SEQLEN:
-        raise ValueError(f"x has {elements} elements a vector: allowed is at most {MAX_SEQLEN}")
+        raise ValueError(f"x must have at most {MAX_SEQLEN} elements per vector, got {elements}")
     target = operand_of_out(out, given.shape, given, [given])
     launch = Launch.of(MAKERS[algorithm](), (batch, 1, 1), X="x", Y="y")
     plan = LaunchPlan(launches=(launch,), outputs=(Buffer("y", given.shape),))
     with placement.placed(given):
         steps = STEPS_PER_ACCESS * io_model.softmax(batch, elements, algorithm).total
-        placement.check_steps(plan, f"x has shape {given.shape}", steps)
+        placement.check_steps(plan, f"x of shape {given.shape}", steps)
         run = functools.partial(execute, plan)
         return launch_cache.run_and_keep(plan, {"x": given}, stream, None, run, target)[0]

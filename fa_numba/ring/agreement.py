@@ -71,8 +71,8 @@ class Agreement:
         dist = sys.modules["torch"].distributed
         return RuntimeError(
             f"rank {dist.get_rank(self.group)} of {dist.get_world_size(self.group)}: not all ranks "
-            "of the group have come to this call of ring_attention; one of them has failed or is "
-            f"late ({error})"
+            "of the group have called ring_attention in time; another rank has failed or is late "
+            f"({error})"
         )
 
 
@@ -80,7 +80,7 @@ def _difference(means: list[Mapping[str, Any]]) -> str:
     """Return in words what differs between the ranks, each value with its ranks."""
     errors = {n: x["error"] for n, x in enumerate(means) if "error" in x}
     if errors:
-        return "ring_attention was refused: " + "; ".join(
+        return "ring_attention failed on some ranks: " + "; ".join(
             f"rank {n}: {error}" for n, error in errors.items()
         )
     found = []
@@ -91,8 +91,8 @@ def _difference(means: list[Mapping[str, Any]]) -> str:
         if len(values) > 1:
             where = {value: " and ".join(map(str, ranks)) for value, ranks in values.items()}
             each = ", ".join(f"{value} on rank {ranks}" for value, ranks in where.items())
-            found.append(f"{name} is {each}")
-    return f"{'; '.join(found)}: allowed is one for all ranks of the group"
+            found.append(f"{name} must be equal on all ranks of the group, got {each}")
+    return "; ".join(found)
 
 
 _hosts: dict[Any, Any] = {}

@@ -35,11 +35,11 @@ def prepared(
     dist = sys.modules["torch"].distributed
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "group is None and torch.distributed has no process group: allowed is a call after "
-            "torch.distributed.init_process_group, in every process of the group"
+            "group must be a process group of torch.distributed, which is not initialised; call "
+            "torch.distributed.init_process_group in every process first"
         )
     if dist.get_rank(group) < 0:
-        raise ValueError("group does not have this process: allowed is a group that it belongs to")
+        raise ValueError("group must contain this process; call it only in the ranks of the group")
     key: Any = None
     known: Known | None = None
     ring: Ring | None = None
@@ -124,12 +124,16 @@ def _checked(
     link = Link(group, counter())
     for name, x in {"k": k, "v": v}.items():
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}: allowed is one device")
+            raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
         if x.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype}, q {q.dtype}: allowed is one dtype")
+            raise TypeError(
+                f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}; convert it with "
+                f"{name}.to({q.dtype})"
+            )
     if tuple(v.shape[:-1]) != tuple(k.shape[:-1]):
         raise ValueError(
-            f"v has shape {tuple(v.shape)}: allowed is {tuple(k.shape)}, as k, or another head_dim"
+            f"v must have shape {tuple(k.shape)} like k, where only head_dim may differ, got "
+            f"{tuple(v.shape)}"
         )
     _check_backend(torch.distributed, group, q)
     if causal:
@@ -137,13 +141,13 @@ def _checked(
         rows, columns = (x.shape[axis] if len(x.shape) == 4 else 0 for x in (q, k))
         if rows != columns:
             raise ValueError(
-                f"q has {rows} rows and k {columns} with causal: allowed are as many, those of one "
-                "zigzag part"
+                "q and k must have the same number of rows with causal=True (the part of the "
+                f"sequence that ring_split gives this rank), got {rows} and {columns}"
             )
         if link.ranks > 1 and rows % 2:
             raise ValueError(
-                f"q has {rows} rows with causal over {link.ranks} ranks: allowed is an even "
-                "number, two chunks of a zigzag part"
+                "q must have an even number of rows with causal=True (two chunks, as ring_split "
+                f"gives them), got {rows} rows on each of {link.ranks} ranks"
             )
     mask = _mask_of(q, k, causal, layout, link.ranks, options)
     hides = ("window", *LENGTHS)
@@ -160,10 +164,13 @@ def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
     torch = sys.modules["torch"]
     check_tensor("sinks", sinks)
     if sinks.dtype != torch.float32:
-        raise TypeError(f"sinks has dtype {sinks.dtype}: allowed is float32")
+        raise TypeError(
+            f"sinks must be torch.float32, got {sinks.dtype}; convert it with "
+            "sinks.to(torch.float32)"
+        )
     checks.check_heads(q.shape[0], q.shape[3 - axis], sinks=sinks.shape)
     if sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device}, q on {q.device}: allowed is one device")
+        raise ValueError(f"sinks must be on {q.device} like q, got {sinks.device}")
 
 
 def _mask_of(
@@ -204,12 +211,12 @@ def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -
     Raise for a value that they do not take.
     """
     if own is not None and not isinstance(own, Tiles):
-        raise TypeError(f"backward_tiles is {own!r}: allowed is a Tiles(Br=..., Bc=...) or None")
+        raise TypeError(f"backward_tiles must be a Tiles(Br=..., Bc=...) or None, got {own!r}")
     deterministic = as_flag("deterministic", deterministic)
     if deterministic and algorithm != "fa2":
         raise ValueError(
-            f"deterministic is True with algorithm {algorithm!r}: only fa2 has a choice, the "
-            "others' sums always have one order"
+            f"deterministic must be False with algorithm {algorithm!r}, got True; only 'fa2' has "
+            "this choice, the other algorithms always sum dq in a fixed order"
         )
     found: dict[str, Any] = {"deterministic": True} if deterministic else {}
     if own is None and isinstance(tiles, Tiles):
@@ -220,8 +227,9 @@ def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -
 def _check_backend(dist: Any, group: Any, q: Any) -> None:
     backend = str(dist.get_backend(group))
     allowed = {"nccl": "cuda", "gloo": "cpu"}.get(backend, q.device.type)
+    other = "nccl" if allowed == "cpu" else "gloo"
     if q.device.type != allowed:
         raise ValueError(
-            f"q is on {q.device} and the group is of {backend}: allowed are tensors on {allowed}, "
-            f"or a group of {'nccl' if allowed == 'cpu' else 'gloo'}"
+            f"q must be on {allowed} with a process group of backend {backend!r}, got {q.device}; "
+            f"move the tensors, or use a group of backend {other!r}"
         )

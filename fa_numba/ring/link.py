@@ -98,8 +98,8 @@ class Exchange:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.link.rank} of {self.link.ranks}: the exchange with ranks "
-                f"{self.link.at(-self.hop)} and {self.link.at(self.hop)} of the ring did not come "
-                f"to an end; one of them has failed or is late ({error})"
+                f"{self.link.at(-self.hop)} and {self.link.at(self.hop)} of the ring did not "
+                f"complete in time; another rank has failed or is late ({error})"
             ) from error
         # Kept until here: memory that is read or written meanwhile belongs to nobody else.
         self.sent, self.works = (), ()

@@ -141,12 +141,12 @@ def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, i
     """
     chunks = 2 * ranks if causal and ranks > 1 else ranks
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank}: allowed is 0 to {ranks - 1}")
+        raise ValueError(f"rank must be from 0 to {ranks - 1}, got {rank}")
     if size % chunks:
-        how = ", two for each under a causal mask" if chunks != ranks else ""
+        each = " (two chunks per rank under a causal mask)" if chunks != ranks else ""
         raise ValueError(
-            f"the sequence has {size} rows for {ranks} ranks: allowed is a multiple of {chunks}"
-            f"{how}"
+            f"the sequence must have a multiple of {chunks} rows for {ranks} ranks{each}, got "
+            f"{size}"
         )
     rows = size // chunks
     held = (rank,) if chunks == ranks else (rank, chunks - 1 - rank)

@@ -272,12 +272,13 @@ def select_mma_spec(
     splits_keys = facts.get("splits_keys", False)
     if tiles.Br % 16 or tiles.Bc % 16:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
+            "tiles must have Br and Bc that are multiples of 16 on unit 'mma', got "
+            f"Br={tiles.Br}, Bc={tiles.Bc}"
         )
     if splits_keys and tiles.Bc % 32:
         raise ValueError(
-            f"tiles: Bc={tiles.Bc} with warp_partition='keys': allowed are multiples of 32, 16 "
-            "columns for each of two warps or more"
+            "tiles.Bc must be a multiple of 32 with warp_partition='keys' (16 columns for each of "
+            f"two or more warps), got {tiles.Bc}"
         )
     counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
     if splits_keys:
@@ -289,14 +290,12 @@ def select_mma_spec(
 
 def chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
     """The first of these specialisations that fits, or the one with the threads asked for."""
-    part = "all" if found[0].splits_keys else "16 or 32 of"
     staged = f", stages={tiles.stages}" if tiles.stages > 1 else ""
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
-            f"warps of {part} its rows and at most {MAX_THREADS} threads whose parts fit their "
-            "registers; take smaller blocks"
+            f"tiles must fit in the registers of at most {MAX_THREADS} threads, got Br={tiles.Br}, "
+            f"Bc={tiles.Bc} at head_dim={head_dim} on unit 'mma'; choose smaller tiles"
         )
     check_shared(found[0], shared_limit, staged)
-    return with_threads(found, tiles, " on tensor cores")
+    return with_threads(found, tiles, " on unit 'mma'")

@@ -252,8 +252,7 @@ def select_spec(
     found = [spec for spec in found if spec.shared_bytes <= shared_limit]
     if not found:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over 32 "
-            f"to {MAX_THREADS} threads whose parts of the tiles fit their registers; take "
-            "smaller blocks"
+            f"tiles must fit in the registers of at most {MAX_THREADS} threads, got Br={tiles.Br}, "
+            f"Bc={tiles.Bc} at head_dim={head_dim} on unit 'simt'; choose other tiles"
         )
-    return with_threads(found, tiles, f", head_dim={head_dim}")
+    return with_threads(found, tiles, f", head_dim={head_dim} on unit 'simt'")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from fa_numba.checks import one_of
 from fa_numba.integers import ceil_div
 from fa_numba.mods import Text
 from fa_numba.options import PLAIN, Features
@@ -272,8 +273,9 @@ def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
     """Raise ValueError unless ``spec`` fits in shared memory of so many bytes a block."""
     if spec.shared_bytes > shared_limit:
         raise ValueError(
-            f"tiles: Br={spec.Br}, Bc={spec.Bc}{staged} at head_dim={spec.head_dim} needs "
-            f"{spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
+            f"tiles must fit in {shared_limit} bytes of shared memory (the device's limit for a "
+            f"thread block), got {spec.shared_bytes} bytes for Br={spec.Br}, Bc={spec.Bc}{staged} "
+            f"at head_dim={spec.head_dim}; choose smaller tiles"
         )
 
 
@@ -285,6 +287,6 @@ def with_threads(found: Sequence[Any], tiles: Tiles, of: str) -> Any:
         if spec.threads == tiles.threads:
             return spec
     raise ValueError(
-        f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc}{of}; allowed: "
-        f"{sorted({spec.threads for spec in found})}"
+        f"tiles.threads must be {one_of(sorted({spec.threads for spec in found}))}, or None, for "
+        f"Br={tiles.Br}, Bc={tiles.Bc}{of}, got {tiles.threads}"
     )

@@ -65,16 +65,14 @@ class Tiles:
             if value is None and may_be_none:
                 continue
             if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-                allowed = "an int or None" if may_be_none else "an int"
-                raise TypeError(f"tiles: {own.name} is {value!r}: allowed is {allowed}")
+                wanted = "an integer or None" if may_be_none else "an integer"
+                raise TypeError(f"tiles.{own.name} must be {wanted}, got {value!r}")
             object.__setattr__(self, own.name, int(value))
         for name, value, step in (("Br", self.Br, 4), ("Bc", self.Bc, 8)):
             if value < 1 or value % step:
-                raise ValueError(
-                    f"tiles: {name} is {value}: allowed is a positive multiple of {step}"
-                )
+                raise ValueError(f"tiles.{name} must be a positive multiple of {step}, got {value}")
         if not 1 <= self.stages <= MOST_STAGES:
-            raise ValueError(f"tiles: stages is {self.stages}: allowed is 1 to {MOST_STAGES}")
+            raise ValueError(f"tiles.stages must be from 1 to {MOST_STAGES}, got {self.stages}")
 
     def for_backward(self) -> Tiles:
         """Return these block sizes for a backward pass, which has one stage.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias, TypeVar
 
+from fa_numba.checks import one_of
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec, check_shared, with_threads
@@ -328,15 +329,16 @@ def within_registers(
     allowed = [GROUP_ROWS * n for n in REGISTERS]
     if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores: allowed are "
-            f"{', '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
+            f"tiles must have Br {one_of(allowed)} and Bc a multiple of 16 up to 256 on unit "
+            f"'wgmma', got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     spec = kind(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
-    with_threads([spec], tiles, " on Hopper's tensor cores")
+    with_threads([spec], tiles, " on unit 'wgmma'")
     if not spec.fits_registers:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves a thread's parts "
-            "of S, P and O no registers; take smaller blocks"
+            "tiles must leave a thread enough registers for its parts of S, P and O, got "
+            f"Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} on unit 'wgmma'; choose smaller "
+            "tiles"
         )
     return spec
 

@@ -553,8 +553,8 @@ def select_wgmma_backward_spec(
     Br, Bc = allowed.Br, allowed.Bc
     if (tiles.Br, tiles.Bc) != (Br, Bc):
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores at "
-            f"head_dim={head_dim}, backward: allowed is Br={Br}, Bc={Bc}"
+            f"tiles must be Br={Br}, Bc={Bc} in the backward pass on unit 'wgmma' at "
+            f"head_dim={head_dim}, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     kind = WgmmaBackwardSpec
     if most > LARGEST_ATOMIC:
@@ -565,7 +565,7 @@ def select_wgmma_backward_spec(
         kind = WgmmaLateBackwardSpec
     spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
     check_shared(spec, shared_limit)
-    return with_threads([spec], tiles, " on Hopper's tensor cores, backward")
+    return with_threads([spec], tiles, " in the backward pass on unit 'wgmma'")
 
 
 def _is_late(

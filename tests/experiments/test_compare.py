@@ -92,7 +92,7 @@ def test_tiles_are_those_of_both_orders():
 def test_what_cannot_be_planned_is_said():
     found, refused = sides(problem_of(dtype="float16"), tiles=Tiles(4, 8))
     assert [side.series for side in found] == ["standard-mma"]
-    assert "allowed are multiples of 16" in refused["fa1-mma"]
+    assert "Br and Bc that are multiples of 16" in refused["fa1-mma"]
 
 
 def test_fp32_has_splits_in_the_backward_pass_too():
@@ -228,8 +228,8 @@ def test_the_table_fits_a_terminal(arguments, capsys, monkeypatch):
         (["--head-dim=x"], "argument --head-dim: 'x' is no integer: allowed is 1 to 256"),
         (["--heads=5000"], "argument --heads: 5000 is outside: allowed is 1 to 4096"),
         (["--tiles=64"], "argument --tiles: '64' is no BRxBC: allowed is such as 64x128"),
-        (["--tiles=6x64"], "argument --tiles: tiles: Br is 6: allowed is a positive multiple"),
-        (["--tiles=512x512"], "leaves no split over warps"),
+        (["--tiles=6x64"], "argument --tiles: tiles.Br must be a positive multiple of 4, got 6"),
+        (["--tiles=512x512"], "tiles must fit in the registers of at most 512 threads"),
         (["--dtype=float64"], "invalid choice: 'float64'"),
     ],
 )

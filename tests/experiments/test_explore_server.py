@@ -103,7 +103,7 @@ REFUSED = [
     ("/api/orders", {**STATE, "N": 512, "d": 256, "Br": 128}, "multiply-adds on the emulator"),
     ("/api/orders", {**STATE, "Br": 17}, "Br"),
     ("/api/orders", {**STATE, "unit": "tpu"}, "unit is 'tpu': allowed is simt, mma, wgmma"),
-    ("/api/orders", {**STATE, "unit": "wgmma"}, "allowed are 64, 128, 192 rows"),
+    ("/api/orders", {**STATE, "unit": "wgmma"}, "Br 64, 128 or 192"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
     ("/api/orders", {**STATE, "mask": "j <"}, "mask is 'j <': no Python"),
     ("/api/orders", {**STATE, "mask": "x < j"}, "mask is 'x < j': x; allowed is"),

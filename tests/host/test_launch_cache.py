@@ -271,7 +271,9 @@ def test_what_fails_is_not_kept(gpu, kept):
     assert not kept and not gpu.launches
     with (
         mock.patch.object(devices, "ordinal_of", side_effect=ValueError("no such memory")),
-        pytest.raises(ValueError, match="q is an array with __cuda_array_interface__"),
+        pytest.raises(
+            ValueError, match="q must be in host memory or on a GPU of .*got an array with"
+        ),
     ):
         fa_numba.flash_attention_2(q, k, v)
 
@@ -335,14 +337,14 @@ def test_what_blocks_are_kept_by(gpu, torch, kept):
         want = emulated(attend, *(x.values for x in there), block_mask=same)
         assert_same(attend(*there, block_mask=mask), want)
         assert len(kept) == calls
-    with pytest.raises(ValueError, match="mask_mod is given with a block_mask that has one"):
+    with pytest.raises(ValueError, match="mask_mod cannot be given with a block_mask from"):
         attend(*there, block_mask=mask, mask_mod=mask.mask_mod)
     for calls, lens in enumerate(([40], [7]), 4):
         want = emulated(attend, *(x.values for x in there), block_mask=same, kv_lens=lens)
         assert_same(attend(*there, block_mask=mask, kv_lens=np.array(lens)), want)
         assert len(kept) == calls
     for wrong in (Tiles(8, 16), Tiles(16, 32)):
-        with pytest.raises(ValueError, match="block_mask has shape"):
+        with pytest.raises(ValueError, match="block_mask must have shape"):
             attend(*there, block_mask=mask, tiles=wrong)
 
 
@@ -438,9 +440,21 @@ def test_threads_take_turns(gpu, kept):
 # What a tensor says of itself -> what the call says of it
 REFUSED = {
     "a gradient": ({"requires_grad": True}, ValueError, "q requires a gradient"),
-    "negated": ({"negated": True}, TypeError, r"q is a view .* q.resolve_neg\(\)"),
-    "sparse": ({"layout": "sparse"}, TypeError, "q has layout sparse"),
-    "dtype": ({"dtype": "torch.float64"}, TypeError, "q has dtype float64"),
+    "negated": (
+        {"negated": True},
+        TypeError,
+        r"q must hold its values in memory, got a view .*; pass q\.resolve_neg\(\)",
+    ),
+    "sparse": (
+        {"layout": "sparse"},
+        TypeError,
+        r"q must be a dense tensor \(layout torch\.strided\), got layout sparse",
+    ),
+    "dtype": (
+        {"dtype": "torch.float64"},
+        TypeError,
+        "q must be float32, float16 or bfloat16, got float64",
+    ),
 }
 
 

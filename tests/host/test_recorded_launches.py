@@ -262,7 +262,7 @@ def test_a_kept_call_asks_what_a_first_one_does(gpu, torch, kept, plain, library
         want.add("out is read-only")
     assert refused.keys() == want
     for name in plain.arrays.keys() - {"q"}:
-        says = f"{name} is in GPU 1, q in GPU 0: allowed is one device for all"
+        says = f"{name} must be on the device of q (GPU 0), got GPU 1"
         assert refused[f"{name} on another GPU"] == (ValueError, says, 0)
 
 
@@ -444,10 +444,26 @@ def test_jax_arrays_are_read_when_ready_and_made_when_done(gpu, kept):
             assert address(O) == made["O"].ctypes.data and address(L) == made["L"].ctypes.data
         assert not kept
         for bad, error, says in (
-            ({"out": JaxArray(aligned(SHAPES["q"]))}, ValueError, "out is a read-only jax array"),
-            ({"k": JaxArray(k.values, "tpu")}, TypeError, "k is on tpu"),
-            ({"v": JaxArray(v.values, count=2)}, ValueError, "v lies on 2 JAX devices"),
-            ({"q": JaxArray(aligned(SHAPES["q"], "float64"))}, TypeError, "q is a JAX array of fl"),
+            (
+                {"out": JaxArray(aligned(SHAPES["q"]))},
+                ValueError,
+                "out must be writable, got a read-only JAX array",
+            ),
+            (
+                {"k": JaxArray(k.values, "tpu")},
+                TypeError,
+                "k must be a JAX array on a CPU or a CUDA GPU, got one on tpu",
+            ),
+            (
+                {"v": JaxArray(v.values, count=2)},
+                ValueError,
+                "v must be on one JAX device, got an array on 2 devices",
+            ),
+            (
+                {"q": JaxArray(aligned(SHAPES["q"], "float64"))},
+                TypeError,
+                "q must be float32 or float16 if it is a JAX array on a GPU, got fl",
+            ),
         ):
             given = {"q": q, "k": k, "v": v} | bad
             with pytest.raises(error, match=says):
@@ -579,7 +595,9 @@ def test_a_kept_call_refuses_an_out_that_shares_memory(gpu, kept, how, of):
             out = placed(start, "out")
             gpu.launches.clear()
             if size < start < 3 * size:
-                with pytest.raises(ValueError, match="out shares memory with q"):
+                with pytest.raises(
+                    ValueError, match="out must not share memory with q; pass an array with"
+                ):
                     fa_numba.flash_attention_2(q, k, k, out=out)
                 assert not gpu.launches
             else:
@@ -594,7 +612,7 @@ def test_a_read_only_out_is_refused(gpu, kept):
         for read_only in (True, False, True):
             out = library(aligned(SHAPES["q"]), read_only=read_only)
             if read_only:
-                with pytest.raises(ValueError, match="out is a read-only"):
+                with pytest.raises(ValueError, match="out must be writable, got a read-only array"):
                     FORWARD.run(arrays | {"out": out})
             else:
                 assert FORWARD.run(arrays | {"out": out})[0] is out
@@ -669,16 +687,22 @@ def test_a_call_runs_on_the_gpu_of_its_arrays(gpu, torch, library):
 def test_parts_are_merged_and_blocks_made_on_one_gpu(gpu):
     """And in no more blocks than a grid has places for."""
     near, far = (Array(aligned((40,), gpu=n)) for n in range(2))
-    with pytest.raises(ValueError, match=r"mask_mod.* is in GPU 1, .* in GPU 0: allowed is one"):
+    with pytest.raises(
+        ValueError, match=r"far in mask_mod, .* device of near \(GPU 0\), got GPU 1"
+    ):
         fa_numba.create_block_mask(
             lambda b, h, i, j: near[i] > far[j], 1, 1, 40, 40, tiles=Tiles(16, 16)
         )
     x, lse = (on_gpu(np.zeros(n, np.float32)) for n in ((1, 2, 5, 8), (1, 2, 5)))
     far = Array(aligned((1, 2, 5), gpu=1))
-    with pytest.raises(ValueError, match=r"lses\[1\] is in GPU 1, outputs\[0\] in GPU 0: allowed"):
+    with pytest.raises(
+        ValueError, match=r"lses\[1\] must be on the device of outputs\[0\] \(GPU 0\), got GPU 1"
+    ):
         fa_numba.merge([x, x], [lse, far])
     x, lse = (on_gpu(np.zeros((1, 65536, 1, 1)[:n], np.float32)) for n in (4, 3))
-    with pytest.raises(ValueError, match=r"heads of outputs\[0\] is 65536: allowed is at most"):
+    with pytest.raises(
+        ValueError, match=r"heads of outputs\[0\] must be at most 65535 .*got 65536"
+    ):
         fa_numba.merge([x, x], [lse, lse])
     assert not gpu.launches
 

@@ -179,7 +179,7 @@ def test_merged_parts_have_the_gradients_of_the_whole(place, parts):
     with torch.no_grad():
         again, _ = fa_numba.torch.merge(outputs, lses)
         assert not again.requires_grad and bool((again == out).all())
-    with pytest.raises(TypeError, match=r"lses\[1\] is an int: allowed is a torch tensor"):
+    with pytest.raises(TypeError, match=r"lses\[1\] must be a torch tensor, got an int"):
         fa_numba.torch.merge(outputs, [lses[0], 1])
 
 
@@ -191,7 +191,9 @@ def test_a_second_derivative_is_refused(place, loss):
     total = out.sum() if loss == "sum" else out.square().sum()
     (dq,) = torch.autograd.grad(total, q, create_graph=True)
     assert dq.requires_grad
-    with pytest.raises(RuntimeError, match="no gradients of its gradients: allowed is a loss"):
+    with pytest.raises(
+        RuntimeError, match="does not compute gradients of its gradients .*use a loss"
+    ):
         torch.autograd.grad((dq * q).sum(), q)
 
 
@@ -201,11 +203,23 @@ def forward_mode(f, q):
 
 
 TRANSFORMS = {
-    "vmap": (lambda f, q: torch.vmap(f)(torch.stack([q, q])), TypeError, "q is a tensor without"),
-    "grad": (lambda f, q: torch.func.grad(lambda q: f(q).sum())(q), TypeError, "q is a tensor wi"),
-    "jacrev": (lambda f, q: torch.func.jacrev(f)(q), TypeError, "q is a tensor without memory, as"),
-    "jvp": (lambda f, q: torch.func.jvp(f, (q,), (q,)), ValueError, "q has a tangent, and attent"),
-    "forward mode": (forward_mode, ValueError, "q has a tangent, and attention has no forward-mo"),
+    "vmap": (
+        lambda f, q: torch.vmap(f)(torch.stack([q, q])),
+        TypeError,
+        "q must .*one without memory",
+    ),
+    "grad": (
+        lambda f, q: torch.func.grad(lambda q: f(q).sum())(q),
+        TypeError,
+        "q must .*without memory",
+    ),
+    "jacrev": (lambda f, q: torch.func.jacrev(f)(q), TypeError, "q must .*one without memory, as"),
+    "jvp": (lambda f, q: torch.func.jvp(f, (q,), (q,)), ValueError, "q has a tangent .*backward"),
+    "forward mode": (
+        forward_mode,
+        ValueError,
+        r"q has a tangent \(forward-mode differentiation\), which",
+    ),
 }
 
 
@@ -216,7 +230,7 @@ def test_transforms_of_functions_are_refused(name):
     q = torch.ones(1, 1, 4, 4)
     with pytest.raises(error, match=says):
         transform(lambda x: attention(x, q, q), q)
-    with torch.no_grad(), pytest.raises(TypeError, match="q is a tensor without memory"):
+    with torch.no_grad(), pytest.raises(TypeError, match="q must .*got one without memory"):
         torch.vmap(lambda x: fa_numba.attention(x, x, x))(torch.stack([q, q]))
 
 

@@ -93,34 +93,47 @@ def test_rows_are_appended_in_the_other_layout():
 
 
 REFUSED = {
-    "more rows than pages": ({"kv_lens": [62, 3]}, r"holds 62 with 3 new rows: allowed are 64"),
-    "a page there is not": ({"table": {(1, 0): 9}}, r"holds 9 at \[1, 0\]: allowed is 0 to 6"),
-    "a page of two sequences": ({"table": {(1, 0): 1}}, r"holds 1 at \[1, 0\], a page that"),
+    "more rows than pages": ({"kv_lens": [62, 3]},
+        r"kv_lens plus the number of new rows must be .*got 62 \+ 3 for batch entry 0"),
+    "a page there is not": ({"table": {(1, 0): 9}},
+        r"block_table must hold numbers from 0 to 6 \(the pages of .*got 9 at \[1, 0\]"),
+    "a page of two sequences": ({"table": {(1, 0): 1}},
+        r"block_table must give the new rows of .*got page 1 at \[1, 0\], which batch"),
     "a page twice": (
         {"table": {(1, 1): 0}, "kv_lens": [0, 14]},
-        r"block_table holds 0 at \[1, 1\], a page that batch entry 1 has",
+        r"block_table must give the new rows of .*got page 0 at \[1, 1\], which",
     ),
     "a page with older rows": (
         {"table": {(1, 2): 0}, "kv_lens": [0, 32]},
-        r"block_table holds 0 at \[1, 2\], a page that batch entry 1 has",
+        r"block_table must give the new rows of .*got page 0 at \[1, 2\], which",
     ),
     "too many new rows": (
-        {"new_lens": [4, 1]}, r"new_lens holds 4: allowed is 0 to 3, the rows of k_new",
+        {"new_lens": [4, 1]},
+            r"new_lens must hold integers from 0 to 3 \(the rows of k_new\), got 4",
     ),
-    "negative lengths": ({"kv_lens": [-1, 0]}, r"kv_lens holds -1: allowed is 0 to 64"),
-    "no lengths": ({"kv_lens": None}, r"block_table is given without kv_lens"),
-    "no table": ({"block_table": None}, r"block_table is None"),
-    "another layout's": ({"layout": "bhdn"}, r"layout is 'bhdn'"),
-    "v_new of another shape": ({"v_new": (2, 2, 4, 32)}, r"v_new has shape \(2, 2, 4, 32\)"),
-    "other v_pages": ({"v_pages": np.zeros((6, 2, 16, 32), "f2")}, r"v_pages has shape \(6, 2"),
-    "another dtype": ({"v_pages": np.zeros((7, 2, 16, 32), "f4")}, "v_pages has dtype float32"),
-    "k_new of other heads": ({"k_new": (2, 1, 3, 32)}, r"k_new has heads 1 .*allowed is 2"),
-    "check_table of 1": ({"check_table": 1}, r"check_table is 1: allowed is True or False"),
+    "negative lengths": ({"kv_lens": [-1, 0]},
+        r"kv_lens must hold integers from 0 to 64 \(4 pages of 16 rows in .*got -1"),
+    "no lengths": ({"kv_lens": None},
+        r"block_table needs kv_lens, integers of shape \(batch,\): the number of keys"),
+    "no table": ({"block_table": None},
+        r"block_table must be an array of integers of shape \(batch, pages .*got None"),
+    "another layout's": ({"layout": "bhdn"},
+        r"layout must be 'bhnd' for \(batch, heads, seqlen, head_dim\) or .*got 'bhdn'"),
+    "v_new of another shape": ({"v_new": (2, 2, 4, 32)},
+        r"v_new must have shape \(2, 2, 3, 32\), got \(2, 2, 4, 32\)"),
+    "other v_pages": ({"v_pages": np.zeros((6, 2, 16, 32), "f2")},
+        r"v_pages must have shape \(7, 2, 16, 32\), got \(6, 2, 16, 32\)"),
+    "another dtype": ({"v_pages": np.zeros((7, 2, 16, 32), "f4")},
+        r"v_pages must have the dtype of k_pages \(float16\), got float32"),
+    "k_new of other heads": ({"k_new": (2, 1, 3, 32)},
+        r"k_new must have heads=2 like k_pages .*got heads=1 \(shape \(2, 1, 3, 32\)\)"),
+    "check_table of 1": ({"check_table": 1}, "check_table must be True or False, got 1"),
     "too many heads": (
         {n: np.zeros((2, 2**16, 16, 1), "f2") for n in ("k_pages", "v_pages", "k_new", "v_new")},
-        "heads of k_new is 65536: allowed is at most 65535",
+        r"heads of k_new must be at most 65535 \(the limit of a CUDA grid\), got 65536",
     ),
-    "a stream": ({"stream": 5}, r"stream is 5: the emulator has no streams"),
+    "a stream": ({"stream": 5},
+        r"stream must be None on the emulator \(it has no streams\), got 5"),
 }  # fmt: skip
 
 
@@ -147,14 +160,16 @@ def test_pages_that_cannot_be_written_are_refused():
     pages = np.zeros((2, 1, 16, 8), np.float32)
     new, rest = np.ones((1, 1, 1, 8), np.float32), ([[0]], [3])
     pages.flags.writeable = False
-    with pytest.raises(ValueError, match="k_pages is a read-only numpy array"):
+    with pytest.raises(ValueError, match="k_pages must be writable, got a read-only NumPy array"):
         fa_numba.append_kv(pages, pages, new, new, *rest)
     pages = np.zeros((2, 1, 16, 8), np.float32)
-    with pytest.raises(ValueError, match="v_pages shares memory with k_new"):
+    with pytest.raises(ValueError, match="v_pages must not share memory with k_new"):
         fa_numba.append_kv(pages.copy(), pages, pages[:1, :, :1], new, *rest)
-    with pytest.raises(ValueError, match="v_pages shares memory with k_pages: allowed is memory"):
+    with pytest.raises(
+        ValueError, match="v_pages must not share memory with k_pages; pass an array"
+    ):
         fa_numba.append_kv(pages, pages, new, new, *rest)
-    with pytest.raises(ValueError, match="v_pages shares memory with k_pages"):
+    with pytest.raises(ValueError, match="v_pages must not share memory with k_pages"):
         fa_numba.append_kv(pages[:1], pages[:1, :, ::-1], new, new, *rest)
     assert not pages.any()
 
@@ -272,7 +287,7 @@ def test_a_kept_append_is_checked_where_its_arrays_may_share_memory(gpu, kept):
         assert [pages[3, n, 0, 15].mean() for n in (0, 1)] == [1.0, 2.0]
         calls += kept.values()
     assert len(calls) == 2 and calls[0] is calls[1]
-    with pytest.raises(ValueError, match="v_pages shares memory with k_pages"):
+    with pytest.raises(ValueError, match="v_pages must not share memory with k_pages"):
         fa_numba.append_kv(sides[0], sides[0], *new, *rest)
 
 
@@ -287,10 +302,12 @@ def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
     fa_numba.flash_attention_2(q, *pages, **integers)
     fa_numba.append_kv(*pages, *new, **integers)
     integers["block_table"].values[0, 1] = 5
-    with pytest.raises(ValueError, match=r"block_table holds 5 at \[0, 1\]: allowed is 0 to 2"):
+    with pytest.raises(
+        ValueError, match=r"block_table must hold numbers from 0 to .*got 5 at \[0, 1\]"
+    ):
         fa_numba.flash_attention_2(q, *pages, **integers)
     integers["kv_lens"].values[0] = 64
-    with pytest.raises(ValueError, match=r"kv_lens holds 64 with 1 new rows"):
+    with pytest.raises(ValueError, match=r"kv_lens plus .*got 64 \+ 1 for batch entry"):
         fa_numba.append_kv(*pages, *new, **integers)
     assert not kept
 
@@ -300,9 +317,13 @@ def test_integers_on_a_gpu_have_a_dtype_and_a_shape(gpu):
     pages = [on_gpu(np.zeros((3, 2, 16, 32), np.float16)) for _ in range(2)]
     new = [on_gpu(x[:, :, :1]) for x in (k, v)]
     for name, wrong, message in (
-        ("block_table", np.zeros((1, 3), np.int64), "table has dtype int64: allowed is int32"),
-        ("kv_lens", np.zeros(1, np.int64), "kv_lens has dtype int64: allowed is int32"),
-        ("kv_lens", np.zeros(2, np.int32), r"kv_lens has shape \(2,\): .* \(1,\), one a batch"),
+        ("block_table", np.zeros((1, 3), np.int64), "block_table must be int32, got int64"),
+        ("kv_lens", np.zeros(1, np.int64), "kv_lens must be int32, got int64"),
+        (
+            "kv_lens",
+            np.zeros(2, np.int32),
+            r"kv_lens must have shape \(1,\) \(one value per batch .*got \(2,\)",
+        ),
     ):
         given = {"block_table": np.zeros((1, 3), np.int32), "kv_lens": np.zeros(1, np.int32)}
         given = {n: on_gpu(x) for n, x in (given | {name: wrong}).items()}
@@ -320,5 +341,7 @@ def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
         return LaunchPlan(launches=(Launch(kernel, (blocks, 1, 1), {}),))
 
     placement.check_grid(plan(2**25), "k_new")
-    with pytest.raises(ValueError, match="k_new has 4294967424 pieces of rows a head: allowed are"):
+    with pytest.raises(
+        ValueError, match=r"k_new must need at most 2\*\*32 threads per head, got 4294967424"
+    ):
         placement.check_grid(plan(2**25 + 1), "k_new")

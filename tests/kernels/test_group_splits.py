@@ -55,17 +55,47 @@ def test_the_plan_shows_its_grid_kernels_workspace_and_accesses():
 @pytest.mark.parametrize(
     "splits, options, error, says",
     [
-        (0, {}, ValueError, "group_splits is 0: allowed is an integer >= 1"),
-        (True, {}, TypeError, "group_splits is True"),
-        ("all", {}, ValueError, "group_splits is 'all': allowed is an integer >= 1, or 'auto'"),
-        (3, {}, ValueError, "8 query heads and 2 of K and V: allowed is 1, 2, 4, a divisor of 4"),
-        (8, {"softcap": 2.0}, ValueError, "group_splits is 8 with 4 .* allowed is at most 4"),
-        (40000, {}, ValueError, "40000 with 2 heads of K and V: allowed are 65535 shares"),
-        (2, {"unit": "mma"}, ValueError, "of 128 on unit 'mma': only fa2 on unit 'wgmma'"),
-        (2, {"d": 136}, ValueError, "head dimension of 136 .* up to head dimension 128, allowed"),
+        (0, {}, ValueError, "group_splits must be an integer of at least 1, or 'auto', got 0"),
+        (True, {}, TypeError, "group_splits must be an integer of at least 1, or 'auto', got True"),
+        (
+            "all",
+            {},
+            ValueError,
+            "group_splits must be an integer of at least 1, or 'auto', got 'all'",
+        ),
+        (
+            3,
+            {},
+            ValueError,
+            "group_splits must be 1, 2 or 4, a multiple of 4, or 'auto' with .*got 3",
+        ),
+        (
+            8,
+            {"softcap": 2.0},
+            ValueError,
+            r"group_splits must be at most 4 \(the query heads per K/V head\) or .*got 8",
+        ),
+        (
+            40000,
+            {},
+            ValueError,
+            r"group_splits must be at most 32767 with 2 K/V heads \(an axis .*got 40000",
+        ),
+        (
+            2,
+            {"unit": "mma"},
+            ValueError,
+            "group_splits must be 1 or 'auto' with algorithm 'fa2' and a .*got 2",
+        ),
+        (
+            2,
+            {"d": 136},
+            ValueError,
+            "group_splits must be 1 or 'auto' .* head_dim of 136 .* got 2; .* up to head_dim 128",
+        ),
         (2, {"algorithm": "fa1", **UNIT}, ValueError, "algorithm 'fa1'"),
         (2, {"algorithm": "standard"}, ValueError, "algorithm 'standard'"),
-        (2, {"passes": "fwd"}, ValueError, "group_splits is 2: only passes='bwd' has it"),
+        (2, {"passes": "fwd"}, ValueError, "group_splits must be 'auto' with passes='fwd', got 2"),
     ],
 )
 def test_splits_that_cannot_be(splits, options, error, says):
@@ -77,9 +107,11 @@ def test_calls_refuse_what_plans_do():
     given = [*half_gradients("float16", 1, 2, 1, 3, 5, 64)]
     given += [given[1], np.zeros((1, 2, 3), np.float32)]
     for splits, unit in ((3, "wgmma"), (2, "mma"), (0, "wgmma")):
-        with pytest.raises(ValueError, match=f"group_splits is {splits}"):
+        with pytest.raises(ValueError, match=f"group_splits must be .*got {splits}"):
             fa_numba.attention_backward(*given, group_splits=splits, unit=unit)
-    with pytest.raises(TypeError, match="group_splits is no option here .flash_attention_2_backw"):
+    with pytest.raises(
+        TypeError, match="group_splits is not an option .*flash_attention_2_backward takes it"
+    ):
         fa_numba.attention_backward(*given, algorithm="fa1", group_splits=2)
 
 

@@ -181,28 +181,48 @@ def test_parts_of_attention_are_attention_with_its_gradients():
 def test_what_does_not_fit_is_refused():
     outputs, lses, dout, dlse = parts_of(2, 16, "float32", None)
     for given, error, says in (
-        ((outputs[0], lses), TypeError, "outputs is a ndarray: allowed"),
-        ((outputs[:1], lses[:1]), ValueError, "outputs has 1 arrays, lses 1: allowed are two"),
-        ((outputs, lses[:1]), ValueError, "outputs has 2 arrays, lses 1"),
-        (([outputs[0], outputs[1][:, :2]], lses), ValueError, r"outputs\[1\] has shape"),
-        ((outputs, [lses[0], lses[1][:, :2]]), ValueError, r"lses\[1\] has shape"),
-        (([outputs[0], outputs[1].astype("f2")], lses), TypeError, r"outputs\[1\] has dtype"),
-        ((outputs, [x.astype("f8") for x in lses]), TypeError, r"lses\[0\] has dtype float64"),
-        (([x[0, 0] for x in outputs], lses), ValueError, r"outputs\[0\] has shape \(45, 16\)"),
+        (
+            (outputs[0], lses),
+            TypeError,
+            "outputs must be a list or tuple of arrays, got an ndarray",
+        ),
+        (
+            (outputs[:1], lses[:1]),
+            ValueError,
+            "outputs and lses must hold .* two or more, got 1 and 1",
+        ),
+        ((outputs, lses[:1]), ValueError, "outputs and lses must hold .*got 2 and 1"),
+        (([outputs[0], outputs[1][:, :2]], lses), ValueError, r"outputs\[1\] must have shape"),
+        ((outputs, [lses[0], lses[1][:, :2]]), ValueError, r"lses\[1\] must have shape"),
+        (
+            ([outputs[0], outputs[1].astype("f2")], lses),
+            TypeError,
+            r"outputs\[1\] must have the dtype of outputs\[0\]",
+        ),
+        (
+            (outputs, [x.astype("f8") for x in lses]),
+            TypeError,
+            r"lses\[0\] must be float32, got float64",
+        ),
+        (
+            ([x[0, 0] for x in outputs], lses),
+            ValueError,
+            r"outputs\[0\] must have .*got shape \(45, 16\)",
+        ),
     ):
         with pytest.raises(error, match=says):
             fa_numba.merge(*given)
-    with pytest.raises(ValueError, match=r"outputs\[0\] has shape \(3, 45, 16\)"):
+    with pytest.raises(ValueError, match=r"outputs\[0\] must have .*got shape \(3, 45, 16\)"):
         fa_numba.merge([x[0] for x in outputs], lses, layout="bhnd")
     many = np.broadcast_to(np.float32(0), (1, 1, 2**24, 8))
-    with pytest.raises(ValueError, match=r"outputs\[0\] takes .* the emulator takes at most"):
+    with pytest.raises(ValueError, match=r"outputs\[0\] with .* the emulator up to .* limit of"):
         fa_numba.merge([many] * 2, [many[..., 0]] * 2)
-    with pytest.raises(ValueError, match="layout is 'nhd'"):
+    with pytest.raises(ValueError, match="layout must be .*got 'nhd'"):
         fa_numba.merge(outputs, lses, layout="nhd")
     out, lse = fa_numba.merge(outputs, lses)
-    with pytest.raises(ValueError, match="dlse has shape"):
+    with pytest.raises(ValueError, match="dlse must have shape"):
         fa_numba.merge_backward(dout, outputs, lses, out, lse, dlse=dlse[..., :3])
-    with pytest.raises(ValueError, match="dout has shape"):
+    with pytest.raises(ValueError, match="dout must have shape"):
         fa_numba.merge_backward(dout[..., :3], outputs, lses, out, lse)
 
 

@@ -507,7 +507,7 @@ def test_a_mask_is_a_truth_value():
 
 
 def test_a_derivative_needs_its_function():
-    with pytest.raises(ValueError, match="score_mod_grad is .* without a score_mod"):
+    with pytest.raises(ValueError, match="score_mod_grad must be None without a .*got a lambda"):
         fa_numba.plan((1, 1, 5, 4), (1, 1, 5, 4), score_mod_grad=FUNCTIONS["powers"])
 
 
@@ -657,12 +657,24 @@ def test_gradients_of_captured_arrays_by_name():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"score_mod": None}, "return_dcaptured is True without a score_mod: allowed is False"),
-        ({"score_mod": _made(2.0)}, r"score_mod a lambda .* takes no float32 array from outside"),
-        ({"score_mod": lambda s, b, h, i, j: s + steps[i]}, "takes no float32 array from outside"),
-        ({"deterministic": True}, "deterministic is True with return_dcaptured"),
-        ({"algorithm": "standard"}, "return_dcaptured is True with algorithm 'standard': allowed"),
-        ({"passes": "fwd"}, "return_dcaptured is True: only passes='bwd' has it"),
+        ({"score_mod": None}, "return_dcaptured must be False without a score_mod, got True"),
+        (
+            {"score_mod": _made(2.0)},
+            "return_dcaptured must be False if score_mod .*got True with a lambda",
+        ),
+        (
+            {"score_mod": lambda s, b, h, i, j: s + steps[i]},
+            "return_dcaptured must be False if score_mod .*got True with a lambda",
+        ),
+        (
+            {"deterministic": True},
+            "deterministic must be False with return_dcaptured=True, got True",
+        ),
+        (
+            {"algorithm": "standard"},
+            "return_dcaptured must be False with algorithm 'standard', got True",
+        ),
+        ({"passes": "fwd"}, "return_dcaptured must be False with passes='fwd', got True"),
     ],
 )
 def test_where_there_are_no_gradients_of_captured_arrays(how, message):
@@ -682,15 +694,19 @@ def test_hoppers_unit_says_what_it_lacks():
     adds, other = {"score_mod": GRADIENTS["relative positions"]}, {"score_mod": several}
     slopes_, bias, gradients = {"alibi_slopes": (1,)}, {"bias": (64,)}, {"return_dcaptured": True}
     for d, given_, lacks in (
-        (64, other | bias, "score_mod beside bias"),
-        (64, adds | gradients | bias, "return_dcaptured beside bias"),
-        (64, adds | gradients | slopes_, "return_dcaptured beside alibi_slopes"),
-        (64, adds | gradients | {"dropout_p": 0.5}, "return_dcaptured beside dropout_p"),
-        (64, adds | slopes_ | bias, "alibi_slopes beside bias"),
-        (136, adds | bias, "bias beside score_mod at a head dimension of 136"),
-        (136, other | {"dropout_p": 0.5}, "dropout_p beside score_mod where dQ has its own kernel"),
+        (64, other | bias, "score_mod together with bias"),
+        (64, adds | gradients | bias, "return_dcaptured together with bias"),
+        (64, adds | gradients | slopes_, "return_dcaptured together with alibi_slopes"),
+        (64, adds | gradients | {"dropout_p": 0.5}, "return_dcaptured together with dropout_p"),
+        (64, adds | slopes_ | bias, "alibi_slopes together with bias"),
+        (136, adds | bias, "bias together with score_mod at a head_dim of 136"),
+        (
+            136,
+            other | {"dropout_p": 0.5},
+            "dropout_p together with score_mod where dQ is computed by a kernel of its own",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"'wgmma': its kernels lack the option {lacks}"):
+        with pytest.raises(ValueError, match=f"unit 'wgmma' does not support the option {lacks}"):
             fa_numba.plan((1, 1, 64, d), (1, 1, 64, d), **how, **given_)
         fa_numba.plan((1, 1, 64, d), (1, 1, 64, d), **{**how, "unit": "auto"}, **given_)
 
@@ -863,22 +879,27 @@ def test_what_goes_with_blocks():
     two = replace(mask, tiles=replace(SMALL, stages=2))
     for passes, stages in (("fwd", 2), ("bwd", 1)):
         assert of_blocks(Choices("fa2", passes), {"block_mask": two}).tiles.stages == stages
-    with pytest.raises(ValueError, match="mask_mod is given with a block_mask that has one"):
+    with pytest.raises(ValueError, match="mask_mod cannot be given with a block_mask from"):
         fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)
-    with pytest.raises(ValueError, match="block_mask has shape"):
+    with pytest.raises(ValueError, match="block_mask must have shape"):
         fa_numba.plan(shape, shape, block_mask=mask, tiles=Tiles(16, 16))
-    for call, says in ((None, SMALL), "mask_mod is None"), ((mask.mask_mod, 16), "tiles is 16"):
+    for call, says in (
+        ((None, SMALL), r"mask_mod must be a function of \(b, h, i, j\), got None"),
+        ((mask.mask_mod, 16), "tiles must have Br and Bc, .*got 16"),
+    ):
         with pytest.raises(TypeError, match=says):
             fa_numba.create_block_mask(call[0], 1, 1, 77, 77, tiles=call[1])
-    with pytest.raises(ValueError, match="up to about 19,8.. s: the emulator takes at most"):
+    with pytest.raises(
+        ValueError, match="the emulator up to about 19,8.. s, which is more than its limit"
+    ):
         fa_numba.create_block_mask(
             lambda b, h, i, j: i > j, 8, 8, 2**14, 2**14, tiles=Tiles(64, 64)
         )
     for sizes, message in (
-        ((10**400, 1, 77, 77), "batch is 1.*: allowed is at most 65535"),
-        ((1, 65536, 77, 77), "heads is 65536: allowed is at most 65535"),
-        ((1, 1, 10**49, 77), "q has seqlen 1.*: allowed is at most"),
-        ((1, 1, 2**30, 2**30), "blocks of Tiles.*: allowed is below 2.31"),
+        ((10**400, 1, 77, 77), "batch must be at most 65535 .* got 1"),
+        ((1, 65536, 77, 77), "heads must be at most 65535 .* got 65536"),
+        ((1, 1, 10**49, 77), "seqlen of q must be at most .* got 1"),
+        ((1, 1, 2**30, 2**30), r"less than 2\*\*31 blocks, got .* blocks of Tiles"),
     ):
         with pytest.raises(ValueError, match=message):
             fa_numba.create_block_mask(near_in_a_document, *sizes, tiles=Tiles(64, 64))

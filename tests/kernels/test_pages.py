@@ -180,50 +180,64 @@ def test_sequences_share_the_pages_of_a_prefix():
 
 BAD = {
     "a page there is not": (
-        {"table": {(1, 1): 7}}, r"block_table holds 7 at \[1, 1\]: allowed is 0 to 6",
+        {"table": {(1, 1): 7}},
+            r"block_table must hold numbers from 0 to 6 \(the pages .*got 7 at \[1, 1\]",
     ),
     "a negative page": (
-        {"table": {(0, 0): -1}}, r"block_table holds -1 at \[0, 0\]: allowed is 0 to 6",
+        {"table": {(0, 0): -1}},
+            r"block_table must hold numbers from 0 to 6 \(the .*got -1 at \[0, 0\]",
     ),
     "more keys than pages": (
-        {"kv_lens": [50, 65]}, r"kv_lens holds 65: allowed is 0 to 64, the 4 pages of 16",
+        {"kv_lens": [50, 65]},
+            r"kv_lens must hold integers from 0 to 64 \(4 pages of 16 rows in .*got 65",
     ),
-    "fewer than no keys": ({"kv_lens": [-1, 3]}, r"kv_lens holds -1: allowed is 0 to 64"),
-    "no lengths": ({"kv_lens": None}, r"block_table is given without kv_lens"),
+    "fewer than no keys": ({"kv_lens": [-1, 3]},
+        r"kv_lens must hold integers from 0 to 64 \(4 pages of 16 rows in .*got -1"),
+    "no lengths": ({"kv_lens": None},
+        r"block_table needs kv_lens, integers of shape \(batch,\): the number of keys"),
     "lengths of another batch": (
-        {"kv_lens": [1, 2, 3]}, r"kv_lens has shape \(3,\): allowed is \(2,\)",
+        {"kv_lens": [1, 2, 3]},
+            r"kv_lens must have shape \(2,\) \(one value per batch entry\), got \(3,\)",
     ),
     "a table of another batch": (
-        {"rows": 1}, r"block_table has shape \(1, 4\): allowed is \(2, pages",
+        {"rows": 1}, r"block_table must have shape \(2, pages per sequence\), one .*got \(1, 4\)",
     ),
     "a table of numbers": (
-        {"dtype": np.float32}, r"block_table has dtype float32: allowed are integers",
+        {"dtype": np.float32}, "block_table must hold integers, got dtype float32",
     ),
     "pages of 24 rows": (
-        {"page_size": 24}, r"k has pages of 24 rows .*: allowed are multiples of 16 up to 256",
+        {"page_size": 24},
+            r"k must have pages of 16 to 256 .*got 24 rows \(shape \(7, 2, 24, 32\)\)",
     ),
-    "pages of 272 rows": ({"page_size": 272}, r"k has pages of 272 rows"),
-    "fa1": ({"algorithm": "fa1"}, r"block_table is given with algorithm 'fa1': allowed is 'fa2'"),
-    "standard": ({"algorithm": "standard"}, r"block_table is given with algorithm 'standard'"),
-    "packed of four axes": ({"cu_seqlens_q": [0, 1, 2]}, r"q has shape \(2, 2, 4, 32\)"),
+    "pages of 272 rows": ({"page_size": 272},
+        r"k must have pages of 16 to 256 .*got 272 rows \(shape \(7, 2, 272, 32\)\)"),
+    "fa1": ({"algorithm": "fa1"},
+        "block_table needs the forward pass of algorithm 'fa2', got 'fa1'"),
+    "standard": ({"algorithm": "standard"},
+        "block_table needs the forward pass of algorithm 'fa2', got 'standard'"),
+    "packed of four axes": ({"cu_seqlens_q": [0, 1, 2]},
+        r"q must have 3 axes, \(seqlen, heads, .*got 4 axes: shape \(2, 2, 4, 32\)"),
     "packed keys": (
         {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 50, 83]},
-        r"cu_seqlens_k is given with a block_table: allowed is kv_lens",
+        "cu_seqlens_k cannot be given with block_table; pass kv_lens instead,",
     ),
     "packed with the other layout": (
         {"cu_seqlens_q": [0, 1, 2], "layout": "bnhd"},
-        r"layout is 'bnhd' with cu_seqlens_q: .* None, for which pages can be k\.transpose\(0, 2,",
+        r"layout must be 'bhnd' or None with cu_seqlens_q \(packed q .*got 'bnhd'",
     ),
     "packed with q_lens": (
         {"cu_seqlens_q": [0, 1, 2], "q_lens": [1, 1]},
-        r"q_lens is given with cu_seqlens_q: allowed is one of the two",
+        "q_lens cannot be given with cu_seqlens_q, which already says how long",
     ),
-    "fa1 on wgmma": ({"algorithm": "fa1", "unit": "wgmma"}, r"block_table is given with algorithm"),
+    "fa1 on wgmma": ({"algorithm": "fa1", "unit": "wgmma"},
+        "block_table needs the forward pass of algorithm 'fa2', got 'fa1'"),
     "tiles": (
-        {"tiles": Tiles(16, 40)}, r"tiles: Bc=40 with a block_table: allowed are multiples of 16",
+        {"tiles": Tiles(16, 40)},
+            r"tiles\.Bc must be a multiple of 16 with a block_table \(pages .*got 40",
     ),
     "check_table alone": (
-        {"block_table": None, "check_table": True}, r"check_table is True without a block_table",
+        {"block_table": None, "check_table": True},
+            "check_table must be False without a block_table, got True",
     ),
 }  # fmt: skip
 
@@ -261,7 +275,9 @@ def test_there_is_no_backward_pass():
     k_pages, v_pages, table = cache_of(k, v, [50], 16)
     options = {"block_table": table, "kv_lens": [50]}
     O, L = fa_numba.flash_attention_2(q, k_pages, v_pages, return_lse=True, **options)
-    with pytest.raises(ValueError, match="block_table is given for a backward pass"):
+    with pytest.raises(
+        ValueError, match="block_table cannot be given to a backward pass; only the"
+    ):
         fa_numba.attention_backward(O, q, k_pages, v_pages, O, L, **options)
 
 

@@ -294,57 +294,67 @@ def test_nan_reaches_its_own_head_and_what_is_finite_is_scaled_by_what_is_finite
 Q, K = (1, 2, 5, 4), (1, 1, 7, 4)
 REFUSED = {
     "another name": (
-        {"precision": "tf32"}, ["precision is 'tf32'", "ieee, fp16x3, bf16x6, bf16x3"],
+        {"precision": "tf32"}, [
+            "precision must be 'ieee', 'fp16x3', 'bf16x6' or 'bf16x3', got 'tf32'"],
     ),
-    "no text": ({"precision": 3}, ["precision is 3", "allowed is one of"]),
+    "no text": ({"precision": 3}, [
+        "precision must be 'ieee', 'fp16x3', 'bf16x6' or 'bf16x3', got 3"]),
     "16 bits": (
         {"precision": "bf16x6", "dtype": "float16"},
-        ["precision is 'bf16x6' with dtype float16", "allowed is 'ieee'"],
+        [
+            "precision must be 'ieee' with dtype float16 (the other values are for float32",
+            "got 'bf16x6'"],
     ),
     "standard": (
         {"precision": "fp16x3", "algorithm": "standard"},
-        ["precision is 'fp16x3' with algorithm 'standard', pass 'fwd'", "allowed is 'ieee'",
-         "the forward pass of fa1 on tensor cores ('mma')", "the forward pass of fa2"],
+        [
+            "precision must be 'ieee' in the forward pass of algorithm 'standard'",
+            "got 'fp16x3'; other precisions are for the forward pass of algorithm 'fa1'"],
     ),
     "fa1 backward": (
         {"precision": "bf16x6", "passes": "bwd", "algorithm": "fa1"},
-        ["algorithm 'fa1', pass 'bwd'", "allowed is 'ieee'; more have"],
+        [
+            "precision must be 'ieee' in the backward pass of algorithm 'fa1'",
+            "got 'bf16x6'; other precisions are for "],
     ),
     "one order": (
         {"precision": "bf16x6", "passes": "bwd", "deterministic": True},
-        ["precision is 'bf16x6' with deterministic=True: allowed is 'ieee'"],
+        ["precision must be 'ieee' with deterministic=True, got 'bf16x6'"],
     ),
     "CUDA cores": (
         {"precision": "fp16x3", "unit": "simt"},
-        ["unit is 'simt' with dtype float32 as planes of float16 (precision 'fp16x3')",
-         "simt takes float32"],
+        [
+            "unit must be 'auto', 'mma' or 'wgmma' for float32 with precision 'fp16x3'",
+            "got 'simt', which multiplies float32 matrices"],
     ),
     "Hopper's unit, with a cap in the other order": (
         {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "algorithm": "fa1", "softcap": 2.0},
-        ["unit is 'wgmma'", "lack the option softcap of float32 in planes"],
+        ["unit 'wgmma' does not support the option softcap with precision 'bf16x3'"],
     ),
     "Hopper's unit, lengths of keys without planes": (
         {"unit": "wgmma", "gpu": "H200", "algorithm": "fa1", "dtype": "float16", "kv_lens": [3]},
-        ["unit is 'wgmma'", "lack the option kv_lens"],
+        ["unit 'wgmma' does not support the option kv_lens; pass unit='auto' or 'mma'"],
     ),
     "Hopper's unit, with options": (
         {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200", "softcap": 2.0},
-        ["unit is 'wgmma'", "lack the option softcap of float32 in planes"],
+        ["unit 'wgmma' does not support the option softcap with precision 'bf16x3'"],
     ),
     "Hopper's unit, three planes backward": (
         {"precision": "bf16x6", "unit": "wgmma", "gpu": "H200", "passes": "bwd"},
-        ["unit is 'wgmma'", "lack precision 'bf16x6' backward"],
+        ["unit 'wgmma' does not support precision 'bf16x6' in the backward pass; pass"],
     ),
     "shares of a column tile": (
         {"precision": "fp16x3", "gpu": "H200", "passes": "bwd", "group_splits": 2},
-        ["group_splits is 2 with precision 'fp16x3'", "allowed is 1 or 'auto'"],
+        ["group_splits must be 1 or 'auto' with precision 'fp16x3', got 2"],
     ),
     "an old GPU": (
-        {"precision": "bf16x3", "gpu": "T4"}, ["compute capability 7.5: mma needs 8.0"],
+        {"precision": "bf16x3", "gpu": "T4"}, [
+            "float32 with precision 'bf16x3' needs unit 'mma' and with it a GPU of compute",
+            "8.0 or newer, got 7.5; this GPU has unit 'simt'"],
     ),
     "pages": (
         {"precision": "fp16x3", "block_table": (1, 1), "k": (3, 1, 16, 4)},
-        ["precision is 'fp16x3' with a block_table", "allowed is 'ieee'"],
+        ["precision must be 'ieee' with a block_table, got 'fp16x3'"],
     ),
 }  # fmt: skip
 
@@ -374,7 +384,9 @@ def test_ieee_is_what_a_call_without_the_option_runs():
         back = {"precision": "fp16x3", "passes": "bwd"}
         for d, unit in ((32, "mma"), (64, "wgmma"), (128, "wgmma"), (136, "mma")):
             assert fa_numba.plan(*[(1, 8, 500, d)] * 2, **back).unit == unit
-        with pytest.raises(ValueError, match="lack a head dimension of v's own for gradients"):
+        with pytest.raises(
+            ValueError, match="unit 'wgmma' does not support v with another head_dim"
+        ):
             fa_numba.plan(Q, K, (*K[:-1], 8), unit="wgmma", **back)
 
 

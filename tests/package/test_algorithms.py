@@ -306,16 +306,40 @@ def test_the_kernels_name_the_same_lines(forward):
 @pytest.mark.parametrize(
     "change, error, says",
     [
-        (dict(Br=0), ValueError, "Br is 0.*integer >= 1"),
-        (dict(Bc=-1), ValueError, "Bc is -1.*integer >= 1"),
-        (dict(Br=2.0), TypeError, "Br is 2.0: allowed is an integer"),
-        (dict(Q=np.ones((1, 1, 2, 4))), ValueError, r"Q has shape \(1, 1, 2, 4\)"),
-        (dict(K=np.ones((0, 4))), ValueError, r"K has shape \(0, 4\)"),
-        (dict(K=np.ones((3, 5))), ValueError, r"K has shape \(3, 5\): allowed is \(Nk, 4\)"),
-        (dict(V=np.ones((7, 4))), ValueError, r"V has shape \(7, 4\): allowed is \(3, 4\)"),
-        (dict(V=np.ones((3, 4), complex)), TypeError, "V has dtype complex128: allowed are real"),
-        (dict(scale=np.nan), ValueError, "scale is nan"),
-        (dict(causal=1), TypeError, "causal is 1: allowed is True or False"),
+        (dict(Br=0), ValueError, "Br must be an integer of at least 1, got 0"),
+        (dict(Bc=-1), ValueError, "Bc must be an integer of at least 1, got -1"),
+        (dict(Br=2.0), TypeError, r"Br must be an integer of at least 1, got 2\.0"),
+        (
+            dict(Q=np.ones((1, 1, 2, 4))),
+            ValueError,
+            r"Q must have shape \(rows, d\), both at least 1, got \(1, 1, 2, 4\)",
+        ),
+        (
+            dict(K=np.ones((0, 4))),
+            ValueError,
+            r"K must have shape \(rows, d\), both at least 1, got \(0, 4\)",
+        ),
+        (
+            dict(K=np.ones((3, 5))),
+            ValueError,
+            r"K must have shape \(Nk, 4\) \(the d of Q\), got \(3, 5\)",
+        ),
+        (
+            dict(V=np.ones((7, 4))),
+            ValueError,
+            r"V must have shape \(3, 4\) \(the shape of K\), got \(7, 4\)",
+        ),
+        (
+            dict(V=np.ones((3, 4), complex)),
+            TypeError,
+            "V must be an array of real numbers, got dtype complex128",
+        ),
+        (
+            dict(scale=np.nan),
+            ValueError,
+            r"scale must be a finite number of magnitude at most 2\.36e\+38 .*got nan",
+        ),
+        (dict(causal=1), TypeError, "causal must be True or False, got 1"),
     ],
     ids=str,
 )
@@ -329,13 +353,13 @@ def test_bad_shapes_are_named_backward():
     Q, K, V, dO = random_inputs(2, 3, 4)
     O, l, m = fa1_forward(Q, K, V, Br=1, Bc=1)
     tiles = dict(Br=1, Bc=1)
-    with pytest.raises(ValueError, match=r"dO has shape \(1, 4\): allowed is \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"dO must have shape \(2, 4\), got \(1, 4\)"):
         fa1_backward(Q, K, V, O, dO[:1], l, m, **tiles)
-    with pytest.raises(TypeError, match="dO has dtype complex64: allowed are real numbers"):
+    with pytest.raises(TypeError, match="dO must be an array of real numbers, got dtype complex64"):
         fa2_backward(Q, K, V, O, dO.astype(np.complex64), m, **tiles)
-    with pytest.raises(ValueError, match=r"l has shape \(3,\): allowed is \(2,\)"):
+    with pytest.raises(ValueError, match=r"l must have shape \(2,\), got \(3,\)"):
         fa1_backward(Q, K, V, O, dO, np.ones(3), m, **tiles)
-    with pytest.raises(ValueError, match=r"O has shape \(3, 4\): allowed is \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"O must have shape \(2, 4\), got \(3, 4\)"):
         fa2_backward(Q, K, V, K, dO, m, **tiles)
-    with pytest.raises(ValueError, match=r"P has shape \(2, 2\): allowed is \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"P must have shape \(2, 3\), got \(2, 2\)"):
         standard_backward(Q, K, V, np.ones((2, 2)), dO)

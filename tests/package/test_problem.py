@@ -26,12 +26,12 @@ def test_a_problem_knows_its_shapes():
 @pytest.mark.parametrize(
     "value, error, says",
     [
-        (0, ValueError, ["is 0", "an empty axis", "an integer >= 1"]),
-        (-3, ValueError, ["is -3", "an integer >= 1"]),
-        (2.0, TypeError, ["is 2.0", "an integer >= 1"]),
-        ("2", TypeError, ["is '2'", "an integer >= 1"]),
-        (True, TypeError, ["is True", "an integer >= 1"]),
-        (None, TypeError, ["is None", "an integer >= 1"]),
+        (0, ValueError, ["must be an integer of at least 1, got 0 (an empty axis)"]),
+        (-3, ValueError, ["must be an integer of at least 1, got -3"]),
+        (2.0, TypeError, ["must be an integer of at least 1, got 2.0"]),
+        ("2", TypeError, ["must be an integer of at least 1, got '2'"]),
+        (True, TypeError, ["must be an integer of at least 1, got True"]),
+        (None, TypeError, ["must be an integer of at least 1, got None"]),
     ],
 )
 def test_a_bad_size_is_refused(name, value, error, says):
@@ -43,8 +43,8 @@ def test_a_bad_size_is_refused(name, value, error, says):
     "bad, error, says",
     [
         ({"head_dim": 257}, ValueError, ["head_dim", "257", "1 to 256"]),
-        ({"heads_k": 4}, ValueError, ["heads_k", "4", "a divisor of 6"]),
-        ({"heads_k": 12}, ValueError, ["heads_k", "12", "a divisor of 6"]),
+        ({"heads_k": 4}, ValueError, ["heads_k must be a divisor of heads_q, which is 6, got 4"]),
+        ({"heads_k": 12}, ValueError, ["heads_k must be a divisor of heads_q, which is 6, got 12"]),
         ({"dtype": "float64"}, ValueError, ["dtype", "'float64'", "float32"]),
         ({"dtype": np.float32}, TypeError, ["dtype", "numpy.float32", "float32"]),
         ({"scale": float("nan")}, ValueError, ["scale", "nan", "finite"]),
@@ -71,36 +71,139 @@ def test_a_bad_size_is_refused(name, value, error, says):
         ({"window": ()}, ValueError, ["window", "()", "(left, right)"]),
         ({"window": (1, 2, 3)}, ValueError, ["window", "(1, 2, 3)", "(left, right)"]),
         ({"window": (-2, 0)}, ValueError, ["window", "(-2, 0)", "(left, right)"]),
-        ({"softcap": 1e-31}, ValueError, ["softcap", "is 1e-31", "1e-30 to 1e30"]),
+        (
+            {"softcap": 1e-31},
+            ValueError,
+            ["softcap must be a number from 1e-30 to 1e30, or None or 0 for no cap", "got 1e-31"],
+        ),
         ({"softcap": -2.0}, ValueError, ["softcap", "-2.0", "1e-30 to 1e30"]),
         ({"softcap": 1e31}, ValueError, ["softcap", "1e+31", "1e-30 to 1e30"]),
         ({"softcap": float("nan")}, ValueError, ["softcap", "nan", "1e-30 to 1e30"]),
         ({"softcap": float("inf")}, ValueError, ["softcap", "inf", "1e-30 to 1e30"]),
-        ({"softcap": 10**400}, ValueError, ["softcap is 1000", "1e-30 to 1e30"]),
+        (
+            {"softcap": 10**400},
+            ValueError,
+            ["softcap must be a number from 1e-30 to 1e30, or None or 0 for no cap", "got 1000"],
+        ),
         ({"softcap": True}, TypeError, ["softcap", "True", "a positive number, or None"]),
         ({"softcap": "2"}, TypeError, ["softcap", "'2'", "a positive number, or None"]),
-        ({"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "0 to below 1"]),
-        ({"dropout_p": -1e-9}, ValueError, ["dropout_p", "-1e-09", "0 to below 1"]),
-        ({"dropout_p": float("nan")}, ValueError, ["dropout_p", "nan", "0 to below 1"]),
-        ({"dropout_p": 10**400}, ValueError, ["dropout_p is 1000", "0 to below 1"]),
-        ({"dropout_p": False}, TypeError, ["dropout_p", "False", "0 to below 1"]),
-        ({"layout": "bhdn"}, ValueError, ["layout is 'bhdn'", "'bhnd' for (batch, heads, seqlen"]),
-        ({"layout": 1}, ValueError, ["layout is 1", "'bnhd' for (batch, seqlen, heads, head_dim)"]),
-        ({"bias": 7}, TypeError, ["bias is 7", "an array, or its shape"]),
-        ({"bias": (5.0, 7.0)}, TypeError, ["bias is (5.0, 7.0)", "an array, or its shape"]),
-        ({"bias": "57"}, TypeError, ["bias is '57'", "an array, or its shape"]),
-        ({"q_lens": [5, 6]}, ValueError, ["q_lens holds 6", "0 to 5"]),
-        ({"q_lens": [-1, 5]}, ValueError, ["q_lens holds -1", "0 to 5"]),
-        ({"q_lens": [5, 5, 5]}, ValueError, ["q_lens has shape (3,)", "(2,)"]),
-        ({"q_lens": 5}, ValueError, ["q_lens has shape ()", "(2,)"]),
-        ({"q_lens": [5.0, 5.0]}, TypeError, ["q_lens has dtype float64", "integers"]),
-        ({"kv_lens": [0, 8]}, ValueError, ["kv_lens holds 8", "0 to 7"]),
-        ({"kv_lens": [[7, 7]]}, ValueError, ["kv_lens has shape (1, 2)", "(2,)"]),
-        ({"kv_lens": [True, True]}, TypeError, ["kv_lens has dtype bool", "integers"]),
-        ({"bias": (5, 6)}, ValueError, ["bias has shape (5, 6)", "broadcasts to (2, 6, 5, 7)"]),
-        ({"bias": (3, 5, 7)}, ValueError, ["bias has shape (3, 5, 7)", "(2, 6, 5, 7)"]),
-        ({"bias": (0, 1, 1, 1)}, ValueError, ["bias has shape (0, 1, 1, 1)", "(2, 6, 5, 7)"]),
-        ({"bias": (1, 2, 6, 5, 7)}, ValueError, ["bias has shape (1, 2, 6, 5, 7)", "(2, 6, 5, 7)"]),
+        (
+            {"dropout_p": 1.0},
+            ValueError,
+            ["dropout_p must be a number of at least 0 and less than 1, got 1.0"],
+        ),
+        (
+            {"dropout_p": -1e-9},
+            ValueError,
+            ["dropout_p must be a number of at least 0 and less than 1, got -1e-09"],
+        ),
+        (
+            {"dropout_p": float("nan")},
+            ValueError,
+            ["dropout_p must be a number of at least 0 and less than 1, got nan"],
+        ),
+        (
+            {"dropout_p": 10**400},
+            ValueError,
+            ["dropout_p must be a number of at least 0 and less than 1", "got 1000"],
+        ),
+        (
+            {"dropout_p": False},
+            TypeError,
+            ["dropout_p must be a number of at least 0 and less than 1, got False"],
+        ),
+        (
+            {"layout": "bhdn"},
+            ValueError,
+            [
+                "layout must be 'bhnd' for (batch, heads, seqlen, head_dim) or 'bnhd' for",
+                "got 'bhdn'",
+            ],
+        ),
+        (
+            {"layout": 1},
+            ValueError,
+            ["layout must be 'bhnd' for (batch, heads, seqlen, head_dim) or 'bnhd' for", "got 1"],
+        ),
+        (
+            {"bias": 7},
+            TypeError,
+            ["bias must be an array, or a shape (a sequence of integers), got 7"],
+        ),
+        (
+            {"bias": (5.0, 7.0)},
+            TypeError,
+            ["bias must be an array, or a shape (a sequence of integers), got (5.0, 7.0)"],
+        ),
+        (
+            {"bias": "57"},
+            TypeError,
+            ["bias must be an array, or a shape (a sequence of integers), got '57'"],
+        ),
+        (
+            {"q_lens": [5, 6]},
+            ValueError,
+            ["q_lens must hold integers from 0 to 5 (the sequence length), got 6"],
+        ),
+        (
+            {"q_lens": [-1, 5]},
+            ValueError,
+            ["q_lens must hold integers from 0 to 5 (the sequence length), got -1"],
+        ),
+        (
+            {"q_lens": [5, 5, 5]},
+            ValueError,
+            ["q_lens must have shape (2,) (one value per batch entry), got (3,)"],
+        ),
+        (
+            {"q_lens": 5},
+            ValueError,
+            ["q_lens must have shape (2,) (one value per batch entry), got ()"],
+        ),
+        ({"q_lens": [5.0, 5.0]}, TypeError, ["q_lens must hold integers, got dtype float64"]),
+        (
+            {"kv_lens": [0, 8]},
+            ValueError,
+            ["kv_lens must hold integers from 0 to 7 (the sequence length), got 8"],
+        ),
+        (
+            {"kv_lens": [[7, 7]]},
+            ValueError,
+            ["kv_lens must have shape (2,) (one value per batch entry), got (1, 2)"],
+        ),
+        ({"kv_lens": [True, True]}, TypeError, ["kv_lens must hold integers, got dtype bool"]),
+        (
+            {"bias": (5, 6)},
+            ValueError,
+            [
+                "bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 6, 5, 7)",
+                "got shape (5, 6)",
+            ],
+        ),
+        (
+            {"bias": (3, 5, 7)},
+            ValueError,
+            [
+                "bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 6, 5, 7)",
+                "got shape (3, 5, 7)",
+            ],
+        ),
+        (
+            {"bias": (0, 1, 1, 1)},
+            ValueError,
+            [
+                "bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 6, 5, 7)",
+                "got shape (0, 1, 1, 1)",
+            ],
+        ),
+        (
+            {"bias": (1, 2, 6, 5, 7)},
+            ValueError,
+            [
+                "bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (2, 6, 5, 7)",
+                "got shape (1, 2, 6, 5, 7)",
+            ],
+        ),
     ],
 )
 def test_a_bad_option_is_refused(bad, error, says):
@@ -135,13 +238,13 @@ def test_the_longest_sequences():
     long = {**SIZES, "seqlen_q": MAX_SEQLEN, "seqlen_k": MAX_SEQLEN}
     assert Problem(**long).seqlen_k == MAX_SEQLEN
     for name in "qk":
-        wrong = f"{name} has seqlen {MAX_SEQLEN + 1}: .* {MAX_SEQLEN}"
+        wrong = f"seqlen of {name} must be at most {MAX_SEQLEN}, got {MAX_SEQLEN + 1}"
         with pytest.raises(ValueError, match=wrong):
             Problem(**{**long, f"seqlen_{name}": MAX_SEQLEN + 1})
     windowed = {**SIZES, "seqlen_q": UNBOUNDED, "seqlen_k": UNBOUNDED, "window": (1, 1)}
     assert Problem(**windowed).seqlen_k == UNBOUNDED
     for name in "qk":
-        with pytest.raises(ValueError, match=f"{name} has seqlen .* {UNBOUNDED} with a window"):
+        with pytest.raises(ValueError, match=f"seqlen of {name} must .* {UNBOUNDED} with a window"):
             Problem(**{**windowed, f"seqlen_{name}": UNBOUNDED + 1})
 
 
@@ -168,34 +271,116 @@ def test_packed_sequences():
         (
             {"q": (1, 6, 8, 4)},
             ValueError,
-            ["q has shape (1, 6, 8, 4)", "(seqlen, heads, head_dim)"],
+            ["q must have 3 axes, (seqlen, heads, head_dim)", "got 4 axes: shape (1, 6, 8, 4)"],
         ),
-        ({"k": (9, 4)}, ValueError, ["k has shape (9, 4)", "rank 3", "(seqlen, heads, head_dim)"]),
-        ({"v": (8, 3, 4)}, ValueError, ["v has seqlen 8", "9", "as k"]),
-        ({"v": (9, 6, 4)}, ValueError, ["v has heads 6", "3", "as k"]),
-        ({"k": (9, 4, 4), "v": None}, ValueError, ["k has heads 4", "divisor of 6"]),
-        ({"k": (9, 3, 8)}, ValueError, ["k has head_dim 8", "4", "as q"]),
-        ({"cu_seqlens_k": None}, ValueError, ["cu_seqlens_q is given without cu_seqlens_k"]),
-        ({"cu_seqlens_q": None}, ValueError, ["cu_seqlens_k is given without cu_seqlens_q"]),
+        (
+            {"k": (9, 4)},
+            ValueError,
+            ["k must have 3 axes, (seqlen, heads, head_dim), got 2 axes: shape (9, 4)"],
+        ),
+        (
+            {"v": (8, 3, 4)},
+            ValueError,
+            ["v must have seqlen=9 like k (shape (9, 3, 4)), got seqlen=8 (shape (8, 3, 4))"],
+        ),
+        (
+            {"v": (9, 6, 4)},
+            ValueError,
+            ["v must have heads=3 like k (shape (9, 3, 4)), got heads=6 (shape (9, 6, 4))"],
+        ),
+        (
+            {"k": (9, 4, 4), "v": None},
+            ValueError,
+            [
+                "k must have a number of heads that divides the 6 heads of q (shape (8, 6, 4))",
+                "got 4 (shape (9, 4, 4))",
+            ],
+        ),
+        (
+            {"k": (9, 3, 8)},
+            ValueError,
+            ["k must have head_dim=4 like q (shape (8, 6, 4))", "got head_dim=8 (shape (9, 3, 8))"],
+        ),
+        (
+            {"cu_seqlens_k": None},
+            ValueError,
+            ["cu_seqlens_q must be given together with cu_seqlens_k, got cu_seqlens_q alone"],
+        ),
+        (
+            {"cu_seqlens_q": None},
+            ValueError,
+            ["cu_seqlens_k must be given together with cu_seqlens_q, got cu_seqlens_k alone"],
+        ),
         (
             {"q_lens": [1, 1, 1]},
             ValueError,
-            ["q_lens is given with cu_seqlens_q", "one of the two"],
+            ["q_lens cannot be given with cu_seqlens_q and cu_seqlens_k, which already"],
         ),
-        ({"kv_lens": [1, 1, 1]}, ValueError, ["kv_lens is given with cu_seqlens_q"]),
-        ({"cu_seqlens_q": [0, 8]}, ValueError, ["cu_seqlens_k holds 3 sequences", "allowed is 1"]),
-        ({"cu_seqlens_q": [1, 3, 3, 8]}, ValueError, ["cu_seqlens_q is [1, 3, 3, 8]", "0 to 8"]),
-        ({"cu_seqlens_q": [0, 3, 3, 7]}, ValueError, ["cu_seqlens_q is [0, 3, 3, 7]", "0 to 8"]),
+        (
+            {"kv_lens": [1, 1, 1]},
+            ValueError,
+            ["kv_lens cannot be given with cu_seqlens_q and cu_seqlens_k, which already say"],
+        ),
+        (
+            {"cu_seqlens_q": [0, 8]},
+            ValueError,
+            [
+                "cu_seqlens_k must describe as many sequences as cu_seqlens_q, which describes",
+                "got 3",
+            ],
+        ),
+        (
+            {"cu_seqlens_q": [1, 3, 3, 8]},
+            ValueError,
+            [
+                "cu_seqlens_q must be cumulative lengths: begin with 0, never decrease, and",
+                "got 1 as the first value",
+            ],
+        ),
+        (
+            {"cu_seqlens_q": [0, 3, 3, 7]},
+            ValueError,
+            [
+                "cu_seqlens_q must be cumulative lengths: begin with 0, never decrease, and",
+                "got 7 as the last value",
+            ],
+        ),
         (
             {"cu_seqlens_k": [0, 5, 4, 9]},
             ValueError,
-            ["cu_seqlens_k is [0, 5, 4, 9]", "never fall"],
+            [
+                "cu_seqlens_k must be cumulative lengths: begin with 0, never decrease,",
+                "got 5 followed by 4",
+            ],
         ),
-        ({"cu_seqlens_k": [9]}, ValueError, ["cu_seqlens_k has shape (1,)", "(batch + 1,)"]),
-        ({"cu_seqlens_k": [[0, 9]]}, ValueError, ["cu_seqlens_k has shape (1, 2)", "(batch + 1,)"]),
-        ({"cu_seqlens_q": 8}, ValueError, ["cu_seqlens_q has shape ()", "(batch + 1,)"]),
-        ({"cu_seqlens_q": [0.0, 8.0]}, TypeError, ["cu_seqlens_q has dtype float64", "integers"]),
-        ({"bias": (9, 9)}, ValueError, ["bias has shape (9, 9)", "(3, 6, 5, 5)"]),
+        (
+            {"cu_seqlens_k": [9]},
+            ValueError,
+            ["cu_seqlens_k must have shape (batch + 1,) with at least one sequence, got (1,)"],
+        ),
+        (
+            {"cu_seqlens_k": [[0, 9]]},
+            ValueError,
+            ["cu_seqlens_k must have shape (batch + 1,) with at least one sequence", "got (1, 2)"],
+        ),
+        (
+            {"cu_seqlens_q": 8},
+            ValueError,
+            ["cu_seqlens_q must have shape (batch + 1,) with at least one sequence, got ()"],
+        ),
+        (
+            {"cu_seqlens_q": [0.0, 8.0]},
+            TypeError,
+            ["cu_seqlens_q must hold integers, got dtype float64"],
+        ),
+        (
+            {"bias": (9, 9)},
+            ValueError,
+            [
+                "bias must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = (3, 6, 5, 5)",
+                "got shape (9, 9)",
+            ],
+        ),
     ],
     ids=str,
 )
@@ -209,27 +394,96 @@ def test_packed_sequences_that_do_not_fit_are_refused(bad, error, says):
 @pytest.mark.parametrize(
     "q, k, v, error, says",
     [
-        ((2, 6, 5), (2, 3, 7, 4), None, ValueError, ["q has", "(2, 6, 5)", "rank 3", "rank 4"]),
-        ((2, 6, 5, 4), (7, 4), None, ValueError, ["k has", "(7, 4)", "rank 2", "rank 4"]),
-        ((2, 6, 5, 4), (2, 3, 7, 4), (), ValueError, ["v has", "()", "rank 0", "rank 4"]),
+        (
+            (2, 6, 5),
+            (2, 3, 7, 4),
+            None,
+            ValueError,
+            ["q must have 4 axes, (batch, heads, seqlen, head_dim)", "got 3 axes: shape (2, 6, 5)"],
+        ),
+        (
+            (2, 6, 5, 4),
+            (7, 4),
+            None,
+            ValueError,
+            ["k must have 4 axes, (batch, heads, seqlen, head_dim), got 2 axes: shape (7, 4)"],
+        ),
+        (
+            (2, 6, 5, 4),
+            (2, 3, 7, 4),
+            (),
+            ValueError,
+            ["v must have 4 axes, (batch, heads, seqlen, head_dim), got 0 axes: shape ()"],
+        ),
         ((0, 6, 5, 4), (2, 3, 7, 4), None, ValueError, ["batch of q", "(0, 6, 5, 4)", "empty"]),
         ((2, 6, 5, 4), (2, 0, 7, 4), None, ValueError, ["heads of k", "(2, 0, 7, 4)", "empty"]),
         ((2, 6, 5, 4), (2, 3, 0, 4), None, ValueError, ["seqlen of k", "(2, 3, 0, 4)", "empty"]),
         ((2, 6, 5, 4), (2, 3, 7, 4), (2, 3, 7, 0), ValueError, ["head_dim of v", "0", "empty"]),
         ((2, 6, 5, 4), (2, 3, 7.0, 4), None, TypeError, ["seqlen of k", "7.0", "integer"]),
-        ((2, 6, 5, 4), (1, 3, 7, 4), None, ValueError, ["k has batch 1", "is 2", "as q"]),
-        ((2, 6, 5, 4), (2, 4, 7, 4), None, ValueError, ["k has heads 4", "divisor of 6", "of q"]),
-        ((2, 6, 5, 4), (2, 3, 7, 8), None, ValueError, ["k has head_dim 8", "is 4", "as q"]),
-        ((2, 6, 5, 300), (2, 3, 7, 300), None, ValueError, ["q has head_dim 300", "1 to 256"]),
-        ((2, 6, 5, 4), (2, 3, 7, 4), (1, 3, 7, 4), ValueError, ["v has batch 1", "is 2", "as k"]),
-        ((2, 6, 5, 4), (2, 3, 7, 4), (2, 6, 7, 4), ValueError, ["v has heads 6", "is 3", "as k"]),
-        ((2, 6, 5, 4), (2, 3, 7, 4), (2, 3, 5, 4), ValueError, ["v has seqlen 5", "is 7", "as k"]),
+        (
+            (2, 6, 5, 4),
+            (1, 3, 7, 4),
+            None,
+            ValueError,
+            ["k must have batch=2 like q (shape (2, 6, 5, 4))", "got batch=1 (shape (1, 3, 7, 4))"],
+        ),
+        (
+            (2, 6, 5, 4),
+            (2, 4, 7, 4),
+            None,
+            ValueError,
+            [
+                "k must have a number of heads that divides the 6 heads of q (shape (2, 6, 5,",
+                "got 4 (shape (2, 4, 7, 4))",
+            ],
+        ),
+        (
+            (2, 6, 5, 4),
+            (2, 3, 7, 8),
+            None,
+            ValueError,
+            [
+                "k must have head_dim=4 like q (shape (2, 6, 5, 4))",
+                "got head_dim=8 (shape (2, 3, 7, 8))",
+            ],
+        ),
+        (
+            (2, 6, 5, 300),
+            (2, 3, 7, 300),
+            None,
+            ValueError,
+            ["head_dim of q must be from 1 to 256, got 300; q has shape (2, 6, 5, 300)"],
+        ),
+        (
+            (2, 6, 5, 4),
+            (2, 3, 7, 4),
+            (1, 3, 7, 4),
+            ValueError,
+            ["v must have batch=2 like k (shape (2, 3, 7, 4))", "got batch=1 (shape (1, 3, 7, 4))"],
+        ),
+        (
+            (2, 6, 5, 4),
+            (2, 3, 7, 4),
+            (2, 6, 7, 4),
+            ValueError,
+            ["v must have heads=3 like k (shape (2, 3, 7, 4))", "got heads=6 (shape (2, 6, 7, 4))"],
+        ),
+        (
+            (2, 6, 5, 4),
+            (2, 3, 7, 4),
+            (2, 3, 5, 4),
+            ValueError,
+            [
+                "v must have seqlen=7 like k (shape (2, 3, 7, 4))",
+                "got seqlen=5 (shape (2, 3, 5, 4))",
+            ],
+        ),
         (
             (2, 6, 5, 4),
             (2, 3, 7, 4),
             (2, 3, 7, 257),
             ValueError,
-            ["v has head_dim 257", "1 to 256"],
+            ["head_dim of v must be from 1 to 256, got 257; v has shape (2, 3, 7, 257)"],
         ),
     ],
 )

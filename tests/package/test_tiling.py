@@ -22,7 +22,7 @@ KB = 1024
         ((4, 12), ValueError, ["Bc", "multiple of 8", "12"]),
         ((4.0, 8), TypeError, ["Br", "int", "4.0"]),
         ((4, "8"), TypeError, ["Bc", "int", "'8'"]),
-        ((4, 8, 32.0), TypeError, ["threads", "int or None", "32.0"]),
+        ((4, 8, 32.0), TypeError, ["threads must be an integer or None, got 32.0"]),
         ((np.bool_(True), 8), TypeError, ["Br", "an int", "True"]),
         ((4, 8, 32, True), TypeError, ["stages", "int", "True"]),
         ((4, 8, 32, None), TypeError, ["stages", "int", "None"]),
@@ -115,9 +115,11 @@ def test_the_default_follows_the_papers_where_memory_allows():
 
 
 def test_tiles_without_a_split_are_refused():
-    with pytest.raises(ValueError, match=r"threads=48 does not fit Br=16, Bc=16.*\[32, 64, 128"):
+    with pytest.raises(
+        ValueError, match=r"tiles\.threads must be 32, 64, 128 or 256, or None, .*got 48"
+    ):
         select_spec(Tiles(16, 16, 48), 8, 227 * KB)
-    with pytest.raises(ValueError, match="Br=1024, Bc=256.*bytes of shared memory"):
+    with pytest.raises(ValueError, match="tiles must fit in .* of shared memory .*Br=1024, Bc=256"):
         select_spec(Tiles(1024, 256), 64, 227 * KB)
 
 
@@ -126,5 +128,5 @@ def test_tiles_beyond_shared_memory_are_refused_with_both_numbers():
     assert select_spec(Tiles(64, 64), 128, least).shared_bytes == least
     with pytest.raises(ValueError) as caught:
         select_spec(Tiles(64, 64), 128, least - 1)
-    for part in (f"needs {least} bytes", f"has {least - 1} a block"):
+    for part in (f"got {least} bytes", f"tiles must fit in {least - 1} bytes"):
         assert part in str(caught.value)
