@@ -176,9 +176,11 @@ def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
             f"{name} must have a shape of {len(axes)} integers, ({', '.join(axes)}), got {shape!r}"
         ) from None
     if len(shape) != len(axes):
+        # A prefix of layout "bnhd" has equal axes, but is not packed.
+        packed = " for packed sequences" if axes is PACKED_AXES else ""
         raise ValueError(
-            f"{name} must have {len(axes)} axes, ({', '.join(axes)}), got {len(shape)} axes: shape "
-            f"{shape}"
+            f"{name} must have {len(axes)} axes{packed}, ({', '.join(axes)}), got {len(shape)} "
+            f"axes: shape {shape}"
         )
     where = f"; {name} has shape {shape}"
     return tuple(

@@ -93,6 +93,8 @@ def variable_of(name: str) -> str:
 def check_dtype(name: str, dtype: str, library: str, allowed: Sequence[str]) -> None:
     """Raise TypeError unless ``dtype`` is ``allowed``, with the conversion in that ``library``."""
     if dtype not in allowed:
+        if name == "out" and len(allowed) == 1:
+            raise TypeError(f"out must have the dtype of the inputs ({allowed[0]}), got {dtype}")
         advice = _conversion(name, dtype, library, allowed)
         raise TypeError(f"{name} must be {checks.one_of(allowed)}, got {dtype}{advice}")
 

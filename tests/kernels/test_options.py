@@ -332,7 +332,8 @@ REFUSED = [
      "block_mask must be an array or a sequence of numbers, got a str"),
     ({"causal": 1}, TypeError, "causal must be True or False, got 1"),
     ({"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}, ValueError,
-     "q must have 3 axes, (seqlen, heads, head_dim), got 4 axes: shape (1, 2, 5, 4)"),
+     "q must have 3 axes for packed sequences, (seqlen, heads, head_dim)",
+     "got 4 axes: shape (1, 2, 5, 4)"),
 ]  # fmt: skip
 # The same for q (5, 2, 4) and k (7, 1, 4).
 PACKED = {"cu_seqlens_q": np.array([0, 2, 5]), "cu_seqlens_k": [0, 7, 7]}
@@ -632,7 +633,7 @@ REFUSED_CALLS = [
     ("attention", (*SINGLE[:2], K), {}, TypeError,
      "v must have the dtype of q (float32)", "got float16"),
     ("attention", HALVES, {"out": np.empty_like(SINGLE[0])}, TypeError,
-     "out must be float16, got float32"),
+     "out must have the dtype of the inputs (float16), got float32"),
     ("attention", HALVES, {"bias": np.ones((5, 7), np.float16)}, TypeError,
      "bias must be float32, got float16; convert it with bias.astype(np.float32)"),
     ("attention", HALVES, {"alibi_slopes": np.ones(2, np.float16)}, TypeError,

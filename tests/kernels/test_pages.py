@@ -216,7 +216,7 @@ BAD = {
     "standard": ({"algorithm": "standard"},
         "block_table needs the forward pass of algorithm 'fa2', got 'standard'"),
     "packed of four axes": ({"cu_seqlens_q": [0, 1, 2]},
-        r"q must have 3 axes, \(seqlen, heads, .*got 4 axes: shape \(2, 2, 4, 32\)"),
+        r"q must have 3 axes for packed sequences, \(.*got 4 axes: shape \(2, 2, 4, 32\)"),
     "packed keys": (
         {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 50, 83]},
         "cu_seqlens_k cannot be given with block_table; pass kv_lens instead,",

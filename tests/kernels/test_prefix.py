@@ -368,7 +368,7 @@ BAD = {
     ),
     "out's dtype": (
         {"out": np.zeros((2, 2, 4, 8), np.float16)},
-        "out must be float32, got float16",
+        r"out must have the dtype of the inputs \(float32\), got float16",
     ),
     "out's shape": (
         {"out": np.zeros((2, 2, 5, 8), np.float32)},

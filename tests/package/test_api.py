@@ -122,7 +122,7 @@ REFUSED = {
     ),
     "out dtype": (
         {"out": array(1, 2, 5, 4, dtype="f8")}, TypeError,
-        ["out must be float32, got float64"],
+        ["out must have the dtype of the inputs (float32), got float64"],
     ),
     "out of another library": (
         {"out": OnlyDlpack(array(1, 2, 5, 4))}, ValueError,

@@ -271,12 +271,18 @@ def test_packed_sequences():
         (
             {"q": (1, 6, 8, 4)},
             ValueError,
-            ["q must have 3 axes, (seqlen, heads, head_dim)", "got 4 axes: shape (1, 6, 8, 4)"],
+            [
+                "q must have 3 axes for packed sequences, (seqlen, heads, head_dim)",
+                "got 4 axes: shape (1, 6, 8, 4)",
+            ],
         ),
         (
             {"k": (9, 4)},
             ValueError,
-            ["k must have 3 axes, (seqlen, heads, head_dim), got 2 axes: shape (9, 4)"],
+            [
+                "k must have 3 axes for packed sequences, (seqlen, heads, head_dim)",
+                "got 2 axes: shape (9, 4)",
+            ],
         ),
         (
             {"v": (8, 3, 4)},
