@@ -4,7 +4,8 @@
 # make test-torch  with torch, its build for CPUs: gradients, rings of processes
 # make test-mlir   with numba-cuda-mlir, the other compiler: kernels that it compiles
 # make browser   the page explore.html in Chromium, where there is one
-# make lint      ruff and mypy
+# make docs      the guide, the option reference and the API reference, in build/docs
+# make lint      ruff, mypy, and numpydoc's validation of public docstrings
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
 # make ptx       BASE=revision: whether every kernel has the PTX that it had there
 # make clean     remove .venv and everything generated that git does not track
@@ -28,9 +29,9 @@ endif
 # Two processes run the tests, and each finds on disk what the other has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-SOURCES := fa_numba experiments tests .ci/install.py
+SOURCES := fa_numba experiments tests .ci
 
-.PHONY: figures test test-all test-torch test-mlir browser lint sanitize ptx clean
+.PHONY: figures test test-all test-torch test-mlir browser docs lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -52,10 +53,14 @@ test-mlir: $(VENV)/.mlir-$(WHEELS)
 browser: $(VENV)/.browser-$(WHEELS)
 	@$(RUN) -m pytest -q -rs -m browser tests/experiments/test_explore_browser.py
 
+docs: $(VENV)/.docs-$(WHEELS)
+	@$(RUN) .ci/docs.py
+
 lint: $(VENV)/.lint-$(WHEELS)
 	@$(RUN) -m ruff check $(SOURCES)
 	@$(RUN) -m ruff format --check $(SOURCES)
 	@$(RUN) -m mypy
+	@$(RUN) .ci/check_docstrings.py
 
 # The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
 # calls that fail: cuda.core makes one as it opens a memory pool.
@@ -107,6 +112,10 @@ $(VENV)/.mlir-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 $(VENV)/.browser-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test$(,)browser)
 	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)
+
+$(VENV)/.docs-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments$(,)docs)
+	@touch $(VENV)/.run-$(WHEELS)
 
 $(VENV)/.lint-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test$(,)lint)

@@ -12,7 +12,8 @@ The kernels are in kernels/simt, kernels/mma and kernels/wgmma. kernels/wgmma ha
 standard attention.
 FlashAttention: https://arxiv.org/abs/2205.14135, FlashAttention-2: https://arxiv.org/abs/2307.08691
 
-How to read the code
+How to read the code:
+
 - A function computes one head in float64: Q and O are (Nq, d), K and V are (Nk, d). A complete call
   does the same for every head of every batch entry.
 - Row tile i is Br rows of Q. Column tile j is Bc rows of K and V. Their first rows are i0 and j0.
