@@ -2,7 +2,7 @@
 
 An experiment is one file in this folder. The command line finds it automatically. The file has
 
-    a docstring               the command `list` prints its first two paragraphs
+    a docstring               `list` prints its first sentence, `list NAME` prints all of it
     measure(options, bench)   measures and yields rows
     draw(rows)                draws the figure of stored rows
     table(rows)               makes the table of stored rows, if the experiment has a table

@@ -32,6 +32,10 @@ from .lab.show import report
 
 T = TypeVar("T")
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+_LEGEND = """
+CPU: runs on every machine; with a GPU it may measure more. GPU, torch: needed to measure; the
+figure is drawn from stored results on every machine.
+Full description of an experiment: python -m experiments list NAME"""
 
 
 def _several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
@@ -45,15 +49,22 @@ def _tiles(text: str) -> tuple[int, int]:
     return found.Br, found.Bc
 
 
+def _experiment(text: str) -> str:
+    """Return the name of an experiment, if there is one of this name."""
+    if text not in names():
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(names())}, got {text!r}")
+    return text
+
+
 def _folder(text: str) -> Path:
     """Parse the path of a folder that exists or can be made."""
     if not text.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} names no folder")
+        raise argparse.ArgumentTypeError(f"must be the name of a folder, got {text!r}")
     path = Path(text).resolve()
     for place in (path, *path.parents):
         if place.exists():
             if not place.is_dir():
-                raise argparse.ArgumentTypeError(f"{place} is a file, not a folder")
+                raise argparse.ArgumentTypeError(f"must be a folder, but {place} is a file")
             break
     return path
 
@@ -62,38 +73,43 @@ def _parser() -> argparse.ArgumentParser:
     choices = argparse.ArgumentParser(add_help=False)
     quick, filtered = (folder.relative_to(REPOSITORY) for folder in (QUICK, FILTERED))
     chosen = (
-        "--seqlens, --head-dims, --causal and --tiles leave a part of an experiment. Its figure "
-        f"and data go to {filtered} unless --out is given: what is in figures/ comes from complete "
-        "runs alone."
+        "With --seqlens, --head-dims, --causal or --tiles only a part of an experiment runs. Its "
+        f"figure and data go to {filtered} unless --out is given, because figures/ holds complete "
+        "runs only."
     )
     flag: dict[str, Any] = {"action": "store_true"}
     head_dims: dict[str, Any] = {"type": _several(whole(1, MAX_HEAD_DIM)), "metavar": "D,..."}
     options: dict[str, tuple[str, dict[str, Any]]] = {
         "--quick": (
-            f"a few small sizes, in seconds; written to {quick} unless --out is given", flag),
-        "--seqlens": ("sequence lengths to measure or draw, instead of the experiment's own",
+            "run a few small sizes only, in seconds; the results go to "
+            f"{quick} unless --out is given", flag),
+        "--seqlens": ("sequence lengths to measure or draw, such as 512,1024 (default: those of "
+                      "the experiment)",
                       {"type": _several(whole(1, MAX_SEQLEN)), "metavar": "N,..."}),
-        "--head-dims": (
-            "head dimensions to measure or draw, instead of the experiment's own", head_dims),
-        "--causal": ("without the causal mask, with it, or both, instead of the experiment's own",
-                     {"choices": CAUSAL}),
+        "--head-dims": ("head dimensions to measure or draw, such as 64,128 (default: those of "
+                        "the experiment)", head_dims),
+        "--causal": ("measure or draw without the causal mask (no), with it (yes), or both "
+                     "(default: as the experiment)", {"choices": CAUSAL}),
         "--tiles": (
-            "block sizes, such as 64x64,32x128, of an experiment that takes them (see list)",
+            "tile sizes, rows of Q x rows of K, such as 64x64,32x128; only a few experiments "
+            "have this option, such as timeline (default: those of the experiment)",
             {"type": _several(_tiles), "metavar": "BRxBC,..."}),
-        "--recount": ("count on the emulator in any case; a complete run takes the stored counts "
-                      "while the experiment's code and its kernels are unchanged", flag),
-        "--out": ("where figures go, and their data under FOLDER/data (default: figures for "
-                  "complete runs); what has no data there is drawn from the project's recordings "
-                  "in figures/data", {"type": _folder, "metavar": "FOLDER"}),
-        "--replace": ("replace a recording though torch or ncu, which it has numbers of, are "
-                      "missing here", flag),
+        "--recount": ("count on the emulator again (default: a complete run uses stored counts "
+                      "while the experiment's code and its kernels are unchanged)", flag),
+        "--out": ("folder for the figures; their data go to FOLDER/data (default: figures for "
+                  "complete runs). Experiments without data in FOLDER are drawn from the "
+                  "recordings in figures/data", {"type": _folder, "metavar": "FOLDER"}),
+        "--replace": ("replace a stored recording even if it has numbers from torch or ncu, and "
+                      "torch or ncu is missing on this machine", flag),
     }  # fmt: skip
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():
         group.add_argument(option, help=text, **how)
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
-        description="Measure both loop orders of FlashAttention and draw the figures.",
+        description="Measure both loop orders of FlashAttention, and draw the figures and tables.",
+        epilog="Options of a command: python -m experiments COMMAND --help. "
+        "Example: python -m experiments run io_vs_seqlen --quick",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -101,42 +117,76 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=about or text, **more)
 
     parts: dict[str, Any] = {"epilog": chosen, "parents": [choices]}
-    add("list", "name the experiments and what each one shows")
+    text = "list the experiments: what each one shows, and what it needs"
+    about = f"{text[0].upper()}{text[1:]}. With names: describe these experiments in full."
+    listing = add("list", text, about)
+    listing.add_argument(
+        "names", nargs="*", type=_experiment, metavar="NAME", help="experiments to describe"
+    )
+    listing.add_argument("--verbose", action="store_true", help="describe every experiment in full")
     for name, text in (
-        ("run", "measure the named experiments on this machine, store the rows, draw the figures"),
-        ("draw", "draw the named figures from stored rows, measuring nothing"),
+        ("run", "measure experiments on this machine, store the results and draw the figures"),
+        ("draw", "draw figures from stored results, without measuring"),
     ):
-        about = f"any of: {', '.join(names())}"
-        add(name, text, **parts).add_argument(
+        about = f"experiments, separated by spaces: {', '.join(names())}"
+        add(name, text, f"{text[0].upper()}{text[1:]}.", **parts).add_argument(
             "names", nargs="+", choices=names(), metavar="NAME", help=about
         )
-    text = "run every experiment that this machine can run, draw every figure, say what is new"
+    text = "run all experiments that this machine can run, and draw all figures"
     about = (
-        f"{text}. An experiment is measured again on a GPU when its code or the kernels that it "
-        "launches have changed. An interrupted run is continued by the same command."
+        f"{text[0].upper()}{text[1:]}. On a GPU an experiment is measured again only if its code "
+        "or the kernels that it launches have changed. After an interrupt, the same command "
+        "continues."
     )
     add("all", text, about, **parts)
     compare.add(commands)
-    text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
+    text = "serve the interactive page figures/explore.html on this machine, for any sizes"
     port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
-    add("explore", text).add_argument("--port", help="default: a free one", **port)
-    tuning = add("tune", "time the tensor-core kernels' tiles on this GPU and store the fastest")
-    text = f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})"
+    about = f"{text[0].upper()}{text[1:]}. Stop with Ctrl-C."
+    add("explore", text, about).add_argument(
+        "--port", help="TCP port, 1 to 65535 (default: a free port)", **port
+    )
+    text = "time tile sizes of the tensor-core kernels on this GPU, and store the fastest"
+    about = f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv, which plans use."
+    tuning = add("tune", text, about)
+    text = f"head dimensions to time (default: {','.join(map(str, tune.HEAD_DIMS))})"
     tuning.add_argument("--head-dims", help=text, default=tune.HEAD_DIMS, **head_dims)
-    for option, known in (("--series", tune.SERIES), ("--passes", tune.PASSES)):
+    for option, known, what in (
+        ("--series", tune.SERIES, "kernels"),
+        ("--passes", tune.PASSES, "passes"),
+    ):
         which: dict[str, Any] = {"nargs": "+", "choices": known, "default": known}
-        tuning.add_argument(option, help="what to sweep (default: all)", **which)
+        tuning.add_argument(option, help=f"{what} to time (default: all)", **which)
     for name, text in (
-        ("spills", "compile, without a GPU, what options make spill, and store the bytes that "
-         "plans read"),
-        ("report", "write the tables of paper_repro.md and figures/tables anew from figures/data"),
-        ("origins", "list recordings whose commit is not in this history, or whose tree may have "
-         "differed"),
-        ("outdated", "list each recording as current, outdated or unknown; outdated is what was "
-         "made with other kernels or other code than today's"),
+        ("spills", "compile kernels with options that may spill registers, and store the spilled "
+         "bytes for plans; needs no GPU"),
+        ("report", "write the tables of paper_repro.md and figures/tables again from figures/data"),
+        ("origins", "list recordings whose commit is not in the git history, or whose source files "
+         "may have had uncommitted changes"),
+        ("outdated", "list each recording as current, outdated or unknown; an outdated recording "
+         "was made with other kernels or other code than now"),
     ):  # fmt: skip
-        add(name, text)
+        add(name, text, f"{text[0].upper()}{text[1:]}.")
     return parser
+
+
+def _list(console: Console, chosen: Sequence[str], verbose: bool) -> None:
+    """Print a line for each experiment, or the complete text of the chosen ones."""
+    for name in chosen or names():
+        module = load(name)
+        what = ", ".join(needs(module)) or "CPU"
+        if chosen or verbose:
+            text = (module.__doc__ or "").strip()
+            console.print(
+                f"[bold]{name}[/] {escape(f'[{what}]')}\n{escape(text)}\n",
+                highlight=False,
+                soft_wrap=True,
+            )
+            continue
+        title = escape(f"{words(module)[0]} [{what}]")
+        console.print(f"[bold]{name:17}[/]{title}", highlight=False, soft_wrap=True)
+    if not chosen and not verbose:
+        console.print(escape(_LEGEND), highlight=False, soft_wrap=True)
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -149,8 +199,9 @@ def _options(args: argparse.Namespace) -> Options:
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
     if args.out == FIGURES != usual:
         raise ValueError(
-            f"argument --out: {FIGURES} has complete runs alone: allowed are other folders; "
-            f"without --out it is {usual.relative_to(REPOSITORY)}"
+            f"argument --out: must not be {FIGURES} for a part of an experiment, because that "
+            "folder holds complete runs only. Without --out the results go to "
+            f"{usual.relative_to(REPOSITORY)}"
         )
     return replace(options, out=args.out or usual)
 
@@ -161,9 +212,9 @@ def _report(console: Console) -> int:
         changed = report.update()
     except (OSError, ValueError) as error:  # a file, a marker, or stored rows: it says which
         what = escape(str(error))
-        console.print(f"[red]the tables are as they were: {what}[/]", soft_wrap=True)
+        console.print(f"[red]no table was changed: {what}[/]", soft_wrap=True)
         return 1
-    console.print(f"tables: {', '.join(changed) if changed else 'nothing'} changed")
+    console.print(f"changed tables: {', '.join(changed) or 'none'}")
     return 0
 
 
@@ -212,12 +263,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     args = parser.parse_args(arguments)
     console = Console()
     if args.command == "list":
-        for name in names():
-            module = load(name)
-            about = ". ".join(words(module))
-            if what := " and ".join(needs(module)).replace("GPU", "a CUDA GPU"):
-                about += f" Needs {what} to measure."
-            console.print(f"[bold]{name}[/]: {about}", highlight=False)
+        _list(console, args.names, args.verbose)
         return 0
     if args.command == "report":
         return _report(console)
@@ -237,7 +283,7 @@ def _command(arguments: Sequence[str] | None) -> int:
             changed = spills.write(console.print)
         except ImportError as error:
             parser.error(str(error))
-        console.print(f"{spills.SPILLS.name}: {'changed' if changed else 'nothing changed'}")
+        console.print(f"{spills.SPILLS.name}: {'changed' if changed else 'unchanged'}")
         return 0
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)
@@ -249,19 +295,20 @@ def _command(arguments: Sequence[str] | None) -> int:
             continue
         other = [name for name in chosen if choice not in takes(load(name))]
         chosen = [name for name in chosen if name not in other]
-        said = f"--{choice.replace('_', '-')} is nothing that {', '.join(other)} takes"
+        said = f"{', '.join(other)} {'have' if len(other) > 1 else 'has'} no option "
+        said += f"--{choice.replace('_', '-')}"
         if other and args.command == "all":
-            console.print(f"{said}: left out", soft_wrap=True, highlight=False)
+            console.print(f"not run: {said}", soft_wrap=True, highlight=False)
         elif other:
             taking = ", ".join(name for name in names() if choice in takes(load(name)))
-            parser.error(f"{said}, only {taking}")
+            parser.error(f"{said}. Experiments with this option: {taking}")
     try:
         options = _options(args)
     except ValueError as error:
         parser.error(str(error))
     if options.out == FILTERED:
         where = FILTERED.relative_to(REPOSITORY)
-        console.print(f"a part of it: figures and data go to {where}", highlight=False)
+        console.print(f"a part of the experiment: results go to {where}", highlight=False)
     runner = Runner(options, arguments, console)
     try:
         for name in chosen if args.command != "draw" else ():
@@ -271,7 +318,9 @@ def _command(arguments: Sequence[str] | None) -> int:
         if args.command == "draw" or runner.machine is None:
             side_by_side(runner, chosen)
     except KeyboardInterrupt:
-        console.print("[yellow]interrupted; with the rows so far the same command goes on[/]")
+        console.print(
+            "[yellow]interrupted; the results so far are stored, and the same command continues[/]"
+        )
         return 130
     reports = runner.reports
     missing = [name for name in chosen if not reports[name].drawn_from]

@@ -1,7 +1,8 @@
-"""Accesses and runtime over the block size: FlashAttention-1 paper, Fig. 2 middle.
+"""Shows how the tile size changes accesses and runtime (FlashAttention-1 paper, Fig. 2 middle).
 
-At the paper's sizes, and d=32 to 256 with as many elements: over B_c and B_r, both orders, fp32 and
-fp16: accesses, L2 and DRAM bytes, runtime.
+Both loop orders run at the paper's sizes, and at head dimensions from 32 to 256 with an equal
+number of elements. The sweeps are over Bc and over Br, in fp32 and fp16. Each point has its
+accesses, its L2 and DRAM bytes, and its runtime.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

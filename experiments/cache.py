@@ -1,7 +1,8 @@
-"""Why DRAM moves less than kernels access: an LRU model of the L2 cache beside measured bytes.
+"""Explains by an LRU model of L2 why DRAM moves less than kernels access.
 
-A least-recently-used cache is fed with the tile accesses of thread blocks in launch order: over N
-for an H200's L2, over the cache's size, for an A100, an H100 and a GPU without L2.
+The model is a least-recently-used cache. It is fed with the tile accesses of thread blocks in
+launch order. The model runs over N for the L2 of an H200, over the size of the cache, and for an
+A100, an H100 and a GPU without L2. The figure compares modelled bytes with measured bytes.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,8 @@
-"""What documents claim of FlashAttention, in the settings that no other experiment has.
+"""Checks claims about FlashAttention in settings that no other experiment measures.
 
-Accesses by array, counted on the emulator; one query, keys whole and in pages; bytes of 32 heads at
-N=8192, d=128, fp16; one head at N=131072; multiplications and additions.
+The settings are: accesses by array, counted on the emulator; one query with contiguous keys and
+with keys in pages; the bytes of 32 heads at N=8192, d=128, fp16; one head at N=131072; and the
+numbers of multiplications and additions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -166,7 +167,8 @@ def draw(rows: Sequence[Row]) -> Any:
     layer = next(iter(found.values()))
     figure, ((ax,),) = style.new(1, 1, 4.2)
     style.bars(ax, shown)
-    message = f"FA-2's claimed {CLAIMED_GB['fa2-mma'][0]:g} GB are DRAM bytes, not accesses"
+    (claimed, *_) = CLAIMED_GB["fa2-mma"]
+    message = f"FA-2's claimed {claimed:g} GB are DRAM bytes, not accesses"
     what = f"forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}"
     ax.set_xlabel("bytes of one call (GB)")
     figure.suptitle(f"{message}\n{what}", fontsize=12)

@@ -1,7 +1,8 @@
-"""From which length FlashAttention wins over standard attention (claim C9).
+"""Finds from which sequence length FlashAttention is faster than standard attention (claim C9).
 
-Time of standard attention over that of both loop orders, and of torch's unfused attention over its
-fused kernel, N=64 to 4096 in fine steps, fp16 and fp32, few and many heads; bytes by the model.
+The figure shows the time of standard attention divided by the time of each loop order, and torch's
+unfused attention divided by torch's fused kernel. N goes from 64 to 4096 in fine steps, in fp16 and
+fp32, with few and with many heads. The bytes are from the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,9 @@
-"""Few rows of Q on a long cache: Flash-Decoding's micro-benchmark, columns in parallel (C21).
+"""Measures decoding: few query rows on a long cache, columns split over blocks (claim C21).
 
-Time of a forward call, fp16, of 1 to 16 rows of Q on 1k to 128k keys, batch 1 to 64, one to eight
-query heads for each K/V head: one block a row tile, columns split over blocks, torch's kernels; K
-and V once over the time, beside what a kernel that only reads reaches.
+The setting is Flash-Decoding's micro-benchmark. A forward call in fp16 has 1 to 16 rows of Q, 1k to
+128k keys, batch size 1 to 64, and one to eight query heads for each K/V head. The series are one
+thread block per row tile, columns split over several thread blocks, and torch's kernels. The speed
+is the bytes of K and V, read once, divided by the time. A kernel that only reads gives the limit.
 """
 
 import itertools

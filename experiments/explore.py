@@ -1,7 +1,7 @@
-"""A page to play with: both orders tile by tile, the softmax, tiles and traffic, by this code.
+"""Makes an interactive page of both loop orders, the softmax, tiles and memory traffic.
 
-The page explore.html, with plans on four GPUs too; python -m experiments explore serves it for
-sizes of your own.
+The page is figures/explore.html. Its numbers come from this code, and it also shows plans on four
+GPUs. `python -m experiments explore` serves the page for sizes of your own.
 """
 
 import itertools
@@ -46,13 +46,13 @@ def check(N: int, d: int, Br: int, Bc: int) -> None:
     tiles, taken = -(-N // Br) * -(-N // Bc), 2 * N * N * max(d, 32)
     if tiles > MOST_TILES:
         raise ValueError(
-            f"N={N} in tiles of {Br} x {Bc} has {tiles} tiles of S: allowed are {MOST_TILES}; take "
-            "larger tiles or a shorter N"
+            f"the page shows at most {MOST_TILES} tiles of S, got {tiles} (N={N} in tiles of {Br} "
+            f"x {Bc}). Choose larger tiles or a smaller N"
         )
     if taken > MOST_STEPS:
         raise ValueError(
-            f"N={N} with d={d} takes {taken:,} multiply-adds on the emulator: allowed are "
-            f"{MOST_STEPS:,}; take a shorter N or a smaller d"
+            f"the emulator computes at most {MOST_STEPS:,} multiply-adds here, got {taken:,} "
+            f"(N={N} with d={d}). Choose a smaller N or d"
         )
 
 
@@ -157,7 +157,7 @@ def pack(found: Trace) -> str:
 def unpack(row: Row) -> Trace:
     """Return the trace of a stored row; raise ValueError for a note that is not a trace."""
     if row.Br is None or row.Bc is None:
-        raise ValueError(f"the row of {row.series} has no tiles: expected a trace")
+        raise ValueError(f"a row of a trace must have tiles, got none for series {row.series}")
     moves: list[Move] = []
     clock, block, last = 0, 0, dict[str, int]()
     for word in row.note.partition("; ")[2].split():
@@ -166,7 +166,7 @@ def unpack(row: Row) -> Trace:
             continue
         said = _WORD.fullmatch(word)
         if said is None or not (said["bytes"] or said["array"] in last):
-            raise ValueError(f"note is {row.note!r}: {word!r} is no move")
+            raise ValueError(f"note must consist of moves, got {word!r} in {row.note!r}")
         array, tile = said["array"], int(said["tile"])
         last[array] = int(said["bytes"] or last[array])
         rows = row.Br if array in "QOlmL" else row.Bc

@@ -1,7 +1,8 @@
-"""Text by a small language model through a cache of keys and values in pages, and without one.
+"""Generates text with a small language model, with and without a paged K/V cache.
 
-The likeliest character each time: the same text both ways; what attention accesses for a character,
-counted and in closed form, and the time of one where there is a GPU.
+Each step takes the likeliest character, and both ways give the same text. The table has the
+accesses of attention for one character, counted and in closed form. On a GPU it also has the time
+for one character.
 """
 
 import time
@@ -148,7 +149,10 @@ def _counted(series: str) -> Iterator[Row]:
                 rows.append(_traffic(series, place, n, EMULATOR, moved))
     differing = int((found[CACHE] != found[WHOLE]).sum())
     if differing:
-        raise WrongResult(f"{differing} of {found[CACHE].size} characters differ without a cache")
+        raise WrongResult(
+            "the text must be the same with and without a cache, but "
+            f"{differing} of {found[CACHE].size} characters differ"
+        )
     yield from rows
     begin = words(found[CACHE][0])
     yield _difference(series, SEQUENCES, LENGTH, EMULATOR, differing, begin)

@@ -1,8 +1,9 @@
-"""Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left.
+"""Compares FLOPs, accesses and time of a GPT-2 layer (FlashAttention-1 paper, Fig. 2 left).
 
-N=1024, d=64, 16 heads, batch 64, forward and backward, fp16 and fp32: FLOPs as published and as
-corrected, accesses, L2 and DRAM bytes; the steps of standard attention one by one (Fig. 1 right),
-of torch and of our kernels, beside the fused kernels.
+The sizes are N=1024, d=64, 16 heads and batch size 64, forward and backward, in fp16 and fp32. The
+table has the FLOPs as published and as corrected, accesses, L2 and DRAM bytes. The steps of
+standard attention are timed one by one (Fig. 1 right), with torch and with our kernels, next to
+the fused kernels.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -207,9 +208,9 @@ def draw(rows: Sequence[Row]) -> Any:
         panels[name].set_xlabel(what)
         panels[name].grid(False, axis="x")
     counts.annotate(panels["GB"], rows, 0.55)
-    slow, fast = (found.get((f"{name}-mma", "dram", "GB")) for name in ("standard", "fa2"))
-    if slow and fast:
-        many = slow / fast
+    moved = [found.get((f"{name}-mma", "dram", "GB")) for name in ("standard", "fa2")]
+    if all(moved):
+        many = moved[0] / moved[1]
         message = f"Standard attention moves {many:.0f} times FA-2's DRAM bytes in training"
         figure.suptitle(message, fontsize=12)
     return figure

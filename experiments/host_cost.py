@@ -1,7 +1,8 @@
-"""What a call costs the host before the GPU has anything to do.
+"""Measures the time that a call takes on the host before the GPU can start.
 
-One head of N=128, d=64 on arrays that lie on the GPU, many calls without waiting for it: both loop
-orders, forward and backward, fp32 and fp16, and torch's attention.
+The call has one head with N=128, d=64, and its arrays are on the GPU. Many calls follow each other
+without waiting for the GPU. The series are both loop orders, forward and backward, in fp32 and
+fp16, and torch's attention.
 """
 
 import time

@@ -1,7 +1,8 @@
-"""Accesses over the head dimension, exponents of N and d: FlashAttention's Theorems 2 and 5.
+"""Shows how accesses grow with head dimension and length (FlashAttention's Theorems 2 and 5).
 
-Tiles by line 1 of FlashAttention's Algorithm 1 for a fixed M, and the planner's: closed form,
-counted on the emulator, and on a GPU the L2 and DRAM bytes; exponents fitted to each.
+The tiles are those of Algorithm 1, line 1, for a fixed on-chip memory M, and those of the planner.
+The accesses are in closed form and counted on the emulator. On a GPU the L2 and DRAM bytes are
+measured too. Exponents of N and d are fitted to each series.
 """
 
 from collections.abc import Iterator, Sequence

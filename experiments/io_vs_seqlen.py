@@ -1,7 +1,8 @@
-"""Global-memory accesses over the sequence length, for standard attention and both loop orders.
+"""Shows accesses over the sequence length, for standard attention and both loop orders.
 
-Closed form to 64k, counted on the emulator to N=1024, the published bounds, and on a GPU with
-Nsight Compute the L2 and DRAM bytes in FA-2's setting.
+The closed form goes to N=64k, and the counts of the emulator go to N=1024. The figure also has the
+published bounds. On a GPU with Nsight Compute, the L2 and DRAM bytes are measured in FA-2's
+setting.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,9 @@
-"""Accesses over the on-chip memory M, and the change of regime at M = d^2: FlashAttention's Theorem
-2; Saha and Ye, arXiv 2402.07443; backward Li et al., arXiv 2410.09397.
+"""Shows how accesses fall with more on-chip memory, and what changes at M = d^2.
 
-Tiles by line 1 of FlashAttention's Algorithm 1 for M floats, and the planner's: closed form,
-counted, L2 and DRAM bytes; the published bounds; where square blocks need fewer.
+The theory is FlashAttention's Theorem 2, Saha and Ye (arXiv 2402.07443), and for the backward pass
+Li et al. (arXiv 2410.09397). The tiles are those of Algorithm 1, line 1, for M floats, and those of
+the planner. The figure has the closed form, counts, L2 and DRAM bytes, the published bounds, and
+the range where square blocks need fewer accesses.
 """
 
 import math

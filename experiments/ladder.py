@@ -1,8 +1,9 @@
-"""What each measure of the tensor-core kernels gains, one after the other.
+"""Measures what each optimisation of the tensor-core kernels gains, one after the other.
 
-FA-2 forward, fp16, N=4096, from a plain kernel in steps, FA-1 with a tile's rows or its keys split
-over the warps, and on Hopper wgmma and the copy engine in steps, with a causal mask too: time,
-instructions, bank conflicts, sectors from L2, shares of the fastest products and exponentials.
+FA-2 runs forward in fp16 at N=4096, from a plain kernel to the complete kernel in steps. FA-1 runs
+with the rows or the keys of a tile split over the warps. On Hopper, further steps use wgmma and the
+copy engine, also with a causal mask. Each step has its time, instructions, bank conflicts, sectors
+from L2, and its shares of the fastest possible products and exponentials.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,9 +1,10 @@
-"""From FA-1 to FA-2 in single steps, and what each gains (FlashAttention-2 paper, section 3).
+"""Changes FA-1 into FA-2 in single steps, and measures what each step gains.
 
-FA-2's setting at N=4096, forward and backward, fp32 and fp16, on Hopper by wgmma too: warps over Q,
-O unnormalised, one logsumexp, Q outer with one block a head, the grid over the sequence, FA-2's
-tiles, causal skipping; and FA-1 with query splits. Time, accesses, operations beside matrix
-products, instructions, L2 and DRAM bytes.
+The steps follow section 3 of the FlashAttention-2 paper: warps over Q, O unnormalised, one
+logsumexp, Q outer with one thread block per head, the grid over the sequence, FA-2's tiles, and
+causal skipping. FA-1 with query splits is measured too. The setting is FA-2's at N=4096, forward
+and backward, in fp32 and fp16, on Hopper also by wgmma. Each step has its time, accesses,
+operations other than matrix products, instructions, L2 and DRAM bytes.
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""Both loop orders at equal unit, dtype, tiles and work: time and accesses, FA-1 over FA-2.
+"""Compares time and accesses of both loop orders at equal unit, dtype, tiles and work.
 
-FA-1's order, on the paper's grid and with query splits, over FA-2's at the same tiles, on every
-unit: time, accesses, L2 and DRAM bytes over N in FA-2's setting, and over batch x heads.
+FA-1's order, on the paper's grid and with query splits, is divided by FA-2's order at the same
+tiles, on every unit. The figure has time, accesses, L2 and DRAM bytes over N in FA-2's setting, and
+over batch size times heads.
 """
 
 import itertools
@@ -305,9 +306,9 @@ def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_head
         said.append("".join(words))
     first, *others = said
     others = [each for each in others if each.partition(": ")[2] != first.partition(": ")[2]]
-    side, edge = ("right", 0.98) if over_heads else ("left", 0.02)
+    side, x = ("right", 0.98) if over_heads else ("left", 0.02)
     text = "\n".join([first, *others])
-    ax.text(edge, 0.97, text, transform=ax.transAxes, fontsize=9, ha=side, va="top")
+    ax.text(x, 0.97, text, transform=ax.transAxes, fontsize=9, ha=side, va="top")
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -1,8 +1,9 @@
-"""Bandwidth of DRAM, L2 and shared memory, and the roofline with every kernel on it: FlashAttention
-paper, Fig. 1 left.
+"""Measures the bandwidth of each memory level and draws a roofline with every kernel.
 
-Kernels that only read, over the bytes that they go over; matrix products by torch; and every
-attention kernel between these ceilings by its FLOPs, its measured bytes and its time.
+The figure extends the FlashAttention paper's Fig. 1 left: DRAM, L2 and shared memory. Kernels that
+only read give the bandwidths, over the number of bytes that they read. Matrix products by torch
+give the peak speed. Each attention kernel is placed between these limits by its FLOPs, its
+measured bytes and its time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Error of every kernel against float64, bits of online and ordinary softmax (C1, C2; FA-3).
+"""Measures the error of every kernel against float64 (claims C1, C2; FlashAttention-3 paper).
 
-N=128 to 16384, fp32 (by planes of 16 bits too), fp16 and bf16, normal inputs and FlashAttention-3's
-with outliers: RMSE, the largest error, the share of elements that are bit for bit those of standard
-attention.
+N goes from 128 to 16384, in fp32 (also by planes of 16 bits), fp16 and bf16. The inputs are normal,
+or have outliers as in FlashAttention-3. The table has the RMSE, the largest error, and the share of
+elements whose bits equal those of standard attention, for online and ordinary softmax.
 """
 
 import itertools

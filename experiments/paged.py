@@ -1,8 +1,8 @@
-"""K and V in the pages of a cache beside K and V in one piece (claim C22).
+"""Compares K and V in cache pages with contiguous K and V (claim C22).
 
-FlashAttention-2 over pages of 16 to 256 rows, in no order: how many bits differ at the same tiles,
-and what the block table adds to the accesses, counted; the time of a decoding step, 1k to 64k keys,
-fp16.
+FlashAttention-2 reads pages of 16 to 256 rows in random order. The table has the number of bits
+that differ at the same tiles, and the accesses that the block table adds, counted on the emulator.
+On a GPU it has the time of a decoding step with 1k to 64k keys in fp16.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""Sequences that begin alike: their prefix read once for all of them, or by each.
+"""Compares reading a shared prefix once for all sequences with reading it for each.
 
-A decoding step of 1 to 256 sequences behind 1k to 16k keys: bytes by the model and counted on the
-emulator, and time on a GPU, fp16, d=128.
+A decoding step has 1 to 256 sequences that begin with the same 1k to 16k keys, in fp16 at d=128.
+The bytes are from the model and counted on the emulator. On a GPU the time is measured too.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""What a GPU's profiler says of each kernel, and what the emulator says without the GPU.
+"""Compares the emulator's counts of each kernel with the counts of a GPU's profiler.
 
-One head, forward and backward: requests and sectors of global memory, wavefronts and bank conflicts
-of shared memory, instructions by class, counted on the emulator and, with Nsight Compute, by the
-hardware at the same tiles.
+The kernels compute one head, forward and backward, at the same tiles. The counts are requests and
+sectors of global memory, wavefronts and bank conflicts of shared memory, and instructions by class.
+The hardware's counts need Nsight Compute.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,9 @@
-"""A sequence over several GPUs: which operand travels is the loop order of a cluster.
+"""Compares which operand should travel when one sequence is spread over several GPUs.
 
-8k to 1M rows over all GPUs of this host, fp16, 16 heads, d=128: K and V round the ring (FA-2's
-order), Q with its results (FA-1's), beside one GPU, torch's context parallelism and Ulysses'
-all-to-all; bytes between GPUs in closed form, and a model of the time over as many as 1,024.
+This choice is the loop order of a cluster: K and V travel round the ring (FA-2's order), or Q
+travels with its results (FA-1's order). 8k to 1M rows run on all GPUs of this host, in fp16 with 16
+heads at d=128, next to one GPU, torch's context parallelism and the all-to-all of Ulysses. The
+bytes between GPUs are in closed form. A model gives the time on up to 1,024 GPUs.
 """
 
 import itertools

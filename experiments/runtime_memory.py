@@ -1,8 +1,9 @@
-"""Time and peak memory over the sequence length: FlashAttention-1 paper, Fig. 3, Tables 9 to 21.
+"""Measures time and peak memory over the sequence length (FlashAttention-1 paper, Fig. 3).
 
-Batch 16, 8 heads, d=64, fp16, N=128 to 65536 with and without dropout and padding mask: standard
-attention while it fits, both orders, all of torch's kernels to N=32768, its FA-2 beyond, a step of
-one sequence of N=1048576, and the published curves.
+The setting is also that of Tables 9 to 21: batch size 16, 8 heads, d=64, fp16, N=128 to 65536, with
+and without dropout and padding mask. The series are standard attention while it fits, both loop
+orders, all of torch's kernels to N=32768, torch's FA-2 beyond, and the published curves. One step
+on a sequence of N=1048576 is measured too.
 """
 
 from collections.abc import Callable, Iterator, Sequence

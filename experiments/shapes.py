@@ -1,8 +1,8 @@
-"""Shapes beyond the papers' grid, each beside torch's kernels.
+"""Compares our kernels with torch's at shapes and options outside the papers' settings.
 
-Forward and backward, fp16, as a user makes calls: K/V heads that are shared, head dimensions of 32
-to 256, lengths that divide nothing, windows, caps, slopes, a bias and packed sequences, few heads,
-short N, dropout.
+All calls are forward and backward in fp16, made as a user makes them. They have shared K/V heads,
+head dimensions of 32 to 256, lengths that no tile size divides, windows, softcaps, slopes, a bias,
+packed sequences, few heads, short N, or dropout.
 """
 
 import functools
@@ -218,7 +218,7 @@ def make(series: str, pass_: str, problem: Problem, arrays: Sequence[Any]) -> Ca
         return flex.gradients(problem, pass_, *arrays, **options)
     if calls.theirs(series):
         if options:
-            raise ValueError(f"series is {series}: it has no {', '.join(options)}")
+            raise ValueError(f"series {series} does not support {', '.join(options)}")
     elif pass_ == "fwd":
         options["kv_splits"] = "auto"
     return calls.make(series, pass_, problem, arrays, **options)

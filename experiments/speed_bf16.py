@@ -1,6 +1,7 @@
-"""bf16 speed on tensor cores, all units, orders and passes, and how far it is from fp16's.
+"""Measures the speed in bf16 on tensor cores and compares it with fp16.
 
-FA-2's setting; FA-1 with query splits too, standard attention and torch's kernels beside.
+All units, loop orders and passes run in FA-2's setting. FA-1 with query splits, standard attention
+and torch's kernels are measured too.
 """
 
 import math
@@ -53,12 +54,9 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
     if spread and place[0] in shown and place[1] in passes:
         _, pass_, N, d, causal, _ = place
         said = f"N={N}, d={d}{', causal' if causal else ''}:\nfp16 ran at {spread} TFLOP/s"
-        side: dict[str, Any] = {"xytext": (-7, 0), "ha": "right"}
-        if far < 1:
-            side = {"xytext": (7, 0), "ha": "left"}
-        look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
-        spot = (far, shown.index(place[0]))
-        axes[passes.index(pass_)].annotate(said, xy=spot, **side, **look)
+        at = {"xy": (far, shown.index(place[0])), "xytext": (-7, 0), "va": "center"}
+        at |= {"textcoords": "offset points", "ha": "right" if far > 1 else "left"}
+        axes[passes.index(pass_)].annotate(said, fontsize=8.5, **at)
     axes[0].set_yticks(range(len(shown)), [LABELS[series] for series in shown])
     every = [x for of in found.values() for of_pass in of.values() for x in of_pass]
     figure.suptitle(

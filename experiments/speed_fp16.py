@@ -1,7 +1,8 @@
-"""fp16 speed on tensor cores over the sequence length: the FA-2 paper's Figs. 4 to 7.
+"""Measures the speed in fp16 on tensor cores (FlashAttention-2 paper, Figs. 4 to 7).
 
-All passes, both loop orders, FA-1 with query splits, both on wgmma, standard attention, torch's
-kernels where torch is installed, and the published curves.
+All passes are measured over the sequence length. The series are both loop orders, FA-1 with query
+splits, both orders on wgmma, standard attention, torch's kernels where torch is installed, and the
+published curves.
 """
 
 from collections.abc import Mapping, Sequence

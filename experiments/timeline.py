@@ -1,7 +1,8 @@
-"""What both orders move between global memory and the chip, tile by tile, as time goes down.
+"""Shows tile by tile what both loop orders move between global memory and the chip.
 
-One head, forward, fp32: which tile of Q, K, V, O, l and m is on the chip, where O is read and
-written again; traced on the emulator, for any length, head dimension and --tiles.
+Time goes down. The kernels compute one head forward in fp32, and are traced on the emulator. The
+figure shows which tile of Q, K, V, O, l and m is on the chip, and where O is read and written
+again. Length, head dimension and --tiles can be chosen.
 """
 
 import itertools
@@ -48,8 +49,8 @@ def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Ac
     rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
     if rows * columns > MOST_TILES:
         raise Refused(
-            f"tiles {tiles.Br}x{tiles.Bc} at N={problem.seqlen_q} make {rows} x {columns} tiles of "
-            f"S: allowed are {MOST_TILES}, so choose larger --tiles or a shorter N"
+            f"the figure shows at most {MOST_TILES} tiles of S, got {rows} x {columns} (tiles "
+            f"{tiles.Br}x{tiles.Bc} at N={problem.seqlen_q}). Choose larger --tiles or a smaller N"
         )
     try:
         with device.using("emulator"):

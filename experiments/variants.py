@@ -1,11 +1,11 @@
-"""Fifteen variants of attention, a function or two each, in both loop orders.
+"""Runs fifteen variants of attention, each written as a short function, in both loop orders.
 
-The accesses of both loop orders, counted beside the model's, the share of tiles that a mask leaves,
-errors against float64, and a picture of each; on a GPU times and compiling beside torch's
-flex_attention.
+The table has the accesses of both loop orders, counted and from the model, the share of tiles that
+a mask leaves, and errors against float64. The figure has a picture of each variant. On a GPU, the
+times and the compile times are compared with torch's flex_attention.
 
-Each of the first fifteen functions below is a variant: at a length N, for H heads, it gives the
-`score_mod` or the `mask_mod` that a call takes. What follows them counts what they cost.
+Each of the first fifteen functions below is a variant. For a length N and H heads it returns the
+`score_mod` or the `mask_mod` of a call. The functions after the variants count what they cost.
 """
 
 import math

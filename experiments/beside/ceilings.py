@@ -132,4 +132,4 @@ def check(found: np.ndarray, wanted: float) -> None:
     wrong = np.flatnonzero(~(np.abs(found - wanted) <= 1e-5 * wanted))
     if wrong.size:
         at = int(wrong[0])
-        raise WrongResult(f"thread {at} has {found[at]} where it should have {wanted}")
+        raise WrongResult(f"thread {at} must compute {wanted}, got {found[at]}")

@@ -112,7 +112,7 @@ def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
     yield from _over("bytes over FA-2's", moved, "model")
     expected = {s: bounds.expected(p, gpu) for s, p in plans.items()}
     dram = {s: x.dram.bytes for s, x in expected.items()}
-    yield Line("bytes of DRAM, about", dram, text_of.in_bytes, "data sheet")
+    yield Line("DRAM bytes, about", dram, text_of.in_bytes, "data sheet")
     yield Line("FLOPs", {s: p.flops for s, p in plans.items()}, text_of.count, "model")
     workspace = {s: p.workspace_bytes for s, p in plans.items()}
     yield Line("workspace", workspace, text_of.mebibytes, "model")
@@ -142,7 +142,7 @@ def why_not_counted(problem: Problem, pass_: str) -> str:
     head = replace(problem, batch=1, heads_q=1, heads_k=1, causal=False)
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > counts.LONGEST or io_model.flops(head, pass_) > counts.FLOPS:
-        return "one head would take the emulator minutes"
+        return "one head would take minutes on the emulator"
     return ""
 
 
@@ -172,7 +172,7 @@ def with_counts(
     """Return the lines, with counted elements if one head is small enough, and a remark."""
     why = why_not_counted(problem, pass_)
     if why:
-        return list(lines), f"model: closed forms. Not counted: {why}."
+        return list(lines), f"model: closed forms. Nothing was counted, because {why}."
     heads, same = problem.batch * problem.heads_q, []
     totals: dict[str, dict[str, float]] = {"loads": {}, "stores": {}}
     for side in found:
@@ -183,15 +183,15 @@ def with_counts(
             same += [n == model.get(name) for name, n in of.items()]
             by[side.series] = sum(of.values())
     now = {f"elements, {metric}": by for metric, by in totals.items()}
-    what = f"one head on the emulator, times {heads:,}" if heads > 1 else "on the emulator"
+    what = f"one head on the emulator, times {heads:,} heads" if heads > 1 else "on the emulator"
     if problem.dtype == "bfloat16":
-        what += ", in float16: NumPy has no bfloat16"
+        what += ", in float16, because NumPy has no bfloat16"
     return [
         replace(line, values=now[line.what], source="counted") if line.what in now else line
         for line in lines
     ], (
-        f"counted: {what}.\nmodel: closed forms, which give the same as the counts in {sum(same)} "
-        f"of {len(same)} numbers."
+        f"counted: {what}.\nmodel: closed forms. They equal the counts in {sum(same)} of "
+        f"{len(same)} numbers."
     )
 
 
@@ -204,7 +204,7 @@ def measured(
 
     def work(side: Side) -> Timing:
         if max(np.prod(problem.q_shape), np.prod(problem.k_shape)) > LARGEST:
-            raise ValueError(f"q or k has more than {LARGEST} elements")
+            raise ValueError(f"q and k must have at most {LARGEST} elements each to be timed")
         arrays = peers.on_device(inputs(problem), problem.dtype)
         check = checks(side.series, pass_, problem)
         own = side.options if pass_ == "fwd" else {"before": {}, **side.options}
@@ -234,27 +234,40 @@ def add(commands: Any) -> None:
     """Add the command and its options to the command line."""
     sub = commands.add_parser(
         NAME,
-        help="set both loop orders side by side on a size of your own",
-        description="Both loop orders and standard attention on a size of your own. Times are "
-        "measured, and checked first, where there is a CUDA GPU; accesses are counted on the "
-        "emulator where one head is small enough, and in any case computed in closed form; the "
-        "table says which is which.",
+        help="compare both loop orders and standard attention at a size that you choose",
+        description="Compare both loop orders and standard attention at a size that you choose. "
+        "With a CUDA GPU the results are checked and the times measured. Accesses are counted on "
+        "the emulator if one head is small enough, else computed in closed form. The last column "
+        "of the table names the source of each number.",
+        epilog="Example: python -m experiments compare --seqlen 256 --head-dim 64",
     )
     seqlen, head_dim, heads = (whole(1, most) for most in (MAX_SEQLEN, MAX_HEAD_DIM, 4096))
     sizes: dict[str, tuple[str, dict[str, Any]]] = {
-        "--seqlen": ("rows of q", {"type": seqlen, "metavar": "N", "required": True}),
-        "--head-dim": ("head dimension", {"type": head_dim, "metavar": "D", "required": True}),
-        "--seqlen-k": ("rows of k and v (default: as q)", {"type": seqlen, "metavar": "N"}),
-        "--batch": ("batch size (default 1)", {"type": heads, "metavar": "B", "default": 1}),
-        "--heads": ("heads (default 1)", {"type": heads, "metavar": "H", "default": 1}),
-        "--causal": ("row i sees columns <= i + Nk - Nq", {"action": "store_true"}),
-        "--dtype": ("default float16", {"choices": tuple(DTYPES), "default": "float16"}),
-        "--backward": ("the backward pass alone", {"action": "store_true"}),
+        "--seqlen": (
+            "sequence length of q (rows)", {"type": seqlen, "metavar": "N", "required": True}),
+        "--head-dim": (
+            f"head dimension, 1 to {MAX_HEAD_DIM}",
+            {"type": head_dim, "metavar": "D", "required": True}),
+        "--seqlen-k": (
+            "sequence length of k and v (default: --seqlen)", {"type": seqlen, "metavar": "N"}),
+        "--batch": ("batch size (default: 1)", {"type": heads, "metavar": "B", "default": 1}),
+        "--heads": (
+            "number of heads of q, k and v (default: 1)",
+            {"type": heads, "metavar": "H", "default": 1}),
+        "--causal": (
+            "causal mask: row i sees the columns j <= i + seqlen_k - seqlen",
+            {"action": "store_true"}),
+        "--dtype": (
+            "dtype of q, k and v (default: float16)",
+            {"choices": tuple(DTYPES), "default": "float16"}),
+        "--backward": (
+            "compare the backward pass, not the forward pass", {"action": "store_true"}),
         "--tiles": (
-            "the same block sizes for both orders (default: what each takes)",
+            "tile size for both loop orders, rows of q x rows of k, such as 64x128 (default: each "
+            "order has its own)",
             {"type": tiles, "metavar": "BRxBC"},
         ),
-    }
+    }  # fmt: skip
     for option, (text, how) in sizes.items():
         sub.add_argument(option, help=text, **how)
 
@@ -289,12 +302,12 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     print("", *text_of.columns(table(found, lines, names), left=(0, len(found) + 1)), "", sep="\n")
     print(said)
     if not here:
-        print(f"time: not measured, {device.why_no_gpu()}.")
+        print(f"time: not measured, because there is no GPU here ({device.why_no_gpu()}).")
     for series, why in failed.items():
         print(f"{names[series]}: {why}")
     for series, why in refused.items():
-        print(f"{names[series]}: not there: {why}")
-    print(f"data sheet: the {gpu.name}'s, nothing measured; python -m fa_numba plan says how.")
+        print(f"{names[series]} is not compared: {why}")
+    print(f"data sheet: estimates for the {gpu.name}. `python -m fa_numba plan` explains them.")
     return int(bool(failed))
 
 

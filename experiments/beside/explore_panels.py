@@ -155,7 +155,7 @@ def softmax(example: str, block: int, scores: str) -> Answer:
     Q, K, V = rows.Q[:1], rows.K, rows.V
     block = block or rows.block
     if block > len(K):
-        raise ValueError(f"block is {block}: allowed is 1 to {len(K)}, the row's keys")
+        raise ValueError(f"block must be from 1 to {len(K)}, the number of keys, got {block}")
     found: Answer = {"title": rows.title, "keys": len(K), "block": block}
     for name, forward in (("fa1", algorithms.fa1_forward), ("fa2", algorithms.fa2_forward)):
         seen: list[Any] = []
@@ -196,7 +196,7 @@ def own_scores(text: str) -> worked.Rows:
     """
     parts = text.replace(",", " ").split()
     if not 1 <= len(parts) <= MOST_SCORES:
-        raise ValueError(f"scores has {len(parts)} numbers: allowed are 1 to {MOST_SCORES}")
+        raise ValueError(f"scores must have from 1 to {MOST_SCORES} numbers, got {len(parts)}")
     values = []
     for part in parts:
         try:
@@ -204,7 +204,7 @@ def own_scores(text: str) -> worked.Rows:
         except ValueError:
             value = math.nan
         if not abs(value) <= 1e4:
-            raise ValueError(f"scores has {part!r}: allowed are numbers from -10000 to 10000")
+            raise ValueError(f"each score must be a number from -10000 to 10000, got {part!r}")
         values.append(value)
     return _row_of(values, "your scores")
 

@@ -69,12 +69,12 @@ class Handler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "")
         if host.rpartition(":")[0] not in HOSTS and host not in HOSTS:
             allowed = " or ".join(HOSTS)
-            self._refuse(HTTPStatus.FORBIDDEN, f"host {host[:80]!r}: allowed is {allowed}")
+            self._refuse(HTTPStatus.FORBIDDEN, f"the host must be {allowed}, got {host[:80]!r}")
             return
         try:
             split = urlsplit(self.path)
         except ValueError as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, f"{self.path[:80]!r} is no path: {error}")
+            self._refuse(HTTPStatus.BAD_REQUEST, f"cannot read path {self.path[:80]!r}: {error}")
             return
         kind, _, name = split.path.lstrip("/").rpartition("/")
         if split.path == "/":
@@ -85,7 +85,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(name, split.query)
         else:
             known = ", ".join(f"/api/{name}" for name in self.server.panels)
-            self._refuse(HTTPStatus.NOT_FOUND, f"no {split.path[:80]!r} here: there are /, {known}")
+            self._refuse(
+                HTTPStatus.NOT_FOUND, f"the path must be / or {known}, got {split.path[:80]!r}"
+            )
 
     def _answer(self, name: str, query: str) -> None:
         panel = self.server.panels[name]
@@ -146,12 +148,12 @@ def serve(port: int, say: Callable[[str], Any]) -> int:
     try:
         server = Server(port)
     except OSError as error:
-        say(f"port {port}: {error.strerror}; --port takes another")
+        say(f"port {port} cannot be used: {error.strerror}. Choose another port with --port")
         return 1
     with server:
         try:
-            say(f"{server.url} (this machine alone; Ctrl-C ends it)")
+            say(f"the page is at {server.url}, for this machine only. Stop with Ctrl-C")
             server.serve_forever()
         except KeyboardInterrupt:
-            say("ended")
+            say("stopped")
     return 0

@@ -211,7 +211,7 @@ def dram_bytes(
         If the algorithm has another name.
     """
     if algorithm not in ("fa1", "fa2"):
-        raise ValueError(f"algorithm is {algorithm!r}: allowed is 'fa1' or 'fa2'")
+        raise ValueError(f"algorithm must be 'fa1' or 'fa2', got {algorithm!r}")
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
     heads, kv_heads = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     rows = np.minimum(Nq - np.arange(0, Nq, tiles.Br), tiles.Br)

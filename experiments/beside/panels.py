@@ -56,7 +56,7 @@ class Axis:
         if self.least is None or self.most is None:
             known = {str(value): value for value in (*self.words, *self.values)}
             if given not in known:
-                raise ValueError(f"{name} is {given!r}: allowed is {', '.join(known)}")
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}")
             return known[given]
         try:
             return whole(self.least, self.most)(given)

@@ -333,7 +333,9 @@ class _Bench:
             bound = 2 * _relative(single, right) + 2 * ROUNDING["float16"]
             bound = PEER_BOUND["float16"] if series in _BACKENDS else bound
             if not error <= bound:
-                raise WrongResult(f"error {error:.2e} against float64, allowed {bound:.2e}")
+                raise WrongResult(
+                    f"the error against float64 must be at most {bound:.2e}, got {error:.2e}"
+                )
 
 
 def _relative(found: Any, right: Any) -> float:

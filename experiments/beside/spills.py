@@ -86,8 +86,9 @@ def write(say: Callable[[str], None], path: Path = SPILLS) -> bool:
         rows = list(csv.DictReader(file))
     for row in rows:
         row["bytes"] = str(max(spilled(*call) for call in calls(row)))
-        beside = f" beside {row['beside']}" if row["beside"] else ""
-        say(f"{row['option']}{beside}, d={row['first']} to {row['last']}: {row['bytes']} bytes")
+        beside = f" with {row['beside']}" if row["beside"] else ""
+        dims = f"head_dim {row['first']} to {row['last']}"
+        say(f"{row['option']}{beside}, {dims}: {row['bytes']} bytes spilled")
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

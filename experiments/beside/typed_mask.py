@@ -14,8 +14,8 @@ CALLS = {"abs": abs, "min": min, "max": max, "int": int, "float": float, "bool":
 NAMES = ("b", "h", "i", "j", "math", *CALLS)
 _NODES = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Call)
 _WORDS = (*_NODES, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context)
-ALLOWED = "an expression of i and j with comparisons, arithmetic, and, or, not, if and else, "
-ALLOWED += f"{', '.join(CALLS)} and math's functions"
+ALLOWED = "comparisons and arithmetic of b, h, i and j, and, or, not, if and else, "
+ALLOWED += f"{', '.join(CALLS)} and the functions of math"
 
 
 def _is_known(node: ast.AST) -> bool:
@@ -40,7 +40,7 @@ def function_of(text: str) -> Callable[..., Any]:
     """
 
     def refused(what: str) -> ValueError:
-        return ValueError(f"mask is {text!r}: {what}; allowed is {ALLOWED}")
+        return ValueError(f"the mask {text!r} contains {what}. It may contain {ALLOWED}")
 
     name = f"<mask {text}>"
     try:
@@ -48,7 +48,7 @@ def function_of(text: str) -> Callable[..., Any]:
         source = f"lambda b, h, i, j: {ast.unparse(body)}\n"
         code = compile(source, name, "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise refused(f"no Python, {getattr(error, 'msg', error)}") from None
+        raise refused(f"an error ({getattr(error, 'msg', error)})") from None
     for node in ast.walk(body):
         if not _is_known(node):
             raise refused(ast.unparse(node) if isinstance(node, ast.expr) else "a power")

@@ -258,8 +258,8 @@ class Alike:
         bound = check.PEER_BOUND[TIMED.dtype]
         if not all(x <= bound for x in off):
             raise check.WrongResult(
-                f"{max(off):.2e} off the first series' result at N={TIMED.seqlen_q}, allowed "
-                f"{bound:.2e}"
+                f"the result at N={TIMED.seqlen_q} must differ by at most {bound:.2e} from that of "
+                f"the first series, got {max(off):.2e}"
             )
         return math.nan
 

@@ -41,7 +41,7 @@ class Evidence:
         Raises MissingRows if there are none.
         """
         if not (found := select(self._rows.get(experiment, ()), **fields)):
-            raise MissingRows(f"{experiment}: no rows with {fields}")
+            raise MissingRows(f"{experiment} has no rows with {fields}")
         return found
 
 

@@ -182,7 +182,7 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
     for curve in curves.values():
         for a, b in pairwise(sorted(curve, key=lambda point: point.place[-1])):
             if isinstance(a.published, Bounds) or isinstance(b.published, Bounds):
-                raise TypeError(f"{a.label}: bounds have no shape")
+                raise TypeError(f"{a.label} is a bound, which has no shape to compare")
             ours, theirs = b.ours / a.ours, b.published / a.published
             level = all(1 / LEVEL < step < LEVEL for step in (ours, theirs))
             found.append(level or _sign(ours, 1) == _sign(theirs, 1))

@@ -100,7 +100,7 @@ def test_what_runs_side_by_side_shares_the_cache():
 
 
 def test_another_algorithm_is_refused():
-    with pytest.raises(ValueError, match="algorithm is 'standard': allowed is 'fa1' or 'fa2'"):
+    with pytest.raises(ValueError, match="algorithm must be 'fa1' or 'fa2', got 'standard'"):
         lru.dram_bytes("standard", Problem(1, 1, 1, 8, 8, 8), TILES, 256, ONE)
 
 

@@ -115,7 +115,7 @@ def test_the_model_is_what_is_counted(pass_, dtype, causal):
     lines, said = compare.with_counts(problem, pass_, found, model)
     equal, all_ = map(int, re.search(r"in (\d+) of (\d+) numbers", said).groups())
     assert equal == all_ > 15
-    assert ("float16: NumPy has no bfloat16" in said) == (dtype == "bfloat16")
+    assert ("float16, because NumPy has no bfloat16" in said) == (dtype == "bfloat16")
     by, form = values(lines), values(model)
     for metric in ("loads", "stores"):
         what = f"elements, {metric}"
@@ -149,7 +149,10 @@ def test_what_is_too_large_is_not_counted(monkeypatch):
     monkeypatch.setattr(compare, "counted", lambda *_: pytest.fail("counted"))
     model = list(compare.modelled(sides(problem)[0], H200))
     lines, said = compare.with_counts(problem, "fwd", [], model)
-    assert lines == model and "Not counted: one head would take the emulator minutes." in said
+    assert (
+        lines == model
+        and "Nothing was counted, because one head would take minutes on the emulator." in said
+    )
     assert compare.why_not_counted(problem_of(N=1024, d=256), "fwd")
     assert not compare.why_not_counted(problem_of(N=1024, d=64), "fwd")
     assert compare.why_not_counted(problem_of(N=1024, d=64), "bwd")
@@ -163,7 +166,7 @@ def test_numbers_are_the_models():
         assert by["FLOPs", "model"][side.series] == plan.flops
         assert by["workspace", "model"][side.series] == plan.workspace_bytes
         assert by["time, at least", "data sheet"][side.series] == expected.floor
-        assert by["bytes of DRAM, about", "data sheet"][side.series] == expected.dram.bytes
+        assert by["DRAM bytes, about", "data sheet"][side.series] == expected.dram.bytes
 
 
 # --- measured --------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ def test_inputs_too_large_for_the_host_are_not_made(with_a_gpu, monkeypatch):
     problem = problem_of(N=2048, dtype="float16")
     _, failed = compare.measured(problem, "fwd", sides(problem)[0])
     assert len(failed) == 4 and with_a_gpu == []
-    assert all("more than 100 elements" in why for why in failed.values())
+    assert all("must have at most 100 elements" in why for why in failed.values())
 
 
 # --- the command -----------------------------------------------------------------------------
@@ -201,7 +204,10 @@ def test_the_command_prints(capsys, monkeypatch):
     size = ("--seqlen=48", "--head-dim=16")
     lines = printed(capsys, *size).splitlines()
     assert max(map(len, lines)) <= WIDTH
-    assert "FA-1 (K/V outer)" in lines[2] and "time: not measured, no GPU was found." in lines
+    assert (
+        "FA-1 (K/V outer)" in lines[2]
+        and "time: not measured, because there is no GPU here (no GPU was found)." in lines
+    )
     (line,) = [line for line in lines if line.startswith("time, at least")]
     assert line.endswith("data sheet")
 
@@ -224,10 +230,10 @@ def test_the_table_fits_a_terminal(arguments, capsys, monkeypatch):
     "arguments, message",
     [
         ([], "the following arguments are required: --seqlen, --head-dim"),
-        (["--seqlen=0"], "argument --seqlen: 0 is outside: allowed is 1 to 1048576"),
-        (["--head-dim=x"], "argument --head-dim: 'x' is no integer: allowed is 1 to 256"),
-        (["--heads=5000"], "argument --heads: 5000 is outside: allowed is 1 to 4096"),
-        (["--tiles=64"], "argument --tiles: '64' is no BRxBC: allowed is such as 64x128"),
+        (["--seqlen=0"], "argument --seqlen: must be an integer from 1 to 1048576, got 0"),
+        (["--head-dim=x"], "argument --head-dim: must be an integer from 1 to 256, got 'x'"),
+        (["--heads=5000"], "argument --heads: must be an integer from 1 to 4096, got 5000"),
+        (["--tiles=64"], "argument --tiles: must be two integers such as 64x128, got '64'"),
         (["--tiles=6x64"], "argument --tiles: tiles.Br must be a positive multiple of 4, got 6"),
         (["--tiles=512x512"], "tiles must fit in the registers of at most 512 threads"),
         (["--dtype=float64"], "invalid choice: 'float64'"),

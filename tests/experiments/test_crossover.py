@@ -124,7 +124,7 @@ def test_wrong_gradients_are_a_row_at_every_length(monkeypatch):
     rows, _ = measured(monkeypatch, wrong)
     failed = {(r.series, r.pass_, r.seqlen_q) for r in rows if r.failed}
     assert failed == {(s, "fwd+bwd", N) for s in ("fa1-mma", "fa1-simt") for N in (12, 24)}
-    assert all("dv: error" in r.note for r in rows if r.failed)
+    assert all("dv: the error" in r.note for r in rows if r.failed)
 
 
 def test_a_failed_time_is_no_gain():

@@ -145,7 +145,14 @@ def test_list_names_every_experiment(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert command.main(["list"]) == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in NAMES)
+    lines = said.partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    for name, line in zip(NAMES, lines, strict=True):
+        title, needs = line.removeprefix(name).rsplit(" [", 1)
+        assert len(title.split()) <= 15 and needs in ("CPU]", "GPU]", "GPU, torch]")
+    assert command.main(["list", "--verbose"]) == 0
+    said = capsys.readouterr().out
+    assert all(registry.load(name).__doc__ in said for name in NAMES)
     assert registry.names() == NAMES and {"speed", "io_vs_seqlen"} <= set(NAMES)
 
 
@@ -165,25 +172,34 @@ def test_help_explains(arguments, capsys):
     [
         (["run", "spead", "x"], "argument NAME: invalid choice: 'spead' (choose from "),
         (["draw", "speed", "lab"], "argument NAME: invalid choice: 'lab'"),
-        (["run", "speed", "--seqlens", "512,x"], "'x' is no integer"),
-        (["run", "speed", "--seqlens", "0"], "0 is outside: allowed is 1 to"),
-        (["run", "speed", "--seqlens", ""], "'' is no integer"),
-        (["run", "speed", "--head-dims", "64,257"], "257 is outside: allowed is 1 to 256"),
-        (["run", "speed", "--head-dims", "-1"], "-1 is outside: allowed is 1 to 256"),
+        (["run", "speed", "--seqlens", "512,x"], "must be an integer from 1 to 1048576, got 'x'"),
+        (["run", "speed", "--seqlens", "0"], "must be an integer from 1 to 1048576, got 0"),
+        (["run", "speed", "--seqlens", ""], "must be an integer from 1 to 1048576, got ''"),
+        (["run", "speed", "--head-dims", "64,257"], "must be an integer from 1 to 256, got 257"),
+        (["run", "speed", "--head-dims", "-1"], "must be an integer from 1 to 256, got -1"),
         (["run", "speed", "--causal", "maybe"], "invalid choice: 'maybe'"),
-        (["run", "speed", "--out", str(Path(__file__) / "x")], "is a file, not a folder"),
-        (["run", "speed", "--out", ""], "'' names no folder"),
-        (["run", "speed", "generate", "--seqlens", "37"], "generate takes, only "),
-        (["run", "paged", "--seqlens", "37"], "--seqlens is nothing that paged takes"),
-        (["run", "ring", "--seqlens", "37", "--causal=yes"], "that ring takes, only "),
-        (["run", "paged", "--head-dims", "64"], "--head-dims is nothing that paged takes"),
-        (["draw", "claims", "--seqlens", "128"], "--seqlens is nothing that claims takes, only "),
-        (["draw", "claims", "--causal", "yes"], "--causal is nothing that claims takes, only "),
-        (["draw", "speed", "--tiles", "64x64"], "--tiles is nothing that speed takes, only "),
-        (["run", "speed", "--out", " "], "' ' names no folder"),
-        (["run", "speed", "--quick", "--out", f"{FIGURES}/../figures"], "has complete runs alone"),
-        (["all", "--head-dims", "64", "--out", str(FIGURES)], "it is figures/filtered"),
-        (["draw", "speed", "--seqlens", "512", "--out", str(FIGURES)], "has complete runs alone"),
+        (["run", "speed", "--out", str(Path(__file__) / "x")], "must be a folder, but "),
+        (["run", "speed", "--out", ""], "must be the name of a folder, got ''"),
+        (
+            ["run", "speed", "generate", "--seqlens", "37"],
+            "generate has no option --seqlens. Experiments with",
+        ),
+        (["run", "paged", "--seqlens", "37"], "paged has no option --seqlens"),
+        (
+            ["run", "ring", "--seqlens", "37", "--causal=yes"],
+            "ring has no option --seqlens. Experiments with",
+        ),
+        (["run", "paged", "--head-dims", "64"], "paged has no option --head-dims"),
+        (
+            ["draw", "claims", "--seqlens", "128"],
+            "claims has no option --seqlens. Experiments with",
+        ),
+        (["draw", "claims", "--causal", "yes"], "claims has no option --causal. Experiments with"),
+        (["draw", "speed", "--tiles", "64x64"], "speed has no option --tiles. Experiments with"),
+        (["run", "speed", "--out", " "], "must be the name of a folder, got ' '"),
+        (["run", "speed", "--quick", "--out", f"{FIGURES}/../figures"], "holds complete runs only"),
+        (["all", "--head-dims", "64", "--out", str(FIGURES)], "the results go to figures/filtered"),
+        (["draw", "speed", "--seqlens", "512", "--out", str(FIGURES)], "holds complete runs only"),
         (["run"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: COMMAND"),
         (["walk"], "invalid choice: 'walk'"),
@@ -290,7 +306,10 @@ def test_what_an_older_gpu_has_no_unit_for_is_left_out(monkeypatch, tmp_path):
     running.measure("standing_in")
     says = "unit is 'mma' on a GPU of compute capability 7.5: mma needs 8.0; there is simt, which "
     said = running.console.file.getvalue()
-    assert f"standing_in: not measured here, {says}takes float32\n" in said
+    assert (
+        f"standing_in: not measured, because this GPU cannot compute it: {says}takes float32\n"
+        in said
+    )
     report = running.reports["standing_in"]
     assert not report.error and report.not_measured.startswith(says)
 
@@ -339,6 +358,9 @@ def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, mon
     """
     monkeypatch.setenv("COLUMNS", "200")
     command.main(["list"])
+    said = capsys.readouterr().out
+    assert f"{another:17}Accesses of both orders over the head dimension [CPU]" in said
+    assert command.main(["list", another]) == 0
     assert "Bytes that each order loads and stores" in capsys.readouterr().out
     out, page = tmp_path / "out", tmp_path / "page.md"
     assert command.main(["run", another, "--out", str(out)]) == 0
@@ -370,7 +392,7 @@ def test_two_tables_of_one_name_are_refused(another, monkeypatch):
     monkeypatch.setattr(
         registry.load(another), "TABLES", {"speed": lambda rows: None}, raising=False
     )
-    with pytest.raises(ValueError, match="table 'speed' is of speed and of head_dim"):
+    with pytest.raises(ValueError, match="speed and head_dim both have 'speed'"):
         report.known()
 
 
@@ -438,7 +460,7 @@ def test_figures_of_a_part_of_the_data_can_be_drawn(name):
 
 
 @pytest.mark.parametrize(
-    ("part", "what"), [([], ""), (["--seqlens", "7,8", "--causal=no"], " of what was asked for")]
+    ("part", "what"), [([], ""), (["--seqlens", "7,8", "--causal=no"], " for the chosen sizes")]
 )
 def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path, capsys, monkeypatch, part, what):
     monkeypatch.setenv("COLUMNS", "200")
@@ -448,7 +470,9 @@ def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path, capsys, monkey
     assert command.main(["draw", "speed", *part, "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert "Traceback" not in said and "not drawn: speed" in said
-    assert f"no data{what}, no figure" in said and not list(tmp_path.glob("*.svg"))
+    assert f"not drawn, because there are no data{what}" in said and not list(
+        tmp_path.glob("*.svg")
+    )
 
 
 @pytest.mark.parametrize("name", ["io_vs_seqlen", "loop_order"])
@@ -481,7 +505,7 @@ DAMAGES = {
               "line 2: 'perhaps'"),
     "speed_bf16": (".csv", lambda text: b"\xff\xfe", "'utf-8' codec can't decode byte"),
     "speed_fp16": (".json", lambda text: b"{", "Expecting property name"),
-    "host_cost": (".json", lambda text: None, "it does not describe run 'r1'"),
+    "host_cost": (".json", lambda text: None, "must describe run 'r1'"),
 }  # fmt: skip
 
 
@@ -544,7 +568,7 @@ def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys
     update = report.update
     monkeypatch.setattr(report, "update", lambda: update(page))
     assert command.main(["report"]) == 1
-    assert "no table named 'nonsense'" in " ".join(capsys.readouterr().out.split())
+    assert "got 'nonsense'" in " ".join(capsys.readouterr().out.split())
 
 
 # --- counters, timing, provenance ------------------------------------------------------------
@@ -583,7 +607,7 @@ def test_a_table_of_counters_is_read_and_added_up_by_call():
     assert counters.dram_bytes(one) == 1268.5e6 + 512 + 3000
     assert failed == "failed: out of memory"
     assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * (9 + 6), 15)
-    with pytest.raises(counters.CountersError, match="saw 3 kernels where 4 were launched"):
+    with pytest.raises(counters.CountersError, match="must report 4 launched kernels, got 3"):
         counters.by_case(launches, [3, 1])
 
 
@@ -597,14 +621,14 @@ def test_ratios_are_taken_and_never_added_up():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM", "no table: .*ERR_NVGPUCTRPERM"),
+        ("==ERROR== ERR_NVGPUCTRPERM", "printed no table. .*ERR_NVGPUCTRPERM"),
         (
             NCU.replace('"sector","2,5', '"parsec","2,5'),
-            "xbar2l1tex_read_sectors.sum in 'parsec': known",
+            "xbar2l1tex_read_sectors.sum must be one of .*, got 'parsec'",
         ),
-        (NCU.replace('"2,500,000,000"', '"n/a"'), "is 'n/a', no number"),
-        (NCU.replace('"2,500,000,000"', '"nan"'), "is 'nan', no number"),
-        (re.sub('.*"512"\n', "", NCU), "launch 0 has no dram__bytes_write"),
+        (NCU.replace('"2,500,000,000"', '"n/a"'), "must be a number, got 'n/a'"),
+        (NCU.replace('"2,500,000,000"', '"nan"'), "must be a number, got 'nan'"),
+        (re.sub('.*"512"\n', "", NCU), "reported no dram__bytes_write.* for launch 0"),
     ],
 )
 def test_broken_counter_tables_are_refused(text, message):
@@ -615,7 +639,9 @@ def test_broken_counter_tables_are_refused(text, message):
 def test_counters_without_the_tool_say_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
     case = counters.Case("fa2-simt", one_head(64, 64))
-    with pytest.raises(counters.CountersError, match="not on the PATH"):
+    with pytest.raises(
+        counters.CountersError, match="was not found. Install it and add it to PATH"
+    ):
         counters.count([case], counters.TRAFFIC)
     said = []
     assert counters.count_or_say([case], counters.TRAFFIC, said.append) is None
@@ -696,13 +722,13 @@ def test_the_gate_passes_the_right_result_and_no_wrong_one(dtype, causal, length
     assert 0 < gate(unfused) < gate.bounds[0]
     off = right * (1 + 6 * rounding)
     nan, scaled = np.full_like(right, np.nan), reference.attention(1.1 * q, k, v, causal=causal)
-    refuses(gate, off, nan, scaled, match="O: error")
+    refuses(gate, off, nan, scaled, match="O: the error")
     assert gate.bounds[0] < gate.peer(off) < check.PEER_BOUND[dtype]
     wrong = [nan, scaled, reference.attention(q, k, v, causal=not causal)]
     if dtype == "float32" and lengths == (100, 100):  # 10 bits of the inputs, as TF32 keeps
         short = (half(x, "float16") for x in (q, k, v))
         wrong.append(reference.attention(*short, causal=causal))
-    refuses(gate.peer, *wrong, match=f"allowed {check.PEER_BOUND[dtype]:.2e}")
+    refuses(gate.peer, *wrong, match=f"at most {check.PEER_BOUND[dtype]:.2e}")
 
 
 @DTYPES
@@ -818,7 +844,7 @@ def test_what_is_asked_for_is_counted_or_said(monkeypatch):
     assert counts() == {(N, d, False) for N in lengths for d in (64, 128)} and not said
     asked = {"seqlens": (48, 1024, 2048), "head_dims": (16, 128), "causal": (True,)}
     assert counts(**asked) == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
-    assert "not counted, minutes on the emulator: N=2048" in said[0]
+    assert "not counted, because it takes minutes on the emulator: N=2048" in said[0]
 
 
 def test_fa1_is_seen_where_fa2_covers_it():
@@ -921,7 +947,7 @@ def test_wrong_gradients_are_not_timed_at_any_length(monkeypatch):
     )
     failed = {(r.series, r.seqlen_q) for r in rows if r.failed}
     assert failed == {("fa2-simt-deterministic", 8), ("fa2-simt-deterministic", 24)}
-    assert all("dk: error" in r.note for r in rows if r.failed)
+    assert all("dk: the error" in r.note for r in rows if r.failed)
     assert len(timed) == len({(r.series, r.pass_, r.seqlen_q) for r in rows if not r.failed})
 
 

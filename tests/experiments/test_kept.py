@@ -82,8 +82,8 @@ def test_what_was_counted_by_the_same_is_taken(counting):
     assert "emulator: 2 rows, new" in counting.text
     files = {path: path.read_bytes() for path in (counting.csv, counting.json)}
     assert counting() == []
-    assert "counted before by the same code and kernels: 2 rows" in counting.text
-    assert "model: 2 rows, same as recorded" in counting.text
+    assert "2 counts are taken from the recording (same code, kernels)" in counting.text
+    assert "model: 2 rows, unchanged" in counting.text
     assert files == {path: path.read_bytes() for path in files}
 
 

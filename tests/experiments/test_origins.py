@@ -39,9 +39,9 @@ def test_recordings_of_lost_commits_are_listed(tmp_path):
     ]
     store = recorded(tmp_path, runs, [time(20)])
     assert list(origins.unknown(store, {"abcdef1" + 33 * "0"})) == [
-        ("speed/nvidia-h200.csv, abcdef1: whether the tree was dirty is not known", False),
-        ("speed/nvidia-h200.csv, 1234567: in no history", True),
-        ("speed/nvidia-h200.csv, no commit: in no history", True),
+        ("speed/nvidia-h200.csv, abcdef1: uncommitted changes may have existed", False),
+        ("speed/nvidia-h200.csv, 1234567: the commit is not in the git history", True),
+        ("speed/nvidia-h200.csv, no commit: the commit is not in the git history", True),
     ]
 
 
@@ -49,9 +49,9 @@ def test_the_command_lists_them_and_fails_for_a_lost_commit(monkeypatch, capsys,
     monkeypatch.setattr(command, "FIGURES", tmp_path)
     recorded(tmp_path, [{"commit": "abcdef1", "dirty": None}], [time(20)])
     monkeypatch.setattr(origins, "history", lambda: {"abcdef1"})
-    assert command.main(["origins"]) == 0 and "is not known" in capsys.readouterr().out
+    assert command.main(["origins"]) == 0 and "may have existed" in capsys.readouterr().out
     monkeypatch.setattr(origins, "history", set)
-    assert command.main(["origins"]) == 1 and "in no history" in capsys.readouterr().out
+    assert command.main(["origins"]) == 1 and "not in the git history" in capsys.readouterr().out
 
 
 def test_history_has_the_commit_that_is_checked_out():

@@ -149,7 +149,7 @@ def test_opcodes_are_added_up_by_class():
     assert found["load instructions"] == 14
     assert found["copy instructions"] == 1200 and found["exp instructions"] == 5
     assert found["mma instructions"] == 0
-    with pytest.raises(counters.CountersError, match="no opcodes"):
+    with pytest.raises(counters.CountersError, match="must name opcodes"):
         counters.parse_opcodes(f'"ID","{counters.OPCODES}"\n"0","1234"\n')
 
 

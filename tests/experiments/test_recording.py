@@ -118,7 +118,7 @@ def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
     assert {path: path.read_bytes() for path in before} == before
     bench.stop, bench.value = None, 1.2
     assert bench() == [128, "counters"]
-    assert "timing: 2 of 3 done before" in bench.text
+    assert "timing: 2 of 3 are stored already" in bench.text
     ours = {row.seqlen_q: row.value for row in bench.rows if row.series == "fa2-simt"}
     assert ours == {32: 32 * 1.1, 64: 64 * 1.1, 128: 128 * 1.2}
     # Of two processes at one commit, each with its description; rows say which.
@@ -210,7 +210,7 @@ def test_nothing_is_measured_without_what_the_recording_has_numbers_of(bench, mo
     before = bench.rows
     monkeypatch.setattr(tool, "available", lambda: False)
     assert bench() == [] and bench.rows == before
-    assert "there is no " in bench.report.error and "--replace" in bench.report.error
+    assert "missing here" in bench.report.error and "--replace" in bench.report.error
     bench.value = 1.3
     given = command._options(command._parser().parse_args(["run", "host_cost", "--replace"]))
     assert bench(replace=given.replace) == [32, 64, 128, "counters"] and not bench.report.error
@@ -242,7 +242,7 @@ def launched(*plans, kernels=()):
 
 def test_what_changed_is_measured(bench):
     assert measures_again(bench) and not measures_again(bench)
-    assert "as recorded here, by the same code and kernels" in bench.text
+    assert "because the code and the kernels have not changed" in bench.text
     bench.source = "2"
     assert measures_again(bench) and not measures_again(bench)
     bench.sources = bench.calls = "2"  # of which no kernel has anything
@@ -436,7 +436,7 @@ def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, 
     running = run()
     running.draw(name)
     said = running.console.file.getvalue()
-    assert "timing: 1 of 2 done before" in said and f"{name}.svg and .png: drawn" in said
+    assert "timing: 1 of 2 are stored already" in said and f"{name}.svg and .png: drawn" in said
     assert len(Store(tmp_path).read(name, machine)) == len(mine)
     assert running.reports[name].drawn_from == [machine]
 

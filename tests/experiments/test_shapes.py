@@ -133,7 +133,7 @@ def test_rows_of_a_result_with_options_are_checked(problem):
     wrong = right.copy()
     wrong[..., -1] *= 1.1
     for held in (gate, gate.peer):
-        with pytest.raises(check.WrongResult, match="O: error"):
+        with pytest.raises(check.WrongResult, match="O: the error"):
             held(wrong)
 
 
@@ -146,7 +146,7 @@ def test_gradients_are_checked_on_a_shorter_problem(problem):
     assert gate([x.astype(np.float16) for x in right]) < 2e-3
     for n, name in enumerate(("dq", "dk", "dv")):
         wrong = [x * (1.1 if at == n else 1) for at, x in enumerate(right)]
-        with pytest.raises(check.WrongResult, match=f"{name}: error"):
+        with pytest.raises(check.WrongResult, match=f"{name}: the error"):
             gate(wrong)
 
 

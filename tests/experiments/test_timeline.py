@@ -273,7 +273,7 @@ def test_what_is_recorded_is_both_orders_in_full():
 def test_rows_that_are_no_moves_are_refused():
     (row,) = recorded()[:1]
     broken = Row(**{**row_fields(one_head(8, 4)), **vars(row), "note": "00000 load K; block 0; x"})
-    with pytest.raises(ValueError, match="note is '00000 load K; block 0; x'"):
+    with pytest.raises(ValueError, match="must have tiles .* and note '00000 load K; block 0; x'"):
         moves.traces([broken])
 
 
@@ -293,12 +293,18 @@ def test_a_trace_replaces_the_older_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["timeline", "--tiles", "64"], "'64' is no BRxBC: allowed is such as 64x128"),
-        (["timeline", "--tiles", "64x64x64"], "'64x64x64' is no BRxBC"),
-        (["timeline", "--tiles", "64x"], "'64x' is no BRxBC"),
+        (["timeline", "--tiles", "64"], "must be two integers such as 64x128, got '64'"),
+        (
+            ["timeline", "--tiles", "64x64x64"],
+            "must be two integers such as 64x128, got '64x64x64'",
+        ),
+        (["timeline", "--tiles", "64x"], "must be two integers such as 64x128, got '64x'"),
         (["timeline", "--tiles", "64x60"], "tiles.Bc must be a positive multiple of 8, got 60"),
         (["timeline", "--tiles", "0x8"], "tiles.Br must be a positive multiple of 4, got 0"),
-        (["timeline", "speed", "--tiles", "64x64"], "--tiles is nothing that speed takes, only"),
+        (
+            ["timeline", "speed", "--tiles", "64x64"],
+            "speed has no option --tiles. Experiments with",
+        ),
     ],
 )
 def test_bad_tiles_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
@@ -312,8 +318,8 @@ def test_bad_tiles_are_refused_before_anything_runs(arguments, message, capsys, 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((4096, 64, 64, 64, False), "at N=4096 make 64 x 64 tiles of S: allowed are 1024"),
-        ((64, 256, 256, 256, False), r"bytes of shared memory .*got 1048576 bytes"),
+        ((4096, 64, 64, 64, False), "at most 1024 tiles of S, got 64 x 64 (tiles 64x64 at N=4096)"),
+        ((64, 256, 256, 256, False), "needs 1048576 bytes of shared memory, the device has"),
     ],
 )
 def test_a_shape_that_cannot_be_shown_is_said(shape, message, monkeypatch):

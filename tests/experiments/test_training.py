@@ -271,11 +271,14 @@ def test_without_a_gpu_or_torch_it_says_so(monkeypatch, tmp_path, capsys, gpu, s
     arguments = [char_model.NAME, "--out", str(tmp_path)]
     assert command.main(["run", *arguments]) == 1
     said = capsys.readouterr().out
-    assert f"char_model: needs {says}" in said and "not measured: char_model" in said
+    assert (
+        f"char_model: not measured, because it needs {says}" in said
+        and "not measured: char_model" in said
+    )
     assert command.main(["draw", *arguments]) == 0
 
 
 def test_list_says_what_it_needs(capsys):
     command.main(["list"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "Needs a CUDA GPU and torch to measure." in text
+    assert "Trains a small language model" in text and "the loss [GPU, torch]" in text

@@ -284,7 +284,7 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
     assert len(calls) == 2
-    assert "300 is outside: allowed is 1 to" in capsys.readouterr().err
+    assert "must be an integer from 1 to 256, got 300" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ def test_variants_are_checked_and_timed(on_the_emulator, monkeypatch):
         return out
 
     monkeypatch.setattr(fa_numba, "attention", wrong)
-    for wrong.rows, why in ((16, "against float64"), (144, "off the first series' result")):
+    for wrong.rows, why in ((16, "against float64"), (144, "from that of the first series")):
         rows = [row for row in measured(["softcap"]) if row.metric == "time"]
         failed = [row for row in rows if row.failed]
         of = "fa1-mma" if wrong.rows == 16 else "fa2-mma"

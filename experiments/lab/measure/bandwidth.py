@@ -161,7 +161,7 @@ def global_steps(footprint: int, total: int = BYTES) -> int:
         If the footprint is below LEAST_BYTES.
     """
     if footprint < LEAST_BYTES:
-        raise ValueError(f"footprint is {footprint}: allowed is at least {LEAST_BYTES} bytes")
+        raise ValueError(f"footprint must be at least {LEAST_BYTES} bytes, got {footprint}")
     steps = max(total, 2 * footprint) // (AT_ONCE * CHUNK)
     return -(-steps // UNROLL) * UNROLL
 
@@ -239,7 +239,7 @@ def _check(sums: np.ndarray, expected: float) -> None:
     wrong = np.flatnonzero(sums != expected)
     if wrong.size:
         at = int(wrong[0])
-        raise WrongResult(f"thread {at} read {sums[at]} where it should read {expected}")
+        raise WrongResult(f"thread {at} must read the sum {expected}, got {sums[at]}")
 
 
 def measure_matmul(dtype: str, repeats: int) -> Timing:

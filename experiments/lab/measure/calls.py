@@ -237,7 +237,7 @@ def check_once(
     if theirs(series) and options.get("dropout_p"):
         DropoutGate(problem, q, k, v, **options).peer(out)
         if not all(np.isfinite(x).all() for x in gradients):
-            raise WrongResult("a gradient with dropout is not finite")
+            raise WrongResult("all gradients with dropout must be finite, got inf or NaN")
         return
     for pass_, result in (("fwd", (out,)), ("bwd", gradients)):
         gate = Gate.of_whole(problem, pass_, q, k, v, dout, **options)

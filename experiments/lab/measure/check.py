@@ -244,7 +244,8 @@ class Gate:
             errors.append(float(reference.relative_error(to_host(got), exact)))
             if not errors[-1] <= bound:
                 raise WrongResult(
-                    f"{name}: error {errors[-1]:.2e} against float64{self._at}, allowed {bound:.2e}"
+                    f"{name}: the error against float64{self._at} must be at most {bound:.2e}, got "
+                    f"{errors[-1]:.2e}"
                 )
         return max(errors)
 
@@ -293,8 +294,9 @@ class DropoutGate(Gate):
         off = abs(found / self._deviation - 1), abs(size - 1)
         if not all(x <= bound for x, bound in zip(off, bounds, strict=True)):
             raise WrongResult(
-                f"O with dropout is {found:.3f} off float64 without and has {size:.3f} of its "
-                f"size, expected {self._deviation:.3f} and 1"
+                "O with dropout differs too much from O in float64 without dropout: the deviation "
+                f"must be about {self._deviation:.3f} and the relative size about 1, got "
+                f"{found:.3f} and {size:.3f}"
             )
         return found
 

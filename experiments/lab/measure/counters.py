@@ -215,7 +215,7 @@ def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
     for launch, values in launches.items():
         missing = [name for name in metrics if name not in values]
         if missing:
-            raise CountersError(f"launch {launch} has no {', '.join(missing)}")
+            raise CountersError(f"ncu reported no {', '.join(missing)} for launch {launch}")
     return [launches[launch] for launch in sorted(launches)]
 
 
@@ -226,7 +226,7 @@ def _lines(text: str) -> Iterator[dict[str, str]]:
     """
     start = re.search(r'^"ID",', text, re.MULTILINE)
     if start is None:
-        raise CountersError(f"ncu printed no table: {_tail(text)}")
+        raise CountersError(f"ncu printed no table. Its output ends with: {_tail(text)}")
     yield from csv.DictReader(io.StringIO(text[start.start() :]))
 
 
@@ -255,7 +255,7 @@ def parse_opcodes(text: str) -> list[dict[str, float]]:
         cell = line.get(OPCODES) or ""
         pairs = re.findall(r"([A-Z][\w.]*): ([\d,]+)", cell)
         if not pairs:
-            raise CountersError(f"ncu's instances of {OPCODES} are {cell!r}: no opcodes")
+            raise CountersError(f"ncu's instances of {OPCODES} must name opcodes, got {cell!r}")
         found[int(line["ID"])] = {opcode: float(n.replace(",", "")) for opcode, n in pairs}
     return [found[identity] for identity in sorted(found)]
 
@@ -263,13 +263,13 @@ def parse_opcodes(text: str) -> list[dict[str, float]]:
 def _number(name: str, value: str, unit: str) -> float:
     if unit not in _UNITS:
         known = ", ".join(each or "none" for each in _UNITS)
-        raise CountersError(f"ncu gives {name} in {unit!r}: known are {known}")
+        raise CountersError(f"ncu's unit of {name} must be one of {known}, got {unit!r}")
     try:
         number = float(value.replace(",", ""))
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise CountersError(f"ncu's value of {name} is {value!r}, no number")
+        raise CountersError(f"ncu's value of {name} must be a number, got {value!r}")
     return number * _UNITS[unit]
 
 
@@ -297,7 +297,7 @@ def by_case(
     """
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
-        raise CountersError(f"ncu saw {len(launches)} kernels where {expected} were launched")
+        raise CountersError(f"ncu must report {expected} launched kernels, got {len(launches)}")
     left = iter(launches)
     return [n if isinstance(n, str) else [next(left) for _ in range(n)] for n in kernels]
 
@@ -419,7 +419,7 @@ def _run(
 ) -> tuple[str, list[int | str]]:
     """Profile the cases; return the table that ncu prints, and each case's number of kernels."""
     if not available():
-        raise CountersError("ncu is not on the PATH")
+        raise CountersError("ncu (Nsight Compute) was not found. Install it and add it to PATH")
     with tempfile.TemporaryDirectory() as folder:
         wanted, done = Path(folder) / "cases.pickle", Path(folder) / "kernels.json"
         wanted.write_bytes(pickle.dumps(list(cases)))
@@ -429,7 +429,7 @@ def _run(
         status, said = _with_children((*command, *target, str(wanted), str(done)))
         table = log.read_text("utf-8") if log.exists() else ""
         if status or not done.exists():
-            raise CountersError(f"ncu ended with {status}: {_tail(table + said)}")
+            raise CountersError(f"ncu failed with exit status {status}: {_tail(table + said)}")
         told = json.loads(done.read_text("utf-8"))
         ran.tell(told["ran"])
         return table, told["counts"]

@@ -31,7 +31,7 @@ def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
     ]
     beyond = {f"N={p.seqlen_q}, d={p.head_dim}": None for p in problems if p not in small}
     if beyond:
-        bench.say(f"  not counted, minutes on the emulator: {'; '.join(beyond)}")
+        bench.say(f"  not counted, because it takes minutes on the emulator: {'; '.join(beyond)}")
     return small
 
 

@@ -424,7 +424,10 @@ def traces(rows: Iterable[Row]) -> list[Trace]:
             continue
         found = _NOTE.fullmatch(row.note)
         if found is None or row.Br is None or row.Bc is None:
-            raise ValueError(f"note is {row.note!r}, Br {row.Br}, Bc {row.Bc}: expected a move")
+            raise ValueError(
+                f"the row of a move must have tiles and a note with the move, got Br {row.Br}, Bc "
+                f"{row.Bc} and note {row.note!r}"
+            )
         key = row.head_dim, row.seqlen_q, row.causal, row.Br, row.Bc, row.series
         calls.setdefault(key, []).append((int(found["order"]), row, found))
     made = []

@@ -48,7 +48,7 @@ def say_missing(say: Callable[[str], None]) -> None:
         Prints a line.
     """
     if not available():
-        say("  no torch with CUDA here: its kernels are not measured")
+        say("  torch's kernels are not measured, because torch with CUDA is missing here")
 
 
 def version() -> str | None:
@@ -93,10 +93,13 @@ def call(
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
     for ours, theirs in zip((q, k, v), (tq, tk, tv), strict=True):
         if ours is not theirs and ours.__cuda_array_interface__["data"][0] != theirs.data_ptr():
-            raise RuntimeError("torch copied an input instead of viewing it")
+            raise RuntimeError("torch copied an input, but must use the memory of the given array")
     scale, causal = problem.scale, problem.causal
     if causal and problem.diagonal:
-        raise ValueError("torch's causal mask is aligned to the top left: lengths must be equal")
+        raise ValueError(
+            "seqlen_q and seqlen_k must be equal with a causal mask, because torch aligns the mask "
+            "to the top left"
+        )
     valid = None
     if kv_lens is not None:
         lengths = torch.as_tensor(kv_lens, device="cuda")[:, None, None, None]

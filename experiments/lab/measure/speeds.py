@@ -140,8 +140,8 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]
     if beyond:
         bench.say(
-            f"  FA-1 is not measured at N={', '.join(map(str, beyond))}: its backward pass has one "
-            f"thread block a head, too few of them beyond N={study.fa1_longest}"
+            f"  FA-1 is not measured at N={', '.join(map(str, beyond))}, because one thread block "
+            f"per head is too slow in its backward pass beyond N={study.fa1_longest}"
         )
     peers.say_missing(bench.say)
     make, few = partial(fa2_setting, dtype=study.dtype), options.quick

@@ -298,7 +298,10 @@ def _case(problem: Problem, variant: Variant) -> counters.Case:
     """Return the case to be counted: the variant's call, or the first of its calls by row tile."""
     if variant.by_row_tile:
         if problem.causal:
-            raise ValueError("problem is causal: its row tiles are not alike, and one is counted")
+            raise ValueError(
+                "problem must not be causal: one row tile is counted for all, and causal row tiles "
+                "differ"
+            )
         problem = replace(problem, seqlen_q=variant.options["tiles"].Br)
     return counters.Case(variant.series, problem, variant.options, variant.passes)
 

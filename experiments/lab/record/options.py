@@ -197,7 +197,7 @@ class Bench:
             return
         left = self.recorder.left(items, label)
         if len(left) < len(items):
-            self.say(f"  {label}: {len(items) - len(left)} of {len(items)} done before")
+            self.say(f"  {label}: {len(items) - len(left)} of {len(items)} are stored already")
         yield from self.recorder.each(self.track(left, label))
 
     def counted(
@@ -221,7 +221,7 @@ class Bench:
             The counts.
         """
         if self.kept:
-            self.say(f"  counted before by the same code and kernels: {len(self.kept)} rows")
+            self.say(f"  {len(self.kept)} counts are taken from the recording (same code, kernels)")
             yield self.kept
             return
         for item in self.each(work, label):

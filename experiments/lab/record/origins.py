@@ -49,6 +49,6 @@ def unknown(store: Store, known: Collection[str]) -> Iterator[tuple[str, bool]]:
                 commit = run.get("commit") or ""
                 place = f"{name}/{machine}.csv, {commit[:7] or 'no commit'}"
                 if not any(each.startswith(commit) for each in known if commit):
-                    yield f"{place}: in no history", True
+                    yield f"{place}: the commit is not in the git history", True
                 elif run.get("dirty") is None:
-                    yield f"{place}: whether the tree was dirty is not known", False
+                    yield f"{place}: uncommitted changes may have existed", False

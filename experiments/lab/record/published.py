@@ -36,7 +36,7 @@ def lookup(**wanted: str) -> list[dict[str, str]]:
     found = [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
     of = {name: wanted[name] for name in ("paper", "item") if name in wanted}
     if not found and (of == wanted or not lookup(**of)):
-        raise StoreError(f"{FILE}: it has no line of {', '.join(of.values()) or 'anything'}")
+        raise StoreError(f"{FILE} must have a line with {', '.join(of.values()) or 'any values'}")
     return found
 
 
@@ -61,6 +61,6 @@ def value(**wanted: str) -> float:
     found = lookup(**wanted)
     if len(found) != 1:
         raise StoreError(
-            f"{FILE}: it has {len(found)} lines of {', '.join(wanted.values())}: expected one"
+            f"{FILE} must have one line with {', '.join(wanted.values())}, got {len(found)}"
         )
     return float(found[0]["value"])

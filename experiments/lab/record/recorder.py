@@ -51,7 +51,7 @@ class Outcome:
 
     def __str__(self) -> str:
         failed = f"{self.failed} failed, " if self.failed else ""
-        return f"{self.measured} rows, {failed}{'new' if self.changed else 'same as recorded'}"
+        return f"{self.measured} rows, {failed}{'new' if self.changed else 'unchanged'}"
 
 
 class Recorder:

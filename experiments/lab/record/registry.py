@@ -16,8 +16,9 @@ from .store import Row
 class Experiment(Protocol):
     """What a module of `experiments` must have. The command line finds it by its file alone.
 
-    The first paragraph of the module's docstring is its title. The command `list` prints the title
-    and the second paragraph. Besides `measure` and `draw`, a module may have:
+    The first paragraph of the module's docstring is its title, a sentence of at most 15 words. The
+    command `list` prints the title, and `list NAME` the complete docstring. Besides `measure` and
+    `draw`, a module may have:
 
         table(rows)          makes the table, a `tables.Table`, for the page of the experiment
         animate(rows, note)  makes the figure as an animated GIF, in bytes; `note` says the origin

@@ -76,17 +76,20 @@ class Runner:
             module = load(name)
             report.not_measured = self._lacking(module)
             if report.not_measured:
-                self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
+                text = f"not measured, because it {report.not_measured}, which is missing here"
+                self.console.print(f"[bold]{name}[/]: {text}")
                 return
             if not again and self._recorded_now(name):
-                self.console.print(
-                    f"[bold]{name}[/]: as recorded here, by the same code and kernels"
-                )
+                text = "not measured again, because the code and the kernels have not changed"
+                self.console.print(f"[bold]{name}[/]: {text}")
                 return
             if self.machine and self.options.complete and not self.options.replace:
                 before = self.recording(name, self.machine).read(name, self.machine)
                 if why := lost(before):
-                    raise Refused(f"the recording has {why}: --replace replaces it without")
+                    raise Refused(
+                        f"the stored recording has {why}. --replace stores a recording without "
+                        "these numbers"
+                    )
             self.console.print(f"[bold]{name}[/]: {registry.words(module)[0]}")
             counts = None
             if self.options.complete and not self.options.recount:
@@ -141,7 +144,8 @@ class Runner:
                 self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
         except NoUnit as error:  # an older GPU, which measures the others
             report.not_measured = str(error)
-            self.console.print(f"{name}: not measured here, {escape(str(error))}", soft_wrap=True)
+            text = f"not measured, because this GPU cannot compute it: {error}"
+            self.console.print(f"{name}: {escape(text)}", soft_wrap=True)
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
             self.console.print_exception()
@@ -199,9 +203,10 @@ class Runner:
         """Time tiles on this GPU and store the fastest; return the exit status."""
         report = self.reports.setdefault(tune.NAME, Report())
         if self.machine is None or self.gpu is None:
-            self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
+            self.console.print("[red]tune needs a CUDA GPU, which this machine does not have[/]")
             return 1
-        self.console.print(f"[bold]{tune.NAME}[/]: {sum(len(calls) for _, calls in work)} calls")
+        count = sum(len(calls) for _, calls in work)
+        self.console.print(f"[bold]{tune.NAME}[/]: {count} calls to time")
         with self._reporting(tune.NAME, report):
             self._record(
                 tune.NAME,
@@ -215,7 +220,7 @@ class Runner:
                 text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tune.note(tiles)}: {speed:.0f} TFLOP/s"
                 self.console.print(f"  {name} {pass_} d={d}: {text}")
             changed = tune.update(found, self.gpu["compute_capability"])
-            self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")
+            self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'unchanged'}")
         return 1 if report.error else 0
 
     def draw(self, name: str) -> None:
@@ -230,14 +235,15 @@ class Runner:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
             raise Refused(
-                "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
+                "not drawn, because matplotlib is not installed. Install the extra 'experiments': "
+                "pip install -e '.[experiments]'"
             ) from None
         module, (stored, runs) = load(name), self._stored(name)
         rows = [row for row in stored if self.options.admits(row)]
         figure = module.draw(rows) if rows else None
         if figure is None:
-            what = " of what was asked for" if stored and not rows else ""
-            self.console.print(f"[yellow]{name}: no data{what}, no figure[/]")
+            what = " for the chosen sizes" if stored and not rows else ""
+            self.console.print(f"[yellow]{name}: not drawn, because there are no data{what}[/]")
             return []
         note, stem = provenance.footnote(runs, rows), self.options.out / name
         changed, kinds = bool(style.save(figure, stem, note)), [".svg", ".png"]
@@ -255,7 +261,7 @@ class Runner:
         return sorted({row.machine for row in rows})
 
     def _say_drawn(self, name: str, kinds: Sequence[str], changed: bool) -> None:
-        state = "drawn" if changed else "drawn, same as before"
+        state = "drawn" if changed else "drawn, unchanged"
         said = f"  {self.options.out / name}{', '.join(kinds[:-1])} and {kinds[-1]}: {state}"
         self.console.print(escape(said), soft_wrap=True)
 
@@ -289,7 +295,7 @@ def lost(before: Sequence[Row]) -> str:
     """Return what a recording has and this machine cannot measure; empty for nothing."""
     found = []
     if not counters.available() and any(row.source in counters.BYTES for row in before):
-        found.append("hardware counters, and there is no Nsight Compute (ncu) here")
+        found.append("hardware counters, but Nsight Compute (ncu) is missing here")
     if not peers.available() and any(row.series.startswith("torch") for row in before):
-        found.append("torch's kernels, and there is no torch with CUDA here")
-    return "; ".join(found)
+        found.append("times of torch's kernels, but torch with CUDA is missing here")
+    return "; and ".join(found)

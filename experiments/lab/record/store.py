@@ -112,7 +112,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
-            raise ValueError(f"source is {self.source!r}: allowed is {', '.join(SOURCES)}")
+            raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {self.source!r}")
 
     @property
     def number(self) -> Number:
@@ -124,7 +124,10 @@ class Row:
             If the row failed.
         """
         if self.value is None:
-            raise ValueError(f"the row of {self.series}, {self.metric}, has no value: {self.note}")
+            raise ValueError(
+                f"the row of series {self.series} and metric {self.metric} must have a value, got "
+                f"none: {self.note}"
+            )
         return self.value
 
     @property
@@ -366,12 +369,12 @@ def parse(text: str, machine: str) -> tuple[Row, ...]:
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
     if header not in (COLUMNS, COLUMNS[:-1]):
-        raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
+        raise ValueError(f"the columns must be {', '.join(COLUMNS)}, got {', '.join(header)}")
     rows: list[Row] = []
     for line in lines:
         try:
             if len(line) != len(header):
-                raise ValueError(f"it has {len(line)} columns: expected {len(header)}")
+                raise ValueError(f"must have {len(header)} columns, got {len(line)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
             read = {name: _READ.get(name, str)(cell) for name, cell in named}
             rows.append(Row(machine=machine, **read))
@@ -614,5 +617,5 @@ class Store:
         named = {row.run for row in rows}
         for name in named - set(known):
             path = self.path(experiment, machine, ".json")
-            raise StoreError(f"{path}: it does not describe run {name!r} of {machine}.csv")
+            raise StoreError(f"{path}: must describe run {name!r}, which {machine}.csv has rows of")
         return rows, [run for name, run in known.items() if name in named]

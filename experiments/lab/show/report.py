@@ -53,7 +53,10 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
         for name, make in registry.tables(experiment).items():
             if name in found:
                 others = ", ".join(found[name][1])
-                raise ValueError(f"table {name!r} is of {experiment} and of {others}: rename one")
+                raise ValueError(
+                    f"table names must differ, but {experiment} and {others} both have {name!r}. "
+                    "Rename one"
+                )
             of = make.experiments if isinstance(make, Across) else (experiment,)
             found[name] = make, of
     shared = registry.shared_tables()
@@ -103,7 +106,7 @@ def text(name: str, store: Store) -> str:
     """
     tables = known()
     if name not in tables:
-        raise ValueError(f"no table named {name!r}: known are {', '.join(tables)}")
+        raise ValueError(f"a table's name must be one of {', '.join(tables)}, got {name!r}")
     make, experiments = tables[name]
     own = make.machine if isinstance(make, Across) else ""
     gpus = {experiment: own or gpu(store, experiment) for experiment in experiments}
@@ -216,7 +219,7 @@ def tables(page: str) -> dict[str, str]:
     found = {block["name"]: block["body"] for block in _BLOCK.finditer(page)}
     for name in re.findall(r"<!-- table: ([\w-]+) -->", page):
         if name not in found:
-            raise ValueError(f"table {name!r} has no end marker")
+            raise ValueError(f"table {name!r} has no end marker. Add <!-- end: {name} -->")
     return found
 
 
