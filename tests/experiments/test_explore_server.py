@@ -109,7 +109,11 @@ REFUSED = [
     ("/api/orders", {**STATE, "unit": "tpu"}, "unit must be one of simt, mma, wgmma, got 'tpu'"),
     ("/api/orders", {**STATE, "unit": "wgmma"}, "Br 64, 128 or 192"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
-    ("/api/orders", {**STATE, "mask": "j <"}, "the mask 'j <' contains an error (invalid syntax). It may"),
+    (
+        "/api/orders",
+        {**STATE, "mask": "j <"},
+        "the mask 'j <' contains an error (invalid syntax). It may",
+    ),
     ("/api/orders", {**STATE, "mask": "x < j"}, "the mask 'x < j' contains x. It may contain"),
     (
         "/api/orders",
@@ -125,9 +129,21 @@ REFUSED = [
     ("/api/orders", {**STATE, "mask": "i * 2.5"}, "mask_mod"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
     ("/api/plan", {**PLAN, "gpu": "T5"}, "got 'T5'"),
-    ("/api/softmax", {**SOFTMAX, "scores": "3 x"}, "each score must be a number from -10000 to 10000, got 'x'"),
-    ("/api/softmax", {**SOFTMAX, "scores": "nan"}, "each score must be a number from -10000 to 10000, got 'nan'"),
-    ("/api/softmax", {**SOFTMAX, "scores": "1 " * 65}, "scores must have from 1 to 64 numbers, got 65"),
+    (
+        "/api/softmax",
+        {**SOFTMAX, "scores": "3 x"},
+        "each score must be a number from -10000 to 10000, got 'x'",
+    ),
+    (
+        "/api/softmax",
+        {**SOFTMAX, "scores": "nan"},
+        "each score must be a number from -10000 to 10000, got 'nan'",
+    ),
+    (
+        "/api/softmax",
+        {**SOFTMAX, "scores": "1 " * 65},
+        "scores must have from 1 to 64 numbers, got 65",
+    ),
     (
         "/api/softmax",
         {**SOFTMAX, "block": 4},
@@ -192,4 +208,4 @@ def test_it_ends_when_interrupted(monkeypatch):
     said = []
     monkeypatch.setattr(explore_server.Server, "serve_forever", interrupted)
     assert explore_server.serve(0, said.append) == 0
-    assert said[0].startswith("http://127.0.0.1:") and said[1] == "ended"
+    assert said[0].startswith("the page is at http://127.0.0.1:") and said[1] == "stopped"
