@@ -198,7 +198,9 @@ def test_a_port_that_is_taken_is_said(server):
     said = []
     port = server.server_address[1]
     assert explore_server.serve(port, said.append) == 1
-    assert said == [f"port {port}: Address already in use; --port takes another"]
+    assert said == [
+        f"port {port} cannot be used: Address already in use. Choose another port with --port"
+    ]
 
 
 def test_it_ends_when_interrupted(monkeypatch):

@@ -179,7 +179,7 @@ def test_what_no_measurement_gives_is_kept_as_a_failure(tmp_path):
     record(store, [row(value=math.nan, note="here"), row(metric="loss_difference", value=-1.0)])
     below, failed = sorted(store.read("speed", report.MACHINE), key=lambda r: r.metric)
     assert below.value == -1 and (failed.value, failed.p20, failed.p80) == (None, None, None)
-    why = "time is nan: allowed is a finite number of at least 0"
+    why = "time must be a finite number of at least 0, got nan"
     assert failed.note == f"here; failed: {why}"
 
 

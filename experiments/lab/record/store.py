@@ -205,7 +205,7 @@ def impossible(row: Row) -> str:
         least, allowed = -math.inf, "a finite number"
     for n in (row.value, row.p20, row.p80):
         if n is not None and not (math.isfinite(n) and n >= least):
-            return f"{row.metric} is {n}: allowed is {allowed}"
+            return f"{row.metric} must be {allowed}, got {n}"
     return ""
 
 
