@@ -489,7 +489,8 @@ def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
     single = [line for line in lines if len(line.get_xydata()) == 1]
     assert len(single) > 4
     assert all(line.get_marker() not in ("None", "none", "", " ") for line in single)
-    assert any(line.get_marker() == "_" for line in single)
+    unmarked = name == "io_vs_seqlen"  # every line of the other figure has marks
+    assert any(line.get_marker() == "_" for line in single) == unmarked
     for ax in drawn[0].axes:
         low, high = ax.get_ylim()
         values = [y for line in ax.lines if line in single for y in line.get_ydata()]
