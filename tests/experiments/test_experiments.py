@@ -304,12 +304,12 @@ def test_what_an_older_gpu_has_no_unit_for_is_left_out(monkeypatch, tmp_path):
     running = run_in_process(monkeypatch, tmp_path, measure)
     running.console = Console(file=io.StringIO())
     running.measure("standing_in")
-    says = "unit is 'mma' on a GPU of compute capability 7.5: mma needs 8.0; there is simt, which "
+    says = "unit 'mma' needs a GPU of compute capability 8.0 or newer, got 7.5; this GPU has "
     said = running.console.file.getvalue()
     assert (
-        f"standing_in: not measured, because this GPU cannot compute it: {says}takes float32\n"
-        in said
-    )
+        f"standing_in: not measured, because this GPU cannot compute it: {says}unit 'simt', "
+        "which takes float32\n"
+    ) in said
     report = running.reports["standing_in"]
     assert not report.error and report.not_measured.startswith(says)
 
