@@ -505,7 +505,7 @@ def test_words_of_the_host_and_of_parts_change_nothing():
     """What the emulator's counts depend on beside kernels, with other words in it."""
     for name, old, new in (
         ("host/binding.py", r'"""(?=\w)', '"""Other. '),
-        ("host/binding.py", ": allowed is", ": must be"),
+        ("host/binding.py", "must be", "has to be"),
         ("ops.py", r'"""(?=\w)', '"""Other. '),
         ("emulator/groups.py", r'"""(?=\w)', '"""Other. '),
     ):

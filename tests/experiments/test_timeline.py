@@ -318,8 +318,14 @@ def test_bad_tiles_are_refused_before_anything_runs(arguments, message, capsys, 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((4096, 64, 64, 64, False), "at most 1024 tiles of S, got 64 x 64 (tiles 64x64 at N=4096)"),
-        ((64, 256, 256, 256, False), "needs 1048576 bytes of shared memory, the device has"),
+        (
+            (4096, 64, 64, 64, False),
+            r"at most 1024 tiles of S, got 64 x 64 \(tiles 64x64 at N=4096\)",
+        ),
+        (
+            (64, 256, 256, 256, False),
+            "tiles must fit in .* bytes of shared memory .*got 1048576 bytes",
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_shown_is_said(shape, message, monkeypatch):
