@@ -167,8 +167,8 @@ def draw(rows: Sequence[Row]) -> Any:
     layer = next(iter(found.values()))
     figure, ((ax,),) = style.new(1, 1, 4.2)
     style.bars(ax, shown)
-    (claimed, *_) = CLAIMED_GB["fa2-mma"]
-    message = f"FA-2's claimed {claimed:g} GB are DRAM bytes, not accesses"
+    of_fa2, *_ = CLAIMED_GB["fa2-mma"]
+    message = f"FA-2's claimed {of_fa2:g} GB are DRAM bytes, not accesses"
     what = f"forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}"
     ax.set_xlabel("bytes of one call (GB)")
     figure.suptitle(f"{message}\n{what}", fontsize=12)

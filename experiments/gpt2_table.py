@@ -209,7 +209,7 @@ def draw(rows: Sequence[Row]) -> Any:
         panels[name].grid(False, axis="x")
     counts.annotate(panels["GB"], rows, 0.55)
     moved = [found.get((f"{name}-mma", "dram", "GB")) for name in ("standard", "fa2")]
-    if all(moved):
+    if moved[0] and moved[1]:
         many = moved[0] / moved[1]
         message = f"Standard attention moves {many:.0f} times FA-2's DRAM bytes in training"
         figure.suptitle(message, fontsize=12)

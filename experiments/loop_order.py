@@ -306,9 +306,9 @@ def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_head
         said.append("".join(words))
     first, *others = said
     others = [each for each in others if each.partition(": ")[2] != first.partition(": ")[2]]
-    side, x = ("right", 0.98) if over_heads else ("left", 0.02)
+    side, left = ("right", 0.98) if over_heads else ("left", 0.02)
     text = "\n".join([first, *others])
-    ax.text(x, 0.97, text, transform=ax.transAxes, fontsize=9, ha=side, va="top")
+    ax.text(left, 0.97, text, transform=ax.transAxes, fontsize=9, ha=side, va="top")
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:

@@ -54,9 +54,9 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
     if spread and place[0] in shown and place[1] in passes:
         _, pass_, N, d, causal, _ = place
         said = f"N={N}, d={d}{', causal' if causal else ''}:\nfp16 ran at {spread} TFLOP/s"
-        at = {"xy": (far, shown.index(place[0])), "xytext": (-7, 0), "va": "center"}
-        at |= {"textcoords": "offset points", "ha": "right" if far > 1 else "left"}
-        axes[passes.index(pass_)].annotate(said, fontsize=8.5, **at)
+        look: dict[str, Any] = {"xytext": (-7, 0), "va": "center"}
+        look |= {"textcoords": "offset points", "ha": "right" if far > 1 else "left"}
+        axes[passes.index(pass_)].annotate(said, (far, shown.index(place[0])), fontsize=8.5, **look)
     axes[0].set_yticks(range(len(shown)), [LABELS[series] for series in shown])
     every = [x for of in found.values() for of_pass in of.values() for x in of_pass]
     figure.suptitle(
