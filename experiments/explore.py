@@ -230,6 +230,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         lines.append(cells)
     header = ["unit", "N", "d", "tiles", "causal", "window"]
     header += [
-        f"{LABELS[f'{n}-simt']}, {what}" for n in ("fa1", "fa2") for what in ("bytes", "form")
+        f"{LABELS[f'{n}-simt']}, {what}"
+        for n in ("fa1", "fa2")
+        for what in ("traced, bytes", "closed form, bytes")
     ]
-    return tables.of("One head, forward: bytes as traced, and by the closed form.", header, lines)
+    caption = (
+        "Bytes of one head, forward: in the emulator's trace, and by the closed form. With a "
+        "window of w, a row sees w columns on either side."
+    )
+    return tables.of(caption, header, lines)

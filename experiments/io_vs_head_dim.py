@@ -147,11 +147,12 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 said = theorem.get(series, "2")
                 exponents = (str(found or tables.MISSING) for found in fits)
                 lines.append([over, scaling.LABELS[series], said, *exponents])
-    header = ["over", "algorithm", "theorem", *scaling.FITTED.values()]
+    header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
-        "Exponents of N (one head, d=64) and of d, with the standard error of the fit and the "
-        f"range of it. Line 1's tiles are for M={M} floats; the planner's have up to 128 columns, "
-        f"whatever M would hold.{scaling.equal(own)}"
+        "The exponents with which accesses grow with N (one head, d=64) and with d. Each is a fit, "
+        "with its standard error and, in brackets, its range of N or d. Line 1's tiles are for "
+        f"M={M} floats. The planner's tiles have at most 128 columns, also if M has space for "
+        f"more.{scaling.equal(own)}"
     )
     return tables.of(caption, header, lines)
 

@@ -187,6 +187,9 @@ def _look(series: str, source: str) -> dict[str, Any]:
 SHOWN_SEQLENS = (512, 1024, 4096, 16384)
 
 
+_KINDS = ("accessed, GB", "L2, GB", "DRAM, GB")
+
+
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of accesses."""
     found = {
@@ -204,6 +207,6 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         numbers = [tables.cell(row, lambda v: f"{v / 1e9:.3g}") for row in cells]
         lines.append([str(d), str(N), *numbers])
     header = ["d", "N"]
-    header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in ("accessed", "L2", "DRAM")]
-    caption = "Forward, fp32, 16k tokens, hidden dimension 2048; GB of 10^9 bytes."
+    header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in _KINDS]
+    caption = "Bytes of a forward call in fp32 with 16k tokens and hidden dimension 2048."
     return tables.of(caption, header, lines)

@@ -271,13 +271,14 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        f" FA-1 with line 1's tiles accesses less than square blocks from M = {where[0]} on, "
-        f"backward from {where[1]} on, every constant counted."
+        " With all constants, FA-1 with line 1's tiles accesses less than standard attention with "
+        f"square blocks from M = {where[0]} on, and backward from {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
-        f"Exponents of M at d={d}, with the standard error of the fit and its range in floats; "
-        f"d² = {square}. What was run has tiles of 8 to 128 rows and columns; the planner's stop "
-        f"at 128, which registers hold.{said}{scaling.equal(rows)}"
+        f"The exponents with which accesses depend on M, at d={d} (d² = {square}). Each is a fit, "
+        "with its standard error and, in brackets, its range of M in floats. Measured calls have "
+        "tiles of 8 to 128 rows and columns. The planner's tiles have at most 128, because "
+        f"registers hold no more.{said}{scaling.equal(rows)}"
     )
-    header = ["algorithm", "theorem", *scaling.FITTED.values()]
+    header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

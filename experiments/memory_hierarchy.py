@@ -294,21 +294,27 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
                 tables.MISSING if theirs is None else f"{known['float16', 'peak'] / theirs:.0f}",
             ]
         )
-    header = ["memory", "TB/s", "size", "FLOP/byte to the fp32 roof", "to the fp16 roof"]
-    header += ["A100 published, TB/s", "size", "to its fp16 roof"]
+    header = ["memory", "bandwidth, TB/s", "size", "FLOP/byte at the fp32 roof"]
+    header += ["FLOP/byte at the fp16 roof", "published A100, bandwidth, TB/s"]
+    header += ["published A100, size", "published A100, FLOP/byte at the fp16 roof"]
     return tables.of(_said(speeds, room, peaks), header, lines)
 
 
 def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, float]) -> str:
     parts = [
-        f"torch's matrix product: {peak:.0f} TFLOP/s in {dtype}" for dtype, peak in peaks.items()
+        f"torch's matrix product reaches {peak:.0f} TFLOP/s in {dtype}."
+        for dtype, peak in peaks.items()
     ]
     if {"shared", "DRAM"} <= speeds.keys() & room.keys():
         faster, smaller = speeds["shared"] / speeds["DRAM"], room["DRAM"] / room["shared"]
         by = f"{faster:.1f} times as fast as DRAM and {smaller:.0f} times smaller"
-        parts.append(f"shared memory is {by}")
-    text = "; ".join(parts)
-    return f"Read bandwidth, 16-byte accesses, median. {text[:1].upper()}{text[1:]}."
+        parts.append(f"Shared memory is {by}.")
+    what = (
+        "Bandwidth of reading by 16-byte accesses, as a median. *FLOP/byte at a roof* is the speed "
+        "of torch's matrix product / the bandwidth: a kernel with fewer FLOP per byte is limited "
+        "by this memory."
+    )
+    return " ".join([what, *parts])
 
 
 def _size(size: float | None) -> str:
@@ -333,9 +339,13 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
         cells = [tables.number(of, name, ".0f") for name in ("model", "L2", "DRAM")]
         name = DTYPE_NAMES[dtype].split(",")[0]
         lines.append([LABELS[series], name, *cells, f"{of['speed']:.1f}", share])
-    header = ["kernel", "dtype", "FLOP/byte accessed", "of L2", "of DRAM", "TFLOP/s"]
-    header += ["share of the lowest roof"]
-    return tables.of(f"Forward, N={SEQLEN}, d={HEAD_DIM}, 16k tokens.", header, lines)
+    header = ["kernel", "dtype", "FLOP / byte accessed", "FLOP / byte of L2", "FLOP / byte of DRAM"]
+    header += ["TFLOP/s", "speed / lowest roof"]
+    caption = (
+        f"Forward, N={SEQLEN}, d={HEAD_DIM}, 16k tokens. A roof is the speed that a memory or "
+        "torch's matrix product allows at most. The cell names the lowest one."
+    )
+    return tables.of(caption, header, lines)
 
 
 TABLES = {"memory_hierarchy-roofline": roofline}

@@ -303,13 +303,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         cells += [f"{sum(of.values()):.3g}" if of else tables.MISSING for of in (run, form)]
         cells += [tables.number(known, series, "g"), tables.cell(nan.get(series), str)]
         lines.append([*cells, *map(_best, speeds)])
-    header = ["algorithm", "loads", "stores", "in all, counted", "in all, closed form"]
-    header += ["published", f"NaN in softmax(x + {TOO_LARGE:g})"]
-    header += [f"fastest over safe, {batch} vectors (at V)" for batch in BATCHES]
+    header = ["algorithm", "loads", "stores", "total, counted", "total, closed form"]
+    header += ["total, published", f"NaN in softmax(x + {TOO_LARGE:g})"]
+    header += [f"fastest / safe, {batch} vectors (at V)" for batch in BATCHES]
     caption = (
-        "Accesses to global memory for each element of a vector, or of attention for each score, "
-        "of S and P together: standard attention writes a row of S, reads it, writes P and reads "
-        f"it{_long(rows)}; the flash orders keep it on chip. NaN: of {QUICK_LENGTHS[0]} elements."
+        "Accesses to global memory per element of a vector. For attention: accesses to S and P "
+        "together, per element of S. Standard attention writes a row of S, reads it, writes P and "
+        f"reads P{_long(rows)}. FA-1 and FA-2 keep S and P on the chip. The NaN column counts NaN "
+        f"among {QUICK_LENGTHS[0]} elements. *Fastest / safe* is the largest ratio of the speed to "
+        "safe softmax's speed, with the vector length V where it is reached."
     )
     return tables.of(caption, header, lines)
 
@@ -326,7 +328,8 @@ def _long(rows: Sequence[Row]) -> str:
     for row in rows:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)
-            return f" (a row of {LONG_SEQLEN} is beyond shared memory: {loads:g} loads, not 2)"
+            long = f"a row of {LONG_SEQLEN} does not fit into shared memory"
+            return f" ({long}: {loads:g} loads, not 2)"
     return ""
 
 
@@ -346,8 +349,8 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     header = ["N", *(f"{LABELS[s]}, ms" for s in UNFUSED.values()), "safe / online"]
     header += [f"{LABELS[PEER]} / online"]
     caption = (
-        f"Unfused attention in fp32, {UNFUSED_HEADS} heads, d=64, forward: torch's products, and "
-        "between them each softmax."
+        f"Time of unfused attention forward in fp32, {UNFUSED_HEADS} heads, d=64, with each of "
+        "three softmaxes between torch's two products."
     )
     return tables.of(caption, header, lines)
 

@@ -39,8 +39,8 @@ ONE_PIECE = "one piece"
 # By which pages may be slower.
 ALLOWED = 0.05
 PROTOCOL = (
-    f"a decoding step of {BATCH} sequences, one query row each, {HEADS} heads that share "
-    f"{KEY_HEADS} of K and V; table and lengths on the GPU, tiles and splits as planned"
+    f"a decoding step of {BATCH} sequences with one row of Q each, {HEADS} query heads, "
+    f"{KEY_HEADS} K/V heads; block table and lengths on the GPU, tiles and splits as planned"
 )
 
 
@@ -227,14 +227,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         ]
         for size in sizes
     ]
-    header = ["rows a page", *(f"elements that differ, {unit(s)}" for s in COUNTED)]
-    header += [f"table's bytes, {unit(s)}" for s in COUNTED]
+    header = ["rows per page", *(f"elements that differ, {UNIT_NAMES[unit(s)]}" for s in COUNTED)]
+    header += [f"table's share of bytes, {UNIT_NAMES[unit(s)]}" for s in COUNTED]
     for series in TIMED:
-        header += [f"time over one piece's, {unit(series)}, median", "worst"]
+        on = UNIT_NAMES[unit(series)]
+        header += [f"time / contiguous, {on}, {of}" for of in ("median", "largest")]
     caption = (
-        f"Counted: two sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q, "
-        f"d={COUNTED_DIM}; elements of O and L whose bits differ from one piece, and the block "
-        f"table's bytes over those of K and V. Time: {PROTOCOL}."
+        "Calls with a cache in pages, compared with the same calls with a contiguous cache. "
+        "Elements that differ (of O and L, bit for bit) and bytes are counted on the emulator, for "
+        f"two sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and "
+        f"d={COUNTED_DIM}. The share is the block table's bytes / the bytes of K and V. Times are "
+        f"ratios over several lengths: {PROTOCOL}."
     )
     return tables.of(caption, header, lines)
 

@@ -35,9 +35,9 @@ COUNTED_STEPS = tuple(itertools.product((1, 3, 8), (40, 130)))
 TIMED = ("fa2-mma", HOPPER)
 SEQUENCES, PREFIXES = (1, 4, 16, 64, 256), (1024, 4096, 16384)
 PROTOCOL = (
-    f"one query row a sequence, {LARGE[0]} heads on {LARGE[1]} of K and V, {LARGE[2]} keys of each "
-    f"sequence's own, d={LARGE[3]}, pages of {LARGE[4]} rows; read by each, the tables of all "
-    "sequences begin with the same pages"
+    f"one row of Q per sequence, {LARGE[0]} query heads, {LARGE[1]} K/V heads, {LARGE[2]} keys of "
+    f"each sequence after the prefix, d={LARGE[3]}, pages of {LARGE[4]} rows; if each sequence "
+    "reads the prefix, all block tables begin with the same pages"
 )
 
 
@@ -281,17 +281,21 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         for by in timed.values():
             cells += _cells(by.get(at), 1e3)
         lines.append([*map(str, at), *cells])
-    header = ["keys of the prefix", "sequences", "MB, read once", "by each", "ratio"]
-    for series in timed:
-        header += [f"us on {unit(series)}, read once", "by each", "ratio"]
+    header = ["keys of the prefix", "sequences"]
+    for what in ("MB", *(f"us on {unit(series)}" for series in timed)):
+        header += [f"{what}, read once", f"{what}, read by each", f"{what}, by each / once"]
     small = [row for row in rows if row.head_dim == SMALL[3] and row.metric == "traffic"]
     errors = [row.number for row in rows if row.metric == "error"]
-    caption = f"A decoding step, fp16, {PROTOCOL}. Bytes of global memory by the model, on mma"
+    caption = (
+        f"A decoding step in fp16: {PROTOCOL}. MB are the bytes accessed in global memory on mma, "
+        "by the access model"
+    )
     if errors:
         equal, counted = counts.equal(small)
         caption += (
-            f"; {equal} of {counted} numbers counted on the emulator, of 1 to 8 sequences on three "
-            f"units, equal the model, and errors against float64 are {max(errors):.1e} at most"
+            f". On the emulator, with 1 to 8 sequences and on three units, {equal} of {counted} "
+            "numbers counted equal the model, and errors compared with float64 are at most "
+            f"{max(errors):.1e}"
         )
     caption += "." if timed else ". Times are not recorded."
     return tables.of(caption, header, lines)

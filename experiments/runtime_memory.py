@@ -301,20 +301,22 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         names = ("PyTorch Attention", peers.UNFUSED, "FlashAttention", *OURS[1:])
         cells += [tables.number(memory[s], N, ".0f") for s in names]
         lines.append(cells)
-    header = ["N", "FA-1, published, ms", "FA-1, ms", "FA-2, ms"]
-    header += ["standard / FA-1, published", "torch unfused / FA-1", "standard / FA-1"]
-    header += ["torch unfused / FA-2", "standard, published, MiB", "torch unfused, MiB"]
-    header += ["FA-1, published, MiB", "FA-1, MiB", "FA-2, MiB"]
+    header = ["N", "published FA-1, ms", "FA-1, ms", "FA-2, ms"]
+    header += ["time, published standard / FA-1", "time, torch's unfused / FA-1"]
+    header += ["time, our standard / FA-1", "time, torch's unfused / FA-2"]
+    header += ["published standard, MiB", "torch's unfused, MiB"]
+    header += ["published FA-1, MiB", "FA-1, MiB", "FA-2, MiB"]
     caption = (
-        "Forward + backward, fp16, batch 16, 8 heads, d=64, no dropout, no mask (Tables 20 and "
-        "21; A100). Ratios are of times. MiB with q, k, v and dout, as the paper counts."
+        "Forward plus backward, fp16, batch 16, 8 heads, d=64, without dropout or mask. Published "
+        "numbers are from FlashAttention's Tables 20 and 21 (A100). Memory includes q, k, v and "
+        "dout, as in the paper."
     )
     longest = {r.metric: r for r in rows if (r.series, r.pass_) == (LONGEST_SERIES, "fwd+bwd")}
     if {"time", "memory"} <= longest.keys() and not any(r.failed for r in longest.values()):
         seconds, beside = longest["time"].number / 1e3, longest["memory"].number
         caption += (
-            f" Of batch 1 a sequence of N={LONGEST} takes FA-2, by the fastest unit, "
-            f"{seconds:.1f} s and {beside:.0f} MiB beside q, k, v and dout."
+            f" With batch 1 and N={LONGEST}, FA-2 on its fastest unit takes {seconds:.1f} s, and "
+            f"{beside:.0f} MiB besides q, k, v and dout."
         )
     return tables.of(caption, header, lines)
 
@@ -328,9 +330,12 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
             cells = [_ratio(time[a], time[b], seqlen) for a, b in (tuple(METHODS), *_PAIRS)]
             if set(cells[1:]) != {tables.MISSING}:
                 lines.append([name, pass_, *cells])
-    header = ["setting", "pass", "standard / FA-1, published", "torch unfused / FA-1"]
-    header += ["standard / FA-1", "torch unfused / FA-2"]
-    caption = f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64."
+    header = ["setting", "pass", "published standard / FA-1", "torch's unfused / FA-1"]
+    header += ["our standard / FA-1", "torch's unfused / FA-2"]
+    caption = (
+        f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64, in four settings. Plain is "
+        "without dropout and mask."
+    )
     return tables.of(caption, header, lines)
 
 
@@ -343,8 +348,11 @@ def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
             cells = [_ratio(theirs, ours, N) for N in SEQLENS[:6]]
             if set(cells) != {tables.MISSING}:
                 lines.append([name, pass_, LABELS[peer], *cells])
-    header = ["setting", "pass", "over", *(f"N={N}" for N in SEQLENS[:6])]
-    caption = "Speed of our FA-2 on mma.sync over torch's kernel, fp16, batch 16, 8 heads, d=64."
+    header = ["setting", "pass", "compared with", *(f"N={N}" for N in SEQLENS[:6])]
+    caption = (
+        "Speed of our FA-2 on mma / speed of torch's kernel in the column *compared with*, fp16, "
+        "batch 16, 8 heads, d=64."
+    )
     return tables.of(caption, header, lines)
 
 

@@ -34,7 +34,7 @@ draw = partial(speed_figures.draw, STUDY)
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of speeds."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
-    return speed_figures.table(STUDY, rows, "TFLOP/s, forward, fp32.", shown)
+    return speed_figures.table(STUDY, rows, "Speed in TFLOP/s, forward, fp32.", shown)
 
 
 def memory(rows: Sequence[Row]) -> tables.Table | None:
@@ -57,7 +57,10 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
         numbers = [tables.cell(row, lambda v: f"{v:.0f}") for row in cells]
         lines.append([speeds.DTYPES[dtype], str(N), *numbers])
     header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
-    caption = f"MiB beside inputs and outputs, forward, d={HEAD_DIM}, not causal."
+    caption = (
+        f"Memory of a forward call in MiB, besides inputs and outputs; 16k tokens, d={HEAD_DIM}, "
+        "without a mask."
+    )
     return tables.of(caption, header, lines)
 
 
@@ -78,10 +81,10 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.PASSES[at[0]], str(at[1]), tables.yes_no(at[2]), *cells])
     names = [*map(precision, shown[: 1 + len(PLANES)]), *(f"{precision(s)}, wgmma" for s in hopper)]
     header = ["pass", "d", "causal"]
-    header += [x for name in names for x in (name, f"{name} / torch efficient")]
+    header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
-        "FA-2 in float32, by how its products are computed: TFLOP/s at the longest N, and over "
-        "torch's memory-efficient kernel at all N, the median and from least to most."
+        "FA-2 in float32 for each `precision`: speed at the longest N, and speed / speed of "
+        "torch's memory-efficient attention, as the median over N (smallest to largest)."
     )
     return tables.of(caption, header, lines)
 

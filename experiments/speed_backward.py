@@ -25,4 +25,4 @@ STUDY = speeds.Study(
 
 measure = partial(speeds.measure, STUDY)
 draw = partial(speed_figures.draw, STUDY)
-table = partial(speed_figures.table, STUDY, caption="TFLOP/s, fp32.")
+table = partial(speed_figures.table, STUDY, caption="Speed in TFLOP/s, fp32, at the longest N.")

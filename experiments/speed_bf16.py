@@ -80,7 +80,7 @@ def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
     return place, brain.number / half.number, f"{low:.0f} to {high:.0f}" if reached else ""
 
 
-table = partial(speed_figures.table, STUDY, caption="TFLOP/s, bf16.")
+table = partial(speed_figures.table, STUDY, caption="Speed in TFLOP/s, bf16, at the longest N.")
 
 
 # How far from fp16 bf16 may be, as a share of fp16's speed.
@@ -119,11 +119,11 @@ def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
     ours = [x for series in STUDY.ours for of in over.get(series, {}).values() for x in of]
     near, slower = _judged(ours)
     caption = (
-        "Speed in bf16 over speed in fp16 at the same length, head dimension and mask: the "
-        f"smallest, the median and the largest ratio. Of ours {near} are within {NEAR:.0%}, "
-        f"{slower} are slower by more."
+        "Speed in bf16 / speed in fp16 at equal length, head dimension and mask, as smallest, "
+        f"median and largest ratio. For our kernels, {near} ratios are within {NEAR:.0%} of 1; "
+        f"in {slower}, bf16 is slower by more."
     )
-    header = ["series", *STUDY.passes, f"within {NEAR:.0%}", "slower by more"]
+    header = ["series", *STUDY.passes, f"ratios within {NEAR:.0%}", f"slower by over {NEAR:.0%}"]
     return tables.of(caption, header, lines)
 
 

@@ -59,7 +59,7 @@ PAPERS = {
 }
 FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
 
-table = partial(speed_figures.table, STUDY, caption="TFLOP/s, fp16.")
+table = partial(speed_figures.table, STUDY, caption="Speed in TFLOP/s, fp16, at the longest N.")
 
 
 # Series that stand for FA-2, FA-1 and PyTorch's attention in the paper's figures.

@@ -258,4 +258,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([LABELS[trace.series], *sizes, *cells])
     header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
     header += ["bytes, traced", "bytes, closed form"]
-    return tables.of("One head, forward, fp32.", header, lines)
+    caption = (
+        "One head, forward, fp32. Bytes are the sum over all moves of an array, in the emulator's "
+        "trace and by the closed form."
+    )
+    return tables.of(caption, header, lines)

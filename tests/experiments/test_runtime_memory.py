@@ -158,7 +158,7 @@ def test_the_longest_is_a_shorter_one_again_and_again(monkeypatch, wrong_rows):
     failed = {r.pass_ for r in rows if "against float64" in r.note}
     assert failed == ({"fwd"} if wrong_rows.stop is None else set())
     text = runtime_memory.table([*rows, *others]).caption
-    assert ("Of batch 1 a sequence of N=96" in text) is not failed
+    assert ("With batch 1 and N=96, FA-2" in text) is not failed
     assert len(rows) == (3 if failed else 4) and {"fwd", "fwd+bwd"} <= {r.pass_ for r in rows}
 
 

@@ -253,11 +253,11 @@ def table(
     if several:
         header.insert(0, "pass")
     peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
-    reach = f" torch's product of two matrices reached {peak.number:.0f} TFLOP/s." if peak else ""
+    reach = f" torch's matrix product reaches {peak.number:.0f} TFLOP/s." if peak else ""
     timed = tables.runs(r for r in rows if r.metric == "time")
     return tables.of(
-        f"{caption[:-1]}{f'; {timed}' if timed else ''}.{reach} All lengths and masks are "
-        "in the data file.",
+        f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data file has all lengths "
+        "and masks.",
         header,
         lines,
     )
