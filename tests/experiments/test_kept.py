@@ -314,6 +314,7 @@ MODULE = """
 from functools import cache
 
 SIZES = (1, 2)  # words
+NO_BARRIER = "no barrier between"
 
 @cache
 def helper(x: int) -> str:
@@ -324,8 +325,10 @@ def helper(x: int) -> str:
     text = \"\"\"one
 two # no comment\"\"\"
     given: int = x
+    fault(KeyError, f"{given} at {place_of(x)}", x)
     if given:
         said = f"x is {given}"
+        said += f", {NO_BARRIER}" if x else ""
         raise ValueError(f"{said}: words")
     return inner(
         x, text,  # words
@@ -347,6 +350,11 @@ two # no comment\"\"\"
         ("given", "taken", False),
         (": words", ": other words", False),
         ("x is {given}", "got {given}", False),
+        ('"no barrier between"', '"without a barrier"', False),
+        ('NO_BARRIER = "no barrier between"\n', "", False),
+        ("{place_of(x)}", "{other(x)}", False),
+        (', {NO_BARRIER}"', ', unused"', False),
+        ("fault(KeyError", "fault(IndexError", True),
         ("raise ValueError", "raise TypeError", True),
         ("given: int = x", "given: int = 2 * x", True),
         ("@cache\n", "", True),

@@ -1,5 +1,6 @@
 """Calls kept ready: what a second call launches is what it would have launched as a first one."""
 
+import contextvars
 import functools
 import gc
 import threading
@@ -17,7 +18,7 @@ import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.device import launch_record
-from fa_numba.host import binding, launch_cache
+from fa_numba.host import binding, launch_cache, planning
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
 
@@ -562,3 +563,30 @@ def test_gpu_graphs_replay_a_kept_call(real, kept):
     graph.replay()
     real.cuda.synchronize()
     assert real.equal(out, want) and len(kept) == 2
+
+
+def test_launches_that_are_made_again_are_collected_again(gpu, kept):
+    """With what they were planned from; in other threads too, as of torch's backward pass."""
+    gpu.runs = False
+
+    def launch(arrays, found):
+        fa_numba.flash_attention_2(*arrays, unit="simt")
+        found.append(len(kept))
+
+    collected = []
+    for n in range(3):
+        arrays, done = [on_gpu(x) for x in inputs(n)], []
+        with devices.launched_kernels() as launched:
+            if n < 2:
+                launch(arrays, done)
+            else:
+                run = functools.partial(contextvars.copy_context().run, launch, arrays, done)
+                thread = threading.Thread(target=run)
+                thread.start()
+                thread.join()
+        assert done == [1]
+        assert not launched.kernels["emulator"] and not launched.origins["emulator"]
+        collected.append((list(launched.kernels["gpu"]), list(launched.origins["gpu"])))
+    (kernel,), (request,) = collected[0]
+    assert collected == [([kernel], [request])] * 3
+    assert kernel.name == "fa2_forward" and planning.planned(request).launched == (kernel,)
