@@ -113,7 +113,7 @@ def _is_words(statement: ast.stmt) -> bool:
         return False
     value = statement.value
     if isinstance(value, ast.Call):
-        return _called(value) == "say"
+        return _called(value) == "say" or _called(value).startswith(("check_", "_check_"))
     return isinstance(value, ast.Constant)
 
 

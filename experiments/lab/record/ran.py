@@ -35,11 +35,16 @@ from .options import REPOSITORY
 from .store import EMULATOR
 
 PACKAGE = REPOSITORY / "fa_numba"
-# From a call's arguments to its launches. What a plan decides is not among them: it is compared.
-CALLS = (
-    *("ops.py", "kv_cache.py", "torch.py", "problem.py", "options.py", "checks.py", "dtypes.py"),
-    *("host/*.py", "mods/*.py", "ring/*.py", "device/launching.py"),
-)
+# From a call to its launches. What a plan decides is not among them: it is compared.
+CALLS = ("ops.py", "host/calls.py", "host/execution.py", "device/launching.py")
+# What makes launches that no request describes, by the module of their kernels; and what writes the
+# code of a caller's function.
+_MAKERS = {
+    "fa_numba.kernels.simt.append": ("fa_numba.host.append", "fa_numba.host.prefix"),
+    "fa_numba.kernels.merge_parts": ("fa_numba.host.merging", "fa_numba.host.prefix"),
+    "fa_numba.kernels.simt.softmax": ("fa_numba.host.softmax",),
+    "fa_numba.mods": ("fa_numba.mods.rewriting", "fa_numba.mods.source"),
+}
 EMULATION = ("emulator/*.py",)
 # Files of these that only say what went wrong.
 _WORDS = ("emulator/errors.py",)
@@ -120,8 +125,9 @@ def _launches(kernels: Mapping[Any, None], origins: Mapping[Any, None], machine:
     if others:
         programs = [(x.name, program_of(x, emulated=machine == EMULATOR)) for x in others]
         found["kernels"] = sorted({f"{name} {of.digest}" for name, of in programs})
-        modules = sorted(set().union(*(of.modules for _, of in programs)))
-        found["modules"] = {name: code_digest.of_module(name) for name in modules}
+        modules = set().union(*(of.modules for _, of in programs))
+        modules.update(*(_MAKERS.get(name, ()) for name in modules))
+        found["modules"] = {name: code_digest.of_module(name) for name in sorted(modules)}
     return found
 
 
