@@ -178,14 +178,14 @@ def decoded(text: str) -> Any:
     try:
         return _value(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
-        raise ValueError(f"{text!r} is no request") from error
+        raise ValueError(f"must be the text of a stored request, got {text!r}") from error
 
 
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Call):
         made = _CLASSES.get(getattr(node.func, "id", ""))
         if made is None or node.args:
-            raise ValueError(f"{ast.unparse(node)} is no request")
+            raise ValueError(f"a request must not contain {ast.unparse(node)}")
         return made(**{str(each.arg): _value(each.value) for each in node.keywords})
     if isinstance(node, ast.Tuple):
         return tuple(map(_value, node.elts))
