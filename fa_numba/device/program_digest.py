@@ -265,7 +265,9 @@ def _template(code: CodeType) -> Template:
     node = definition(code)
     if node is None:
         place = f"{code.co_filename}:{code.co_firstlineno}"
-        raise ValueError(f"the source of {code.co_name}, {place}, is not at hand")
+        raise ValueError(
+            f"the source of {code.co_name}, {place}, must be in a file or a notebook's cell"
+        )
     return _template_of_function(node, _taken(code))
 
 

@@ -107,7 +107,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
 
 def test_a_table_of_other_columns_is_refused(table):
     table.path.write_text("a,b\n")
-    with pytest.raises(ValueError, match="tuned.csv: columns are"):
+    with pytest.raises(ValueError, match="tuned.csv must have the columns"):
         chosen(64)
 
 
