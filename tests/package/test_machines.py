@@ -81,7 +81,7 @@ def test_show_config_says_what_a_report_needs(monkeypatch, capsys):
     assert (
         said["fa_numba"] == fa_numba.__version__ and f"numpy {np.__version__}" in said["packages"]
     )
-    assert "simt" in said["units"] and "float16 none (unit is 'auto'" in said["units"]
+    assert "simt" in said["units"] and "float16 none (float16 needs unit 'mma'" in said["units"]
     assert said["device"].startswith("emulator, since ") and "nothing is kept" in said["cache"]
     assert said["setting"] == "FA_NUMBA_CACHE=/dev/null/kept"
 
