@@ -97,35 +97,36 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
     return Panel(
         name="orders",
         title="Both orders, side by side",
-        question="Why did the second paper exchange the two loops?",
-        sentence="With K and V outside, every pass reads and writes O, l and m of all rows again; "
-        "with Q outside they stay on the chip and O is written once.",
+        question="Why did FlashAttention-2 exchange the two loops?",
+        sentence="With K and V outside, every pass reads and writes O, l and m of all rows. "
+        "With Q outside, O, l and m stay on the chip, and O is written once.",
         axes={
-            "N": Axis("N, rows of Q, K, V", baked["N"], 1, 512),
-            "d": Axis("d", baked["d"], 1, 256),
-            "Br": Axis("Br, rows of Q a tile", baked["Br"], 16, 256),
-            "Bc": Axis("Bc, rows of K a tile", baked["Bc"], 16, 256),
-            "causal": Axis("causal", YES_NO),
-            "window": Axis("window, 0: none", baked["window"], 0, 512),
+            "N": Axis("N, rows of Q, K and V", baked["N"], 1, 512),
+            "d": Axis("d, head dimension", baked["d"], 1, 256),
+            "Br": Axis("Br, rows of Q per tile", baked["Br"], 16, 256),
+            "Bc": Axis("Bc, rows of K and V per tile", baked["Bc"], 16, 256),
+            "causal": Axis("causal mask", YES_NO),
+            "window": Axis("window, columns on either side (0: none)", baked["window"], 0, 512),
             "unit": Axis("unit", ("simt", "mma", "wgmma"),
-                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16",
-                                "wgmma": "Hopper's tensor cores, fp16"}),
+                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores (mma), fp16",
+                                "wgmma": "Hopper's tensor cores (wgmma), fp16"}),
         },
         answer=partial(orders, traces),
         columns=ORDERS,
         rows=(
-            ("total", "bytes moved, traced"),
-            ("model", "bytes, closed form"),
-            ("inputs", "of them Q, K, V loaded"),
-            ("again", "O, l, m loaded again"),
-            ("written", "O, l, m, L stored"),
+            ("total", "bytes moved, in the trace"),
+            ("model", "bytes moved, by the closed form"),
+            ("inputs", "bytes of Q, K and V loaded"),
+            ("again", "bytes of O, l and m loaded again"),
+            ("written", "bytes of O, l, m and L stored"),
             ("visited", "tiles of S visited"),
-            ("grid", "thread blocks, grid"),
+            ("grid", "grid, thread blocks"),
         ),
-        note="One head, traced on the emulator, one thread block after the other; on a GPU the "
-        "blocks of a grid run side by side. In 16 bits FA-1's O passes through memory as a float32 "
-        "sum. The clock of both is the bytes moved. On Hopper's tensor cores a row tile has 64, "
-        "128 or 192 rows, and FA-1 loads ahead: two tiles of Q, K and V each are on the chip.",
+        note="The call has one head and was traced on the emulator. The emulator runs one thread "
+        "block after the other; on a GPU, the blocks of a grid run at the same time. A step shows "
+        "both orders at about the same number of moved bytes. In fp16, FA-1 stores O as a float32 "
+        "sum between its passes. On Hopper's tensor cores, a row tile has 64, 128 or 192 rows, and "
+        "FA-1 loads ahead: two tiles each of Q, K and V are then on the chip.",
     )  # fmt: skip
 
 
@@ -135,8 +136,8 @@ def examples() -> dict[str, worked.Rows]:
     Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
     large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
     return worked.examples() | {
-        "random": worked.Rows("32 keys, d = 8, standard normal", Q[:1], K, V, 8, None),
-        "large": _row_of(large, "scores beyond what e^x has in float32"),
+        "random": worked.Rows("32 random keys (standard normal), d = 8", Q[:1], K, V, 8, None),
+        "large": _row_of(large, "scores for which e^x overflows in float32"),
     }
 
 
@@ -146,7 +147,7 @@ def _row_of(scores: list[float], title: str) -> worked.Rows:
     V is the unit matrix, so that O is the softmax of the scores.
     """
     one, every = np.ones((1, len(scores))), np.eye(len(scores))
-    return worked.Rows(f"{title}; V = I", one, np.diag(scores), every, 4, 1.0)
+    return worked.Rows(f"{title}; V is the unit matrix", one, np.diag(scores), every, 4, 1.0)
 
 
 def softmax(example: str, block: int, scores: str) -> Answer:
@@ -212,24 +213,25 @@ def own_scores(text: str) -> worked.Rows:
 SOFTMAX = Panel(
     name="softmax",
     title="Online softmax, row by row",
-    question="How can a softmax be taken before all its scores are there?",
-    sentence="Keep the largest score so far, m, and the sum l; when m grows, multiply what came "
-    "before by e^(m before - m).",
+    question="How can a softmax be computed before all of its scores are known?",
+    sentence="Keep the largest score so far, m, and the sum l. When m grows, multiply the earlier "
+    "results by e^(old m - new m).",
     axes={
         "example": Axis("row of scores", ("1", "2", "3", "random", "large"), words={
             "1": "worked example 1: four dimensions", "2": "worked example 2: 3 1 2 4 | 5 1 3 1",
-            "3": "worked example 3: 1 2 | 3 4, V = I", "random": "32 random keys, d = 8",
-            "large": "large scores: naive overflows", "own": "your own"}),
-        "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, MOST_SCORES),
+            "3": "worked example 3: 1 2 | 3 4", "random": "32 random keys, d = 8",
+            "large": "large scores: naive softmax overflows", "own": "your own scores"}),
+        "block": Axis("keys per tile, 0: as in the example", (0, 1, 2, 4), 0, MOST_SCORES),
         "scores": Axis("your scores", ("3 1 2 4 5 1 3 1",), text=True),
     },
     answer=softmax,
-    columns=(("naive", "naive"), ("safe", "safe"), ("online", "online")),
-    rows=(("accesses", "accesses to memory, one vector"), ("nan", "elements that are NaN"),
-          ("P", "softmax in float32")),
-    note="FA-1 divides O by l in every pass, since O leaves the chip; FA-2 keeps O undivided and "
-    "divides once. P of FA-1 is relative to its own tile's largest score. Steps are those of "
-    "algorithms.py in float64, the three softmaxes run on the emulator.",
+    columns=tuple((name, f"{name} softmax") for name in ("naive", "safe", "online")),
+    rows=(("accesses", "accesses to global memory, elements"),
+          ("nan", "elements of the result that are NaN"), ("P", "softmax in float32")),
+    note="FA-1 divides O by l in every pass, because O leaves the chip. FA-2 keeps O undivided and "
+    "divides once, at the end. P of FA-1 is relative to the largest score of its own tile. The "
+    "steps are computed by algorithms.py in float64. The three softmaxes run on the emulator in "
+    "float32.",
 )  # fmt: skip
 
 
@@ -260,29 +262,31 @@ def tiles(n: int, d: int, Br: int, Bc: int, causal: str, window: int) -> Answer:
 TILES = Panel(
     name="tiles",
     title="Tile estimator",
-    question="How many tiles is that, and what does skipping save?",
-    sentence="S is cut into tiles; those that no row sees are never visited by the flash "
-    "algorithms. Standard attention stores every entry of S.",
+    question="How many tiles does a call have, and what does skipping save?",
+    sentence="S is cut into tiles. FA-1 and FA-2 never visit a tile that the mask hides "
+    "completely. Standard attention stores every element of S.",
     axes={
-        "n": Axis("n", (512, 1024, 2048, 4096, 8192, 16384), 1, 1 << 20, first=4096),
-        "d": Axis("d", (64, 128), 1, 256),
-        "Br": Axis("rows of a Q tile", (32, 64, 128, 256), 1, 1024, first=128),
-        "Bc": Axis("rows of a K tile", (32, 64, 128, 256), 1, 1024, first=64),
-        "causal": Axis("causal", YES_NO),
-        "window": Axis("window, 0: none", (0, 256, 1024), 0, 1 << 20),
+        "n": Axis(
+            "N, rows of Q, K and V", (512, 1024, 2048, 4096, 8192, 16384), 1, 1 << 20, first=4096
+        ),
+        "d": Axis("d, head dimension", (64, 128), 1, 256),
+        "Br": Axis("Br, rows of Q per tile", (32, 64, 128, 256), 1, 1024, first=128),
+        "Bc": Axis("Bc, rows of K and V per tile", (32, 64, 128, 256), 1, 1024, first=64),
+        "causal": Axis("causal mask", YES_NO),
+        "window": Axis("window, columns on either side (0: none)", (0, 256, 1024), 0, 1 << 20),
     },
     answer=tiles,
     columns=ALGORITHMS,
     rows=(
-        ("visited", "tiles visited"),
-        ("flops", "FLOPs of the tiles"),
+        ("visited", "tiles of S visited"),
+        ("flops", "FLOPs of these tiles"),
         ("workspace", "workspace, bytes"),
         ("loads", "elements loaded"),
         ("stores", "elements stored"),
         ("bytes", "bytes accessed"),
     ),
-    note="One head, forward, 16 bits, exact closed forms; any tile sizes, also those that no GPU "
-    "has room for: the plan below says what fits.",
+    note="One head, forward, 16 bits. All numbers are exact closed forms. Every tile size is "
+    "allowed, also if it fits on no GPU. The next panel shows tiles that fit.",
 )
 
 
@@ -331,46 +335,46 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
 
 PLAN = Panel(
     name="plan",
-    title="Traffic and plan on your GPU",
-    question="What would run on your GPU, what does it move, and why?",
-    sentence="The plan takes the unit, tiles and grid that fit the GPU; what L2 holds never "
-    "reaches DRAM a second time.",
+    title="Plan and traffic on your GPU",
+    question="What would run on your GPU, how many bytes would it move, and why?",
+    sentence="The plan chooses the unit, the tiles and the grid for the GPU. Data that stays in "
+    "the L2 cache is not read from DRAM again.",
     axes={
         "gpu": Axis(
             "GPU", ("A100", "H100", "H200", "RTX 4090"), first="H200",
             words={name: name for name in bounds.DEVICES},
         ),
-        "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+        "T": Axis("N, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
         "batch": Axis("batch", (1, 8), 1, 4096),
         "heads": Axis("heads", (8, 64), 1, 4096),
         "d": Axis("d, head dimension", (64, 128), 1, 256),
         "dtype": Axis("dtype", ("float16", "float32")),
         "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
-        "causal": Axis("causal", YES_NO),
+        "causal": Axis("causal mask", YES_NO),
     },
     answer=plans,
     columns=ALGORITHMS,
     rows=(
-        ("bytes", "bytes accessed, all served by L2"),
-        ("dram", "bytes of DRAM, by a rule"),
-        ("served", "half of L2 holds what is gone over"),
-        ("workspace", "memory beside Q, K, V, O, bytes"),
-        ("floor", "time at least, µs"),
-        ("bound", "bound by"),
+        ("bytes", "bytes accessed in global memory"),
+        ("dram", "DRAM bytes, estimated"),
+        ("served", "data that is read again fits into half of L2"),
+        ("workspace", "workspace, bytes"),
+        ("floor", "shortest possible time, µs"),
+        ("bound", "what limits this time"),
         ("unit", "unit"),
-        ("tiles", "tiles Br x Bc"),
-        ("grid", "grid, blocks"),
-        ("splits", "blocks that share a tile's loop"),
-        ("threads", "threads a block"),
-        ("shared", "shared memory a block, bytes"),
-        ("blocks", "blocks a multiprocessor"),
-        ("limit", "limited by"),
-        ("busy", "multiprocessors busy, %"),
+        ("tiles", "tiles, Br x Bc"),
+        ("grid", "grid, thread blocks"),
+        ("splits", "key splits or group splits"),
+        ("threads", "threads per thread block"),
+        ("shared", "shared memory per thread block, bytes"),
+        ("blocks", "thread blocks per multiprocessor"),
+        ("limit", "what limits them"),
+        ("busy", "busy multiprocessors, %"),
         ("why_unit", "why this unit"),
         ("why_tiles", "why these tiles"),
-        ("why_kv_splits", "why so many blocks, forward"),
-        ("why_group_splits", "why so many blocks, backward"),
+        ("why_kv_splits", "why these key splits (forward)"),
+        ("why_group_splits", "why these group splits (backward)"),
     ),
-    note="Nothing here is measured: accesses are exact closed forms, DRAM a rule of thumb, times "
-    "follow from data sheets.",
+    note="Nothing in this panel is measured. Accesses are exact closed forms. DRAM bytes follow a "
+    "rule of thumb. Times follow from data sheets.",
 )  # fmt: skip

@@ -23,9 +23,9 @@ from .panels import Axis, Panel
 
 ADDRESS, HOSTS = "127.0.0.1", ("127.0.0.1", "localhost")
 STATIC = ("timeline.gif", "loop_order.png", "io_vs_seqlen.png")  # of the page without a script
-MASK = Axis("mask of your own, what row i sees of column j, such as i - j < 9 or j == 0",
+MASK = Axis("your own mask, true if row i sees column j, such as i - j < 9 or j == 0",
             ("",), text=True)  # fmt: skip
-NOTE = "Served by python -m experiments explore: any size, the emulator runs here."
+NOTE = "Served by python -m experiments explore, which runs the emulator for any size."
 
 # The emulator runs one call at a time.
 _EMULATOR = threading.Lock()

@@ -12,7 +12,7 @@ import numpy as np
 
 from fa_numba.commands.arguments import whole
 
-NOT_HERE = "This is not on the page: `python -m experiments explore` answers it."
+NOT_HERE = "This setting is not on the page. Run `python -m experiments explore` to compute it."
 Value = int | str
 Answer = dict[str, Any]
 

@@ -191,11 +191,11 @@ function build(name) {
 
 async function update(name) {
   shown[name].sync.forEach(sync => sync());
-  if (shown[name].run && answers[name]) say(name, "press Run: the page still shows the run before");
+  if (shown[name].run && answers[name]) say(name, "Press Run. The page still shows the previous run.");
   else await draw(name);
 }
 
-const failed = error => error.name === "AbortError" ? null : { refused: `no answer: ${error.message}` };
+const failed = error => error.name === "AbortError" ? null : { refused: `The server did not answer: ${error.message}` };
 function say(name, words, bad = false) {
   shown[name].said.textContent = words;
   shown[name].said.classList.toggle("bad", bad);
@@ -204,7 +204,7 @@ function say(name, words, bad = false) {
 async function draw(name) {
   if (shown[name].asked) shown[name].asked.abort();
   const parts = shown[name];
-  if (DATA.live && name === "orders") say(name, "emulating ...");
+  if (DATA.live && name === "orders") say(name, "The emulator is running ...");
   const now = await answer(name).catch(failed);
   if (!now) return;
   if (parts.stop) parts.stop();
@@ -226,7 +226,7 @@ function summary(name, now) {
   const { columns, rows } = PANELS[name];
   const [key, label] = rows[0];
   return `${label}: ${columns.map(([column, words]) =>
-    `${words.split(",")[0]} ${now[`${column}.refused`] ? "none" : text(now[`${column}.${key}`])}`).join(", ")}.`;
+    `${words.split(" (")[0]} ${now[`${column}.refused`] ? "none" : text(now[`${column}.${key}`])}`).join(", ")}.`;
 }
 
 // A page without a server has not all answers: what it takes to come to one.
@@ -238,7 +238,7 @@ function offer(parts, name) {
   parts.view.append(one("button", { type: "button", onclick: () => {
     change(name, some);
     document.getElementById(`${name}-${Object.keys(some)[0]}`).focus();
-  } }, `Show what is here: ${words.join("; ")}`));
+  } }, `Show the nearest stored setting: ${words.join("; ")}`));
 }
 
 function numbers(name, now) {
@@ -303,7 +303,7 @@ function transport(parts, name, last, show) {
 
 // --- the panels ---
 
-const KINDS = [["load", "load of Q, K or V"], ["again", "load of O, l and m again"],
+const KINDS = [["load", "load of Q, K or V"], ["again", "load of O, l or m"],
   ["store", "store of O, l, m or L"], ["shared", "held in shared memory"], ["registers", "held in registers"],
   ["seen", "tile of S: computed"], ["now", "tile of S: being computed"]];
 const ON_CHIP = "OlmL";
@@ -326,7 +326,7 @@ function side(name, now) {
   label(41, y0 - 6, "Q");
   label(x0 - 10, 37, "K");
   label(x0 - 10, 71, "V");
-  label(x0 + S / 2, y0 + S + 14, "S, by tiles (never in memory)", "quiet");
+  label(x0 + S / 2, y0 + S + 14, "S in tiles (never in global memory)", "quiet");
   for (const array of wide) label(places[array][0] + places[array][1] / 2, y0 - 6, array);
   const visited = now[`${name}.steps`].map(step => step.split("|")[2]);
   const every = new Set(visited);
@@ -360,7 +360,7 @@ function side(name, now) {
     if (first) listing.scrollTop = first.offsetTop - listing.offsetTop - listing.clientHeight / 3;
     const moved = now[`${name}.bytes`][Math.min(at, steps.length - 1)];
     total.textContent = text(moved);
-    block.textContent = done ? "(at its end)" : `(thread block ${number})`;
+    block.textContent = done ? "(finished)" : `(thread block ${number})`;
     const words = moves.split(" ").filter(Boolean).map(m => (m[0] === ">" ? "stores " : "loads ") + m.slice(1)).join(", ");
     return `${name === "fa1" ? "FA-1" : "FA-2"} ${words || "has ended"}, ${text(moved)} bytes so far.`;
   };
@@ -399,7 +399,7 @@ const VIEWS = {
     const table = (key, title, means) => one("div", {}, one("h3", {}, title), one("p", { class: "note" }, means),
       one("div", { class: "scroll" }, one("table", { "aria-label": title }, one("thead", {}, one("tr", {},
         one("th", { scope: "col" }, "tile"), ...fields.map(([, head]) => one("th", { scope: "col" }, head)),
-        one("th", { scope: "col" }, "O, l, m moved"))), bodies[key])));
+        one("th", { scope: "col" }, "O, l, m moved, elements"))), bodies[key])));
     const { bar, go } = transport(parts, name, last, at => {
       scores.forEach(box => {
         const tile = Number(box.dataset.tile);
@@ -412,21 +412,21 @@ const VIEWS = {
       const { m, l, factor } = now["fa2.steps"][at];
       return `m = ${short(m)}, l = ${short(l)}, factor = ${short(factor)}.`;
     });
-    parts.view.append(one("p", {}, `${now.title}; ${now.keys} keys in tiles of ${now.block}`),
+    parts.view.append(one("p", {}, `${now.title}; ${now.keys} keys in tiles of ${now.block} keys`),
       bar, one("div", { class: "scores", "aria-label": "scores" }, ...scores),
-      one("div", { class: "sides" }, table("fa1", "K/V outer: O divided by l in every pass", "O is what attention over the keys so far gives."),
-        table("fa2", "Q outer: O divided once", `At the end O / l = ${text(now["fa2.O"])}`)));
+      one("div", { class: "sides" }, table("fa1", "K/V outer: O divided by l in every pass", "O is the result of attention over the keys so far."),
+        table("fa2", "Q outer: O divided by l once, at the end", `O / l at the end: ${text(now["fa2.O"])}`)));
     go(steps[name] || 0);
   },
 
   tiles(parts, now) {
-    parts.view.append(one("p", {}, "The grid has ", one("strong", { "data-key": "all" }, text(now.all)), " tiles for ",
-      one("strong", { "data-key": "scores" }, text(now.scores)), " scores; the papers count ",
-      one("strong", { "data-key": "flops" }, text(now.flops)), " useful FLOPs."));
+    parts.view.append(one("p", {}, "S has ", one("strong", { "data-key": "all" }, text(now.all)), " tiles and ",
+      one("strong", { "data-key": "scores" }, text(now.scores)), " elements. By the papers' convention, the call takes ",
+      one("strong", { "data-key": "flops" }, text(now.flops)), " FLOPs."));
   },
 
   plan(parts, now) {  // the bars draw two rows of the table, which is what is read aloud
-    const kinds = [["bytes", "accessed, by L2"], ["dram", "DRAM"]];
+    const kinds = [["bytes", "accessed"], ["dram", "DRAM"]];
     const planned = PANELS.plan.columns.filter(([key]) => !now[`${key}.refused`]);
     const most = Math.max(...planned.flatMap(([key]) => kinds.map(([kind]) => now[`${key}.${kind}`])));
     parts.view.append(one("div", { class: "bars", "aria-hidden": "true" }, ...planned.flatMap(([key, label]) => [

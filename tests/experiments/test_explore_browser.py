@@ -413,7 +413,7 @@ def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
     enter(page, "#orders-mask", "i - j < 9")
     enter(page, "#orders-N", "50")
     page.wait_for_function(
-        "() => document.querySelector('#orders .said').textContent.includes('press Run')"
+        "() => document.querySelector('#orders .said').textContent.includes('Press Run')"
     )
     page.click("#orders button:has-text('Run')")
     page.wait_for_function("() => document.querySelectorAll('#orders .tile').length > 60")
