@@ -103,15 +103,15 @@ HOPPER_LADDER = (
 # FA-3's ablation (arXiv 2407.08608, Table 2): its problem, and all measures but one.
 ABLATED = Problem(4, 16, 16, 8448, 8448, 128, dtype="float16")
 NO_OVERLAP = f"{HOPPER}-no-overlap"
-ABLATIONS = {NO_OVERLAP: "all measures but products during the softmax", HOPPER: "all measures"}
+ABLATIONS = {NO_OVERLAP: "all measures except products during the softmax", HOPPER: "all measures"}
 PREDICTED_OVERLAP = 1.14
 HOPPER_LABELS = {step.series: step.label for step in HOPPER_LADDER}
 # What bounds a kernel, as measured beside: the fastest products, torch's and those of wgmma whose
 # operands stay in shared memory, and exponentials.
 LIMITS = {
-    peers.MATMUL: "of cuBLAS",
-    "wgmma-resident": "of resident wgmma",
-    "exponentials": "of the exponentials",
+    peers.MATMUL: "speed / cuBLAS",
+    "wgmma-resident": "speed / resident wgmma",
+    "exponentials": "exponentials / measured limit",
 }
 # FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
 # the plan's tiles.
@@ -305,8 +305,8 @@ _MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
     "wavefronts": ("shared-memory wavefronts, 10^9", lambda v: f"{v / 1e9:.2f}"),
     "conflicts": ("bank conflicts, 10^9", lambda v: f"{v / 1e9:.3f}"),
     "sectors": ("read from L2, GB", lambda v: f"{v * 32 / 1e9:.2f}"),
-    "busy": ("cycles with a block", lambda v: f"{v:.0%}"),
-    "tensor": ("with tensor cores", lambda v: f"{v:.0%}"),
+    "busy": ("multiprocessors with a block", lambda v: f"{v:.0%}"),
+    "tensor": ("tensor cores busy", lambda v: f"{v:.0%}"),
 }
 
 
@@ -329,12 +329,12 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
                 for metric, (_, shown) in _MEASURED.items()
             ]
             lines.append([*tables.problem_cells(problem), label, *cells])
-    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
+    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted gain"]
     header += [*LIMITS.values(), *(name for name, _ in _MEASURED.values())]
     mask = " with a causal mask" if causal else ""
     caption = (
-        f"Forward{mask}, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; "
-        "of two stages it is over one, of FA-1's rows over its keys at the same block sizes."
+        f"Speed and counters of the forward kernels{mask}, step by step: fp16, 16k tokens, hidden "
+        "dimension 2048. [Below](#how-to-read-these-tables) the columns are explained."
     )
     return tables.of(caption, header, lines)
 
@@ -352,9 +352,9 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     p = ABLATED
     caption = (
         f"Forward, fp16, batch {p.batch}, {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}: the "
-        "problem of FA-3's Table 2."
+        "problem of FlashAttention-3's Table 2. *Gain* is the speed / the speed in the line above."
     )
-    return tables.of(caption, ["wgmma", "TFLOP/s", "gain", "predicted"], lines)
+    return tables.of(caption, ["kernel on wgmma", "TFLOP/s", "gain", "predicted gain"], lines)
 
 
 TABLES = {"ladder_causal": partial(table, causal=True), "ladder_ablation": ablation}

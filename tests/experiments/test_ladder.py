@@ -228,8 +228,8 @@ def test_steps_with_a_mask_have_a_table_of_their_own():
     assert [line[3] for line in lines] == 2 * list(ladder.HOPPER_LABELS.values())
     late = dict(zip(header, lines[len(ladder.HOPPER_LABELS) - 2], strict=True))
     assert late["step"] == "+ row tiles taken late"
-    assert (late["gain"], late["predicted"], late["cycles with a block"]) == ("1.25", "1.05", "48%")
-    assert late["with tensor cores"] == "-"
+    assert (late["gain"], late["predicted gain"]) == ("1.25", "1.05")
+    assert (late["multiprocessors with a block"], late["tensor cores busy"]) == ("48%", "-")
 
 
 def test_the_figure_has_a_bar_for_each_speed():
