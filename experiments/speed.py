@@ -83,8 +83,8 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
-        "FA-2 in float32 for each `precision`: speed at the longest N, and speed / speed of "
-        "torch's memory-efficient attention, as the median over N (smallest to largest)."
+        "FA-2 in float32 for each `precision`: the speed at the longest N, and the speed / the "
+        "speed of torch's memory-efficient attention as median over N (smallest to largest)."
     )
     return tables.of(caption, header, lines)
 

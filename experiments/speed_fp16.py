@@ -138,8 +138,8 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
     ]
     caption = (
         "FA-2 on wgmma, fp16, 16k tokens. *Fastest* is the speed at the N where it is highest. "
-        "The last four columns are its speed / another speed, as smallest, median and largest "
-        "ratio over N."
+        "The last four columns are this kernel's speed / another kernel's speed, as smallest, "
+        "median and largest ratio over N."
     )
     return tables.of(caption, header, lines)
 

@@ -256,7 +256,7 @@ def test_the_kernels_of_the_ceilings_compute_what_is_checked(make):
         assert counts.instructions["exp"] == ceilings.CHAINS * steps * kernel.threads // 32
     ceilings.check(found, wanted)
     found[3] *= 1.001
-    with pytest.raises(check.WrongResult, match="thread 3 has"):
+    with pytest.raises(check.WrongResult, match="thread 3 must compute"):
         ceilings.check(found, wanted)
 
 
