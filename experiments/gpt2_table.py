@@ -287,7 +287,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         line("GFLOP, as printed", "work", [printed[0], "-", printed[1], printed[1], "-"]),
         line("GFLOP, corrected", "work", [f"{gflop(SETTING, n):.0f}" for n in products], CORRECTED),
     ]
-    for source, name in (("model", "GB accessed"), ("l2", "GB from L2"), ("dram", "GB from DRAM")):
+    for source, name in (("model", "GB accessed"), ("l2", "GB, L2"), ("dram", "GB, DRAM")):
         cells = [tables.number(half, (s, source, "GB"), ".1f") for s in _COLUMNS]
         lines.append(line(name, "hbm_accesses" if source == "model" else "", cells))
     for pass_, name in PASSES.items():

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from fa_numba.choices.requests import check_algorithm, choices_of
+from fa_numba import device
+from fa_numba.choices.requests import Request, check_algorithm, choices_of
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.blocks import create
@@ -136,6 +137,32 @@ def plan(
     plan = planning.plan_of(problem, choices, aligned)
     arguments.check_mask(problem, choices.tiles, plan.tiles)
     return replace(plan, block_mask=arguments.visited)
+
+
+def plan_again(request: Request) -> Plan:
+    """Return the plan that a request gets today, on the device that the request names.
+
+    A recording stores the requests of its plans, and compares what they launch later.
+
+    Parameters
+    ----------
+    request : Request
+        ``Plan.asked`` of an earlier plan.
+
+    Returns
+    -------
+    Plan
+        The plan, with the kernels of today.
+
+    Raises
+    ------
+    ValueError
+        If the request is not supported any more.
+    """
+    limits = request.capability, request.shared_limit, request.multiprocessors
+    gpu = request.multiprocessors > 0
+    with device.planning_for(*limits) if gpu else device.using("emulator"):
+        return planning.planned(request)
 
 
 @documents_options

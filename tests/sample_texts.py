@@ -6,7 +6,7 @@
 
 Messages are those that tests have seen. A run of the tests writes them to a folder:
 
-    FA_NUMBA_TEXTS=FOLDER python -m pytest -p sample_texts ...    with tests on PYTHONPATH
+    SAMPLE_TEXTS=FOLDER python -m pytest -p sample_texts ...    with tests on PYTHONPATH
 
 The reader answers for each text: clear at first reading, clear at second reading, or unclear.
 """
@@ -29,7 +29,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = "FA_NUMBA_TEXTS"  # names the folder that a run of the tests writes messages to
+FOLDER = "SAMPLE_TEXTS"  # names the folder that a run of the tests writes messages to
 SKIPPED = ("|", "#", "    ", "!", "[", "<")
 SENTENCE = re.compile(r"(?<=[.:;!?])\s+(?=[A-Z`*\"\d(])")
 

@@ -76,6 +76,7 @@ class LaunchRecord:
         self.reserved_bytes = 0
         self.kernels: list[Any] = []  # of the launches
         self.origins: list[Any] = []  # what the launches were planned from
+        self.noted: tuple[Any, ...] = ()  # which open ``launched_kernels`` have these launches
         self._steps: list[tuple[Callable, str]] = []
         self._varying: dict[tuple[int, int], ctypes.c_int64] = {}
         self._maps: list[tuple[int, int, driver.CUtensorMap]] = []

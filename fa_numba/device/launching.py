@@ -83,7 +83,7 @@ class Launched:
 
 
 # Those of every ``launched_kernels`` that is open, in whatever thread: torch has its own backward.
-_launched: list[Launched] = []
+_launched: tuple[Launched, ...] = ()
 
 
 @contextlib.contextmanager
@@ -93,12 +93,13 @@ def launched_kernels() -> Iterator[Launched]:
     Launches of all threads count, and launches that are made again from a record. Launches of
     other processes do not count.
     """
+    global _launched
     launched = Launched()
-    _launched.append(launched)
+    _launched = (*_launched, launched)
     try:
         yield launched
     finally:
-        _launched.remove(launched)
+        _launched = tuple(each for each in _launched if each is not launched)
 
 
 def _note_launched(kernels: Iterable[Kernel], origins: Iterable[Hashable] = ()) -> None:
@@ -166,7 +167,9 @@ def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal:
     ``values`` has the address or word of each slot but the workspace's, which is allocated here and
     freed, in the stream's order, after the last launch.
     """
-    _note_launched(recording.kernels, recording.origins)
+    if recording.noted is not _launched:  # not again for each of many timed calls
+        _note_launched(recording.kernels, recording.origins)
+        recording.noted = _launched
     if not recording.reserved_bytes:
         recording.run(values, stream)
         return

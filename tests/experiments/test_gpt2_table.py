@@ -190,7 +190,7 @@ def test_the_tables(tmp_path):
     assert found["GFLOP, as printed"] == ["66.6", "66.6", "-", "75.2", "75.2", "75.2", "-"]
     assert found["GFLOP, corrected"] == ["825", "962", "825", "963", "962", "962", "962"]
     assert found["GB accessed"] == ["40.3", "17.5", "-", "4.4", "10.5", "3.5", "-"]
-    assert found["GB from DRAM"] == ["-", "17.5", "-", "-", "10.5", "3.5", "-"]
+    assert found["GB, DRAM"] == ["-", "17.5", "-", "-", "10.5", "3.5", "-"]
     whole = found["ms, forward + backward"]
     assert whole == ["41.7", "17.50", "2.80", "7.3", "10.50", "3.50", "14.00"]
     found = {line[0]: line[1:] for line in cells(report.text("gpt2_steps", store))}

@@ -222,7 +222,7 @@ def test_other_launches_of_the_same_kernels_count_again(counting, monkeypatch, c
     plan = planning.planned(REQUEST)
     counting.launch = lambda N: launched(plan)
     assert counting() == [32, 64]
-    monkeypatch.setattr(ran, "planned", lambda request: change(plan))
+    monkeypatch.setattr(ran, "plan_again", lambda request: change(plan))
     why = outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).why
     assert why == ("launches of fa2 fwd",)
     assert counting() == [32, 64] and counting() == []
@@ -237,7 +237,7 @@ def test_a_plan_that_cannot_be_made_any_more_counts_again(counting, monkeypatch)
         raise ValueError("no such tiles")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ran, "planned", refused)
+        patch.setattr(ran, "plan_again", refused)
         (why,) = outdated.state(Store(counting.csv.parents[2]), NAME, EMULATOR).why
         assert "no such tiles" in why
     assert counting() == []

@@ -257,7 +257,7 @@ def test_other_kernels_and_launches_are_measured(bench, monkeypatch):
         return replace(planned(request), **now)
 
     bench.launch = lambda N: launched(plan(REQUEST))
-    monkeypatch.setattr(ran, "planned", plan)
+    monkeypatch.setattr(ran, "plan_again", plan)
     assert measures_again(bench) and not measures_again(bench)
     (about,) = bench.store.runs(NAME, GPU)
     assert set(about["ran"]) == {"experiment", "plans"}

@@ -38,7 +38,7 @@ MODEL_ROOMS = {"checks", "io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "bounds", "choices", "commands", "device", "emulator"}
-PUBLIC |= {"io_model", "problem", "reference", "ring", "tiling", "torch"}
+PUBLIC |= {"io_model", "ops", "problem", "reference", "ring", "tiling", "torch"}
 # A bandwidth is measured by kernels of its own, of the widest accesses; a precision is a series.
 PUBLIC |= {"intrinsics", "dtypes"}
 # The rooms that name numba.cuda; the others take it from device.

@@ -12,6 +12,7 @@ import builtins
 import functools
 import hashlib
 import importlib.util
+import symtable
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -245,6 +246,18 @@ def _module(name: str) -> _Module:
     return _Module(name, path)
 
 
+def _global_names(bare: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module reads from the module, not its local names."""
+    top = symtable.symtable(ast.unparse(bare), "statement", "exec")
+    found = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()}
+    tables = top.get_children()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        found |= {x.get_name() for x in table.get_symbols() if x.is_global() and x.is_referenced()}
+    return found
+
+
 class _Module:
     """The statements of a module's file by the names that they bind."""
 
@@ -306,7 +319,7 @@ class _Module:
             for node in ast.walk(bare)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        for name in {node.id for node in ast.walk(bare) if isinstance(node, ast.Name)}:
+        for name in _global_names(bare):
             if name in self.names:
                 found.append((self.name, name))
             elif name in imports:

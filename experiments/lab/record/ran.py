@@ -22,11 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from fa_numba import device
+from fa_numba import Plan, device
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.device.program_digest import digest_of, program_of
-from fa_numba.host.planning import planned
-from fa_numba.host.plans import Plan
+from fa_numba.ops import plan_again
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
@@ -118,7 +117,7 @@ def _launches(kernels: Mapping[Any, None], origins: Mapping[Any, None], machine:
     for origin in origins:
         text = encoded(origin)
         if text:
-            plan = _planned(origin)
+            plan = plan_again(origin)
             found.setdefault("plans", {})[text] = _line(plan, machine == EMULATOR)
             covered.update(plan.launched)
     others = [kernel for kernel in kernels if kernel not in covered]
@@ -195,14 +194,6 @@ def _value(node: ast.expr) -> Any:
 # --- plans -------------------------------------------------------------------------------------
 
 
-def _planned(request: Request) -> Plan:
-    """Return the plan that a request gives today, for the request's device."""
-    limits = request.capability, request.shared_limit, request.multiprocessors
-    gpu = request.multiprocessors > 0
-    with device.planning_for(*limits) if gpu else device.using("emulator"):
-        return planned(request)
-
-
 def _line(plan: Plan, emulated: bool) -> str:
     """Return what a plan launches as one line: digests of its kernels, and of everything else."""
     programs = [(each.name, program_of(each, emulated=emulated)) for each in plan.launched]
@@ -245,7 +236,7 @@ def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _changed_plan(text: str, line: str, emulated: bool) -> list[str]:
     try:
         request = decoded(text)
-        today = _line(_planned(request), emulated)
+        today = _line(plan_again(request), emulated)
     except (ValueError, TypeError, KeyError) as error:
         return [f"a plan that cannot be made any more ({error})"]
     if today == line:
