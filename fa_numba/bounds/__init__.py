@@ -5,7 +5,7 @@ The GPU may be the present one or any GPU of the table devices.csv.
     devices          data sheets of GPUs (DEVICES), and the GPU that is present
     multiprocessor   how many thread blocks a multiprocessor holds, and what limits their number
     cache            which of the accessed bytes L2 serves and which reach device memory
-    roofline         the least time that computing and memory take, and which takes longest
+    roofline         lower limits of the time that computing and memory take, and which is longest
 
 >>> import fa_numba
 >>> gpu, shape = named("H200"), (1, 16, 4096, 128)

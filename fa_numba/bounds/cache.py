@@ -51,16 +51,17 @@ _LOADED, _STORED = {"Q": 2, "K": 2, "dO": 2}, {"dV": 2, "S": 2}
 
 @dataclass(frozen=True)
 class Dram:
-    """Bytes between a GPU and its device memory, as `dram` expects them.
+    """Bytes between a GPU and its device memory, as `dram` computes them.
 
     Parameters
     ----------
     bytes : int
         Bytes read from and written to device memory.
     again : int
-        Bytes of the arrays that the thread blocks which run at the same time read repeatedly.
+        Bytes that are read repeatedly, by all thread blocks that run at the same time.
     served : bool
-        Whether L2 holds these bytes: whether `again` is at most half the size of L2.
+        Whether L2 holds the bytes that are read repeatedly: whether `again` is at most half the
+        size of L2.
     """
 
     bytes: int

@@ -33,7 +33,7 @@ class Device:
     shared_bytes : int
         Shared memory of a multiprocessor, in bytes.
     registers, threads, blocks : int
-        Registers, threads and thread blocks that a multiprocessor holds.
+        Greatest numbers of registers, threads and thread blocks that a multiprocessor holds.
     l2_bytes : int
         Size of the L2 cache, in bytes.
     l2, dram : float or None
@@ -88,7 +88,8 @@ class Device:
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which `fa_numba.plan` plans for this GPU.
 
-        The GPU need not be in this machine. Calls inside still run where they always run.
+        The GPU need not be in this machine. Inside, calls of attention functions still run on this
+        machine's GPU or on the emulator.
 
         Returns
         -------

@@ -19,7 +19,8 @@ _PIECE, _SCHEDULERS = 256, 4
 class Occupancy:
     """How many thread blocks of a kernel a multiprocessor holds at a time.
 
-    `least` and `most` differ only if the number of registers is not known.
+    `least` and `most` differ only if the number of registers is not known. ``print`` shows one
+    number if they are equal, else a range such as "2 to 3".
 
     Parameters
     ----------
@@ -48,14 +49,14 @@ def occupancy(device: Device, kernel: Kernel, registers: int | None = None) -> O
     kernel : Kernel
         The kernel; its threads and bytes of shared memory per thread block are used.
     registers : int, optional
-        Registers of a thread. If None, the lower limit assumes 255 registers per thread, or as few
-        as the number of thread blocks that the kernel is compiled for (``kernel.min_blocks``)
-        allows.
+        Registers of a thread. If None, `least` assumes 255 registers per thread, the greatest
+        number. It is at least ``kernel.min_blocks`` if the other limits allow this number: the
+        compiler uses so few registers that ``kernel.min_blocks`` thread blocks fit.
 
     Returns
     -------
     Occupancy
-        The number of thread blocks, or its range.
+        The number of thread blocks, or its range if the number of registers is not known.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The least time that a plan takes on a GPU, and what limits it.
+"""Lower limits of the time that a plan takes on a GPU, and what limits the plan.
 
 A roofline with three limits: computing, L2 bandwidth and device memory bandwidth.
 """
@@ -23,10 +23,11 @@ FEW = 0.5
 
 @dataclass(frozen=True)
 class Expected:
-    """What a plan takes on a GPU at least. Times are in seconds.
+    """Lower limits of the time that a plan takes on a GPU, in seconds.
 
-    No call takes less time than `compute` and `l2`. No call takes less time than `memory` if the
-    rule of `fa_numba.bounds.cache` holds. A time is None if the data sheet lacks the speed.
+    No call takes less time than `compute`, and none takes less time than `l2`. `memory` is a lower
+    limit only if the rule of `fa_numba.bounds.cache` holds for the plan. A time is None if the data
+    sheet lacks the speed.
 
     Parameters
     ----------
@@ -40,14 +41,17 @@ class Expected:
     occupancies : tuple of Occupancy
         Thread blocks of each kernel that a multiprocessor holds.
     busy : float
-        Share of the multiprocessors' time that the thread blocks of the main kernel can fill, from
-        0 to 1. The main kernel is the one with the most shared memory; it computes the products.
+        Share of the time of all multiprocessors in which they have thread blocks of the main kernel
+        to run, from 0 to 1. It is below 1 if there are fewer thread blocks than multiprocessors, or
+        if the last wave of thread blocks does not fill all multiprocessors. The main kernel is the
+        kernel with the most shared memory. It computes the products.
     flops : int
-        FLOPs of the products of all tiles that are computed, with their masked and padded parts.
+        FLOPs of the products of all tiles that are computed. The masked and padded parts of these
+        tiles count too.
     dram : Dram
         Bytes that reach device memory.
     compute : float or None
-        Time of `flops` at the unit's peak times `busy`.
+        Time of the products: `flops` / (peak speed of the unit * `busy`).
     l2 : float or None
         Time of all accessed bytes at L2's bandwidth.
     memory : float or None
@@ -67,19 +71,22 @@ class Expected:
 
     @property
     def floor(self) -> float | None:
-        """Return the longest of the three times in seconds; None if none is known."""
+        """Return the longest of the three times in seconds; None if no time is known.
+
+        If `memory` is the longest time, this is a lower limit of the plan's time only if the rule
+        of `fa_numba.bounds.cache` holds for the plan.
+        """
         return max((x for x in (self.compute, self.l2, self.memory) if x is not None), default=None)
 
     @property
     def bound(self) -> str:
-        """Return the name of what takes longest.
+        """Return which of computing, L2 and device memory takes longest.
 
         Returns
         -------
         str
-            "compute", "L2" or "DRAM". "latency" if computing takes longest but fewer than half of
-            the multiprocessors' time is filled. "unknown" if the data sheet lacks the peak or the
-            bandwidth of device memory.
+            "compute", "L2" or "DRAM". "latency" if computing takes longest and `busy` is below 0.5.
+            "unknown" if the data sheet lacks the peak speed or the bandwidth of device memory.
         """
         times = {"compute": self.compute, "L2": self.l2, "DRAM": self.memory}
         known = {name: x for name, x in times.items() if x is not None}
@@ -90,19 +97,19 @@ class Expected:
 
 
 def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected:
-    """Return the least time that a plan takes on a GPU, and what limits it.
+    """Return lower limits of the time that a plan takes on a GPU, and what limits the plan.
 
     Parameters
     ----------
     plan : Plan
-        A plan that was made for `device`, see `Device.planning`.
+        A plan that was made for `device`; see `Device.planning`.
     device : Device
         The GPU.
     compiling : bool, default False
-        Whether to compile the plan's kernels for their number of registers, which takes seconds per
-        kernel. If False, registers are known only of kernels that the present GPU has compiled
-        before. A kernel with unknown registers may have a range of thread blocks per
-        multiprocessor; the lower end is taken.
+        Whether to compile the plan's kernels, which takes seconds per kernel. Compiling gives the
+        number of registers. If False, the number is known only for kernels that were compiled for
+        the present GPU before. If the number is not known, a multiprocessor may hold a range of
+        thread blocks. The least number of the range is taken.
 
     Returns
     -------

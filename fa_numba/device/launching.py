@@ -1,4 +1,4 @@
-"""Launches of kernels: on the GPU, into a record to be made later, or on the emulator."""
+"""Launches of kernels on the GPU or the emulator, or recorded in order to be made later."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from fa_numba.device.kernel import Kernel
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, checked
 from fa_numba.device.tensor_map import TiledArray
 
-# Those of every ``count_accesses`` that is open, one inside another.
+# The counts of every ``count_accesses`` context that is open; contexts may be nested.
 _counts: ContextVar[tuple[emulator.Counts, ...]] = ContextVar("fa_numba_counts", default=())
 
 
 @contextlib.contextmanager
 def count_accesses() -> Iterator[emulator.Counts]:
-    """Run everything inside on the emulator, and count the accesses to global memory.
+    """Return a context manager that runs calls on the emulator and counts their accesses.
 
-    It is a context manager. Calls inside run on the emulator even if there is a GPU, so their
-    arrays must be in host memory. If one is inside another, the outer one counts the calls of both.
+    Accesses to global memory are counted. Calls inside run on the emulator even if there is a GPU.
+    Their arrays must be in host memory. If one context is inside another context, the outer context
+    counts the calls of both.
 
     Yields
     ------
     Counts
         Counts that grow with each call. ``loads`` and ``stores`` are in elements, ``load_bytes``
-        and ``store_bytes`` in bytes. Each maps the name of an array, such as "Q", to a number.
+        and ``store_bytes`` in bytes. Each of the four maps the name of an array, such as "Q", to a
+        number.
 
     See Also
     --------
@@ -71,10 +73,12 @@ def count_accesses() -> Iterator[emulator.Counts]:
 
 
 class Launched:
-    """What was launched: kernels, and what their launches were planned from.
+    """The kernels that were launched, and the requests from which the launches were planned.
 
-    ``kernels`` and ``origins`` map "gpu" and "emulator" to those launched there, in the order of
-    their first launch. An origin is whatever the caller of ``note_origin`` gives.
+    ``kernels`` maps "gpu" and "emulator" to the kernels launched there, in the order of their first
+    launch. ``origins`` maps the two names to the origins given to ``note_origin``, in the order in
+    which they were given. An origin is any hashable object that says from what launches were
+    planned, such as a request for a plan.
     """
 
     def __init__(self) -> None:
@@ -82,16 +86,17 @@ class Launched:
         self.origins: dict[str, dict[Hashable, None]] = {"gpu": {}, "emulator": {}}
 
 
-# Those of every ``launched_kernels`` that is open, in whatever thread: torch has its own backward.
+# One entry for every ``launched_kernels`` context that is open, in any thread: torch computes
+# gradients in a thread of its own.
 _launched: tuple[Launched, ...] = ()
 
 
 @contextlib.contextmanager
 def launched_kernels() -> Iterator[Launched]:
-    """Collect the kernels that are launched inside, on the GPU and on the emulator.
+    """Collect the kernels that are launched inside the context, on the GPU and on the emulator.
 
-    Launches of all threads count, and launches that are made again from a record. Launches of
-    other processes do not count.
+    Launches of all threads of this process count. Launches that are made again from a record count
+    too. Launches of other processes do not count.
     """
     global _launched
     launched = Launched()
@@ -103,7 +108,7 @@ def launched_kernels() -> Iterator[Launched]:
 
 
 def _note_launched(kernels: Iterable[Kernel], origins: Iterable[Hashable] = ()) -> None:
-    """Add kernels, and what they were planned from, to every ``launched_kernels`` that is open."""
+    """Add kernels and the origins of their launches to every open ``launched_kernels``."""
     if _launched:
         where = "gpu" if select.on_gpu() else "emulator"
         for each in _launched:
@@ -112,7 +117,10 @@ def _note_launched(kernels: Iterable[Kernel], origins: Iterable[Hashable] = ()) 
 
 
 def note_origin(origin: Hashable, stream: int | LaunchRecord = 0) -> None:
-    """Say what the next launches on ``stream`` were planned from; see ``launched_kernels``."""
+    """Note the origin of the next launches on ``stream``, for ``launched_kernels``.
+
+    ``origin`` says from what the launches were planned, such as a request for a plan.
+    """
     if isinstance(stream, LaunchRecord):
         stream.origins.append(origin)
     else:
@@ -126,12 +134,14 @@ def launch(
     stream: int | LaunchRecord = 0,
     uncounted: Collection[str] = (),
 ) -> None:
-    """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
+    """Run ``kernel`` over ``grid`` thread blocks on the GPU or on the emulator.
 
-    Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
-    ``numpy.ndarray`` on the emulator, or a ``TiledArray`` of either; the emulator's counts leave
-    out those named ``uncounted``. With a ``LaunchRecord`` in place of the stream the launch is
-    recorded, and nothing runs.
+    On the GPU the launch is made on ``stream``. If ``stream`` is a ``LaunchRecord``, the launch is
+    recorded and nothing runs.
+
+    An array in ``args``, or in a named tuple in ``args``, is a ``DeviceArray`` on the GPU and a
+    ``numpy.ndarray`` on the emulator, or a ``TiledArray`` that contains one of them. The emulator
+    does not count accesses to arrays whose names are in ``uncounted``.
     """
     if select.on_gpu():
         _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
@@ -151,7 +161,11 @@ def launch(
 
 
 def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> None:
-    """Let ``step`` add to the record that ``stream`` is, or to a new one that runs at once."""
+    """Call ``step`` with a record to which it adds a launch.
+
+    If ``stream`` is a record, ``step`` adds to it. Else ``step`` adds to a new record, which then
+    runs on ``stream``.
+    """
     if isinstance(stream, LaunchRecord):
         step(stream)
         return
@@ -164,8 +178,9 @@ def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> N
 def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal: int) -> None:
     """Make the recorded launches on ``stream`` of the current GPU, whose ordinal is ``ordinal``.
 
-    ``values`` has the address or word of each slot but the workspace's, which is allocated here and
-    freed, in the stream's order, after the last launch.
+    ``values`` contains the address or the 32-bit integer for each slot except the workspace's slot.
+    This function allocates the workspace in the order of the stream, and frees the workspace after
+    the last launch.
     """
     if recording.noted is not _launched:  # not again for each of many timed calls
         _note_launched(recording.kernels, recording.origins)
@@ -188,7 +203,7 @@ def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal:
 
 
 def _rounded(ty: Any, value: Any) -> Any:
-    """An argument for the emulator: what the GPU would take as float32 is rounded to it."""
+    """Return an argument for the emulator, with float32 numbers rounded as for the GPU."""
     if isinstance(ty, types.NamedTuple):
         return type(value)(*map(_rounded, ty.types, value))
     if isinstance(value, TiledArray):
@@ -197,7 +212,10 @@ def _rounded(ty: Any, value: Any) -> Any:
 
 
 def clear(array: Any, stream: int | LaunchRecord = 0) -> None:
-    """Fill a launch argument whose memory is one piece with zeros, in the stream's order."""
+    """Fill a launch argument with zeros, in the order of the stream.
+
+    The memory of the array must be contiguous.
+    """
     if isinstance(array, DeviceArray):
         _give(stream, lambda to: to.clear(array))
     else:
@@ -205,7 +223,7 @@ def clear(array: Any, stream: int | LaunchRecord = 0) -> None:
 
 
 def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
-    """A launch argument as an array of ``shape``: axes of length 1 repeat, by a stride of 0."""
+    """Return a launch argument broadcast to ``shape``: axes of length 1 get the stride 0."""
     full = (1,) * (len(shape) - len(array.shape)) + tuple(array.shape)
     steps = (0,) * (len(shape) - len(array.shape)) + tuple(array.strides)
     strides = tuple(
@@ -215,32 +233,42 @@ def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def permuted(array: Any, order: tuple[int, ...]) -> Any:
-    """A launch argument with its axes in ``order``."""
+    """Return a launch argument with its axes in ``order``, without a copy."""
     shape, strides = (tuple(x[n] for n in order) for x in (array.shape, array.strides))
     return _seen_as(array, shape, strides)
 
 
 def transposed(array: Any, order: tuple[int, ...]) -> Any:
-    """A launch argument with its axes in ``order`` behind a new first one of length 1."""
+    """Return a launch argument with a new first axis of length 1, then its axes in ``order``."""
     turned = permuted(array, order)
     return _seen_as(array, (1, *turned.shape), (0, *turned.strides))
 
 
 def grouped(array: Any, heads: int) -> Any:
-    """(batch, H, rows, ...) as (batch, H / heads, rows, heads, ...): a group's heads by rows."""
+    """Return a launch argument with ``heads`` neighbouring heads moved behind the rows.
+
+    The shape (batch, H, rows, ...) becomes (batch, H / heads, rows, heads, ...).
+    """
     (batch, all_heads, rows, *last), (b, h, r, *steps) = array.shape, array.strides
     shape = (batch, all_heads // heads, rows, heads, *last)
     return _seen_as(array, shape, (b, h * heads, r, h, *steps))
 
 
 def as_one(array: Any) -> Any:
-    """A launch argument (batch, H, rows, ...), entry behind entry, as (1, H, batch rows, ...)."""
+    """Return a launch argument with the rows of all batch entries as one batch entry.
+
+    The shape (batch, H, rows, ...) becomes (1, H, batch * rows, ...). The rows of each batch entry
+    must follow the rows of the batch entry before, in steps of the stride of a row.
+    """
     (batch, heads, rows, *last), (b, h, r, *steps) = array.shape, array.strides
     return _seen_as(array, (1, heads, batch * rows, *last), (0, h, r if rows > 1 else b, *steps))
 
 
 def as_batch(array: Any, batch: int) -> Any:
-    """A launch argument (1, H, batch rows, ...) as (batch, H, rows, ...)."""
+    """Return a launch argument with its rows divided among ``batch`` batch entries.
+
+    The shape (1, H, batch * rows, ...) becomes (batch, H, rows, ...).
+    """
     (_, heads, total, *last), (_, h, r, *steps) = array.shape, array.strides
     rows = total // batch
     return _seen_as(array, (batch, heads, rows, *last), (rows * r, h, r, *steps))

@@ -36,7 +36,9 @@ class BoxLayout(NamedTuple):
     box : tuple of int
         Length of a box along each axis.
     steps : tuple of int, default ()
-        Numbers that the kernel is given with the array.
+        Numbers that the kernel reads as ``array.steps``: the strides of a batch entry, of a head
+        and of a row, divided by the stride of the map's second axis. From them the kernel computes
+        the index along the second axis at which a sequence ends. Empty if the map has no such axis.
     swizzle : int, default 128
         Bytes within which the 16-byte chunks of a row are permuted in shared memory.
     fill : float, default 0

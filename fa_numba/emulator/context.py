@@ -32,23 +32,45 @@ MOST_ACCESSES = 1 << 17
 
 
 class Context(Active):
-    """A running launch, which `current` returns to the emulation of an intrinsic.
+    """The state of a running launch.
 
-    `group` contains the lanes that run, `mask` says which of them take part (flow.py; None means
-    all). They are lanes of one thread block, with number `block_number` in the launch, from 1 on.
-    If `several` is set, they are lanes of consecutive thread blocks that run at once (batches.py),
-    and `block_number` is the number of the first.
+    Kernels do not call these methods. The emulator calls them, and so do the functions that emulate
+    intrinsics. The functions that emulate intrinsics get the running launch from `current`.
 
     Parameters
     ----------
     grid, block : tuple of int
         (x, y, z) extents of the grid and of a thread block.
     shared_bytes : int
-        Bytes of dynamic shared memory.
+        Bytes of dynamic shared memory of a thread block.
     kernel : str
         Name of the kernel function.
     at_once : int, default 1
-        Most thread blocks that may run at once.
+        Greatest number of thread blocks that may run at the same time.
+
+    Attributes
+    ----------
+    group : Group
+        The lanes that run now. A lane is a thread.
+    mask : ndarray of bool or None
+        Lanes of `group` that take part in the current statement. None: all lanes of `group`.
+    several : bool
+        Whether `group` has lanes of several consecutive thread blocks, which run at the same time.
+        If False, all lanes of `group` are of one thread block.
+    block_number : int
+        Number of this thread block in the launch, from 1 on. If `several` is set, the number of the
+        first thread block.
+
+    Notes
+    -----
+    The emulator finds races by stamps. A stamp is an integer that records an access to an element:
+    clock * 2048 + code. The code says which thread accessed the element: 0 to 1023 is one thread,
+    1024 + w is several threads of warp w. The clock says when. It is a counter that grows whenever
+    threads synchronise; a stamp has the clock of the accessing warp's last synchronisation.
+
+    For each pair of warps, the emulator keeps the stamp below which accesses of the one warp
+    happened before the present of the other warp. Two accesses to an element are a race if one of
+    them writes and nothing orders them.
     """
 
     __slots__ = (
@@ -296,60 +318,71 @@ class Context(Active):
     # ---- what happened before what: see shared_memory.py
 
     def stamp(self, lane: int) -> int:
-        """Return the stamp of what a lane does now; stamps are explained in shared_memory.py.
+        """Return the stamp of an access that a lane makes now.
+
+        A stamp is an integer that says which thread accesses an element, and after how many
+        synchronisations of the thread's warp. The emulator finds races by comparing the stamps of
+        an element. The notes of `Context` define the integer.
 
         Parameters
         ----------
         lane : int
-            The lane.
+            The lane that accesses an element.
 
         Returns
         -------
         int
-            The stamp.
+            The stamp: clock * 2048 + the number of the lane's thread in the thread block. The clock
+            is a counter, as it was when the lane's warp last synchronised.
         """
         group = self.group
         return int(self.starts[group.warp_of[lane]] + group.tids[lane])
 
     def ordered(self, stamp: int, lane: int) -> bool:
-        """Return whether an earlier access certainly happened before what a lane does now.
+        """Return whether an earlier access certainly happened before a lane's present access.
 
         Parameters
         ----------
         stamp : int
-            Stamp of the access.
+            Stamp of the earlier access.
         lane : int
-            The lane.
+            The lane that accesses the same element now.
 
         Returns
         -------
         bool
-            False if the two are a race.
+            False if nothing orders the two accesses. They are then a race if one of them writes.
         """
         tid = int(self.group.tids[lane])
         return bool(ordered(stamp, tid, tid // WARP, self.seen))
 
     def joined(self, stamp: int, lane: int) -> int:
-        """Return the stamp of the accesses of a lane's warp, with the lane's own access added.
+        """Return one stamp for a warp's earlier reads of an element and a lane's read now.
+
+        For each element, the emulator keeps one stamp per warp that reads the element. Several
+        lanes of the warp may read the element. Stamps are defined in the notes of `Context`.
 
         Parameters
         ----------
         stamp : int
-            Stamp of the warp's accesses so far.
+            Stamp of the warp's earlier reads of the element.
         lane : int
-            The lane.
+            The lane of the warp that reads the element now.
 
         Returns
         -------
         int
-            The lane's own stamp, or the stamp for several threads of the warp.
+            The stamp of the lane's read alone, if the earlier reads are the lane's own or happened
+            before it. Else the stamp that stands for several threads of the warp.
         """
         warp = int(self.group.warp_of[lane])
         before = stamp < self.seen[warp, warp] or stamp % STAMP == self.group.tids[lane]
         return self.stamp(lane) if before else int(self.starts[warp]) + SEVERAL + warp
 
     def who(self, stamp: int) -> str:
-        """Return who accessed, as text: "thread (3, 0, 0)" or "several threads of warp 2".
+        """Return the accessing thread or threads of a stamp as text.
+
+        Examples of the text are "thread (3, 0, 0)" and "several threads of warp 2".
 
         Parameters
         ----------
@@ -367,18 +400,25 @@ class Context(Active):
         return f"thread {self.thread_name(code)}"
 
     def synced(self, warps: np.ndarray) -> None:
-        """Record that all lanes of these warps have met; mbarriers.py needs it.
+        """Record that all lanes of these warps have synchronised.
+
+        Each lane of a warp then knows the same earlier accesses as the other lanes of the warp. In
+        this class the method does nothing. The subclass `Knowledge` overrides the method, as it
+        records what each lane knows.
 
         Parameters
         ----------
         warps : ndarray of int
-            The warps.
+            Numbers of the warps.
         """
 
     # ---- shared and local arrays
 
     def static_array(self, shape: Any, dtype: Any) -> SharedArray:
-        """Return the array of a call of ``cuda.shared.array``: one per thread block and line.
+        """Return the array that a call of ``cuda.shared.array`` makes.
+
+        Each call in the kernel's source makes one array per thread block. All threads of the thread
+        block share the array. If the call runs again, it returns the same array.
 
         Parameters
         ----------
@@ -404,10 +444,10 @@ class Context(Active):
         return known
 
     def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> Any:
-        """Return an array at a place of the dynamic shared memory.
+        """Return an array that begins at a given element of the dynamic shared memory.
 
-        Arrays of one dtype may overlap: they then share values and hazards. Arrays of different
-        dtypes may not overlap.
+        Arrays of one dtype may overlap. They then share elements, and races between accesses to the
+        two arrays are found. Arrays of different dtypes may not overlap.
 
         Parameters
         ----------
@@ -494,7 +534,7 @@ class Context(Active):
         place.x, place.y, place.z = alike(at % x), alike(at // x % y), alike(at // (x * y))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
-        """Return the array of a call of ``cuda.local.array``: every lane has its own.
+        """Return the array that a call of ``cuda.local.array`` makes; each lane has its own copy.
 
         Parameters
         ----------
@@ -610,8 +650,8 @@ class Context(Active):
     ) -> None:
         """Start an asynchronous copy from global to shared memory (cp.async) of every lane.
 
-        The copy reads `src` and lands when the lane waits for the copy's group. Counts `valid`
-        loads.
+        The copy reads `src`. The values are in `dst` when the lane has waited for the copy's group.
+        Each lane counts `valid` loads.
 
         Parameters
         ----------

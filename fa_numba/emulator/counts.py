@@ -53,8 +53,9 @@ class Traffic:
     Notes
     -----
     The rules were measured on an H200. Lanes that touch the same word share it. Loads of 8 and 16
-    bytes need half the wavefronts if lanes 1 or 2 apart share words in pairs. Asynchronous copies
-    of 16 bytes fetch a sector again for every other 32 bytes of shared memory that they write to.
+    bytes need half the wavefronts if each lane loads the same address as the lane next to it, or as
+    the next but one. Asynchronous copies of 16 bytes count a sector once for each different 32-byte
+    piece of shared memory to which the sector is copied.
 
     Two rules were not measured. A box is one request, with the sectors of its rows that are in the
     array. What boxes and products of warpgroups do in shared memory is not counted as wavefronts.
@@ -76,23 +77,25 @@ class Traffic:
 
 @dataclass
 class Counts:
-    """Global-memory accesses of one or more launches by kernel parameter, and what they cost.
+    """Counts of one or more launches: accesses, memory traffic and instructions.
 
-    Counts can be added. ``print(counts)`` shows a table. An atomic operation is one load and one
-    store.
+    Counts can be added. ``print(counts)`` shows a table of `loads`, `stores` and their bytes. An
+    atomic operation is one load and one store.
 
     Parameters
     ----------
     loads, stores : Counter of str to int
-        Elements loaded and stored, by array. An array that was not touched counts 0.
+        Elements of global memory loaded and stored, by the name of the kernel's parameter. An array
+        that was not touched counts 0.
     load_bytes, store_bytes : Counter of str to int
-        Bytes loaded and stored, by array.
+        Bytes of global memory loaded and stored, by the name of the kernel's parameter.
     traffic : dict of Access to Traffic
-        What each line of the kernels costs.
+        What each line of the kernels costs in global memory and in shared memory.
     instructions : Counter of str to int
         Instructions of warps, by class: "load", "store", "atomic", "copy", "mma", "fma"
         (multiply-adds to an element of an array), "exp", "shuffle", "barrier" (mbarriers too),
-        "tma" (copies of boxes) and "wgmma" (one per 16 summed columns of a warpgroup's product).
+        "tma" (copies of boxes) and "wgmma" (matrix products of a warpgroup: one instruction for
+        every 16 elements of the axis that is summed over).
 
     Examples
     --------
@@ -134,7 +137,8 @@ class Counts:
         Parameters
         ----------
         **fields : str
-            Fields of `Access` and their values, such as ``space="shared", kind="load"``. None: all.
+            Fields of `Access` and their values, such as ``space="shared", kind="load"``. Without
+            fields, the sum is over all accesses.
 
         Returns
         -------

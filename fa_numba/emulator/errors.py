@@ -87,11 +87,16 @@ class MissingFence(EmulatorError):
 
 
 class UninitialisedRead(EmulatorError):
-    """A read of shared or local memory, or from a lane of a warp, that has no value yet."""
+    """A read of a value that does not exist.
+
+    There are two cases:
+    - an element of shared or local memory is read, but was never written;
+    - a shuffle reads the value of a lane that does not take part in the shuffle.
+    """
 
 
 class BarrierDivergence(EmulatorError):
-    """A barrier or a warp collective that only some of the threads reach that it waits for."""
+    """A barrier or a warp collective that waits for threads of which only some reach it."""
 
 
 class BarrierMisuse(EmulatorError):
@@ -114,7 +119,14 @@ class OutOfBounds(EmulatorError):
 
 
 class Misaligned(EmulatorError):
-    """A vector access at an address that is not a multiple of its size, or across a gap."""
+    """An access that is not aligned, or a vector access to memory with gaps.
+
+    There are three cases:
+    - the address of a vector access is not a multiple of its size;
+    - the elements of a vector access are not next to each other in memory;
+    - a box or an operand of a warpgroup's matrix product begins at an address of shared memory that
+      the copy engine or the tensor cores do not allow.
+    """
 
 
 class ReadOnlyStore(EmulatorError):

@@ -85,9 +85,13 @@ class Owners:
 class GlobalArray:
     """A NumPy array as a kernel sees it in global memory. Stores change the caller's memory.
 
-    A full index, such as ``x[b, h, i, j]``, is one counted access of every lane that takes part. An
-    index of the first axes, such as ``x[b, h]``, gives a view on the same memory and is not
-    counted. So does a slice ``x[start:stop]`` of the first axis.
+    Kernels index the array. A full index, such as ``x[b, h, i, j]``, is one counted access of every
+    lane that takes part. An index of the first axes, such as ``x[b, h]``, returns a view on the
+    same memory. A slice ``x[start:stop]`` of the first axis returns a view, too. Views are not
+    counted as accesses.
+
+    Kernels do not call these methods. The emulator calls them, and so do the functions that emulate
+    intrinsics.
 
     Parameters
     ----------
@@ -308,12 +312,13 @@ class GlobalArray:
         index : tuple
             Index of the first element.
         n : int
-            Elements of the copy.
+            Elements of the copy of each lane.
         valid : int or ndarray of int
-            Elements that are read; the others are zero.
+            Number of elements that are read. The other elements of the copy are zero.
         beside : ndarray of int, optional
-            Destination in shared memory in pieces of 32 bytes, by lane. A copy of 16 bytes bypasses
-            L1 and fetches a sector again for every other piece.
+            For each lane, the number of the 32-byte piece of shared memory to which the lane
+            copies. Copies of 16 bytes bypass L1. They fetch a sector of global memory once for each
+            different piece.
 
         Returns
         -------
@@ -524,14 +529,14 @@ class GlobalArray:
         return part
 
     def merged(self, mask: Mask, other: Any) -> GlobalArray:
-        """Return a view that is this view for the lanes of `mask`, another one for the others.
+        """Return a view that is this view for the lanes of `mask`, and `other` for all others.
 
         Parameters
         ----------
         mask : ndarray of bool
-            Lanes that hold this view.
+            Lanes in which a variable is this view.
         other : GlobalArray
-            The other lanes' view of the same array.
+            View of the same array that the variable is in the other lanes.
 
         Returns
         -------

@@ -22,10 +22,14 @@ FLYING: Any = object()
 
 
 class LocalArray:
-    """An array of which every lane has its own: an element is one value of all lanes.
+    """An array in local memory, of which each lane has its own copy.
 
-    An element that no lane has written is None. `partial` maps an element that only some lanes have
-    written to these lanes.
+    Kernels index the array, as in ``x[i]``. Kernels do not call these methods. The emulator calls
+    them, and so do the functions that emulate intrinsics.
+
+    The emulator keeps element i of all lanes together: as an ndarray with one value per lane, or as
+    one number if all lanes have the same value. If no lane has written the element, it is None. If
+    only some lanes have written the element, `partial` maps its index to these lanes.
 
     Parameters
     ----------
@@ -124,8 +128,8 @@ class LocalArray:
     def multiply_add(self, terms: tuple[Any, ...]) -> None:
         """Compute ``array[index] += a * b`` for several elements, each sum rounded once.
 
-        Multiply-adds of the same lanes are collected until the array is read, as many at once are
-        faster.
+        Multiply-adds of the same lanes are collected until the array is read. Computing many of
+        them in one step is faster.
 
         Parameters
         ----------
@@ -170,12 +174,12 @@ class LocalArray:
         return sound
 
     def depart(self, product: Product) -> None:
-        """Mark the array as in use by a product, until `arrive`.
+        """Mark the array as in use by a matrix product of a warpgroup, until `arrive` is called.
 
         Parameters
         ----------
         product : Product
-            A warpgroup's product that reads or writes the array.
+            The product, which reads or writes the array.
         """
         if not self.flying and self.waiting[0]:
             self._compute()
@@ -183,12 +187,12 @@ class LocalArray:
         self.waiting, self.waiting_for = FLIGHT, FLYING
 
     def arrive(self, product: Product) -> None:
-        """End the use of the array by a product that was waited for.
+        """Mark the array as free again, after the threads have waited for a matrix product.
 
         Parameters
         ----------
         product : Product
-            The product.
+            The product, for which `depart` was called before.
         """
         self.flying.remove(product)
         if not self.flying:
@@ -228,12 +232,15 @@ class LocalArray:
                 self.data[e] = np.where(mask, sums[n], self.data[e])
 
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
-        """Return the array `other`, as lanes of `mask` reach the line again that makes the array.
+        """Return the earlier array of a source line that some lanes have run again.
+
+        The lanes of `mask` have run the line again that makes the array. All lanes then use the
+        array that exists already. In the lanes of `mask`, its elements have no values any more.
 
         Parameters
         ----------
         mask : ndarray of bool
-            Lanes that make the array again; their elements have no values.
+            Lanes that have made the array again.
         other : LocalArray
             The array that was made at this line before.
 

@@ -107,8 +107,11 @@ class SharedBuffer:
 class SharedArray:
     """A one-dimensional array in shared memory.
 
-    ``s[e]`` is one access of every lane that takes part. The array is a part of a buffer. Thread
-    blocks that run at once may have different parts.
+    In a kernel, ``s[e]`` is one access of every lane that takes part. Kernels do not call these
+    methods. The emulator calls them, and so do the functions that emulate intrinsics.
+
+    The array is a part of a buffer. Thread blocks that run at the same time may have different
+    parts.
 
     Parameters
     ----------
@@ -121,7 +124,8 @@ class SharedArray:
     dtype : dtype
         Type of the elements.
     buffer : SharedBuffer
-        Values and stamps.
+        Values of the elements. For each element the buffer also records which threads accessed the
+        element last, and when. Races are found from these records.
     first : int or ndarray of int, default 0
         Element of the buffer at which the array begins; by lane if thread blocks differ.
     """
@@ -163,7 +167,9 @@ class SharedArray:
         n : int
             Number of elements.
         pairs : bool, default True
-            Whether lanes that share words in pairs are served together. False for ldmatrix.
+            How wavefronts are counted. If True, a wavefront serves twice as many lanes if each lane
+            loads the same elements as the lane next to it, or as the next but one. False for
+            ldmatrix.
 
         Returns
         -------
@@ -304,7 +310,9 @@ class SharedArray:
     # ---- copies in flight: between issue and landing the elements belong to nobody
 
     def depart(self, e: Any, n: int) -> np.ndarray:
-        """Hand elements to an asynchronous copy of each lane, which will write them.
+        """Mark the elements that an asynchronous copy of each lane will write.
+
+        Until the copy has been waited for, no thread may access the elements.
 
         Parameters
         ----------
@@ -334,7 +342,7 @@ class SharedArray:
         return e
 
     def land(self, copy: Copy, lanes: np.ndarray) -> None:
-        """Write the values of the copies of `lanes`, which have been waited for.
+        """Write the values of asynchronous copies that have been waited for.
 
         Parameters
         ----------
@@ -352,16 +360,18 @@ class SharedArray:
         )  # fmt: skip
 
     def merged(self, mask: Any, other: Any) -> SharedArray:
-        """Return this array, which all lanes must hold, perhaps under another name.
+        """Return the array that a variable has in all lanes after a branch.
 
-        If several thread blocks run at once, each may hold another part of the buffer.
+        In the lanes of `mask` the variable is this array. In the other lanes the variable is
+        `other`, which must be the same array, perhaps under another name. If several thread blocks
+        run at the same time, each thread block may have another part of the buffer.
 
         Parameters
         ----------
         mask : ndarray of bool
-            Lanes that hold this array.
+            Lanes in which the variable is this array.
         other : object
-            What the other lanes hold.
+            Value of the variable in the other lanes.
 
         Returns
         -------

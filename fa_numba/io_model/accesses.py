@@ -29,9 +29,10 @@ class Accesses:
     dtype : str, default "float32"
         Dtype of Q, K, V, O, S, P and their gradients. All other arrays are float32.
     sums : tuple of str, default ()
-        Names of arrays of that list which are float32 all the same.
+        Names of arrays among Q, K, V, O, S, P and their gradients that are float32 although `dtype`
+        is another dtype.
     halves : tuple of str, default ()
-        Names of arrays whose elements have 2 bytes, whatever `dtype` is.
+        Names of arrays whose elements have 2 bytes for every `dtype`.
 
     Examples
     --------

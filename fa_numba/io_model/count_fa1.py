@@ -35,15 +35,17 @@ def fa1(
     tiles : object with Br and Bc
         Rows of a row tile, columns of a column tile.
     query_splits : int, default 1
-        Thread blocks that share a head. Each takes a run of ceil(T_r / query_splits) row tiles of
-        the longest sequence; a thread block without row tiles does nothing.
+        Thread blocks that share the rows of Q of one query head. Each thread block takes
+        ceil(T_r / query_splits) consecutive row tiles of the longest sequence. A thread block
+        without row tiles does nothing.
     return_lse : bool, default False
-        Whether L = m + log l is stored: l and m are then loaded once more, N_q' elements each, and
+        Whether L = m + log l is stored. Then l and m are loaded once more, N_q' elements each, and
         N_q' elements of L are stored.
     whole_tiles : bool, default False
         Whether rows of a tile past `q_lens` are moved too, as the copy engine of Hopper does it.
-        This applies to Q, and in 16-bit dtypes to O and A. In packed sequences, a tile ends where
-        its sequence does. Planes are moved in panels of 64 columns.
+        This applies to Q, and in 16-bit dtypes to O and its float32 sum A (see Notes). In packed
+        sequences, a tile ends where its sequence does. If float32 is split in planes, the rows of
+        the planes are then filled up to a multiple of 64 columns.
     block_mask : array_like of bool, optional
         Tiles that are computed; see the package's docstring.
 
@@ -72,26 +74,29 @@ def fa1(
         O       sum_{j>0} r_i d           sum r_i d
         l, m    sum_{j>0} r_i each        sum r_i each
 
-    Here s_j is the number of query splits that have a row tile which column tile j visits. "j > 0"
-    leaves out column tile 0, as first values need no load. If all tiles are visited, with one query
-    split and N_q = N_k = N, then Q, K, V and O have (3 T_c + 1) N d accesses together.
+    Here s_j is the number of query splits with a row tile i such that tile (i, j) is visited. The
+    sums over j > 0 leave out column tile 0, because first values need no load. If all tiles are
+    visited, with one query split and N_q = N_k = N, then Q, K, V and O have (3 T_c + 1) N d
+    accesses together.
 
-    A window, `q_lens` or a block mask make the pass over column tile 0 like the others
-    (`starts_in_first_pass` is False). Line 2 is then carried out before that pass: it stores N_q' d
-    elements of O, and N_q' of l and of m. The sums over "j > 0" then are over all j. With a block
-    mask line 2 stores only the rows of row tiles that are never visited, or in which `q_lens` ends;
-    and the sums over "j > 0" leave out each row tile's first visit.
+    With a window, `q_lens` or a block mask, the pass over column tile 0 is like the other passes:
+    `starts_in_first_pass` is False. Line 2 then runs before that pass. With a window or `q_lens`,
+    line 2 stores N_q' d elements of O, and N_q' each of l and m; the sums over j > 0 become sums
+    over all j. With a block mask, line 2 stores the rows of two kinds of row tiles only: row tiles
+    that are never visited, and row tiles in which `q_lens` ends. In place of j = 0, the sums over
+    j > 0 then leave out the first visit of each row tile.
 
     In 16-bit dtypes O is kept in a float32 array A. The last visit of a row tile rounds it to O:
 
         array   loads                     stores
-        A       what O loads above        r_i d in every visit of row tile i but the last
+        A       the loads of O above      r_i d in every visit of row tile i but the last
         O       -                         r_i d in the last visit of row tile i
 
-    Where line 2 stores O it then stores A too, N_q' d elements each, unless there is a block mask.
+    If line 2 stores O, it then stores A too, N_q' d elements each. With a block mask it stores only
+    O.
 
-    Where float32 is split in planes, rows of Q, K and V have more elements; see the module
-    `planes`.
+    If float32 is split in planes, rows of Q, K and V have more elements; see the module
+    `fa_numba.io_model.planes`.
 
     Examples
     --------
@@ -148,7 +153,8 @@ def fa1_backward(
     tiles : object with Br and Bc
         Rows of a row tile, columns of a column tile.
     query_splits : int, default 1
-        Thread blocks that share the row tiles of a head, as in `fa1`.
+        Thread blocks that share the rows of Q of one K/V head. Each thread block takes
+        ceil(T_r / query_splits) consecutive row tiles of every query head of the K/V head.
     block_mask : array_like of bool, optional
         Tiles that are computed; see the package's docstring.
     dbias : bool, default False
@@ -157,8 +163,9 @@ def fa1_backward(
     dlse : bool, default False
         Whether there is a gradient of L: dL is loaded as often as L.
     dsinks : bool, default False
-        Whether the gradient of `sinks` is computed: the row sums of FA-2 store D, N_q elements;
-        another kernel loads L and D, N_q elements each, and stores one element of dsinks per query
+        Whether the gradient of `sinks` is computed. Two more kernels run. The first kernel computes
+        the row sums D: it loads N_q d elements each of O and dO, and stores N_q elements of D. The
+        second kernel loads N_q elements each of L and D, and stores one element of dsinks per query
         head.
 
     Returns
@@ -187,14 +194,16 @@ def fa1_backward(
 
     and per K/V head N_k d loads of K and of V, and N_k' d stores of dK and of dV.
 
-    A window, `q_lens` or a block mask change the pass over column tile 0 as in `fa1`: line 5 stores
-    dQ before that pass, as line 2 stores O there, and the sum over "j > 0" changes as there. In
-    16-bit dtypes dQ is kept in a float32 array A; the last visit of a row tile rounds it to dQ.
+    With a window, `q_lens` or a block mask, line 5 runs before the pass over column tile 0. It then
+    stores the same number of elements of dQ as line 2 stores of O in `fa1`. The sum over j > 0
+    changes as described in the notes of `fa1`. In 16-bit dtypes dQ is kept in a float32 array A,
+    and the last visit of a row tile rounds A to dQ.
 
-    With `query_splits` above 1 each thread block of a head loads K and V, and adds to dK and dV
-    with N_k' d atomic adds each. In 16-bit dtypes these go to float32 sums, which one more kernel
-    rounds. Per K/V head that kernel loads 2 N_k' d elements and stores 2 N_k' d. They are counted
-    under the names of the kernel's parameters, A and dQ.
+    With `query_splits` above 1, each thread block of a K/V head loads K and V, and adds to dK and
+    dV with N_k' d atomic adds each. In 16-bit dtypes these additions go to float32 sums of dK and
+    dV. One more kernel rounds the sums. Per K/V head it loads 2 N_k' d elements and stores 2 N_k' d
+    elements. These loads are counted under the name A and the stores under the name dQ, because
+    these are the names of the kernel's parameters.
 
     Examples
     --------

@@ -36,21 +36,23 @@ def fa2(
     block_mask : array_like of bool, optional
         Tiles that are computed; see the package's docstring.
     tile_heads : int, default 1
-        Query heads that share a row tile. It has B_r / tile_heads rows of each head, and loads K
-        and V once for all of them.
+        Query heads that share a row tile. The row tile has B_r / tile_heads rows of each of these
+        heads. Its thread block loads K and V once for all of these heads.
     kv_splits : int, default 1
         Thread blocks that share the columns of a row tile.
     threads : int, default 0
         Threads of a thread block that load K and V. Used with pages only.
     key_pieces : tuple of int, default ()
-        Neighbouring threads that share a row of K, and of V. Used with pages only: two numbers.
+        Two numbers, used with pages only: how many neighbouring threads load one row of K together,
+        and how many load one row of V together.
     panels : bool, default False
         Whether planes are loaded in panels of 64 columns, as the unit "wgmma" does.
 
     Returns
     -------
     Accesses
-        Elements loaded and stored, by array. L is counted always, as the kernel always stores it.
+        Elements loaded and stored, by array. Stores of L are always counted, because the kernel
+        always stores L.
 
     Raises
     ------
@@ -84,11 +86,13 @@ def fa2(
         O       -                 N_q' d
         L       -                 N_q'
 
-    Where float32 is split in planes, rows of Q, K and V have more elements; see the module
-    `planes`.
+    If float32 is split in planes, rows of Q, K and V have more elements; see the module
+    `fa_numba.io_model.planes`.
 
-    With pages the block table is read too, once for K and once for V; see `paging.table_reads`. If
-    the lengths are on the device, the counts are for sequences that fill all pages of the table.
+    With pages the block table is read too, once for K and once for V; see
+    `fa_numba.io_model.paging.table_reads`. If the lengths are in GPU memory, this function does not
+    know them. The counts are then for sequences that fill all pages of the block table, and shorter
+    sequences have fewer accesses.
 
     Examples
     --------
@@ -130,8 +134,9 @@ def with_prefix(
 ) -> Accesses:
     """Return the accesses of FA-2 forward for sequences that all begin with one prefix.
 
-    There are two passes: one over each sequence's own keys, and one over the keys of the prefix,
-    whose rows are the queries of all sequences. A kernel then merges O and L of both passes.
+    There are two passes. The first pass is over the keys of the prefix; its rows are the queries of
+    all sequences. The second pass is over each sequence's own keys. A kernel then merges O and L of
+    both passes.
 
     Parameters
     ----------
@@ -142,10 +147,11 @@ def with_prefix(
     prefix : Accesses
         Accesses of the pass over the keys of the prefix.
     width : int
-        Elements of a row that a thread of the merging kernel handles.
+        Elements of a row that each thread of the merging kernel computes.
     gathered : bool, default False
-        Whether a kernel first gathers the queries of all sequences: sum N_q d loads of X and stores
-        of rows, per head.
+        Whether a kernel first copies the queries of all sequences to one array. Per head it loads
+        sum N_q d elements, counted as X, and stores sum N_q d elements, counted as `rows`. The sums
+        are over the batch entries.
 
     Returns
     -------
@@ -154,8 +160,8 @@ def with_prefix(
 
     Notes
     -----
-    The merging kernel reads O of the two passes as X and Y, and L of the two passes as LX and LY.
-    Per head, with N' the sum of N_q' over the batch entries, it has
+    The parameters of the merging kernel are X and Y for the outputs O of the two passes, and LX and
+    LY for their L. Per head, with N' the sum of N_q' over the batch entries, its accesses are
 
         array   loads             stores
         X, Y    N' d each         -
@@ -199,25 +205,28 @@ def fa2_backward(
     tiles : object with Br and Bc
         Rows of a row tile, columns of a column tile.
     deterministic : bool, default False
-        Whether a kernel of its own computes dQ, without atomic adds.
+        Whether a second kernel computes dQ, without atomic adds. Set it also for the unit "wgmma"
+        with a head dimension above 128, which always has this second kernel.
     dq_tiles : object with Br and Bc, optional
-        Tiles of that kernel. Default: `tiles`.
+        Tiles of the second kernel. Default: `tiles`.
     block_mask : array_like of bool, optional
         Tiles that are computed; see the package's docstring.
     dbias : bool, default False
         Whether the gradient of the bias is computed: sum r_i c_j atomic adds, each a load and a
         store.
     dlse : bool, default False
-        Whether there is a gradient of L: the row sums load dL and L, N_q elements each.
+        Whether there is a gradient of L. The kernel of the row sums then loads dL and L, N_q
+        elements each.
     dsinks : bool, default False
-        Whether the gradient of `sinks` is computed: loads of L and D, N_q elements each, and one
-        store of dsinks per query head.
+        Whether the gradient of `sinks` is computed. One more kernel then loads L and D, N_q
+        elements each, and stores one element of dsinks per query head.
     group_splits : int, default 1
         Thread blocks that share the query rows of a column tile of a K/V head.
     panels : bool, default False
         Whether planes are loaded in panels of 64 columns, as the unit "wgmma" does.
     adders : int, default 1
-        Parts of a thread block that each add the product of their columns to dQ.
+        Number of atomic adds to each element of dQ per visited tile. It is 2 if the columns of a
+        tile are divided between two warpgroups and each adds the product of its own columns.
 
     Returns
     -------
@@ -245,18 +254,21 @@ def fa2_backward(
 
     and per K/V head N_k d loads of K and of V, and N_k' d stores of dK and of dV.
 
-    In 16-bit dtypes, and for float32 in planes, dQ is summed in a float32 array A and then rounded:
-    N_q' d more loads of A and N_q' d stores of dQ, per head. Each of the `adders` adds its part.
+    In 16-bit dtypes, and for float32 in planes, dQ is summed in a float32 array A. The zeros and
+    the atomic adds above are then accesses to A. One more kernel multiplies A by `scale` and stores
+    it as dQ: N_q' d loads of A and N_q' d stores of dQ, per head. With `adders` above 1 there are
+    `adders` times as many atomic adds.
 
-    `deterministic` has no atomic adds to dQ, no zeros and no rounding. Instead, a kernel with a
-    grid over row tiles computes dQ. Per head that kernel has
+    With `deterministic` there are no zeros, no atomic adds to dQ and no array A. Instead, a second
+    kernel with a grid over row tiles computes dQ. Its accesses per head are
 
         loads        Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores       dQ: N_q' d
 
-    With S = `group_splits` above 1 each thread block of a column tile loads K and V, and stores its
-    part of dK and dV in float32. The parts are then added up, under the parameters' names A and dQ
-    of the kernel that adds. Per K/V head:
+    With S = `group_splits` above 1, each of the S thread blocks of a column tile loads K and V, and
+    stores its own parts of dK and dV in float32. One more kernel adds up the parts. Its loads of
+    the parts are counted as A and its stores of dK and dV as dQ, the names of its parameters. Per
+    K/V head:
 
         loads        K, V: S N_k d each, A: 2 S N_k' d
         stores       dK, dV: S N_k' d each, dQ: 2 N_k' d

@@ -106,7 +106,7 @@ def standard_backward(
         Whether the gradient of the bias is computed: N_q N_k atomic adds to dbias, each a load and
         a store.
     dlse : bool, default False
-        Whether there is a gradient of L: dL and L are loaded, N_q elements each.
+        Whether there is a gradient of L. Then dL and L are loaded, N_q elements each.
     dsinks : bool, default False
         Whether the gradient of `sinks` is computed, as in `fa1_backward`.
 
@@ -125,25 +125,27 @@ def standard_backward(
 
     Notes
     -----
-    FlashAttention Algorithm 3. The forward pass's kernels compute P again. The kernels of its
-    products also compute the products of the backward pass, so that several matrices are counted
-    under the name of one kernel parameter. Per head, with the symbols of `fa_numba.io_model`:
+    FlashAttention Algorithm 3. The forward pass's kernels compute P again. The forward kernel of S
+    also computes dP, the forward kernel of O also computes dQ, and the kernel of dV also computes
+    dK. Accesses are counted under the names of the kernels' parameters. The stores of dP are
+    therefore counted as S, for example. Per head, with the symbols of `fa_numba.io_model`:
 
         kernel             loads                                  stores
         S = Q K^T          Q N_q d, K T_r N_k d, bias N_q N_k     S N_q N_k
         softmax            S N_q N_k                              P N_q N_k
-        dP = dO V^T        as S, without bias; dO is counted as Q, V as K, dP as S
+        dP = dO V^T        as the row of S, without bias; dO is counted as Q, V as K, dP as S
         dS = P o (dP - D)  P N_q N_k, dP N_q N_k                  dS N_q N_k
         dV = P^T dO        P N_q N_k, dO T_c N_q d                dV N_k' d
         dQ = dS K          P N_q N_k, V T_r N_k d                 O N_q' d
-        dK = dS^T Q        as dV; dS is counted as P, Q as dO, dK as dV
+        dK = dS^T Q        as the row of dV; dS is counted as P, Q as dO, dK as dV
 
     In the row of dQ, dS is counted as P, K as V and dQ as O. dV and dK are stored once per K/V
     head.
 
-    Dropout makes the kernel of dS also store P, N_q N_k elements, in which dropped elements are 0.
-    With a softcap, or a `score_mod` whose derivative is not 1, the scores are computed once more
-    and dS is multiplied by the derivative: as the row of dP, with N_q N_k more loads of S.
+    With dropout, the kernel of dS also stores P, N_q N_k elements, in which dropped elements are 0.
+    With a softcap, or a `score_mod` whose derivative is not 1, one more kernel computes the scores
+    again and multiplies dS by the derivative. Its loads are N_q d elements of Q, T_r N_k d of K and
+    N_q N_k of S; it stores N_q N_k elements of S. Here S is the name of the parameter for dS.
 
     Examples
     --------

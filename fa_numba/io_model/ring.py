@@ -64,8 +64,9 @@ def ring(
     TypeError
         If `ranks` or a length is not an integer.
     ValueError
-        If `rank`, `travels` or `passes` has another value, lengths do not fit, ``problem`` itself
-        has lengths, or a causal problem does not have the same even number of rows and columns.
+        If `rank`, `travels` or `passes` has another value, lengths do not fit, or ``problem``
+        itself has lengths. If a causal problem has seqlen_q != seqlen_k, or an odd length with more
+        than one rank.
 
     Notes
     -----
@@ -88,21 +89,25 @@ def ring(
         "q"      bwd   3 e n_q + 4 R (Q, dO, O, L)          w n_q (dQ)
 
     With a gradient of L, the operands of the last line have 4 R bytes more. With a causal mask, the
-    results that rank r sends after step s <= r have half the rows: no rank on their way so far has
-    seen the other half. What a rank receives is what the rank before has sent.
+    results that rank r sends after step s <= r have half the rows. For the other half, none of the
+    ranks that the message has visited so far has computed anything. Each rank receives as many
+    bytes as the rank before it sends.
 
-    With a window or lengths, steps in which no rank sees anything are left out, and messages are
-    shorter. Operands contain the rows from the first to the last that a later step reads. Results
-    contain the rows from the first to the last that an earlier step has read; w is e if one kernel
-    call computed them, else 4. Take a chunk of rows a to b and a chunk of columns c to d, valid
-    ones, ends not included. With D = columns - rows of the whole sequence, these rows see and these
-    columns are seen:
+    With a window or lengths, a step is left out if no rank has a row that sees a column in this
+    step. The messages are shorter, too. Operands contain the rows from the first to the last that a
+    later step reads. Results contain the rows from the first to the last that an earlier step has
+    read; w is e if one kernel call computed the results, else 4. A rank has one chunk of rows and
+    one chunk of columns, or two each with a causal mask. Let a chunk have the valid rows
+    a <= i < b, and another chunk the valid columns c <= j < d. Let D be the valid columns minus the
+    valid rows of the whole sequence. Then these rows see a column of the chunk, and these columns
+    are seen by a row:
 
-        rows     max(a, c - D - right) to min(b, d - D + left)
-        columns  max(c, a + D - left) to min(d, b + D + right)
+        rows     max(a, c - D - right) <= i < min(b, d - D + left)
+        columns  max(c, a + D - left) <= j < min(d, b + D + right)
 
     For example, take the window (left, 0) with left at most N_k = N_q. Every rank but the last then
-    sends `left` columns of K and V once, and their gradients are sent back once.
+    sends `left` columns of K and V once. In the backward pass the gradients of these columns are
+    sent back once.
 
     Examples
     --------
@@ -136,7 +141,9 @@ def ring(
 def ring_messages(
     problem: Problem, *, travels: str = "kv", passes: str = "fwd", dlse: bool = False
 ) -> tuple[int, int, int]:
-    """Return the bytes of one message of each kind, without a mask.
+    """Return the bytes of one complete message of each kind.
+
+    Masks are ignored: with a mask, `ring` may have shorter messages.
 
     Parameters
     ----------
@@ -161,8 +168,8 @@ def ring_messages(
     Raises
     ------
     ValueError
-        If `travels` or `passes` has another value, ``problem`` has lengths, or a causal problem
-        does not have the same number of rows and columns.
+        If `travels` or `passes` has another value, ``problem`` has lengths, or a causal problem has
+        seqlen_q != seqlen_k.
 
     Notes
     -----
@@ -267,7 +274,7 @@ def _of_seen(
 def ring_break_even(
     ranks: int, *, dtype: str = "float16", head_dim: int = 128, passes: str = "fwd"
 ) -> float:
-    """Return the ratio of keys to queries above which it is cheaper to send Q than K and V.
+    """Return the ratio of keys to queries above which sending Q takes fewer bytes than K and V.
 
     Parameters
     ----------
@@ -295,16 +302,18 @@ def ring_break_even(
 
     Notes
     -----
-    Bytes of `ring` per element, summed over the P - 1 messages, with e bytes per element of the
-    inputs:
+    The ratio is a quotient. Its numerator is the bytes per element of Q if Q is sent. Its
+    denominator is the bytes per element of K if K and V are sent. Both are summed over the P - 1
+    messages of `ring`. With e bytes per element of the inputs:
 
         fwd   (e (P - 1) + e + 4 (P - 2) + 4 (P - 1) / d) / (2 e (P - 1))
         bwd   (3 e (P - 1) + e + 4 (P - 2) + 4 (P - 1) / d) / (2 e (P - 1) + 2 (e + 4 (P - 2)))
 
     In 16 bits the ratio is about 1 for two ranks. For many ranks it tends to 3/2 forward and to 5/6
-    backward. With many ranks and as many queries as keys it is best to send K and V in the forward
-    pass, and Q in the backward pass, where gradients of K and V would travel in float32. Heads that
-    share K and V make (H_k N_k) / (H_q N_q) smaller. A few queries on a long cache make it larger.
+    backward. With many ranks and as many queries as keys, sending K and V takes fewer bytes in the
+    forward pass. Sending Q takes fewer bytes in the backward pass, where gradients of K and V would
+    be sent in float32. Query heads that share K and V make (H_k N_k) / (H_q N_q) smaller. A few
+    queries on a long cache make it larger.
 
     Examples
     --------

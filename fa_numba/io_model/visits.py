@@ -129,11 +129,11 @@ class Visits(NamedTuple):
 def starts_in_first_pass(problem: Problem) -> bool:
     """Return whether FA-1's pass over column tile 0 gives O, l and m (or dQ) their first values.
 
-    If so, line 2 of Algorithm 1 (line 5 of Algorithm 4) has no accesses of its own. This needs a
-    first pass that visits every row of the arrays. The first pass visits every row tile, even one
-    that the causal mask hides from column tile 0. Two things make it like any other pass: a window
-    or a block mask; and `q_lens`, as rows past `q_lens` are in no tile. Packed sequences have no
-    such rows.
+    If so, line 2 of Algorithm 1 (line 5 of Algorithm 4) has no accesses of its own. The first pass
+    then visits every row tile, even row tiles that do not see column tile 0 under a causal mask.
+
+    The result is False in three cases: with a window, with a block mask, and with `q_lens` if the
+    sequences are not packed. In the third case the rows past `q_lens` are in no tile.
 
     Parameters
     ----------

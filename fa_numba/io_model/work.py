@@ -24,7 +24,8 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
     passes : {"fwd", "bwd", "fwd+bwd"}, default "fwd"
         The pass or passes.
     block_mask : array_like of bool, optional
-        Blocks that are computed, in any number; required if and only if the problem is sparse.
+        Blocks that are computed. The mask may have any number of blocks along each axis. It must be
+        given if and only if the problem is sparse.
 
     Returns
     -------
@@ -44,10 +45,10 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
     many backward, 3.5 times both. N_q and N_k are the rows and columns, d is the head dimension. If
     V has another head dimension, see `multiply_adds`. A causal mask halves the number.
 
-    The convention is for comparing speeds. It is not a count of operations. With a window (also a
-    causal one), N_q N_k is replaced by the exact number of (row, column) pairs that the window
-    leaves. A block mask multiplies a head's number by the share of blocks that it keeps, among all
-    blocks, including blocks that other masks hide.
+    The convention is for comparing speeds. It is not a count of operations. With a window, causal
+    or not, N_q N_k is replaced by the exact number of (row, column) pairs inside the window. A
+    block mask multiplies the number of a head by the share of blocks that the mask keeps. This
+    share is of all blocks, including blocks that other masks hide.
 
     Examples
     --------
@@ -122,7 +123,7 @@ def workspace(
     algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd",
     deterministic: bool = False, query_splits: int = 1, kv_splits: int = 1, group_splits: int = 1,
 ) -> int:  # fmt: skip
-    """Return the bytes of global memory that a call needs besides inputs and outputs.
+    """Return the bytes of workspace that a call needs: memory besides its inputs and outputs.
 
     Parameters
     ----------
@@ -131,13 +132,15 @@ def workspace(
     problem : Problem
         Sizes, dtype and precision.
     return_lse : bool, default False
-        Whether L is an output of the forward pass, and so not workspace.
+        Whether L is an output of the forward pass. If so, L is not part of the workspace.
     passes : {"fwd", "bwd"}, default "fwd"
         The pass.
     deterministic : bool, default False
-        Whether FA-2's backward pass computes dQ without atomic adds.
+        Whether FA-2's backward pass computes dQ by a second kernel, without atomic adds. Set it
+        also for the unit "wgmma" with a head dimension above 128, which always does so.
     query_splits : int, default 1
-        Thread blocks of FA-1 that share a head.
+        Thread blocks of FA-1 that share the rows of Q of one query head (forward) or of one K/V
+        head (backward).
     kv_splits : int, default 1
         Thread blocks of FA-2 forward that share the columns of a row tile.
     group_splits : int, default 1
@@ -157,25 +160,35 @@ def workspace(
 
     Notes
     -----
-    R is the number of rows of Q over all heads: B H N_q', and for packed sequences H times their
-    total. S and P have B H N_q N_k elements of the problem's dtype, for the longest sequences; each
-    row is rounded up to a multiple of 16 bytes. Everything else is float32. Bytes:
+    R is the number of rows of Q over all heads: B H N_q', and for packed sequences H times the
+    total number of rows. S and P have B H N_q N_k elements of the problem's dtype, for the longest
+    sequences; each row is rounded up to a multiple of 16 bytes. Everything else is float32. Bytes:
 
                     forward                            backward
         standard    S, which P overwrites              P; dP, which dS overwrites
-        fa1         l and m, 8 R; in 16 bits A         in 16 bits A, and with query splits the sums
-                                                       of dK and dV, like A, for their rows
-        fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits A, unless `deterministic`
+        fa1         l and m, 8 R; in 16 bits A         in 16 bits A
+        fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits or planes A, unless
+                                                       `deterministic`
 
-    A is the float32 sum of O or dQ: 4 R d bytes, with d rounded up to a multiple of 2. For O, d is
-    the head dimension of V.
+    A is the float32 sum of O (forward) or dQ (backward): 4 R d bytes, with d rounded up to a
+    multiple of 2. For O, d is the head dimension of V.
 
-    With `kv_splits` above 1, FA-2 forward has in addition A for O, and l and m, 8 R bytes, for each
-    split. With `group_splits` above 1, FA-2 backward has in addition parts of dK and dV, like A,
-    for each split. If float32 is split in P planes, both have in addition 2 P d' bytes for each row
-    of Q, K and V, and backward of dO: d' is d rounded up to a multiple of 16, or as in
-    `planes.rows_loaded`. If the planes are scaled, they also have 516 bytes for each head of these
-    matrices.
+    Some arguments add to these numbers:
+
+    - With `query_splits` above 1, FA-1 backward in 16 bits also needs float32 sums of dK and dV:
+      4 d bytes for each row of dK and of dV, with d rounded up as for A.
+    - With `kv_splits` above 1, FA-2 forward also needs A for O and 8 R bytes for l and m, for each
+      split.
+    - With `group_splits` above 1, FA-2 backward also needs float32 parts of dK and dV for each
+      split, in 16 bits or planes: 4 d bytes for each row of dK and of dV, with d rounded up as for
+      A.
+    - If float32 is split in n planes, FA-1 forward and both passes of FA-2 also need 2 n d' bytes
+      for each row of Q, K and V, and backward of dO. d' is d rounded up to a multiple of 16, or
+      as in `fa_numba.io_model.planes.rows_loaded`. If the planes are scaled, 516 bytes are added
+      for each head of these matrices.
+
+    One use of memory is not included: with `return_dsinks`, the backward passes of "standard" and
+    "fa1" also need 4 R bytes for D.
 
     Examples
     --------

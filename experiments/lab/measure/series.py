@@ -121,7 +121,8 @@ def precision(series: str) -> str:
     Returns
     -------
     str
-        The series' variant if it names a precision, else "ieee".
+        The last part of the series' name if it is a precision, such as "fp16x3" in
+        "fa2-mma-fp16x3". Else "ieee".
     """
     variant = series.split("-")[-1]
     return variant if variant in PRECISIONS else "ieee"
@@ -217,7 +218,7 @@ def backward_options(series: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``deterministic`` for the deterministic series, else nothing.
+        The option ``deterministic=True`` for the deterministic series; empty for other series.
     """
     return {"deterministic": True} if series == DETERMINISTIC else {}
 
@@ -238,15 +239,15 @@ def gradients(
     *arrays : array
         Arrays q, k, v and dout.
     before : dict, optional
-        Options of the forward pass. Default: `given`.
+        Options of the forward pass. Default: the options of the backward pass.
     **given
         Options of the backward pass.
 
     Returns
     -------
     callable
-        Returns (dq, dk, dv), which are allocated in the call. It takes the argument `out` and
-        ignores it.
+        A function that returns (dq, dk, dv), which are allocated in the call. The function takes
+        the argument `out` and ignores it.
     """
     q, k, v, dout = arrays
     options = _common(series, problem) | given | backward_options(series)
@@ -266,8 +267,8 @@ def gradients(
 def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
     """Return a function that runs a series once per row tile of q, with one call each.
 
-    With a causal mask a call gets only the keys that its row tile sees. Its mask, aligned to the
-    bottom right, then equals that part of the complete mask.
+    With a causal mask, a call gets only the keys that its row tile sees. The causal mask of the
+    call is aligned to the bottom right, and so hides the same columns as the complete call.
 
     Parameters
     ----------
@@ -317,7 +318,7 @@ def query_splits(
     multiprocessors : int
         Multiprocessors of the GPU.
     series : str, default "fa1-simt"
-        Series without splits.
+        Name of the FA-1 series without query splits.
     passes : str, default "fwd"
         The pass.
     tiles : Tiles, optional
@@ -326,8 +327,9 @@ def query_splits(
     Returns
     -------
     int
-        A power of two below the number of row tiles, or that number. The smallest of equally good
-        ones, judged by the time at which the last thread block ends.
+        The number with which the last thread block ends first, by the work that `block_costs`
+        returns. Candidates are the powers of two below the number of row tiles, and the number of
+        row tiles. The smallest of equally good candidates is returned.
     """
     tiles = tiles or plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")
@@ -354,8 +356,8 @@ def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds:
 def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
     """Return the work of one head's thread blocks in launch order (the last rows first).
 
-    The unit of work is a tile of S. The work is the number of visited tiles. Loading Kj and Vj adds
-    `LOADING_KV` for every column tile.
+    The unit of work is a tile of S. The work is the number of visited tiles, and `LOADING_KV` more
+    for every column tile, because each thread block loads Kj and Vj.
 
     Parameters
     ----------
@@ -366,7 +368,8 @@ def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = Fa
     splits : int
         Thread blocks of a head.
     adds : bool, default False
-        Whether thread blocks add to dKj and dVj, which adds `ADDING_DKV` for every column tile.
+        Whether thread blocks add to dKj and dVj with atomic adds. The work is then `ADDING_DKV`
+        more for every column tile.
 
     Returns
     -------
@@ -415,11 +418,12 @@ def columns(
     problem : Problem
         The problem.
     machine : str or None
-        Name of the row's file. "model" and "emulator" set the source to "model" and "counted".
+        Name of the file to which the row belongs. With "model" the row's source is "model", with
+        "emulator" it is "counted", else it is "measured".
     tiles : object with Br and Bc, optional
         Block sizes.
     **more
-        Further columns, which replace others.
+        Further columns. They replace columns of the same name.
 
     Returns
     -------

@@ -44,7 +44,7 @@ def fa2_setting(
     Returns
     -------
     Problem
-        With 16384 / seqlen batch entries, at least one.
+        The problem, with 16384 / seqlen batch entries, at least one.
 
     Examples
     --------
@@ -65,8 +65,9 @@ def fa2_problems(
     Parameters
     ----------
     options : Options
-        The user's choices. What was not chosen has both head dimensions of the paper and both
-        masks. A quick run has d=64 and no mask.
+        The user's choices. If the user chose no head dimensions, both head dimensions of the paper
+        are taken. If the user chose no mask, problems are with and without the causal mask. A quick
+        run has head dimension 64 and no mask, unless the user chose others.
     dtypes : iterable of str
         Dtypes.
     seqlens : sequence of int
@@ -77,7 +78,7 @@ def fa2_problems(
     Returns
     -------
     list of Problem
-        By dtype, head dimension, mask and length.
+        Problems in the order of dtype, head dimension, mask and length.
     """
     few = options.quick
     of = (quick if few else seqlens, HEAD_DIMS[: 1 if few else None], (False, True)[: 2 - few])
@@ -96,12 +97,13 @@ def padded_lengths(problem: Problem, most: int) -> list[int]:
     problem : Problem
         The problem.
     most : int
-        Most rows by which a batch entry is shorter than `problem.seqlen_q`.
+        Greatest number of rows by which a batch entry is shorter than `problem.seqlen_q`.
 
     Returns
     -------
     list of int
-        One length per batch entry. Each sequence length has its own numbers.
+        One length per batch entry. The seed depends on the sequence length: problems of different
+        sequence lengths have different random numbers.
     """
     N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
     return rng.integers(max(1, N - most), N + 1, problem.batch).tolist()
@@ -154,14 +156,14 @@ def held(x: np.ndarray, dtype: str) -> np.ndarray:
 class Inputs:
     """Random inputs of any problem: ``inputs(problem)`` returns q, k and v.
 
-    The numbers are standard normal from a fixed seed. They are drawn once per dtype; a smaller
-    problem gets the first numbers of each stream. They are float32 that the problem's dtype
-    represents exactly.
+    The numbers are standard normal, from a fixed seed. The arrays are float32, with numbers that
+    the problem's dtype represents exactly. The numbers are drawn once per dtype, for the largest
+    problem so far. A smaller problem gets the first of these numbers.
 
     Parameters
     ----------
     gradient : bool, default False
-        Whether there is a fourth array, dout.
+        Whether a fourth array is returned: dout, the gradient of the output.
 
     Examples
     --------

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The reason why an experiment is not measured, as one line of text."""
+    """Raised if an experiment is not measured. The message, one line of text, is the reason."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Options:
 
     @property
     def complete(self) -> bool:
-        """Return whether a run with these options measures everything that an experiment has."""
+        """Return whether a run with these options measures the complete experiment."""
         return not self.quick and not any(getattr(self, name) for name in CHOICES)
 
     def grid(
@@ -113,8 +113,8 @@ class Options:
         Returns
         -------
         bool
-            True if nothing was chosen, and for published rows. One of the two lengths has to be
-            chosen.
+            Whether every choice of the user matches; always True for published rows. It is enough
+            that one of `seqlen_q` and `seqlen_k` is among the chosen lengths.
 
         Examples
         --------
@@ -133,22 +133,22 @@ class Options:
 
 @dataclass
 class Bench:
-    """Where an experiment runs.
+    """What an experiment needs to know and to call while it measures.
 
     Parameters
     ----------
     machine : str, optional
         Name of the present GPU as a file name, such as "nvidia-h200". None without a GPU.
     describe : dict, optional
-        What `fa_numba.device.describe` returns.
+        Result of `fa_numba.device.describe`: name, limits and driver of the GPU.
     progress : callable, optional
-        Takes items and a label, shows progress and yields the items.
+        Takes items and a label, shows a progress bar with the label and yields the items.
     say : callable, default print
         Prints a line for the user.
     kept : sequence of Row, default ()
         Stored counts from the same code and kernels, to be used instead of counting again.
     recorder : Recorder, optional
-        Stores the rows. It knows what an interrupted run has measured already.
+        Stores the rows, and skips items that an interrupted run has measured already.
     """
 
     machine: Any = None
@@ -164,9 +164,9 @@ class Bench:
         Parameters
         ----------
         items : sequence
-            What the experiment goes through.
+            The items over which the experiment loops, such as problems.
         label : str
-            What is going on.
+            Text of the progress bar.
 
         Yields
         ------
@@ -176,16 +176,17 @@ class Bench:
         yield from self.progress(items, label) if self.progress and items else items
 
     def each(self, items: Sequence[T], label: str) -> Iterator[T]:
-        """Yield the items while showing progress, without those that an interrupted run has done.
+        """Yield the items while showing progress, without items that an interrupted run finished.
 
         All rows of an item must be yielded inside the loop's body.
 
         Parameters
         ----------
         items : sequence
-            What the experiment goes through.
+            The items over which the experiment loops, such as problems.
         label : str
-            What is going on; it identifies the loop when a run goes on.
+            Text of the progress bar. When an interrupted run is resumed, the label identifies the
+            loop.
 
         Yields
         ------
@@ -211,7 +212,7 @@ class Bench:
         work : sequence of tuple
             Arguments of `count`, once per call.
         label : str
-            What is going on.
+            Text of the progress bar.
         count : callable
             Counts one item of `work` and yields rows.
 

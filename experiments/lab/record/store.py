@@ -34,7 +34,7 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number with all that identifies it: a line of the CSV file.
+    """One number with the columns that identify it: a line of a CSV file.
 
     Parameters
     ----------
@@ -68,9 +68,10 @@ class Row:
     n : int, optional
         Number of timed calls.
     note : str, default ""
-        Up to the first semicolon: what no column says. Behind it: why the measurement failed.
+        Text up to the first semicolon: what no column says, such as "10 % of blocks". Text after
+        the semicolon: why the measurement failed.
     run : str, default ""
-        Id of the run. The recorder sets it. It does not count when rows are compared.
+        Id of the run. The recorder sets it. Comparisons of rows ignore it.
 
     Raises
     ------
@@ -81,9 +82,16 @@ class Row:
     --------
     >>> row = Row(machine="model", experiment="demo", series="fa2-simt", source="model", batch=1,
     ...     heads_q=1, heads_k=1, seqlen_q=512, seqlen_k=512, head_dim=64, causal=False,
-    ...     metric="loads", unit="elements", value=1000, note="10 % of blocks; failed: no memory")
+    ...     metric="loads", unit="elements", value=1000, note="10 % of blocks")
     >>> row.number, row.failed, row.place
     (1000, False, '10 % of blocks')
+
+    A measurement that failed has no value:
+
+    >>> from dataclasses import replace
+    >>> failed = replace(row, value=None, note="10 % of blocks; failed: no memory")
+    >>> failed.failed, failed.place
+    (True, '10 % of blocks')
     """
 
     machine: str
@@ -137,9 +145,9 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the columns that say what the number is of, from the experiment to the metric.
+        """Return the columns that identify what was measured, from the experiment to the metric.
 
-        Two rows with the same key are two readings of the same thing.
+        Two rows with equal keys and equal `place` are two readings of one quantity.
         """
         return tuple(getattr(self, name) for name in _KEY)
 
@@ -147,7 +155,7 @@ class Row:
     def place(self) -> str:
         """Return the note up to the first semicolon.
 
-        An example is "10 % of blocks" of the note "10 % of blocks; failed: why".
+        For the note "10 % of blocks; failed: why" it is "10 % of blocks".
         """
         return self.note.partition(";")[0]
 
@@ -248,13 +256,13 @@ def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
     *names : str
         One or more attributes of a row, which become the key.
     **fields : Any
-        As for `select`.
+        Attributes of a row and their value, as for `select`.
 
     Returns
     -------
     dict
-        Key to number. The key is a tuple if there are several names. The last row with a key
-        counts.
+        Maps a key to a number. The key is a tuple if there are several names. Of several rows with
+        the same key, the number is of the last row.
 
     Examples
     --------
@@ -279,7 +287,7 @@ def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
     *names : str or callable
         An attribute of a row, or a function of a row, for each level.
     **fields : Any
-        As for `select`.
+        Attributes of a row and their value, as for `select`.
 
     Returns
     -------
@@ -579,7 +587,7 @@ class Store:
         Returns
         -------
         list of dict
-            What is known of each run: commit, date, command, device and more.
+            A description of each run: commit, date, command, device and more.
 
         Raises
         ------

@@ -205,7 +205,7 @@ def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **l
     points : mapping or iterable of pairs
         Maps x to y.
     like : str, default ""
-        Series whose colour and marker the line gets.
+        Name of the series whose colour and marker the line has.
     **look
         Options of matplotlib's `Axes.plot`.
     """
@@ -246,7 +246,7 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     name : str
         Label of the axis.
     every : int, default 1
-        Draw a tick at every so many sizes only.
+        Draw a tick only at every n-th size, where n is this number.
     """
     from matplotlib.ticker import NullLocator
 
@@ -412,14 +412,14 @@ def texts(artist: Any) -> Iterator[Any]:
 
 
 def lay_out(figure: Figure, footnote: str) -> None:
-    """Place the footnote and lay out the panels; `save` does this before it writes.
+    """Place the footnote and lay out the panels. `save` calls this before it writes the files.
 
     Parameters
     ----------
     figure : Figure
         The figure.
     footnote : str
-        As for `save`.
+        Lines below the figure, as for `save`.
     """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -449,8 +449,8 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
     stem : Path
         Path of the files without their suffix.
     footnote : str
-        Lines below the figure. A figure narrower than 10 inches has none. Lines on L2 are left out
-        if the figure shows no L2.
+        Lines below the figure. A figure narrower than 10 inches has no footnote. Lines about the L2
+        cache are left out if no text of the figure contains "L2".
 
     Returns
     -------

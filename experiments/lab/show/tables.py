@@ -43,7 +43,8 @@ class Across:
     experiments : tuple of str
         Names of the experiments.
     cites : bool, default True
-        Whether the page adds where the numbers are from. False if the cells say it.
+        Whether the page adds where the numbers are from. False if the cells say where they are
+        from.
     timed : bool, default False
         Whether `make` also takes the seconds of each recording, by experiment.
     machine : str, default ""
@@ -120,7 +121,7 @@ def cell(row: Row | None, shown: Callable[[float], str]) -> str:
     Returns
     -------
     str
-        "failed" if the row failed, a dash if there is no row.
+        The text of the value; "failed" if the row failed; a dash if there is no row.
     """
     if row is None:
         return MISSING
@@ -197,7 +198,8 @@ def between(values: Sequence[float]) -> str:
     Parameters
     ----------
     values : sequence of float
-        The values. From 4 on they are written without decimals, below with one.
+        The values. If the least value is 4 or more, both are written without decimals, else with
+        one decimal.
 
     Returns
     -------
@@ -255,7 +257,7 @@ def yes_no(causal: bool) -> str:
 
 
 def sizes(row: Row) -> tuple[int, int, bool]:
-    """Return what distinguishes the problems of most experiments.
+    """Return the three sizes in which the problems of most experiments differ.
 
     Parameters
     ----------
@@ -271,7 +273,9 @@ def sizes(row: Row) -> tuple[int, int, bool]:
 
 
 def runs(rows: Iterable[Row]) -> str:
-    """Return of how many runs the medians are, such as "medians of 5 to 20 runs".
+    """Return a text that says how many runs each median is from.
+
+    An example is "medians of 5 to 20 runs".
 
     Parameters
     ----------
@@ -291,14 +295,14 @@ def runs(rows: Iterable[Row]) -> str:
 
 
 def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
-    """Return a sentence on the times that are medians of few runs.
+    """Return a sentence about the times that are medians of fewer runs than `least`.
 
     Parameters
     ----------
     rows : iterable of Row
         Rows.
     least : int, default 5
-        Fewer runs are few.
+        Medians of fewer runs than this are mentioned.
 
     Returns
     -------
