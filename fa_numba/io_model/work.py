@@ -179,8 +179,8 @@ def workspace(
       4 d bytes for each row of dK and of dV, with d rounded up as for A.
     - With `kv_splits` above 1, FA-2 forward also needs A for O and 8 R bytes for l and m, for each
       split.
-    - With `group_splits` above 1, FA-2 backward also needs float32 parts of dK and dV for each
-      split, in 16 bits or planes: 4 d bytes for each row of dK and of dV, with d rounded up as for
+    - With `group_splits` above 1, FA-2 backward (which then is in 16 bits) also needs float32 parts
+      of dK and dV for each split: 4 d bytes for each row of dK and of dV, with d rounded up as for
       A.
     - If float32 is split in n planes, FA-1 forward and both passes of FA-2 also need 2 n d' bytes
       for each row of Q, K and V, and backward of dO. d' is d rounded up to a multiple of 16, or
