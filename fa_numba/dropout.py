@@ -1,4 +1,4 @@
-"""Which elements of P dropout keeps: a function of seed, offset and the element's indices."""
+"""The dropout mask: which elements of P are kept, by seed, offset and index of the element."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dropout_mask(
     batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, dropout_p: float, seed: int = 0,
     offset: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    """Return which elements of P attention keeps with this dropout.
+    """Return the dropout mask: which elements of P are kept.
 
     Attention with the same ``dropout_p``, ``seed`` and ``offset`` keeps these elements, in every
     algorithm, on every unit and in both passes.
@@ -54,9 +54,9 @@ def dropout_mask(
     heads : int
         Number of query heads, 1 to 65536.
     seqlen_q : int
-        Number of rows.
+        Number of rows of q.
     seqlen_k : int
-        Number of columns.
+        Number of rows of k.
     dropout_p : float
         Probability that an element is dropped, from 0 to below 1. It is rounded to a multiple of
         2**-16.
@@ -73,7 +73,7 @@ def dropout_mask(
     Raises
     ------
     TypeError
-        If a size, ``seed`` or ``offset`` is no integer, or ``dropout_p`` no real number.
+        If a size, ``seed`` or ``offset`` is no integer, or if ``dropout_p`` is no real number.
     ValueError
         If a value is out of range.
 
@@ -85,9 +85,9 @@ def dropout_mask(
     -----
     An element is kept if its 16 random bits are at least ``dropout_p * 2**16``. The bits come from
     Philox4x32-7. They depend on the seed, the offset, the batch entry, the query head, the row and
-    the column, and not on the sizes. A smaller mask is therefore a part of a larger one. In packed
-    sequences the batch entry is the number of the sequence, and rows and columns count from its
-    start.
+    the column, but not on the sizes. A mask of smaller sizes is therefore a part of a larger mask.
+    For packed sequences, the batch entry is the number of the sequence, and rows and columns are
+    counted from the start of the sequence.
 
     Examples
     --------

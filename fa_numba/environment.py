@@ -48,11 +48,11 @@ def version() -> str:
 
 
 def show_config() -> None:
-    """Print what a bug report needs.
+    """Print the versions, the device and the settings that a bug report needs.
 
-    The lines are the versions of fa_numba, Python and the packages, the device, the unit for each
-    dtype, the folder of compiled kernels, and environment variables that begin with ``FA_NUMBA_``,
-    ``NUMBA_`` or ``CUDA_``.
+    The lines show the versions of fa_numba, Python and the packages, the device, the unit for each
+    dtype, and the folder of compiled kernels. Further lines show environment variables whose names
+    begin with ``FA_NUMBA_``, ``NUMBA_`` or ``CUDA_``.
 
     Examples
     --------

@@ -13,8 +13,8 @@ def append_kv(
     """Write new keys and values into the pages of a cache.
 
     Row i of ``k_new[b]`` becomes row ``kv_lens[b] + i`` of sequence b. That row is in page
-    ``block_table[b, (kv_lens[b] + i) // page_size]``. The pages are changed in place. The caller
-    adds the number of new rows to ``kv_lens`` afterwards.
+    ``block_table[b, (kv_lens[b] + i) // page_size]``. The pages are changed in place. ``kv_lens``
+    is not changed: the caller must add the number of new rows to it afterwards.
 
     Parameters
     ----------
@@ -32,22 +32,25 @@ def append_kv(
         New values, shape (batch, heads_k, seqlen_new, head_dim_v), with the dtype, library and
         device of ``k_pages``.
     block_table : sequence or array of int
-        Pages of each sequence in their order, shape (batch, pages per sequence). Sequences may
-        share pages that are only read. A page that takes new rows must belong to one sequence.
+        Numbers of the pages of each sequence in their order, shape (batch, pages per sequence).
+        Several sequences may share a page, but a page that takes new rows must belong to only one
+        sequence.
     kv_lens : sequence or array of int
         Number of keys that each sequence has before the call, shape (batch,).
     new_lens : sequence or array of int, optional
-        Number of rows of ``k_new`` and ``v_new`` that each sequence takes, from the first row on,
-        shape (batch,). None stands for all rows.
+        Number of new rows that each sequence takes, shape (batch,). Sequence b takes the first
+        ``new_lens[b]`` rows of ``k_new[b]`` and ``v_new[b]``. None means that each sequence takes
+        all rows.
     layout : {"bhnd", "bnhd"}, default "bhnd"
         "bnhd" if pages are (pages, page_size, heads_k, head_dim) and new rows are (batch,
         seqlen_new, heads_k, head_dim).
     check_table : bool, default False
         Whether ``block_table``, ``kv_lens`` and ``new_lens`` on a GPU are copied to the host and
-        checked. The call then waits for the copy. Integers on the host are always checked.
+        checked. The call then waits for the copy. If all three are on the host, they are always
+        checked.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernel runs. None takes the
-        current stream of the library of ``k_pages``. The emulator takes None only.
+        current stream of the library of ``k_pages``. On the emulator, only None is allowed.
 
     Raises
     ------
@@ -55,7 +58,7 @@ def append_kv(
         If an argument has a wrong type or dtype, for instance None for ``block_table``.
     ValueError
         If shapes, devices or libraries do not match, if arrays share memory, or if a length or a
-        page number is out of range. Also if a page would take rows of two sequences, or if the
+        page number is out of range. Also if a page would take new rows of two sequences, or if the
         emulator would run for more than about 30 seconds. All errors are raised before anything is
         written.
 
@@ -65,8 +68,8 @@ def append_kv(
 
     Notes
     -----
-    int32 arrays on a GPU are used in place, so they may change before a CUDA graph that contains
-    the call is replayed.
+    ``block_table``, ``kv_lens`` and ``new_lens`` on a GPU must be int32. They are used in place. A
+    CUDA graph of the call can be replayed after their values have changed.
 
     Examples
     --------

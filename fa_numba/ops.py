@@ -37,14 +37,14 @@ def plan(
     """Return the plan of a call of attention, without running the call.
 
     The plan has the kernels, grids, tiles, workspace, accesses and FLOPs of a call with these
-    arguments, as it would run on the current device. Without a GPU the plan is that of the
-    emulator, which has the limits of an H100. Arrays are not needed: shapes are enough.
+    arguments on the current device. Without a GPU, it is the plan of a call on the emulator, which
+    has the limits of an H100. Arrays are not needed: shapes are enough.
 
     Parameters
     ----------
     q_shape : sequence of int
-        Shape of q, (batch, heads_q, seqlen_q, head_dim). ``layout`` and ``cu_seqlens_q`` change the
-        axes as they do in the call.
+        Shape of q, (batch, heads_q, seqlen_q, head_dim). With ``layout`` or ``cu_seqlens_q``, the
+        axes are those of the call.
     k_shape : sequence of int
         Shape of k, (batch, heads_k, seqlen_k, head_dim), or the shape of its pages.
     v_shape : sequence of int, optional
@@ -58,39 +58,41 @@ def plan(
     return_lse : bool, default False
         Whether the call returns the logsumexp. Forward pass only.
     query_splits : int, default 1
-        Thread blocks that share the rows of q of one head. "fa1" only.
+        Number of thread blocks that share the rows of q: of one query head in the forward pass, of
+        one K/V head in the backward pass. "fa1" only.
     warp_partition : {"rows", "keys"}, default "rows"
         What the warps of a thread block share. "keys" is for the forward pass of "fa1" on unit
         "mma".
     ablate : tuple of str, default ()
-        Optimisations that are switched off. Forward pass of "fa1" and "fa2" only.
+        Names of optimisations that are switched off. Forward pass of "fa1" and "fa2" only.
     passes : {"fwd", "bwd"}, default "fwd"
-        Forward or backward pass. The next arguments up to ``dlse`` are for the backward pass.
+        Pass that the plan is for: "fwd" is a forward pass, "bwd" a backward pass.
     deterministic : bool, default False
-        Whether dq is summed in a fixed order. "fa2" only.
+        Whether dq is summed in a fixed order. Backward pass of "fa2" only.
     return_dbias : bool, default False
-        Whether the call returns the gradient of ``bias``.
+        Whether the call returns the gradient of ``bias``. Backward pass only.
     return_dsinks : bool, default False
-        Whether the call returns the gradient of ``sinks``.
+        Whether the call returns the gradient of ``sinks``. Backward pass only.
     return_dcaptured : bool, default False
-        Whether the call returns the gradients of arrays that ``score_mod`` uses.
+        Whether the call returns the gradients of arrays that ``score_mod`` uses. Backward pass of
+        "fa1" and "fa2" only.
     dlse : bool, default False
-        Whether the call is given a gradient of the logsumexp.
+        Whether a gradient of the logsumexp is passed to the call. Backward pass only.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
         Which instructions multiply matrices, as for ``attention``.
     kv_splits : int or "auto", default "auto"
-        Thread blocks that share the columns of a row tile. Forward pass of "fa2" only.
+        Number of thread blocks that share the columns of a row tile. Forward pass of "fa2" only.
     group_splits : int or "auto", default "auto"
-        Thread blocks that share a column tile of a K/V head. Backward pass of "fa2" only.
+        Number of thread blocks that share a column tile of a K/V head. Backward pass of "fa2" only.
     prefix_k : array or sequence of int, optional
-        Shared prefix of the keys, or its shape, (heads_k, seqlen_prefix, head_dim). Forward pass of
-        "fa2" only.
+        Keys that all sequences begin with, or the shape of these keys, (heads_k, seqlen_prefix,
+        head_dim). Forward pass of "fa2" only.
 
     Returns
     -------
     Plan
-        The plan. ``print(plan)`` shows it as a table, and ``print(plan.why)`` shows the reasons for
-        its unit, tiles and splits.
+        The plan. ``print(plan)`` shows it as a table. ``print(plan.why)`` shows the reasons for the
+        unit, the tiles and the splits.
 
     Raises
     ------
@@ -98,7 +100,8 @@ def plan(
         If an argument has a wrong type, or an unknown name.
     ValueError
         If the call would be refused, for instance for shapes that do not match or tiles that do not
-        fit the device. The emulator's limit on the running time does not apply.
+        fit the device. There is one exception: a call that would run too long on the emulator has a
+        plan.
 
     See Also
     --------
@@ -108,7 +111,8 @@ def plan(
     Notes
     -----
     Among the options, ``bias``, ``attn_mask``, ``alibi_slopes``, ``sinks`` and ``block_table`` may
-    be given as shapes. All other options are given as in the call. Strides and addresses are not
+    be given as shapes. All other options are given as in the call. With a ``block_table`` and no
+    ``kv_lens``, the plan is for sequences that fill all their pages. Strides and addresses are not
     known: the plan is for contiguous arrays.
 
     Examples
@@ -194,23 +198,23 @@ def standard_attention(
     return_lse : bool, default False
         Whether the logsumexp is returned too. The backward pass and ``fa_numba.merge`` need it.
     out : array, optional
-        Array that the output is written to, with the output's shape, and dtype, library and device
-        of q. It must not share memory with an input. None makes a new array.
+        Array that the output is written to. It must have the shape of the output, and the dtype,
+        library and device of q. It must not share memory with an input. None makes a new array.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     unit : {"auto", "simt", "mma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, on 8.0 or newer. "auto" takes
-        the one for the dtype.
+        the unit that is for the dtype of q.
 
     Returns
     -------
     out : array
         Output, shape (batch, heads_q, seqlen_q, head_dim_v), with the dtype, layout, library and
-        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). An array of a
-        library that is not named above gives a NumPy array on the host and a Numba device array on
-        a GPU.
+        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). If the library of q
+        is not named above, the output is a NumPy array on the host, or a Numba device array on a
+        GPU.
     lse : array of float32
         Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. Its shape is
         (batch, heads_q, seqlen_q), for packed sequences (heads_q, total_q). It is the natural
@@ -239,8 +243,9 @@ def standard_attention(
     2. P = softmax(S) by rows, read from and written to global memory;
     3. O = P V, which reads P.
 
-    In float16 and bfloat16, S and P are rounded to that dtype, so scores must be below 65504 in
-    float16. A row that sees no column gives output 0 and logsumexp -inf.
+    In float16 and bfloat16, S and P are rounded to that dtype. In float16, scores must therefore be
+    below 65504. A row that sees no column has output 0 and logsumexp -inf, or logsumexp ``sink``
+    with the option ``sinks``.
 
     Examples
     --------
@@ -260,8 +265,9 @@ def flash_attention_1(
 ):  # fmt: skip
     """Return attention in FlashAttention-1's loop order, K/V outer.
 
-    The outer loop goes over column tiles of k and v, the inner loop over row tiles of q. O, l and m
-    of all rows pass through global memory in every pass of the outer loop.
+    The outer loop goes over column tiles of k and v, the inner loop over row tiles of q. The output
+    O, the row sums l and the row maxima m pass through global memory in every pass of the outer
+    loop.
 
     Parameters
     ----------
@@ -281,18 +287,19 @@ def flash_attention_1(
     return_lse : bool, default False
         Whether the logsumexp is returned too. The backward pass and ``fa_numba.merge`` need it.
     out : array, optional
-        Array that the output is written to, with the output's shape, and dtype, library and device
-        of q. It must not share memory with an input. None makes a new array.
+        Array that the output is written to. It must have the shape of the output, and the dtype,
+        library and device of q. It must not share memory with an input. None makes a new array.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     query_splits : int, default 1
-        Number of thread blocks that share the rows of q of one head. 1 is the paper's grid: one
-        thread block for each batch entry and head. At most one thread block per row tile is used.
+        Number of thread blocks that share the rows of q of one query head. 1 is the paper's grid:
+        one thread block for each batch entry and head. If the number is larger than the number of
+        row tiles, there is one thread block per row tile.
     warp_partition : {"rows", "keys"}, default "rows"
-        What the warps of a thread block share. "rows": each warp has its own rows of q. "keys":
-        each warp has its own rows of k and v, and the warps add their parts of O through shared
-        memory. "keys" is for unit "mma" only.
+        How the warps of a thread block divide the work. "rows": each warp has its own rows of q.
+        "keys": each warp has its own rows of k and v, and the warps add their parts of O through
+        shared memory. "keys" is for unit "mma" only.
     ablate : tuple of str, default ()
         Optimisations of the kernel that are switched off, to measure what each gains. Unit "mma"
         has "swizzle", "padding" (only together with "swizzle"), "prefetch", "q_registers" and
@@ -302,16 +309,18 @@ def flash_attention_1(
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes "simt" or "mma" by the dtype, and "wgmma" only
-        with such a ``precision``. The emulator runs all three.
+        dtypes of "mma", on 9.0 only. "auto" takes "simt" for float32 with precision "ieee", and
+        "mma" for float16 and bfloat16. With another ``precision``, "auto" takes "wgmma" if it
+        supports the call and is expected to be fast, else "mma". The emulator runs all three units,
+        but "auto" does not take "wgmma" there.
 
     Returns
     -------
     out : array
         Output, shape (batch, heads_q, seqlen_q, head_dim_v), with the dtype, layout, library and
-        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). An array of a
-        library that is not named above gives a NumPy array on the host and a Numba device array on
-        a GPU.
+        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). If the library of q
+        is not named above, the output is a NumPy array on the host, or a Numba device array on a
+        GPU.
     lse : array of float32
         Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. Its shape is
         (batch, heads_q, seqlen_q), for packed sequences (heads_q, total_q). It is the natural
@@ -336,13 +345,14 @@ def flash_attention_1(
     Notes
     -----
     This is Algorithm 1 of FlashAttention (arXiv 2205.14135), lines 5 to 13.
-    ``warp_partition="keys"`` is the partition in the code released with that paper, which
-    FlashAttention-2 calls "split-K" (arXiv 2307.08691, section 3.3). There is no ``kv_splits``: O
-    of one column tile is the input of the next one.
+    ``warp_partition="keys"`` divides the work as the code that was released with the paper does.
+    FlashAttention-2 calls this "split-K" (arXiv 2307.08691, section 3.3). There is no
+    ``kv_splits``, because O after one column tile is the input of the next column tile.
 
-    The workspace is l and m, two float32 numbers per row. In float16 and bfloat16 the workspace
-    also contains O in float32. With a ``precision`` other than "ieee" it also contains the planes.
-    A row that sees no column gives output 0 and logsumexp -inf.
+    The workspace contains l and m, two float32 numbers per row. In float16 and bfloat16 it also
+    contains O in float32. With a ``precision`` other than "ieee" it also contains the planes of q,
+    k and v. A row that sees no column has output 0 and logsumexp -inf, or logsumexp ``sink`` with
+    the option ``sinks``.
 
     Examples
     --------
@@ -364,8 +374,9 @@ def flash_attention_2(
 ):  # fmt: skip
     """Return attention in FlashAttention-2's loop order, Q outer.
 
-    The outer loop goes over row tiles of q and is the grid, the inner loop over column tiles of k
-    and v. O, l and m of a row tile stay on the chip until the row tile is finished.
+    The outer loop goes over row tiles of q, and each thread block takes row tiles. The inner loop
+    goes over column tiles of k and v. The output O, the row sums l and the row maxima m of a row
+    tile stay on the chip until the row tile is finished.
 
     Parameters
     ----------
@@ -386,44 +397,46 @@ def flash_attention_2(
     return_lse : bool, default False
         Whether the logsumexp is returned too. The backward pass and ``fa_numba.merge`` need it.
     out : array, optional
-        Array that the output is written to, with the output's shape, and dtype, library and device
-        of q. It must not share memory with an input. None makes a new array.
+        Array that the output is written to. It must have the shape of the output, and the dtype,
+        library and device of q. It must not share memory with an input. None makes a new array.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     ablate : tuple of str, default ()
-        Optimisations of the kernel that are switched off, to measure what each gains. They change
-        no access to global memory. Unit "simt" has none. The names are in the section Notes.
+        Names of optimisations of the kernel that are switched off, to measure what each gains. The
+        accesses to global memory do not change. The names are in the section Notes. Unit "simt"
+        has none.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these that has all options of the
-        call and is expected to be fast; ``fa_numba.plan(...).why`` has the reason. The emulator
-        runs all three.
+        dtypes of "mma", on 9.0 only. "auto" takes the last of these units that supports the call
+        and is expected to be fast; ``fa_numba.plan(...).why`` says why. The emulator runs all three
+        units, but "auto" does not take "wgmma" there.
     kv_splits : int or "auto", default "auto"
         Number of thread blocks, 1 to 256, that share the columns of a row tile (Flash-Decoding). A
-        second kernel merges their results in a fixed order. "auto" splits where there are fewer row
-        tiles than a GPU can run at once, or unequal ones under a causal mask. "auto" is 1 on the
-        emulator.
+        second kernel merges their results in a fixed order. "auto" is more than 1 if there are
+        fewer row tiles than the GPU can run at once, or if a causal mask gives the row tiles
+        unequal work. On the emulator, "auto" is 1.
     prefix_k : array, optional
         Keys that all sequences begin with, shape (heads_k, seqlen_prefix, head_dim), or
         (seqlen_prefix, heads_k, head_dim) with ``layout="bnhd"``, dtype and device of q. Every row
-        sees all of them, in addition to the columns of k that it sees without a prefix. The prefix
-        is read once for the queries of all sequences. Allowed together with a prefix are ``scale``,
-        ``causal``, ``softcap``, ``sinks``, ``q_lens``, ``kv_lens``, ``block_table``,
-        ``cu_seqlens_q``, ``cu_seqlens_k``, ``layout`` and ``precision``.
+        sees all keys of the prefix, in addition to the columns of k that it sees without a prefix.
+        The prefix is read once for the queries of all sequences. These options can be combined with
+        a prefix: ``scale``, ``causal``, ``softcap``, ``sinks``, ``q_lens``, ``kv_lens``,
+        ``block_table``, ``cu_seqlens_q``, ``cu_seqlens_k``, ``layout`` and ``precision``.
     prefix_v : array, optional
-        Values of the prefix, shape (heads_k, seqlen_prefix, head_dim_v), in the axes of
-        ``prefix_k``. ``prefix_k`` and ``prefix_v`` must be given together.
+        Values of the prefix, shape (heads_k, seqlen_prefix, head_dim_v), or (seqlen_prefix,
+        heads_k, head_dim_v) with ``layout="bnhd"``. ``prefix_k`` and ``prefix_v`` must be given
+        together.
 
     Returns
     -------
     out : array
         Output, shape (batch, heads_q, seqlen_q, head_dim_v), with the dtype, layout, library and
-        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). An array of a
-        library that is not named above gives a NumPy array on the host and a Numba device array on
-        a GPU.
+        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). If the library of q
+        is not named above, the output is a NumPy array on the host, or a Numba device array on a
+        GPU.
     lse : array of float32
         Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. Its shape is
         (batch, heads_q, seqlen_q), for packed sequences (heads_q, total_q). It is the natural
@@ -449,17 +462,19 @@ def flash_attention_2(
 
     Notes
     -----
-    This is Algorithm 1 of FlashAttention-2 (arXiv 2307.08691). A row that sees no column gives
-    output 0 and logsumexp -inf. The workspace is the logsumexp, one float32 per row, unless
-    ``return_lse`` is True. With a ``precision`` other than "ieee" it also contains the planes.
+    This is Algorithm 1 of FlashAttention-2 (arXiv 2307.08691). A row that sees no column has output
+    0 and logsumexp -inf, or logsumexp ``sink`` with the option ``sinks``.
 
-    With ``kv_splits`` above 1, each thread block writes O, l and m of its share of the columns to a
-    workspace, and a second kernel merges the shares.
+    The workspace contains the logsumexp, one float32 per row, unless ``return_lse`` is True. With a
+    ``precision`` other than "ieee" it also contains the planes of q, k and v. Unit "wgmma" also has
+    a counter of 4 bytes. With ``kv_splits`` above 1, each thread block writes O, l and m of its
+    share of the columns to the workspace, and a second kernel merges the shares.
 
-    With a prefix, one pass computes the queries of all sequences over the prefix, a second pass
-    computes each sequence over its own k and v, and a third kernel merges both by their logsumexps.
-    Both results are rounded to the dtype of q before the merge. ``tiles``, ``unit``, ``ablate`` and
-    ``kv_splits`` hold for both passes. A prefix has no backward pass.
+    With a prefix, a first pass computes attention of the queries of all sequences over the prefix.
+    A second pass computes attention of each sequence over its own k and v. A third kernel merges
+    the two results by their logsumexps. Both results are rounded to the dtype of q before the
+    merge. ``tiles``, ``unit``, ``ablate`` and ``kv_splits`` apply to both passes. There is no
+    backward pass for a prefix.
 
     The names for ``ablate`` are:
 
@@ -476,8 +491,8 @@ def flash_attention_2(
     "overlap"       "wgmma" overlap of products with the softmax
     "persistent"    "wgmma" persistent thread blocks; only together with "counter"
     "counter"       "wgmma" counter that hands out row tiles to persistent thread blocks
-    "ahead"         "wgmma" starting the next row tile's first product early
-    "late"          "wgmma" taking the next row tile late
+    "ahead"         "wgmma" starting the first product of the next row tile before this one ends
+    "late"          "wgmma" taking the next row tile only near the end of the present row tile
     =============== ======= ==================================================================
 
     Examples
@@ -505,8 +520,9 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     """Return attention, ``softmax(scale * q @ k.T) @ v``, by one of three algorithms.
 
     The three algorithms compute the same output up to rounding. Arrays on a GPU are used in place.
-    Arrays in host memory are copied to the GPU and back, or run on the emulator if there is no GPU.
-    This function computes no gradients by itself: ``attention_backward`` does, and
+    Arrays in host memory are copied to the GPU, and the result is copied back. Without a GPU, the
+    call runs on the emulator.
+    This function computes no gradients. ``attention_backward`` computes them, and
     ``fa_numba.torch.attention`` is differentiable.
 
     Parameters
@@ -533,31 +549,31 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     return_lse : bool, default False
         Whether the logsumexp is returned too. The backward pass and ``fa_numba.merge`` need it.
     out : array, optional
-        Array that the output is written to, with the output's shape, and dtype, library and device
-        of q. It must not share memory with an input. None makes a new array.
+        Array that the output is written to. It must have the shape of the output, and the dtype,
+        library and device of q. It must not share memory with an input. None makes a new array.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these that has all options of the
-        call and is expected to be fast; ``fa_numba.plan(...).why`` has the reason. The emulator
-        runs all three. "standard" does not take "wgmma", and "auto" takes "wgmma" for "fa1" only
-        with a ``precision`` other than "ieee".
+        dtypes of "mma", on 9.0 only. "auto" takes the last of these units that supports the call
+        and is expected to be fast; ``fa_numba.plan(...).why`` says why. The emulator runs all three
+        units, but "auto" does not take "wgmma" there. "standard" does not take "wgmma". For "fa1",
+        "auto" takes "wgmma" only with a ``precision`` other than "ieee".
     query_splits : int, default 1
-        "fa1" only. Number of thread blocks that share the rows of q of one head. 1 is the paper's
-        grid: one thread block for each batch entry and head.
+        "fa1" only. Number of thread blocks that share the rows of q of one query head. 1 is the
+        paper's grid: one thread block for each batch entry and head.
     warp_partition : {"rows", "keys"}, default "rows"
-        "fa1" only. What the warps of a thread block share: rows of q, or, on unit "mma", rows of k
-        and v.
+        "fa1" only. How the warps of a thread block divide the work. "rows": each warp has its own
+        rows of q. "keys", on unit "mma" only: each warp has its own rows of k and v.
     kv_splits : int or "auto", default "auto"
         "fa2" only. Number of thread blocks, 1 to 256, that share the columns of a row tile
-        (Flash-Decoding). "auto" splits where a GPU would be idle otherwise.
+        (Flash-Decoding). "auto" is more than 1 if a part of the GPU would be idle otherwise.
     ablate : tuple of str, default ()
-        "fa1" and "fa2" only. Optimisations that are switched off, to measure what each gains. The
-        names are in the Notes of ``flash_attention_2``.
+        "fa1" and "fa2" only. Names of optimisations that are switched off, to measure what each
+        gains. The names are in the section Notes of ``flash_attention_2``.
     prefix_k : array, optional
         "fa2" only. Keys that all sequences begin with, shape (heads_k, seqlen_prefix, head_dim);
         see ``flash_attention_2``.
@@ -568,9 +584,9 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     -------
     out : array
         Output, shape (batch, heads_q, seqlen_q, head_dim_v), with the dtype, layout, library and
-        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). An array of a
-        library that is not named above gives a NumPy array on the host and a Numba device array on
-        a GPU.
+        device of q. For packed sequences it is (total_q, heads_q, head_dim_v). If the library of q
+        is not named above, the output is a NumPy array on the host, or a Numba device array on a
+        GPU.
     lse : array of float32
         Logsumexp, only returned with ``return_lse=True``, as the tuple ``(out, lse)``. Its shape is
         (batch, heads_q, seqlen_q), for packed sequences (heads_q, total_q). It is the natural
@@ -595,29 +611,31 @@ def attention(q, k, v, *, algorithm="fa2", **options):
 
     Notes
     -----
-    A row that sees no column, as under a mask that hides everything, gives output 0, logsumexp -inf
-    and gradients 0. A column that no row sees has gradients 0. Sums and the softmax are in float32
-    for every dtype.
+    A row that sees no column has output 0, logsumexp -inf and gradients 0. With the option
+    ``sinks``, the logsumexp of such a row is ``sink``. A column that no row sees has gradients 0.
+    Sums and the softmax are in float32 for every dtype.
 
-    Unit "wgmma" needs rows that start at 16-byte addresses. It takes these options:
+    Unit "wgmma" needs arrays whose rows are contiguous and start at 16-byte addresses. It takes
+    ``scale`` and ``layout``, and these options:
 
     ================== ================================================================
-    algorithm, pass    options of unit "wgmma"
+    algorithm, pass    options that unit "wgmma" takes
     ================== ================================================================
-    "fa2", forward     all but ``score_mod_grad``
-    "fa2", backward    all but ``return_dbias`` and the precision "bf16x6"; some
-                       combinations are missing
+    "fa2", forward     all options except ``score_mod_grad``
+    "fa2", backward    all options except the precision "bf16x6"; some combinations are
+                       refused (``fa_numba/options.md`` lists them), and so is
+                       ``return_dbias``
     "fa1", forward     ``causal``, ``window``, ``mask_mod``, ``block_mask``, ``softcap``,
                        ``score_mod``, ``sinks``, ``q_lens``, ``precision``
     "fa1", backward    ``causal``, ``window``, ``mask_mod``, ``block_mask``, ``sinks``,
                        ``score_mod``, ``score_mod_grad``; head dimensions up to 128
     ================== ================================================================
 
-    ``scale``, ``layout`` and the seeds are taken everywhere. A ``precision`` other than "ieee" on
-    unit "wgmma" is for head dimensions up to 128, and only together with ``causal``, ``window`` and
-    lengths.
+    There is one further rule for a ``precision`` other than "ieee". Unit "wgmma" then takes head
+    dimensions up to 128, and no options except ``causal``, ``window``, ``q_lens``, ``kv_lens``,
+    ``cu_seqlens_q``, ``cu_seqlens_k``, ``scale`` and ``layout``.
 
-    Compiled kernels are kept on disk: the first call with new options takes seconds on a GPU.
+    Compiled kernels are kept on disk. On a GPU, the first call with new options takes seconds.
 
     Examples
     --------
@@ -660,7 +678,7 @@ def standard_attention_backward(
 ):  # fmt: skip
     """Return the gradients of attention by the standard algorithm.
 
-    Kernels compute P and dP again and store them in global memory.
+    The kernels compute P and dP again, and store both matrices in global memory.
 
     Parameters
     ----------
@@ -675,44 +693,45 @@ def standard_attention_backward(
         Values of the forward pass, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device
         of q.
     out : array
-        Output of the forward pass, with shape and dtype of ``dout``. Its shape and dtype are
-        checked; its values are used only for ``return_dsinks``.
+        Output of the forward pass, with the shape and dtype of ``dout``. The values of ``out`` are
+        used only with ``return_dsinks``.
     lse : array of float32
         Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
-        for packed sequences (heads_q, total_q). Its values are used only with ``dlse`` or
-        ``return_dsinks``.
+        for packed sequences (heads_q, total_q). The values of ``lse`` are used only with ``dlse``
+        or ``return_dsinks``.
     tiles : Tiles, optional
         Block sizes and threads of the kernels that multiply matrices. None chooses them. ``stages``
         must be 1.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     dlse : array of float32, optional
-        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. A
-        row that sees no column does not use it.
+        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
+        has no effect in rows with logsumexp -inf.
     return_dbias : bool, default False
-        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too.
+        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
+        with one of the two.
     return_dsinks : bool, default False
-        Whether the gradient of ``sinks`` is returned too.
+        Whether the gradient of ``sinks`` is returned too. It can be True only with ``sinks``.
     return_dcaptured : bool, default False
-        Must be False: standard attention has no gradients of arrays that ``score_mod`` uses.
+        Must be False. Standard attention computes no gradients of arrays that ``score_mod`` uses.
     unit : {"auto", "simt", "mma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, on 8.0 or newer. "auto" takes
-        the one for the dtype.
+        the unit that is for the dtype of q.
 
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
-        tuple; the others follow in the order of this list.
+        Gradient of q, with the shape, dtype, library and device of q. The function returns a tuple:
+        dq is its first element, and the other gradients follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
         Gradient of v, with the shape of v, and the dtype, library and device of q.
     dbias : array of float32
-        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, in the shape of that
-        array. It is summed over the axes that are broadcast.
+        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, with the shape of
+        that array. The gradient is summed over the axes that are broadcast.
     dsinks : array of float32
         Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
 
@@ -733,10 +752,10 @@ def standard_attention_backward(
 
     Notes
     -----
-    This is Algorithm 3 of FlashAttention (arXiv 2205.14135). The workspace is two matrices of
-    seqlen_q x seqlen_k elements per head, in the dtype of q: P, and dP, which dS overwrites.
-    ``return_dsinks`` takes one more float32 per row. The order of all sums is fixed, except those
-    of ``dbias`` over axes that are broadcast.
+    This is Algorithm 3 of FlashAttention (arXiv 2205.14135). The workspace contains the two
+    matrices P and dP, each of seqlen_q x seqlen_k elements per head, in the dtype of q. dS
+    overwrites dP. With ``return_dsinks`` the workspace also contains one float32 per row. All sums
+    have a fixed order, with one exception: sums of ``dbias`` over axes that are broadcast.
 
     Examples
     --------
@@ -762,7 +781,7 @@ def flash_attention_1_backward(
     """Return the gradients of attention in FlashAttention-1's loop order, K/V outer.
 
     The outer loop goes over column tiles of k and v, the inner loop over row tiles of q. dq passes
-    through global memory in every pass of the outer loop, and is summed in a fixed order.
+    through global memory in every pass of the outer loop. It is summed in a fixed order.
 
     Parameters
     ----------
@@ -777,51 +796,55 @@ def flash_attention_1_backward(
         Values of the forward pass, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device
         of q.
     out : array
-        Output of the forward pass, with shape and dtype of ``dout``.
+        Output of the forward pass, with the shape and dtype of ``dout``.
     lse : array of float32
         Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
         for packed sequences (heads_q, total_q).
     tiles : Tiles, optional
-        Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1, and unit
-        "wgmma" takes one size for each head dimension.
+        Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1. Unit "wgmma"
+        allows only one pair of Br and Bc, which depends on the head dimension.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     dlse : array of float32, optional
-        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. A
-        row that sees no column does not use it.
+        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
+        has no effect in rows with logsumexp -inf.
     return_dbias : bool, default False
-        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too.
+        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
+        with one of the two.
     return_dsinks : bool, default False
-        Whether the gradient of ``sinks`` is returned too.
+        Whether the gradient of ``sinks`` is returned too. It can be True only with ``sinks``.
     return_dcaptured : bool, default False
-        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too.
+        Whether the gradients of the arrays that ``score_mod`` uses are returned too. It can be True
+        only if at least one of these arrays is float32.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, on 8.0 or newer. "wgmma":
         Hopper's tensor cores, for float16 and bfloat16, on 9.0 only, for head dimensions up to 128.
-        "auto" takes "simt" or "mma" by the dtype. The emulator runs all three.
+        "auto" takes "simt" for float32 and "mma" for the other dtypes, and never "wgmma". The
+        emulator runs all three units.
     query_splits : int, default 1
         Number of thread blocks that share the rows of q of one K/V head. 1 is the paper's grid.
-        With more, thread blocks add to dk and dv by atomic adds, in no fixed order.
+        With more than 1, the thread blocks add to dk and dv by atomic adds, in no fixed order.
 
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
-        tuple; the others follow in the order of this list.
+        Gradient of q, with the shape, dtype, library and device of q. The function returns a tuple:
+        dq is its first element, and the other gradients follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
         Gradient of v, with the shape of v, and the dtype, library and device of q.
     dbias : array of float32
-        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, in the shape of that
-        array. It is summed over the axes that are broadcast.
+        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, with the shape of
+        that array. The gradient is summed over the axes that are broadcast.
     dsinks : array of float32
         Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
     dcaptured : dict
-        Only with ``return_dcaptured=True``. Maps the name of each array that ``score_mod`` uses to
-        a float32 gradient of the array's shape, or to None for an int32 or bool array.
+        Only with ``return_dcaptured=True``. The keys are the names of the arrays that ``score_mod``
+        uses. The value is a float32 gradient with the shape of the array, or None for an int32 or
+        bool array.
 
     Raises
     ------
@@ -841,9 +864,10 @@ def flash_attention_1_backward(
     Notes
     -----
     This is Algorithm 4 of FlashAttention (arXiv 2205.14135). In float32 there is no workspace. In
-    float16 and bfloat16 the workspace is dq in float32, and with ``query_splits`` above 1 also dk
-    and dv in float32. ``return_dsinks`` takes one more float32 per row. Gradients of broadcast
-    biases and of arrays that ``score_mod`` uses are summed by atomic adds, in no fixed order.
+    float16 and bfloat16 the workspace contains dq in float32, and with ``query_splits`` above 1
+    also dk and dv in float32. With ``return_dsinks`` the workspace also contains one float32 per
+    row, for every dtype. Two kinds of gradients are summed by atomic adds, in no fixed order:
+    gradients of a bias that is broadcast, and gradients of arrays that ``score_mod`` uses.
 
     Examples
     --------
@@ -868,8 +892,8 @@ def flash_attention_2_backward(
 ):  # fmt: skip
     """Return the gradients of attention with FlashAttention-2's grid over column tiles.
 
-    Each thread block owns a column tile of k and v and loops over the row tiles of q. dk and dv of
-    the tile stay on the chip. dq is summed over the thread blocks by atomic adds.
+    Each thread block has a column tile of k and v, and loops over the row tiles of q. dk and dv of
+    the column tile stay on the chip. The thread blocks add to dq by atomic adds.
 
     Parameters
     ----------
@@ -884,60 +908,65 @@ def flash_attention_2_backward(
         Values of the forward pass, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device
         of q.
     out : array
-        Output of the forward pass, with shape and dtype of ``dout``.
+        Output of the forward pass, with the shape and dtype of ``dout``.
     lse : array of float32
         Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
         for packed sequences (heads_q, total_q).
     tiles : Tiles, optional
-        Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1, and unit
-        "wgmma" takes one size for each head dimension.
+        Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1. Unit "wgmma"
+        allows only one pair of Br and Bc, which depends on the head dimension.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
     dlse : array of float32, optional
-        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. A
-        row that sees no column does not use it.
+        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
+        has no effect in rows with logsumexp -inf.
     return_dbias : bool, default False
-        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too.
+        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
+        with one of the two.
     return_dsinks : bool, default False
-        Whether the gradient of ``sinks`` is returned too.
+        Whether the gradient of ``sinks`` is returned too. It can be True only with ``sinks``.
     return_dcaptured : bool, default False
-        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too.
+        Whether the gradients of the arrays that ``score_mod`` uses are returned too. It can be True
+        only if at least one of these arrays is float32.
     deterministic : bool, default False
-        Whether dq is summed in a fixed order. False sums dq by atomic adds, so gradients can differ
-        in the last bits between runs. True computes dq in a second kernel, which costs time. It
-        cannot be combined with ``return_dcaptured``, with a ``precision`` other than "ieee", or
-        with ``return_dbias`` for a bias that is broadcast.
+        Whether dq is summed in a fixed order. True computes dq in a second kernel, which costs
+        time. False sums dq by atomic adds, so dq can differ in the last bits between runs. There is
+        one exception: on unit "wgmma" with head dimensions above 128, the second kernel computes dq
+        in both cases. True cannot be combined with ``return_dcaptured``, with a ``precision`` other
+        than "ieee", or with ``return_dbias`` for a bias that is broadcast.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
         7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
         ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these that has all options of the
-        call and is expected to be fast; ``fa_numba.plan(...).why`` has the reason. The emulator
-        runs all three.
+        dtypes of "mma", on 9.0 only. "auto" takes the last of these units that supports the call
+        and is expected to be fast; ``fa_numba.plan(...).why`` says why. The emulator runs all three
+        units, but "auto" does not take "wgmma" there.
     group_splits : int or "auto", default "auto"
         Number of thread blocks that share a column tile of a K/V head. More than 1 is for unit
-        "wgmma" and head dimensions up to 128. It must be a divisor of ``heads_q // heads_k``, or a
-        multiple of it if no option changes the scores. "auto" estimates the fastest number; it is 1
-        on the emulator.
+        "wgmma" and head dimensions up to 128, with precision "ieee". The number must be a divisor
+        of ``heads_q // heads_k``. A multiple of ``heads_q // heads_k`` is also allowed, except with
+        ``softcap``, ``score_mod``, ``alibi_slopes``, ``bias`` and ``attn_mask``. "auto" estimates
+        the fastest number. On the emulator, "auto" is 1.
 
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
-        tuple; the others follow in the order of this list.
+        Gradient of q, with the shape, dtype, library and device of q. The function returns a tuple:
+        dq is its first element, and the other gradients follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
         Gradient of v, with the shape of v, and the dtype, library and device of q.
     dbias : array of float32
-        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, in the shape of that
-        array. It is summed over the axes that are broadcast.
+        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, with the shape of
+        that array. The gradient is summed over the axes that are broadcast.
     dsinks : array of float32
         Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
     dcaptured : dict
-        Only with ``return_dcaptured=True``. Maps the name of each array that ``score_mod`` uses to
-        a float32 gradient of the array's shape, or to None for an int32 or bool array.
+        Only with ``return_dcaptured=True``. The keys are the names of the arrays that ``score_mod``
+        uses. The value is a float32 gradient with the shape of the array, or None for an int32 or
+        bool array.
 
     Raises
     ------
@@ -957,18 +986,19 @@ def flash_attention_2_backward(
     Notes
     -----
     This is Algorithm 2 of FlashAttention-2 (arXiv 2307.08691). With D = rowsum(dO o O) it computes
-    dS = P o (dP - D + dlse). Query rows that see no column, and columns that no row sees, get
-    gradients 0.
+    dS = P o (dP - D + dlse). Rows that see no column, and columns that no row sees, have gradients
+    0.
 
-    The atomic adds to dq cost Tc seqlen_q head_dim loads and as many stores per head, where Tc is
-    the number of column tiles. With ``deterministic`` a second kernel, Q outer, computes S and dP
-    again instead. On unit "wgmma" and for head dimensions above 128, dq always comes from a second
-    kernel. Gradients of broadcast biases and of arrays that ``score_mod`` uses are summed by atomic
-    adds too.
+    The atomic adds to dq cost Tc * seqlen_q * head_dim loads and the same number of stores per
+    head, where Tc is the number of column tiles. The second kernel for dq has Q outer, computes S
+    and dP again, and needs no atomic adds. Two other kinds of gradients are summed by atomic adds:
+    gradients of a bias that is broadcast, and gradients of arrays that ``score_mod`` uses.
 
-    The workspace is one float32 per row. In float16 and bfloat16 it also has dq in float32, unless
-    ``deterministic`` is True. With ``group_splits`` above 1 each thread block writes its parts of
-    dk and dv to a float32 workspace, and another kernel sums them in a fixed order.
+    The workspace contains D, one float32 per row. If dq is summed by atomic adds, it also contains
+    dq in float32 for these dtypes: float16, bfloat16, and float32 with a ``precision`` other than
+    "ieee". With such a ``precision`` the workspace also contains the planes of q, k, v and dout.
+    With ``group_splits`` above 1, each thread block writes its parts of dk and dv to the workspace
+    in float32, and another kernel sums the parts in a fixed order.
 
     Examples
     --------
@@ -989,8 +1019,8 @@ def flash_attention_2_backward(
 def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     """Return the gradients of ``attention`` by one of three algorithms.
 
-    The three algorithms compute the same gradients up to rounding. The algorithm need not be that
-    of the forward pass. The options must be those of the forward pass.
+    The three algorithms compute the same gradients up to rounding. The algorithm may differ from
+    the algorithm of the forward pass. The options must be those of the forward pass.
 
     Parameters
     ----------
@@ -1005,7 +1035,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
         Values of the forward pass, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device
         of q.
     out : array
-        Output of the forward pass, with shape and dtype of ``dout``.
+        Output of the forward pass, with the shape and dtype of ``dout``.
     lse : array of float32
         Logsumexp of the forward pass with ``return_lse=True``, shape (batch, heads_q, seqlen_q),
         for packed sequences (heads_q, total_q).
@@ -1014,54 +1044,58 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
         ``flash_attention_1_backward``: K/V outer. "standard" is ``standard_attention_backward``: P
         and dP are in global memory.
     dlse : array of float32, optional
-        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. A
-        row that sees no column does not use it.
+        Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
+        has no effect in rows with logsumexp -inf.
     return_dbias : bool, default False
-        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too.
+        Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
+        with one of the two.
     return_dsinks : bool, default False
-        Whether the gradient of ``sinks`` is returned too.
+        Whether the gradient of ``sinks`` is returned too. It can be True only with ``sinks``.
     return_dcaptured : bool, default False
-        "fa1" and "fa2" only. Whether the gradients of the float32 arrays that ``score_mod`` uses
-        are returned too.
+        "fa1" and "fa2" only. Whether the gradients of the arrays that ``score_mod`` uses are
+        returned too. It can be True only if at least one of these arrays is float32.
     deterministic : bool, default False
-        "fa2" only. Whether dq is summed in a fixed order. False sums dq by atomic adds, so
-        gradients can differ in the last bits between runs. True computes dq in a second kernel.
+        "fa2" only. Whether dq is summed in a fixed order, by a second kernel. False sums dq by
+        atomic adds, except on unit "wgmma" with head dimensions above 128. The algorithms "fa1" and
+        "standard" always sum dq in a fixed order.
     group_splits : int or "auto", default "auto"
         "fa2" only. Number of thread blocks that share a column tile of a K/V head. More than 1 is
-        for unit "wgmma".
+        for unit "wgmma"; see ``flash_attention_2_backward``.
     query_splits : int, default 1
         "fa1" only. Number of thread blocks that share the rows of q of one K/V head.
     tiles : Tiles, optional
-        Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1, and unit
-        "wgmma" takes one size for each head dimension.
+        Block sizes and threads of the kernel. None chooses them. ``stages`` must be 1. Unit "wgmma"
+        allows only one pair of Br and Bc, which depends on the head dimension.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
         Which instructions multiply matrices. "simt": CUDA cores, for float32, on compute capability
-        7.5 or newer. "mma": tensor cores, for float16 and bfloat16, and for float32 with a
-        ``precision`` other than "ieee", on 8.0 or newer. "wgmma": Hopper's tensor cores, for the
-        dtypes of "mma", on 9.0 only. "auto" takes the last of these that has all options of the
-        call and is expected to be fast; ``fa_numba.plan(...).why`` has the reason. The emulator
-        runs all three. "standard" does not take "wgmma".
+        7.5 or newer. "mma": tensor cores, for float16 and bfloat16, on 8.0 or newer. "wgmma":
+        Hopper's tensor cores, for float16 and bfloat16, on 9.0 only. For "fa2", "mma" and "wgmma"
+        also take float32 with a ``precision`` other than "ieee". "auto" takes the last of these
+        units that supports the call and is expected to be fast; ``fa_numba.plan(...).why`` says
+        why. "standard" does not take "wgmma". For "fa1", "auto" never takes "wgmma". The emulator
+        runs all three units, but "auto" does not take "wgmma" there.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of q's library. The emulator takes None only.
+        current stream of q's library. On the emulator, only None is allowed.
 
     Returns
     -------
     dq : array
-        Gradient of q, with the shape, dtype, library and device of q. It is the first element of a
-        tuple; the others follow in the order of this list.
+        Gradient of q, with the shape, dtype, library and device of q. The function returns a tuple:
+        dq is its first element, and the other gradients follow in the order of this list.
     dk : array
         Gradient of k, with the shape of k, and the dtype, library and device of q.
     dv : array
         Gradient of v, with the shape of v, and the dtype, library and device of q.
     dbias : array of float32
-        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, in the shape of that
-        array. It is summed over the axes that are broadcast.
+        Only with ``return_dbias=True``. Gradient of ``bias`` or ``attn_mask``, with the shape of
+        that array. The gradient is summed over the axes that are broadcast.
     dsinks : array of float32
         Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
     dcaptured : dict
-        Only with ``return_dcaptured=True``. Maps the name of each array that ``score_mod`` uses to
-        a float32 gradient of the array's shape, or to None for an int32 or bool array.
+        Only with ``return_dcaptured=True``. The keys are the names of the arrays that ``score_mod``
+        uses. The value is a float32 gradient with the shape of the array, or None for an int32 or
+        bool array.
 
     Raises
     ------
@@ -1081,9 +1115,9 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
 
     Notes
     -----
-    A row that sees no column and a column that no row sees get gradients 0. Options that only
-    change how the forward pass is computed, such as ``kv_splits``, are not given here. There is no
-    backward pass for ``block_table`` or a prefix.
+    A row that sees no column, and a column that no row sees, have gradients 0. Arguments such as
+    ``kv_splits`` change only how the forward pass is computed. They are not given to the backward
+    pass. There is no backward pass for a ``block_table`` or a prefix.
 
     Examples
     --------
@@ -1113,17 +1147,18 @@ def merge(outputs, lses, *, layout=None, stream=None):
     ----------
     outputs : list or tuple of array
         Two or more outputs, each (batch, heads, seqlen, head_dim), for packed sequences (total,
-        heads, head_dim). They have one shape, dtype (float32, float16 or bfloat16), library and
-        device, and any strides.
+        heads, head_dim). All outputs must have the same shape, library, device and dtype (float32,
+        float16 or bfloat16). Any strides are allowed.
     lses : list or tuple of array
         The logsumexp of each output, float32, (batch, heads, seqlen), for packed sequences (heads,
         total).
     layout : {"bhnd", "bnhd"}, optional
-        "bnhd" if outputs are (batch, seqlen, heads, head_dim). None takes "bhnd" for arrays of four
+        "bnhd" if outputs are (batch, seqlen, heads, head_dim). None means "bhnd" for arrays of four
         axes, and packed sequences for arrays of three axes.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of the library of the first output. The emulator takes None only.
+        current stream of the library of the first output. On the emulator, only None is
+        allowed.
 
     Returns
     -------
@@ -1137,8 +1172,8 @@ def merge(outputs, lses, *, layout=None, stream=None):
     TypeError
         If ``outputs`` or ``lses`` is no list or tuple, or an array has a wrong type or dtype.
     ValueError
-        If there are fewer than two outputs, if there are not as many ``lses`` as outputs, or if
-        shapes or devices differ. All errors are raised before anything runs.
+        If there are fewer than two outputs, if the numbers of ``outputs`` and ``lses`` differ, or
+        if shapes or devices differ. All errors are raised before anything runs.
 
     See Also
     --------
@@ -1185,7 +1220,8 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
         Layout that was given to ``merge``.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of the library of ``dout``. The emulator takes None only.
+        current stream of the library of ``dout``. On the emulator, only None is
+        allowed.
 
     Returns
     -------
@@ -1209,7 +1245,8 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
     Notes
     -----
     With ``P_s = exp(lse_s - lse)`` for a part s, ``dout_s = P_s * dout`` and ``dlse_s = P_s *
-    (rowsum(dout * (out_s - out)) + dlse)``. Both are 0 in rows that see no column of the part.
+    (rowsum(dout * (out_s - out)) + dlse)``. Both gradients are 0 in rows that see no column of the
+    part.
 
     Examples
     --------
@@ -1227,14 +1264,14 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
 def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> BlockMask:
     """Return the blocks of S that a ``mask_mod`` leaves empty, full or mixed.
 
-    The result is given to attention as ``block_mask``. Attention then skips empty blocks, and
-    evaluates the function in mixed blocks only. This holds for both loop orders and both passes.
+    Pass the result to attention as ``block_mask``. In both passes, "fa1" and "fa2" then skip empty
+    blocks, and evaluate the function in mixed blocks only.
 
     Parameters
     ----------
     mask_mod : function
-        Python function ``mask_mod(b, h, i, j)`` that returns whether row i sees column j, as the
-        option of ``attention``.
+        Python function ``mask_mod(b, h, i, j)`` that returns whether row i sees column j. The rules
+        of the option ``mask_mod`` of ``attention`` apply.
     batch : int
         Batch size of q, or 1 if the function does not depend on ``b``.
     heads : int
@@ -1249,14 +1286,15 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
     Returns
     -------
     BlockMask
-        The function, and the state of each block. Values and arrays that the function uses are
-        taken as they are now.
+        The function, and the state of each block. The attribute ``blocks`` contains 0 for an empty
+        block, 1 for a mixed block and 2 for a full block. Numbers that the function uses keep their
+        present values. Arrays that it uses must not change later.
 
     Raises
     ------
     TypeError
-        If ``mask_mod`` is no Python function of four parameters, if it uses a value of another type
-        than numbers and arrays of float32, int32 or bool, or if ``tiles`` has no Br and Bc.
+        If ``mask_mod`` is no Python function of four parameters, or if ``tiles`` has no Br and Bc.
+        Also if the function uses anything except numbers and arrays of float32, int32 or bool.
     ValueError
         If the source of ``mask_mod`` is not available or contains what a kernel cannot compute, if
         a size is not positive, or if the emulator would run for more than about 30 seconds.
@@ -1268,8 +1306,9 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
 
     Notes
     -----
-    Kernels evaluate the function for every element, on the GPU if there is one. The lists of blocks
-    stay on the device of the arrays that the function uses, or on the host if there are none.
+    A kernel evaluates the function for every element of S, on the GPU if there is one. The states
+    of the blocks are stored on the device of the arrays that the function uses. If it uses no
+    array, they are stored on the host.
 
     Examples
     --------
@@ -1295,10 +1334,12 @@ def softmax(x, *, algorithm="online", out=None, stream=None):
         maximum first and makes 4 accesses. "online" computes maximum and sum in one pass and makes
         3 accesses, as FlashAttention does.
     out : array of float32, optional
-        Array of the shape, library and device of x that takes the result. None makes a new array.
+        Array that the result is written to, with the shape, library and device of x. None makes a
+        new array.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of the library of x. The emulator takes None only.
+        current stream of the library of x. On the emulator, only None is
+        allowed.
 
     Returns
     -------
@@ -1316,8 +1357,9 @@ def softmax(x, *, algorithm="online", out=None, stream=None):
     Notes
     -----
     The algorithms are 1 (naive), 2 (safe) and 3 (online) of "Online normalizer calculation for
-    softmax" (arXiv 1805.02867). An element of -inf gives 0, even in a row that has only -inf. NaN
-    or inf in a row makes the row NaN, but with "naive" an inf leaves the other elements 0.
+    softmax" (arXiv 1805.02867). An element of -inf gives 0, also in a row of which all elements are
+    -inf. A NaN makes all elements of its row NaN, and so does an inf. There is one exception: with
+    "naive", an inf gives NaN in its own place and 0 in the other elements of its row.
 
     Examples
     --------

@@ -36,125 +36,143 @@ class AttentionOptions(TypedDict, total=False):
 
     Every attention function takes these keyword arguments, in the forward and in the backward pass.
     A backward pass must be given the options of its forward pass. None means that an option is not
-    given. Every algorithm, both passes and the units "simt" and "mma" take every option, unless the
-    option's description says otherwise. Unit "wgmma" lacks some options; ``unit="auto"`` then takes
-    another unit. In the descriptions, S are the scores, P is the softmax of S, a row is a query and
-    a column is a key. For packed sequences seqlen_q and seqlen_k are the longest lengths.
+    given.
+
+    All three algorithms take every option in both passes, on the units "simt" and "mma". Exceptions
+    are named in the description of the option. Unit "wgmma" does not take every option;
+    ``unit="auto"`` then takes another unit.
+
+    In the descriptions, S are the scores and P is the softmax of S. A row is a query, and a column
+    is a key. For packed sequences, seqlen_q and seqlen_k are the lengths of the longest sequence.
 
     Parameters
     ----------
     scale : float, default 1 / sqrt(head_dim)
         Factor of the scores: S is ``scale * q @ k.T``. It must be finite and at most 2.35e38 in
-        magnitude. A factor that rounds to 0 in float32 is refused, except 0.0 itself.
+        magnitude. A factor other than 0.0 that rounds to 0 in float32 is refused.
     causal : bool, default False
         Whether row i sees only the columns ``j <= i + seqlen_k - seqlen_q``. The mask is aligned to
-        the bottom right: the last row sees every column. The flash algorithms do not visit tiles
+        the bottom right: the last row sees every column. The algorithms "fa1" and "fa2" skip tiles
         in which this mask hides everything.
     window : tuple (left, right) of int, optional
         Sliding window. Row i sees the columns from ``i + seqlen_k - seqlen_q - left`` to
         ``i + seqlen_k - seqlen_q + right``, both included. -1 or None removes the bound on that
-        side. With ``causal=True`` right is 0. The flash algorithms do not visit tiles outside of
-        the window. With a window, seqlen_q and seqlen_k must be at most 2**29.
+        side. With ``causal=True``, ``right`` is taken as 0. The algorithms "fa1" and "fa2" skip
+        tiles outside of the window. With a window, seqlen_q and seqlen_k must be at most 2**29.
     softcap : float, optional
-        Cap c of the scores: a score s becomes ``c * tanh(s / c)``. It is applied after ``scale``,
-        and before all other options. It must be from 1e-30 to 1e30; 0 and None mean no cap.
+        Cap c of the scores: a score s becomes ``c * tanh(s / c)``. It is applied after ``scale``
+        and before all other options. It must be from 1e-30 to 1e30. 0 and None mean no cap.
     score_mod : function, optional
         Python function ``score_mod(score, b, h, i, j)`` that returns the new score. It is applied
         after ``scale`` and ``softcap``, and before ``alibi_slopes``, ``bias`` and all masks.
-        ``score`` is a float32. The others are ints that count from 0: ``b`` is the batch entry or
-        the number of the packed sequence, ``h`` the query head, ``i`` the row and ``j`` the column
-        within the sequence.
+        ``score`` is a float32. The other arguments are integers that count from 0: ``b`` is the
+        batch entry or the number of the packed sequence, ``h`` the query head, ``i`` the row and
+        ``j`` the column within the sequence.
         The function is not called. Its source is read and compiled into the kernel, so it must be
         defined in a file or in a notebook cell. It may assign names, and must end with one
         ``return``. Allowed are arithmetic, comparisons, ``and``, ``or``, ``not``, conditional
         expressions, functions of ``math``, ``min``, ``max`` and ``abs``. Loops, ``if`` statements
-        and calls of other functions are refused. The function may use numbers, and arrays of
-        float32, int32 or bool, from outside. An array must be on the device of q, and takes one
-        index for each axis. The kernel also evaluates hidden elements of a visited tile, so every
-        index must be within its array for them too. Negative indices do not count from the end.
-        Numbers from outside are arguments of the kernel: another value compiles no new kernel.
+        and calls of other functions are refused.
+        The function may use names from outside if these are numbers, or arrays of float32, int32 or
+        bool. An array must be on the device of q, and must be indexed with one index for each axis.
+        The kernel evaluates the function for all elements of a visited tile, also for hidden
+        elements. Every index must therefore be within its array for hidden elements too. A negative
+        index does not count from the end. If the value of a number changes, no new kernel is
+        compiled.
     score_mod_grad : function, optional
         Python function ``score_mod_grad(score, b, h, i, j)`` that returns the derivative of
         ``score_mod`` with respect to the score. Only the backward pass uses it. By default the
-        derivative is made from the source of ``score_mod``. It needs a ``score_mod``.
+        derivative is computed from the source of ``score_mod``. It can only be given together with
+        ``score_mod``.
     mask_mod : function, optional
         Python function ``mask_mod(b, h, i, j)`` that returns whether row i sees column j. The rules
-        of ``score_mod`` hold for its source. It takes no memory, and skips no tile by itself;
-        ``fa_numba.create_block_mask`` finds the tiles that can be skipped.
+        for the source of ``score_mod`` apply to its source too. The mask takes no memory. It skips
+        no tile by itself; ``fa_numba.create_block_mask`` finds the tiles that can be skipped.
     bias : array of float32, optional
-        Added to the scores. Its shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k), and
-        it must be on the device of q.
-        ``return_dbias=True`` returns its gradient in the backward pass.
+        Array that is added to the scores. Its shape must broadcast to (batch, heads_q, seqlen_q,
+        seqlen_k), and it must be on the device of q. ``return_dbias=True`` returns its gradient in
+        the backward pass.
     attn_mask : array of bool, float32, float16 or bfloat16, optional
         Mask whose shape broadcasts to (batch, heads_q, seqlen_q, seqlen_k). In a bool mask, True
-        means that the row sees the column. Numbers are added to the scores. The mask must be on
-        the device of q. It becomes a float32 array of its own shape, and skips no tile. It cannot
-        be combined with ``bias``.
+        means that the row sees the column. A mask of numbers is added to the scores. The mask must
+        be on the device of q. A copy in float32 with the same shape is made if the mask has another
+        dtype. No tile is skipped. ``attn_mask`` cannot be combined with ``bias``.
     alibi_slopes : array of float32, optional
-        ALiBi slopes of shape (heads_q,) or (batch, heads_q). The score of row i and column j is
-        reduced by ``slope * abs(i + seqlen_k - seqlen_q - j)``. They must be on the device of q.
+        ALiBi slopes of shape (heads_q,) or (batch, heads_q), on the device of q. The score of row i
+        and column j is reduced by ``slope * abs(i + seqlen_k - seqlen_q - j)``.
     sinks : array of float32, optional
-        Attention sinks of shape (heads_q,), on the device of q: one logit per query head. Every
-        row's sum of exponentials also contains ``exp(sink)``, and so does the logsumexp. The sink
-        adds no value to the output. A row that sees no column has output 0 and logsumexp ``sink``.
-        -inf means no sink. ``return_dsinks=True`` returns the gradient in the backward pass.
+        Attention sinks of shape (heads_q,), on the device of q: one logit per query head.
+        ``exp(sink)`` is added to the sum of exponentials of each row, and is part of the logsumexp.
+        The sink adds no value to the output. With a sink, a row that sees no column has output 0
+        and logsumexp ``sink`` instead of -inf. A sink of -inf is no sink. ``return_dsinks=True``
+        returns the gradient in the backward pass.
     q_lens : sequence or array of int, optional
-        Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Rows
-        after them are not read; their output and gradients are 0, their logsumexp is -inf. All
-        masks, ``alibi_slopes`` and the diagonal then use the valid lengths as seqlen_q and
-        seqlen_k. Lengths on a GPU are copied to the host to be checked, so the call waits for
-        them. It cannot be combined with ``cu_seqlens_q``.
+        Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Later
+        rows are padding and are not read. Padding rows have output 0, logsumexp -inf and gradients
+        0. ``causal``, ``window`` and ``alibi_slopes`` use the valid lengths of each batch entry in
+        place of seqlen_q and seqlen_k. Lengths on a GPU are copied to the host to be checked, so
+        the call waits for the copy. ``q_lens`` cannot be combined with ``cu_seqlens_q``.
     kv_lens : sequence or array of int, optional
         Number of valid rows of k and v in each batch entry, shape (batch,), from 0 to seqlen_k.
-        Rows after them are not read, and their gradients are 0. The rules of ``q_lens`` hold.
+        Later rows are not read, and their gradients are 0. As with ``q_lens``, the options
+        ``causal``, ``window`` and ``alibi_slopes`` use the valid lengths, and lengths on a GPU are
+        copied to the host to be checked. With a ``block_table``, the lengths are not copied; see
+        there. ``kv_lens`` can be combined with ``cu_seqlens_q`` only if there is a ``block_table``.
     block_table : sequence or array of int, optional
-        Shape (batch, pages per sequence). With it, k and v are the pages of a cache, of shape
-        (pages, heads_k, page_size, head_dim), or (pages, page_size, heads_k, head_dim) with
-        ``layout="bnhd"``. Rows n * page_size to (n + 1) * page_size - 1 of sequence b are in page
-        ``block_table[b, n]``. page_size must be a multiple of 16, at most 256. ``kv_lens`` is
-        required; keys after these lengths are not read. Only the forward pass of "fa2" takes
-        pages. A table and lengths on the host are checked. int32 arrays on a GPU are used in place
-        and are not checked, unless ``check_table`` is True. So they may change before a CUDA graph
-        that contains the call is replayed.
+        Table of the pages of each sequence, shape (batch, pages per sequence). k and v are then the
+        pages of a cache: k is (pages, heads_k, page_size, head_dim), and v is (pages, heads_k,
+        page_size, head_dim_v). With ``layout="bnhd"`` k is (pages, page_size, heads_k, head_dim).
+        Page ``block_table[b, n]`` contains the rows n * page_size to (n + 1) * page_size - 1 of
+        sequence b. page_size must be a multiple of 16, at most 256. ``kv_lens`` is required; keys
+        after these lengths are not read. Only the forward pass of "fa2" takes pages.
+        If ``block_table`` and ``kv_lens`` are both on the host, their values are checked. On a GPU,
+        both must be int32. They are then used in place, and are not checked unless ``check_table``
+        is True. A CUDA graph of the call can be replayed after their values have changed.
     check_table : bool, default False
         Whether a ``block_table`` and ``kv_lens`` on a GPU are copied to the host and checked. The
-        call then waits for the copy. True needs a ``block_table``.
+        call then waits for the copy. True is allowed only with a ``block_table``.
     cu_seqlens_q : sequence or array of int, optional
-        Cumulative lengths of packed sequences, shape (batch + 1,), from 0 to total_q. q is then
-        (total_q, heads_q, head_dim), the output has the shape of q with v's head dimension, and
-        the logsumexp is (heads_q, total_q). ``cu_seqlens_k`` is needed too. With a ``block_table``
-        ``cu_seqlens_q`` is given alone, together with ``kv_lens``.
+        Cumulative lengths of sequences that are packed one after the other, shape (batch + 1,),
+        from 0 to total_q. Sequence n has the rows ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1] -
+        1``. q is then (total_q, heads_q, head_dim), the output is (total_q, heads_q, head_dim_v),
+        and the logsumexp is (heads_q, total_q). ``cu_seqlens_q`` and ``cu_seqlens_k`` must be given
+        together. If k and v are pages (``block_table``), give ``kv_lens`` in place of
+        ``cu_seqlens_k``.
     cu_seqlens_k : sequence or array of int, optional
         Cumulative lengths of the packed k and v, shape (batch + 1,), from 0 to total_k. k is then
-        (total_k, heads_k, head_dim) and v (total_k, heads_k, head_dim_v).
+        (total_k, heads_k, head_dim) and v is (total_k, heads_k, head_dim_v).
     block_mask : array of bool or BlockMask, optional
         Blocks of S that are computed. An array has the shape (ceil(seqlen_q / Br),
         ceil(seqlen_k / Bc)), or this shape with leading axes that broadcast to (batch, heads_q).
-        Br and Bc are those of ``tiles``, which must then be given. Blocks that are False are
-        hidden; the flash algorithms neither load nor compute them. A ``BlockMask`` from
-        ``fa_numba.create_block_mask`` contains its own tiles and ``mask_mod``.
+        For an array, ``tiles`` must be given: its Br and Bc are the size of a block. Blocks that
+        are False are hidden. The algorithms "fa1" and "fa2" neither load nor compute hidden blocks.
+        A ``BlockMask`` from ``fa_numba.create_block_mask`` contains its tiles and its ``mask_mod``,
+        so ``mask_mod`` cannot be given in addition.
     dropout_p : float, default 0
         Probability that an element of P becomes 0, from 0 to below 1. It is rounded to a multiple
         of 2**-16. The elements that are kept are multiplied by ``1 / (1 - dropout_p)``.
     seed : int, default 0
         Seed of dropout, from 0 to 2**64 - 1. The seed, the offset and the element's batch entry,
-        query head, row and column decide whether an element is kept; ``fa_numba.dropout_mask``
-        returns these decisions. Equal seeds give the same mask in every algorithm and pass.
+        query head, row and column decide whether an element is kept. ``fa_numba.dropout_mask``
+        returns which elements are kept. Equal seeds give the same mask in every algorithm and pass.
     offset : int, default 0
         Second part of the seed, from 0 to 2**32 - 1.
     layout : {"bhnd", "bnhd"}, default "bhnd"
-        Order of the axes. "bhnd": q is (batch, heads_q, seqlen_q, head_dim), k and v are (batch,
-        heads_k, seqlen_k, head_dim). "bnhd": q is (batch, seqlen_q, heads_q, head_dim), k and v are
-        (batch, seqlen_k, heads_k, head_dim). Outputs and gradients have the same layout. The
-        logsumexp is (batch, heads_q, seqlen_q) in both. Packed sequences take the default only.
+        Order of the axes. "bhnd": q is (batch, heads_q, seqlen_q, head_dim), k is (batch, heads_k,
+        seqlen_k, head_dim). "bnhd": q is (batch, seqlen_q, heads_q, head_dim), k is (batch,
+        seqlen_k, heads_k, head_dim). v, the output and the gradients have the same order of axes.
+        The logsumexp is (batch, heads_q, seqlen_q) in both layouts. Packed sequences take the
+        default only.
     precision : {"ieee", "fp16x3", "bf16x6", "bf16x3"}, default "ieee"
         How the products of float32 matrices are computed. "ieee" uses float32 on CUDA cores. The
-        others use tensor cores: each float32 element is split into a sum of 16-bit planes, and
+        other values use tensor cores. They split each float32 matrix into 16-bit matrices, its
+        planes, whose sum is the float32 matrix. The planes are multiplied in pairs, and the
         products are added in float32. "fp16x3": two float16 planes, three products. "bf16x6": three
         bfloat16 planes, six products. "bf16x3": two bfloat16 planes, three products, with a
-        relative error of about 2**-16 per element. They are for float32 inputs in the forward pass
-        of "fa1" and "fa2" and in the backward pass of "fa2". They cannot be combined with
-        ``block_table`` or ``deterministic=True``.
+        relative error of about 2**-16 per element. Values other than "ieee" are for float32 inputs
+        in the forward pass of "fa1" and "fa2" and in the backward pass of "fa2". They cannot be
+        combined with ``block_table``, ``deterministic=True`` or ``group_splits`` above 1. The
+        backward pass needs a logsumexp that was computed with the same ``precision``.
 
     See Also
     --------
@@ -164,9 +182,9 @@ class AttentionOptions(TypedDict, total=False):
 
     Notes
     -----
-    The order is ``scale``, ``softcap``, ``score_mod``, then ``alibi_slopes`` and ``bias`` or
-    ``attn_mask``, then the masks ``causal``, ``window``, ``mask_mod`` and ``block_mask``. Dropout
-    applies to P.
+    The options change the scores in this order: ``scale``, ``softcap``, ``score_mod``, then
+    ``alibi_slopes`` and ``bias`` or ``attn_mask``, then the masks ``causal``, ``window``,
+    ``mask_mod`` and ``block_mask``. Dropout applies to P.
 
     Examples
     --------
@@ -203,7 +221,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
-# Names of other libraries -> the option here, where no name or the wrong one is similar to theirs.
+# Names in other libraries -> the option here, if name similarity finds no option or a wrong option.
 _ELSEWHERE = {
     "softmax_scale": "scale",
     "is_causal": "causal",

@@ -1,4 +1,4 @@
-"""What a call computes: sizes, dtype, scale, masks and the other options that are values."""
+"""The problem of a call: its sizes, dtype, scale, masks and other options, without arrays."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def check_blocks(tiles: BlockSizes) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call in values: O = softmax(scale Q K^T, masked) V for each query head.
+    """The sizes, dtype and options of an attention call, without the arrays.
 
-    The closed forms in ``fa_numba.io_model`` take it, and a plan contains it. A problem checks its
-    values when it is made. Query head h reads K/V head ``h // group``.
+    The call computes O = softmax(scale Q K^T, masked) V for each query head. Query head h reads K/V
+    head ``h // group``. The closed forms in ``fa_numba.io_model`` take a problem, and a plan
+    contains a problem. The values are checked when a problem is made.
 
     Parameters
     ----------
@@ -54,10 +55,10 @@ class Problem:
     heads_k : int
         Number of heads of K and V. It must divide ``heads_q``.
     seqlen_q : int
-        Rows of Q; for packed sequences the longest length.
+        Number of rows of Q; for packed sequences, of the longest sequence.
     seqlen_k : int
-        Rows of K and V; for packed sequences the longest length, for pages the rows that a block
-        table has for one sequence.
+        Number of rows of K and V; for packed sequences, of the longest sequence. If K and V are
+        pages, it is the number of rows in all pages that the block table lists for one sequence.
     head_dim : int
         Head dimension of Q and K, 1 to 256.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
@@ -68,27 +69,29 @@ class Problem:
         Whether row i sees only the columns j <= i + seqlen_k - seqlen_q.
     window : tuple of int, default (-1, -1)
         (left, right): row i sees the columns from i + seqlen_k - seqlen_q - left to i + seqlen_k -
-        seqlen_q + right. -1 means no bound.
+        seqlen_q + right, both included. -1 means no bound on that side.
     softcap : float, optional
         Cap c of the scores: a score s becomes c tanh(s / c).
     score_mod : function or Mod, optional
-        Function that changes the scores, as the option of ``attention``.
+        Function that changes the scores, as the option ``score_mod`` of ``attention``.
     score_mod_grad : function or Mod, optional
         Derivative of ``score_mod``.
     mask_mod : function or Mod, optional
         Function that returns whether row i sees column j.
     bias : tuple of int, optional
-        Shape of the array that is added to the scores. It is stored with four axes.
+        Shape of the array that is added to the scores. The attribute has four axes: missing axes
+        are 1.
     alibi : bool, default False
         Whether ALiBi slopes are given.
     sinks : bool, default False
         Whether attention sinks are given.
     q_lens : sequence of int, optional
-        Valid rows of Q in each batch entry. Masks are aligned to valid lengths.
+        Number of valid rows of Q in each batch entry. Masks are aligned to the valid lengths.
     kv_lens : sequence of int, optional
-        Valid rows of K and V in each batch entry.
+        Number of valid rows of K and V in each batch entry.
     packed : bool, default False
-        Whether sequences of these lengths are packed: Q is (total_q, heads_q, head_dim).
+        Whether the sequences are packed one after the other, with the lengths ``q_lens`` and
+        ``kv_lens``. Q is then (total_q, heads_q, head_dim).
     sparse : bool, default False
         Whether a block mask is given.
     dropout_p : float, default 0.0
@@ -98,11 +101,12 @@ class Problem:
     pages : int, optional
         Number of pages, if K and V are pages of a cache.
     page_size : int, optional
-        Rows of a page.
+        Number of rows of a page.
     precision : {"ieee", "fp16x3", "bf16x6", "bf16x3"}, default "ieee"
         How the products of float32 matrices are computed.
     head_dim_v : int, optional
-        Head dimension of V and O, if it differs from ``head_dim``. It is stored as None if equal.
+        Head dimension of V and O, if it differs from ``head_dim``. The attribute is None if both
+        are equal.
 
     Raises
     ------
@@ -216,22 +220,22 @@ class Problem:
         Parameters
         ----------
         q_shape : sequence of int
-            Shape of q: (batch, heads_q, seqlen_q, head_dim), in the axes of ``layout``, or
+            Shape of q: (batch, heads_q, seqlen_q, head_dim), in the order of ``layout``, or
             (total_q, heads_q, head_dim) for packed sequences.
         k_shape : sequence of int
             Shape of k, or of its pages.
         v_shape : sequence of int, optional
-            Shape of v. None stands for the shape of k.
+            Shape of v. None means the shape of k.
         cu_seqlens_q : sequence of int, optional
-            Cumulative lengths of packed sequences, batch + 1 numbers.
+            Cumulative lengths of packed queries, batch + 1 numbers.
         cu_seqlens_k : sequence of int, optional
             Cumulative lengths of packed k and v, batch + 1 numbers.
         attn_mask : sequence of int, optional
-            Shape of a mask. It takes the place of a bias.
+            Shape of a mask. It becomes the field ``bias``, so both cannot be given.
         block_table : sequence of int, optional
-            Shape (batch, pages per sequence) of a block table. k and v are then pages.
+            Shape of a block table, (batch, pages per sequence). k and v are then pages.
         **options : Any
-            The fields of ``Problem`` that shapes do not tell.
+            Other fields of ``Problem``, such as ``causal``.
 
         Returns
         -------
@@ -351,7 +355,7 @@ class Problem:
 
     @property
     def slopes(self) -> bool:
-        """Whether an option gives the scores a derivative other than ``scale``."""
+        """Whether an option makes the derivative of the scores other than ``scale``."""
         return self.softcap is not None or bool(slope_of(self.score_mod, self.score_mod_grad))
 
     @property
@@ -374,17 +378,17 @@ class Problem:
 
     @property
     def diagonal(self) -> int:
-        """Difference seqlen_k - seqlen_q: the last column that row 0 sees under a causal mask."""
+        """seqlen_k - seqlen_q, the number of the last column that row 0 sees with a causal mask."""
         return self.seqlen_k - self.seqlen_q
 
     @property
     def left(self) -> int | None:
-        """Columns that a row sees before its diagonal column; None for all."""
+        """Number of columns that a row sees before column row + diagonal; None for all."""
         return None if self.window[0] < 0 else self.window[0]
 
     @property
     def right(self) -> int | None:
-        """Columns that a row sees after its diagonal column; None for all."""
+        """Number of columns that a row sees after column row + diagonal; None for all."""
         if self.causal:
             return 0
         return None if self.window[1] < 0 else self.window[1]
@@ -423,7 +427,7 @@ class Problem:
 
     @property
     def largest_dim(self) -> int:
-        """Larger one of both head dimensions, which block sizes are chosen for."""
+        """Larger one of the two head dimensions; block sizes are chosen for it."""
         return max(self.head_dim, self.d_v)
 
     @property
@@ -449,7 +453,7 @@ class Problem:
         return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
 
     def lengths(self, entry: int = 0) -> tuple[int, int]:
-        """Return the valid rows and columns of a batch entry.
+        """Return the numbers of valid rows and columns of a batch entry.
 
         Parameters
         ----------
@@ -459,9 +463,9 @@ class Problem:
         Returns
         -------
         rows : int
-            Valid rows of Q.
+            Number of valid rows of Q.
         columns : int
-            Valid rows of K and V.
+            Number of valid rows of K and V.
         """
         Nq = self.seqlen_q if self.q_lens is None else self.q_lens[entry]
         Nk = self.seqlen_k if self.kv_lens is None else self.kv_lens[entry]
@@ -470,8 +474,8 @@ class Problem:
     def columns_begin(self, row: Any, entry: int = 0) -> Any:
         """Return the first column that a row sees by the causal mask, the window and the lengths.
 
-        The row sees the columns from this one to ``columns_end(row) - 1``. A row past the valid
-        rows sees none. The block mask, ``mask_mod`` and the bias are not considered.
+        The row sees the columns ``columns_begin(row)`` to ``columns_end(row) - 1``. A row after the
+        valid rows sees no column. The block mask, ``mask_mod`` and the bias are not considered.
 
         Parameters
         ----------
@@ -499,7 +503,9 @@ class Problem:
         return begin if isinstance(row, np.ndarray) else int(begin)
 
     def columns_end(self, row: Any, entry: int = 0) -> Any:
-        """Return one past the last column that a row sees; see ``columns_begin``.
+        """Return the end of the columns that a row sees, the last column plus 1.
+
+        See ``columns_begin``.
 
         Parameters
         ----------
@@ -511,7 +517,7 @@ class Problem:
         Returns
         -------
         int or numpy.ndarray of int
-            One past the last column of each row, at most the entry's valid columns.
+            Last column of each row plus 1. It is at most the number of valid columns of the entry.
         """
         Nq, Nk = self.lengths(entry)
         end = np.full_like(row, Nk)
@@ -524,7 +530,7 @@ class Problem:
 def check_block_mask(
     block_mask: Any, problem: Problem, tiles: BlockSizes | None = None
 ) -> np.ndarray:
-    """Return a block mask with four axes, (batch or 1, heads_q or 1, Tr, Tc), bool.
+    """Return a block mask with four axes, or raise if it does not fit the problem.
 
     Parameters
     ----------
@@ -533,12 +539,12 @@ def check_block_mask(
     problem : Problem
         Problem that the mask is for.
     tiles : object with Br and Bc, optional
-        Block sizes. The mask must have one block per tile. None allows any number of blocks.
+        Block sizes. The mask must have one element per tile. None allows any number of blocks.
 
     Returns
     -------
     numpy.ndarray of bool
-        The mask with four axes.
+        The mask with four axes, (batch or 1, heads_q or 1, row tiles, column tiles).
 
     Raises
     ------

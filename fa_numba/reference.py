@@ -5,21 +5,23 @@ function              what it returns
 ====================  ==============================================================================
 `attention`           attention in float64, the exact result
 `attention_backward`  its gradients in float64, the exact result
-`unfused`             attention step by step in another dtype, to measure the usual rounding error
+`unfused`             attention step by step in another dtype, with the usual rounding error
 `unfused_backward`    its gradients step by step in another dtype
 `relative_error`      relative error of one array against another
 `worst`               where two arrays differ most
 ====================  ==============================================================================
 
-A kernel passes a test if its error is at most about twice that of `unfused`.
+A kernel passes a test if its error is at most about twice the error of `unfused`.
 
-All options of `fa_numba.AttentionOptions` are taken, except ``block_table`` and ``check_table``.
-``precision`` is checked and has no effect. Shapes are those of `fa_numba.attention`.
+The functions take all options of `fa_numba.AttentionOptions`, except ``block_table`` and
+``check_table``. ``precision`` is checked and has no effect. Shapes are those of
+`fa_numba.attention`.
 
-A row that sees no column, or has only scores of -inf, gets output 0 and logsumexp -inf, and takes
-no part in the gradients. Rows and columns past ``q_lens`` and ``kv_lens`` are not read; their
-output and gradients are 0, their logsumexp is -inf. A NaN or infinity in k or v can reach rows that
-do not see it, since 0 times it is NaN.
+A row that sees no column, or has only scores of -inf, has output 0 and logsumexp -inf, and does not
+contribute to the gradients. With ``sinks``, the logsumexp of such a row is the sink of the head.
+Rows after ``q_lens`` and keys after ``kv_lens`` are not read, and have gradients 0. Rows after
+``q_lens`` have output 0 and logsumexp -inf. A NaN or infinity in k or v can make rows NaN that do
+not see it, because its product with 0 is NaN.
 
 Wrong arguments raise TypeError or ValueError. The message names the argument, its value and what is
 allowed. No kernel is imported here.
@@ -230,8 +232,8 @@ def attention(
     v : array_like
         Values, shape (batch, heads_k, seqlen_k, head_dim_v).
     tiles : object with Br and Bc, optional
-        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
-        ``block_mask``, and not used otherwise.
+        Block sizes of ``block_mask``, such as a ``Tiles``. They must be given if ``block_mask`` is
+        an array, and are not used otherwise.
     return_lse : bool, default False
         Whether the logsumexp is returned too.
 
@@ -254,13 +256,12 @@ def attention(
     See Also
     --------
     attention_backward : Gradients in float64.
-    fa_numba.attention : The same by kernels.
+    fa_numba.attention : Attention by the kernels.
 
     Notes
     -----
-    The softmax and the logsumexp are SciPy's. ``bias``, ``attn_mask``, ``alibi_slopes`` and
-    ``sinks`` may be real numbers of any dtype. ``block_table`` and ``check_table`` are not
-    supported.
+    The softmax and the logsumexp are computed by SciPy. ``bias``, ``attn_mask``, ``alibi_slopes``
+    and ``sinks`` may be real numbers of any dtype. ``block_table`` and ``check_table`` are refused.
 
     Examples
     --------
@@ -281,8 +282,9 @@ def unfused(
 ) -> Result:  # fmt: skip
     """Return attention from complete rows of S and P, with every step rounded to a dtype.
 
-    It measures the usual rounding error. A kernel passes a test if its error against `attention` is
-    at most twice the error of this function plus one rounding.
+    The error of the result against `attention` is the usual rounding error of the dtype. Tests
+    compare kernels with it: the error of a kernel may be at most twice this error plus one
+    rounding.
 
     Parameters
     ----------
@@ -296,13 +298,15 @@ def unfused(
     dtype : dtype, default numpy.float32
         Dtype of every step and of the results.
     matrix_dtype : {"float16", "bfloat16"}, optional
-        Rounds the matrices that are multiplied, and the output, to this dtype, as tensor cores do.
-        ``dtype`` must then be float32, and the results have that dtype.
+        Dtype to which the matrices that are multiplied, and the output, are rounded. This is what
+        tensor cores need. ``dtype`` must then be float32. The results are float32 arrays; the
+        values of the output are rounded to ``matrix_dtype``.
     stored_scores : bool, default False
-        Whether S is rounded to ``matrix_dtype`` too, as by standard attention, which stores S.
+        Whether S is rounded to ``matrix_dtype`` too. Standard attention does this, because it
+        stores S.
     tiles : object with Br and Bc, optional
-        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
-        ``block_mask``, and not used otherwise.
+        Block sizes of ``block_mask``, such as a ``Tiles``. They must be given if ``block_mask`` is
+        an array, and are not used otherwise.
     return_lse : bool, default False
         Whether the logsumexp is returned too.
 
@@ -328,8 +332,13 @@ def unfused(
 
     Notes
     -----
-    The steps are S = scale Q K^T with ``softcap``, ALiBi and bias in this order, P = e^(S - m) / l
-    with the rows' maxima m and sums l, O = (P o dropout) V, and L = m + log l.
+    The steps are:
+
+    1. S = scale Q K^T, then ``softcap``, ``score_mod``, ALiBi, the bias and the masks;
+    2. P = e^(S - m) / l, where m are the maxima and l the sums of the rows, sinks included;
+    3. O = (P o dropout) V, and the logsumexp L = m + log l.
+
+    ``block_table`` and ``check_table`` are refused.
 
     Examples
     --------
@@ -371,7 +380,7 @@ def attention_backward(
 ) -> Gradients:  # fmt: skip
     """Return the gradients of attention in float64, the exact result for tests.
 
-    They are the gradients of ``sum(dout * out) + sum(dlse * lse)``, by their formulas.
+    The gradients are those of ``sum(dout * out) + sum(dlse * lse)``, computed by their formulas.
 
     Parameters
     ----------
@@ -385,17 +394,19 @@ def attention_backward(
     v : array_like
         Values, shape (batch, heads_k, seqlen_k, head_dim_v).
     tiles : object with Br and Bc, optional
-        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
-        ``block_mask``, and not used otherwise.
+        Block sizes of ``block_mask``, such as a ``Tiles``. They must be given if ``block_mask`` is
+        an array, and are not used otherwise.
     dlse : array_like, optional
-        Gradient of the logsumexp, shape (batch, heads_q, seqlen_q). A row that sees no column does
-        not use it.
+        Gradient of the logsumexp, shape (batch, heads_q, seqlen_q), or (heads_q, total_q) with
+        ``cu_seqlens_q``. It has no effect in rows with logsumexp -inf.
     return_dbias : bool, default False
-        Whether the gradient of ``bias`` is returned too. It needs a ``bias``.
+        Whether the gradient of ``bias`` is returned too. It can be True only with ``bias``. This
+        function computes no gradient of ``attn_mask``.
     return_dsinks : bool, default False
-        Whether the gradient of ``sinks`` is returned too. It needs ``sinks``.
+        Whether the gradient of ``sinks`` is returned too. It can be True only with ``sinks``.
     return_dcaptured : bool, default False
-        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too.
+        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too. It can
+        be True only if there is such an array.
 
     Returns
     -------
@@ -411,7 +422,7 @@ def attention_backward(
         Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
     dcaptured : dict
         Only with ``return_dcaptured=True``. Maps the name of each float32 array that ``score_mod``
-        uses to its gradient.
+        uses to the gradient of that array. Arrays of int32 or bool are not in it.
 
     Raises
     ------
@@ -423,7 +434,11 @@ def attention_backward(
     See Also
     --------
     attention : The forward pass.
-    fa_numba.attention_backward : The same by kernels.
+    fa_numba.attention_backward : Gradients by the kernels.
+
+    Notes
+    -----
+    ``block_table`` and ``check_table`` are refused.
 
     Examples
     --------
@@ -446,7 +461,8 @@ def unfused_backward(
 ) -> Gradients:  # fmt: skip
     """Return the gradients from complete rows of P and dP, with every step rounded to a dtype.
 
-    It measures the usual rounding error of a backward pass, as `unfused` does of a forward pass.
+    The error of the result against `attention_backward` is the usual rounding error of the dtype.
+    Tests compare the errors of kernels with it.
 
     Parameters
     ----------
@@ -462,21 +478,23 @@ def unfused_backward(
     dtype : dtype, default numpy.float32
         Dtype of every step and of the results.
     matrix_dtype : {"float16", "bfloat16"}, optional
-        Rounds the matrices that are multiplied, and the output, to this dtype, as tensor cores do.
-        ``dtype`` must then be float32, and the results have that dtype. The rounded matrices are q,
-        k, v, dout, P o dropout, dS, dq, dk and dv.
+        Dtype to which q, k, v, dout, P o dropout, dS, dq, dk and dv are rounded. This is what
+        tensor cores need. ``dtype`` must then be float32. The results are float32 arrays; the
+        values of dq, dk and dv are rounded to ``matrix_dtype``.
     tiles : object with Br and Bc, optional
-        Block sizes of ``block_mask``, such as a ``Tiles``. It is needed for an array
-        ``block_mask``, and not used otherwise.
+        Block sizes of ``block_mask``, such as a ``Tiles``. They must be given if ``block_mask`` is
+        an array, and are not used otherwise.
     dlse : array_like, optional
-        Gradient of the logsumexp, shape (batch, heads_q, seqlen_q). A row that sees no column does
-        not use it.
+        Gradient of the logsumexp, shape (batch, heads_q, seqlen_q), or (heads_q, total_q) with
+        ``cu_seqlens_q``. It has no effect in rows with logsumexp -inf.
     return_dbias : bool, default False
-        Whether the gradient of ``bias`` is returned too. It needs a ``bias``.
+        Whether the gradient of ``bias`` is returned too. It can be True only with ``bias``. This
+        function computes no gradient of ``attn_mask``.
     return_dsinks : bool, default False
-        Whether the gradient of ``sinks`` is returned too. It needs ``sinks``.
+        Whether the gradient of ``sinks`` is returned too. It can be True only with ``sinks``.
     return_dcaptured : bool, default False
-        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too.
+        Whether the gradients of the float32 arrays that ``score_mod`` uses are returned too. It can
+        be True only if there is such an array.
 
     Returns
     -------
@@ -492,7 +510,7 @@ def unfused_backward(
         Only with ``return_dsinks=True``. Gradient of ``sinks``, shape (heads_q,).
     dcaptured : dict
         Only with ``return_dcaptured=True``. Maps the name of each float32 array that ``score_mod``
-        uses to its gradient.
+        uses to the gradient of that array. Arrays of int32 or bool are not in it.
 
     Raises
     ------
@@ -504,6 +522,10 @@ def unfused_backward(
     See Also
     --------
     attention_backward : The exact result.
+
+    Notes
+    -----
+    ``block_table`` and ``check_table`` are refused.
 
     Examples
     --------
@@ -559,8 +581,8 @@ def relative_error(out: ArrayLike, ref: ArrayLike) -> float:
     Returns
     -------
     float
-        The error. It is 0 for equal arrays, and inf if ``out`` differs where ``ref`` is infinite or
-        NaN, or if ``ref`` is 0 everywhere and ``out`` is not.
+        The error. It is 0 for equal arrays. It is inf if ``out`` differs from ``ref`` in an element
+        in which one of them is infinite or NaN, or if ``ref`` is 0 everywhere and ``out`` is not.
 
     Raises
     ------
@@ -587,7 +609,7 @@ def relative_error(out: ArrayLike, ref: ArrayLike) -> float:
 
 
 def worst(out: ArrayLike, ref: ArrayLike) -> tuple[tuple[int, ...], float, float]:
-    """Return where two arrays differ most, to print in a failure.
+    """Return where two arrays differ most, for the message of a failed test.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ def _untraced(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # torch's compiler takes seconds to import: who does not compile does without.
+        # torch's compiler takes seconds to import, so it is not imported if nobody compiles.
         if not disabled and "torch._dynamo" in sys.modules:
             disabled.append(torch.compiler.disable(function))
         return (disabled[0] if disabled else function)(*args, **kwargs)
@@ -63,10 +63,11 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return attention of torch tensors, differentiable by torch's automatic differentiation.
 
-    It computes what ``fa_numba.attention`` computes. It is differentiable in q, k, v, ``bias``,
-    ``sinks``, an ``attn_mask`` of numbers, and the float32 tensors that ``score_mod`` uses. It runs
-    on torch's current stream. Tensors on a GPU are used in place. Tensors on the CPU are copied to
-    a GPU and back, or run on the emulator if there is no GPU.
+    The result is that of ``fa_numba.attention``. The function is differentiable in q, k, v,
+    ``bias``, ``sinks`` and an ``attn_mask`` of numbers. With "fa1" and "fa2" it is also
+    differentiable in the float32 tensors that ``score_mod`` uses. It runs on torch's current
+    stream. Tensors on a GPU are used in place. Tensors on the CPU are copied to a GPU, and the
+    result is copied back. Without a GPU, the call runs on the emulator.
 
     Parameters
     ----------
@@ -79,18 +80,19 @@ def attention(
     v : torch.Tensor
         Values, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device of q.
     algorithm : {"fa2", "fa1", "standard"}, default "fa2"
-        Algorithm of both passes. "fa2" is Q outer, "fa1" is K/V outer, "standard" stores S and P in
-        global memory.
+        Algorithm of both passes. "fa2" has Q outer, "fa1" has K/V outer, and "standard" stores S
+        and P in global memory.
     return_lse : bool, default False
         Whether the logsumexp is returned too. It is differentiable.
     deterministic : bool or None, default False
-        Whether the backward pass of "fa2" sums dq in a fixed order. The other algorithms always do,
-        and refuse True. None takes the value of ``torch.are_deterministic_algorithms_enabled()``.
+        Whether the backward pass of "fa2" sums dq in a fixed order. The other algorithms always sum
+        dq in a fixed order, and refuse True. For "fa2", None means the value of
+        ``torch.are_deterministic_algorithms_enabled()``.
     tiles : Tiles, optional
         Block sizes, threads and stages of the forward pass. None chooses them.
     backward_tiles : Tiles, optional
-        Block sizes and threads of the backward pass, with one stage. None takes Br, Bc and threads
-        of ``tiles`` if these are given, and else chooses them.
+        Block sizes and threads of the backward pass; ``stages`` must be 1. None takes Br, Bc and
+        threads of ``tiles`` if ``tiles`` is given. If neither is given, the function chooses.
     kv_splits : int or "auto", default "auto"
         Number of thread blocks that share the columns of a row tile in the forward pass. "fa2"
         only.
@@ -112,13 +114,14 @@ def attention(
     ------
     TypeError
         If an argument has a wrong type or dtype, or an unknown name. Also for tensors without
-        values, as ``torch.vmap`` and the transforms of ``torch.func`` pass them.
+        values, which ``torch.vmap`` and the transforms of ``torch.func`` pass.
     ValueError
-        If a value, a shape or a combination of arguments is not allowed in the forward pass, or in
-        the backward pass where a gradient is wanted. Also for tensors with a tangent (forward-mode
-        differentiation), and if a tensor has no gradient but requires one: ``alibi_slopes``, what
-        ``mask_mod`` uses, and all tensors of a call with ``block_table``. These errors are raised
-        before anything runs.
+        If a value, a shape or a combination of arguments is not allowed in the forward pass. If a
+        tensor requires a gradient, also if the backward pass does not allow it. Also for tensors
+        with a tangent (forward-mode differentiation). Also if a tensor requires a gradient that
+        this function does not compute: ``alibi_slopes``, a tensor that ``mask_mod`` or
+        ``score_mod_grad`` uses, or any tensor of a call with ``block_table``. All these errors are
+        raised before anything runs.
     RuntimeError
         If gradients of the gradients are computed.
 
@@ -130,14 +133,15 @@ def attention(
 
     Notes
     -----
-    The options have these differences from ``fa_numba.attention``. ``bias``, ``alibi_slopes``,
+    The options differ from those of ``fa_numba.attention`` in two ways. ``bias``, ``alibi_slopes``,
     ``sinks`` and ``attn_mask`` must be torch tensors. Without a ``seed``, dropout draws a seed from
     torch's default CPU generator, which ``torch.manual_seed`` sets. The backward pass drops the
-    same elements. The values that ``score_mod`` and ``mask_mod`` use are kept for the backward pass
-    as they were.
+    same elements as the forward pass.
 
-    The gradient of a bias has no fixed order of summation over axes that are broadcast, and the
-    gradients of what ``score_mod`` uses have none. ``torch.compile`` breaks its graph at the call.
+    The backward pass uses the values that ``score_mod`` and ``mask_mod`` used in the forward pass.
+    Two kinds of gradients are summed in no fixed order: those of a bias over axes that are
+    broadcast, and those of tensors that ``score_mod`` uses. ``torch.compile`` breaks its graph at
+    the call.
 
     Examples
     --------
@@ -252,8 +256,8 @@ def _check_backward(
 ) -> None:  # fmt: skip
     """Raise the errors that the backward pass would raise.
 
-    ``own`` are the backward pass's own options. ``strict`` is whether torch was told to be
-    deterministic, and ``own_tiles`` whether ``backward_tiles`` were given.
+    ``own`` are options of the backward pass only. ``strict`` says whether torch must be
+    deterministic, and ``own_tiles`` says whether ``backward_tiles`` were given.
     """
     bias, *_, sinks = added.values()
     dbias, dsinks = (x is not None and x.requires_grad for x in (bias, sinks))
@@ -283,10 +287,10 @@ def _check_backward(
 
 
 class _Once(torch.autograd.Function):
-    """The gradients ``computed(*tensors)``, which have no gradients themselves.
+    """The gradients ``computed(*tensors)``, which cannot be differentiated again.
 
-    torch's ``once_differentiable`` would not do: where the gradient of O requires no gradient, it
-    treats these gradients as constants.
+    torch's ``once_differentiable`` is not used: it treats these gradients as constants, without an
+    error, if the gradient of O requires no gradient.
     """
 
     @staticmethod
@@ -305,9 +309,10 @@ class _Once(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     """(O, L) of q, k, v, bias, slopes and sinks, as a function that torch differentiates.
 
-    ``common`` are options of both passes, ``ahead`` of the forward pass, ``own`` of the backward
-    pass. ``captured`` are the tensors that ``score_mod`` uses, by these ``names``. ``others`` are
-    saved too, so that torch notices if one has changed before the backward pass.
+    ``common`` are options of both passes, ``ahead`` those of the forward pass, and ``own`` those of
+    the backward pass. ``captured`` are the tensors that ``score_mod`` uses, and ``names`` are
+    their names. ``others`` are saved too, so that torch notices if such a tensor has changed before
+    the backward pass.
     """
 
     @staticmethod
@@ -353,14 +358,14 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine attention over parts of the keys, differentiable in all parts.
 
-    It computes what ``fa_numba.merge`` computes, for torch tensors.
+    The result is that of ``fa_numba.merge``, for torch tensors.
 
     Parameters
     ----------
     outputs : sequence of torch.Tensor
-        Two or more outputs of ``attention`` for the same queries over different keys, each (batch,
-        heads, seqlen, head_dim), for packed sequences (total, heads, head_dim), of one shape and
-        dtype.
+        Two or more outputs of ``attention`` for the same queries over different keys. Each is
+        (batch, heads, seqlen, head_dim), for packed sequences (total, heads, head_dim). All must
+        have the same shape and dtype.
     lses : sequence of torch.Tensor
         The logsumexp of each output, float32, (batch, heads, seqlen), for packed sequences (heads,
         total).
@@ -380,8 +385,8 @@ def merge(
     TypeError
         If an argument has a wrong type or dtype.
     ValueError
-        If there are fewer than two outputs, if there are not as many ``lses`` as outputs, or if
-        shapes or devices differ. Also for tensors with a tangent (forward-mode differentiation).
+        If there are fewer than two outputs, if the numbers of ``outputs`` and ``lses`` differ, or
+        if shapes or devices differ. Also for tensors with a tangent (forward-mode differentiation).
     RuntimeError
         If gradients of the gradients are computed.
 
@@ -445,10 +450,11 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return attention over a sequence that several processes share, with gradients.
 
-    All ranks of a process group call it at the same time, each with its own part of the sequence.
-    The parts of k and v, or of q, travel from rank to rank in a ring. The function is
-    differentiable in q, k, v and ``sinks``. With ``causal`` the parts are in zigzag order:
-    ``ring_split`` returns the part of a rank, and ``ring_join`` puts the parts together.
+    All ranks of a process group must call this function together, each with its own part of the
+    sequence. The parts of k and v, or of q, travel from rank to rank in a ring. The function is
+    differentiable in q, k, v and ``sinks``. ``ring_split`` returns the part of a rank, and
+    ``ring_join`` puts the parts together. With ``causal``, a part is not contiguous: each rank has
+    two chunks of the sequence (zigzag order).
 
     Parameters
     ----------
@@ -457,36 +463,38 @@ def ring_attention(
         bfloat16. The shape must be the same on all ranks.
     k : torch.Tensor
         This rank's keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. With
-        ``causal`` seqlen_k must be seqlen_q, and even if there is more than one rank.
+        ``causal``, seqlen_k must equal seqlen_q. With ``causal`` and more than one rank, this
+        length must be an even number.
     v : torch.Tensor
         This rank's values, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device of q.
     group : torch.distributed.ProcessGroup, optional
         The ranks that share the sequence. None takes the default group. It must be a group of NCCL
         for tensors on GPUs, with one GPU per rank, and of gloo for tensors on the CPU.
     travels : {"kv", "q"}, default "kv"
-        What is sent round the ring. "kv" sends K and V, while Q, O and the logsumexp stay (ring
-        attention, arXiv 2310.01889). "q" sends Q and its results, while K and V stay. "q" sends
-        less where K and V are larger than Q and its results; ``fa_numba.io_model.ring`` returns the
-        bytes.
+        What is sent round the ring. "kv" sends K and V, while Q, the output and the logsumexp stay
+        (ring attention, arXiv 2310.01889). "q" sends Q, followed by the output and the logsumexp,
+        while K and V stay. ``fa_numba.io_model.ring`` returns the bytes that each choice sends.
     causal : bool, default False
-        Whether row i of the sequence sees only the columns up to i. Rank r of P ranks must then
-        hold chunk r followed by chunk 2P - 1 - r of 2P chunks. All ranks then have equal work.
+        Whether row i of the complete sequence sees only the columns up to i. The sequence is then
+        cut into 2P chunks for P ranks, and rank r must hold chunk r followed by chunk 2P - 1 - r.
+        All ranks then have equal work.
     window : tuple (left, right) of int, optional
-        Sliding window over the complete sequence, as for ``attention``. What no rank sees is
-        neither computed nor sent.
+        Sliding window over the complete sequence, as for ``attention``. Rows and columns that the
+        window hides from a rank are not computed there, and are not sent unless a later rank needs
+        them.
     q_lens : sequence or array of int, optional
-        Valid rows of each batch entry in the complete sequence, shape (batch,), the same on all
-        ranks.
+        Number of valid rows of each batch entry in the complete sequence, shape (batch,), the same
+        on all ranks.
     kv_lens : sequence or array of int, optional
-        Valid keys of each batch entry in the complete sequence, shape (batch,), the same on all
-        ranks.
+        Number of valid keys of each batch entry in the complete sequence, shape (batch,), the same
+        on all ranks.
     scale : float, default 1 / sqrt(head_dim)
         Factor of the scores.
     softcap : float, optional
         Cap c of the scores: a score s becomes ``c * tanh(s / c)``.
     sinks : torch.Tensor, optional
-        Attention sinks, float32, shape (heads_q,), the same on all ranks. The gradient is that of
-        this rank's rows; the sum over the ranks is the complete gradient.
+        Attention sinks, float32, shape (heads_q,), the same on all ranks. Each rank computes the
+        gradient from its own rows. The sum over the ranks is the complete gradient.
     layout : {"bhnd", "bnhd"}, default "bhnd"
         "bnhd" if q is (batch, seqlen_q, heads_q, head_dim) and k and v are (batch, seqlen_k,
         heads_k, head_dim).
@@ -495,11 +503,14 @@ def ring_attention(
     return_lse : bool, default False
         Whether the logsumexp is returned too. It is differentiable.
     deterministic : bool or None, default False
-        Whether the backward pass of "fa2" sums dq in a fixed order, as for ``attention``.
+        Whether the backward pass of "fa2" sums dq in a fixed order, as for
+        ``fa_numba.torch.attention``. For "fa2", None means the value of
+        ``torch.are_deterministic_algorithms_enabled()``.
     tiles : Tiles, optional
-        Block sizes of the forward pass. None chooses them.
+        Block sizes of the forward pass. None chooses the block sizes.
     backward_tiles : Tiles, optional
-        Block sizes of the backward pass. None takes those of ``tiles`` if these are given.
+        Block sizes of the backward pass. None takes the block sizes of ``tiles`` if ``tiles`` is
+        given. If neither is given, the function chooses.
 
     Returns
     -------
@@ -513,15 +524,15 @@ def ring_attention(
     Raises
     ------
     TypeError
-        If an argument has the same wrong type or dtype on all ranks.
+        If an argument has a wrong type or dtype on all ranks.
     ValueError
-        If an argument is not allowed, if it is refused on some ranks only, if it differs between
-        the ranks, or if there is no process group. TypeError and ValueError are raised on every
-        rank, before any part is sent.
+        If an argument is not allowed, if only some ranks refuse the call, if an argument differs
+        between the ranks, or if there is no process group. TypeError and ValueError are raised on
+        every rank, before any part is sent.
     RuntimeError
-        If a rank has failed, or does not call the function within the group's timeout. On GPUs,
-        NCCL ends the process of a rank that has waited too long. Also if gradients of the gradients
-        are computed.
+        If a rank has failed, or does not call the function within the timeout of the group. On
+        GPUs, NCCL ends the process of a rank that has waited too long. Also if gradients of the
+        gradients are computed.
 
     See Also
     --------
@@ -531,16 +542,18 @@ def ring_attention(
 
     Notes
     -----
-    While one part is computed, the next part is on its way. The results of the parts are merged by
-    their logsumexps, in float32 and in a fixed order.
+    A rank computes with one part while the next part is being sent. The results of the parts are
+    merged by their logsumexps, in float32 and in a fixed order.
 
-    The backward pass sends too, so all ranks must run it. A rank whose loss does not use the output
-    makes the others wait until the timeout. Adding ``0 * out.sum()`` to that loss avoids this.
+    The ranks also send in the backward pass, so all ranks must run it. If the loss of a rank does
+    not use the output, the other ranks wait until the timeout. Adding ``0 * out.sum()`` to that
+    loss avoids this.
 
-    The ranks compare their arguments in every call, over gloo. ``window`` and lengths are those of
-    the complete sequence. Without ``causal``, ``window=(left, 0)`` hides the same as ``causal``
-    with ``window=(left, 0)`` if seqlen_q is seqlen_k, and sends less: each part is needed by few
-    neighbours.
+    The ranks compare their arguments in every call, over gloo.
+
+    If seqlen_q equals seqlen_k, ``window=(left, 0)`` hides the same columns with and without
+    ``causal``. It sends less without ``causal``, because the part of a rank is then contiguous and
+    is needed by few other ranks.
 
     Examples
     --------
@@ -570,7 +583,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """(O, L) of this rank's rows; ``ring`` is the call, and ``agreement`` that of its ranks."""
+    """(O, L) of this rank's rows in the call ``ring``; ``agreement`` compares the arguments."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, ring, agreement):
@@ -606,7 +619,8 @@ def ring_split(
     ----------
     x : torch.Tensor
         Tensor of the complete sequence, such as q. Its number of rows along ``dim`` must be a
-        multiple of ``ranks``, and with ``causal`` of ``2 * ranks``.
+        multiple of ``ranks``. With ``causal`` and more than one rank, it must be a multiple of ``2
+        * ranks``.
     rank : int
         Number of the rank, from 0 to ranks - 1.
     ranks : int
@@ -619,8 +633,8 @@ def ring_split(
     Returns
     -------
     torch.Tensor
-        The rank's rows: neighbouring rows, or with ``causal`` chunk ``rank`` followed by chunk ``2
-        * ranks - 1 - rank`` of ``2 * ranks`` chunks (zigzag).
+        The rows of the rank. Without ``causal``, they are contiguous. With ``causal``, they are
+        chunk ``rank`` followed by chunk ``2 * ranks - 1 - rank`` of ``2 * ranks`` chunks (zigzag).
 
     Raises
     ------
@@ -649,7 +663,7 @@ def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tenso
     Parameters
     ----------
     parts : iterable of torch.Tensor
-        One tensor per rank, in the order of the ranks, of equal lengths along ``dim``.
+        One tensor per rank, in the order of the ranks. All must have the same length along ``dim``.
     causal : bool, default False
         Whether the parts are in the zigzag order of ``causal=True``.
     dim : int, default -2
@@ -665,8 +679,8 @@ def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tenso
     TypeError
         If ``causal`` is no bool.
     ValueError
-        If there are no parts, if their lengths along ``dim`` differ, or if that length is odd and
-        ``causal`` is True for more than one part.
+        If there are no parts, or if their lengths along ``dim`` differ. With ``causal`` and more
+        than one part, also if that length is odd.
 
     See Also
     --------

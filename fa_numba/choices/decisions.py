@@ -1,4 +1,4 @@
-"""A request decided: its unit, the shape of its blocks, how many of them share what, and why."""
+"""Decisions for a call: its unit, its tiles, the number of splits, and the reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fa_numba.tiling import Tiles
 
 @dataclass(frozen=True)
 class Decision:
-    """What a pass runs on: its unit, tiles and number of splits.
+    """The unit, the tiles and the number of splits that were chosen for a pass.
 
     Attributes
     ----------
@@ -24,11 +24,13 @@ class Decision:
     tiles : Tiles
         Block sizes, threads and stages of the main kernel.
     spec : Spec
-        Specialisation that the main kernel is compiled for.
+        Compile-time constants of the main kernel.
     splits : int
-        Number of thread blocks that share a row tile or, in the backward pass, a column tile.
+        Number of thread blocks that share a row tile in the forward pass, or a column tile in the
+        backward pass.
     why : mapping of str to str
-        Reasons, by the name of the choice: "tiles", and "kv_splits" or "group_splits".
+        Reason for each choice. The keys are "tiles", and for FlashAttention-2 also "kv_splits" or
+        "group_splits".
     """
 
     unit: Unit

@@ -1,4 +1,4 @@
-"""Plans: the launches and arrays of a call by name, and what they cost."""
+"""Plans: the launches and arrays of a call, with their accesses and FLOPs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
-# Words that threads of a block read together: of options, of a scheduler, of planes.
+# Arrays whose elements the threads of a block read together: options, a scheduler's, planes'.
 UNCOUNTED = (*UNIFORM, "taken", "M", "power", *POWERS)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array that the launches of a plan use: workspace, or an output.
+    """An array that the launches of a plan use: an array of the workspace, or an output.
 
     Attributes
     ----------
@@ -40,12 +40,12 @@ class Buffer:
     zeroed : bool
         Whether the array is filled with zeros before the first launch.
     pitch : int or None
-        Elements from the start of a row to the start of the next row. None means the length of a
-        row.
+        Number of elements from the start of a row to the start of the next row. None means that
+        rows follow each other without a gap.
     like : str
-        Name of the input whose shape an output takes, or "" if the output has ``shape``.
+        Name of the input whose shape the array takes, or "" if the array has ``shape``.
     allocated : tuple of int
-        Shape in memory, with the elements between rows.
+        Shape in memory, which includes the gaps between rows.
     nbytes : int
         Size in memory in bytes.
     host_dtype : str
@@ -61,7 +61,7 @@ class Buffer:
 
     @property
     def allocated(self) -> tuple[int, ...]:
-        """Shape in memory, with the elements between rows."""
+        """Shape in memory, which includes the gaps between rows."""
         return (*self.shape[:-1], self.pitch or self.shape[-1])
 
     @property
@@ -88,7 +88,7 @@ class Untouched:
 
 @dataclass(frozen=True)
 class Boxes:
-    """An array that a kernel copies by boxes, the copy engine's unit (``device.TiledArray``).
+    """An array that a kernel copies in boxes by the copy engine, TMA (``device.TiledArray``).
 
     Attributes
     ----------
@@ -129,8 +129,8 @@ class Grouped:
     heads: int
 
 
-# The name of an array or of a number of the call, a number itself, no array, one by boxes or one by
-# groups of heads.
+# The name of an array or of a number of the call, a number, a stand-in for an unused array, an
+# array that is copied in boxes, or an array with grouped heads.
 Argument = str | int | float | Untouched | Boxes | Grouped
 
 
@@ -145,9 +145,10 @@ class Launch:
     grid : tuple of int
         Number of thread blocks along the three axes of the grid.
     arguments : mapping of str to Argument
-        Arguments by the names of the kernel's parameters, without the last parameter ``options``. A
-        string names an array (Q, K, V, O, dO, L, dQ, dK, dV or workspace) or a number of the call
-        (``scale``, ``score_scale``, ``group``, ``split_rows``; see ``host/execution.py``).
+        Maps the name of each parameter of the kernel, except the last parameter ``options``, to an
+        argument. A string is the name of an array (Q, K, V, O, dO, L, dQ, dK, dV or workspace) or
+        of a number of the call (``scale``, ``score_scale``, ``group``, ``split_rows``; see
+        ``host/execution.py``).
     """
 
     kernel: Kernel = field(compare=False)
@@ -156,7 +157,7 @@ class Launch:
 
     @classmethod
     def of(cls, kernel: Kernel, grid: tuple[int, int, int], **bound: Argument) -> Launch:
-        """Return a launch whose parameters take the array or number of their own name.
+        """Return a launch in which each parameter takes the array or number of the same name.
 
         Parameters
         ----------
@@ -165,7 +166,7 @@ class Launch:
         grid : tuple of int
             Number of thread blocks along the three axes of the grid.
         **bound : Argument
-            Other arguments, by the name of the parameter that takes them.
+            Arguments with another name than the parameter, by the name of the parameter.
 
         Returns
         -------
@@ -185,7 +186,7 @@ class Launch:
 
 
 def takes_options(kernel: Kernel) -> bool:
-    """Return whether a kernel's last parameter is ``options``, the options' arguments by name."""
+    """Return whether a kernel's last parameter is ``options``, the tuple of option arguments."""
     return hasattr(kernel.argument_types[-1], "instance_class")
 
 
@@ -197,7 +198,7 @@ def parameters(kernel: Kernel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """One launch of a plan in numbers.
+    """One launch of a plan: the kernel, the grid and the size of a thread block.
 
     Attributes
     ----------
@@ -206,7 +207,7 @@ class KernelPlan:
     grid : tuple of int
         Number of thread blocks along the three axes of the grid.
     threads : int
-        Threads of a thread block.
+        Number of threads of a thread block.
     shared_bytes : int
         Shared memory of a thread block in bytes.
 
@@ -223,25 +224,25 @@ class KernelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """The launches of a call in their order, and their arrays by name.
+    """The launches of a call in their order, and the arrays that they use.
 
     Attributes
     ----------
     launches : tuple of Launch
         The launches in their order.
     workspace : tuple of Buffer
-        Temporary device memory, besides inputs and outputs.
+        Arrays of the workspace: temporary device memory, besides inputs and outputs.
     outputs : tuple of Buffer
         Arrays that the call returns.
     updated : tuple of str
-        Names of the inputs that are written in place.
+        Names of the inputs that the launches write to.
     uncounted : tuple of str
-        Names of the arrays that the emulator's counts leave out. All threads of a thread block read
-        the elements of these arrays together.
+        Names of the arrays whose accesses the emulator does not count. All threads of a thread
+        block read the elements of these arrays together.
     kernels : tuple of KernelPlan
         Name, grid, threads and shared memory of each launch.
     launched : tuple of Kernel
-        Kernel of each launch.
+        Kernel of each launch, as it is compiled.
     workspace_bytes : int
         Size of the workspace in bytes.
     """
@@ -271,10 +272,10 @@ class LaunchPlan:
         return sum(buffer.nbytes for buffer in self.workspace)
 
     def compile(self) -> None:
-        """Compile the kernels for the current GPU, ahead of a call.
+        """Compile the kernels for the current GPU, before the first call needs them.
 
-        Without a GPU it does nothing. Compiled kernels are kept on disk too, in the folder that
-        ``fa_numba.show_config`` prints, for later processes.
+        Without a GPU, this method does nothing. Compiled kernels are also kept on disk for later
+        processes, in the folder that ``fa_numba.show_config`` prints.
         """
         if device.on_gpu():
             for kernel in self.launched:
@@ -282,11 +283,11 @@ class LaunchPlan:
 
 
 class Reasons(dict[str, str]):
-    """Reasons for what a plan has chosen: a dictionary from the name of a choice to a sentence.
+    """Reasons for the choices in a plan: a dictionary from the name of a choice to a sentence.
 
-    ``print`` shows one line for each choice. The names are "unit", "tiles" and, where there is a
-    choice, "kv_splits" or "group_splits". With a prefix, the reasons for the prefix's pass begin
-    with "prefix: ".
+    ``print`` shows one line for each choice. The names are "unit" and "tiles". "fa2" also has
+    "kv_splits" in a forward pass, and "group_splits" in a backward pass. With a prefix, the names
+    for the pass over the prefix begin with "prefix: ".
     """
 
     def __str__(self) -> str:
@@ -295,9 +296,9 @@ class Reasons(dict[str, str]):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(LaunchPlan):
-    """What a call of attention launches, and what it costs.
+    """The plan of a call of attention: launches, workspace, accesses and FLOPs.
 
-    ``fa_numba.plan`` returns it. ``print`` shows it as a table.
+    ``fa_numba.plan`` returns a plan. ``print`` shows a plan as a table.
 
     Attributes
     ----------
@@ -314,14 +315,15 @@ class Plan(LaunchPlan):
     kernels : tuple of KernelPlan
         Name, grid, threads and shared memory of each launch, in their order.
     workspace : tuple of Buffer
-        Temporary device memory, besides inputs and outputs.
+        Arrays of the workspace: temporary device memory, besides inputs and outputs.
     workspace_bytes : int
         Size of the workspace in bytes.
     outputs : tuple of Buffer
         Arrays that the call returns.
     accesses : Accesses
-        Loads and stores of global memory in elements, by array. They are exact, from the closed
-        form.
+        Number of loads and stores of global memory in elements, by array, from the closed form.
+        The numbers are those that the emulator counts. The arrays in ``uncounted`` are left out.
+        With a ``block_table`` and no ``kv_lens``, all pages of each sequence are taken as full.
     flops : int
         FLOPs of the matrix products, by FlashAttention-2's convention (section 4.1).
     why : Reasons
@@ -332,31 +334,34 @@ class Plan(LaunchPlan):
         Number of thread blocks that share a column tile of a K/V head. Backward pass of "fa2", else
         1.
     split_rows : int
-        Rows of q that one thread block of "fa1" takes; 0 for the other algorithms.
+        Number of rows of q that one thread block of "fa1" takes; 0 for the other algorithms.
     warp_partition : str
-        What the warps of a thread block share: "rows" of q, or "keys", rows of k and v.
+        How the warps of a thread block divide the work: by "rows" of q, or by "keys", the rows of k
+        and v.
     ablated : tuple of str
-        Optimisations that are switched off.
+        Names of the optimisations that are switched off.
     score_unit : float
-        Factor of the scores besides ``scale``: log2(e) where kernels use powers of 2, else 1.
+        Factor of the scores in addition to ``scale``. It is log2(e) for "fa1" and "fa2", which
+        compute powers of 2, and 1 for "standard".
     block_mask : numpy.ndarray of bool or None
         Visited blocks of S, if the call has a block mask.
     launches : tuple of Launch
-        Kernels with their arguments.
+        The kernels with their grids and arguments, in the order of the launches.
     launched : tuple of Kernel
         Kernel of each launch, as it is compiled.
     updated : tuple of str
-        Names of the inputs that are written in place; none for attention.
+        Names of the inputs that the launches write to; none for attention.
     uncounted : tuple of str
-        Names of the arrays that are no part of ``accesses``, such as ``sinks`` and lengths.
+        Names of the arrays whose accesses are not counted, such as ``sinks`` and lengths.
     count : function
         Function that computes ``accesses``, with the argument ``block_mask``.
     request : Request
-        Choices, problem and device that the plan was made for, with the unit that was decided.
+        Choices, problem and device that the plan was made for, with the unit that was chosen.
     asked : Request or None
-        The request as ``planned`` was given it, before anything was decided.
+        The same request before a unit was chosen, with "auto" or None where the caller chose
+        nothing.
     decided : Decision
-        Unit, tiles, specialisation and splits of the main kernel.
+        Unit, tiles, compile-time constants and splits of the main kernel.
 
     See Also
     --------
@@ -364,8 +369,8 @@ class Plan(LaunchPlan):
 
     Notes
     -----
-    The methods of a plan are ``compile``, which compiles the kernels ahead of a call, and ``of``,
-    which the package uses to make a plan.
+    A plan has two methods. ``compile`` compiles the kernels before the first call needs them. The
+    package makes a plan with ``of``.
 
     Examples
     --------
@@ -408,20 +413,20 @@ class Plan(LaunchPlan):
         request : Request
             Choices, problem and device that the plan is for.
         decided : Decision
-            Unit, tiles, specialisation and splits of the main kernel.
+            Unit, tiles, compile-time constants and splits of the main kernel.
         launches : sequence of Launch
             The launches in their order.
         workspace : sequence of Buffer
-            Temporary device memory.
+            Arrays of the workspace.
         count : function
             Function that computes the accesses, with the argument ``block_mask``.
         split_rows : int, default 0
-            Rows of q that one thread block of "fa1" takes.
+            Number of rows of q that one thread block of "fa1" takes.
 
         Returns
         -------
         Plan
-            The plan. Its outputs have the shapes of the caller's arrays.
+            The plan. Each output has the shape of the array that the call returns.
         """
         p, choices = request.problem, request.choices
         forward = choices.passes == "fwd"
@@ -469,9 +474,9 @@ class Plan(LaunchPlan):
 
     @functools.cached_property
     def accesses(self) -> io_model.Accesses:
-        """Loads and stores of global memory in elements, by array, from the closed form.
+        """Number of loads and stores of global memory in elements, by array, from the closed form.
 
-        With a block mask they depend on ``block_mask``.
+        The arrays in ``uncounted`` are left out.
         """
         return self.count(block_mask=self.block_mask)
 

@@ -16,25 +16,25 @@ EMPTY, MIXED, FULL = 0, 1, 2
 class BlockMask:
     """A ``mask_mod`` and the blocks of S that it leaves empty, full or mixed.
 
-    ``fa_numba.create_block_mask`` makes it, and attention takes it as ``block_mask``. ``print``
-    shows the share of empty, full and mixed blocks.
+    ``fa_numba.create_block_mask`` returns a block mask, and attention takes it as ``block_mask``.
+    ``print`` shows the shares of empty, full and mixed blocks.
 
     Attributes
     ----------
     mask_mod : function
-        The function, with the values that it used when the mask was made.
+        The function. It uses the numbers and arrays that it used when the mask was made.
     tiles : Tiles
         Block sizes of the mask.
     shape : tuple of int
         Shape of the mask: (batch or 1, heads_q or 1, ceil(seqlen_q / Br), ceil(seqlen_k / Bc)).
     captured : Captured
-        The function as kernels take it, and the values that it uses.
+        The function in the form that kernels are compiled with, and the values that it uses.
     lists : Lists
-        Arrays that kernels read to find the next visited block.
+        Arrays from which kernels read the next visited block of each row and column of blocks.
     blocks : numpy.ndarray of uint8
-        State of each block: 0 is empty, 1 is mixed, 2 is full.
+        State of each block: 0 for an empty, 1 for a mixed, 2 for a full block.
     visited : numpy.ndarray of bool
-        Which blocks are not empty.
+        Whether each block is visited: True for mixed and full blocks.
 
     See Also
     --------
@@ -59,16 +59,17 @@ class BlockMask:
 
     @functools.cached_property
     def blocks(self) -> np.ndarray:
-        """State of each block, uint8 of the mask's shape.
+        """State of each block, an array of uint8 with the shape of the mask.
 
-        0 is empty: no row of the block sees a column of the block. 2 is full: every row sees every
-        column. 1 is mixed. A mask on a GPU is copied to the host at the first access.
+        0 means empty: no row of the block sees a column of the block. 2 means full: every row of
+        the block sees every column of the block. 1 means mixed, which is everything else. States on
+        a GPU are copied to the host at the first access.
         """
         return self.lists.states()
 
     @property
     def visited(self) -> np.ndarray:
-        """Which blocks are visited, bool of the mask's shape, as an array for ``block_mask``."""
+        """Whether each block is visited: an array of bool that ``block_mask`` takes too."""
         return self.blocks != EMPTY
 
     def __str__(self) -> str:

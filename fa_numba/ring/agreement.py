@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Meant:
-    """The arguments of a rank's call, or the error that refuses it, with a hash of 62 bits."""
+    """The arguments of a rank's call, or the error that refuses the call, with a 62-bit hash."""
 
     def __init__(self, call: Mapping[str, Any], failure: Exception | None = None):
         self.failure = failure
@@ -21,11 +21,11 @@ class Meant:
 class Agreement:
     """Comparison of all ranks' arguments, in every call.
 
-    The ranks compare their hashes on the host, over gloo, so that no GPU waits: the hashes are
-    equal if the largest one is the smallest one. The comparison starts at once and ends in
-    ``wait``, so that a rank can compute meanwhile what needs no other rank. Only if hashes differ
-    do the ranks exchange their arguments. No rank relies on an earlier call: a rank that makes a
-    call known to all still notices if another rank makes a different known call.
+    The ranks compare their hashes on the host, over gloo, so no GPU waits. The hashes are equal if
+    the largest hash equals the smallest hash. The comparison starts at once and ends in ``wait``.
+    Between the two, a rank can compute what needs no other rank. The ranks exchange their arguments
+    only if hashes differ. The comparison is made in every call, also if all ranks have made the
+    same call before, because another rank may make a different call now.
     """
 
     def __init__(self, group: Any, meant: Meant):
@@ -77,7 +77,7 @@ class Agreement:
 
 
 def _difference(means: list[Mapping[str, Any]]) -> str:
-    """Return in words what differs between the ranks, each value with its ranks."""
+    """Return a message that names what differs between the ranks, and on which ranks."""
     errors = {n: x["error"] for n, x in enumerate(means) if "error" in x}
     if errors:
         return "ring_attention failed on some ranks: " + "; ".join(
@@ -99,9 +99,9 @@ _hosts: dict[Any, Any] = {}
 
 
 def _on_host(dist: Any, group: Any) -> Any:
-    """Return the group itself if it is of gloo, else a group of gloo with the same ranks.
+    """Return the group if its backend is gloo, else a group of gloo with the same ranks.
 
-    The other group is made once.
+    The group of gloo is made once per group.
     """
     if dist.get_backend(group) == "gloo":
         return group
@@ -115,7 +115,7 @@ def _on_host(dist: Any, group: Any) -> Any:
 
 
 def _timeout(group: Any) -> Any:
-    """Return the timeout of a group if torch tells it, else None, which is torch's default."""
+    """Return the timeout of a group if torch has it, else None, which means torch's default."""
     torch = sys.modules["torch"]
     try:
         return group._get_backend(torch.device("cuda")).options._timeout

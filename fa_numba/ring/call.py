@@ -28,9 +28,9 @@ def prepared(
 ) -> tuple[Ring, Agreement]:  # fmt: skip
     """Return the ring of a call, and its agreement with the other ranks.
 
-    Nothing may be sent before the agreement has been waited for. ``options`` are all other
-    arguments of ``ring_attention``. If any rank refuses the call, all ranks raise: here or in
-    ``Agreement.wait``. A call like an earlier one is not checked again, and does not wait here.
+    The caller must call ``wait`` of the agreement before it sends anything. ``options`` are all
+    other arguments of ``ring_attention``. If any rank refuses the call, all ranks raise: here or in
+    ``Agreement.wait``. If an equal call was checked before, this function neither checks nor waits.
     """
     dist = sys.modules["torch"].distributed
     if not dist.is_available() or not dist.is_initialized():
@@ -70,7 +70,7 @@ def prepared(
             for name, x in {"q": q, "k": k, "v": v, "sinks": sinks}.items()
         }
         meant = Meant(parts | options | {"gradients": differentiable, "dlse": ring.dlse})
-    except Exception as error:  # of any kind: the other ranks wait to be told
+    except Exception as error:  # of any kind: the other ranks wait for the comparison
         meant = Meant({}, error)
     agreement = Agreement(group, meant)
     agreement.wait()
@@ -85,7 +85,7 @@ def prepared(
 
 
 class Known(NamedTuple):
-    """A kind of call that was checked, and that all ranks have made once."""
+    """A call that was checked, and that all ranks have made once."""
 
     ring: Ring
     meant: Meant
@@ -191,7 +191,7 @@ def _mask_of(
 
 
 def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> None:
-    """Raise the errors that attention over the rank's own part would raise."""
+    """Raise the errors that attention over this rank's part would raise."""
     first, mask = operand("q", q.detach()), ring.mask
     common = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
     if mask is not None:
@@ -206,9 +206,9 @@ def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> No
 
 
 def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:
-    """Return the options of backward passes, with ``own`` as their tiles.
+    """Return the options of the backward pass: ``deterministic``, and ``own`` as ``tiles``.
 
-    Raise for a value that they do not take.
+    TypeError or ValueError is raised for a value that the backward pass does not take.
     """
     if own is not None and not isinstance(own, Tiles):
         raise TypeError(f"backward_tiles must be a Tiles(Br=..., Bc=...) or None, got {own!r}")

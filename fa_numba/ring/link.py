@@ -15,21 +15,21 @@ from typing import Any
 
 @dataclass
 class LinkBytes:
-    """Bytes that a rank has sent and received.
+    """Number of bytes that a rank has sent and received.
 
     Attributes
     ----------
     sent : int
-        Bytes sent.
+        Number of bytes sent.
     received : int
-        Bytes received.
+        Number of bytes received.
     """
 
     sent: int = 0
     received: int = 0
 
 
-# Fills that a copy between GPUs has ahead of the next kernel.
+# Number of one-element fills between the start of a copy between GPUs and the next kernel.
 LEAD = 8
 
 _counted: ContextVar[LinkBytes | None] = ContextVar("fa_numba_link_bytes", default=None)
@@ -37,16 +37,16 @@ _counted: ContextVar[LinkBytes | None] = ContextVar("fa_numba_link_bytes", defau
 
 @contextlib.contextmanager
 def count_link() -> Iterator[LinkBytes]:
-    """Count the bytes that this rank sends and receives inside.
+    """Count the bytes that this rank sends and receives in a ``with`` block.
 
-    It is a context manager around calls of ``ring_attention``. A backward pass counts with its
-    forward pass, whenever it runs. The comparison of arguments before each call, some dozens of
-    bytes, is not counted.
+    It is a context manager around calls of ``ring_attention``. A call in the block also counts the
+    bytes of its backward pass, even if the backward pass runs after the block. The comparison of
+    arguments before each call, some dozens of bytes, is not counted.
 
     Yields
     ------
     LinkBytes
-        Bytes sent and received. They grow with each call.
+        Numbers of bytes that were sent and received so far. They grow with each call.
 
     See Also
     --------
@@ -77,7 +77,7 @@ def counter() -> LinkBytes | None:
 class Exchange:
     """A message that is being sent and a message that is being received.
 
-    ``wait`` returns the received one.
+    ``wait`` returns the received message.
     """
 
     link: Link
@@ -101,13 +101,13 @@ class Exchange:
                 f"{self.link.at(-self.hop)} and {self.link.at(self.hop)} of the ring did not "
                 f"complete in time; another rank has failed or is late ({error})"
             ) from error
-        # Kept until here: memory that is read or written meanwhile belongs to nobody else.
+        # Kept until here: the memory must not be reused while it is read or written.
         self.sent, self.works = (), ()
         return self.received
 
 
 class Link:
-    """The ring of a process group, seen from this rank; ``counted`` takes the bytes, if given."""
+    """The ring of a process group, seen from this rank; ``counted`` counts the bytes, if given."""
 
     def __init__(self, group: Any, counted: LinkBytes | None = None):
         dist = sys.modules["torch"].distributed
@@ -125,11 +125,11 @@ class Link:
 
         The tensors must be contiguous. Either list may be empty.
 
-        On a GPU, the exchange runs on a stream of its own. It starts after the work that the
-        current stream already has. Work that the current stream gets after this call runs at the
-        same time, but starts after the copy has started: a kernel that takes every multiprocessor
-        until its end would leave the copy no multiprocessor. Nothing reports that the copy has
-        started. So the current stream also waits for a few fills of one element, which take some
+        On a GPU, the exchange runs on a second stream. It starts after the work that is already in
+        the current stream. Work that is added to the current stream after this call runs at the
+        same time as the copy, but must start later. Otherwise a kernel could take all
+        multiprocessors and leave none for the copy. Nothing reports that the copy has started. The
+        current stream therefore also waits for a few fills of one element, which take some
         microseconds each.
         """
         torch = sys.modules["torch"]
@@ -161,7 +161,7 @@ class Link:
     def met(self, like: Any) -> None:
         """Run one small collective operation of NCCL, once per group.
 
-        The first messages of NCCL need all ranks, and some ranks send none.
+        The first messages of NCCL need all ranks, but with a mask some ranks send no message.
         """
         torch = sys.modules["torch"]
         dist = torch.distributed

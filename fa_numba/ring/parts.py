@@ -1,9 +1,10 @@
-"""Results over parts of the columns or rows, and their sum.
+"""Sums of results over parts of the columns or rows.
 
-A kernel rounds its result to q's dtype. A sum of several results is in float32 until the last one
-has been added; then the sum is rounded to q's dtype. The error is therefore one rounding per part,
-times the weight of the part, and one rounding of the sum. If there are only two parts, as between
-two ranks, the second one is added to the first one in q's dtype. That rounds as often.
+A kernel rounds its result to q's dtype. A sum of several results is in float32 until the last
+result has been added. Then the sum is rounded to q's dtype. The error is therefore one rounding per
+part, times the weight of the part, and one rounding of the sum. If there are only two parts, as
+with two ranks, the second result is added to the first result in q's dtype. The number of roundings
+is then the same.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from fa_numba.ring.visible import Span
 
 
 class Part(NamedTuple):
-    """Gradients, or O with its L. It is empty if a pass has no result of a kind.
+    """A result: gradients, or O with its L. A part without tensors is no result.
 
     Attributes
     ----------
     tensors : sequence of torch.Tensor
         The gradients, or O.
     lse : torch.Tensor or None
-        L, if the tensor is O.
+        L, if the result is O.
     """
 
     tensors: Sequence[Any] = ()
@@ -36,10 +37,10 @@ class Part(NamedTuple):
         return [*self.tensors] if self.lse is None else [*self.tensors, self.lse]
 
     def beside(self, other: Part, axis: int) -> Part:
-        """Return these heads followed by the heads of ``other``, for the same rows.
+        """Return the heads of this part followed by the heads of ``other``, for the same rows.
 
-        ``axis`` is the axis of the heads. A tensor that is the same in both already contains all
-        heads.
+        ``axis`` is the axis of the heads. If both parts have the same tensor object, the tensor
+        already contains all heads.
         """
         cat = sys.modules["torch"].cat
         pairs = zip(self.tensors, other.tensors, strict=True)
@@ -48,7 +49,7 @@ class Part(NamedTuple):
 
 
 class Kind:
-    """Shape and dtype of a kind of parts.
+    """Shape and dtype of parts.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class Kind:
     lse : bool, default False
         Whether the parts have an L, (batch, heads, rows).
     columns : int, optional
-        Number of columns, if it differs from that of ``like``.
+        Length of the last axis, if it differs from ``like``.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Kind:
         return sys.modules["torch"].float32 if wide else self.like[0].dtype
 
     def part(self, span: Span, wide: bool, empty: bool = False) -> Part:
-        """Return a part of rows that see nothing: 0, and L = -inf.
+        """Return the part of rows that see no column: 0, and L = -inf.
 
         With ``empty`` the memory is not initialised.
         """
@@ -101,7 +102,8 @@ class Kind:
 class Sum:
     """The sum of parts of the rows ``span``, added in the order in which they arrive.
 
-    If ``wide``, the sum is in float32. Otherwise it is in q's dtype, and rounded with each part.
+    If ``wide``, the sum is in float32. Otherwise it is in q's dtype, and is rounded after each
+    addition.
     """
 
     def __init__(self, kind: Kind, span: Span, wide: bool):
@@ -128,7 +130,7 @@ class Sum:
                 merging.add(x, y, kind.layout)
             return
         lse = cut(into.lse, entries, rows, begin, 2)
-        # The kernel's threads of a row all read its L: the old one is elsewhere.
+        # All threads of a row read the old L, so the new L is written to other memory.
         merging.merge(mine[0], lse.clone(), more.tensors[0], more.lse, lse, kind.layout)
 
     def whole(self) -> Part:

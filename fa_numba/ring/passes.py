@@ -1,10 +1,10 @@
 """The forward and the backward pass of a rank.
 
 The travelling operands stop at ranks that compute something with them (``visible.Course``). A stop
-has two kinds of results. Results of the operands that stay are summed on their rank. Results of the
-travelling operands are sent after these operands, one stop later, and return to the owner after the
-last stop. The owner keeps the result of its own part: the message starts at the first rank after
-the owner, and each stop adds a result.
+computes two kinds of results. Results of the operands that stay are summed on their rank. Results
+of the travelling operands follow these operands one stop later, and return to the owner after the
+last stop. The message starts at the first stop after the owner, and each stop adds a result to it.
+The owner keeps the result of its own part, and adds the message to it at the end.
 
 With travels="kv", O and dQ stay, and dK and dV are sent. With travels="q", O and dQ are sent, and
 dK and dV stay.
@@ -26,14 +26,14 @@ from fa_numba.ring.visible import Course, Mask, Piece, Span, course_of
 
 T = TypeVar("T")
 
-# EARLY: multiplications and additions that take a GPU about as long as the ranks' agreement. A part
-# with LONG times as many gains nothing from an early start.
+# EARLY: number of multiplications and additions that take a GPU about as long as the ranks'
+# agreement. A part with LONG times this number gains nothing from an early start.
 EARLY, LONG = 2**38, 16
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Some K/V heads, ``count`` of them from ``first`` on, and the query heads that share them.
+    """The K/V heads ``first`` to ``first + count - 1``, and the query heads that read them.
 
     ``of`` is the number of all K/V heads.
     """
@@ -43,13 +43,13 @@ class Heads:
     of: int
 
     def among(self, x: Any, axis: int) -> Any:
-        """Return a view of these heads of a tensor with K/V heads or query heads along an axis."""
+        """Return a view of these heads of a tensor, whose ``axis`` has K/V heads or query heads."""
         group = x.shape[axis] // self.of
         return x.narrow(axis, self.first * group, self.count * group)
 
 
-# A function of a piece, some K/V heads (None for all), the piece's q with the tensors that belong
-# to it, and the piece's k and v. It returns the results of the rows and of the columns.
+# A function of a piece, some K/V heads (None for all), the piece's q with the other tensors of its
+# rows, and the piece's k and v. It returns the results of the rows and of the columns.
 Call = Callable[[Piece, Heads | None, Sequence[Any], Sequence[Any]], tuple[Part, Part]]
 
 
@@ -76,7 +76,7 @@ class Ring:
     mask : Mask or None
         Window or lengths of the complete sequence.
     dlse : bool
-        Whether rows that travel in the backward pass take a gradient of L with them.
+        Whether a gradient of L is sent with the rows that travel in the backward pass.
     """
 
     link: Link
@@ -102,7 +102,7 @@ class Ring:
         )
 
     def turned(self, of_rows: T, of_columns: T) -> tuple[T, T]:
-        """Return the two arguments in the order travelling, staying; or turn that order back."""
+        """Return the arguments as (travelling, staying), or such a pair as (rows, columns)."""
         return (of_rows, of_columns) if self.travels == "q" else (of_columns, of_rows)
 
     def rows(
@@ -113,12 +113,12 @@ class Ring:
         entries: Span | None = None,
         heads: Heads | None = None,
     ) -> Any:
-        """Return a view of some rows of an operand whose first row is number ``begin``."""
+        """Return a view of some rows of an operand, whose first row has the number ``begin``."""
         x = cut(x, (0, x.shape[0]) if entries is None else entries, rows, begin, self._axis(x))
         return x if heads is None else heads.among(x, 3 - self._axis(x))
 
     def room(self, like: Any, span: Span, columns: int | None = None) -> Any:
-        """Return new memory for these rows of an operand, with ``columns`` columns if given."""
+        """Return new memory for these rows of an operand; ``columns`` is the last axis if given."""
         shape = with_rows(like, self._axis(like), span[1] - span[0], columns)
         return sys.modules["torch"].empty(shape, dtype=like.dtype, device=like.device)
 
@@ -132,8 +132,8 @@ def forward(
 ) -> tuple[Any, Any]:
     """Return (O, L) of this rank's rows.
 
-    ``agreement`` is waited for before anything is sent. ``sinks`` are treated as a part of their
-    own with output 0: the sum of each row starts with its sink.
+    The function waits for ``agreement`` before anything is sent. ``sinks`` are treated as an
+    additional part with output 0: the sum of each row starts with the sink of the head.
     """
     whole, columns = None, v.shape[-1]  # O of all heads, where calls are of some
 
@@ -167,8 +167,8 @@ def backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return (dQ, dK, dV) of this rank's rows and columns, and with ``sinks`` dsinks of its rows.
 
-    ``out`` and ``lse`` are those of the complete rows. P = exp(S - L) and D = rowsum(dO o O) - dL
-    of any columns need no more.
+    ``out`` and ``lse`` are results over all columns. They are enough for P = exp(S - L) and
+    D = rowsum(dO o O) - dL of any part of the columns.
     """
 
     def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
@@ -185,7 +185,7 @@ def backward(
     found = of_rows.tensors[0], *of_columns.tensors
     if sinks is None:
         return found
-    # It takes L and D of all rows, whatever columns they see: a call over one has both.
+    # dsinks needs only L and D of all rows, so a call over one column is enough.
     one_k, one_v = (x.narrow(ring.axis, 0, 1) for x in (k, v))
     *_, dsinks = fa_numba.attention_backward(
         dout, q, one_k, one_v, out, lse, dlse=dlse, sinks=sinks, return_dsinks=True,
@@ -198,14 +198,14 @@ def _around(
     ring: Ring, of_q: Sequence[Any], of_kv: Sequence[Any], call: Call, kinds: tuple[Kind, Kind],
     agreement: Agreement | None = None, first: Part | None = None,
 ) -> tuple[Part, Part]:  # fmt: skip
-    """Return the results of all stops, of this rank's rows and of its columns.
+    """Return the sums over all stops of the results of this rank's rows and of its columns.
 
-    ``kinds`` describe both results. With a ``first`` part, it is the first summand of the rows, in
-    float32.
+    ``kinds`` describe both results. ``first``, if given, is the first summand of the rows; the sum
+    is then in float32.
 
     Without a mask, the rank's own part is computed in groups of heads. The first group is computed
     before the ranks have agreed, so that the GPU does not wait for the agreement. If results
-    travel, the last group is computed at the end, while the last results are on their way.
+    travel, the last group is computed at the end, while the last results are being sent.
     """
     link, turned, course = ring.link, ring.turned, ring.course(of_q[0], of_kv[0])
     last, rank = len(course.stops) - 1, link.rank
@@ -226,10 +226,10 @@ def _around(
     def computed(
         piece: Piece, held: Sequence[Any], begin: int, heads: Heads | None = None
     ) -> tuple[Part, Part]:
-        """Return the results of a piece, of the travelling and of the staying operands.
+        """Return the results of a piece as (travelling, staying).
 
-        ``held`` are the travelling operands that are here, and ``begin`` is the number of their
-        first row.
+        ``held`` are the travelling operands that are on this rank, and ``begin`` is the number of
+        their first row.
         """
         moving, still = turned(piece.rows, piece.columns)
         there = [ring.rows(x, moving, begin, piece.entries, heads) for x in held]
@@ -237,7 +237,7 @@ def _around(
         return turned(*call(piece, heads, *turned(there, here)))
 
     def compute_own(shares: list[Heads | None], done: bool) -> None:
-        """Compute groups of heads of the rank's own part, and add the result if ``done``."""
+        """Compute groups of heads of the rank's own part; if ``done``, add it to the sums."""
         for piece in pieces[0]:
             for heads in shares:
                 more = computed(piece, travelling, 0, heads)
@@ -255,10 +255,10 @@ def _around(
     compute_own(early, False)
     if agreement is not None:
         agreement.wait()
-    held, begin = travelling, 0  # what travels as it is here, and its first row
-    coming: Exchange | None = None  # the same for the next stop
-    sums: Exchange | None = None  # results of what travels, of the stop before
-    behind: list[tuple[Part, Span, Span]] = []  # what is added when the own part is there
+    held, begin = travelling, 0  # the travelling operands on this rank, and their first row
+    coming: Exchange | None = None  # the travelling operands of the next stop
+    sums: Exchange | None = None  # results of the travelling operands from the stop before
+    behind: list[tuple[Part, Span, Span]] = []  # results that are added after the own part
     for n in range(last + 1):
         owner, arrives = course.at(rank, n), course.at(rank, n + 1)
         if coming is not None:
@@ -294,7 +294,7 @@ def _around(
         )
     if later:
         compute_own(later, True)
-    for each in behind:  # of two parts the own one, of all rows, takes the other
+    for each in behind:  # the own part, which has all rows, comes first
         ours.take(*each)
     if sums is not None:
         _take(theirs, sums, come_home)
@@ -302,7 +302,7 @@ def _around(
 
 
 def _take(into: Sum, sums: Exchange, rows: Span) -> None:
-    """Wait for results of these rows from the previous rank, and add them."""
+    """Wait for results of these rows from the previous stop, and add them to ``into``."""
     came = sums.wait()
     if came:
         into.take(Part(came[:-1], came[-1]) if into.kind.lse else Part(came), rows)
@@ -311,10 +311,8 @@ def _take(into: Sum, sums: Exchange, rows: Span) -> None:
 def _shares(ring: Ring, q: Any, k: Any, early: bool, last: bool) -> list[list[Heads | None]]:
     """Return the groups of K/V heads of a rank's own part, in three lists.
 
-    The lists are for the time before the agreement, after it, and at the end.
-
-    None stands for all heads. The groups depend on the call only, so that equal calls give equal
-    bits.
+    The first list is computed before the agreement, the second after it, and the third at the end.
+    None means all heads. The groups depend only on the call, so equal calls give equal bits.
     """
     heads = k.shape[3 - ring.axis]
     if ring.link.ranks == 1 or heads == 1 or ring.mask is not None:

@@ -1,12 +1,12 @@
-"""Which rank computes what at which step, and what it then sends. torch is not used here.
+"""The schedule of a ring: which rank computes what at which step. torch is not used here.
 
 There are P ranks and P steps, 0 to P - 1. Each rank has a part of the sequence that stays, and a
-part that travels. At step s, rank r has the travelling part of rank (r - s) mod P: at step 0 its
-own, then the one that the rank before it had.
+part that travels. At step s, rank r has the travelling part of rank (r - s) mod P. At step 0 this
+is its own part; at each later step it is the part that the previous rank had one step before.
 
-Without a mask, each call is over all rows and all columns. Under a causal mask the sequence is cut
-into 2P chunks. Rank r holds chunk r followed by chunk 2P - 1 - r (zigzag), so that all ranks do
-equal work:
+Without a mask, each call is over all rows and all columns. With a causal mask, the sequence is cut
+into 2P chunks. Rank r has chunk r followed by chunk 2P - 1 - r (zigzag), so that all ranks do equal
+work:
 
 ======================= ========================================================================
 columns of k belong to  what is computed
@@ -16,7 +16,7 @@ an earlier rank         all rows see the first half of the columns; no row sees 
 a later rank            the second half of the rows sees all columns; the first half sees none
 ======================= ========================================================================
 
-There is one call per step. Only the call of step 0 has a mask.
+There is one call of attention per step. Only the call of step 0 has a mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALL, FIRST, LAST = "all", "first", "last"
 
 
 class Work(NamedTuple):
-    """The call of one step: which rows, which columns, and whether the call is causal.
+    """The call of attention in one step: which rows, which columns, and whether it is causal.
 
     Attributes
     ----------
@@ -46,12 +46,12 @@ class Work(NamedTuple):
 
 
 def owner_at(rank: int, step: int, ranks: int) -> int:
-    """Return the rank whose travelling part is at ``rank`` at a step.
+    """Return the rank that owns the travelling part which is at ``rank`` at a step.
 
     Parameters
     ----------
     rank : int
-        Rank that has the part.
+        Rank at which the part is at this step.
     step : int
         Number of the step, from 0.
     ranks : int
@@ -71,7 +71,7 @@ def owner_at(rank: int, step: int, ranks: int) -> int:
 
 
 def work(q_rank: int, k_rank: int, causal: bool) -> Work:
-    """Return what is computed of the rows of one rank with the columns of another rank.
+    """Return the call of attention for the rows of one rank and the columns of another rank.
 
     Parameters
     ----------
@@ -100,14 +100,14 @@ def work(q_rank: int, k_rank: int, causal: bool) -> Work:
 
 
 def span(half: str, size: int) -> tuple[int, int]:
-    """Return (begin, end) of all rows, or of half of the rows, of ``size`` rows."""
+    """Return (begin, end) of all rows, or of the first or last half of ``size`` rows."""
     if half == ALL:
         return 0, size
     return (0, size // 2) if half == FIRST else (size // 2, size)
 
 
 def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, int]]:
-    """Return the rows of a sequence that a rank holds, in the order in which it holds them.
+    """Return the rows of the complete sequence that a rank has, in their order on the rank.
 
     Parameters
     ----------
@@ -116,16 +116,16 @@ def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, i
     ranks : int
         Number of ranks.
     size : int
-        Rows of the complete sequence: a multiple of ``ranks``, and of ``2 * ranks`` with a causal
-        mask.
+        Number of rows of the complete sequence. It must be a multiple of ``ranks``. With a causal
+        mask and more than one rank, it must be a multiple of ``2 * ranks``.
     causal : bool
         Whether the sequence has a causal mask.
 
     Returns
     -------
     list of tuple of int
-        (begin, end) of each piece: one piece without a mask, and chunks ``rank`` and ``2 * ranks -
-        1 - rank`` with a causal mask.
+        (begin, end) of each piece. Without a causal mask there is one piece. With a causal mask,
+        the pieces are chunk ``rank`` and chunk ``2 * ranks - 1 - rank``.
 
     Raises
     ------

@@ -1,14 +1,14 @@
 """Which rows see which columns if the sequence has a window or lengths. torch is not used here.
 
 The window is given in positions of the complete sequence. Row i sees the columns from i + D - left
-to i + D + right, where D is the number of valid columns minus the number of valid rows; this is the
-alignment of ``attention``. A rank has a chunk of rows and a chunk of columns, which can be
-anywhere. Rows that see no column of the chunk, and columns that no row of the chunk sees, are cut
-off. After that the last row sees the last column. The window of a call is aligned to that corner,
-so a window with sides of 0 or more describes what is left.
+to i + D + right, where D is the number of valid columns minus the number of valid rows. This is the
+alignment of ``attention``. A chunk of rows and a chunk of columns can be at any positions. Rows
+that see no column of the chunk, and columns that no row of the chunk sees, are cut off. Then the
+last remaining row sees the last remaining column. The window of a call of attention is aligned to
+that corner. The remaining mask is therefore a window whose sides are 0 or more.
 
-Travelling operands skip the ranks at which no rank computes anything. They go from stop to stop,
-and then home.
+A step is skipped if no rank computes anything in it. The travelling operands go from one remaining
+step, a stop, to the next stop, and finally back to their owner.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """What is hidden in the complete sequence.
+    """The window and the valid lengths of the complete sequence.
+
+    Row i has the diagonal column i + D, where D is the number of valid columns minus the number of
+    valid rows.
 
     Attributes
     ----------
     left : int or None
-        Columns that a row sees before its diagonal column; None for all.
+        Number of columns that a row sees before its diagonal column; None for all.
     right : int or None
-        Columns that a row sees after its diagonal column; None for all.
+        Number of columns that a row sees after its diagonal column; None for all.
     entries : tuple of Entries
-        Valid rows and columns of the batch entries.
+        Numbers of valid rows and columns of the batch entries.
     """
 
     left: int | None
@@ -60,13 +63,13 @@ class Piece(NamedTuple):
     entries : tuple of int
         (begin, end) of the batch entries.
     rows : tuple of int
-        (begin, end) of the rows in the part at hand.
+        (begin, end) of the rows, counted from the start of the rank's part of Q.
     columns : tuple of int
-        (begin, end) of the columns in the part at hand.
+        (begin, end) of the columns, counted from the start of the rank's part of K and V.
     causal : bool
-        Option of the call.
+        Option ``causal`` of the call.
     window : tuple of int
-        Option of the call.
+        Option ``window`` of the call.
     """
 
     entries: Span
@@ -101,11 +104,11 @@ def mask_of(
 def visible(
     rows: Span, columns: Span, diagonal: int, left: int | None, right: int | None
 ) -> tuple[Span, Span, bool, tuple[int, int]] | None:
-    """Return what a chunk of rows sees of a chunk of columns, or None if that is nothing.
+    """Return which rows of a chunk see which columns of a chunk, or None if no row sees any.
 
-    The result is the rows that see any of the columns, the columns that any row sees, and the
-    options ``causal`` and ``window`` of a call on these two. Positions are those of the complete
-    sequence.
+    The result is (rows, columns, causal, window): the rows that see any of the columns, the columns
+    that any row sees, and the options of a call of attention on them. Positions are those of the
+    complete sequence.
 
     >>> visible((8, 16), (0, 8), 0, 3, 0)  # row 8 sees columns 5 to 7, row 10 sees column 7
     ((8, 11), (5, 8), False, (0, -1))
@@ -119,7 +122,7 @@ def visible(
         a, d = max(a, c - diagonal - right), min(d, b + diagonal + right)
     if a >= b or c >= d:
         return None
-    further = d - b - diagonal  # the corner's column beyond the diagonal one of its row
+    further = d - b - diagonal  # columns from the last row's diagonal column to the last column
     before = -1 if left is None or left >= b - 1 + diagonal - c else left + further
     after = -1 if right is None or right >= d - 1 - a - diagonal else right - further
     if after == 0:
@@ -129,22 +132,22 @@ def visible(
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """Where travelling operands stop, which rank computes what there, and which rows are sent.
+    """The stops of the travelling operands: what is computed there, and which rows are sent.
 
-    Without a ``mask`` they stop at every rank, and are sent completely.
+    Without a ``mask``, the operands stop at every rank, and all their rows are sent.
 
     Attributes
     ----------
     mask : Mask or None
-        What is hidden in the complete sequence.
+        Window or lengths of the complete sequence.
     ranks : int
         Number of ranks.
     batch : int
         Number of batch entries.
     rows : int
-        Rows of one rank's part.
+        Number of rows of one rank's part.
     columns : int
-        Columns of one rank's part.
+        Number of columns of one rank's part.
     causal : bool
         Whether the sequence has a causal mask.
     travels : {"kv", "q"}
@@ -161,15 +164,15 @@ class Course:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Steps at which any rank computes something, and step 0."""
+        """Step 0, and the later steps in which any rank computes something."""
         return _stops(self)
 
     def pieces(self, owner: int, step: int) -> tuple[Piece, ...]:
-        """Return the calls at ``step`` with the travelling part of ``owner``, ordered by rows."""
+        """Return the calls in ``step`` with the travelling part of ``owner``, ordered by rows."""
         return _pieces(self, owner, step)
 
     def valid(self, rank: int) -> Iterator[tuple[Span, Span]]:
-        """Yield the valid rows of a rank's part, with the batch entries that have them."""
+        """Yield (batch entries, valid rows) of a rank's part; both are (begin, end)."""
         if self.mask is None:
             yield (0, self.batch), (0, self.rows)
             return
@@ -181,27 +184,27 @@ class Course:
     def operands(self, owner: int, stop: int) -> Span:
         """Return the rows of ``owner``'s travelling part that are sent to a stop.
 
-        They are the rows that this stop or a later one computes with; (0, 0) means none.
+        These are the rows that this stop or a later stop computes with. (0, 0) means no rows.
         """
         if self.mask is None:
             return 0, self.rows if self.travels == "q" else self.columns
         return _around(self._moving(owner, stop, len(self.stops)))
 
     def results(self, owner: int, stop: int) -> Span:
-        """Return the rows of the results that leave a stop: of this stop and of those before it."""
+        """Return the rows of the results of this stop and the earlier stops, which are sent on."""
         return _around(self._moving(owner, 1, stop + 1))
 
     def calls(self, owner: int, stop: int) -> int:
-        """Return the number of calls that have made the results that leave a stop."""
+        """Return the number of calls whose results are sent on from a stop."""
         return sum(1 for _ in self._moving(owner, 1, stop + 1))
 
     def hop(self, stop: int) -> int:
-        """Return the number of ranks from a stop to the next one, and from the last one home."""
+        """Return the number of ranks from a stop to the next stop, or from the last one home."""
         after = [*self.stops[1:], self.ranks]
         return after[stop] - self.stops[stop]
 
     def at(self, rank: int, stop: int) -> int:
-        """Return the rank whose part is at ``rank`` at a stop; after the last stop, its own."""
+        """Return the owner of the part at ``rank`` at a stop; after the last stop, ``rank``."""
         return owner_at(rank, [*self.stops, 0][stop], self.ranks)
 
     def _moving(self, owner: int, begin: int, end: int) -> Iterator[Span]:
@@ -250,9 +253,9 @@ def _pieces(course: Course, owner: int, step: int) -> tuple[Piece, ...]:
 
 
 def _chunks(course: Course, rank: int, size: int) -> list[tuple[Span, int]]:
-    """Return the chunks of the sequence that a rank holds.
+    """Return the chunks of the sequence that a rank has, each with an offset.
 
-    Each has an offset: the position in the sequence minus the position in the rank's part.
+    The offset is the position in the sequence minus the position in the rank's part.
     """
     held = rows_of(rank, course.ranks, course.ranks * size, course.causal)
     return [(chunk, chunk[0] - n * (chunk[1] - chunk[0])) for n, chunk in enumerate(held)]

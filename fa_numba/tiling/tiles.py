@@ -13,11 +13,11 @@ MOST_STAGES = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of an algorithm, and how a thread block holds them.
+    """Block sizes of an algorithm, with the threads and pipeline slots of a thread block.
 
-    A tile of S has Br rows and Bc columns: Br rows of Q, and Bc rows of K and V. Which sizes a
-    kernel has depends on the unit, the head dimension and the device; ``fa_numba.plan`` says if a
-    call has them.
+    A tile of S has Br rows and Bc columns: Br rows of Q, and Bc rows of K and V. The allowed sizes
+    depend on the unit, the head dimension and the device. If a call does not allow the sizes,
+    ``fa_numba.plan`` and the call raise ValueError.
 
     Parameters
     ----------
@@ -28,24 +28,24 @@ class Tiles:
         Rows of K and V in a column tile, a positive multiple of 8. Units "mma" and "wgmma" need a
         multiple of 16, and "wgmma" at most 256.
     threads : int, optional
-        Threads of a thread block. None takes the number with the fewest reads of shared memory. An
-        error of the call lists the numbers that a kernel has.
+        Number of threads of a thread block. None takes the number with the fewest reads of shared
+        memory. If the kernel does not allow a number, the message of the ValueError lists the
+        allowed numbers.
     stages : int, default 1
-        Pipeline slots: how many tiles of K, and of V, are in shared memory. Only the forward pass
-        of "fa2" takes more than 1: up to 2 on unit "mma", up to 4 on unit "wgmma". Then the next
-        tiles are loaded during the products.
+        Number of pipeline slots: how many tiles of K, and of V, are in shared memory at a time.
+        With more than 1, the next tiles are loaded during the products. Only the forward pass of
+        "fa2" takes more than 1: up to 2 on unit "mma", up to 4 on unit "wgmma".
 
     Raises
     ------
     TypeError
         If a value is no int of Python or NumPy.
     ValueError
-        If a value is out of range. A call also raises ValueError for tiles that its kernel does not
-        have.
+        If a value is out of range.
 
     See Also
     --------
-    fa_numba.plan : Show the tiles that a call takes, and why.
+    fa_numba.plan : Return the plan of a call, with its tiles and the reason for them.
 
     Examples
     --------
@@ -75,7 +75,7 @@ class Tiles:
             raise ValueError(f"tiles.stages must be from 1 to {MOST_STAGES}, got {self.stages}")
 
     def for_backward(self) -> Tiles:
-        """Return these block sizes for a backward pass, which has one stage.
+        """Return these block sizes with one pipeline slot, as a backward pass needs them.
 
         Returns
         -------
@@ -86,7 +86,7 @@ class Tiles:
 
 
 def is_valid(tiles: Tiles, select: Callable[[Tiles], Any]) -> bool:
-    """Return whether ``select`` has a kernel specialisation for the tiles."""
+    """Return whether there is a kernel for the tiles: whether ``select`` raises no ValueError."""
     try:
         select(tiles)
     except ValueError:
