@@ -54,15 +54,15 @@ def plan(
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
         Dtype of q, k and v.
     tiles : Tiles, optional
-        Block sizes, threads and pipeline stages, as in the call.
+        Block sizes, threads and pipeline slots, as in the call.
     return_lse : bool, default False
         Whether the call returns the logsumexp. Forward pass only.
     query_splits : int, default 1
         Number of thread blocks that share the rows of q: of one query head in the forward pass, of
         one K/V head in the backward pass. "fa1" only.
     warp_partition : {"rows", "keys"}, default "rows"
-        What the warps of a thread block share. "keys" is for the forward pass of "fa1" on unit
-        "mma".
+        How the warps of a thread block divide the work, as for ``attention``. "keys" is for the
+        forward pass of "fa1" on unit "mma".
     ablate : tuple of str, default ()
         Names of optimisations that are switched off. Forward pass of "fa1" and "fa2" only.
     passes : {"fwd", "bwd"}, default "fwd"
@@ -301,8 +301,8 @@ def flash_attention_1(
         "keys": each warp has its own rows of k and v, and the warps add their parts of O through
         shared memory. "keys" is for unit "mma" only.
     ablate : tuple of str, default ()
-        Optimisations of the kernel that are switched off, to measure what each gains. Unit "mma"
-        has "swizzle", "padding" (only together with "swizzle"), "prefetch", "q_registers" and
+        Names of optimisations of the kernel that are switched off, to measure what each gains. Unit
+        "mma" has "swizzle", "padding" (only together with "swizzle"), "prefetch", "q_registers" and
         "folded_scale"; the other units have none. The section Notes of ``flash_attention_2``
         describes them.
     unit : {"auto", "simt", "mma", "wgmma"}, default "auto"
@@ -392,7 +392,7 @@ def flash_attention_2(
         Values, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device of q. head_dim_v may
         differ from head_dim, and must be from 1 to 256.
     tiles : Tiles, optional
-        Block sizes, threads and pipeline stages of the kernel. None chooses them;
+        Block sizes, threads and pipeline slots of the kernel. None chooses them;
         ``fa_numba.plan(...).tiles`` shows the choice.
     return_lse : bool, default False
         Whether the logsumexp is returned too. The backward pass and ``fa_numba.merge`` need it.
@@ -415,7 +415,7 @@ def flash_attention_2(
         units, but "auto" does not take "wgmma" there.
     kv_splits : int or "auto", default "auto"
         Number of thread blocks, 1 to 256, that share the columns of a row tile (Flash-Decoding). A
-        second kernel merges their results in a fixed order. "auto" is more than 1 if there are
+        second kernel merges their results in a fixed order. "auto" can be more than 1 if there are
         fewer row tiles than the GPU can run at once, or if a causal mask gives the row tiles
         unequal work. On the emulator, "auto" is 1.
     prefix_k : array, optional
@@ -521,9 +521,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
 
     The three algorithms compute the same output up to rounding. Arrays on a GPU are used in place.
     Arrays in host memory are copied to the GPU, and the result is copied back. Without a GPU, the
-    call runs on the emulator.
-    This function computes no gradients. ``attention_backward`` computes them, and
-    ``fa_numba.torch.attention`` is differentiable.
+    call runs on the emulator. This function computes no gradients. ``attention_backward`` computes
+    gradients, and ``fa_numba.torch.attention`` is differentiable.
 
     Parameters
     ----------
@@ -543,9 +542,9 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         ``flash_attention_1``: K/V outer. "standard" is ``standard_attention``: S and P are in
         global memory.
     tiles : Tiles, optional
-        Block sizes, threads and pipeline stages of the kernel. None chooses them;
-        ``fa_numba.plan(...).tiles`` shows the choice. Only "fa2" on the units "mma" and "wgmma"
-        takes more than one stage.
+        Block sizes, threads and pipeline slots of the kernel. None chooses them;
+        ``fa_numba.plan(...).tiles`` shows the choice. ``stages`` above 1 is only for "fa2" on the
+        units "mma" and "wgmma".
     return_lse : bool, default False
         Whether the logsumexp is returned too. The backward pass and ``fa_numba.merge`` need it.
     out : array, optional
@@ -570,7 +569,7 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         rows of q. "keys", on unit "mma" only: each warp has its own rows of k and v.
     kv_splits : int or "auto", default "auto"
         "fa2" only. Number of thread blocks, 1 to 256, that share the columns of a row tile
-        (Flash-Decoding). "auto" is more than 1 if a part of the GPU would be idle otherwise.
+        (Flash-Decoding). "auto" can be more than 1 if a part of the GPU would be idle otherwise.
     ablate : tuple of str, default ()
         "fa1" and "fa2" only. Names of optimisations that are switched off, to measure what each
         gains. The names are in the section Notes of ``flash_attention_2``.
@@ -616,24 +615,24 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     Sums and the softmax are in float32 for every dtype.
 
     Unit "wgmma" needs arrays whose rows are contiguous and start at 16-byte addresses. It takes
-    ``scale`` and ``layout``, and these options:
+    ``scale``, ``layout`` and these options:
 
     ================== ================================================================
     algorithm, pass    options that unit "wgmma" takes
     ================== ================================================================
     "fa2", forward     all options except ``score_mod_grad``
     "fa2", backward    all options except the precision "bf16x6"; some combinations are
-                       refused (``fa_numba/options.md`` lists them), and so is
-                       ``return_dbias``
+                       refused (``fa_numba/options.md`` lists them)
     "fa1", forward     ``causal``, ``window``, ``mask_mod``, ``block_mask``, ``softcap``,
                        ``score_mod``, ``sinks``, ``q_lens``, ``precision``
     "fa1", backward    ``causal``, ``window``, ``mask_mod``, ``block_mask``, ``sinks``,
                        ``score_mod``, ``score_mod_grad``; head dimensions up to 128
     ================== ================================================================
 
-    There is one further rule for a ``precision`` other than "ieee". Unit "wgmma" then takes head
-    dimensions up to 128, and no options except ``causal``, ``window``, ``q_lens``, ``kv_lens``,
-    ``cu_seqlens_q``, ``cu_seqlens_k``, ``scale`` and ``layout``.
+    The argument ``return_dbias`` is refused in both backward passes. With a ``precision`` other
+    than "ieee", the rule is different: unit "wgmma" takes head dimensions up to 128, and only the
+    options ``causal``, ``window``, ``q_lens``, ``kv_lens``, ``cu_seqlens_q``, ``cu_seqlens_k``,
+    ``scale`` and ``layout``.
 
     Compiled kernels are kept on disk. On a GPU, the first call with new options takes seconds.
 
@@ -986,8 +985,8 @@ def flash_attention_2_backward(
     Notes
     -----
     This is Algorithm 2 of FlashAttention-2 (arXiv 2307.08691). With D = rowsum(dO o O) it computes
-    dS = P o (dP - D + dlse). Rows that see no column, and columns that no row sees, have gradients
-    0.
+    dS = P o (dP - D + dlse), where o is the elementwise product. Rows that see no column, and
+    columns that no row sees, have gradients 0.
 
     The atomic adds to dq cost Tc * seqlen_q * head_dim loads and the same number of stores per
     head, where Tc is the number of column tiles. The second kernel for dq has Q outer, computes S

@@ -82,12 +82,13 @@ class AttentionOptions(TypedDict, total=False):
     score_mod_grad : function, optional
         Python function ``score_mod_grad(score, b, h, i, j)`` that returns the derivative of
         ``score_mod`` with respect to the score. Only the backward pass uses it. By default the
-        derivative is computed from the source of ``score_mod``. It can only be given together with
-        ``score_mod``.
+        derivative is computed from the source of ``score_mod``. ``score_mod_grad`` is refused
+        without a ``score_mod``.
     mask_mod : function, optional
         Python function ``mask_mod(b, h, i, j)`` that returns whether row i sees column j. The rules
-        for the source of ``score_mod`` apply to its source too. The mask takes no memory. It skips
-        no tile by itself; ``fa_numba.create_block_mask`` finds the tiles that can be skipped.
+        for the source of ``score_mod`` also apply to ``mask_mod``. The mask takes no memory. No
+        tile is skipped. To skip tiles, give ``fa_numba.create_block_mask`` the function, and pass
+        the result as ``block_mask``.
     bias : array of float32, optional
         Array that is added to the scores. Its shape must broadcast to (batch, heads_q, seqlen_q,
         seqlen_k), and it must be on the device of q. ``return_dbias=True`` returns its gradient in
@@ -116,18 +117,20 @@ class AttentionOptions(TypedDict, total=False):
         Number of valid rows of k and v in each batch entry, shape (batch,), from 0 to seqlen_k.
         Later rows are not read, and their gradients are 0. As with ``q_lens``, the options
         ``causal``, ``window`` and ``alibi_slopes`` use the valid lengths, and lengths on a GPU are
-        copied to the host to be checked. With a ``block_table``, the lengths are not copied; see
-        there. ``kv_lens`` can be combined with ``cu_seqlens_q`` only if there is a ``block_table``.
+        copied to the host to be checked. With a ``block_table``, lengths on a GPU are not copied
+        (see ``block_table``). ``kv_lens`` can be combined with ``cu_seqlens_q`` only if there is a
+        ``block_table``.
     block_table : sequence or array of int, optional
         Table of the pages of each sequence, shape (batch, pages per sequence). k and v are then the
         pages of a cache: k is (pages, heads_k, page_size, head_dim), and v is (pages, heads_k,
-        page_size, head_dim_v). With ``layout="bnhd"`` k is (pages, page_size, heads_k, head_dim).
+        page_size, head_dim_v). With ``layout="bnhd"``, they are (pages, page_size, heads_k, ...).
         Page ``block_table[b, n]`` contains the rows n * page_size to (n + 1) * page_size - 1 of
         sequence b. page_size must be a multiple of 16, at most 256. ``kv_lens`` is required; keys
         after these lengths are not read. Only the forward pass of "fa2" takes pages.
-        If ``block_table`` and ``kv_lens`` are both on the host, their values are checked. On a GPU,
-        both must be int32. They are then used in place, and are not checked unless ``check_table``
-        is True. A CUDA graph of the call can be replayed after their values have changed.
+        If ``block_table`` and ``kv_lens`` are both on the host, their values are checked. If one of
+        them is on a GPU, it must be int32 and is used in place. The values are then checked only if
+        ``check_table`` is True. A CUDA graph of the call can be replayed after the values on the
+        GPU have changed.
     check_table : bool, default False
         Whether a ``block_table`` and ``kv_lens`` on a GPU are copied to the host and checked. The
         call then waits for the copy. True is allowed only with a ``block_table``.
@@ -166,13 +169,14 @@ class AttentionOptions(TypedDict, total=False):
     precision : {"ieee", "fp16x3", "bf16x6", "bf16x3"}, default "ieee"
         How the products of float32 matrices are computed. "ieee" uses float32 on CUDA cores. The
         other values use tensor cores. They split each float32 matrix into 16-bit matrices, its
-        planes, whose sum is the float32 matrix. The planes are multiplied in pairs, and the
-        products are added in float32. "fp16x3": two float16 planes, three products. "bf16x6": three
-        bfloat16 planes, six products. "bf16x3": two bfloat16 planes, three products, with a
-        relative error of about 2**-16 per element. Values other than "ieee" are for float32 inputs
-        in the forward pass of "fa1" and "fa2" and in the backward pass of "fa2". They cannot be
-        combined with ``block_table``, ``deterministic=True`` or ``group_splits`` above 1. The
-        backward pass needs a logsumexp that was computed with the same ``precision``.
+        planes. The sum of the planes is the float32 matrix, up to rounding. The planes are
+        multiplied in pairs, and the products are added in float32. "fp16x3": two float16 planes,
+        three products. "bf16x6": three bfloat16 planes, six products. "bf16x3": two bfloat16
+        planes, three products, with a relative error of about 2**-16 per element. Values other than
+        "ieee" are for float32 inputs in the forward pass of "fa1" and "fa2" and in the backward
+        pass of "fa2". They cannot be combined with ``block_table``, ``deterministic=True`` or
+        ``group_splits`` above 1. For accurate gradients, the logsumexp must come from a forward
+        pass with the same ``precision``.
 
     See Also
     --------
