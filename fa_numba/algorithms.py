@@ -383,8 +383,8 @@ def standard_backward(
     K, V : array_like, shape (Nk, d)
         Keys and values of one head.
     P : array_like, shape (Nq, Nk)
-        The second result of `standard_forward`. A mask needs no argument here: P is 0 where it
-        hides.
+        The second result of `standard_forward`. A mask needs no argument here, because P is 0 where
+        the mask hides a column.
     dO : array_like, shape (Nq, d)
         Gradient of O.
     scale : float, optional
@@ -668,7 +668,7 @@ def load(matrix: Array, tile: slice) -> Array:
     Returns
     -------
     ndarray
-        A copy: later writes to the matrix do not change it.
+        A copy. Later writes to the matrix do not change the copy.
     """
     return matrix[tile].copy()
 
@@ -748,7 +748,7 @@ def first_row_tile(j0: int, Nq: int, Nk: int, Br: int, causal: bool) -> int:
     Returns
     -------
     int
-        A multiple of Br. At least Nq if no row sees the column.
+        A row number, which is a multiple of Br. It is at least Nq if no row sees the column.
 
     Examples
     --------

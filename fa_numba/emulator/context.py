@@ -320,9 +320,9 @@ class Context(Active):
     def stamp(self, lane: int) -> int:
         """Return the stamp of an access that a lane makes now.
 
-        A stamp is an integer that says which thread accesses an element, and after how many
-        synchronisations of the thread's warp. The emulator finds races by comparing the stamps of
-        an element. The notes of `Context` define the integer.
+        A stamp is an integer that says which thread accesses an element, and when. Time is counted
+        in synchronisations of threads. The emulator finds races by comparing the stamps of the
+        accesses to an element. The notes of `Context` define the integer.
 
         Parameters
         ----------

@@ -21,9 +21,9 @@ class Access:
     space : str
         "global" or "shared".
     kind : str
-        "load", "store" or "atomic"; "copy" for an asynchronous copy, which has one entry for its
-        global side and one for its shared side; "box load", "box store" or "box add" for the copy
-        engine, which has entries for the global side only.
+        "load", "store" or "atomic". "copy" for an asynchronous copy, which has one entry for global
+        memory and one entry for shared memory. "box load", "box store" or "box add" for a bulk copy
+        by the copy engine, which has an entry for global memory only.
     line : str
         Source line as "file.py:123: source text".
     """
@@ -37,7 +37,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What accesses cost, in the units of Nsight Compute. Two of them can be added.
+    """What accesses cost, in the units of Nsight Compute. Two `Traffic` objects can be added.
 
     Parameters
     ----------
@@ -52,10 +52,10 @@ class Traffic:
 
     Notes
     -----
-    The rules were measured on an H200. Lanes that touch the same word share it. Loads of 8 and 16
-    bytes need half the wavefronts if each lane loads the same address as the lane next to it, or as
-    the next but one. Asynchronous copies of 16 bytes count a sector once for each different 32-byte
-    piece of shared memory to which the sector is copied.
+    The rules were measured on an H200. Lanes that access one word count as one access to the word.
+    Loads of 8 and 16 bytes need half the wavefronts if each lane loads the same address as the lane
+    next to it, or as the next but one. Asynchronous copies of 16 bytes count a sector once for each
+    different 32-byte piece of shared memory to which the sector is copied.
 
     Two rules were not measured. A box is one request, with the sectors of its rows that are in the
     array. What boxes and products of warpgroups do in shared memory is not counted as wavefronts.

@@ -27,14 +27,15 @@ def two_arrays(name: str) -> str:
 
 
 class EmulatorError(RuntimeError):
-    """A fault of an emulated kernel. All other errors of the emulator are subclasses.
+    """A fault of an emulated kernel. The classes of all faults are subclasses of this class.
 
     Parameters
     ----------
     text : str
         What went wrong.
     block, thread : tuple of int, optional
-        (x, y, z) indices of the thread block and of the thread. None if no single one is meant.
+        (x, y, z) indices of the thread block and of the thread at fault. None if the fault is not
+        of a single thread block or thread.
     array : str, optional
         Name of the array. None if no array is involved.
     line : str, optional
@@ -66,7 +67,8 @@ class GlobalHazard(EmulatorError):
 
     There are three cases:
     - two thread blocks access an element, and one of them writes;
-    - two threads of a thread block do so, with no barrier between them;
+    - two threads of a thread block access an element with no barrier between, and one of them
+      writes;
     - a thread or a box accesses an element to which a box is still being stored.
     """
 
@@ -79,10 +81,10 @@ class RegisterHazard(EmulatorError):
 
 
 class MissingFence(EmulatorError):
-    """An access by copies or products to what a thread wrote before, without a fence between them.
+    """A bulk copy or a matrix product accesses elements that a thread wrote, without a fence.
 
-    Threads on one side and the copy engine and tensor cores on the other side are different
-    proxies.
+    The copy engine and the tensor cores access memory by another path (proxy) than threads. A fence
+    is needed between the write of the thread and their access.
     """
 
 
@@ -102,8 +104,8 @@ class BarrierDivergence(EmulatorError):
 class BarrierMisuse(EmulatorError):
     """A wrong use of a named barrier or an mbarrier.
 
-    Examples are a wrong number or count, and a thread that arrives while an earlier use of the
-    barrier may not have ended.
+    One example is a wrong number of the barrier or of its threads. Another example is a thread that
+    arrives at a barrier whose earlier use may not have ended.
     """
 
 

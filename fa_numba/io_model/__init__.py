@@ -20,11 +20,11 @@ emulator's counts. This package imports no kernel, so that the two counts are in
 The formulas in the docstrings use these symbols. They are for one batch entry:
 
     N_q, N_k     its valid rows and columns
-    N_q', N_k'   the rows and columns that its arrays have: seqlen_q and seqlen_k. Packed sequences
-                 have no other rows than the valid ones, so that N_q' = N_q and N_k' = N_k.
-    d            the head dimension of Q and K. For V, O, dO and dV read `head_dim_v` instead,
-                 if it is set; and for `A` if it is the sum of O. The published bounds know one d
-                 only: they raise ValueError if `head_dim_v` is set.
+    N_q', N_k'   the rows and columns of the arrays: seqlen_q and seqlen_k. All rows of packed
+                 sequences are valid, so that N_q' = N_q and N_k' = N_k.
+    d            the head dimension of Q and K. If `head_dim_v` is set, d is `head_dim_v` in the
+                 rows of V, O, dO and dV, and in the row of `A` if `A` is the sum of O. The
+                 published bounds have one d only: they raise ValueError if `head_dim_v` is set.
     B_r, B_c     rows of a row tile, columns of a column tile
     T_r, T_c     number of tiles: T_r = ceil(N_q / B_r), T_c = ceil(N_k / B_c)
     r_i, c_j     valid rows of row tile i, valid columns of column tile j

@@ -44,8 +44,8 @@ def fa1(
     whole_tiles : bool, default False
         Whether rows of a tile past `q_lens` are moved too, as the copy engine of Hopper does it.
         This applies to Q, and in 16-bit dtypes to O and its float32 sum A (see Notes). In packed
-        sequences, a tile ends where its sequence does. If float32 is split in planes, the rows of
-        the planes are then filled up to a multiple of 64 columns.
+        sequences, a tile ends where its sequence ends. With `whole_tiles`, and float32 split in
+        planes, each row of a plane has its columns rounded up to a multiple of 64.
     block_mask : array_like of bool, optional
         Tiles that are computed; see the package's docstring.
 
@@ -164,9 +164,9 @@ def fa1_backward(
         Whether there is a gradient of L: dL is loaded as often as L.
     dsinks : bool, default False
         Whether the gradient of `sinks` is computed. Two more kernels run. The first kernel computes
-        the row sums D: it loads N_q d elements each of O and dO, and stores N_q elements of D. The
-        second kernel loads N_q elements each of L and D, and stores one element of dsinks per query
-        head.
+        the row sums D: it loads N_q d elements each of O and dO, and with `dlse` N_q elements each
+        of dL and L. It stores N_q elements of D. The second kernel loads N_q elements each of L and
+        D, and stores one element of dsinks per query head.
 
     Returns
     -------

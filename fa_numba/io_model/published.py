@@ -187,8 +187,8 @@ def fa1_paper(problem: Problem, Bc: int) -> int:
 
     Notes
     -----
-    K and V are read once. Q is read, O read and O written in every pass over the rows, without the
-    first read of O. l and m are not counted.
+    K and V are read once. In every pass over the rows, Q is read and O is written. O is read in
+    every pass except the first pass. l and m are not counted.
 
     Examples
     --------

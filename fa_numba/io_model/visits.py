@@ -469,15 +469,16 @@ def tiles_visited(
     tiles : object with Br and Bc
         Rows of a row tile, columns of a column tile.
     passes : {"fwd", "bwd"}, default "fwd"
-        The pass. Both have the same number. A deterministic FA-2 backward pass computes its tiles
-        twice; they are counted once.
+        The pass. Both passes have the same number of tiles. A deterministic FA-2 backward pass
+        computes each tile twice, but each tile counts once.
     block_mask : array_like of bool, optional
         Tiles that are computed; required if and only if the problem is sparse.
 
     Returns
     -------
     int
-        Tiles. Without masks and lengths B H T_r T_c: batch, query heads, row tiles, column tiles.
+        Number of tiles. Without masks and lengths it is B H T_r T_c for B batch entries, H query
+        heads, T_r row tiles and T_c column tiles.
 
     Raises
     ------

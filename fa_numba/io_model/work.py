@@ -41,9 +41,10 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
 
     Notes
     -----
-    FlashAttention-2 section 4.1: 4 N_q N_k d per query head and batch entry forward, 2.5 times as
-    many backward, 3.5 times both. N_q and N_k are the rows and columns, d is the head dimension. If
-    V has another head dimension, see `multiply_adds`. A causal mask halves the number.
+    FlashAttention-2 section 4.1: the forward pass has 4 N_q N_k d FLOPs per query head and batch
+    entry. The backward pass has 2.5 times as many, both passes together 3.5 times as many. N_q and
+    N_k are the numbers of rows and columns, d is the head dimension. If V has another head
+    dimension, see `multiply_adds`. A causal mask halves the number.
 
     The convention is for comparing speeds. It is not a count of operations. With a window, causal
     or not, N_q N_k is replaced by the exact number of (row, column) pairs inside the window. A
@@ -70,8 +71,8 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
 def multiply_adds(problem: Problem, passes: str) -> int:
     """Return the multiply-adds of one pair of a row and a column.
 
-    S, dQ and dK have d each, where d is the head dimension of Q and K. O, dP and dV have d_v each,
-    where d_v is the head dimension of V.
+    The products for S, dQ and dK need d multiply-adds each, where d is the head dimension of Q and
+    K. The products for O, dP and dV need d_v each, where d_v is the head dimension of V.
 
     Parameters
     ----------

@@ -102,13 +102,15 @@ def time_call(
     Parameters
     ----------
     call : callable
-        Runs once and returns its result; takes the argument `out`, a result to overwrite.
+        Runs the call once and returns the result. Takes the argument `out`, an earlier result that
+        the call overwrites.
     check : callable
-        Takes a result and returns its relative error, or raises.
+        Takes a result and returns the relative error of the result. Raises if the result is wrong.
     repeats : int, default 20
         Number of timed calls.
     seconds : float, optional
-        About how long to time. The number of calls is then reduced, but not below 5.
+        Approximate time to spend on the timed calls, in seconds. The number of calls is then
+        reduced, but not below 5.
 
     Returns
     -------
@@ -185,7 +187,9 @@ def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row
 
 
 def attempt(work: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
-    """Call a function; return its result, or why it failed. One failure must not end a run.
+    """Call a function and return its result, or the reason why it failed.
+
+    Errors are caught, so that a run goes on after a failure.
 
     Parameters
     ----------

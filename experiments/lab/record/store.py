@@ -29,7 +29,7 @@ Number = int | float
 
 
 class StoreError(ValueError):
-    """A damaged or unreadable file or folder, or one that cannot be written; with the reason."""
+    """Raised if a file or folder is damaged, or cannot be read or written. It says the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Row:
     series : str
         What was run, such as "fa2-mma" or "torch-cudnn".
     source : str
-        "measured", "counted" (emulator), "model" (closed form), "l2", "dram" (hardware counters) or
-        "published".
+        Where the number is from: "measured" (by a run), "counted" (by the emulator), "model"
+        (closed form), "l2" or "dram" (hardware counters), or "published" (in a paper).
     pass_ : str, default "fwd"
         "fwd", "bwd" or "fwd+bwd". The CSV's column is "pass".
     dtype : str, default "float32"
@@ -124,7 +124,7 @@ class Row:
 
     @property
     def number(self) -> Number:
-        """Return the value of a row that did not fail.
+        """Return the value of the row, which must not have failed.
 
         Raises
         ------
