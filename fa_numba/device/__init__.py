@@ -1,18 +1,30 @@
-"""The GPU or the emulator behind one ``launch``: what kernels, parts and host know of a device.
+"""The device, a GPU or the emulator, behind one function ``launch``.
 
-Kernels, parts and the host take all that they need of ``numba.cuda`` and of the driver from here:
-``cuda``, the scalar types, ``device_function``, ``Kernel``, ``launch``. Two others name it:
-intrinsics define their instructions with Numba's extension API, and the emulator looks for
-``numba.cuda``'s names in order to replace them.
+The packages ``kernels``, ``parts`` and ``host`` use ``numba.cuda`` and the driver only through this
+package: ``cuda``, the scalar types, ``device_function``, ``Kernel``, ``launch``. Two other packages
+import ``numba.cuda`` directly. ``intrinsics`` defines instructions with Numba's extension API, and
+``emulator`` looks for the names of ``numba.cuda`` in order to replace them.
 
-A ``Kernel`` is compiled when it first runs on a GPU; on the emulator its Python function runs as it
-is. The files: ``select`` which device and its limits, ``function`` what kernels call, ``kernel``
-and ``kernel_cache`` compiled code, ``front_end`` how it is compiled in less time, ``linking`` and
-``assembling`` for a GPU that is not here and what the assembler says, ``mlir`` another compiler,
-``launching`` launches and counts, ``program_digest`` what a
-kernel is compiled from, as a digest, ``launch_record`` launches that are made again, ``tensor_map``
-arrays for the copy engine, ``memory`` arrays and workspace, ``timing`` events, ``beside_numpy`` a
-name that numba-cuda misses.
+A ``Kernel`` is compiled when it first runs on a GPU. The emulator runs the Python function of the
+kernel.
+
+    select           which device runs calls, and the limits of the device
+    function         functions that kernels call
+    kernel           kernels and their compiled code
+    kernel_cache     compiled kernels on disk
+    front_end        makes Numba's front end faster
+    linking          compiles for a GPU that need not be in this machine
+    assembling       PTX of a kernel, and the registers that it needs
+    mlir             compiles by another compiler, numba-cuda-mlir
+    launching        launches, and counts of accesses
+    launch_record    launches that are recorded once and made many times
+    program_digest   digests of the source from which a kernel is compiled
+    tensor_map       arrays that the copy engine reads and writes
+    memory           arrays on the GPU, and workspace
+    timing           times of calls, by events
+    signature        Numba types of a kernel's arguments
+    door             ``numba.cuda`` with another ``jit``
+    beside_numpy     lets numba-cuda be imported with NumPy 2.5
 """
 
 from numba import float32, int32, int64, types, uint32, uint64

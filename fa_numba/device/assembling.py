@@ -1,4 +1,4 @@
-"""Kernels compiled for a GPU that need not be here: PTX, and what the assembler says of it."""
+"""PTX and register counts of kernels, for a GPU that need not be in this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from fa_numba.device.kernel import Kernel
 
 
 def assembled(kernel: Kernel, capability: tuple[int, int]) -> tuple[str, str]:
-    """(PTX, the assembler's log) of a kernel, linked as it is where it runs; it takes seconds."""
+    """Return a kernel's PTX and the assembler's log. This takes seconds.
+
+    The kernel is compiled and linked with the same options as for a run.
+    """
     ptx, _, log = linking.ptx_and_cubin(kernel, capability)
     return ptx, log
 
@@ -17,11 +20,11 @@ def assembled(kernel: Kernel, capability: tuple[int, int]) -> tuple[str, str]:
 def registers_of(
     kernel: Kernel, capability: tuple[int, int], *, compiling: bool = False
 ) -> int | None:
-    """Registers of a thread of the kernel on a GPU of this compute capability.
+    """Return the registers per thread of the kernel on a GPU of this compute capability.
 
-    They are asked of the current GPU's own code, where that is the GPU meant and the kernel is kept
-    compiled. Elsewhere the kernel is compiled anew, without a GPU too, if ``compiling``; otherwise
-    the answer is None.
+    If the current GPU has this compute capability and the kernel's compiled code is on disk, the
+    number is from this code. Else the kernel is compiled if ``compiling`` is set, which needs no
+    GPU. Without ``compiling`` the result is then None.
     """
     here = select.on_gpu() and select.capability_of(select.current_ordinal()) == capability
     if here and (compiling or kernel_cache.read(kernel, capability) is not None):

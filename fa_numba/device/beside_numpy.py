@@ -1,10 +1,13 @@
-"""numba-cuda 0.30 beside NumPy 2.5: its import names ``np.row_stack``, which is gone there."""
+"""Lets numba-cuda 0.30 be imported with NumPy 2.5.
+
+numba-cuda uses the name ``np.row_stack`` when it is imported. NumPy 2.5 has removed this name.
+"""
 
 import numpy as np
 
 
 def _row_stack(arrays):
-    """What NumPy had under this name; no kernel calls it."""
+    """Return the rows stacked, as ``np.row_stack`` did. No kernel calls this function."""
     return np.vstack(arrays)
 
 

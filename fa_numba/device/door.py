@@ -1,4 +1,4 @@
-"""``numba.cuda`` as kernels know it, where ``jit`` declares a kernel and what its launch needs."""
+"""``numba.cuda`` as kernels use it, with a ``jit`` that makes a ``Kernel``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fa_numba.device.kernel import Kernel
 
 
 class _Cuda(ModuleType):
-    """All of ``numba.cuda`` but ``jit``. To Numba, which knows modules by equality, it is that."""
+    """The module ``numba.cuda`` with another ``jit``.
+
+    It is equal to ``numba.cuda``, because Numba compares modules by equality.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(numba.cuda, name)
@@ -27,8 +30,12 @@ class _Cuda(ModuleType):
     def jit(
         argument_types: tuple, threads: int, shared_bytes: int = 0, min_blocks: int = 1
     ) -> Callable[[Callable], Kernel]:
-        """Declares a kernel: the Numba types of its arguments, threads and bytes of dynamic shared
-        memory a block, and blocks for which a multiprocessor should have registers.
+        """Return a decorator that makes a ``Kernel`` of a function.
+
+        ``argument_types`` are the Numba types of the kernel's arguments. ``threads`` is the number
+        of threads of a thread block, ``shared_bytes`` the bytes of dynamic shared memory of a
+        thread block. The compiler uses so few registers that ``min_blocks`` thread blocks fit on a
+        multiprocessor.
         """
 
         def declared(function: Callable) -> Kernel:

@@ -1,13 +1,14 @@
-"""Numba's front end without the work that it does again and again.
+"""Replacements of six of Numba's functions, with which kernels compile faster.
 
-A kernel here is one function with some hundred calls of device functions, all of them inlined, and
-some thousand statements. A few of Numba's functions take time that grows with the square of that,
-or do again at each call what one call has done: most of the seconds that a large kernel took to
-compile. ``without_repeats`` puts shorter ones in the place of six while a kernel is compiled. The
-machine code that comes out is the same: ``tests/device/test_front_end.py`` compares PTX, and
-``make ptx`` that of every kernel.
+A kernel of this package calls some hundred device functions, all of them inlined. It then has some
+thousand statements. A few functions of Numba take time proportional to the square of the number of
+statements, or repeat work at each call. They took most of the time in which a large kernel was
+compiled. ``without_repeats`` replaces six of these functions while a kernel is compiled. The
+machine code does not change: ``tests/device/test_front_end.py`` compares PTX, and ``make ptx``
+compares the PTX of every kernel.
 
-Nor is garbage collected meanwhile: nearly all that is made lives until the kernel is compiled.
+Python's garbage collector is off while a kernel is compiled, because nearly all objects live until
+the end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LEGAL = str.maketrans("$.", "__")
 
 @contextlib.contextmanager
 def without_repeats() -> Iterator[None]:
-    """Compile inside with the shorter functions; other threads wait with their compiling."""
+    """Compile inside the context with the replaced functions. Other threads wait to compile."""
     with global_compiler_lock, contextlib.ExitStack() as stack:
         for owner, name, shorter in REPLACED:
             stack.enter_context(_replaced(owner, name, shorter))
@@ -45,7 +46,7 @@ def without_repeats() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, shorter: Callable[[Callable], Callable]) -> Iterator[None]:
-    """``shorter`` of the function that ``owner`` has under ``name`` stands there inside."""
+    """Replace ``owner.name`` inside the context by ``shorter(owner.name)``."""
     before = getattr(owner, name)
     setattr(owner, name, shorter(before))
     try:
@@ -55,8 +56,10 @@ def _replaced(owner: Any, name: str, shorter: Callable[[Callable], Callable]) ->
 
 
 def _translated_once(translate: Callable) -> Callable:
-    """A device function is translated from bytecode, checked and its blocks joined at the first of
-    its calls. ``_inlined_in_one_walk`` copies what is given here.
+    """Return a function that translates each device function only once.
+
+    At the first call, the device function is translated from bytecode and checked, and its blocks
+    are joined. ``_inlined_in_one_walk`` copies the result at each call.
     """
     known: dict[Any, Any] = {}
 
@@ -79,9 +82,11 @@ def _translated_once(translate: Callable) -> Callable:
 
 
 def _inlined_in_one_walk(inline: Callable) -> Callable:
-    """At a call the statements are copied and renamed in one walk; Numba copies them twice and
-    walks them five times. A name gets a number; Numba's has all functions in it through which the
-    variable came, so that the assembler, which cuts long names, may find two alike.
+    """Return a function that inlines a call by copying and renaming statements in one walk.
+
+    Numba copies the statements twice and walks over them five times. Each new name ends in a
+    number. Numba's names contain the names of all functions through which the variable came. The
+    assembler cuts long names, so that two of Numba's names may become equal.
     """
 
     def inline_ir(
@@ -132,7 +137,10 @@ def _inlined_in_one_walk(inline: Callable) -> Callable:
 
 
 def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
-    """A copy of statements or expressions with ``variables`` for those of their names."""
+    """Return a copy of statements or expressions with their variables replaced.
+
+    ``variables`` maps the name of a variable to the new variable.
+    """
     kind = type(value)
     if kind is ir.Var:
         return variables.get(value.name, value)
@@ -151,7 +159,11 @@ def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
 
 
 def _lifetimes_when_asked_for(run: Callable) -> Callable:
-    """Numba computes what is alive behind each pass; ends of variables alone need it."""
+    """Return a function that computes the lifetimes of variables only when they are read.
+
+    Numba computes the lifetimes after each pass. Only the pass that marks the ends of variables
+    needs them.
+    """
 
     def without_lifetimes(
         self: Any, emit_dels: bool = False, extend_lifetimes: bool = False
@@ -168,11 +180,14 @@ def _lifetimes_when_asked_for(run: Callable) -> Callable:
 
 
 def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[Any, set[str]]:
-    """Names of the variables that are alive at the entry of each block: of those that it uses, and
-    of those alive behind it that it does not define. A set is an integer with a bit for each name.
+    """Return the names of the variables that are alive at the entry of each block.
 
-    Takes what Numba's ``compute_live_map`` takes, and gives the same: ``uses`` and ``defines`` have
-    the names by block, ``cfg`` the edges.
+    These are the variables that the block uses, and the variables that are alive after the block
+    and that the block does not define. Inside this function, a set of names is an integer with one
+    bit per name.
+
+    The arguments and the result are as for Numba's ``compute_live_map``. ``uses`` and ``defines``
+    map each block to names, ``cfg`` contains the edges between blocks.
     """
     bits: dict[str, int] = {}
 
@@ -189,7 +204,10 @@ def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[A
             pass
 
     def meet(label: Any) -> bool:
-        """A name is known behind every block that uses or defines it."""
+        """Add the names known before a block; return whether the block's names changed.
+
+        A name is known after each block that uses or defines the name.
+        """
         was = known[label]
         for other in before[label]:
             known[label] |= known[other]
@@ -213,7 +231,10 @@ def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[A
 
 
 def _renamed_where_named(run: Callable) -> Callable:
-    """A variable assigned several times is renamed where it is named, not in all statements."""
+    """Return a function that renames a variable only in the blocks that contain its name.
+
+    Numba searches all statements for each variable that is assigned several times.
+    """
 
     def run_ssa(blocks: dict) -> dict:
         naming = defaultdict(set)
@@ -237,7 +258,10 @@ def _renamed_where_named(run: Callable) -> Callable:
 
 
 def _call_types_kept(find: Callable) -> Callable:
-    """Inference asks for the type of a call in each of its rounds, and lowering once more."""
+    """Return a function that keeps the type of each call.
+
+    Type inference asks for the type of a call in each of its rounds. Lowering asks once more.
+    """
     known: dict[Any, Any] = {}
 
     def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
@@ -249,7 +273,7 @@ def _call_types_kept(find: Callable) -> Callable:
     return get_call_type
 
 
-# (whose, name, what stands there meanwhile of what stood there before)
+# (owner, name, function that makes the replacement from the replaced function)
 REPLACED = (
     (inline_closurecall.InlineWorker, "run_untyped_passes", _translated_once),
     (inline_closurecall.InlineWorker, "inline_ir", _inlined_in_one_walk),

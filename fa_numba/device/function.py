@@ -1,4 +1,4 @@
-"""A function that kernels call."""
+"""Functions that kernels call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from numba import cuda
 
 
 class DeviceFunction:
-    """What ``numba.cuda.jit(device=True, inline="always")`` gives, made when Numba asks for it.
+    """A function that kernels call, inlined into the kernel.
 
-    The emulator needs ``py_func`` alone, Numba's inliner ``targetoptions`` too. A kernel has a
-    hundred of these, of which a dispatcher each costs more than the rest of making it.
+    For Numba it is the result of ``numba.cuda.jit(device=True, inline="always")``. This result is
+    made when Numba first needs it, because it is slow to make and a kernel calls about a hundred
+    device functions. The emulator uses only ``py_func``. Numba's inliner also uses
+    ``targetoptions``.
     """
 
     targetoptions = {"device": True, "inline": "always"}

@@ -1,4 +1,4 @@
-"""A kernel, what its launch needs, and how it is compiled for the current GPU."""
+"""Kernels: what a launch of a kernel needs, and the compiled code for the current GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from fa_numba.device.launch_record import checked
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel and what its launch needs: Numba types, threads and shared bytes a block."""
+    """A kernel and what a launch of it needs.
+
+    ``function`` is the Python function, ``argument_types`` are the Numba types of its arguments.
+    ``threads`` and ``shared_bytes`` are the threads and the bytes of dynamic shared memory of a
+    thread block. The compiler uses so few registers that ``min_blocks`` thread blocks fit on a
+    multiprocessor.
+    """
 
     function: Callable
     argument_types: tuple
@@ -33,7 +39,10 @@ class Kernel:
         return types.void(*self.argument_types)
 
     def compiled(self):
-        """The ``cuda.core`` kernel for the current device, its shared memory allowed."""
+        """Return the compiled kernel of ``cuda.core`` for the current GPU.
+
+        The driver is told how much dynamic shared memory the kernel uses.
+        """
         from cuda.core import ObjectCode
 
         device = cuda.get_current_device().id
@@ -46,7 +55,10 @@ class Kernel:
         return self._compiled[device]
 
     def built(self, capability: tuple[int, int]) -> tuple[bytes, str]:
-        """The cubin for the current device, of that compute capability, and its entry's name."""
+        """Return the machine code (cubin) for the current GPU, and the name of its entry.
+
+        ``capability`` is the compute capability of the current GPU.
+        """
         kept = kernel_cache.read(self, capability)
         if kept is not None:
             return kept

@@ -1,9 +1,12 @@
-"""Compiled kernels on disk: a kernel is compiled once on a machine.
+"""Compiled kernels on disk: each kernel is compiled once on a machine.
 
-Its key is a hash of all that its machine code depends on: the package's sources, the values that
-the kernel and its device functions close over, argument types, launch bounds, GPU and compiler. The
-files lie in ``fa_numba`` of the user's cache directory, or in the directory that the environment
-variable ``FA_NUMBA_CACHE`` names; where that is empty nothing is kept.
+The key of a kernel is a hash of everything that its machine code depends on. These are the sources
+of the package, the values that the kernel and its device functions close over, the argument types,
+the launch bounds, the GPU and the compiler.
+
+The files are in the folder ``fa_numba`` of the user's cache directory. If the environment variable
+``FA_NUMBA_CACHE`` is set, it names another folder. If the variable is set to the empty string, no
+compiled kernel is stored.
 """
 
 from __future__ import annotations
@@ -41,11 +44,14 @@ _VALUES = (bool, int, float, str, bytes, type(None), np.generic, types.Type)
 
 
 class _Unknown(Exception):
-    """A value whose part in the machine code is not known."""
+    """Raised for a value whose effect on the machine code is not known."""
 
 
 def read(kernel: Any, capability: tuple[int, int]) -> tuple[bytes, str] | None:
-    """The kernel's cubin and the name of its entry, if they are kept and whole."""
+    """Return the kernel's stored cubin and the name of its entry.
+
+    Return None if the kernel is not stored, or if the stored files are damaged.
+    """
     store, key = _place(kernel, capability)
     if store is None:
         return None
@@ -59,7 +65,10 @@ def read(kernel: Any, capability: tuple[int, int]) -> tuple[bytes, str] | None:
 
 
 def write(kernel: Any, capability: tuple[int, int], cubin: bytes, name: str) -> None:
-    """Keep what ``read`` gives; a full or read-only disk is no error."""
+    """Store the kernel's cubin and the name of its entry, for ``read``.
+
+    Nothing is raised if the disk is full or read-only.
+    """
     store, key = _place(kernel, capability)
     if store is not None:
         with contextlib.suppress(OSError):
@@ -72,7 +81,7 @@ def _digest(cubin: bytes, name: bytes) -> bytes:
 
 
 def directory() -> Path | None:
-    """Where cubins are kept; None where they are not."""
+    """Return the folder of the stored cubins; None if cubins are not stored."""
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         return Path(chosen) if chosen else None
@@ -101,7 +110,10 @@ def _store(where: Path) -> Any:
 
 
 def key_of(kernel: Any, capability: tuple[int, int]) -> bytes:
-    """The kernel's key. Raises _Unknown for a kernel from elsewhere or with unknown values."""
+    """Return the kernel's key.
+
+    Raise _Unknown for a kernel of another package, or with a value of a type that is not known.
+    """
     bounds = kernel.threads, kernel.min_blocks
     settings = sorted(x for x in os.environ.items() if x[0].startswith(("NUMBA_", mlir.VARIABLE)))
     parts = (_sources(), _compilers(), settings, capability, bounds, str(kernel.signature))
@@ -133,7 +145,10 @@ def _compilers() -> tuple[tuple[str, str], ...]:
 
 
 def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
-    """A hash of a function's code and what it closes over; ``seen`` has those known before."""
+    """Return a hash of a function's code and of the values that it closes over.
+
+    ``seen`` maps functions to hashes that were computed before.
+    """
     if function.__module__.split(".")[0] != PACKAGE.name:
         raise _Unknown(function)  # its globals are not in the package's sources
     if function not in seen:
@@ -155,7 +170,7 @@ def _code(code: CodeType) -> tuple:
 
 
 def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
-    """The attributes that a function takes of each name that it closes over."""
+    """Return the attributes that a function uses of each variable that it closes over."""
     taken: dict[str, set[str]] = {name: set() for name in code.co_freevars}
     for value, attribute in itertools.pairwise(dis.get_instructions(code)):
         if value.argval in taken and attribute.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -168,18 +183,18 @@ def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
 
 
 def _is_namespace(value: Any) -> bool:
-    """Whether a module that was made to hold values, none that was imported."""
+    """Return whether a value is a module that was made to contain values, not imported."""
     return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is not value
 
 
 def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
-    """The values that a function takes of a namespace."""
+    """Return the names and values of the attributes that a function uses of a namespace."""
     found = [(name, getattr(namespace, name)) for name in sorted(names)]
     return "namespace", [(name, _value(value, seen)) for name, value in found]
 
 
 def _value(value: Any, seen: dict[FunctionType, str]) -> Any:
-    """What tells a value from others, as text or tuples that end in text."""
+    """Return text, or nested tuples of text, that is different for different values."""
     if isinstance(value, _VALUES):
         return type(value).__name__, repr(value)
     if isinstance(value, tuple):

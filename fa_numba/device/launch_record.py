@@ -1,9 +1,9 @@
-"""Launches that are recorded once and made many times, with other addresses, at little host time.
+"""Launches that are recorded once and made many times, with other addresses, in little host time.
 
-A call's launches are given to a ``LaunchRecord`` in place of a stream: it writes each kernel's
-arguments into memory as the driver reads them, and launches nothing. ``run`` then makes all the
-launches on a stream. Arrays that change from run to run are recorded by a slot, a number: a run
-gets one address for each slot, writes it into the arguments, and hands the driver the same memory.
+A ``LaunchRecord`` is given to ``launch`` in place of a stream. It writes the arguments of each
+kernel to memory, in the form that the driver reads, and launches nothing. ``run`` then makes all
+recorded launches on a stream. An array that changes from run to run is recorded by the number of a
+slot. ``run`` gets one address for each slot and writes the address into the recorded arguments.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ALIGNMENT = 256  # bytes, of each array of the workspace
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """An array on the GPU as a kernel's argument: where its first element is, and its layout.
+    """An array on the GPU as a kernel's argument: the address of its first element, and its layout.
 
-    ``strides`` and ``itemsize`` are in bytes. ``pointer`` is the address, or with a ``slot`` the
-    distance in bytes from the address that ``LaunchRecord.run`` gets for that slot. ``owner`` is an
-    object that keeps the memory from being freed.
+    ``strides`` and ``itemsize`` are in bytes. ``pointer`` is the address of the first element. If
+    ``slot`` is set, ``pointer`` is the distance in bytes from the address that ``LaunchRecord.run``
+    gets for this slot. ``owner`` is an object that keeps the memory from being freed.
     """
 
     pointer: int
@@ -52,23 +52,26 @@ class DeviceArray:
 
 @dataclass(frozen=True)
 class Word:
-    """A 32-bit integer as a kernel's argument, which a run gets as its value number ``slot``."""
+    """A 32-bit integer as a kernel's argument. ``LaunchRecord.run`` gets its value by ``slot``."""
 
     slot: int
 
 
 def checked(result: tuple, what: str) -> Any:
-    """What a driver's function returned beside its status, or a RuntimeError about ``what``."""
+    """Return the last value that a function of the driver returned.
+
+    Raise RuntimeError if the returned status is an error. ``what`` names the action in the message.
+    """
     if result[0] != _SUCCESS:
         raise RuntimeError(f"{what} failed: {driver.CUresult(result[0]).name}")
     return result[-1]
 
 
 class LaunchRecord:
-    """Launches, and fills of memory with zeros, of one call on one GPU, in their order.
+    """The launches of one call on one GPU, and its fills of memory with zeros, in order.
 
-    ``workspace_bytes`` are those of the arrays that ``allocate`` gave; ``reserved_bytes`` is what a
-    run needs for them, each array rounded up to 256 bytes.
+    ``workspace_bytes`` is the size of all arrays that ``allocate`` returned. ``reserved_bytes`` is
+    the memory that a run needs for these arrays, with each array rounded up to 256 bytes.
     """
 
     def __init__(self) -> None:
@@ -84,7 +87,7 @@ class LaunchRecord:
         self._lock = threading.Lock()
 
     def allocate(self, shape: tuple[int, ...], dtype: str = "float32") -> DeviceArray:
-        """An array of workspace: memory that a run has from its first launch to its last."""
+        """Return an array of workspace, which exists from a run's first launch to its last."""
         size = np.dtype(dtype).itemsize
         strides = tuple(size * math.prod(shape[n + 1 :]) for n in range(len(shape)))
         array = DeviceArray(self.reserved_bytes, shape, strides, itemsize=size, slot=WORKSPACE)
@@ -93,7 +96,7 @@ class LaunchRecord:
         return array
 
     def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple) -> None:
-        """Record a launch of ``kernel``; ``compiled`` is its kernel of ``cuda.core``."""
+        """Record a launch of ``kernel``. ``compiled`` is the compiled kernel of ``cuda.core``."""
         words = [
             word
             for ty, x in zip(kernel.argument_types, args, strict=True)
@@ -113,7 +116,7 @@ class LaunchRecord:
         self._steps.append((step, f"the launch of {kernel.name} over {blocks} blocks"))
 
     def clear(self, array: DeviceArray) -> None:
-        """Record a fill of ``array``, whose memory has no gaps, with zeros."""
+        """Record a fill of ``array`` with zeros. The memory of ``array`` is contiguous."""
         begin, size = self._word(array), array.nbytes
 
         def step(stream: driver.CUstream) -> tuple:
@@ -122,9 +125,10 @@ class LaunchRecord:
         self._steps.append((step, f"clearing {size} bytes"))
 
     def run(self, values: Sequence[int], stream: int) -> None:
-        """Make the launches on ``stream``; ``values`` has each slot's address or word.
+        """Make the launches on ``stream``.
 
-        Where ``reserved_bytes`` is not 0 the last value is the address of so many bytes.
+        ``values`` contains the address or the 32-bit integer of each slot. If ``reserved_bytes`` is
+        not 0, the last value is the address of ``reserved_bytes`` bytes of workspace.
         """
         order = driver.CUstream(stream)
         with self._lock:  # the driver copies what a kernel takes before it returns
@@ -137,16 +141,19 @@ class LaunchRecord:
                 checked(step(order), what)
 
     def _word(self, array: DeviceArray) -> ctypes.c_int64:
-        """The 8 bytes in which the driver finds the address of ``array``; runs write a slot's."""
+        """Return the 8 bytes from which the driver reads the address of ``array``.
+
+        If the array has a slot, each run writes the address to these bytes.
+        """
         if array.slot is None:
             return ctypes.c_int64(array.pointer)
         return self._varying.setdefault((array.slot, array.pointer), ctypes.c_int64())
 
     def _words(self, ty: Any, value: Any) -> tuple:
-        """An argument of Numba type ``ty`` as the words that a compiled kernel expects.
+        """Return an argument of the Numba type ``ty`` as the words that a compiled kernel expects.
 
-        Numba passes a tuple field by field, and an array as meminfo, parent, size, itemsize, data,
-        shape, strides.
+        Numba passes a tuple field by field. It passes an array as meminfo, parent, size, itemsize,
+        data, shape, strides.
         """
         if isinstance(ty, types.NamedTuple):
             pairs = zip(ty.types, value, strict=True)

@@ -1,7 +1,8 @@
-"""Machine code for a GPU that need not be here, by NVVM and nvJitLink.
+"""Machine code for a GPU that need not be in this machine, by NVVM and nvJitLink.
 
-For GPUs newer than Hopper's NVVM has another optimiser, which does not unroll all loops over
-register tiles, so that these lie in local memory. Such a GPU gets PTX of compute capability 9.0.
+For GPUs newer than Hopper, NVVM uses another optimiser, which does not unroll all loops over
+register tiles. The tiles would then be in local memory. Such a GPU therefore gets PTX of compute
+capability 9.0.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ _SUFFIXES = {_HOPPER: "a"}
 
 
 def is_newer(capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability gets Hopper's PTX."""
+    """Return whether a GPU of this compute capability is newer than Hopper.
+
+    Such a GPU gets PTX for Hopper.
+    """
     return capability > _HOPPER
 
 
 def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes, str]:
-    """PTX, machine code and the assembler's log; ImportError without NVIDIA's compiler."""
+    """Return a kernel's PTX, machine code and the assembler's log.
+
+    Raise ImportError if NVIDIA's compiler is not installed.
+    """
     from cuda.core import ObjectCode
 
     newer = is_newer(capability)
@@ -71,7 +78,7 @@ def _naming_the_extra() -> Iterator[None]:
 
 
 def entry_of(ptx: str) -> str:
-    """The name of the kernel in its PTX."""
+    """Return the name that the kernel has in its PTX."""
     found = re.search(r"\.entry\s+([\w$]+)", ptx)
     if found is None:
         raise RuntimeError(f"the PTX text contains no kernel. It begins with {ptx[:200]!r}")

@@ -1,4 +1,4 @@
-"""Memory of the GPU: arrays, copies to and from it, and the workspace of calls."""
+"""Memory of the GPU: arrays, copies to and from the GPU, and the workspace of calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from fa_numba.dtypes import DTYPES
 
 
 class MemoryTrace:
-    """GPU memory that calls inside ``track_memory`` took beside their inputs and outputs, bytes."""
+    """The workspace of calls inside ``track_memory``, in bytes.
+
+    ``live_bytes`` is the workspace in use now, ``peak_bytes`` the greatest ``live_bytes`` so far.
+    """
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -33,7 +36,10 @@ traces: list[MemoryTrace] = []
 
 @contextlib.contextmanager
 def track_memory() -> Iterator[MemoryTrace]:
-    """Record the scratch memory that calls inside take: every byte goes through ``replay``."""
+    """Record the workspace of the calls inside the context.
+
+    ``replay`` allocates all workspace, and adds it to the trace.
+    """
     trace = MemoryTrace()
     traces.append(trace)
     try:
@@ -44,7 +50,10 @@ def track_memory() -> Iterator[MemoryTrace]:
 
 @functools.cache
 def pool(ordinal: int):
-    """A pool of GPU memory of our own that keeps what it has, as caching allocators do."""
+    """Return this package's pool of memory on a GPU.
+
+    Like a caching allocator, the pool keeps memory that is freed, for the next allocation.
+    """
     from cuda.core import Device, DeviceMemoryResource, DeviceMemoryResourceOptions
 
     Device(ordinal).set_current()
@@ -59,11 +68,11 @@ _NOT_A_NUMBER = {dtype.host: dtype.nan for dtype in DTYPES.values()}
 
 @contextlib.contextmanager
 def scratch(stream: Any) -> Iterator[Callable[..., Any]]:
-    """A context that gives ``allocate(shape, dtype)``, for the workspace of a call's launches.
+    """Yield a function ``allocate(shape, dtype)`` that allocates workspace for a call's launches.
 
-    ``stream`` is the ``LaunchRecord`` that takes them on a GPU, and is not used on the emulator.
-    ``dtype`` is float32, uint16 for the bits of 16-bit floats, or int32. On the emulator it gives
-    NumPy arrays, NaN or -1 until written.
+    On a GPU, ``stream`` is the ``LaunchRecord`` that records the launches. On the emulator,
+    ``stream`` is not used, and ``allocate`` returns NumPy arrays that are filled with NaN, or with
+    -1 for integers. ``dtype`` is float32, uint16 for the bits of 16-bit floats, or int32.
     """
     if select.on_gpu():
         yield stream.allocate
@@ -72,8 +81,10 @@ def scratch(stream: Any) -> Iterator[Callable[..., Any]]:
 
 
 def release_memory() -> None:
-    """Give back to the GPU what the pool keeps of workspace, and arrays that Numba has yet to free:
-    it frees ten together, and those that L2 is flushed with have a GiB each.
+    """Free the memory that the pool keeps, and the arrays that Numba has not freed yet.
+
+    Numba frees arrays ten at a time. The arrays with which the L2 cache is flushed have at least
+    1 GiB each.
     """
     synchronize()
     cuda.current_context().deallocations.clear()
@@ -81,29 +92,35 @@ def release_memory() -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: str = "float32"):
-    """An uninitialised array on the current GPU, with ``__cuda_array_interface__``."""
+    """Return an uninitialised array on the current GPU, with ``__cuda_array_interface__``."""
     return cuda.device_array(shape, dtype)
 
 
 def argument(array: Any) -> DeviceArray:
-    """A launch argument from an array that ``empty`` or ``to_gpu`` has made."""
+    """Return a launch argument for an array that ``empty`` or ``to_gpu`` has made."""
     pointer, _ = array.__cuda_array_interface__["data"]
     return DeviceArray(pointer, array.shape, array.strides, array, array.dtype.itemsize)
 
 
 def to_gpu(array: np.ndarray, stream: int = 0):
-    """A copy of a NumPy array on the current GPU, with ``__cuda_array_interface__``."""
+    """Return a copy of a NumPy array on the current GPU, with ``__cuda_array_interface__``."""
     return cuda.to_device(np.ascontiguousarray(array), stream=_numba_stream(stream))
 
 
 def copied_to_host(array: Any) -> np.ndarray:
-    """What an array with ``__cuda_array_interface__`` holds, once all that was begun is done."""
+    """Return a NumPy copy of an array with ``__cuda_array_interface__``.
+
+    The copy is made when all work of the GPU has ended.
+    """
     synchronize()
     return cuda.as_cuda_array(array).copy_to_host()
 
 
 def to_host(array, out: np.ndarray, stream: int = 0) -> None:
-    """Copy a contiguous GPU array made here into ``out``, of any strides, and wait for it."""
+    """Copy a GPU array to ``out`` and wait for the copy.
+
+    The GPU array is contiguous and was made by this module. ``out`` may have any strides.
+    """
     copy = array.copy_to_host(stream=_numba_stream(stream))
     synchronize(stream)
     out[...] = copy
@@ -114,7 +131,7 @@ def _numba_stream(stream: int):
 
 
 def synchronize(stream: int | None = None) -> None:
-    """Wait for ``stream``, or for the whole GPU."""
+    """Wait for the work on ``stream``; without a stream, for all work of the GPU."""
     if stream:
         cuda.external_stream(stream).synchronize()
     else:

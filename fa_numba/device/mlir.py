@@ -1,10 +1,10 @@
-"""numba-cuda-mlir in the place of numba-cuda, where ``FA_NUMBA_COMPILER`` is ``mlir``.
+"""Compiles by numba-cuda-mlir in place of numba-cuda, if ``FA_NUMBA_COMPILER`` is ``mlir``.
 
-Kernels, parts and intrinsics stay as they are, written for numba-cuda. A copy of a kernel is
-compiled, and of all that it calls, whose names lead to the other compiler's: types, ``cuda``,
-device functions. An intrinsic writes LLVM's code by llvmlite; here a builder with llvmlite's
-methods writes the same in MLIR's dialect of it. What knows of a type that only numba-cuda has, as
-Hopper's maps of arrays, is refused.
+Kernels, parts and intrinsics are written for numba-cuda. Copies of a kernel and of all functions
+that it calls are compiled. In these copies, names of numba-cuda (types, ``cuda``, device functions)
+are replaced by the names of numba-cuda-mlir. An intrinsic writes LLVM code by calling llvmlite's
+builder. Here it calls a builder with the same methods, which writes the same code in the LLVM
+dialect of MLIR. Kernels with a type that only numba-cuda knows, such as a tensor map, are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _DYNAMIC = -(1 << 31)  # an index of getelementptr that is a value
 
 @functools.cache
 def chosen() -> bool:
-    """Whether this process compiles by numba-cuda-mlir. Raises ValueError for another name."""
+    """Return whether this process compiles by numba-cuda-mlir.
+
+    Raise ValueError if the environment variable has the name of no compiler.
+    """
     named = os.environ.get(VARIABLE) or _COMPILERS[0]
     if named not in _COMPILERS:
         raise ValueError(
@@ -46,9 +49,10 @@ def chosen() -> bool:
 
 
 def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
-    """PTX of a kernel for a GPU of this compute capability, which need not be here.
+    """Return the PTX of a kernel for a GPU of this compute capability.
 
-    Raises ImportError without numba-cuda-mlir, NotImplementedError for what it is not given.
+    The GPU need not be in this machine. Raise ImportError if numba-cuda-mlir is not installed, and
+    NotImplementedError for a kernel with a type that it does not know.
     """
     try:
         from numba_cuda_mlir import compiler, tools
@@ -80,7 +84,10 @@ def ptx_of(kernel: Any, capability: tuple[int, int]) -> bytes:
 
 @functools.cache
 def _front_end() -> ModuleType:
-    """``front_end`` once more, of the other compiler's modules: they are a copy of numba-cuda's."""
+    """Return the module ``front_end`` for the other compiler.
+
+    The other compiler contains a copy of numba-cuda's modules, of which functions are replaced.
+    """
     source = Path(front_end.__file__).read_text(encoding="utf-8")
     made = ModuleType(f"{front_end.__name__} of {_PACKAGE}")
     for name in ("numba.cuda", "numba"):
@@ -90,16 +97,19 @@ def _front_end() -> ModuleType:
 
 
 def array_words(array: Any, address: Any) -> tuple:
-    """An array as a kernel's words: its memory twice, an offset, shape, strides in elements."""
+    """Return an array as the words that a kernel of the other compiler expects.
+
+    These are the address twice, an offset, the shape, and the strides in elements.
+    """
     steps = (stride // array.itemsize for stride in array.strides)
     return (address, address, *map(ctypes.c_int64, (0, *array.shape, *steps)))
 
 
-# --- names: what a kernel takes of numba-cuda becomes the other's -----------------------------
+# --- names: names of numba-cuda in a kernel become names of the other compiler -----------------
 
 
 def _translated(ty: Any, to: Any, here: Any) -> Any:
-    """A type of the module ``here`` as one of the module ``to``."""
+    """Return the type of the module ``to`` for a type of the module ``here``."""
     if ty == here.none:
         return to.none
     if isinstance(ty, here.IntegerLiteral):
@@ -135,7 +145,7 @@ def _here(ty: Any) -> Any:
 
 @functools.cache
 def _renamed(function: FunctionType) -> FunctionType:
-    """A copy of a function in which names of numba-cuda lead to the other compiler."""
+    """Return a copy of a function with names of numba-cuda replaced by the other compiler's."""
     code = function.__code__
     found = {
         name: function.__globals__[name] for name in code.co_names if name in function.__globals__
@@ -180,7 +190,7 @@ def _module(module: ModuleType) -> ModuleType:
 
 
 class _Renamed(ModuleType):
-    """A module of ours that a kernel takes attributes of."""
+    """A module of this package, with its attributes replaced for the other compiler."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__)
@@ -194,7 +204,7 @@ class _Renamed(ModuleType):
 
 @functools.cache
 def _of_record(record: type) -> None:
-    """Let kernels make such a record, which is a tuple of values there."""
+    """Let kernels make named tuples of this class. The other compiler keeps them as tuples."""
     from numba_cuda_mlir import extending
     from numba_cuda_mlir.numba_cuda import types as others
 
@@ -233,18 +243,18 @@ def _intrinsic(intrinsic: _Intrinsic) -> Any:
     return made
 
 
-# --- code: llvmlite's builder, of which intrinsics make theirs, on MLIR ----------------------
+# --- code: a builder with llvmlite's methods, for intrinsics, that writes MLIR ---------------
 
 
 class _Value:
-    """A value of MLIR's, or several, with the type that llvmlite would give it."""
+    """A value of MLIR, or several values, with the type that llvmlite would give it."""
 
     def __init__(self, made: Any, ty: Any) -> None:
         self.made, self.type = made, ty
 
 
 class _Context:
-    """What intrinsics ask of Numba's target."""
+    """The methods of Numba's target context that the intrinsics call."""
 
     def make_array(self, ty: Any) -> Callable[..., Any]:
         def made(context: Any, builder: _Builder, value: Any = None) -> Any:
@@ -271,7 +281,7 @@ class _Context:
 
 
 class _Array:
-    """An array's memory and strides, in bytes; of a new one as it is populated."""
+    """An array with its memory and its strides in bytes, as intrinsics read or make it."""
 
     def __init__(self, builder: _Builder, ty: Any, value: Any) -> None:
         self._builder, self._element = builder, _llvm(ty.dtype)
@@ -301,7 +311,7 @@ class _Array:
 
 
 def _llvm(ty: Any) -> Any:
-    """The type that llvmlite has for a Numba type of a value."""
+    """Return llvmlite's type for the Numba type of a value; None if there is none here."""
     if isinstance(ty, types.Boolean):
         return ir.IntType(1)
     width: Any = getattr(ty, "bitwidth", 0)
@@ -311,7 +321,7 @@ def _llvm(ty: Any) -> Any:
 
 
 class _Builder:
-    """The methods of llvmlite's builder that the intrinsics use."""
+    """A builder with the methods of llvmlite's builder that the intrinsics call."""
 
     def __init__(self, lowering: Any) -> None:
         from numba_cuda_mlir._mlir import ir as mlir
@@ -333,7 +343,7 @@ class _Builder:
         return self.llvm.StructType.get_literal(list(map(self.type_of, ty.elements)))
 
     def value_of(self, variable: Any, ty: Any) -> Any:
-        """A kernel's variable as what llvmlite would give; of a constant, its Numba type's."""
+        """Return a kernel's variable as a value with llvmlite's type, or as a constant."""
         value, wanted = self.lowering.load_var(variable), _llvm(ty)
         if isinstance(value, (int, float)):
             return ir.Constant(wanted, value)
@@ -342,7 +352,7 @@ class _Builder:
         return _Value(value, wanted)
 
     def given(self, value: Any) -> Any:
-        """The MLIR value of one of ours, of a constant, or of dynamic shared memory."""
+        """Return the MLIR value of a ``_Value``, of a constant, or of dynamic shared memory."""
         if isinstance(value, _Value):
             return value.made
         ty = self.type_of(value.type) if isinstance(value, ir.Constant) else None
@@ -359,7 +369,7 @@ class _Builder:
         return self.arith.constant(ty, self.mlir.FloatAttr.get(ty, float(value.constant)))
 
     def one_axis(self, memory: Any, length: int, element: Any) -> Any:
-        """A 1-D array of ``length`` elements at a generic pointer."""
+        """Return a 1-D array of ``length`` elements at a generic pointer."""
         described = self.lowering._build_memref_descriptor(memory, [length], [1])
         unknown = self.mlir.ShapedType.get_dynamic_size()
         layout = self.mlir.StridedLayoutAttr.get(unknown, [unknown])

@@ -1,15 +1,19 @@
 """Digests of kernels' programs: equal digests mean equal machine code by the same compiler.
 
-A digest covers what a kernel is compiled from: its syntax tree, those of the device functions,
-intrinsics and helpers that it reaches, the values that these take from outside, the types of its
-arguments, and its launch bounds. It does not cover words (docstrings, comments, annotations, the
-arguments of ``raise``), line numbers, the names of local variables, and the names and modules of
-functions. It is therefore the same after a text was edited, or a function was renamed or moved.
+A digest covers everything from which a kernel is compiled:
 
-Two digests exist for each kernel. The one for a GPU covers the code that intrinsics generate. The
-one for the emulator covers the Python functions that stand in for the intrinsics, and the names of
-the kernel's parameters, by which accesses are counted. Compilers and the emulator itself are in
-neither: who stores a digest stores their versions beside it.
+- the syntax trees of the kernel and of the device functions, intrinsics and helpers that it calls,
+- the values that these functions take from their closures and modules,
+- the types of the kernel's arguments, and its launch bounds.
+
+A digest does not cover words (docstrings, comments, annotations, the arguments of ``raise``), line
+numbers, the names of local variables, and the names and modules of functions. The digest therefore
+stays the same if a text is edited, or if a function is renamed or moved.
+
+Each kernel has two digests. The digest for a GPU covers the code that intrinsics generate. The
+digest for the emulator covers the Python functions that emulate the intrinsics, and the names of
+the kernel's parameters, by which accesses are counted. No digest covers the compilers or the
+emulator: their versions must be stored together with the digest.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _LENGTH = 16  # hexadecimal digits
 
 
 class Unknown(TypeError):
-    """A value that no digest can be made of."""
+    """Raised for a value of which no digest can be made."""
 
 
 class Program(NamedTuple):
@@ -53,15 +57,17 @@ class Program(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A function's syntax tree as text, and what stands at its gaps: references to outside."""
+    """A function's syntax tree as text with gaps, and a reference to an outside name per gap."""
 
     text: str
     references: tuple[Reference, ...]
 
 
 class Reference(NamedTuple):
-    """A name with the attributes that are taken of it. ``keyword`` is the name of an argument in
-    a call of it, of which the position is wanted.
+    """An outside name with its attributes, such as ("math", "exp") for ``math.exp``.
+
+    If ``keyword`` is set, it is the name of an argument in a call of the named function. The
+    reference then stands for the position of this argument.
     """
 
     names: tuple[str, ...]
@@ -69,15 +75,15 @@ class Reference(NamedTuple):
 
 
 def digest_of(text: str) -> str:
-    """Return the digest of a text, shortened as all digests here are."""
+    """Return the digest of a text, with 16 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:_LENGTH]
 
 
 def program_of(kernel: Any, *, emulated: bool = False) -> Program:
     """Return the program of a ``Kernel``, for a GPU or for the emulator.
 
-    Raises Unknown for a kernel that takes a value from outside that is no number, type, function,
-    module, nor a container of these, and ValueError for code whose source is not at hand.
+    The outside values of a kernel must be numbers, types, functions, modules, or containers of
+    these. Raise Unknown for another value, and ValueError if the source of the code is missing.
     """
     reader = _readers[emulated]
     inner = reader.function(kernel.function)
@@ -92,8 +98,9 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 class _Reader:
-    """Makes programs of functions, for a GPU or for the emulator. Programs are kept as long as
-    their functions live.
+    """Makes the programs of functions, for a GPU or for the emulator.
+
+    A program is kept as long as its function exists.
     """
 
     def __init__(self, emulated: bool) -> None:
@@ -148,7 +155,7 @@ class _Reader:
         return self.value(value), *rest
 
     def value(self, value: Any) -> Any:
-        """Return what tells a value from all others, as text or as nested tuples of text."""
+        """Return text, or nested tuples of text, that is different for different values."""
         if isinstance(value, _NUMBERS):
             return type(value).__name__, repr(value)
         if isinstance(value, np.generic):
@@ -184,7 +191,10 @@ class _Reader:
         return "type", str(value)
 
     def _named(self, value: Any) -> Any:
-        """Return the name of what is not read: of others' functions, classes and instances."""
+        """Return the name of a function, class or instance whose source is not read.
+
+        These are objects of other packages.
+        """
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             return "record class", value._fields, self.value(vars(value)["_field_defaults"])
         kinds = (type, FunctionType, BuiltinFunctionType, MethodType)
@@ -202,8 +212,9 @@ _readers = {False: _Reader(False), True: _Reader(True)}
 
 
 def _python_of(value: Any) -> Any:
-    """Return the Python function behind a device function, intrinsic or cached function; None for
-    anything else.
+    """Return the Python function of a device function, intrinsic or cached function.
+
+    Return a Python function unchanged, and None for any other value.
     """
     if isinstance(value, DeviceFunction):
         return value.py_func
@@ -227,7 +238,7 @@ def _is_opaque(function: FunctionType) -> bool:
 
 
 def _outside(function: FunctionType) -> dict[str, Any]:
-    """Return the values of the names that a function takes from outside, by name."""
+    """Return the values that a function takes from its closure and its globals, by name."""
     found = {}
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     for name in _taken(function.__code__):
@@ -245,7 +256,7 @@ def _outside(function: FunctionType) -> dict[str, Any]:
 
 @functools.cache
 def _taken(code: CodeType) -> frozenset[str]:
-    """Return the names that code takes from outside: from its closure and its globals."""
+    """Return the names that code takes from its closure and its globals."""
     found = {
         each.argval
         for each in dis.get_instructions(code)
@@ -272,7 +283,7 @@ def _template(code: CodeType) -> Template:
 
 
 def definition(code: CodeType) -> ast.FunctionDef | ast.Lambda | None:
-    """Return the syntax tree of the function that has this code; None without its source."""
+    """Return the syntax tree of the function with this code; None if the source is missing."""
     lines = tuple(linecache.getlines(code.co_filename))
     found = _functions(lines).get((code.co_firstlineno, code.co_name), ())
     if len(found) < 2:
@@ -288,8 +299,10 @@ def definition(code: CodeType) -> ast.FunctionDef | ast.Lambda | None:
 
 @functools.lru_cache(maxsize=256)
 def _functions(lines: tuple[str, ...]) -> dict[tuple[int, str], list[Any]]:
-    """Return a file's functions by first line, which may be a decorator's, and name; of several
-    lambdas those within others come first.
+    """Return the functions of a file by first line and name.
+
+    The first line of a decorated function is the line of its first decorator. If several lambdas
+    begin on one line, a lambda inside another lambda comes first.
     """
     found: dict[tuple[int, str], list[Any]] = {}
     for node in ast.walk(ast.parse("".join(lines))):
@@ -302,7 +315,7 @@ def _functions(lines: tuple[str, ...]) -> dict[tuple[int, str], list[Any]]:
 
 
 def template(node: ast.AST, outside: frozenset[str] = frozenset()) -> Template:
-    """Return a syntax tree as text without words, and its references to the names ``outside``.
+    """Return a syntax tree as text without words, and its references to names in ``outside``.
 
     Other names are numbered in the order in which they occur. The text does not depend on the
     version of Python.
@@ -313,7 +326,7 @@ def template(node: ast.AST, outside: frozenset[str] = frozenset()) -> Template:
 
 
 def _template_of_function(node: ast.FunctionDef | ast.Lambda, outside: frozenset[str]) -> Template:
-    """Return the template of a function without its decorators and defaults, which are values."""
+    """Return the template of a function, without its decorators and default values."""
     bare = copy.copy(node)
     bare.args = copy.copy(node.args)
     bare.args.defaults, bare.args.kw_defaults = [], []
@@ -323,9 +336,10 @@ def _template_of_function(node: ast.FunctionDef | ast.Lambda, outside: frozenset
 
 
 class _Writer:
-    """Writes a syntax tree as text, by a method for each kind of node that is not written as it is.
+    """Writes a syntax tree as text.
 
-    The text is written in the order of the tree, by which names are numbered.
+    Kinds of nodes that are not written unchanged have a method each. Nodes are written in the order
+    of the tree. Local names are numbered in the order in which they are written.
     """
 
     def __init__(self, outside: frozenset[str]) -> None:
@@ -387,7 +401,7 @@ class _Writer:
         self._put(" ?")
 
     def _chain(self, node: ast.AST) -> tuple[str, ...]:
-        """Return the names of ``a.b.c`` where ``a`` is outside; none for other nodes."""
+        """Return the names of ``a.b.c`` if ``a`` is an outside name; empty for other nodes."""
         attributes: list[str] = []
         while isinstance(node, ast.Attribute):
             attributes.append(node.attr)
@@ -475,7 +489,7 @@ class _Writer:
         self._put(")")
 
     def _write_ClassDef(self, node: ast.ClassDef) -> None:
-        """A class, whose attributes keep their names: others use them."""
+        """Write a class. The names of its attributes are kept, because other code uses them."""
         self._put(f"(class {node.name}")
         self._all([*node.decorator_list, *node.bases, *node.keywords])
         for each in node.body:

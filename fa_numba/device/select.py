@@ -1,4 +1,4 @@
-"""Which device runs what follows: the GPU or the emulator, its limits and its name."""
+"""Selection of the device that runs calls, the GPU or the emulator, and the device's limits."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from cuda.bindings import driver
 from numba import cuda
 
 MIN_COMPUTE_CAPABILITY = (7, 5)
-# Shared memory of one block where there is no GPU to ask: an H100's or H200's.
+# Shared memory of one thread block if there is no GPU: as on an H100 or H200.
 EMULATED_SHARED_BYTES = 227 * 1024
 
 
 def gpu_available() -> bool:
-    """Whether a CUDA GPU that the kernels can run on is present."""
+    """Return whether this machine has a CUDA GPU on which the kernels can run."""
     return not why_no_gpu()
 
 
 @functools.cache
 def why_no_gpu() -> str:
-    """Why there is no usable GPU, or an empty string where there is one."""
+    """Return why there is no usable GPU; an empty string if there is a usable GPU."""
     try:
         if not cuda.is_available():
             return "no CUDA GPU or driver was found"
@@ -41,16 +41,16 @@ _forced: ContextVar[str | None] = ContextVar("fa_numba_device", default=None)
 
 
 def on_gpu() -> bool:
-    """Whether launches go to the GPU in the current context."""
+    """Return whether launches run on the GPU, not on the emulator."""
     forced = _forced.get()
     return gpu_available() if forced is None else forced == "gpu"
 
 
 @contextlib.contextmanager
 def using(device: str) -> Iterator[None]:
-    """Run everything inside on ``"gpu"`` or ``"emulator"``.
+    """Run all calls inside the context on ``"gpu"`` or on ``"emulator"``.
 
-    Raises ValueError for another name and RuntimeError for "gpu" without a usable one.
+    Raise ValueError for another name, and RuntimeError for "gpu" if there is no usable GPU.
     """
     if device not in ("gpu", "emulator"):
         raise ValueError(f"device must be 'gpu' or 'emulator', got {device!r}")
@@ -66,7 +66,11 @@ def using(device: str) -> Iterator[None]:
 
 
 class Limits(NamedTuple):
-    """A GPU to plans: compute capability, bytes of shared memory a block, multiprocessors."""
+    """The limits of a GPU that plans use.
+
+    These are the compute capability, the bytes of shared memory that a thread block can have, and
+    the number of multiprocessors.
+    """
 
     capability: tuple[int, int]
     shared_bytes: int
@@ -81,9 +85,11 @@ _planned: ContextVar[Limits | None] = ContextVar("fa_numba_planned_device", defa
 def planning_for(
     capability: tuple[int, int], shared_bytes: int, multiprocessors: int = 132
 ) -> Iterator[None]:
-    """Make plans inside for a GPU of this compute capability, with so many bytes of shared memory a
-    block and so many multiprocessors, which need not be here. It is for plans alone: calls run
-    where they always do.
+    """Make all plans inside the context for a GPU with these limits.
+
+    The GPU need not be in this machine. ``shared_bytes`` is the shared memory that a thread block
+    can have, in bytes. Only plans are affected: calls inside still run on this machine's GPU or on
+    the emulator.
     """
     token = _planned.set(Limits(capability, shared_bytes, multiprocessors))
     try:
@@ -94,7 +100,7 @@ def planning_for(
 
 @functools.cache
 def limits_of(ordinal: int) -> Limits:
-    """The limits of GPU ``ordinal``, asked for once."""
+    """Return the limits of GPU ``ordinal``. The driver is asked once for each GPU."""
     gpu = cuda.gpus[ordinal]
     major, minor = gpu.compute_capability
     shared_bytes = int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
@@ -109,42 +115,51 @@ def _current() -> Limits:
 
 
 def shared_bytes_limit() -> int:
-    """Bytes of shared memory one block can have on the current device."""
+    """Return the bytes of shared memory that one thread block can have.
+
+    The limit is of the GPU inside ``planning_for``, else of the current device.
+    """
     return _current().shared_bytes
 
 
 def multiprocessors() -> int:
-    """How many the current GPU has; elsewhere 132, an H100's or H200's."""
+    """Return the number of multiprocessors, which is 132 on the emulator.
+
+    The number is of the GPU inside ``planning_for``, else of the current device.
+    """
     return _current().multiprocessors
 
 
 def compute_capability() -> tuple[int, int]:
-    """The current GPU's, as (major, minor); on the emulator (9, 0), of an H100 or H200."""
+    """Return the compute capability (major, minor), which is (9, 0) on the emulator.
+
+    It is of the GPU inside ``planning_for``, else of the current device.
+    """
     return _current().capability
 
 
 def planned_for_gpu() -> bool:
-    """Whether plans made now are for a GPU, here or elsewhere."""
+    """Return whether plans made now are for a GPU, in this machine or inside ``planning_for``."""
     return on_gpu() or _planned.get() is not None
 
 
 def capability_of(ordinal: int) -> tuple[int, int]:
-    """The compute capability of GPU ``ordinal``."""
+    """Return the compute capability of GPU ``ordinal``."""
     return limits_of(ordinal).capability
 
 
 def current_ordinal() -> int:
-    """The ordinal of the current GPU."""
+    """Return the ordinal of the current GPU."""
     return int(cuda.get_current_device().id)
 
 
 def current_context() -> int:
-    """The address of the driver's current context, 0 where there is none."""
+    """Return the address of the driver's current context; 0 if there is none."""
     return int(driver.cuCtxGetCurrent()[1])
 
 
 def ordinal_of(pointer: int) -> int:
-    """The ordinal of the GPU that owns the memory at ``pointer``."""
+    """Return the ordinal of the GPU that owns the memory at ``pointer``."""
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     cuda.current_context()
     error, ordinal = driver.cuPointerGetAttribute(attribute, pointer)
@@ -156,12 +171,15 @@ def ordinal_of(pointer: int) -> int:
 
 
 def on_device(ordinal: int):
-    """A context manager that makes GPU ``ordinal`` the current one."""
+    """Return a context manager that makes GPU ``ordinal`` the current GPU."""
     return cuda.gpus[ordinal]
 
 
 def limits() -> dict[str, int]:
-    """What a multiprocessor holds: bytes of shared memory, registers, threads and blocks."""
+    """Return the limits of a multiprocessor of the current GPU.
+
+    These are bytes of shared memory, and numbers of registers, threads and thread blocks.
+    """
     gpu = cuda.get_current_device()
     return {
         "shared_bytes": int(gpu.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
@@ -172,7 +190,7 @@ def limits() -> dict[str, int]:
 
 
 def describe() -> dict[str, Any]:
-    """What the current device is, for provenance: its name, limits and driver."""
+    """Return the name, limits and driver of the current device, to be stored with results."""
     if not on_gpu():
         return {"name": "emulator", "shared_bytes": EMULATED_SHARED_BYTES}
     gpu = cuda.get_current_device()

@@ -1,8 +1,9 @@
-"""Tensor maps: what the bulk copy engine of a Hopper GPU (TMA) knows of an array.
+"""Tensor maps: descriptions of arrays for the copy engine of a Hopper GPU (TMA).
 
-A kernel takes such an array as a ``TiledType``: 128 bytes among its parameters that the engine
-reads (``__grid_constant__`` in CUDA C++), which the driver encodes once a call, and the shape.
-CUDA Driver API, "Tensor Map Object Management"; PTX ISA, "Tensors".
+A kernel takes such an array as an argument of the type ``TiledType``. The argument contains the
+shape, and 128 bytes that the copy engine reads (``__grid_constant__`` in CUDA C++). The driver
+encodes these bytes once per call. CUDA Driver API, "Tensor Map Object Management"; PTX ISA,
+"Tensors".
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ _MAP = ir.LiteralStructType([ir.ArrayType(ir.IntType(64), MAP_BYTES // 8)])
 
 
 class MapType(types.Type):
-    """The 128 bytes: in kernels the address of the parameter that holds them."""
+    """The Numba type of a tensor map: in kernels, the address of a parameter of 128 bytes."""
 
     def __init__(self) -> None:
         super().__init__(name="TensorMap")
 
 
 class TiledType(types.Type):
-    """An array that a kernel reads and writes by boxes; ``shape`` is the array's, ``steps``, where
-    its map has ``ends``, those of ``TiledArray``.
+    """The Numba type of an array that a kernel reads and writes by boxes.
+
+    ``shape`` is the shape of the array. If the tensor map has ``ends``, kernels can also read
+    ``steps``; see ``TiledArray``.
     """
 
     def __init__(self, ndim: int, ends: bool = False) -> None:
@@ -53,7 +56,7 @@ class MapModel(PrimitiveModel):
         super().__init__(manager, ty, _MAP.as_pointer())
 
     def from_argument(self, builder: ir.IRBuilder, value: Any) -> Any:
-        """Make the pointers that a kernel is given parameters by value, which nobody writes."""
+        """Mark the kernel's parameters of this type as passed by value and read-only."""
         function = builder.function
         if not value.attributes.align:
             # Numba drops the first argument later, so that counting starts at 1.
@@ -85,22 +88,25 @@ tiled_type = TiledType
 
 @dataclass(frozen=True)
 class TiledArray:
-    """A 4-D array (batch, heads, rows, columns) as an argument that a kernel takes by boxes of
-    ``rows`` rows of 128 bytes: 64 columns, or 32 of float32.
+    """A 4-D array (batch, heads, rows, columns) of which a kernel copies boxes.
 
-    The axes of its map, from the outermost on:
+    A box has ``rows`` rows of 128 bytes: 64 columns of 16 bits, or 32 columns of float32. The axes
+    of the tensor map, from the outermost axis to the innermost, are:
 
-        a box's rows are of one head       batch, head, row,         column
-        ``heads`` n above 1: of n heads    batch, head, row, member, column
+        default: a box has rows of 1 head  batch, head, row,         column
+        ``heads`` = n: rows of n heads     batch, head, row, member, column
         ``ends``                           back,  end,  row,         column
-        both                               back,  end,  row, member, column
+        ``heads`` and ``ends``             back,  end,  row, member, column
 
-    With n heads the axis of heads counts groups of n, and the box has rows // n rows of each of its
-    members, row after row. With ``ends`` rows are counted from the end of a sequence: row r of one
-    of N rows that ends before row e of (batch b, head h) is row r + ``WRAPS`` - N at the end
-    b steps[0] + h steps[1] + e steps[2]. What is not a row of the sequence is then outside of the
-    map: zeros, and not written. At ``WRAPS`` the axis back goes so many rows back, since addresses
-    wrap around at 2^64: a map may not begin before the memory of the array.
+    With n heads, the axis of heads counts groups of n heads. A box has rows // n rows of each head
+    of the group, ordered by row.
+
+    With ``ends``, rows are counted from the end of a sequence. Take a sequence of N rows that ends
+    before row e of batch entry b and head h. Its row r has the index r + ``WRAPS`` - N along the
+    axis "row", and the index b steps[0] + h steps[1] + e steps[2] along the axis "end". Elements
+    outside of the sequence are then outside of the map: they are read as zeros and not written. A
+    map must not begin before the memory of the array. The axis "back" therefore subtracts
+    ``WRAPS`` rows from the address at its index ``WRAPS``, as addresses wrap around at 2^64.
     """
 
     array: Any
@@ -111,7 +117,7 @@ class TiledArray:
 
     @property
     def layout(self) -> BoxLayout:
-        """The map's axes."""
+        """Return the axes of the tensor map."""
         batches, heads, rows, columns = self.array.shape
         of_batch, of_head, of_row, of_column = self.array.strides
         if rows == 1:  # what nobody steps over need not be aligned
@@ -148,7 +154,10 @@ _DTYPES = {
 
 
 def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
-    """The map of ``tiled`` from ``address`` on; RuntimeError where the driver refuses it."""
+    """Return the tensor map of ``tiled``, with the array's memory at ``address``.
+
+    Raise RuntimeError if the driver refuses the map.
+    """
     layout = tiled.layout
     shape = [driver.cuuint64_t(n) for n in reversed(layout.shape)]
     # The driver judges strides of axes with one place, too.

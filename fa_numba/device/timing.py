@@ -1,4 +1,4 @@
-"""How long work on the GPU takes."""
+"""Times of calls on the GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ def time_ms(
     warmup: int = 3,
     flush_l2: bool = True,
 ) -> list[float]:
-    """Milliseconds of each of ``repeats`` calls, by events on the default stream.
+    """Return the milliseconds of each of ``repeats`` calls, by events on the default stream.
 
-    ``warmup`` calls go first and do not count. ``flush_l2`` overwrites four times the L2 cache, and
-    at least a GiB, twice before each call and outside the timed interval: long enough for the host
-    to enqueue the call meanwhile, so that its Python time does not count.
+    ``warmup`` calls are made first and not timed. ``flush_l2`` overwrites an array twice before
+    each call, outside the timed interval. The array has four times the size of the L2 cache, and at
+    least 1 GiB. During this time the host enqueues the call, so that the time of the call's Python
+    code does not count.
     """
     scratch = None
     if flush_l2:
