@@ -30,22 +30,22 @@ PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob
 RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h100-80gb-hbm3.csv"
 # README's rows, by series, and what their columns are: source and metric.
 ROWS = {
-    "fa1-mma": "FA-1, K/V outer, one thread block a head",
-    "fa1-mma-splits": "FA-1, K/V outer, four blocks a head",
-    "fa2-mma-fa1-tiles": "FA-2, Q outer, one block a row tile",
+    "fa1-mma": "FA-1, K/V outer, one thread block per head",
+    "fa1-mma-splits": "FA-1, K/V outer, four thread blocks per head",
+    "fa2-mma-fa1-tiles": "FA-2, Q outer, one thread block per row tile",
 }
 COLUMNS = (("measured", "time"), ("model", "traffic"), ("l2", "traffic"), ("dram", "traffic"))
 SPEEDS = ROOT / "figures" / "data" / "speed_fp16" / "nvidia-h100-80gb-hbm3.csv"
 KERNELS = {
     "standard-mma": "standard attention | mma.sync",
-    "fa1-mma": "FA-1, its paper's grid | mma.sync",
-    "fa1-mma-splits": "FA-1, query splits | mma.sync",
+    "fa1-mma": "FA-1, one thread block per head | mma.sync",
+    "fa1-mma-splits": "FA-1, several thread blocks per head | mma.sync",
     "fa2-mma": "FA-2 | mma.sync",
-    "fa1-wgmma-splits": "FA-1, query splits | wgmma",
+    "fa1-wgmma-splits": "FA-1, several thread blocks per head | wgmma",
     "fa2-wgmma": "FA-2 | wgmma",
     "torch-unfused": "torch's unfused attention | -",
     "torch-fa2": "torch's FlashAttention-2 | -",
-    "torch-cudnn": "cuDNN, by torch | -",
+    "torch-cudnn": "cuDNN, called by torch | -",
 }
 SETTING = {
     "pass": "fwd",
