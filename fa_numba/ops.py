@@ -44,11 +44,12 @@ def plan(
     ----------
     q_shape : sequence of int
         Shape of q, (batch, heads_q, seqlen_q, head_dim). With ``layout`` or ``cu_seqlens_q``, the
-        axes are those of the call.
+        order and number of the axes are those of the call.
     k_shape : sequence of int
-        Shape of k, (batch, heads_k, seqlen_k, head_dim), or the shape of its pages.
+        Shape of k, (batch, heads_k, seqlen_k, head_dim). With a ``block_table``, it is the shape of
+        the pages, (pages, heads_k, page_size, head_dim).
     v_shape : sequence of int, optional
-        Shape of v, (batch, heads_k, seqlen_k, head_dim_v). None stands for the shape of k.
+        Shape of v, (batch, heads_k, seqlen_k, head_dim_v). None means the shape of k.
     algorithm : {"fa2", "fa1", "standard"}, default "fa2"
         Algorithm, as for ``attention``.
     dtype : {"float32", "float16", "bfloat16"}, default "float32"
@@ -605,8 +606,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     --------
     attention_backward : Gradients of this function.
     plan : What a call would launch, and why.
-    fa_numba.torch.attention : The same for torch tensors, with gradients.
-    fa_numba.reference.attention : The same in float64 with NumPy.
+    fa_numba.torch.attention : Attention of torch tensors, with gradients.
+    fa_numba.reference.attention : Attention in float64 with NumPy.
 
     Notes
     -----
@@ -780,7 +781,7 @@ def flash_attention_1_backward(
     """Return the gradients of attention in FlashAttention-1's loop order, K/V outer.
 
     The outer loop goes over column tiles of k and v, the inner loop over row tiles of q. dq passes
-    through global memory in every pass of the outer loop. It is summed in a fixed order.
+    through global memory in every pass of the outer loop. dq is summed in a fixed order.
 
     Parameters
     ----------
@@ -1110,7 +1111,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     --------
     attention : The forward pass.
     fa_numba.torch.attention : Attention for torch's automatic differentiation.
-    fa_numba.reference.attention_backward : The same in float64 with NumPy.
+    fa_numba.reference.attention_backward : Gradients in float64 with NumPy.
 
     Notes
     -----
@@ -1156,8 +1157,7 @@ def merge(outputs, lses, *, layout=None, stream=None):
         axes, and packed sequences for arrays of three axes.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of the library of the first output. On the emulator, only None is
-        allowed.
+        current stream of the library of the first output. On the emulator, only None is allowed.
 
     Returns
     -------
@@ -1219,8 +1219,7 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
         Layout that was given to ``merge``.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of the library of ``dout``. On the emulator, only None is
-        allowed.
+        current stream of the library of ``dout``. On the emulator, only None is allowed.
 
     Returns
     -------
@@ -1337,8 +1336,7 @@ def softmax(x, *, algorithm="online", out=None, stream=None):
         new array.
     stream : CUDA stream or int, optional
         Stream of torch, CuPy or Numba, or its address, on which the kernels run. None takes the
-        current stream of the library of x. On the emulator, only None is
-        allowed.
+        current stream of the library of x. On the emulator, only None is allowed.
 
     Returns
     -------
@@ -1356,9 +1354,9 @@ def softmax(x, *, algorithm="online", out=None, stream=None):
     Notes
     -----
     The algorithms are 1 (naive), 2 (safe) and 3 (online) of "Online normalizer calculation for
-    softmax" (arXiv 1805.02867). An element of -inf gives 0, also in a row of which all elements are
-    -inf. A NaN makes all elements of its row NaN, and so does an inf. There is one exception: with
-    "naive", an inf gives NaN in its own place and 0 in the other elements of its row.
+    softmax" (arXiv 1805.02867). An element of -inf gives 0. A row that has only elements of -inf
+    gives 0 everywhere. If a row contains NaN or inf, all results of the row are NaN. There is one
+    exception: with "naive", an inf gives NaN in its own place and 0 in the rest of the row.
 
     Examples
     --------

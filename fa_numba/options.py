@@ -48,8 +48,8 @@ class AttentionOptions(TypedDict, total=False):
     Parameters
     ----------
     scale : float, default 1 / sqrt(head_dim)
-        Factor of the scores: S is ``scale * q @ k.T``. It must be finite and at most 2.35e38 in
-        magnitude. A factor other than 0.0 that rounds to 0 in float32 is refused.
+        Factor of the scores: S is ``scale * q @ k.T``. It must be finite and at most about 2.36e38
+        in magnitude. A factor other than 0.0 that rounds to 0 in float32 is refused.
     causal : bool, default False
         Whether row i sees only the columns ``j <= i + seqlen_k - seqlen_q``. The mask is aligned to
         the bottom right: the last row sees every column. The algorithms "fa1" and "fa2" skip tiles

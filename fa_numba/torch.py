@@ -89,7 +89,7 @@ def attention(
         dq in a fixed order, and refuse True. For "fa2", None means the value of
         ``torch.are_deterministic_algorithms_enabled()``.
     tiles : Tiles, optional
-        Block sizes, threads and stages of the forward pass. None chooses them.
+        Block sizes, threads and pipeline slots of the forward pass. None chooses them.
     backward_tiles : Tiles, optional
         Block sizes and threads of the backward pass; ``stages`` must be 1. None takes Br, Bc and
         threads of ``tiles`` if ``tiles`` is given. If neither is given, the function chooses.
@@ -116,18 +116,17 @@ def attention(
         If an argument has a wrong type or dtype, or an unknown name. Also for tensors without
         values, which ``torch.vmap`` and the transforms of ``torch.func`` pass.
     ValueError
-        If a value, a shape or a combination of arguments is not allowed in the forward pass. If a
-        tensor requires a gradient, also if the backward pass does not allow it. Also for tensors
-        with a tangent (forward-mode differentiation). Also if a tensor requires a gradient that
-        this function does not compute: ``alibi_slopes``, a tensor that ``mask_mod`` or
-        ``score_mod_grad`` uses, or any tensor of a call with ``block_table``. All these errors are
-        raised before anything runs.
+        If a value, a shape or a combination of arguments is not allowed. If a tensor requires a
+        gradient, the rules of the backward pass apply too. Also for tensors with a tangent
+        (forward-mode differentiation). Also if a tensor requires a gradient that this function does
+        not compute: ``alibi_slopes``, a tensor that ``mask_mod`` or ``score_mod_grad`` uses, or any
+        tensor of a call with ``block_table``. All these errors are raised before anything runs.
     RuntimeError
         If gradients of the gradients are computed.
 
     See Also
     --------
-    fa_numba.attention : The same for arrays of any library, without gradients.
+    fa_numba.attention : Attention of arrays of any library, without gradients.
     ring_attention : Attention over a sequence that several devices share.
     merge : Combine attention over parts of the keys.
 
@@ -463,8 +462,8 @@ def ring_attention(
         bfloat16. The shape must be the same on all ranks.
     k : torch.Tensor
         This rank's keys, shape (batch, heads_k, seqlen_k, head_dim), dtype and device of q. With
-        ``causal``, seqlen_k must equal seqlen_q. With ``causal`` and more than one rank, this
-        length must be an even number.
+        ``causal``, seqlen_k must equal seqlen_q. With ``causal`` and more than one rank, seqlen_q
+        must also be an even number.
     v : torch.Tensor
         This rank's values, shape (batch, heads_k, seqlen_k, head_dim_v), dtype and device of q.
     group : torch.distributed.ProcessGroup, optional
@@ -479,9 +478,8 @@ def ring_attention(
         cut into 2P chunks for P ranks, and rank r must hold chunk r followed by chunk 2P - 1 - r.
         All ranks then have equal work.
     window : tuple (left, right) of int, optional
-        Sliding window over the complete sequence, as for ``attention``. Rows and columns that the
-        window hides from a rank are not computed there, and are not sent unless a later rank needs
-        them.
+        Sliding window over the complete sequence, as for ``attention``. Rows and columns that no
+        other rank needs are not sent.
     q_lens : sequence or array of int, optional
         Number of valid rows of each batch entry in the complete sequence, shape (batch,), the same
         on all ranks.
@@ -552,8 +550,8 @@ def ring_attention(
     The ranks compare their arguments in every call, over gloo.
 
     If seqlen_q equals seqlen_k, ``window=(left, 0)`` hides the same columns with and without
-    ``causal``. It sends less without ``causal``, because the part of a rank is then contiguous and
-    is needed by few other ranks.
+    ``causal``. Without ``causal``, less is sent: the part of a rank is then contiguous, and only a
+    few other ranks need it.
 
     Examples
     --------
