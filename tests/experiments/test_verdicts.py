@@ -549,10 +549,10 @@ def rows_of_late_dq():
     )  # fmt: skip
     assert [len(x) for x in (kept64, kept128, before)] == [12, 12, 24]
     return [
-        f"no option, `causal` or `block_mask` | 64 | {span(kept64)}",
-        f"no option, `causal` or `block_mask` | 128 | {span(kept128)}",
-        "any other option, fewer heads of k and v, another head dimension of v | 64 and 128 | "
-        f"{span(before)}",
+        f"no option, or only `causal` or `block_mask` | 64 | {span(kept64)}",
+        f"no option, or only `causal` or `block_mask` | 128 | {span(kept128)}",
+        "any other option, fewer heads of k and v than of q, or a `head_dim_v` other than "
+        f"`head_dim` | 64 and 128 | {span(before)}",
     ]
 
 
