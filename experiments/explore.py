@@ -179,7 +179,7 @@ def unpack(row: Row) -> Trace:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return what both loop orders of a row's state have in common."""
+    """Return sizes, tiles, mask, window and unit of a row, which both loop orders share."""
     window = int(row.place.removeprefix("window "))
     causal = "yes" if row.causal else "no"
     return row.seqlen_q, row.head_dim, row.Br, row.Bc, causal, window, unit(row.series)

@@ -34,7 +34,7 @@ SEQLENS, OF_N = tuple(1 << n for n in range(9, 17)), 64
 def settings(problem: Problem) -> list[Setting]:
     """Return the calls of a problem: every series at its tiles.
 
-    The planner's tiles are those of the emulated device, an H100.
+    The planner chooses its tiles for the emulated device, an H100.
     """
     with device.using("emulator"):
         limit = device.shared_bytes_limit() // FLOAT

@@ -189,7 +189,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
-    """Yield what products and exponentials reach by themselves.
+    """Yield the speeds that products and exponentials reach by themselves.
 
     The size columns have the matrices' sizes.
     """
@@ -266,7 +266,7 @@ def _looks(series: str) -> str:
 
 
 def _group(series: str) -> str:
-    """Return what the figure's legend calls the steps of a colour."""
+    """Return the names of the steps of a colour in the figure's legend."""
     if series == PEER:
         return LABELS[PEER]
     order = {"fa1": "FA-1 (K/V outer)", "fa2": "FA-2 (Q outer)"}[algorithm(series)]
@@ -340,7 +340,7 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of what overlapping products and softmax gains on Hopper."""
+    """Return the table of the gains by overlapping products and softmax on Hopper."""
     speeds = values(rows, "series", seqlen_q=ABLATED.seqlen_q, metric="speed")
     if set(speeds) != set(ABLATIONS):
         return None

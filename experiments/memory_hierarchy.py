@@ -121,8 +121,8 @@ def capacities(rows: Sequence[Row]) -> dict[str, float]:
 def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
     """Return the bandwidth of "shared", "L2" and "DRAM" in TB/s.
 
-    L2's is the best one of footprints up to half its size. DRAM's is that of the largest footprint,
-    if it is at least twice the size of L2.
+    The bandwidth of L2 is the greatest of all footprints up to half the size of L2. The bandwidth
+    of DRAM is measured at the largest footprint, if this is at least twice the size of L2.
     """
     found = values(rows, "series", metric="bandwidth")
     result = {"shared": found[SHARED]} if SHARED in found else {}

@@ -223,7 +223,7 @@ def times(rows: Sequence[Row]) -> Times:
 
 
 def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
-    """Return the safe softmax's time divided by that of the series, by length."""
+    """Return the safe softmax's time divided by the series' time, by length."""
     return {
         V: found[SERIES[1], batch, V] / ms
         for (name, vectors, V), ms in sorted(found.items())
@@ -324,7 +324,7 @@ def _best(speed: dict[int, float]) -> str:
 
 
 def _long(rows: Sequence[Row]) -> str:
-    """Return a sentence on what a row too long for shared memory costs standard attention."""
+    """Return a sentence on the cost of a row too long for shared memory in standard attention."""
     for row in rows:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)

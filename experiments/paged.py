@@ -141,7 +141,7 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
-    """Return the time over pages divided by that of contiguous K and V.
+    """Return the time over pages divided by the time over contiguous K and V.
 
     The result maps a series to {page size: {context: ratio}}.
     """

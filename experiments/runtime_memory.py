@@ -226,7 +226,7 @@ def shown(row: Row) -> float:
 
 
 def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
-    """Return what `shown` gives by sequence length."""
+    """Return the results of `shown`, by sequence length."""
     mine = select(rows, series=series, metric=metric, pass_=pass_, place=name)
     return {r.seqlen_q: shown(r) for r in sorted(mine, key=lambda r: r.seqlen_q)}
 

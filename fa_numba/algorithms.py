@@ -436,9 +436,10 @@ def fa1_backward(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Compute the gradients of attention by FlashAttention's Algorithm 4: K/V outer, Q inner.
 
-    P is computed again, tile by tile, from l and m. (The kernels read L = m + log l in place of l
-    and m, as the released code of FlashAttention did.) O is read in every pass over the rows of Q,
-    to compute D again. dQ is read from global memory and written back in every pass.
+    P is computed again, tile by tile, from l and m. The kernels read L = m + log l in place of l
+    and m, as the released code of FlashAttention did. The algorithm reads O in every pass over the
+    rows of Q, to compute D again. In every pass it also reads dQ from global memory and writes dQ
+    back.
 
     Parameters
     ----------

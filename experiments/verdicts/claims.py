@@ -150,7 +150,7 @@ def executed(series: str) -> Quantity:
 
 
 def gain(fused: str, pass_: str) -> Quantity:
-    """Return the speed of a fused series divided by that of torch's unfused attention."""
+    """Return the speed of a fused series divided by the speed of torch's unfused attention."""
     return speed(fused, pass_) / speed("torch-unfused", pass_)
 
 
@@ -167,7 +167,7 @@ def opens(*place: Any) -> Bounds:
 
 
 def over(standard: str) -> Pair:
-    """Return FA-2's speed divided by that of standard attention at long contexts, and the claim."""
+    """Return FA-2's speed over standard attention's speed at long contexts, and the claim."""
     calls = partial(rows, "speed_fp16", "pass_", *AT, metric="speed", pass_=("fwd", "fwd+bwd"),
                     seqlen_q=(4096, 8192, 16384), head_dim=(64, 128))  # fmt: skip
     return calls(series="fa2-mma") / calls(series=standard), Bounds(2, 4)

@@ -242,7 +242,7 @@ def softmax(name: str) -> Quantity:
 
 
 def softmax_over_online(series: str) -> Quantity:
-    """Return the time of a softmax divided by that of the online softmax."""
+    """Return the time of a softmax divided by the time of the online softmax."""
     times = partial(rows, "online_softmax", "batch", "seqlen_q", **TIMES)
     return times(series=series) / times(series="softmax-online")
 

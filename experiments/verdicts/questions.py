@@ -180,7 +180,7 @@ def links(questions: Sequence[Question]) -> Across:
 
 
 def changed(questions: Sequence[Question]) -> Across:
-    """Return the table of verdicts that differ from those before there was one rule."""
+    """Return the table of verdicts that differ from the verdicts before there was one rule."""
     header = ["figure or claim", "what it says", "verdict before", "verdict now", "our numbers"]
 
     def make(evidence: Evidence) -> Table:

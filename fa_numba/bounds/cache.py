@@ -159,8 +159,8 @@ def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
     """Return three numbers of FlashAttention-2's outer loop.
 
     These are the tiles of a head, how many of them run at the same time, and how many heads (or
-    shares of one) there are. All tiles of one head run before those of the next head. With chunks,
-    a chunk of every head runs before the next chunk.
+    shares of one) there are. All tiles of one head run before the tiles of the next head. With
+    chunks, a chunk of every head runs before the next chunk.
     """
     p, chunk = plan.problem, 0
     if plan.passes == "fwd":

@@ -94,7 +94,7 @@ class Active(Flow):
     def uniform(self, value: Any) -> Any:
         """Return a value that all lanes share.
 
-        Lanes with another value become a group of their own.
+        Lanes with another value become another group.
         """
         if value.__class__ is not np.ndarray:
             return value
@@ -106,9 +106,9 @@ class Active(Flow):
         return first.item()
 
     def uniform_in_block(self, value: Any) -> Any:
-        """Return a value that the lanes of a thread block share.
+        """Return a value that all lanes of a thread block share.
 
-        An array if thread blocks have others.
+        The result is an array over the lanes if thread blocks have different values.
         """
         if value.__class__ is not np.ndarray or not self.several:
             return self.uniform(value)

@@ -145,7 +145,7 @@ class Boxes(Mbarriers):
         return self.warps + 2 * self.warpgroups
 
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
-        """Give a buffer rows for what products read, and a last row for stored boxes."""
+        """Give a buffer rows that mark the reads of products, and a last row for stored boxes."""
         missing = self.rows_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:
             _, rows, length = buffer.reads.shape

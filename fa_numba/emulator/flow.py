@@ -36,7 +36,7 @@ class Split:
 
 
 class Flow:
-    """The part of a context that says which lanes take part in what runs."""
+    """The part of a context that says which lanes take part in the current statement."""
 
     __slots__ = ("mask", "_outer")
 

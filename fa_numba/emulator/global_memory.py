@@ -371,7 +371,7 @@ class GlobalArray:
             self._memory[at + k] = value
 
     def _keep(self, at: np.ndarray) -> None:
-        """Record what a store overwrites, as the thread block may have to begin again."""
+        """Record the values that a store overwrites, as the thread block may begin again."""
         if not self._memory.flags.writeable:
             text = f"the kernel stores to {self.name}, which is read-only. Pass a writable array"
             raise self.ctx.fault(ReadOnlyStore, text, self.name, self.ctx.first_lane())

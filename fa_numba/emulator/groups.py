@@ -83,7 +83,7 @@ class Group:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what the lanes have done, as a thread block begins."""
+        """Forget the state of the lanes, as a new thread block begins."""
         self.state = READY
         self.site: Site = (0, 0)
         self.operation = ""

@@ -83,7 +83,7 @@ def negation(value: Any) -> Any:
 
 
 def typed(made: Any, *given: Any) -> Any:
-    """Return what was computed from floats in double precision, rounded to their type."""
+    """Return a result in double precision, rounded to the type of the floats it is from."""
     types = [x.dtype for x in given if hasattr(x, "dtype") and x.dtype.kind == "f"]
     if not types or np.asarray(made).dtype.kind != "f":
         return made

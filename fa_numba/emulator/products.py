@@ -4,8 +4,8 @@ From its start to `wait_products`, a product reads its operands in shared memory
 of A, and it writes the registers of C. A thread that writes the operands, or touches C, before the
 wait raises an error. A warp's wait is for its own part of the product only (PTX ISA,
 "wgmma.wait_group": what the executing threads have committed). That part reads the warp's 16 rows
-of A and all of B. The warp knows that the other warps' parts have ended when it has met these
-warps.
+of A and all of B. The warp knows that the other warps' parts have ended when it has synchronised
+with these warps.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ In the rewritten function a value is a Python number if all lanes have the same,
 over the lanes. `if`, `while`, `and`, `or` and conditional expressions decide by one value in
 Python. If that value is an array, the rewritten function calls `flow.py`. Each branch then runs for
 the lanes that take it, under a mask, and its assignments are merged with the other lanes' values.
-Lanes that disagree on a `break`, `continue` or `return` go on as groups of their own instead.
+Lanes that disagree on a `break`, `continue` or `return` go on as separate groups instead.
 Operators, calls and subscripts are not changed, since NumPy arrays and the emulator's arrays define
 them.
 
-Names that begin with `_fa_` are the emulator's. Line numbers are those of the source.
+Names that begin with `_fa_` are the emulator's. Line numbers are the line numbers of the source.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Shared memory that finds races, uninitialised reads and accesses out of bounds.
 
 Each element has a stamp of its last write, and for each warp a stamp of the warp's last read. A
-stamp is the integer clock * STAMP + code. The clock is that of the accessing thread's warp. The
-code says who accessed: a thread (0 to 1023), or several threads of one warp (1024 + warp). The
+stamp is the integer clock * STAMP + code. The clock is the clock of the accessing thread's warp.
+The code says who accessed: a thread (0 to 1023), or several threads of one warp (1024 + warp). The
 clock moves on at every barrier of the thread block, at every named barrier and at every full
 `syncwarp`.
 
 Each warp has a vector clock `seen`, with one stamp for each warp. Accesses of that warp below the
-stamp happened before the present. The stamp is at least that of the thread block's last barrier
-(`ctx.base`). A thread's own earlier accesses also happened before. A later reader of a warp
+stamp happened before the present. The stamp is at least the stamp of the thread block's last
+barrier (`ctx.base`). A thread's own earlier accesses also happened before. A later reader of a warp
 replaces earlier readers of that warp, which loses no information. The order of lanes within a step
 does not matter, as stamps alone decide which accesses conflict.
 

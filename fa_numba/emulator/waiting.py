@@ -223,9 +223,9 @@ class Waiting(Context):
 
         This is bar.sync, or bar.arrive without `waits`. All lanes of a warp arrive together. The
         barrier opens when warps with that many threads have arrived, and can then be used again.
-        What these warps did before happened before what the waiting warps do next. Arriving does
-        not order anything for the warp that arrives, not even among its lanes. A barrier at which
-        no warp waits need not open.
+        All earlier accesses of these warps happened before the later accesses of the waiting warps.
+        Arriving does not order anything for the warp that arrives, not even among its lanes. A
+        barrier at which no warp waits need not open.
 
         Raises BarrierMisuse in three cases: the lanes of a warp, or the warps at a barrier,
         disagree; a warp arrives again before the barrier has opened; nothing orders a warp's

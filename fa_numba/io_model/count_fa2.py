@@ -161,7 +161,8 @@ def with_prefix(
     Notes
     -----
     The parameters of the merging kernel are X and Y for the outputs O of the two passes, and LX and
-    LY for their L. Per head, with N' the sum of N_q' over the batch entries, its accesses are
+    LY for L of the two passes. Per head, with N' the sum of N_q' over the batch entries, its
+    accesses are
 
         array   loads             stores
         X, Y    N' d each         -

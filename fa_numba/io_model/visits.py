@@ -220,11 +220,11 @@ def visit_sums(
     block_mask : array_like of bool or None
         Tiles that are computed.
     takes_all : bool, default False
-        Whether every row tile visits column tile 0, whatever it sees. Column tile 0 then exists
-        even if N_k = 0.
+        Whether every row tile visits column tile 0, even if it does not see a column of this tile.
+        Column tile 0 then exists even if N_k = 0.
     run : int, default 1
         Neighbouring row tiles that count as one row tile, which visits every column tile that one
-        of them visits. This counts what a thread block of FA-1's query splits loads of K and V.
+        of them visits. This counts the loads of K and V of a thread block with FA-1's query splits.
     whole : bool, default False
         Whether a row tile has all rows that the arrays have, including rows past `q_lens`.
 
@@ -261,7 +261,7 @@ def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Cou
     Returns
     -------
     Counter
-        Maps a number of columns to the number of visited tiles with so many columns.
+        Maps a number of columns to the number of visited tiles with this number of columns.
     """
     found: Counter[int] = Counter()
     for entry, mask, count in distinct_heads(problem, blocks_of(problem, block_mask, tiles)):

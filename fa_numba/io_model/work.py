@@ -97,7 +97,7 @@ def multiply_adds(problem: Problem, passes: str) -> int:
 
 
 def _pairs(problem: Problem, entry: int) -> int:
-    """Return the pairs of a row and a column of a batch entry, or those that its window leaves."""
+    """Return the number of (row, column) pairs of a batch entry that its window leaves."""
     Nq, Nk = problem.lengths(entry)
     if problem.window == (-1, -1):
         return Nq * Nk

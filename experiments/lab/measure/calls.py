@@ -23,7 +23,7 @@ _TAKEN = ("dropout_p", "kv_lens")
 
 
 def theirs(series: str) -> bool:
-    """Return whether a series is one of torch's.
+    """Return whether a series is a kernel of torch.
 
     Parameters
     ----------
@@ -128,7 +128,8 @@ class Checks:
         problem : Problem
             The problem.
         run : callable, optional
-            Takes a problem and its arrays and returns the call, if it is not that of `make`.
+            Takes a problem and its arrays and returns the call. Default: the call that `make`
+            returns.
         **options
             Options of the call.
 

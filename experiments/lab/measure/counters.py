@@ -56,7 +56,7 @@ _UNITS = {
 
 
 class CountersError(Exception):
-    """Nsight Compute is missing, or did not return what was asked for."""
+    """Raised if Nsight Compute is missing, or did not return the requested numbers."""
 
 
 @dataclass(frozen=True)
@@ -461,7 +461,7 @@ def _with_children(command: Sequence[str]) -> tuple[int, str]:
 def count_or_say(
     cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
 ) -> list[dict[str, float] | str] | None:
-    """Count calls like `count`, but say what goes wrong instead of raising.
+    """Count calls like `count`, but return the reason of an error instead of raising.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Accesses counted on the emulator, next to those of the model for the same problems."""
+"""Accesses counted on the emulator, next to the model's accesses for the same problems."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -313,7 +313,7 @@ class Trace:
 
 
 def events(trace: Trace) -> list[list[Move]]:
-    """Return the moves, with those together that a figure shows as one.
+    """Return the moves, with moves joined that a figure shows as one move.
 
     A tile of O is shown with its l and m. Any other tile is shown alone.
 
@@ -343,7 +343,7 @@ def events(trace: Trace) -> list[list[Move]]:
 
 
 def passes(trace: Trace) -> Trace:
-    """Return the trace without what FA-1 stores before it loads the first Qi.
+    """Return the trace without the stores that FA-1 makes before it loads the first Qi.
 
     Parameters
     ----------

@@ -217,7 +217,7 @@ def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
 def counted(
     experiment: str, settings: Sequence[Setting], bench: Bench, inputs: Inputs
 ) -> Iterator[Row | Sequence[Row]]:
-    """Yield the closed forms of several calls, then what the emulator counts of them.
+    """Yield the closed forms of several calls, then the emulator's counts of these calls.
 
     Parameters
     ----------

@@ -322,7 +322,7 @@ def query_splits(
     passes : str, default "fwd"
         The pass.
     tiles : Tiles, optional
-        Block sizes. Default: those of the plan.
+        Block sizes. Default: the block sizes of the plan.
 
     Returns
     -------

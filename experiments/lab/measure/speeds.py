@@ -156,7 +156,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 def _calls(study: Study, problem: Problem, multiprocessors: int) -> Iterator[Variant]:
     """Yield the calls of a problem. Series with splits are left out if they have no plan.
 
-    The splits of "fwd+bwd" are those of the backward pass.
+    The splits of "fwd+bwd" are the splits of the backward pass.
     """
     for pass_ in study.passes:
         for series in study.at(problem, pass_):

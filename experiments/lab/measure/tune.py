@@ -111,7 +111,7 @@ def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
 
 
 def note(tiles: fa_numba.Tiles) -> str:
-    """Return what the note of a row says of its tiles, besides Br and Bc.
+    """Return the part of a row's note that describes the tiles, besides Br and Bc.
 
     Parameters
     ----------

@@ -211,8 +211,7 @@ def _is_pure(value: ast.AST) -> bool:
 def reached(module: str, name: str) -> dict[str, str]:
     """Return the digests of all that a function reaches in `experiments`, by module.
 
-    It reaches functions, classes and constants of modules, except those of the modules in
-    `NO_PART`.
+    It reaches functions, classes and constants of modules, but nothing in the modules in `NO_PART`.
     """
     texts: dict[str, dict[int, str]] = {}
     left, seen = [(module, name)], set()
@@ -292,7 +291,7 @@ class _Module:
         return {alias.asname or alias.name: (source, alias.name) for alias in node.names}
 
     def about(self, name: str) -> set[int]:
-        """Return the statements that bind a name, and those that may change its value."""
+        """Return the statements that bind a name, and the statements that may change its value."""
         return {*self.names.get(name, ()), *(n for n, names in self._loose if name in names)}
 
     def text(self, n: int) -> str:

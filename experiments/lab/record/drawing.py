@@ -1,4 +1,4 @@
-"""Draws several figures at once, each in a process of its own."""
+"""Draws several figures at the same time, each in its own process."""
 
 import io
 import multiprocessing
@@ -49,7 +49,7 @@ def side_by_side(runner: Any, names: Sequence[str]) -> None:
 
 
 def _draw(options: Options, look: dict[str, Any], name: str) -> tuple[Report, str]:
-    """Draw a figure in a process of its own; return its report and the printed text."""
+    """Draw a figure in its own process; return its report and the printed text."""
     said = io.StringIO()
     runner = Runner(options, [], Console(file=said, **look))
     runner.draw(name)

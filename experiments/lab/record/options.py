@@ -102,7 +102,7 @@ class Options:
         ]
 
     def admits(self, row: Any) -> bool:
-        """Return whether a row, or a problem, is among what the user chose.
+        """Return whether a row, or a problem, matches the user's choices.
 
         Parameters
         ----------

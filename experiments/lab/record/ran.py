@@ -63,7 +63,7 @@ class Collected:
     told: dict[str, list[Ran]] = field(default_factory=dict)
 
     def of(self, machine: str) -> Ran:
-        """Return what was launched on a machine."""
+        """Return the launches made on a machine."""
         where = "emulator" if machine == EMULATOR else "gpu"
         mine = _launches(self.launched.kernels[where], self.launched.origins[where], machine)
         if machine == EMULATOR:
@@ -78,7 +78,7 @@ _open: list[Collected] = []
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect what is launched inside, and what `tell` is given."""
+    """Collect the launches made inside the context, and the launches given to `tell`."""
     with device.launched_kernels() as launched:
         collected = Collected(launched, {"calls": _of(CALLS), "emulator": _of(EMULATION)})
         _open.append(collected)
@@ -89,16 +89,16 @@ def collecting() -> Iterator[Collected]:
 
 
 def tell(launches: Ran) -> None:
-    """Add what another process has launched on the GPU for this process.
+    """Add the launches that another process has made on the GPU for this process.
 
-    `launches` is what `Collected.of` returned there.
+    `launches` is the result of `Collected.of` in the other process.
     """
     for each in _open:
         each.told.setdefault("gpu", []).append(launches)
 
 
 def merged(found: Sequence[Ran]) -> Ran:
-    """Return what several processes have launched together."""
+    """Return the launches of several processes together."""
     whole: Ran = {}
     for each in found:
         for name, value in each.items():
@@ -209,10 +209,10 @@ def _line(plan: Plan, emulated: bool) -> str:
 
 
 def changed(ran: Any, experiment: str, machine: str) -> list[str] | None:
-    """Return what differs today from what a run was made with.
+    """Return the names of code and kernels that have changed since a run.
 
-    The list is empty if a run would give the same. None if the run does not say what it was made
-    with.
+    The list is empty if a run today would give the same rows. The result is None if the run does
+    not say with which code and kernels it was made.
     """
     if not isinstance(ran, dict) or not isinstance(ran.get("experiment"), dict):
         return None

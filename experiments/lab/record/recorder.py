@@ -37,7 +37,7 @@ class Outcome:
     Parameters
     ----------
     measured, failed : int, default 0
-        Rows that were measured, and those of them that failed.
+        Number of rows that were measured, and number of these rows that failed.
     changed : bool, default False
         Whether the file changed.
     made : list of dict
@@ -55,11 +55,11 @@ class Outcome:
 
 
 class Recorder:
-    """Takes the rows of one run, and the rows that an interrupted run of the same left.
+    """Takes the rows of one run, and the rows of an interrupted run with the same options.
 
-    `finish` puts them into the recording. They replace what older runs stored of the same series,
-    source and problem; or, if the run is complete, all that is stored. Numbers that no measurement
-    can give, such as NaN, are stored as failures.
+    `finish` puts them into the recording. They replace the rows of older runs with the same series,
+    source and problem. If the run is complete, they replace all stored rows. Numbers that no
+    measurement can give, such as NaN, are stored as failures.
 
     Parameters
     ----------
@@ -70,8 +70,8 @@ class Recorder:
     provenance : callable
         Takes a machine and describes the run, with an "id". It is called whenever rows are written.
     of : mapping, optional
-        What identifies the run. Rows are taken over from an interrupted run if it is the same
-        there.
+        Values that identify the run. Rows are taken over from an interrupted run if it has the same
+        values.
     made_with : callable, optional
         Takes a machine and returns what its rows were made with so far.
     """
@@ -105,7 +105,7 @@ class Recorder:
             self._at_work.append(self._take(replace(row, run=run[row.machine])))
 
     def left(self, items: Sequence[T], label: str) -> list[tuple[str, T]]:
-        """Return the name and the item of those items whose rows are not taken over."""
+        """Return name and item of the items that the interrupted run has not finished."""
         self._loops[label] += 1
         loop = f"{label} {self._loops[label]}"
         named = ((f"{loop}: {at} of {len(items)}", item) for at, item in enumerate(items))

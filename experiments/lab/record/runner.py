@@ -130,7 +130,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
-        """Print what goes wrong inside and report it, so that the next experiment can go on.
+        """Catch and print errors inside the context, so that the next experiment can run.
 
         An expected problem is one line: a damaged file, or a reason why nothing is measured. If
         this GPU lacks a unit, this is not an error. A fault of the program is printed with its

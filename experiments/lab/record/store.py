@@ -314,7 +314,7 @@ def nested(rows: Iterable[Row], *names: Any, **fields: Any) -> dict[Any, Any]:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return the columns of a row that say what a run measures together.
+    """Return the columns of a row that are equal for rows which a run measures together.
 
     Parameters
     ----------
