@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(console: Console, chosen: Sequence[str], verbose: bool) -> None:
-    """Print a line for each experiment, or the complete text of the chosen ones."""
+    """Print a line for each experiment, or the complete text of the chosen experiments."""
     for name in chosen or names():
         module = load(name)
         what = ", ".join(needs(module)) or "CPU"
@@ -219,7 +219,7 @@ def _report(console: Console) -> int:
 
 
 def _origins(console: Console) -> int:
-    """Print recordings of unknown origin; return 1 if the commit of one of them is lost."""
+    """Print recordings of unknown origin; return 1 if the commit of a recording is lost."""
     found = list(origins.unknown(Store(FIGURES), origins.history()))
     for line, _ in found:
         console.print(line, soft_wrap=True, highlight=False)
@@ -227,7 +227,7 @@ def _origins(console: Console) -> int:
 
 
 def _outdated(console: Console) -> int:
-    """Print the state of every recording. Return 1 where one is outdated."""
+    """Print the state of every recording. Return 1 if a recording is outdated."""
     found = list(outdated.states(Store(FIGURES)))
     for each in found:
         console.print(str(each), soft_wrap=True, highlight=False)
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Arguments without the program's name. Default: those of this process.
+        Arguments without the program's name. Default: the arguments of this process.
 
     Returns
     -------

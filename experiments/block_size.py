@@ -135,7 +135,7 @@ def points(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
 def accesses(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
     """Return loads plus stores in closed form by block size, in N d per head.
 
-    They are counted in float32, and are the same in every dtype.
+    The numbers are counted in float32. They are equal in every dtype.
     """
     mine = [r for r in at_papers_size(rows) if (r.source, r.unit) == ("model", "elements")]
     single = [r for r in mine if r.dtype == "float32"]

@@ -90,8 +90,8 @@ def setting(seqlen: int, dtype: str = "float32") -> Problem:
 def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
     """Return a mask (T, T) of blocks of `size` that keeps `share` percent of them.
 
-    It keeps the diagonal and random blocks. The blocks of a smaller share are among those of a
-    larger.
+    It keeps the diagonal and random blocks. A mask with a larger share also keeps all blocks of a
+    mask with a smaller share.
     """
     T = -(-seqlen // size)
     mask = np.eye(T, dtype=bool)

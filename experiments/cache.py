@@ -51,7 +51,7 @@ NEAR = 0.05
 def planned(series: str, problem: Problem) -> tuple[Any, int]:
     """Return the plan of a forward call as it is launched on an H200, and its query splits.
 
-    The block sizes are those of the emulated device, an H100, which has the same ones.
+    The block sizes are chosen for the emulated device, an H100. An H200 has the same block sizes.
     """
     base, splits = f"{algorithm(series)}-{unit(series)}", 1
     own: dict[str, Any] = {}
@@ -67,7 +67,7 @@ def planned(series: str, problem: Problem) -> tuple[Any, int]:
 def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
     """Return the bytes that a call moves with a cache of `capacity` bytes.
 
-    With 0 all accessed bytes.
+    With 0 bytes of cache, these are all accessed bytes.
     """
     made, splits = planned(series, problem)
     if not capacity:
@@ -101,7 +101,7 @@ Key = tuple[Any, ...]
 
 
 def key(row: Row) -> Key:
-    """Return what identifies a row's call."""
+    """Return the columns that identify a row's call."""
     names = ("series", "dtype", "batch", "seqlen_q", "head_dim", "causal", "Br", "Bc")
     return tuple(getattr(row, name) for name in names)
 
@@ -123,7 +123,7 @@ def recorded() -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the model's DRAM bytes next to the measured ones; None without rows."""
+    """Draw the model's DRAM bytes next to the measured bytes; None without rows."""
     found, known = predicted(rows), measured(recorded())
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
     if not dtypes:
@@ -165,7 +165,7 @@ def _message(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
 
 
 def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict[Key, float]:
-    """Return by call how far the model is from what an H200 moved."""
+    """Return, by call, how far the model's bytes are from the bytes that an H200 moved."""
     return {
         at: places["H200"] / known[at] - 1
         for at, places in found.items()
@@ -225,7 +225,7 @@ def sizes_of(places: dict[str, float]) -> dict[int, float]:
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
     """Return the two neighbouring sizes of L2 between which the model gives the bytes.
 
-    None if none.
+    None if there are no such sizes.
     """
     for (small, more), (large, less) in pairwise(sizes.items()):
         if less <= bytes_ < more:

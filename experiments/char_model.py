@@ -92,7 +92,7 @@ def expression(rng: random.Random, depth: int) -> tuple[str, int]:
 def generate(characters: int, seed: int = SEED) -> str:
     """Return random lines such as "<(3+4)*2>=4".
 
-    A model has to learn to close brackets, each by its own kind, and to find the value.
+    A model must learn to close each bracket with the right kind, and to find the value.
     """
     rng, lines, length = random.Random(seed), [], 0
     while length < characters:
@@ -104,7 +104,7 @@ def generate(characters: int, seed: int = SEED) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """Characters as numbers: those to learn from, and those held out."""
+    """Characters as numbers: characters to learn from, and held-out characters."""
 
     training: np.ndarray
     held_out: np.ndarray

@@ -42,7 +42,7 @@ OPERATIONS = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure what the claims need: counts by array; on a GPU bytes, memory and time."""
+    """Measure the numbers of the claims: counts by array; on a GPU bytes, memory and time."""
     problems = [one_head(COUNTED_SEQLEN, COUNTED_DIM, mask) for mask in (False, True)]
     cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]

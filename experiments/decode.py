@@ -231,8 +231,8 @@ SHOWN = (
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of times in microseconds for some problems.
 
-    It also shows the share of the read bandwidth, and the best of torch's times over the best of
-    ours. Its caption is about all problems.
+    The table also shows the share of the read bandwidth, and torch's best time divided by our best
+    time. The caption is about all problems.
     """
     times, read = by_place(rows, "time"), read_bandwidth(rows)
     series = [s for s in (*OURS, *PEERS) if any(s in found for found in times.values())]

@@ -31,7 +31,7 @@ SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128, 256), (16, 32), (16, 32, 64), (0
 
 
 def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
-    """Return whether the stored page has the trace; it leaves out what takes long."""
+    """Return whether the stored page has the trace. The page leaves out long traces."""
     tiles = N // Br * (N // Bc)
     if on == "wgmma":
         return Br == 64 and 4 <= tiles <= 16 and (window == 0 or d == 16)
@@ -57,7 +57,10 @@ def check(N: int, d: int, Br: int, Bc: int) -> None:
 
 
 def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
-    """Return the problem of one head. A row sees `window` columns on either side, all with 0."""
+    """Return the problem of one head.
+
+    A row sees `window` columns on either side. If `window` is 0, a row sees all columns.
+    """
     sides = (window, window) if window else (-1, -1)
     return Problem(1, 1, 1, N, N, d, dtype=UNITS[on], causal=causal, window=sides)
 
@@ -141,7 +144,7 @@ def pack(found: Trace) -> str:
     """Return the moves of a trace as text.
 
     "<Q0:1024" loads 1024 bytes of Q's tile 0, ">" stores, "|" is the next thread block. Bytes are
-    written if they differ from those of the array's last move.
+    written if they differ from the bytes of the array's last move.
     """
     words, block, last = [], 0, dict[str, int]()
     for move in found.moves:

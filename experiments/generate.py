@@ -179,8 +179,8 @@ def _modelled(series: str, n: int) -> Iterator[Row]:
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
     """Yield milliseconds per character, after a check of the text.
 
-    The text is compared with the likeliest characters behind each of its parts. A causal model
-    computes all of them at once.
+    The text is compared with the likeliest character after each beginning of the text. A causal
+    model computes all these characters at once.
     """
     taken, failure = attempt(_generated, series, DTYPES[series], sorted(lengths))
     if taken is None:

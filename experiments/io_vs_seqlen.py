@@ -65,7 +65,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _model(problem: Problem) -> Iterator[Row]:
-    """Yield closed forms at the emulated device's tiles, which are the same on every machine."""
+    """Yield closed forms at the tiles for the emulated device, which are equal on every machine."""
     with device.using("emulator"):
         M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
         for series in SERIES:  # a plan knows whether a row of S fits in shared memory

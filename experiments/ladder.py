@@ -38,8 +38,9 @@ class Step:
     """A step of the ladder: one more measure of the kernel.
 
     It has a series, the label in the figure, and the gain that was predicted before the first run
-    (`causal` with a mask, if it differs). `kept` are the measures that are on; None for all of them
-    and the plan's tiles. `threads`, `size` (rows, columns) and `stages` of K and V give the tiles.
+    (`causal` with a mask, if it differs). `kept` are the measures that are on. None means all
+    measures, and the plan's tiles. `threads`, `size` (rows, columns) and `stages` of K and V give
+    the tiles.
     """
 
     series: str
@@ -274,7 +275,7 @@ def _group(series: str) -> str:
 
 
 def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -> str:
-    """Return the title: the largest gain of a step over the one before, of all that is drawn."""
+    """Return the title: the largest gain of a step over the step before, among the drawn steps."""
     found = {
         (gain, labels[series].removeprefix("+ "))
         for rows in problems.values()

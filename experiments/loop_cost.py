@@ -117,12 +117,12 @@ GAINS = {
 
 
 def factors(found: Steps) -> dict[str, float | None]:
-    """Return how many times faster each step is, and what the change of the loop order consists of.
+    """Return how many times faster each step is, and the factors of the loop order's gain.
 
     `total`, from FA-1 to FA-2, is `order_one_block` x `grid` x `tiles`, or `splits` x `order` x
     `tiles`: the loop order changes with one thread block per head, or with an equal grid. `warps`
-    comes before both. If FA-1 is measured at FA-2's tiles, `tiles` is what FA-1 gains by them, and
-    the total starts from FA-1's own tiles.
+    comes before both. If FA-1 is measured at FA-2's tiles, `tiles` is the gain of FA-1 by these
+    tiles, and the total starts from FA-1's own tiles.
 
     A kernel runs for instructions / (issue x schedulers) of the active cycles of its
     multiprocessors. Therefore `order` = `instructions` x `waiting` x `rest`, where `rest` is due to

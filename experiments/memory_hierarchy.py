@@ -144,7 +144,7 @@ Place = tuple[str, str, str]  # series, pass, dtype
 
 
 def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
-    """Return what is known of each call: "speed" in TFLOP/s, and three numbers of FLOPs per byte.
+    """Return the numbers of each call: "speed" in TFLOP/s, and three numbers of FLOPs per byte.
 
     These are "L2" and "DRAM" for measured bytes, and "model" for the bytes that the kernel
     accesses.

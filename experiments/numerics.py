@@ -69,7 +69,7 @@ def _drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
 
 
 def series_of(problem: Problem, kind: str) -> tuple[str, ...]:
-    """Return our series for a problem; FA-2's only where just precisions are compared."""
+    """Return our series for a problem; only FA-2's series if precisions alone are compared."""
     if (kind, problem.head_dim, problem.seqlen_q) in PLANES_AT:
         return ("fa2-simt", *PLANES)
     return OURS[problem.dtype] + (PLANES if problem.dtype == "float32" else ())
@@ -222,7 +222,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _alike(found: Found) -> bool:
-    """Return whether the fused kernels' 16-bit errors are within 5 %: their lines look the same."""
+    """Return whether the fused kernels' 16-bit errors are within 5 %: too close to look different."""
     fused = (*OURS["float16"][1:], peers.FLASH)
     errors: dict[tuple[str, str, int], list[float]] = {}
     for (dtype, kind, series, metric), line in found.items():
@@ -293,7 +293,7 @@ PAIRS = (
 
 
 def identical(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of how many elements are equal bit for bit."""
+    """Return the table of the number of elements that are equal bit for bit."""
     lines, found = [], curves(rows)
     for dtype, series, name, ordinary, other in PAIRS:
         for kind in (NORMAL, OUTLIERS):

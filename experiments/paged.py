@@ -68,7 +68,7 @@ def in_pages(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure how many bits differ and what the block table adds; on a GPU the time."""
+    """Measure how many bits differ and the accesses of the block table; on a GPU the time."""
     work = [(series, page_size) for series in COUNTED for page_size in PAGE_SIZES]
     yield from bench.counted(work, "counting", _counted)
     if bench.machine is None:
@@ -86,7 +86,7 @@ def _step(N: int, d: int) -> Problem:
 
 
 def _counted(series: str, page_size: int) -> Iterator[Row]:
-    """Yield how many elements of O and L differ in a small call, and the table's share."""
+    """Yield how many elements of O and L differ in a small call, and the block table's share."""
     dtype = COUNTED[series]
     B, N = len(LENGTHS), max(LENGTHS)
     problem = Problem(B, 4, 2, ROWS, N, COUNTED_DIM, dtype=dtype, kv_lens=LENGTHS)

@@ -210,7 +210,7 @@ Place = tuple[int, int]  # keys of the prefix, sequences
 
 
 def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[str, float]]:
-    """Return numbers of large steps by place, then by way, where both ways have one."""
+    """Return numbers of large steps by place, then by way. Both ways must have a number."""
     wanted = {"series": series, "metric": metric, "head_dim": LARGE[3]}
     wanted["source"] = "model" if metric == "traffic" else "measured"
     found = nested(rows, lambda row: (prefix_of(row, LARGE), row.batch), "place", **wanted)
@@ -218,7 +218,7 @@ def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[st
 
 
 def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:
-    """Return the number with the prefix read by each sequence over that with it read once.
+    """Return the gains: the number if each sequence reads the prefix, over the number for one read.
 
     The result maps the prefix's length to {sequences: ratio}.
     """

@@ -282,7 +282,7 @@ def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the ratio of keys to queries from which on it is cheaper to send Q.
+    """Return the table of the ratio of keys to queries above which sending Q takes fewer bytes.
 
     With a measured link it also has the model's efficiencies.
     """

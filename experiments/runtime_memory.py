@@ -90,7 +90,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _results_bytes(problem: Problem, pass_: str) -> int:
-    """Return the bytes of what a call returns; for both passes also of O and L between them."""
+    """Return the bytes of a call's results; for both passes also the bytes of O and L."""
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     array = 2 * rows * problem.head_dim
     return array if pass_ == "fwd" else 4 * array + 4 * rows
@@ -128,7 +128,7 @@ class _Session:
             yield from self._series(problem, name, series, arrays, options, held)
 
     def longest(self) -> Iterator[Row]:
-        """Yield a training step of one sequence of LONGEST rows, a shorter one repeated."""
+        """Yield a training step of one sequence of LONGEST rows: a shorter sequence, repeated."""
         problem = replace(setting(SEQLENS[-1]), batch=1)
         one, N = self._inputs(problem), problem.seqlen_q
         gate = check.gate(problem, "fwd", *one)
@@ -268,7 +268,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _alike(rows: Sequence[Row], metric: str, pass_: str, name: str) -> bool:
-    """Return whether FA-1's and FA-2's lines are too close to be told apart, within 3 %."""
+    """Return whether FA-1's and FA-2's lines are within 3 %, too close to look different."""
     one, two = (curve(rows, series, metric, pass_, name) for series in ("fa1-mma", "fa2-mma"))
     return bool(one) and all(N in two and abs(one[N] / two[N] - 1) < 0.03 for N in one)
 

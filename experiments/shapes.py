@@ -159,7 +159,7 @@ def _points() -> Iterator[Point]:
 
 
 def points(options: Options) -> list[Point]:
-    """Return what is measured; in a quick run the first point of every class."""
+    """Return the measured points; in a quick run the first point of every class."""
     every = list(_points())
     if options.quick:
         every = list({point.kind: point for point in reversed(every)}.values())[::-1]
@@ -169,7 +169,7 @@ def points(options: Options) -> list[Point]:
 def at(point: Point, pass_: str) -> list[str]:
     """Return the series that are measured at a point.
 
-    Also the mma kernels where "auto" takes others.
+    If "auto" chooses another unit than mma, these include the mma kernels.
     """
     found = [AUTO]
     planned, _ = attempt(plan, AUTO, point.problem, **plan_options(pass_, point))
@@ -233,7 +233,7 @@ def plan_options(pass_: str, point: Point) -> dict[str, Any]:
 def shorter(problem: Problem) -> Problem:
     """Return a shorter problem with one batch entry and one K/V head, for checks.
 
-    Its lengths are at most LONGEST, with the same remainder modulo half of that. A window has at
+    Its lengths are at most LONGEST, with an unchanged remainder modulo LONGEST / 2. A window has at
     most WIDEST columns to the left. Packed sequences have at most half of LONGEST rows.
     """
     half = LONGEST // 2

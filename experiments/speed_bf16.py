@@ -35,7 +35,7 @@ measure = partial(speeds.measure, STUDY)
 
 
 def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
-    """Draw the speed in bf16 next to that in fp16; None without rows."""
+    """Draw the speed in bf16 next to the speed in fp16; None without rows."""
     store = Store(RECORDED)
     half = store.read("speed_fp16", gpu(store, "speed_fp16")) if half is None else half
     found = ratios([*rows, *half])

@@ -1,4 +1,4 @@
-"""Speeds that no kernel on Hopper's tensor cores can exceed, each by a kernel of its own.
+"""Speeds that no kernel on Hopper's tensor cores can exceed, each measured by its own kernel.
 
 They are products of operands that stay in shared memory, and exponentials.
 """
@@ -39,7 +39,7 @@ FIXED_POINT = 0.6411857445
 def make_multiply() -> Kernel:
     """Return the kernel that adds up `steps` products of tiles of ones.
 
-    A thread stores one element of it.
+    Each thread stores one element of the sum.
     """
 
     def multiply(Y, steps):

@@ -138,7 +138,7 @@ def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
 
 
 def why_not_counted(problem: Problem, pass_: str) -> str:
-    """Return why the emulator does not count one head of the problem; empty if it does."""
+    """Return why the emulator does not count one head of the problem; empty if it counts it."""
     head = replace(problem, batch=1, heads_q=1, heads_k=1, causal=False)
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > counts.LONGEST or io_model.flops(head, pass_) > counts.FLOPS:

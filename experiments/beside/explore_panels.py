@@ -293,7 +293,7 @@ TILES = Panel(
 def plans(
     gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
 ) -> Answer:
-    """Return the plan of each algorithm on a GPU, and what is expected of it."""
+    """Return the plan of each algorithm on a GPU, and lower limits of the plan's time."""
     found: Answer = {}
     sheet, shape = bounds.DEVICES[gpu], (batch, heads, T, d)
     options: dict[str, Any] = {"dtype": dtype, "passes": passes, "causal": causal == "yes"}

@@ -1,4 +1,4 @@
-"""What a profiler says of a kernel: our names, Nsight Compute's, the emulator's numbers."""
+"""Counters of a kernel: our names, Nsight Compute's names, and the emulator's numbers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -93,7 +93,7 @@ def growth(series: str, source: str) -> Quantity:
 
 
 def wide_over_narrow(**how: Any) -> Quantity:
-    """Return a number of FA-2's calls at d=128 divided by that at d=64."""
+    """Return a number of FA-2's calls at d=128 divided by the number at d=64."""
     calls = partial(rows, "speed_fp16", "pass_", "causal", "seqlen_q", series="fa2-mma",
                     metric="time", **how)  # fmt: skip
     return calls(head_dim=128) / calls(head_dim=64)
@@ -162,7 +162,7 @@ def won(standard: tuple[str, ...], fused: tuple[str, ...], **case: Any) -> Pair:
 
 
 def opens(*place: Any) -> Bounds:
-    """Return the claim's bounds: no gain below N=1024, a gain from N=2048 on, either between."""
+    """Return the claim's bounds: no gain below N=1024, a gain from N=2048 on, any value between."""
     return Bounds(0, 1.15) if place[-1] < 1024 else MORE if place[-1] >= 2048 else ANY
 
 

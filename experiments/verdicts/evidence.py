@@ -18,7 +18,7 @@ from .rule import Place
 
 
 class MissingRows(LookupError):
-    """The rows that would decide a question are missing; the message says which."""
+    """Raised if the rows that decide a question are missing. The message names the rows."""
 
 
 class Evidence:
@@ -120,7 +120,10 @@ class Quantity:
         return self._along(lambda curve: {curve[0][0][:-1]: max(value for _, value in curve)})
 
     def _along(self, made: Callable[[Curve], Numbers]) -> Quantity:
-        """Return the quantity that `made` makes of each series, sorted by the places' last part."""
+        """Return the quantity that `made` computes from each series.
+
+        A series is sorted by the last part of its places.
+        """
 
         def find(data: Evidence) -> Numbers:
             curves: dict[Place, Curve] = {}
@@ -194,7 +197,7 @@ def paper(*by: By, **wanted: Any) -> Quantity:
     Returns
     -------
     Quantity
-        Published numbers; those of one place are added.
+        Published numbers. Numbers of the same place are added.
     """
 
     def cell(line: Mapping[str, str], part: By) -> Any:

@@ -178,7 +178,7 @@ AT = ("head_dim", "causal", "seqlen_q")
 def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
     """Return TFLOP/s in 16 bits by head dimension, mask and length.
 
-    Of several series the fastest.
+    If there are several series, the fastest series counts.
     """
     return rows("speed_fp16", *AT, series=series, pass_=pass_, fold=max, metric="speed")
 
@@ -227,7 +227,7 @@ def rmse(over: str, under: str) -> Pair:
 
 
 def decoding(experiment: str, series: str, method: str) -> Pair:
-    """Return one query row's time by length, over that of the shortest: ours and published."""
+    """Return one query row's time by length, over the time at the shortest: ours and published."""
     ours = rows(experiment, "seqlen_k", series=series, heads_q=16, heads_k=2, head_dim=128,
                 seqlen_q=1, dtype="float16", **TIMES)  # fmt: skip
     theirs = paper("seqlen_k", paper="flash-decoding", item="micro-benchmark", method=method)

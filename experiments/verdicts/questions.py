@@ -172,7 +172,7 @@ LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 
 def links(questions: Sequence[Question]) -> Across:
-    """Return the lines that say where the words in brackets lead."""
+    """Return the link definitions for the words in brackets."""
     said = dict(pair for q in questions for pair in LINK.findall(f"{q.name} {q.source}"))
     said |= {name: f"figures/tables/{name}.md" for name in registry.names()}
     body = "".join(f"[{words}]: {target}\n" for words, target in said.items())

@@ -39,7 +39,7 @@ def own_tiles(series: str) -> Quantity:
 
 
 def moved(source: str) -> Callable[..., Quantity]:
-    """Return a function that gives K/V outer's bytes over Q outer's, for a unit's series."""
+    """Return a function that returns K/V outer's bytes over Q outer's, for a unit's series."""
     return lambda _, split, two: equal_tiles(split, source) / equal_tiles(two, source)
 
 

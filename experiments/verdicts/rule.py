@@ -71,13 +71,16 @@ class Point:
 
     @property
     def times(self) -> float | None:
-        """Return our number divided by the published one; None if that is 0 or bounds."""
+        """Return our number over the published number.
+
+        Return None if the published number is 0, or if bounds are published.
+        """
         if isinstance(self.published, Bounds) or self.published == 0:
             return None
         return self.ours / self.published
 
     def within(self, factor: float) -> bool:
-        """Return whether our number is within a factor or the bounds of the published one."""
+        """Return whether our number is within a factor, or the bounds, of the published number."""
         if isinstance(self.published, Bounds):
             return self.published.low <= self.ours <= self.published.high
         if self.times is None:
@@ -116,7 +119,7 @@ def judge(
     trend : str
         One of TRENDS, used if not all points are within the factor. "order": which of a place's
         numbers is larger. "shape": whether a series goes up, down or stays level from one place to
-        the next. "words": whether what the words say is true of a point.
+        the next. "words": whether the statement in words is true for a point.
     points : sequence of Point
         The points.
     beside : sequence of Point, default ()
@@ -190,7 +193,7 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
 
 
 def tally(verdicts: Iterable[str]) -> str:
-    """Return how many there are of each verdict, as a sentence."""
+    """Return the number of questions with each verdict, as a sentence."""
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f"{found.count(name)} {name}" for name in known if name in found]
