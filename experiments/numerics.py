@@ -222,7 +222,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _alike(found: Found) -> bool:
-    """Return whether the fused kernels' 16-bit errors are within 5 %: too close to look different."""
+    """Return whether the fused kernels' 16-bit errors are within 5 %, too close to see apart."""
     fused = (*OURS["float16"][1:], peers.FLASH)
     errors: dict[tuple[str, str, int], list[float]] = {}
     for (dtype, kind, series, metric), line in found.items():
