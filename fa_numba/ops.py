@@ -376,8 +376,8 @@ def flash_attention_2(
     """Return attention in FlashAttention-2's loop order, Q outer.
 
     The outer loop goes over row tiles of q, and each thread block takes row tiles. The inner loop
-    goes over column tiles of k and v. The output O, the row sums l and the row maxima m of a row
-    tile stay on the chip until the row tile is finished.
+    goes over column tiles of k and v. Until a row tile is finished, its output O, row sums l and
+    row maxima m stay on the chip.
 
     Parameters
     ----------
@@ -469,7 +469,7 @@ def flash_attention_2(
     The workspace contains the logsumexp, one float32 per row, unless ``return_lse`` is True. With a
     ``precision`` other than "ieee" it also contains the planes of q, k and v. Unit "wgmma" also has
     a counter of 4 bytes. With ``kv_splits`` above 1, each thread block writes O, l and m of its
-    share of the columns to the workspace, and a second kernel merges the shares.
+    share of the columns to the workspace. A second kernel merges the shares.
 
     With a prefix, a first pass computes attention of the queries of all sequences over the prefix.
     A second pass computes attention of each sequence over its own k and v. A third kernel merges
@@ -989,16 +989,17 @@ def flash_attention_2_backward(
     dS = P o (dP - D + dlse), where o is the elementwise product. Rows that see no column, and
     columns that no row sees, have gradients 0.
 
-    The atomic adds to dq cost Tc * seqlen_q * head_dim loads and the same number of stores per
-    head, where Tc is the number of column tiles. The second kernel for dq has Q outer, computes S
-    and dP again, and needs no atomic adds. Two other kinds of gradients are summed by atomic adds:
-    gradients of a bias that is broadcast, and gradients of arrays that ``score_mod`` uses.
+    Without a mask, the atomic adds to dq cost Tc * seqlen_q * head_dim loads and the same number of
+    stores per head. Tc is the number of column tiles. The second kernel for dq has Q outer,
+    computes S and dP again, and needs no atomic adds. Two other kinds of gradients are summed by
+    atomic adds: gradients of a bias that is broadcast, and gradients of arrays that ``score_mod``
+    uses.
 
     The workspace contains D, one float32 per row. If dq is summed by atomic adds, it also contains
     dq in float32 for these dtypes: float16, bfloat16, and float32 with a ``precision`` other than
     "ieee". With such a ``precision`` the workspace also contains the planes of q, k, v and dout.
     With ``group_splits`` above 1, each thread block writes its parts of dk and dv to the workspace
-    in float32, and another kernel sums the parts in a fixed order.
+    in float32. Another kernel sums the parts in a fixed order.
 
     Examples
     --------

@@ -1,11 +1,12 @@
-"""The options of attention: what a caller gives, what a kernel is compiled for, what it is passed.
+"""The options of attention: their texts, the flags of kernels, and the arguments of kernels.
 
-An option is on only if a caller gives it. A kernel is compiled with arguments for the options that
-are on, so a plain call compiles to the plain kernel. Three places in this file describe an option:
+An option is on only if a caller gives it. A kernel has arguments only for the options that are on,
+so a call without options runs a kernel without options. Three places in this file describe an
+option:
 
 1. its entry in ``AttentionOptions``: name, type and the text that ``help`` prints;
 2. the flag in ``Features`` that a kernel is compiled with;
-3. the entry in ``FEATURES``: when the flag is on, and what the kernel is passed.
+3. the entry in ``FEATURES``: when the flag is on, and which arguments the kernel takes for it.
 
 The value itself is a field of ``problem.Problem``, which checks it.
 """
@@ -290,7 +291,7 @@ def _hint(name: str) -> str:
     owners: dict[str, list[str]] = {}
     for function in _functions:
         parameters = inspect.signature(function).parameters
-        # Those that launch: the others hand on what they are given.
+        # Only functions that launch kernels. The other functions pass their arguments on.
         for parameter in parameters.values() if "stream" in parameters else ():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 owners.setdefault(parameter.name, []).append(function.__name__)
@@ -315,11 +316,11 @@ class Bound(NamedTuple):
     problem : Problem
         Sizes and options of the call.
     given : mapping of str to Any
-        Launch arguments by name: ``bias``, ``dbias``, ``dL``, ``alibi_slopes``, ``sinks``,
-        ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and the workspace of splits, ``L``,
-        ``block_table`` and ``kv_lens`` if they are on the GPU, the values that the caller's
-        functions use, and the lists of a ``BlockMask``. Only those of the call's options are
-        present.
+        Launch arguments by name, such as ``bias``, ``dbias``, ``dL``, ``L``, ``alibi_slopes``,
+        ``sinks``, ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and the workspace of the
+        splits. ``block_table`` and ``kv_lens`` are here if they are on the GPU. The values that the
+        caller's functions use, and the lists of a ``BlockMask``, are here too. Only arguments of
+        options that are on are present.
     unit : float
         Factor of the scores: log2(e) where exponentials are powers of two, else 1. With a
         ``score_mod`` it is applied after that function.
@@ -345,7 +346,7 @@ class KernelField:
     type : Any
         Numba type.
     value : function
-        Returns the value from a ``Bound``. A NumPy array is sent to the device.
+        Returns the value for a ``Bound``. A NumPy array is copied to the device.
     shape : function or None
         Returns the shape in which the kernel sees an array. Axes of length 1 are repeated.
     """
@@ -362,12 +363,13 @@ class Feature:
     Attributes
     ----------
     on : function
-        Returns from a ``Problem`` whether the option is on, or what a kernel is compiled for.
+        Returns the value of the flag for a ``Problem``: whether the option is on, or the function
+        or number that a kernel is compiled for.
     passes : mapping of str to KernelField, or function
-        What the option passes to a kernel, by name; or a function that returns it from ``on``'s
-        result.
+        Arguments that the kernel takes for the option, by name; or a function that returns them for
+        the value of the flag.
     changes_scores : bool
-        Whether visible scores are then more than scale Q K^T.
+        Whether the option changes visible scores, which are scale Q K^T otherwise.
     argument : str
         Name of the caller's argument, if it differs from the flag's name.
     """
@@ -430,7 +432,7 @@ def _captured(mod: Mod) -> dict[str, KernelField]:
 def _gradients(mod: Mod) -> dict[str, KernelField]:
     """Return the fields of the gradients of the float32 arrays that a function uses.
 
-    The gradient of an array of one axis is passed as a matrix of one row.
+    If an array has one axis, its gradient is passed as a matrix with one row.
     """
 
     def seen(name: str) -> Callable[[Bound], tuple[int, ...]]:
@@ -504,7 +506,8 @@ def _powers(names: Iterable[str]) -> dict[str, KernelField]:
     return {name: _given(name, array_type(2)) for name in names}
 
 
-# By the name of a flag in ``Features``. All threads of a block read one index of an integer array.
+# By the name of a flag in ``Features``. All threads of a block read the same element of an integer
+# array at a time.
 FEATURES: dict[str, Feature] = {
     "causal": Feature(lambda p: p.causal and p.window == (-1, -1)),
     "window": Feature(
@@ -605,10 +608,10 @@ def argument_of(flag: str) -> str:
     return FEATURES[flag].argument or flag
 
 
-# What thread blocks that share a row tile store: O before the division by l, l and m.
+# Arrays that thread blocks store if they share a row tile: O before the division by l, l and m.
 SPLIT_SUMS = ("A", "l", "m")
-# Arrays whose elements all threads of a block read together, repeatedly. They are not part of the
-# counts of accesses.
+# Arrays of which all threads of a block read the same element at a time, repeatedly. Their accesses
+# are not counted.
 UNIFORM = (
     *("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts"),
     *("block_mask", "next_column", "next_row"),
@@ -619,10 +622,11 @@ UNIFORM = (
 class Features:
     """The options that a kernel is compiled for.
 
-    A flag is True if the option is on. ``causal`` is False if the window contains its bound.
-    ``page_size`` is 0 unless K and V are pages. ``precision`` is "" for "ieee". ``score_mod``,
-    ``score_mod_grad`` and ``mask_mod`` contain the caller's function as a ``Mod``. ``dcaptured``
-    contains the ``score_mod`` whose arrays get gradients.
+    A flag is True if the option is on. With a window, ``causal`` is False, because the bound of the
+    causal mask is then the right side of the window. ``page_size`` is 0 unless K and V are pages.
+    ``precision`` is "" for "ieee". ``score_mod``, ``score_mod_grad`` and ``mask_mod`` contain the
+    caller's function as a ``Mod``. ``dcaptured`` contains the ``score_mod`` whose arrays get
+    gradients.
     """
 
     causal: bool = False
@@ -695,20 +699,20 @@ class Features:
 
     @property
     def without_sums(self) -> Features:
-        """Features of the kernel that computes dQ alone: without gradients of options."""
+        """Features of the kernel that computes only dQ, without gradients of options."""
         return replace(self, dbias=False, dcaptured=None)
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether gradients of what a function uses depend on the score that it is given."""
+        """Whether gradients of the arrays in ``score_mod`` depend on the score before it."""
         return bool(self.dcaptured and self.dcaptured.gradient and self.dcaptured.gradient.of_score)
 
     @property
     def scores_stay(self) -> bool:
         """Whether Hopper's backward kernels keep scale Q K^T until they compute dS.
 
-        They do if a ``score_mod`` changes the scores, and if dS also needs slopes, gradients of
-        what the function uses, or what is added after the function. dS is then computed element by
+        They keep it if there is a ``score_mod``, and also one of these: ``slopes``, ALiBi slopes, a
+        bias, or gradients of the arrays that the function uses. dS is then computed element by
         element, which spills the fewest registers.
         """
         beside = self.slopes or self.alibi or self.bias or self.dcaptured is not None
@@ -716,17 +720,18 @@ class Features:
 
     @property
     def given(self) -> Text:
-        """Text of the function whose argument the kept scores are; an empty text if there is none.
+        """Text of the function that is computed from the kept scores, or an empty text.
 
-        It is the ``score_mod``, if only its value and its derivative are computed from the kept
-        scores. Otherwise the kept scores are multiplied by the scale.
+        It is the text of ``score_mod`` if only the function and its derivative are computed from
+        the kept scores. Otherwise the text is empty, and the kept scores are multiplied by the
+        scale.
         """
         mod, others = self.score_mod, self.softcap or self.keeps_scores
         return Text() if mod is None or self.score_mod_grad or others else mod.both
 
     @property
     def crowds(self) -> bool:
-        """Whether an option holds registers throughout the loops."""
+        """Whether an option needs registers during all of the loops."""
         beside: dict[str, Any] = dict.fromkeys(
             ("causal", "dropout", "splits", "dlse", "sinks", "scaled_dout"), False
         )
@@ -734,22 +739,22 @@ class Features:
 
     @property
     def initialises(self) -> bool:
-        """Whether a row tile may have no first pass over K and V that could initialise it."""
+        """Whether FA-1's first pass may skip a row tile, and so cannot initialise its results."""
         return self.window or self.q_lens or self.sparse
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Numba types of what these features pass to a kernel, by name."""
+        """Numba types of the arguments that a kernel takes for these features, by name."""
         return {name: passed.type for name, passed in self.passed.items()}
 
     @property
     def passed(self) -> dict[str, KernelField]:
-        """Fields that these features pass to a kernel, by name."""
+        """Fields of the arguments that a kernel takes for these features, by name."""
         found: dict[str, KernelField] = {}
         for flag in (f.name for f in fields(self) if getattr(self, f.name)):
             passes = FEATURES[flag].passes
             found |= passes(getattr(self, flag)) if callable(passes) else passes
-        if self.page_size:  # whose rows the block table finds
+        if self.page_size:  # the block table finds the rows
             found.pop("k_starts", None)
         return found
 
@@ -781,7 +786,7 @@ def as_word(name: str, value: Any, bits: int) -> int:
 
 
 def signed(word: int) -> int:
-    """Return the signed 32-bit integer with the bits of ``word``, as kernels take it."""
+    """Return the signed 32-bit integer with the bits of ``word``, which kernels take."""
     return word - 2**32 if word >= 2**31 else word
 
 

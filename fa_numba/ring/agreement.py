@@ -24,8 +24,8 @@ class Agreement:
     The ranks compare their hashes on the host, over gloo, so no GPU waits. The hashes are equal if
     the largest hash equals the smallest hash. The comparison starts at once and ends in ``wait``.
     Between the two, a rank can compute what needs no other rank. The ranks exchange their arguments
-    only if hashes differ. The comparison is made in every call, also if all ranks have made the
-    same call before, because another rank may make a different call now.
+    only if hashes differ. The comparison is made in every call, also if this rank has made the same
+    call before: another rank may make a different call now.
     """
 
     def __init__(self, group: Any, meant: Meant):

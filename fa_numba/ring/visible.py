@@ -1,7 +1,7 @@
 """Which rows see which columns if the sequence has a window or lengths. torch is not used here.
 
 The window is given in positions of the complete sequence. Row i sees the columns from i + D - left
-to i + D + right, where D is the number of valid columns minus the number of valid rows. This is the
+to i + D + right. D is the number of valid columns minus the number of valid rows. This is the
 alignment of ``attention``. A chunk of rows and a chunk of columns can be at any positions. Rows
 that see no column of the chunk, and columns that no row of the chunk sees, are cut off. Then the
 last remaining row sees the last remaining column. The window of a call of attention is aligned to
