@@ -207,11 +207,13 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
                 *(tables.cell(row, lambda v: f"{v:.1f}") for row in cells),
             ]
         )
-    header = ["block size", "published", "published formula", "K/V outer, B_c varied"]
-    header += ["Q outer, B_r varied", "published, ms (A100, fp16)"]
+    header = ["block size", "accesses, published", "accesses, published formula"]
+    header += ["accesses, K/V outer, B_c varied", "accesses, Q outer, B_r varied"]
+    header += ["published, ms (A100, fp16)"]
     header += [f"{o} outer, ms, {dtype}" for dtype in ("fp32", "fp16") for o in ("K/V", "Q")]
     caption = (
-        f"Accesses of one head, in units of N d elements. The other block size is {FIXED}. Times "
-        f"are {tables.runs(here)}."
+        "Accesses of one head, in units of N d elements, and times. *Block size* is B_c for K/V "
+        f"outer and B_r for Q outer. The other block size (B_r or B_c) is {FIXED}. Times are "
+        f"{tables.runs(here)}."
     )
     return tables.of(caption, header, lines)

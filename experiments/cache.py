@@ -246,11 +246,12 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 cells += [*map(_gb, moved), errors.get(at, tables.MISSING)]
                 lines.append([*cells, *(_gb(found[at].get(name)) for name in ("A100", "H100"))])
     header = ["dtype", "d", "N", "algorithm", "accessed, GB", "model, H200 (60 MiB), GB"]
-    header += ["measured, H200, GB", "model's error", "model, A100 (40 MiB), GB"]
+    header += ["measured, H200, GB", "error of the model, H200", "model, A100 (40 MiB), GB"]
     header += ["model, H100 (50 MiB), GB"]
     caption = (
         "DRAM bytes of a forward call with 16k tokens and hidden dimension 2048. In fp16, FA-2 "
-        f"uses FA-1's tiles. {_verdict(found, known)}"
+        "uses FA-1's tiles. *Accessed* is what the kernels load and store. "
+        f"{_verdict(found, known)}"
     )
     return tables.of(caption, header, lines)
 
@@ -262,7 +263,7 @@ def _gb(value: float | None) -> str:
 def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
     errors = _errors(found, known)
     if not errors:
-        return "No call of these tiles was measured."
+        return "No call with these tiles was measured."
     near = [at for at, error in errors.items() if abs(error) <= NEAR]
     text = f"The model is within {NEAR:.0%} for {len(near)} of {len(errors)} measured calls."
     for at, error in sorted(errors.items(), key=lambda item: item[1])[:3]:

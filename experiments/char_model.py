@@ -333,10 +333,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         spread = max(losses) - min(losses)
         line = [LABELS[series], str(len(losses)), f"{mean(losses):.4f}", f"{spread:.4f}"]
         lines.append([*line, f"{max(map(abs, away)):.1e}" if away else tables.MISSING])
-    header = ["attention", "seeds", "held-out loss, nats per character", "range over seeds"]
+    header = [
+        "attention",
+        "seeds",
+        "held-out loss, nats per character",
+        "largest - smallest loss over the seeds",
+    ]
     header.append(f"largest difference from {LABELS[REFERENCE]}, same seed")
     caption = (
-        f"A model with {LAYERS} layers of width {D_MODEL}, after {STEPS} steps with context "
-        f"{CONTEXT} and batch {BATCH}, in fp32."
+        f"A character-level transformer with {LAYERS} layers of width {D_MODEL}, after {STEPS} "
+        f"training steps with context {CONTEXT} and batch {BATCH}, in fp32."
     )
     return tables.of(caption, header, lines)

@@ -190,7 +190,9 @@ def layer(rows: Sequence[Row]) -> tables.Table | None:
     header = ["algorithm", "claimed, GB", "accessed, GB", "L2, GB", "DRAM, GB"]
     layer = next(iter(found.values()))
     caption = (
-        f"One forward call in fp16: {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}."
+        f"Bytes of one forward call in fp16: {layer.heads_q} heads, N={layer.seqlen_q}, "
+        f"d={layer.head_dim}. *Claimed* is the number that articles give. *Accessed* is what the "
+        "kernels load and store."
     )
     return tables.of(caption, header, lines)
 

@@ -258,15 +258,22 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([*sizes, f"{moved / 2**20:.0f}", *cells, splits, share, gain])
     header = ["batch", "heads of Q/K", "rows of Q", "keys", "d", "K and V, MiB"]
     header += [LABELS[s] for s in series]
-    header += ["key splits", "our best, share of read bandwidth", "torch's best / our best"]
+    header += [
+        "key splits",
+        "our best, share of read bandwidth",
+        "torch's best time / our best time",
+    ]
     caption = (
-        "Time of a forward call in microseconds, fp16. *Share of read bandwidth* compares with a "
-        f"kernel that only reads{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. K and V "
-        f"below {LARGE_BYTES >> 20} MiB are read faster than kernels are launched."
+        "Time of a forward call in microseconds, fp16. *Share of read bandwidth* is the bytes of K "
+        "and V per second / the bandwidth of a kernel that only reads"
+        f"{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. For K and V below "
+        f"{LARGE_BYTES >> 20} MiB, launching the kernels takes longer than reading K and V. *Key "
+        "splits* are the numbers of splits of the two columns with key splits."
     )
     if gains:
         caption += (
-            f" For the {len(gains)} measured problems of at least this size, torch's best time / "
-            f"our best time is {min(gains):.2f} to {max(gains):.2f} (median {median(gains):.2f})."
+            f" For the {len(gains)} measured problems with K and V of at least "
+            f"{LARGE_BYTES >> 20} MiB, torch's best time / our best time is {min(gains):.2f} to "
+            f"{max(gains):.2f} (median {median(gains):.2f})."
         )
     return tables.of(caption, header, lines)

@@ -238,7 +238,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         for what in ("traced, bytes", "closed form, bytes")
     ]
     caption = (
-        "Bytes of one head, forward: in the emulator's trace, and by the closed form. With a "
-        "window of w, a row sees w columns on either side."
+        "Bytes that a forward call of one head loads and stores. *Traced* is the sum over the "
+        "emulator's trace. With a window of w, each row sees w columns to the left and w to the "
+        "right."
     )
     return tables.of(caption, header, lines)

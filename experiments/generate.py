@@ -329,16 +329,19 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"bytes, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
     header += [f"ms, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
     caption = (
-        f"A model with {SIZES.layers} layers and {SIZES.heads} heads of d={SIZES.head_dim}; pages "
-        f"have {PAGE_SIZE} rows. Bytes are the closed form for what attention loads and stores "
-        f"for one character of one sequence. Times: {PROTOCOL}.{_equal(rows)}"
+        f"Bytes and time per character. The model has {SIZES.layers} layers and {SIZES.heads} "
+        f"heads of d={SIZES.head_dim}. Pages of the cache have {PAGE_SIZE} rows. Bytes are what "
+        "attention loads and stores for one character of one sequence, by the closed form."
+        f"{_equal(rows)} A time is the median over {WINDOW} characters, with a synchronisation "
+        f"after each character; {TIMED_SEQUENCES} sequences are continued at once. torch computes "
+        "the model's other matrix products in fp32. Attention is computed in the unit's dtype."
     )
     for row in texts:
         where = "emulator" if row.source == "counted" else "GPU"
         caption += f" {LABELS[row.series]} on {unit(row.series)}, {where}: {row.value} of {row.n} "
-        caption += "characters differ between the runs with and without a cache."
+        caption += "characters differ between the texts with and without a cache."
     if texts:
-        caption += f" The text begins `{texts[0].note.partition('; ')[2]}`."
+        caption += f" The generated text begins `{texts[0].note.partition('; ')[2]}`."
     return tables.of(caption, header, lines)
 
 
@@ -347,4 +350,4 @@ def _equal(rows: Sequence[Row]) -> str:
     same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
     if not counted:
         return ""
-    return f" {same} of {counted} numbers counted on the emulator equal the closed form."
+    return f" {same} of {counted} numbers that the emulator counted equal the closed form."

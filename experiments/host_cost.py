@@ -133,7 +133,18 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         ]
         for row in shown(rows)
     ]
-    header = ["call", "pass", "N", "d", "causal", "median, us", "p20, us", "p80, us"]
+    header = [
+        "call",
+        "pass",
+        "N",
+        "d",
+        "causal",
+        "median, us",
+        "20th percentile, us",
+        "80th percentile, us",
+    ]
     return tables.of(
-        "The host's time per call, for one head, with arrays on the GPU.", header, lines
+        "Time that the host (CPU) spends on a call, for one head, with arrays on the GPU.",
+        header,
+        lines,
     )

@@ -149,10 +149,11 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([over, scaling.LABELS[series], said, *exponents])
     header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
-        "The exponents with which accesses grow with N (one head, d=64) and with d. Each is a fit, "
-        "with its standard error and, in brackets, its range of N or d. Line 1's tiles are for "
-        f"M={M} floats. The planner's tiles have at most 128 columns, also if M has space for "
-        f"more.{scaling.equal(own)}"
+        "Accesses are proportional to a power of N (one head, d=64) and to a power of d. The table "
+        "has the exponents. Each exponent is fitted and is followed by its standard error. The "
+        f"fitted range of N or d is in brackets. Line 1's tiles are for M={M} floats. The "
+        "planner's tiles have at most 128 columns, even if more columns would fit on the chip."
+        f"{scaling.equal(own)}"
     )
     return tables.of(caption, header, lines)
 

@@ -208,5 +208,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([str(d), str(N), *numbers])
     header = ["d", "N"]
     header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in _KINDS]
-    caption = "Bytes of a forward call in fp32 with 16k tokens and hidden dimension 2048."
+    caption = (
+        "Bytes of a forward call in fp32 with 16k tokens and hidden dimension 2048. *Accessed* is "
+        "what the kernels load and store."
+    )
     return tables.of(caption, header, lines)

@@ -271,14 +271,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        " With all constants, FA-1 with line 1's tiles accesses less than standard attention with "
-        f"square blocks from M = {where[0]} on, and backward from {where[1]} on."
+        " By the closed forms, FA-1 with line 1's tiles accesses fewer elements than standard "
+        f"attention with square blocks from M = {where[0]} on (forward) and from M = {where[1]} on "
+        "(backward)."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
-        f"The exponents with which accesses depend on M, at d={d} (d² = {square}). Each is a fit, "
-        "with its standard error and, in brackets, its range of M in floats. Measured calls have "
-        "tiles of 8 to 128 rows and columns. The planner's tiles have at most 128, because "
-        f"registers hold no more.{said}{scaling.equal(rows)}"
+        f"Accesses are proportional to a power of M, at d={d} (d² = {square}). The table has the "
+        "exponents. Each exponent is fitted and is followed by its standard error. The fitted "
+        "range of M, in floats, is in brackets. Measured calls have tiles of 8 to 128 rows and "
+        "columns. The planner's tiles have at most 128 rows and columns, because registers hold "
+        f"no more.{said}{scaling.equal(rows)}"
     )
     header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

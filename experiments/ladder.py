@@ -334,8 +334,9 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     header += [*LIMITS.values(), *(name for name, _ in _MEASURED.values())]
     mask = " with a causal mask" if causal else ""
     caption = (
-        f"Speed and counters of the forward kernels{mask}, step by step: fp16, 16k tokens, hidden "
-        "dimension 2048. [Below](#how-to-read-these-tables) the columns are explained."
+        f"Speed and hardware counters of the forward kernels{mask}, after each optimisation step: "
+        "fp16, 16k tokens, hidden dimension 2048. The section "
+        "[How to read these tables](#how-to-read-these-tables) explains the columns."
     )
     return tables.of(caption, header, lines)
 
@@ -353,7 +354,8 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     p = ABLATED
     caption = (
         f"Forward, fp16, batch {p.batch}, {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}: the "
-        "problem of FlashAttention-3's Table 2. *Gain* is the speed / the speed in the line above."
+        "problem of FlashAttention-3's Table 2. *Gain* is the speed / the speed in the line above. "
+        "Below 1 it is a loss."
     )
     return tables.of(caption, ["kernel on wgmma", "TFLOP/s", "gain", "predicted gain"], lines)
 

@@ -325,20 +325,21 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "Factors by which each step is faster: time before the step / time after it. 16k tokens, "
+        "Time before a step / time after this step. Above 1 the step saves time. 16k tokens, "
         "hidden dimension 2048, without a mask. Times are "
         f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
-        "The causal columns are the time without a mask / the time with a causal mask."
+        "*Causal skipping* is the time without a mask / the time with a causal mask."
     )
     if HOPPER in units:
         caption = (
             f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} "
-            "Forward, FA-1 runs with FA-2's tiles. *Tiles* is what FA-1 gains by them, and the "
-            "total starts from FA-1 with its own tiles."
+            "In the forward pass, FA-1 runs with FA-2's tiles. *Tiles* is the time of FA-1 with "
+            "its own tiles / the time of FA-1 with FA-2's tiles. The total starts from FA-1 with "
+            "its own tiles."
         )
     what = (
-        f"Each step in detail: {_said(*example, units)}. A step without a time has no kernel; its "
-        "numbers are closed forms"
+        f"Each step in detail: {_said(*example, units)}. A step without a time has no kernel. The "
+        "numbers of such a step are closed forms"
     )
     return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 

@@ -307,12 +307,12 @@ def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, flo
     ]
     if {"shared", "DRAM"} <= speeds.keys() & room.keys():
         faster, smaller = speeds["shared"] / speeds["DRAM"], room["DRAM"] / room["shared"]
-        by = f"{faster:.1f} times as fast as DRAM and {smaller:.0f} times smaller"
-        parts.append(f"Shared memory is {by}.")
+        by = f"{faster:.1f} times as fast as DRAM. DRAM is {smaller:.0f} times as large"
+        parts.append(f"Shared memory is {by} as all shared memory together.")
     what = (
-        "Bandwidth of reading by 16-byte accesses, as a median. *FLOP/byte at a roof* is the speed "
-        "of torch's matrix product / the bandwidth: a kernel with fewer FLOP per byte is limited "
-        "by this memory."
+        "Median bandwidth of reads of 16 bytes. *FLOP/byte at a roof* is the speed of torch's "
+        "matrix product / the bandwidth. A kernel that computes fewer FLOP per byte is limited by "
+        "this memory, not by the speed of computing."
     )
     return " ".join([what, *parts])
 
@@ -342,8 +342,10 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
     header = ["kernel", "dtype", "FLOP / byte accessed", "FLOP / byte of L2", "FLOP / byte of DRAM"]
     header += ["TFLOP/s", "speed / lowest roof"]
     caption = (
-        f"Forward, N={SEQLEN}, d={HEAD_DIM}, 16k tokens. A roof is the speed that a memory or "
-        "torch's matrix product allows at most. The cell names the lowest one."
+        f"Forward, N={SEQLEN}, d={HEAD_DIM}, 16k tokens. A memory's roof is its bandwidth x "
+        "FLOP per byte: the highest speed that this memory allows. torch's matrix "
+        "product is another roof. *Speed / lowest roof* names the roof that is lowest "
+        "for the kernel."
     )
     return tables.of(caption, header, lines)
 

@@ -250,9 +250,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published RMSE, standard / FA-2", "largest error, FA-2"]
     header.append("relative error, FA-2, largest over N")
     caption = (
-        f"Errors of the forward result compared with float64 of the same inputs, {HEADS} heads, "
-        f"d={HEAD_DIM}. RMSE is the root mean square error at the longest measured N, in units of "
-        "the result. torch's fused kernel is torch's FlashAttention-2 in 16 bits, and torch's "
+        "Errors of the forward result, compared with a float64 result from the same inputs; "
+        f"{HEADS} heads, d={HEAD_DIM}. RMSE is the absolute root mean square error at the longest "
+        "measured N. torch's fused kernel is torch's FlashAttention-2 in 16 bits, and torch's "
         "memory-efficient attention in fp32. The published ratio is from FlashAttention-3, Table 3."
     )
     return tables.of(caption, header, lines)
@@ -303,10 +303,11 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
                 ends = [f"{100 * shares[N]:.1f} % (N={N})" for N in (min(shares), max(shares))]
                 lines.append([f"{name} and {other}", DTYPES[dtype], kind, "GPU", *ends, *cells])
     header = ["results of", "dtype", "inputs", "run on", "equal elements, shortest N"]
-    header += ["equal elements, longest N", "relative error of the first", "of the second"]
+    header += ["equal elements, longest N", "relative error of the first result"]
+    header.append("relative error of the second result")
     caption = (
-        "The share of elements that are equal bit for bit in two results. Relative errors are "
-        "compared with float64, at the longest N."
+        "The share of elements that are equal bit for bit in the two results that the first "
+        "column names. Relative errors are at the longest N, compared with float64."
     )
     return tables.of(caption, header, lines)
 

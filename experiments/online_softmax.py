@@ -307,11 +307,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["total, published", f"NaN in softmax(x + {TOO_LARGE:g})"]
     header += [f"fastest / safe, {batch} vectors (at V)" for batch in BATCHES]
     caption = (
-        "Accesses to global memory per element of a vector. For attention: accesses to S and P "
-        "together, per element of S. Standard attention writes a row of S, reads it, writes P and "
-        f"reads P{_long(rows)}. FA-1 and FA-2 keep S and P on the chip. The NaN column counts NaN "
-        f"among {QUICK_LENGTHS[0]} elements. *Fastest / safe* is the largest ratio of the speed to "
-        "safe softmax's speed, with the vector length V where it is reached."
+        "Accesses to global memory per element of a vector. For attention, the table has the "
+        "accesses to S and P together, per element of S. Standard attention writes S, reads S, "
+        f"writes P and reads P.{_long(rows)} FA-1 and FA-2 keep S and P on the chip. The column "
+        f"*NaN* is the number of NaN in a result of {QUICK_LENGTHS[0]} elements. *Fastest / safe* "
+        "is the speed / the speed of safe softmax at the vector length V where this ratio is "
+        "largest. V is in brackets."
     )
     return tables.of(caption, header, lines)
 
@@ -328,8 +329,8 @@ def _long(rows: Sequence[Row]) -> str:
     for row in rows:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)
-            long = f"a row of {LONG_SEQLEN} does not fit into shared memory"
-            return f" ({long}: {loads:g} loads, not 2)"
+            long = f"A row of {LONG_SEQLEN} elements does not fit into shared memory"
+            return f" {long} and takes {loads:g} loads per element instead of 2."
     return ""
 
 
@@ -349,8 +350,9 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     header = ["N", *(f"{LABELS[s]}, ms" for s in UNFUSED.values()), "safe / online"]
     header += [f"{LABELS[PEER]} / online"]
     caption = (
-        f"Time of unfused attention forward in fp32, {UNFUSED_HEADS} heads, d=64, with each of "
-        "three softmaxes between torch's two products."
+        f"Time of a forward call of unfused attention in fp32, {UNFUSED_HEADS} heads, d=64. torch "
+        "computes the two products. Each of three softmaxes is used between the products. The last "
+        "two columns are the time of one softmax's call / the time with online softmax."
     )
     return tables.of(caption, header, lines)
 

@@ -234,10 +234,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         header += [f"time / contiguous, {on}, {of}" for of in ("median", "largest")]
     caption = (
         "Calls with a cache in pages, compared with the same calls with a contiguous cache. "
-        "Elements that differ (of O and L, bit for bit) and bytes are counted on the emulator, for "
-        f"two sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and "
-        f"d={COUNTED_DIM}. The share is the block table's bytes / the bytes of K and V. Times are "
-        f"ratios over several lengths: {PROTOCOL}."
+        "Differing elements are the elements of O and L that are not equal bit for bit. Elements "
+        "and bytes are counted on the emulator, for two sequences of "
+        f"{LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. *Table's share "
+        "of bytes* is the accessed bytes of the block table / the accessed bytes of K and V. "
+        "*Time / contiguous* is the time with pages / the time with a contiguous cache, over "
+        f"several lengths. The timed call is {PROTOCOL}."
     )
     return tables.of(caption, header, lines)
 

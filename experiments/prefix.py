@@ -283,19 +283,20 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([*map(str, at), *cells])
     header = ["keys of the prefix", "sequences"]
     for what in ("MB", *(f"us on {unit(series)}" for series in timed)):
-        header += [f"{what}, read once", f"{what}, read by each", f"{what}, by each / once"]
+        header += [f"{what}, prefix read once", f"{what}, prefix read by each sequence"]
+        header.append(f"{what}, by each / once")
     small = [row for row in rows if row.head_dim == SMALL[3] and row.metric == "traffic"]
     errors = [row.number for row in rows if row.metric == "error"]
     caption = (
-        f"A decoding step in fp16: {PROTOCOL}. MB are the bytes accessed in global memory on mma, "
-        "by the access model"
+        f"A decoding step in fp16: {PROTOCOL}. *MB* is what the kernels on mma load and store in "
+        "global memory, by the access model"
     )
     if errors:
         equal, counted = counts.equal(small)
         caption += (
-            f". On the emulator, with 1 to 8 sequences and on three units, {equal} of {counted} "
-            "numbers counted equal the model, and errors compared with float64 are at most "
-            f"{max(errors):.1e}"
+            ". The emulator ran smaller steps, with 1 to 8 sequences, on three units: "
+            f"{equal} of {counted} numbers counted equal the model. Errors compared with float64 "
+            f"are at most {max(errors):.1e}"
         )
     caption += "." if timed else ". Times are not recorded."
     return tables.of(caption, header, lines)

@@ -232,11 +232,11 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], table
             cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
             lines.append([str(HEAD_DIM), tables.yes_no(False), str(SEQLEN), label(place), *cells])
         caption = (
-            f"{what} of one call, with one head, in fp32 and fp16. Each cell has the number that "
-            "the emulator counted. In brackets is what Nsight Compute measured for the same call: "
-            "*x 0.984* is measured / counted, a number without *x* was measured where the count is "
-            "0, and (?) was not measured. A cell without brackets has equal numbers. "
-            f"{ratios.count(1)} of {len(ratios)} measured numbers are equal."
+            f"{what} of one call, with one head, in fp32 and fp16. Each cell starts with the "
+            "emulator's count. Brackets follow if the number that Nsight Compute measured is not "
+            "equal to the count. *(x 0.984)* is the measured number / the count. If the count is "
+            "0, the brackets contain the measured number. *(?)* means: not measured. "
+            f"{ratios.count(1)} of {len(ratios)} measured numbers equal the emulator's counts."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
 

@@ -260,10 +260,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     equal, number = _equal_bytes(rows)
     caption = (
         f"One sequence of N rows over {ranks} GPUs, fp16, {ring_ranks.HEADS} heads, d={HEAD_DIM}."
-        f"{link} Times are those of the slowest GPU. A gain is the time on one GPU / the time on "
-        f"{ranks} GPUs. Sent bytes are those of the GPU that sends most, counted in the calls that "
-        f"send ({equal} of {number} equal to the closed form). Memory is a GPU's peak, with the "
-        "inputs."
+        f"{link} A call's time is the time of the slowest GPU. A gain is the time on one GPU / the "
+        f"time on {ranks} GPUs. *Model / time* is the time by the model / the measured time. "
+        "*Sent* is the bytes that the GPU with most bytes sends. They are counted in the calls "
+        f"that send ({equal} of {number} equal to the closed form). Memory is the peak of one "
+        "GPU and includes the inputs."
     )
     return tables.of(caption, header, lines)
 
@@ -294,10 +295,10 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
         by_ranks.append([str(ranks), *(f"{ratio(passes=each):.3f}" for each in ("fwd", "bwd"))])
     header = ["GPUs", "forward, Hk Nk / (Hq Nq)", "backward, Hk Nk / (Hq Nq)"]
     caption = (
-        "The ratio of keys to queries (each times their heads) above which sending Q takes fewer "
-        "bytes than sending K and V. Closed form, without a mask, 16-bit inputs, "
-        f"d={HEAD_DIM}. Hk and Hq are the numbers of heads, Nk and Nq the numbers of rows of K and "
-        "of Q."
+        "The ratio Hk Nk / (Hq Nq) above which sending Q takes fewer bytes than sending K and V. "
+        "Hk and Hq are the numbers of heads of K and of Q. Nk and Nq are the numbers of rows of K "
+        "and of Q. The ratios are closed forms, without a mask, for 16-bit inputs and "
+        f"d={HEAD_DIM}."
     )
     return tables.of(caption, header, by_ranks)
 
@@ -319,9 +320,9 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
     ]
     caption = (
-        "The share of the time in which the GPUs compute, by a model (not measured), with a causal "
-        "mask. The model uses the speed of one GPU at the longest measured length, and the "
-        "bandwidth of the link: as measured here, or "
+        "The share of the time in which the GPUs compute, with a causal mask. These numbers come "
+        "from a model and are not measured. The model uses the speed of one GPU at the longest "
+        "measured length, and the bandwidth of the link. The bandwidth is the measured one, or "
         f"{INFINIBAND / 1e9:.0f} GB/s for InfiniBand."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)

@@ -309,14 +309,14 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "Forward plus backward, fp16, batch 16, 8 heads, d=64, without dropout or mask. Published "
         "numbers are from FlashAttention's Tables 20 and 21 (A100). Memory includes q, k, v and "
-        "dout, as in the paper."
+        "dout, as in the paper. A column *time, A / B* is the time of A / the time of B."
     )
     longest = {r.metric: r for r in rows if (r.series, r.pass_) == (LONGEST_SERIES, "fwd+bwd")}
     if {"time", "memory"} <= longest.keys() and not any(r.failed for r in longest.values()):
         seconds, beside = longest["time"].number / 1e3, longest["memory"].number
         caption += (
-            f" With batch 1 and N={LONGEST}, FA-2 on its fastest unit takes {seconds:.1f} s, and "
-            f"{beside:.0f} MiB besides q, k, v and dout."
+            f" With batch 1 and N={LONGEST}, FA-2 on its fastest unit takes {seconds:.1f} s. It "
+            f"uses {beside:.0f} MiB in addition to q, k, v and dout."
         )
     return tables.of(caption, header, lines)
 
@@ -333,8 +333,9 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
     header = ["setting", "pass", "published standard / FA-1", "torch's unfused / FA-1"]
     header += ["our standard / FA-1", "torch's unfused / FA-2"]
     caption = (
-        f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64, in four settings. Plain is "
-        "without dropout and mask."
+        f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64, in four settings. A column "
+        "*A / B* is the time of A / the time of B. *Plain* is the setting without dropout and "
+        "without a mask."
     )
     return tables.of(caption, header, lines)
 
@@ -350,8 +351,8 @@ def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([name, pass_, LABELS[peer], *cells])
     header = ["setting", "pass", "compared with", *(f"N={N}" for N in SEQLENS[:6])]
     caption = (
-        "Speed of our FA-2 on mma / speed of torch's kernel in the column *compared with*, fp16, "
-        "batch 16, 8 heads, d=64."
+        "Speed of our FA-2 on mma / speed of the torch kernel that the column *compared with* "
+        "names; fp16, batch 16, 8 heads, d=64. Above 1 our kernel is faster."
     )
     return tables.of(caption, header, lines)
 

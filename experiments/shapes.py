@@ -396,12 +396,14 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["worst at", f"{LABELS[peers.CUDNN]}'s time / ours: median; worst"]
     header.append("our time on mma / ours: median; worst")
     caption = (
-        "The time of another kernel / the time of our call, fp16. Above 1 our call is faster. Our "
-        'call uses unit="auto": on Hopper it runs on wgmma if the wgmma kernels have the option. '
-        "The class *options* has windows, softcap, ALiBi, bias, and packed sequences of unequal "
-        "lengths. flex_attention is compiled for each problem, and times are without compiling. "
-        f"Dropout is {DROPOUT:g}. In the last class, up to {PADDING} rows of each sequence are "
-        "padding, which torch's unfused attention hides by a mask."
+        "The time of another kernel / the time of our call, fp16. Above 1 our call is faster. "
+        "*Worst* is the smallest ratio of a class. Our "
+        'call uses unit="auto": on Hopper it runs on wgmma if the wgmma kernels support the '
+        "options of the call. The class *options* contains windows, softcap, ALiBi, bias, and "
+        "packed sequences of unequal lengths. flex_attention is compiled for each problem. Its "
+        f"times exclude compiling. The dropout probability is {DROPOUT:g}. In the class *dropout "
+        f"and padding*, up to {PADDING} rows of each sequence are padding. torch's unfused "
+        "attention hides the padding by a mask."
     )
     return tables.of(caption, header, lines)
 

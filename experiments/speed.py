@@ -58,8 +58,8 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], str(N), *numbers])
     header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
     caption = (
-        f"Memory of a forward call in MiB, besides inputs and outputs; 16k tokens, d={HEAD_DIM}, "
-        "without a mask."
+        f"Memory in MiB that a forward call uses in addition to inputs and outputs; 16k tokens, "
+        f"d={HEAD_DIM}, without a mask."
     )
     return tables.of(caption, header, lines)
 
@@ -83,8 +83,9 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
-        "FA-2 in float32 for each `precision`: the speed at the longest N, and the speed / the "
-        "speed of torch's memory-efficient attention as median over N (smallest to largest)."
+        "Speed of FA-2 in float32 for each value of `precision`. TFLOP/s are at the longest N. A "
+        "column *A / torch's* is the speed of FA-2 / the speed of torch's memory-efficient "
+        "attention: the median over N, with the smallest and the largest ratio in brackets."
     )
     return tables.of(caption, header, lines)
 

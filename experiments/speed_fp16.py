@@ -100,11 +100,11 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
         *("published FA-2 / FA-1", "our FA-2 / FA-1"),
         *("published FA-2 / PyTorch", "our FA-2 / torch's unfused attention"),
         "our FA-2 / published FA-2",
-        "sizes where the three kernels rank as published",
+        "sizes where FA-1, FA-2 and unfused attention rank as published",
     ]
     caption = (
-        "Ratios of speeds (TFLOP/s): the smallest and the largest over N, without and with a "
-        "causal mask. fp16, 16k tokens, hidden dimension 2048."
+        "Ratios of speeds in TFLOP/s; fp16, 16k tokens, hidden dimension 2048. A cell has the "
+        "smallest and the largest ratio over all N, without and with a causal mask."
     )
     return tables.of(caption, header, lines)
 
@@ -137,9 +137,9 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
         "speed / published FA-3 (H100)",
     ]
     caption = (
-        "FA-2 on wgmma, fp16, 16k tokens. *Fastest* is the speed at the N where it is highest. "
-        "The last four columns are this kernel's speed / another kernel's speed, as smallest, "
-        "median and largest ratio over N."
+        "FA-2 on wgmma, fp16, 16k tokens. *Fastest* is the highest speed over all N. A column "
+        "*speed / X* is the speed of FA-2 on wgmma / the speed of X: the smallest, the median and "
+        "the largest ratio over N."
     )
     return tables.of(caption, header, lines)
 
@@ -170,9 +170,9 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
     header = ["dtype", "series", "largest relative error", "largest excess, roundings"]
     caption = (
-        "The largest relative error compared with float64 of the same inputs, over all checked "
-        "passes and problems. The excess is the error minus the error of torch's FlashAttention-2 "
-        "on the same problem, in roundings of the dtype."
+        "The largest relative error over all checked passes and problems, compared with a float64 "
+        "result from the same inputs. The excess is the error minus the error of torch's "
+        "FlashAttention-2 on the same problem. Its unit is one rounding of the dtype."
     )
     return tables.of(caption, header, lines)
 

@@ -258,8 +258,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header.append("relative error")
     caption = (
         f"Accesses (loads plus stores) in elements: forward, fp32, {HEADS} heads, tiles of "
-        f"{TILES.Br} x {TILES.Bc}. They are {counts.said(accesses)}. The error is the larger one "
-        "of both orders, compared with float64."
+        f"{TILES.Br} x {TILES.Bc}. Accesses are {counts.said(accesses)}. *Relative error* is the "
+        "larger error of the two loop orders, compared with float64."
     )
     if not variant_times.times(rows):
         caption += " Times are not recorded."

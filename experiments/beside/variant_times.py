@@ -373,7 +373,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         f"Time in ms ({tables.runs(measured)}), fp16, batch {p.batch}, {p.heads_q} heads, "
         f"N={p.seqlen_q}, d={p.head_dim}. *flex_attention / FA-2* is the time of torch's "
-        f"flex_attention / the time of {LABELS[every[-2]]}. *Tiles skipped* holds for "
-        f"{LABELS[every[-2]]} forward. *Compiling* is the time to compile both passes."
+        f"flex_attention / the time of {LABELS[every[-2]]}. *Tiles skipped* is the share of "
+        f"tiles that {LABELS[every[-2]]} skips in the forward pass. *Compiling* is the "
+        "time to compile both passes."
     )
     return tables.of(caption, header, lines)

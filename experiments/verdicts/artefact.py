@@ -122,9 +122,10 @@ def _table(found: Sequence[Row], seconds: Mapping[str, float]) -> Table | None:
         return None
     header = ["claim", "command", "needs", "minutes", "expected", "allowed variation"]
     caption = (
-        "Write `python -m experiments` before each command. *Minutes* is the time of the whole "
-        "command when it was recorded. *Allowed variation* holds for an H200, and for times and "
-        "speeds also for an H100. After a run, `git diff figures/data` shows what differs."
+        "Write `python -m experiments` before each command. *Minutes* is how long the complete "
+        "command took when its data was recorded. *Allowed variation* applies to an H200. For "
+        "times and speeds, it also applies to an H100. After a run, `git diff figures/data` "
+        "shows what differs."
     )
     return Table(caption, markdown(header, lines).replace("---:", "---"))
 

@@ -190,7 +190,7 @@ def changed(questions: Sequence[Question]) -> Across:
             for q, after in found
             if q.before != after.verdict
         ]
-        caption = f"The rule changed {len(lines)} of {len(found)} verdicts."
+        caption = f"The common rule changed {len(lines)} of {len(found)} verdicts."
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 
     return _across(questions, make)

@@ -597,7 +597,8 @@ def test_what_the_page_says_of_the_rings_model():
             (near if N >= 2**15 else short).append(abs(predicted / times[key] - 1))
     within = sum(off <= 0.05 for off in near)
     page = (report.TABLES / "ring.md").read_text().replace("\n", " ")
-    said = f"it is within 5 % for {within} of {len(near)} calls, and at most {max(near):.0%} off"
+    said = f"the model's time is within 5 % of the measured time for {within} of {len(near)} calls"
+    said += f", and at most {max(near):.0%} off"
     said = said.replace("% off", " % off")
     assert said in page and np.median(short) > 0.25
     longest = "ring-kv", "fwd", False, 2**20

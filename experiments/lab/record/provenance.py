@@ -169,26 +169,32 @@ def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
 
 
 def clocks(run: Mapping[str, Any]) -> str:
-    """Return a sentence on the GPU's clocks during a run."""
+    """Return sentences on the GPU's clock during a run, without the last full stop."""
     found = run.get("clocks")
     if not found:
         return "The GPU's clocks were not sampled"
     if not found["busy"]:
-        return "The GPU was not busy in any sample of its clocks (one sample a second)"
+        return "The SM clock is not known: the GPU was not busy in any sample (one per second)"
     low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
-    span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle})"
+    span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle} MHz)"
     held = "".join(
-        f"; the {name} limited it in {n} samples" for name, n in found["held by"].items()
+        f". In {n} of these samples, the {name} limited the clock"
+        for name, n in found["held by"].items()
     )
-    samples = f"{found['busy']} samples of the busy GPU"
-    return f"The SM clock {span} in {samples}{held}"
+    samples = "1 sample" if found["busy"] == 1 else f"{found['busy']} samples"
+    return f"The SM clock {span} in {samples} of the busy GPU{held}"
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
     """Return which hardware counter gave the rows' L2 bytes; empty if no row has L2 bytes."""
-    counted = of_rows(runs, (row for row in rows if row.source == "l2"))
-    names = {run["l2_counter"] for run in counted if "l2_counter" in run}
+    names = l2_names(runs, rows)
     return f"L2 is {' and '.join(sorted(names))}" if names else ""
+
+
+def l2_names(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> set[str]:
+    """Return the names of the hardware counters that gave the rows' L2 bytes."""
+    counted = of_rows(runs, (row for row in rows if row.source == "l2"))
+    return {run["l2_counter"] for run in counted if "l2_counter" in run}
 
 
 def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[Row]) -> str:

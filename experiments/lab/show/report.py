@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
-from ..record.provenance import clocks, device_name, l2_counter, of_rows, when
+from ..record.provenance import clocks, device_name, l2_names, of_rows, when
 from ..record.store import replace_files
 from .tables import Across, Make, fewer_runs
 
@@ -120,10 +120,10 @@ def text(name: str, store: Store) -> str:
         return f"{NO_RECORDING}\n"
     if isinstance(make, Across) and not make.cites:
         return f"{table.caption}\n\n{table.body}"
-    l2 = _L2.search(table.body) is not None
-    sources = [source for at in gpus.items() for source in _source(store, *at, l2)]
+    sources = [source for at in gpus.items() for source in _source(store, *at)]
+    by = _l2_sentence(store, gpus) if _L2.search(table.body) else ""
     how = _how_timed(store, gpus) if _TIMED.search(table.caption + table.body) else ""
-    return f"{table.caption}\n\nData: {'; '.join(sources)}.\n\n{table.body}{how}"
+    return f"{table.caption}\n\nData: {'; '.join(sources)}.{by}\n\n{table.body}{how}"
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
@@ -146,22 +146,28 @@ def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
         if runs:
             sentence = " ".join(f"{each}." for each in words)
             several = len(gpus) > 1
-            said.append(f"- {name}: {sentence}" if several else sentence)
+            said.append(f"- Recording `{name}`: {sentence}" if several else sentence)
     return "\n" + "\n".join(said) + "\n" if said else ""
 
 
-def _source(store: Store, experiment: str, its_gpu: str, l2: bool) -> list[str]:
-    """Return what a recording is: GPU (or emulator, or closed forms), date, commit and file.
+def _l2_sentence(store: Store, gpus: Mapping[str, str]) -> str:
+    """Return a sentence on the hardware counters of L2 bytes; empty if none was recorded."""
+    names: set[str] = set()
+    for experiment, machine in gpus.items():
+        rows, runs = store.recorded(experiment, machine)
+        names |= l2_names(runs, rows)
+    counters = " and by ".join("`" + name.replace(" + ", "` + `") + "`" for name in sorted(names))
+    return f" L2 bytes are counted by {counters}, in sectors of 32 bytes." if names else ""
 
-    With `l2` it also says which counter measured L2.
-    """
+
+def _source(store: Store, experiment: str, its_gpu: str) -> list[str]:
+    """Return what a recording is: GPU (or emulator, or closed forms), date, commit and file."""
     stored = store.machines(experiment)
     counted = EMULATOR, "counted on the emulator"
     for machine, name in ((its_gpu,) * 2, counted, (MODEL, "closed forms")):
         if machine in stored:
-            rows, runs = store.recorded(experiment, machine)
-            said = [device_name(runs, name), when(runs), l2_counter(runs, rows) if l2 else ""]
-            about = ", ".join(part for part in said if part)
+            _, runs = store.recorded(experiment, machine)
+            about = f"{device_name(runs, name)}, {when(runs)}"
             return [f"`figures/data/{experiment}/{machine}.csv` ({about})"]
     return []
 

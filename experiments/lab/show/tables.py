@@ -316,6 +316,7 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     runs = span((row.n or 0 for row in few), "d")
     names = ", ".join(sorted({row.series for row in few}))
     return (
-        f"{len(few)} of {len(timed)} times are medians of only {runs} "
-        f"run{'s' if runs != '1' else ''} (N={span((row.seqlen_q for row in few), 'd')}; {names})"
+        f"{len(few)} of {len(timed)} recorded times are medians of only {runs} "
+        f"run{'s' if runs != '1' else ''} "
+        f"(N={span((row.seqlen_q for row in few), 'd')}; series {names})"
     )
