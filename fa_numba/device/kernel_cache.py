@@ -1,8 +1,8 @@
 """Compiled kernels on disk: each kernel is compiled once on a machine.
 
-The key of a kernel is a hash of everything that its machine code depends on. These are the sources
-of the package, the values that the kernel and its device functions close over, the argument types,
-the launch bounds, the GPU and the compiler.
+The key of a kernel is a hash of everything that its machine code depends on: the sources of the
+package, and the values that the kernel and its device functions close over. It also depends on the
+argument types, the launch bounds, the GPU and the compiler.
 
 The files are in the folder ``fa_numba`` of the user's cache directory. If the environment variable
 ``FA_NUMBA_CACHE`` is set, it names another folder. If the variable is set to the empty string, no

@@ -139,9 +139,9 @@ def launch(
     On the GPU the launch is made on ``stream``. If ``stream`` is a ``LaunchRecord``, the launch is
     recorded and nothing runs.
 
-    An array in ``args``, or in a named tuple in ``args``, is a ``DeviceArray`` on the GPU and a
-    ``numpy.ndarray`` on the emulator, or a ``TiledArray`` that contains one of them. The emulator
-    does not count accesses to arrays whose names are in ``uncounted``.
+    An array in ``args`` is a ``DeviceArray`` on the GPU and a ``numpy.ndarray`` on the emulator. It
+    may also be a ``TiledArray`` that contains such an array, or a field of a named tuple. The
+    emulator does not count accesses to arrays whose names are in ``uncounted``.
     """
     if select.on_gpu():
         _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))

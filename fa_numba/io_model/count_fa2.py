@@ -266,10 +266,10 @@ def fa2_backward(
         loads        Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores       dQ: N_q' d
 
-    With S = `group_splits` above 1, each of the S thread blocks of a column tile loads K and V, and
-    stores its own parts of dK and dV in float32. One more kernel adds up the parts. Its loads of
-    the parts are counted as A and its stores of dK and dV as dQ, the names of its parameters. Per
-    K/V head:
+    With S = `group_splits` above 1, a column tile of a K/V head has S thread blocks. Each thread
+    block loads K and V, and stores its own parts of dK and dV in float32. One more kernel adds up
+    the parts. Its loads of the parts are counted as A, and its stores of dK and dV are counted as
+    dQ, because these are the names of its parameters. Per K/V head:
 
         loads        K, V: S N_k d each, A: 2 S N_k' d
         stores       dK, dV: S N_k' d each, dQ: 2 N_k' d

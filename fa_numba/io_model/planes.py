@@ -14,9 +14,10 @@ from fa_numba.problem import BlockSizes, Problem
 def rows_loaded(problem: Problem, backward: bool = False, panels: bool = False) -> tuple[int, int]:
     """Return the elements that a kernel loads of one row of Q or K, and of one row of V or dO.
 
-    Without planes these are the head dimensions. With planes they are the planes' elements: each
-    plane has d rounded up to a multiple of 16. In the backward pass it is a multiple of 32 if one
-    of the head dimensions is above 64. In panels it is a multiple of 64.
+    Without planes, these numbers are the head dimensions. With planes, they are the number of
+    planes times the head dimension, rounded up to a multiple of 16. In the backward pass it is
+    rounded up to a multiple of 32 if a head dimension is above 64. If the kernel loads panels, it
+    is rounded up to a multiple of 64.
 
     Parameters
     ----------
@@ -71,8 +72,9 @@ def of_planes(
 
     Notes
     -----
-    A matrix with N valid rows is split by a kernel with these accesses, where P is the number of
-    planes and d' is d rounded up to a multiple of 16 (or as in `rows_loaded`):
+    Each matrix is split by one kernel. For a matrix with N valid rows, this kernel has the accesses
+    below. P is the number of planes. d' is d rounded up to a multiple of 16, or to a larger
+    multiple as in `rows_loaded`.
 
         array   loads                                      stores
         X       N d; 2 N d if the planes are scaled        -

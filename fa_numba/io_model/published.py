@@ -137,9 +137,8 @@ def li_liang(problem: Problem, M: float) -> float:
     Returns
     -------
     float
-        B H min((N_q N_k d^2 + N d^3) / M, (N_q N_k d + N d^2) / sqrt(M)) elements, where N is the
-        larger of N_q and N_k, B the batch size, H the number of query heads and d the head
-        dimension.
+        B H min((N_q N_k d^2 + N d^3) / M, (N_q N_k d + N d^2) / sqrt(M)) elements. N is the larger
+        of N_q and N_k. B is the batch size, H the number of query heads, d the head dimension.
 
     Raises
     ------
