@@ -73,7 +73,7 @@ def _percent(kind: str) -> str:
     return f"{(FACTORS[kind] - 1) * 100:.0f} %"
 
 
-RATIO = f"{_percent('ratio')}; on other GPUs: above 1"
+RATIO = f"{_percent('ratio')}; on other GPUs: the number is above 1"
 LINES = (
     Line(
         "Accesses counted on the emulator equal the closed form", "CPU", COUNTED, _equal, "none"
@@ -123,9 +123,9 @@ def _table(found: Sequence[Row], seconds: Mapping[str, float]) -> Table | None:
     header = ["claim", "command", "needs", "minutes", "expected", "allowed variation"]
     caption = (
         "Write `python -m experiments` before each command. *Minutes* is how long the complete "
-        "command took when its data was recorded. *Allowed variation* applies to an H200. For "
-        "times and speeds, it also applies to an H100. After a run, `git diff figures/data` "
-        "shows what differs."
+        "command took when its data was recorded. *Allowed variation* is how far your number may "
+        "be from the expected number on an H200. For times and speeds, it also applies to an "
+        "H100. After a run, `git diff figures/data` shows which numbers differ."
     )
     return Table(caption, markdown(header, lines).replace("---:", "---"))
 

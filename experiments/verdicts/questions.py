@@ -113,7 +113,9 @@ class Question:
         several = len(times) > 1 and len(set(numbers)) > 1
         more = f", ours / published {span(times)}" if several else ""
         ours = span([point.ours for point in mine], self.form)
-        return f"{label}: {ours} (published {' or '.join([*said, *bounds])}{more})"
+        found = [*said, *bounds]
+        by_point = ", depending on the point" if len(found) > 1 else ""
+        return f"{label}: {ours} (published {'; '.join(found)}{by_point}{more})"
 
 
 def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:

@@ -86,17 +86,18 @@ def sentences(found: Evidence) -> str:
     return (
         "K/V outer (FlashAttention-1's order) divided by Q outer (FlashAttention-2's order), on "
         "the same unit, forward, with and without a causal mask, for N=512 to 16k. The first five "
-        "lines use equal tiles: those that are fastest for FA-1, and on wgmma those that are "
-        "fastest for FA-2. The last two lines use the fastest tiles of each order. L2 and DRAM "
+        "lines use equal tiles for both orders: on CUDA cores and mma.sync the tiles that are "
+        "fastest for FA-1, on wgmma the tiles that are fastest for FA-2. The last two lines use "
+        "the fastest tiles of each order. L2 and DRAM "
         f"bytes were counted at {len(counted)} of the {len(timed)} problems "
         f"({masked or 'none'} with a causal mask).\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
         + f"\n\n- L2 moves {of_accesses()} times the bytes that the kernels access.\n"
-        "- K/V outer writes O, l and m of all rows in every pass. They do not fit in L2, so they "
-        "come from DRAM each time.\n"
-        "- Q outer reads K and V of a head again for every row tile. They fit in L2.\n"
+        "- K/V outer reads and writes O, l and m of all rows for every column tile. These arrays "
+        "do not fit in L2, so they move through DRAM each time.\n"
+        "- Q outer reads K and V of a head again for every row tile. K and V fit in L2.\n"
         "- FA-1 on the paper's grid has one thread block per batch entry and head. The fewer heads "
-        "there are, the longer it takes.\n"
+        "there are, the longer FA-1 takes.\n"
     )
 
 
@@ -123,10 +124,10 @@ def traffic(found: Evidence) -> str:
         f"K/V outer: DRAM moves {share} of the bytes that the kernel accesses. O, l and m of all "
         "rows do not fit into L2, except at the shortest lengths.",
         f"Q outer: DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V and O "
-        "at every N. Every row tile reads K and V of its head again, and these stay in L2.",
+        "at every N. Every row tile reads K and V of its head again, and K and V stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times the bytes of standard "
-        f"attention, and DRAM moves {wide[1]} times the bytes. In fp32, registers hold only few "
-        "columns of a tile.",
+        f"attention, and moves {wide[1]} times the DRAM bytes. The reason is that in fp32 the "
+        "registers hold only few columns of a tile.",
     ]
     head = "What the figure shows, in fp32 without a mask.\n\n"
     return head + "".join(f"- {line}\n" for line in lines)

@@ -19,28 +19,28 @@ Each row compares our numbers with the published ones, point by point.
 
 | verdict | when it is given |
 | --- | --- |
-| **reproduced** | every point is within a factor of the published number, in the paper's setting |
-| **trend only** | this does not hold, but at least nine of ten points agree in their trend |
+| **reproduced** | the setting is the paper's, and at every point our number is within the factor (next table) of the published number |
+| **trend only** | the verdict is not "reproduced", but the trend (last table) agrees for at least nine of ten points |
 | **refuted** | in all other cases |
 
-"The paper's setting" means the same quantity, precision, pass and sizes.
+"The setting" means quantity, precision, pass and sizes.
 
-| kind | what is compared | factor |
+| kind | numbers that are compared | factor |
 | --- | --- | --- |
 | *count* | accesses, bytes or operations | 1.02 |
 | *ratio* | one quantity divided by another | 1.15 |
 | *curve* | a quantity divided by its first or last point | 1.15 |
-| *speed* | TFLOP/s, compared only with those of an H100 | 1.15 |
+| *speed* | TFLOP/s, only with published numbers that were measured on an H100 | 1.15 |
 
 | trend | a point agrees if |
 | --- | --- |
-| *order* | our numbers at this point are in the published order (a ratio: also compared with 1) |
-| *shape* | the next point lies higher, lower or level (within 2 %), as published |
-| *words* | the words of the claim are true at this point; if true at all points: reproduced |
+| *order* | our numbers at this point, sorted by size, are in the order of the published numbers; a ratio must also be on the same side of 1 |
+| *shape* | from this point to the next, our curve rises, falls or stays level (within 2 %) as the published curve does |
+| *words* | the words of the claim are true at this point; if they are true at all points, the verdict is "reproduced" |
 
-- Published ranges and bounds are used as they are, without a factor.
-- A claim about FlashAttention is about both loop orders. If the orders differ, each has a row.
-- If there are fewer than ten points, all of them must agree."""
+- If the paper gives a range or a bound, our number must be in this range, without a factor.
+- A claim about FlashAttention is checked for both loop orders. If their verdicts differ, each order has a row of its own.
+- If there are fewer than ten points, the trend must agree at all of them."""
 
 
 @dataclass(frozen=True)
