@@ -19,8 +19,10 @@ Each row compares our numbers with the published ones, point by point.
 
 | verdict | when it is given |
 | --- | --- |
-| **reproduced** | the setting is the paper's, and at every point our number is within the factor (next table) of the published number |
-| **trend only** | the verdict is not "reproduced", but the trend (last table) agrees for at least nine of ten points |
+| **reproduced** | the setting is the paper's, and at every point our number is within the factor \
+(next table) of the published number |
+| **trend only** | the verdict is not "reproduced", but the trend (last table) agrees for at \
+least nine of ten points |
 | **refuted** | in all other cases |
 
 "The setting" means quantity, precision, pass and sizes.
@@ -34,12 +36,16 @@ Each row compares our numbers with the published ones, point by point.
 
 | trend | a point agrees if |
 | --- | --- |
-| *order* | our numbers at this point, sorted by size, are in the order of the published numbers; a ratio must also be on the same side of 1 |
-| *shape* | from this point to the next, our curve rises, falls or stays level (within 2 %) as the published curve does |
-| *words* | the words of the claim are true at this point; if they are true at all points, the verdict is "reproduced" |
+| *order* | our numbers at this point, sorted by size, are in the order of the published numbers; \
+a ratio must also be on the same side of 1 |
+| *shape* | from this point to the next, our curve rises, falls or stays level (within 2 %) as \
+the published curve does |
+| *words* | the words of the claim are true at this point; if they are true at all points, the \
+verdict is "reproduced" |
 
 - If the paper gives a range or a bound, our number must be in this range, without a factor.
-- A claim about FlashAttention is checked for both loop orders. If their verdicts differ, each order has a row of its own.
+- A claim about FlashAttention is checked for both loop orders. If their verdicts differ, each \
+order has a row of its own.
 - If there are fewer than ten points, the trend must agree at all of them."""
 
 
