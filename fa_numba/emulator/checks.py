@@ -279,7 +279,7 @@ def global_access(
     """Count the sectors of an access to global memory, and record which thread block makes it.
 
     Every lane touches `valid` elements from `e` on. The access has `width` elements, which is the
-    most. A sector is fetched once for every other value of `beside`. Thread blocks are numbered
+    most. A sector is counted once for each different value of `beside`. Thread blocks are numbered
     from `first` on. If `several` run at once, their atomic additions are made later.
 
     Returns the first lane that touches an element which another thread block has touched, if one of

@@ -26,7 +26,7 @@ ALWAYS = 1 << 58  # above the stamp of any access
 
 
 class Knowledge(Waiting):
-    """A context that records what single threads know to have happened before."""
+    """A context that records, for single threads, which accesses happened before their present."""
 
     __slots__ = ("_heard", "_columns", "_fences")
 
@@ -37,7 +37,7 @@ class Knowledge(Waiting):
         self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # of threads, their last ones
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """Forget what threads know, for new thread blocks; see `Context.begin_blocks`."""
+        """Forget the threads' knowledge, for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
         self._columns, self._heard, self._fences = 0, None, {}
 
@@ -80,7 +80,10 @@ class Knowledge(Waiting):
         return np.concatenate([np.repeat(row[: self.warps], WARP), row[self.warps :]])
 
     def _by_warp(self, known: np.ndarray) -> np.ndarray:
-        """Return what is known of all threads of each warp, with the further columns."""
+        """Return a row with one stamp per thread as a row with one stamp per warp.
+
+        The stamp of a warp is the least stamp of its threads. The further columns stay the same.
+        """
         threads = self.warps * WARP
         return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
 
@@ -119,7 +122,7 @@ class Knowledge(Waiting):
         return known
 
     def _learn(self, known: np.ndarray) -> None:
-        """Record that all of `known` happened before what the lanes that take part do next."""
+        """Record that `known` happened before the next accesses of the lanes that take part."""
         tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
         counts = np.bincount(tids // WARP, minlength=self.warps)
         sizes = np.minimum(WARP, self.threads - WARP * np.arange(self.warps))
@@ -135,7 +138,7 @@ class Knowledge(Waiting):
             self._heard[tids] = np.maximum(self._heard[tids], known)
 
     def synced(self, warps: np.ndarray) -> None:
-        """Record that all lanes of these warps know what one of them knows."""
+        """Give all lanes of each warp the knowledge of all lanes of the warp."""
         if self._heard is None:
             return
         for warp in warps.tolist():
@@ -172,7 +175,7 @@ class Knowledge(Waiting):
     def checked(
         self, check: Callable[..., int], *args: Any, tids: np.ndarray, last: tuple[Any, ...]
     ) -> tuple[int, np.ndarray]:
-        """Return what a function of async_checks.py finds, and what these threads know.
+        """Return the result of a function of async_checks.py, and the knowledge of these threads.
 
         The function is tried first with a lower bound of their knowledge, which is faster to
         compute.

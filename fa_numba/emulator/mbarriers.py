@@ -79,7 +79,7 @@ class Mbarriers(Knowledge):
         self._mbarriers = {}
 
     def who(self, stamp: int) -> str:
-        """Return who accessed, as text; also copies that mbarriers count, and products."""
+        """Return the accessing thread, copy or product of a stamp as text."""
         code = stamp % STAMP
         column = code - SEVERAL - self.warps
         if column < 0:
@@ -97,7 +97,7 @@ class Mbarriers(Knowledge):
         return MbarrierTile(self.shared_tile(offset, length, "uint64"))
 
     def widen(self, more: int) -> None:
-        """Add columns to what is known, also of mbarriers; see `Knowledge.widen`."""
+        """Add columns to the knowledge of threads and of mbarriers; see `Knowledge.widen`."""
         columns = self.seen.shape[1]
         super().widen(more)
         gap = np.zeros(self.seen.shape[1] - columns, np.int64)

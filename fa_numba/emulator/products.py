@@ -58,7 +58,7 @@ def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column:
 
 
 def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """Return C + A B in single precision, one instruction's products after the other."""
+    """Return C + A B in single precision. The products of one instruction are added at a time."""
     steps = A.shape[1] // STEP
     left = A.reshape(len(A), steps, STEP).transpose(1, 0, 2)
     right = B.reshape(len(B), steps, STEP).transpose(1, 2, 0)

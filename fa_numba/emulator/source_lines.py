@@ -25,7 +25,7 @@ def source_line(code: CodeType, instruction: int) -> str:
 def assigned_name(code: CodeType, instruction: int) -> str | None:
     """Return the variable to which a call's result is assigned, alone or in a tuple.
 
-    None without one.
+    Return None if there is no such variable.
     """
     above = 0  # values on the stack above the result
     for following in dis.get_instructions(code):

@@ -201,7 +201,7 @@ class Waiting(Context):
         return tuple(map(self.group.of_warps, results))
 
     def sync_warp(self, mask: Any) -> None:
-        """Wait for lanes of the warp (`syncwarp`); if all take part, order their accesses."""
+        """Wait for lanes of the warp (`syncwarp`); if all lanes take part, order their accesses."""
         self.instruction("barrier")
         group = self.group
 
