@@ -267,8 +267,8 @@ class Problem:
         if packed and layout != "bhnd":
             turned = "; pass the pages as k.transpose(0, 2, 1, 3)" if block_table else ""
             raise ValueError(
-                "layout must be 'bhnd' or None with cu_seqlens_q (packed q has the axes total, "
-                f"heads, head_dim), got {layout!r}{turned}"
+                "layout cannot be given with cu_seqlens_q or cu_seqlens_k, because packed arrays "
+                f"have the axes (seqlen, heads, head_dim), got {layout!r}; leave layout out{turned}"
             )
         if packed and block_table is not None:
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}

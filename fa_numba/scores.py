@@ -246,7 +246,7 @@ def checked_call(
     )
     if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
         raise ValueError(
-            f"q must have at most {dropout.MAX_HEADS} batch entries and heads with dropout, got "
+            f"batch and heads of q must each be at most {dropout.MAX_HEADS} with dropout, got "
             f"batch {problem.batch} and heads {problem.heads_q}"
         )
     return call, as_real("q", q, dtype), as_real("k", k, dtype), as_real("v", v, dtype)

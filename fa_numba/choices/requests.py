@@ -70,12 +70,13 @@ class Choices:
             checked[name] = as_splits(name, getattr(self, name))
         check_name("warp_partition", self.warp_partition, PARTITIONS)
         if not isinstance(self.unit, str):
-            raise ValueError(
-                f"unit must be 'auto' or the name of a unit such as 'mma', got {self.unit!r}"
-            )
+            raise ValueError(f"unit must be 'auto', 'simt', 'mma' or 'wgmma', got {self.unit!r}")
         names = self.ablate if isinstance(self.ablate, (tuple, list)) else (self.ablate,)
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"ablate must be a tuple of names (strings), got {self.ablate!r}")
+            raise ValueError(
+                "ablate must be a tuple of names of optimisations, such as ('swizzle',), or () to "
+                f"leave none out, got {self.ablate!r}"
+            )
         vars(self).update(checked)
         (other,) = (name for name in PASSES if name != self.passes)
         for own in (f for f in fields(self) if f.name in _OF_PASS[other]):

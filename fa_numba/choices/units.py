@@ -322,7 +322,10 @@ class Wgmma(Unit):
         if d > largest:
             return f"a head_dim above {largest} (here {d}) in {pass_of(passes)} of {algorithm!r}"
         if not (request.aligned or (request.features.precision and algorithm == "fa2")):
-            return "arrays whose rows do not start at 16-byte addresses, or have negative strides"
+            return (
+                "arrays with negative strides, or with rows that do not start at 16-byte addresses "
+                "(contiguous copies of q, k and v have neither)"
+            )
         if passes == "fwd":
             return ""
         if request.features.sparse and algorithm == "fa2" and not self.adds_dq(request):

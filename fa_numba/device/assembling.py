@@ -35,7 +35,8 @@ def registers_of(
     found = re.search(r"Used (\d+) registers", log)
     if found is None:
         raise RuntimeError(
-            f"the assembler did not report the registers of kernel {kernel.name}. Its output ends "
-            f"with {log[-200:]!r}"
+            f"the number of registers of kernel {kernel.name} is unknown: the output of the CUDA "
+            "assembler (ptxas) has no line 'Used N registers'. Try another CUDA version, or report "
+            f"this as a bug of fa_numba. The output ends with {log[-200:]!r}"
         )
     return int(found[1])

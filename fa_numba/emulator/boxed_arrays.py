@@ -84,18 +84,23 @@ class Boxed:
 
     def __init__(self, array: np.ndarray, rows: int, layout: BoxLayout | None = None) -> None:
         address = array.__array_interface__["data"][0]
-        if array.ndim != 4 or array.strides[-1] != array.itemsize:
+        if array.ndim != 4:
             raise ValueError(
-                "an array whose boxes are copied must have four axes and a contiguous last axis, "
-                f"got shape {array.shape} and strides {array.strides}"
+                f"an array whose boxes are copied must have 4 axes, got shape {array.shape}"
+            )
+        if array.strides[-1] != array.itemsize:
+            raise ValueError(
+                "an array whose boxes are copied must have a contiguous last axis, with a stride "
+                f"of {array.itemsize} bytes for {array.dtype}, got {array.strides[-1]} bytes"
             )
         if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
             raise ValueError(
-                "an array whose boxes are copied must have an address and strides that are "
-                f"multiples of {CHUNK} bytes, got address {address} and strides {array.strides}"
+                "an array whose boxes are copied must have an address and positive strides that "
+                f"are multiples of {CHUNK} bytes, except for the last axis, got address "
+                f"{address:#x} and strides {array.strides}"
             )
         if not 1 <= rows <= MOST_ROWS:
-            raise ValueError(f"rows must be from 1 to {MOST_ROWS}, got {rows}")
+            raise ValueError(f"rows (of a box) must be from 1 to {MOST_ROWS}, got {rows}")
         box = (1, 1, rows, ROW_BYTES // array.itemsize)
         self.array, self.layout = array, layout or BoxLayout(array.shape, array.strides, box)
 
@@ -169,8 +174,10 @@ class BoxedArray:
         last = first + (columns.stop - columns.start - 1)
         if first.min() < 0 or last.max() >= self.array.span:
             text = (
-                f"the box at {place} reaches outside the memory of {self.array.name}. Check the "
-                "coordinates of the box"
+                f"the box of {' x '.join(map(str, layout.box))} elements at {place} reaches "
+                f"outside the memory of {self.array.name}, which has shape {self.array.shape}. "
+                f"The tensor map has shape {layout.shape} and strides {layout.strides} bytes. "
+                "Check the coordinates of the box and the layout of the tensor map"
             )
             raise ctx.fault(OutOfBounds, text, self.array.name, lane)
         return rows, columns, first
@@ -247,8 +254,9 @@ class BoxedArray:
             (index,) = zip(*self.index(places[first : first + 1]), strict=True)
             text = (
                 f"this bulk copy {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
-                f"{ctx.who(int(stamps[first]))} wrote in the same launch without a fence. Bulk "
-                "copies see what threads store to global memory only in a later launch"
+                f"{ctx.who(int(stamps[first]))} stored earlier in this launch. Nothing orders a "
+                "thread's store to global memory before a bulk copy of the same launch: make the "
+                "copy in a later launch"
             )
             raise ctx.fault(MissingFence, text, array.name, lane)
 
@@ -294,5 +302,5 @@ class BoxedArray:
             If `other` is another array.
         """
         if other is not self:
-            raise TypeError(two_arrays(self.array.name))
+            raise TypeError(two_arrays(self, other))
         return self

@@ -286,7 +286,9 @@ class Boxes(Mbarriers):
             if stamp == IN_FLIGHT:
                 text = f"{text}, {BOX_ON_ITS_WAY}"
             else:
-                text = f"{text}, which is part of a stored box that {self.who(stamp)} waited for, "
+                text = (
+                    f"{text}, which is part of a box that {self.who(stamp)} stored and waited for, "
+                )
                 text = f"{text}{NO_BARRIER}"
             raise self.fault(GlobalHazard, text, array.name, lane)
 
@@ -366,8 +368,8 @@ class Boxes(Mbarriers):
                 p = int(copy.first + copy.places[0])
                 tid, site = copy.buffer.copiers[0, p], self.sites[copy.buffer.sites[0, p]]
                 text = (
-                    f"the block ends while a box that {barrier.name} counts is still being copied. "
-                    "Let a thread wait for this mbarrier first"
+                    "the thread block ends before any thread has waited for this copy of a box. "
+                    f"Let a thread call wait_mbarrier for {barrier.name}, which counts the copy"
                 )
                 raise self.fault_at(SharedHazard, text, int(tid), site)
 

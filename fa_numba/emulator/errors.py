@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 Index3 = tuple[int, int, int]
 
 # The end of a report on two accesses of one block, and what mends it.
@@ -18,12 +22,64 @@ def never_written(element: str) -> str:
     )
 
 
-def two_arrays(name: str) -> str:
-    """Return the text of the error for a variable that names several arrays at the same time."""
+def two_arrays(one: Any, other: Any) -> str:
+    """Return the text of the error for a variable that holds different arrays in different lanes.
+
+    Parameters
+    ----------
+    one, other : object
+        What the variable holds in some lanes, and in the other lanes.
+    """
+    held, too = _named(one), _named(other)
+    both = f"{held} in some lanes and {too} in other lanes"
+    if held == too:
+        both = f"one part of {held} in some lanes and another part in other lanes"
     return (
-        f"in one variable some lanes hold array {name} and other lanes another array. The "
-        "emulator does not support this: use a variable for each array"
+        f"the variable that this line assigns holds {both}. The emulator does not support this: "
+        "use a variable for each array"
     )
+
+
+def _named(value: Any) -> str:
+    name = getattr(getattr(value, "array", value), "name", None)
+    if name is None:
+        return "another value"
+    made = getattr(value, "made_at", None)
+    array = name if name == "local array" else f"array {name}"
+    return array if made is None else f"{array} (made at {made})"
+
+
+def not_a_number(name: str, value: Any) -> ValueError:
+    """Return the error for a store of an array of values to one element, for the caller to raise.
+
+    Parameters
+    ----------
+    name : str
+        Name of the array.
+    value : object
+        The value that is stored.
+
+    Returns
+    -------
+    ValueError
+        The error.
+    """
+    error: Any = ValueError(
+        f"a value stored to an element of {name} must be one number, got an array of shape "
+        f"{np.shape(value)}; store its elements one by one"
+    )
+    error.array = name
+    return error
+
+
+def framed(
+    text: str, block: Index3 | None, thread: Index3 | None, array: str | None, line: str | None
+) -> str:
+    """Return a message with two more lines: block, thread and array, and the source line."""
+    known = {"block": block, "thread": thread, "array": array}
+    where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+    text = f"{text}\n  in {where}" if where else text
+    return text if line is None else f"{text}\n  at {line}"
 
 
 class EmulatorError(RuntimeError):
@@ -52,10 +108,7 @@ class EmulatorError(RuntimeError):
         array: str | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
         self.block, self.thread, self.array, self.line = block, thread, array, line
-        known = {"block": block, "thread": thread, "array": array}
-        where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
-        text = f"{text}\n  in {where}" if where else text
-        super().__init__(text if line is None else f"{text}\n  at {line}")
+        super().__init__(framed(text, block, thread, array, line))
 
 
 class SharedHazard(EmulatorError):

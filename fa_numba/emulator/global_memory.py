@@ -18,6 +18,7 @@ from .errors import (
     GlobalHazard,
     Misaligned,
     ReadOnlyStore,
+    not_a_number,
     two_arrays,
 )
 from .groups import OneByOne
@@ -368,7 +369,10 @@ class GlobalArray:
             if mask is not None and value.__class__ is np.ndarray:
                 value = value[mask]
             self._keep(at + k)
-            self._memory[at + k] = value
+            try:
+                self._memory[at + k] = value
+            except ValueError:
+                raise not_a_number(self.name, value) from None
 
     def _keep(self, at: np.ndarray) -> None:
         """Record the values that a store overwrites, as the thread block may begin again."""
@@ -384,7 +388,7 @@ class GlobalArray:
         e = self._offset
         if len(index) > self.ndim or (whole and len(index) < self.ndim):
             raise TypeError(
-                f"{self.name} has {self.ndim} dimensions, got {len(index)} indices: {index!r}"
+                f"{self.name} must have {self.ndim} indices, one for each axis, got {len(index)}"
             )
         for i, n, step in zip(index, self.shape, self._steps, strict=False):
             lane = self.ctx.first_outside(i, n)
@@ -470,10 +474,18 @@ class GlobalArray:
                 if other not in (0, mine):
                     element = self._element(index, lane, k)
                     who = "several blocks" if other == MANY else f"block {ctx.block_of(other)}"
+                    remedy = (
+                        "give each block its own elements, use atomic additions, or split the "
+                        "kernel into two launches"
+                    )
+                    if ATOMIC == kind or owner is owners.atomics:
+                        remedy = (
+                            "use atomic operations for every access to this element, or split the "
+                            "kernel into two launches"
+                        )
                     text = (
                         f"this thread {DOES[kind]} {element}, which {who} {did}. Nothing orders "
-                        "the blocks of a launch: give each block its own elements, use atomic "
-                        "additions, or split the kernel into two launches"
+                        f"the blocks of a launch: {remedy}"
                     )
                     return ctx.fault(GlobalHazard, text, self.name, lane)
         raise AssertionError("no block has touched this")
@@ -490,15 +502,17 @@ class GlobalArray:
         size = n * self.itemsize
         if self._steps[-1] != 1 and n > 1:
             text = (
-                f"a vector access needs a contiguous last axis of {self.name}, with a stride of "
-                f"{self.itemsize} bytes, got {self.strides[-1]} bytes"
+                f"the last axis of {self.name} must be contiguous for a vector access (a stride of "
+                f"{self.itemsize} bytes), got a stride of {self.strides[-1]} bytes. Pass a "
+                "contiguous copy of the array, or access its elements one by one"
             )
             raise ctx.fault(Misaligned, text, self.name, ctx.first_lane())
         lane = -1 if n == 1 else ctx.first_lane_where((self.address + e * self.itemsize) % size)
         if lane >= 0:
             text = (
-                f"{self.name}{list(ctx.of_lane(index, lane, whole=True))} is not aligned to {size} "
-                f"bytes, as a vector access to {n} elements needs"
+                f"{self.name}{list(ctx.of_lane(index, lane, whole=True))} is not at a multiple of "
+                f"{size} bytes, which an access to {n} elements at once needs. Start the access at "
+                f"such an element, or access the elements one by one"
             )
             raise ctx.fault(Misaligned, text, self.name, lane)
         return e
@@ -555,7 +569,7 @@ class GlobalArray:
             if self.ctx.several or shape == other.shape:
                 offset = merge(mask, other._offset, self._offset)
                 return self._part(shape, self.strides, self._steps, offset)
-        raise TypeError(two_arrays(self.name))
+        raise TypeError(two_arrays(self, other))
 
     def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
         return self.ctx.outside(self.name, self.shape, index, lane)

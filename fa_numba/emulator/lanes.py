@@ -169,7 +169,7 @@ def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., An
             zero = b == 0
             if zero.any():
                 context.refuse_zero(zero, name)
-        elif b == 0 and (a.__class__ is array or isinstance(a + b, np.generic)):
+        elif b == 0:
             context.refuse_zero(None, name)
         return operation(a, b)
 
@@ -181,5 +181,7 @@ def divide(a: Any, b: Any) -> Any:
     return a / b if b.__class__ is array or b else np.divide(a, b)
 
 
-floor_divide = divides(operator.floordiv, "integer division or modulo by zero")
-modulo = divides(operator.mod, "integer modulo by zero")
+floor_divide = divides(
+    operator.floordiv, "the divisor of a // b is 0. Check the divisor before the division"
+)
+modulo = divides(operator.mod, "the divisor of a % b is 0. Check the divisor before the division")

@@ -66,6 +66,11 @@ class LocalArray:
         return self.ctx.target(self.site, "local array")
 
     @property
+    def made_at(self) -> str:
+        """Return the source line that makes the array, for messages."""
+        return self.ctx.line_of(self.site)
+
+    @property
     def size(self) -> int:
         """Return the number of elements."""
         return len(self.data)
@@ -255,7 +260,7 @@ class LocalArray:
             If `other` was made at another line.
         """
         if other.__class__ is not LocalArray or other.site != self.site:
-            raise TypeError(two_arrays(self.name))
+            raise TypeError(two_arrays(self, other))
         if other.waiting[0]:
             other._compute()
         other.summed.clear()

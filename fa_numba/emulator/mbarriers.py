@@ -41,11 +41,11 @@ class Mbarrier:
         self.arrived: list[Any] = []
 
     def __str__(self) -> str:
-        arrivals = f"{self.pending} of {self.count} arrivals"
-        there = f"for {self.bytes} bytes"
+        text = f"{self.name} is in phase {self.phase}, which still waits for {self.pending} of "
+        text += f"{self.count} arrivals"
         if self.bytes < 0:
-            there = f"has received {-self.bytes} bytes too many"
-        return f"{self.name} is in phase {self.phase}, waits for {arrivals} and {there}"
+            return f"{text} and has received {-self.bytes} bytes too many"
+        return f"{text} and for {self.bytes} bytes"
 
 
 class MbarrierTile:
@@ -59,7 +59,7 @@ class MbarrierTile:
     def merged(self, mask: Any, other: Any) -> MbarrierTile:
         """Return this array, which all lanes must hold."""
         if other.__class__ is not MbarrierTile:
-            raise TypeError(two_arrays(self.array.name))
+            raise TypeError(two_arrays(self, other))
         self.array.merged(mask, other.array)
         return self
 
@@ -137,7 +137,8 @@ class Mbarriers(Knowledge):
             column = WARPGROUP * self.warpgroups + self._columns
             self._columns += 1
             if self.warps + column >= PRODUCT - SEVERAL:
-                text = f"the emulator does not support as many as {self._columns} mbarriers"
+                most = self._columns - 1
+                text = f"the emulator supports at most {most} mbarriers in a thread block"
                 raise self.fault(EmulatorError, text)
             tid = int(self.group.tids[lane])
             made = Mbarrier(name, arrivals, column, self.stamp(lane), tid)
@@ -164,16 +165,17 @@ class Mbarriers(Knowledge):
             mine = barrier.maker == self.group.tids[lane]
             if not (mine or barrier.made < base or self.ordered(barrier.made, lane)):
                 text = (
-                    f"{barrier.name} was initialised by thread {maker}, with no barrier between. "
-                    "Add syncthreads() after init_mbarrier"
+                    f"{barrier.name} was initialised by thread {maker}, with no barrier between "
+                    "the initialisation and this use. Add syncthreads() after init_mbarrier"
                 )
                 raise self.fault(BarrierMisuse, text, None, lane)
             if mine and not by_copies:
                 continue
             if stamp is None or not (mine or self.ordered(stamp, lane)):
                 text = (
-                    f"{barrier.name} was initialised by thread {maker}, with no "
-                    "fence_mbarrier_init after. Call fence_mbarrier_init() after init_mbarrier"
+                    f"{barrier.name} was initialised by thread {maker}, which did not call "
+                    "fence_mbarrier_init() afterwards. Call it after init_mbarrier, before the "
+                    "barrier that lets other threads go on"
                 )
                 raise self.fault(MissingFence, text, None, lane)
 
@@ -185,9 +187,9 @@ class Mbarriers(Knowledge):
         if ignorant.any():
             lane = int(np.flatnonzero(self.group.tids == tids[ignorant][0])[0])
             text = (
-                f"{does} {barrier.name} in phase {barrier.phase}, but nothing orders this after "
-                f"the end of phase {barrier.phase - 1}. A GPU could count it for phase "
-                f"{barrier.phase - 1}: call wait_mbarrier for that phase first"
+                f"{does} {barrier.name} in phase {barrier.phase}, but the thread has not waited "
+                f"for the end of phase {barrier.phase - 1}. A GPU could count the arrival for "
+                f"phase {barrier.phase - 1}: call wait_mbarrier for that phase first"
             )
             raise self.fault(BarrierMisuse, text, None, lane)
 
@@ -211,7 +213,12 @@ class Mbarriers(Knowledge):
             tids = group.tids[lanes]
             self.in_phase(barrier, tids, "this thread arrives at")
             if tids.size > barrier.pending:
-                text = f"{tids.size} threads arrive, which are too many. {barrier}"
+                text = (
+                    f"{tids.size} threads arrive at {barrier.name}, but its phase {barrier.phase} "
+                    f"waits for only {barrier.pending} more of the {barrier.count} arrivals that "
+                    "init_mbarrier was given. Let fewer threads arrive, or initialise the mbarrier "
+                    "with a larger count"
+                )
                 raise self.fault(BarrierMisuse, text, None, int(lanes[0]))
             warps = warps_of(tids)
             self._tick(warps)
@@ -281,7 +288,8 @@ class Mbarriers(Knowledge):
             text = (
                 f"this thread waits for {which} of {barrier.name}, which is in phase "
                 f"{barrier.phase} already. Either the parity is wrong, or the mbarrier can reach "
-                "later phases before this thread has seen the end of the phase it waits for"
+                "later phases before this thread has waited for the end of this phase. Let other "
+                "threads go on only after this thread's wait"
             )
             raise self.fault(BarrierMisuse, text)
         if barrier.arrived:

@@ -91,7 +91,10 @@ class Product:
             text = f"{array.name} is accessed before wait_products was called for the product that "
             text += f"{use} it. The product was started at {self.ctx.line_of(self.site)}"
             if self.ended:
-                text += f" and waited for by wait_products of another array: name {array.name}"
+                text += (
+                    ". The wait_products that waited for the product names another array. Pass "
+                    f"{array.name} to wait_products"
+                )
             lane = int(np.flatnonzero(touched)[0])
             raise self.ctx.fault(RegisterHazard, text, array.name, lane)
 
@@ -99,18 +102,19 @@ class Product:
 class Products(Boxes):
     """A context with products of warpgroups."""
 
-    __slots__ = ("warps_together", "_products", "_registers")
+    __slots__ = ("warps_together", "_products", "_registers", "_registers_at")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.warps_together = 1  # that a schedule leaves in one group
         self._products: dict[int, list[Product]] = {}  # by warpgroup, in their order
         self._registers: dict[int, int] = {}  # by warp, of each of its threads
+        self._registers_at: dict[int, Site] = {}  # by warp, the last call that set them
 
     def begin_blocks(self, first: int, count: int) -> None:
         """Forget all products, for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
-        self._products, self._registers = {}, {}
+        self._products, self._registers, self._registers_at = {}, {}, {}
 
     def _warpgroups(self, operation: str) -> list[tuple[int, np.ndarray]]:
         """Return the warpgroups that take part, with their lanes in the group; all threads must."""
@@ -141,22 +145,29 @@ class Products(Boxes):
         if not same and tids[-1] < self.threads:
             raise Together
         text = (
-            f"some threads of warpgroup {warpgroup} wait apart from the others before they call "
-            f"{operation}. The emulator does not support this: let all threads wait together"
+            f"only some threads of warpgroup {warpgroup} reach {operation} together: earlier "
+            "waits or branches have separated the threads. The emulator does not support this: "
+            f"move waits out of branches that only some of the {WARPGROUP} threads take"
+            f"{self._waiters()}"
         )
         raise self.fault(EmulatorError, text)
 
-    def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str) -> int:
-        """Return a value on which the threads of a warpgroup must agree."""
+    def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str, array: str) -> int:
+        """Return the first element of an operand, on which a warpgroup's threads must agree."""
         if value.__class__ is not np.ndarray:
             return int(value)
         values = value[lanes]
         if (values != values[0]).any():
+            tids = self.group.tids[lanes]
+            other = int(np.flatnonzero(values != values[0])[0])
             text = (
-                f"the threads of a warpgroup call a product with different {name}. All threads of "
-                "a warpgroup must pass the same values"
+                f"the threads of warpgroup {tids[0] // WARPGROUP} begin operand {name} of a "
+                f"product at different elements: {array}[{values[0]}] in thread "
+                f"{self.thread_name(int(tids[0]))}, {array}[{values[other]}] in thread "
+                f"{self.thread_name(int(tids[other]))}. All threads of a warpgroup must pass the "
+                "same index"
             )
-            raise self.fault(EmulatorError, text, None, int(lanes[0]))
+            raise self.fault(EmulatorError, text, array, int(lanes[0]))
         return int(values[0])
 
     # ---- products
@@ -172,9 +183,14 @@ class Products(Boxes):
         maps 16 bits to their value.
         """
         if n % 8 or not 8 <= n <= 256:
-            raise ValueError(f"n must be a multiple of 8 from 8 to 256, got {n}")
+            raise ValueError(
+                f"n, the columns of a product, must be a multiple of 8 from 8 to 256, got {n}"
+            )
         if rC.size < n // 2:
-            raise ValueError(f"rC must have at least {n // 2} registers for n = {n}, got {rC.size}")
+            raise ValueError(
+                f"{rC.name} must have at least {n // 2} elements (registers) for the {n} columns "
+                f"of the product, got {rC.size}"
+            )
         site = self.site()
         warpgroups = self._warpgroups("a product")
         waiting, rC.waiting = rC.waiting, ([], [], [])  # C itself may be on its way
@@ -224,15 +240,19 @@ class Products(Boxes):
     ) -> np.ndarray:  # fmt: skip
         """Return an operand from shared memory as (rows, 16 steps), in float32."""
         array, index, panel_rows, across = operand
-        at = self._of_warpgroup(index, lanes, "operands")
+        at = self._of_warpgroup(index, lanes, "A" if left else "B", array.name)
         if array.itemsize != ITEM:
-            raise TypeError(f"an operand must have elements of 16 bits, got {array.dtype}")
+            raise TypeError(
+                f"{array.name} must have elements of 16 bits to be an operand of a product, got "
+                f"{array.dtype}"
+            )
         byte = (array.first + at) * ITEM
         if byte % 16 or byte % REPEAT >= ROW_BYTES or panel_rows % 8:
             text = (
                 f"{array._element(array.first + at)} is at byte {byte} of shared memory, in panels "
-                f"of {panel_rows} rows. An operand must start at a multiple of 16 bytes, in the "
-                f"first {ROW_BYTES} of {REPEAT} bytes, with panels of a multiple of 8 rows"
+                f"of {panel_rows} rows. The first byte of an operand must be a multiple of 16, and "
+                f"its remainder modulo {REPEAT} less than {ROW_BYTES}. The number of rows of a "
+                "panel must be a multiple of 8"
             )
             raise self.fault(Misaligned, text, array.name, int(lanes[0]))
         column = byte % REPEAT
@@ -306,8 +326,9 @@ class Products(Boxes):
             )
         self.alone()
         self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: ())
+        site = self.site()
         for warp in warps_of(self.group.tids[self.active()]).tolist():
-            self._registers[warp] = count
+            self._registers[warp], self._registers_at[warp] = count, site
 
     def left_over(self) -> None:
         """Raise if a thread block ends with a wrong number of registers; see `Boxes.left_over`."""
@@ -320,21 +341,34 @@ class Products(Boxes):
             first = warp * WARP // WARPGROUP * WARPGROUP // WARP
             if count != each[first]:
                 text = (
-                    f"warps {first} and {warp} of a warpgroup end with {each[first]} and {count} "
-                    "registers a thread. All warps of a warpgroup must take or give the same number"
+                    f"warps {first} and {warp} of warpgroup {first * WARP // WARPGROUP} end with "
+                    f"different numbers of registers per thread: {each[first]} and {count}. All "
+                    "warps of a warpgroup must call give_registers and take_registers with the "
+                    f"same count\n  warp {first}: {self._set_at(first)}\n  warp {warp}: "
+                    f"{self._set_at(warp)}"
                 )
                 raise BarrierDivergence(text, block=self.block)
         if sum(each) > launched * self.warps:
             text = (
-                f"the warps ask for {', '.join(map(str, each))} registers a thread, on average "
-                f"more than the {launched} of the launch. take_registers waits for them for ever"
+                f"the warps ask for {sum(each) / self.warps:.0f} registers per thread on average, "
+                f"but the launch has only {launched}. take_registers would wait for ever: take "
+                "fewer registers, or let other warps give more. Registers per thread by warp: "
+                f"{', '.join(map(str, each))}"
             )
             raise Deadlock(text, block=self.block)
+
+    def _set_at(self, warp: int) -> str:
+        """Return where a warp last set its number of registers, as text."""
+        site = self._registers_at.get(warp)
+        return "as launched" if site is None else f"set at {self.line_of(site)}"
 
     def _exit(self) -> None:
         super()._exit()
         for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
             for product in self._products.get(number, []):
-                text = "the thread exits before wait_products was called for a product"
+                text = (
+                    f"the thread exits before a product that it started has ended. Call "
+                    f"wait_products({product.C.name}, ...) before the thread ends"
+                )
                 tid = number * WARPGROUP
                 raise self.fault_at(RegisterHazard, text, tid, product.site, product.C.name)

@@ -61,7 +61,7 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     if found is None:
         raise ValueError(
             "the emulator runs a kernel from its source text, which must be in a file or a "
-            f"notebook's cell; there is no source for {place}"
+            f"notebook's cell, got {place}, whose source is not available"
         )
     try:
         node = _Function(found).rewritten()
@@ -164,7 +164,8 @@ class _Function(Expressions):
         value = self.visit(node.value)
         if len(node.targets) == 1:
             return self.store(node.targets[0], value)
-        one = self.temporary("t")
+        named = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        one = f"{self.temporary('t')}_{named[0] if named else ''}"
         made: list[ast.stmt] = [assign(runtime(one, True), value)]
         for target in node.targets:
             made += self.store(target, runtime(one))
@@ -183,7 +184,8 @@ class _Function(Expressions):
         if isinstance(target, (ast.Tuple, ast.List)) and (
             self.depth or not all(isinstance(each, ast.Name) for each in target.elts)
         ):
-            places = [self.temporary("t") for _ in target.elts]
+            # The name of a place tells `source_lines.assigned_name` the name of its target.
+            places = [f"{self.temporary('t')}_{getattr(x, 'id', '')}" for x in target.elts]
             whole = ast.Tuple([runtime(each, True) for each in places], ast.Store())
             made: list[ast.stmt] = [assign(whole, value)]
             for each, place in zip(target.elts, places, strict=True):

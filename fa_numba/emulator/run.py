@@ -29,7 +29,7 @@ from .boxed_arrays import Boxed, BoxedArray
 from .checks import PITCH
 from .context import running
 from .counts import Counts, Traffic
-from .errors import EmulatorError, Index3, SharedHazard
+from .errors import EmulatorError, Index3, SharedHazard, framed
 from .global_memory import GlobalArray, track_owners
 from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
 from .products import WARPGROUP, Products, Together
@@ -254,7 +254,7 @@ class Launch(Products):
                 site, tid = self.sites[copy.dst.buffer.sites[0, p]], int(self.group.tids[lane])
                 text = (
                     f"the thread exits while its copy into {copy.dst._element(p)} is in flight. "
-                    "Commit and wait for the copy before the thread ends"
+                    "Call commit_async() and wait_async() before the thread ends"
                 )
                 raise self.fault_at(SharedHazard, text, tid, site, copy.dst.name)
         super()._exit()
@@ -263,9 +263,11 @@ class Launch(Products):
         lane = getattr(error, "lane", None)
         lane = self.first_lane() if lane is None else lane
         thread = self.place_of(int(self.group.tids[lane]))
-        error.add_note(
-            f"in block {self.block}, thread {thread}, at {self._failed_line(error.__traceback__)}"
-        )
+        line, array = self._failed_line(error.__traceback__), getattr(error, "array", None)
+        if len(error.args) == 1 and str(error) == error.args[0]:
+            error.args = (framed(error.args[0], self.block, thread, array, line),)
+        else:
+            error.add_note(framed("", self.block, thread, array, line).lstrip())
 
     def _failed_line(self, trace: TracebackType | None) -> str:
         line = "outside the kernel"
@@ -279,7 +281,9 @@ class Launch(Products):
 def _extent(name: str, value: Any) -> Index3:
     axes = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not 1 <= len(axes) <= 3 or any(not isinstance(n, (int, np.integer)) or n < 1 for n in axes):
-        raise ValueError(f"{name} must be one to three positive integers, got {value!r}")
+        raise ValueError(
+            f"{name} must be a positive integer or a tuple of one to three of them, got {value!r}"
+        )
     x, y, z = (*(int(n) for n in axes), 1, 1)[:3]
     return x, y, z
 
@@ -324,7 +328,8 @@ def launch(
     TypeError
         If the number of arguments is wrong, or an array has a dtype that is not emulated.
     Exception
-        If the kernel's Python code raises. A note names thread block, thread and line.
+        If the kernel's Python code raises. The message, or a note, names thread block, thread and
+        line.
 
     Notes
     -----
@@ -370,7 +375,10 @@ def launch(
     rebinder = Rebinder(context)
     names = list(inspect.signature(function).parameters)
     if len(names) != len(args):
-        raise TypeError(f"{function.__name__} takes {len(names)} arguments, got {len(args)}")
+        raise TypeError(
+            f"kernel {function.__name__} takes {len(names)} arguments ({', '.join(names)}), got "
+            f"{len(args)}"
+        )
     arrays = context.arrays
 
     def passed(name: str, value: Any) -> Any:

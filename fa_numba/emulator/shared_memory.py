@@ -34,6 +34,7 @@ from .errors import (
     SharedHazard,
     UninitialisedRead,
     never_written,
+    not_a_number,
     two_arrays,
 )
 from .groups import Copy, OneByOne
@@ -155,7 +156,11 @@ class SharedArray:
     def __setitem__(self, e: Any, value: Any) -> None:
         if value.__class__ is not np.ndarray:
             value = np.full(self.ctx.group.count, self.convert(value))
-        self._write(e, value.reshape(1, self.ctx.group.count))
+        try:
+            value = value.reshape(1, self.ctx.group.count)
+        except ValueError:
+            raise not_a_number(self.name, value) from None
+        self._write(e, value)
 
     def load(self, e: Any, n: int, pairs: bool = True) -> tuple[Any, ...]:
         """Load n neighbouring elements in one access.
@@ -391,7 +396,7 @@ class SharedArray:
             first = merge(self.ctx.whole_blocks(mask), other.first, self.first)
             return SharedArray(self.ctx, self.name, self.length, self.dtype, self.buffer, first)
         if not same or self.first != other.first:
-            raise TypeError(two_arrays(self.name))
+            raise TypeError(two_arrays(self, other))
         return self
 
     # ---- places and words
@@ -410,14 +415,14 @@ class SharedArray:
         if stamp == READING:
             text = (
                 f"this thread {does} {element} while a product or a bulk copy may still read it. "
-                "Call wait_products or wait_boxes_read first"
+                "Call wait_products (for a product) or wait_boxes_read (for a bulk copy) first"
             )
         elif stamp == IN_FLIGHT:
             site = ctx.sites[self.buffer.sites[0, p]]
             text = (
                 f"{element} is accessed while a copy into it is in flight, issued by thread "
-                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)}. Wait "
-                "for the copy first"
+                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)}. Call "
+                "wait_async() first, and then a barrier if another thread started the copy"
             )
         else:
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, {NO_BARRIER}"

@@ -7,6 +7,7 @@ import dis
 import inspect
 import linecache
 import os
+import re
 from functools import cache
 from types import CodeType
 
@@ -37,7 +38,7 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
             names = names if isinstance(names, tuple) else (names,)
             names = names if operation.count("STORE") == len(names) else names[:1]
             if above < len(names):
-                return names[above].removeprefix("_fa_new_")
+                return re.sub(r"^_fa_(new_|t\d+_?)", "", names[above]) or None
             above -= len(names)
         elif operation == "BUILD_TUPLE" and above < n:
             above = n - 1 - above  # what follows unpacks it

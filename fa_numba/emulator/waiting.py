@@ -41,7 +41,8 @@ class Waiting(Context):
     """A context whose groups wait for each other."""
 
     __slots__ = (
-        "_hub", "_groups", "_ready", "_meetings", "_named_barriers", "_opened", "_as_warps",
+        "_hub", "_groups", "_ready", "_meetings", "_named_barriers", "_opened", "_opened_at",
+        "_as_warps",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
@@ -52,6 +53,7 @@ class Waiting(Context):
         self._meetings: dict[Any, Meeting] = {}
         self._named_barriers: dict[int, NamedBarrier] = {}  # by number, until they open
         self._opened: dict[int, np.ndarray] = {}  # by number, what the last one had seen
+        self._opened_at: dict[int, Site] = {}  # and its first arrival
 
     # ---- groups
 
@@ -248,9 +250,10 @@ class Waiting(Context):
                     continue
                 operands = {tuple(o) for o in np.stack(values, -1)[n][present[n]].tolist()}
                 if len(operands) > 1:
+                    each = ", ".join(f"({a}, {b})" for a, b in sorted(operands))
                     text = (
-                        f"the lanes of a warp call {operation} with different barriers or threads. "
-                        "All lanes of a warp must pass the same values"
+                        f"the lanes of warp {warp} call {operation} with different arguments "
+                        f"(barrier, threads): {each}. All lanes of a warp must pass the same values"
                     )
                     raise self.fault(BarrierMisuse, text)
                 ((number, count),) = operands
@@ -287,27 +290,33 @@ class Waiting(Context):
         if (past < self._opened.get(barrier, past)).any():
             text = (
                 f"warp {warp} arrives at barrier {barrier}, but nothing orders this after the "
-                "barrier's last use. A GPU could count the arrival for the last use: synchronise "
-                "between the two uses, or take another barrier"
+                f"barrier's previous use, which began at {self.line_of(self._opened_at[barrier])}. "
+                "A GPU could count the arrival toward the previous use: synchronise between the "
+                "two uses, or use another barrier number"
             )
             raise self.fault(BarrierMisuse, text, None, self._lane_of(warp))
         named = self._named_barriers.get(barrier)
         if named is None:
             named = self._named_barriers[barrier] = NamedBarrier(threads, self.site(), past)
         if named.threads != threads:
-            text = f"warp {warp} arrives with threads = {threads}, but {self._missing(barrier)}"
+            text = (
+                f"warp {warp} arrives at barrier {barrier} with threads={threads}, but "
+                f"{self._missing(barrier)}. All warps must pass the same number of threads"
+            )
             raise self.fault(BarrierMisuse, text, None, self._lane_of(warp))
         if warp in named.arrived:
-            text = f"warp {warp} arrives again before the barrier has opened"
-            raise self.fault(
-                BarrierMisuse, f"{text}: {self._missing(barrier)}", None, self._lane_of(warp)
+            text = (
+                f"warp {warp} arrives again at barrier {barrier} before the barrier has opened: "
+                f"{self._missing(barrier)}. Let each warp arrive once per use of the barrier"
             )
+            raise self.fault(BarrierMisuse, text, None, self._lane_of(warp))
         named.seen = np.maximum(named.seen, past)
         named.arrived.append(warp)
         if waits:
             named.synced.append(warp)
         if len(named.arrived) * WARP == threads:
             self._opened[barrier] = self._named_barriers.pop(barrier).seen
+            self._opened_at[barrier] = named.site
             named.opened = True
             for other in named.synced:
                 self.seen[other] = named.seen
@@ -325,8 +334,8 @@ class Waiting(Context):
         named = self._named_barriers[barrier]
         count, first = len(named.arrived) * WARP, self.line_of(named.site)
         return (
-            f"barrier {barrier} waits for {named.threads} threads, of which {count} have arrived, "
-            f"the first at {first}"
+            f"barrier {barrier} waits for {named.threads} threads, of which {count} have arrived "
+            f"(the first at {first})"
         )
 
     # ---- who waits for whom
@@ -341,8 +350,15 @@ class Waiting(Context):
         deserted = [g for g in in_warp if self._deserted(g)]
         if deserted:
             g = deserted[0]
-            every = "the warp" if g.value == FULL else f"its mask, {g.value:#010x}"
-            text = f"{g.operation} is not reached by all lanes of {every}"
+            warp = self._deserted(g)[0]
+            named = "" if g.value == FULL else f" that its mask {g.value:#010x} names"
+            text = (
+                f"{g.operation} is reached by only some of the lanes{named} in warp {warp}. All "
+                "these lanes must make the call together: move it out of the branch or loop that "
+                f"only some lanes take{self._waiters()}"
+            )
+            tid = int(g.tids[g.warp_of == warp][0])
+            return self.fault_at(kind, text, tid, g.site)
         elif at_named:
             g, kind = at_named[0], Deadlock
             text = "no thread can go on: " + "; ".join(map(self._missing, self._named_barriers))
@@ -354,18 +370,22 @@ class Waiting(Context):
             )
         else:
             g, kind = in_warp[0], Deadlock
-            text = f"lanes wait for one another in {g.operation} with different masks"
+            masks = ", ".join(f"{m:#010x}" for m in sorted({int(x.value) for x in in_warp}))
+            text = (
+                f"lanes wait for one another in {g.operation} with different masks: {masks}. Every "
+                "lane that a mask names must make the call with the same mask"
+            )
         return self.fault_at(kind, f"{text}{self._waiters()}", int(g.tids[0]), g.site)
 
-    def _deserted(self, group: Group) -> bool:
-        """Return whether a lane for which `group` waits in a warp collective is elsewhere."""
+    def _deserted(self, group: Group) -> list[int]:
+        """Return warps in which `group` waits in a collective for a lane that is elsewhere."""
         for other in self._groups:
             shared = np.isin(other.warp_of, group.warps)
             named = shared & (group.value >> other.tids % WARP & 1 != 0)
             elsewhere = other.state != AT_WARP or other.site != group.site
             if elsewhere and named.any():
-                return True
-        return False
+                return np.unique(other.warp_of[named]).tolist()
+        return []
 
     def _waiters(self) -> str:
         where: dict[str, list[int]] = {}

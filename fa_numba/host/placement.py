@@ -65,9 +65,10 @@ def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") ->
     seconds = steps / STEPS_PER_SECOND[plan.unit if isinstance(plan, Plan) else "simt"]
     if seconds > EMULATOR_SECONDS and not device.on_gpu():
         raise ValueError(
-            f"{of} would take the emulator up to about {seconds:,.0f} s, which is more than its "
+            f"{of} would take the emulator up to about {seconds:,.0f} s, which is more than the "
             f"limit of {EMULATOR_SECONDS} s. The emulator runs here because "
-            f"{device.why_no_gpu() or 'it was chosen'}{instead}"
+            f"{device.why_no_gpu() or 'it was chosen'}"
+            f"{instead or '; take a smaller problem or a machine with a GPU'}"
         )
 
 

@@ -91,25 +91,25 @@ def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
     if choices.kv_splits not in ("auto", 1) and request.kernel not in unit.splits_columns:
         owners = having(lambda u: u.splits_columns)
         raise ValueError(
-            f"kv_splits must be 1 or 'auto' {with_it}, got {choices.kv_splits}; only {owners} "
-            "splits the keys of a row tile over thread blocks"
+            f"kv_splits must be 1 or 'auto' {with_it}, got {choices.kv_splits}; splitting the "
+            f"keys of a row tile over thread blocks needs {owners}"
         )
     if choices.query_splits != 1 and request.kernel not in unit.splits_queries:
         owners = one_of(sorted({repr(a) for u in UNITS.values() for a, _ in u.splits_queries}))
         raise ValueError(
             f"query_splits must be 1 with algorithm {algorithm!r}, got {choices.query_splits}; "
-            f"only algorithm {owners} splits the queries of a head over thread blocks"
+            f"splitting the queries of a head over thread blocks needs algorithm {owners}"
         )
     if choices.warp_partition == "keys" and request.kernel not in unit.splits_keys:
         raise ValueError(
-            f"warp_partition must be 'rows' {with_it}, got 'keys'; only "
-            f"{having(lambda u: u.splits_keys)} splits the keys over the warps of a thread block"
+            f"warp_partition must be 'rows' {with_it}, got 'keys'; splitting the keys over the "
+            f"warps of a thread block needs {having(lambda u: u.splits_keys)}"
         )
     ablated, stages = _measures(choices, unit), choices.tiles.stages if choices.tiles else 1
     if stages != 1 and "prefetch" in ablated:
         raise ValueError(
-            f"tiles.stages must be 1 with ablate={choices.ablate!r} (more stages hold prefetched "
-            f"tiles), got {stages}"
+            f"tiles.stages must be 1 with ablate={choices.ablate!r}, because more stages only "
+            f"hold prefetched tiles, got {stages}"
         )
     return ablated
 
@@ -134,12 +134,13 @@ def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
                 f"{unit.name!r}, got {ablate!r}{only}"
             )
     for name, needed, why in (
-        ("padding", "swizzle", "swizzled rows have no padding"),
+        ("padding", "swizzle", "only rows that are not swizzled are padded"),
         ("persistent", "counter", "only persistent thread blocks take row tiles from a counter"),
     ):
         if name in names and needed not in names:
             raise ValueError(
-                f"ablate must contain {needed!r} if it contains {name!r} ({why}), got {ablate!r}"
+                f"ablate must contain {needed!r} if it contains {name!r}, because {why}, got "
+                f"{ablate!r}; pass ablate={(needed, *names)!r}"
             )
     return tuple(name for name in found if name in names)
 
@@ -149,28 +150,28 @@ def _check_backward(request: Request, unit: Unit) -> None:
     choices, problem = request.choices, request.problem
     if choices.deterministic and choices.algorithm != "fa2":
         raise ValueError(
-            f"deterministic must be False with algorithm {choices.algorithm!r}, got True; only "
-            "'fa2' has this choice, the other algorithms always sum dq in a fixed order"
+            f"deterministic must be False with algorithm {choices.algorithm!r}, got True; "
+            f"leave it out: {choices.algorithm!r} always sums dq in a fixed order"
         )
     if choices.return_dbias and problem.bias is None:
-        raise ValueError("return_dbias must be False without a bias, got True")
+        raise ValueError("return_dbias must be False without a bias, got True; pass a bias")
     if choices.return_dsinks and not problem.sinks:
-        raise ValueError("return_dsinks must be False without sinks, got True")
+        raise ValueError("return_dsinks must be False without sinks, got True; pass sinks")
     if choices.return_dcaptured:
         _check_captured(request)
     whole = problem.bias == problem.score_shape
     if choices.return_dbias and choices.deterministic and not whole:
         raise ValueError(
-            "deterministic must be False with return_dbias unless bias has the full shape "
-            f"{problem.score_shape}, got True with a bias of shape {problem.bias}, whose gradient "
-            "is summed in no fixed order"
+            "deterministic must be False with return_dbias=True and a broadcast bias, because the "
+            "gradient of a broadcast bias is summed in no fixed order, got True with a bias of "
+            f"shape {problem.bias}; pass a bias of the full shape {problem.score_shape}"
         )
     if choices.query_splits != 1 and request.kernel not in unit.splits_queries:
         owners = having(lambda u: (pair for pair in u.splits_queries if pair[1] == "bwd"))
         raise ValueError(
             f"query_splits must be 1 in the backward pass of algorithm {choices.algorithm!r} on "
-            f"unit {unit.name!r}, got {choices.query_splits}; only {owners} splits the queries of "
-            "a head over thread blocks"
+            f"unit {unit.name!r}, got {choices.query_splits}; splitting the queries of a head "
+            f"over thread blocks needs {owners}"
         )
     check_group_splits(request)
 
@@ -179,11 +180,14 @@ def _check_captured(request: Request) -> None:
     """Raise ValueError where there are no gradients of what a score_mod captures."""
     mod, choices = request.problem.score_mod, request.choices
     if mod is None:
-        raise ValueError("return_dcaptured must be False without a score_mod, got True")
+        raise ValueError(
+            "return_dcaptured must be False without a score_mod, got True; pass a score_mod that "
+            "captures float32 arrays"
+        )
     if not mod.differentiated:
         raise ValueError(
-            "return_dcaptured must be False if score_mod captures no float32 array, got True with "
-            f"{mod}"
+            "return_dcaptured must be False, because score_mod captures no float32 array, got True "
+            f"with score_mod {mod}"
         )
     if choices.algorithm == "standard":
         raise ValueError(
@@ -192,8 +196,8 @@ def _check_captured(request: Request) -> None:
         )
     if choices.deterministic:
         raise ValueError(
-            "deterministic must be False with return_dcaptured=True, got True; the gradients of "
-            "captured arrays are summed in no fixed order"
+            "deterministic must be False with return_dcaptured=True, because the gradients of "
+            "captured arrays are summed in no fixed order, got True"
         )
 
 
@@ -211,6 +215,6 @@ def _check_stages(tiles: Tiles, request: Request) -> None:
     algorithm, passes = request.kernel
     raise ValueError(
         f"tiles.stages must be 1 in {pass_of(passes)} of algorithm {algorithm!r} on unit "
-        f"{request.unit!r}, got {tiles.stages}; only {having(lambda u: u.staged, passes=True)} "
-        "takes more"
+        f"{request.unit!r}, got {tiles.stages}; more stages "
+        f"need {having(lambda u: u.staged, passes=True)}"
     )

@@ -79,7 +79,10 @@ def theta_flash(problem: Problem, M: float) -> float:
     True
     """
     if not isinstance(M, numbers.Real) or not 0 < M <= sys.float_info.max:
-        raise ValueError(f"M must be a finite number of elements above 0, got {M!r}")
+        raise ValueError(
+            "M, the size of the on-chip memory in elements, must be a finite number greater than "
+            f"0, got {M!r}{' (a string)' if isinstance(M, str) else ''}"
+        )
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, one_head_dim(problem)
     return problem.batch * problem.heads_q * (Nq * Nk * d * d / M)
 

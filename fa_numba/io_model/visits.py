@@ -407,10 +407,13 @@ def blocks_of(
     """
     if not problem.sparse:
         if block_mask is not None:
-            raise ValueError("block_mask must be None, because the problem is not sparse")
+            raise ValueError(
+                "block_mask must be None for a problem with sparse=False, got an array; pass a "
+                "Problem with sparse=True, or leave block_mask out"
+            )
         return None
     if block_mask is None:
-        raise ValueError("block_mask must be a bool array, because the problem is sparse, got None")
+        raise ValueError("block_mask must be a bool array for a problem with sparse=True, got None")
     return check_block_mask(block_mask, problem, tiles)
 
 

@@ -105,8 +105,8 @@ def captured(option: str, function: Any) -> Captured:
     for name in divisors:
         if values[name] == LEAST:
             raise ValueError(
-                f"{option} divides by {name}, which must be from {LEAST + 1} to {-LEAST - 1}, got "
-                f"{values[name]} in {mod}"
+                f"{option} divides by the captured variable {name!r}, whose value must be from "
+                f"{LEAST + 1} to {-LEAST - 1}, got {values[name]} in {mod}"
             )
     taken: dict[str, Any] = {}
     for name in names:

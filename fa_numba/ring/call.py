@@ -124,7 +124,10 @@ def _checked(
     link = Link(group, counter())
     for name, x in {"k": k, "v": v}.items():
         if x.device != q.device:
-            raise ValueError(f"{name} must be on {q.device} like q, got {x.device}")
+            raise ValueError(
+                f"{name} must be on the device of q ({q.device}), got {x.device}; move it with "
+                f"{name}.to(q.device)"
+            )
         if x.dtype != q.dtype:
             raise TypeError(
                 f"{name} must have the dtype of q ({q.dtype}), got {x.dtype}; convert it with "
@@ -141,13 +144,14 @@ def _checked(
         rows, columns = (x.shape[axis] if len(x.shape) == 4 else 0 for x in (q, k))
         if rows != columns:
             raise ValueError(
-                "q and k must have the same number of rows with causal=True (the part of the "
-                f"sequence that ring_split gives this rank), got {rows} and {columns}"
+                f"q and k must have the same number of rows with causal=True, got {rows} and "
+                f"{columns}; split q and k with ring_split"
             )
         if link.ranks > 1 and rows % 2:
             raise ValueError(
-                "q must have an even number of rows with causal=True (two chunks, as ring_split "
-                f"gives them), got {rows} rows on each of {link.ranks} ranks"
+                f"q must have an even number of rows with causal=True, got {rows} rows on each of "
+                f"{link.ranks} ranks; split q with ring_split, which gives each rank two chunks "
+                "of equal length"
             )
     mask = _mask_of(q, k, causal, layout, link.ranks, options)
     hides = ("window", *LENGTHS)

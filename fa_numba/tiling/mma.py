@@ -272,13 +272,13 @@ def select_mma_spec(
     splits_keys = facts.get("splits_keys", False)
     if tiles.Br % 16 or tiles.Bc % 16:
         raise ValueError(
-            "tiles must have Br and Bc that are multiples of 16 on unit 'mma', got "
+            "tiles.Br and tiles.Bc must be multiples of 16 on unit 'mma', got "
             f"Br={tiles.Br}, Bc={tiles.Bc}"
         )
     if splits_keys and tiles.Bc % 32:
         raise ValueError(
-            "tiles.Bc must be a multiple of 32 with warp_partition='keys' (16 columns for each of "
-            f"two or more warps), got {tiles.Bc}"
+            "tiles.Bc must be a multiple of 32 with warp_partition='keys', because 2, 4 or 8 warps "
+            f"take 16 columns each or a multiple of 16, got {tiles.Bc}"
         )
     counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
     if splits_keys:

@@ -344,7 +344,7 @@ def test_a_division_by_zero_is_that_of_a_lane_that_takes_part():
     assert out.tolist() == [0, 18, 9, 0, 4.5]
     with pytest.raises(ZeroDivisionError) as info:
         launch(kernel, 1, 5, (x, out, 3))
-    assert "thread (3, 0, 0)" in str(info.value.__notes__)
+    assert "\n  in block (0, 0, 0), thread (3, 0, 0)\n" in str(info.value)
 
 
 def test_lanes_hold_one_array():
@@ -377,7 +377,7 @@ def test_lanes_hold_one_array():
     for kind in (1, 3, 4):
         with pytest.raises(
             TypeError,
-            match="some lanes hold array .* and other lanes another array. .* not support",
+            match="holds .*array .* in some lanes and .* in other lanes. .* not support",
         ):
             launch(kernel, 1, 4, (x, y, out, kind), shared_bytes=32)
 
@@ -400,7 +400,7 @@ def test_what_kernels_do_not_have_is_refused(body, message):
 def test_a_function_without_source_is_refused():
     names = {"cuda": cuda}
     exec("def kernel(out):\n    out[0] = 1\n", names)
-    with pytest.raises(ValueError, match="there is no source for kernel, "):
+    with pytest.raises(ValueError, match="got kernel, .*, whose source is not available$"):
         launch(names["kernel"], 1, 1, (np.zeros(1),))
 
 

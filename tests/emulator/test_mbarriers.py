@@ -140,16 +140,20 @@ def test_a_ring_of_places(stages):
     [
         ("no init", BarrierMisuse, "bars[0] was not initialised"),
         ("twice", BarrierMisuse, "bars[0] was initialised before"),
-        ("no fence", MissingFence, "by thread (0, 0, 0), with no fence_mbarrier_init after"),
+        ("no fence", MissingFence, "thread (0, 0, 0), which did not call fence_mbarrier_init()"),
         ("no barrier", BarrierMisuse, "initialised by thread (0, 0, 0), with no barrier between"),
-        ("too few", BarrierMisuse, "64 threads arrive, which are too many. bars[2] is in phase 0"),
+        (
+            "too few",
+            BarrierMisuse,
+            "threads arrive at bars[2], but its phase 0 waits for only 32",
+        ),
         ("early", SharedHazard, "no barrier between"),
         ("no look", (SharedHazard, UninitialisedRead), "tile["),
         ("read late", SharedHazard, "no barrier between"),
         ("no wait", (SharedHazard, BarrierMisuse), ""),
-        ("again", BarrierMisuse, "but nothing orders this after the end of phase"),
+        ("again", BarrierMisuse, "but the thread has not waited for the end of phase"),
         ("parity", BarrierMisuse, "waits for the phase before the first of bars[0], which is in"),
-        ("one forgets", Deadlock, "bars[2] is in phase 0, waits for 1 of 64 arrivals and for 0"),
+        ("one forgets", Deadlock, "bars[2] is in phase 0, which still waits for 1 of 64 arrivals"),
         ("nobody empties", (SharedHazard, BarrierMisuse), ""),
     ],
 )
@@ -370,11 +374,11 @@ def test_what_a_box_costs():
         (
             "second",
             BarrierMisuse,
-            "starts a copy that is counted by bars[0] in phase 1, but nothing orders this",
+            "starts a copy that is counted by bars[0] in phase 1, but the thread has not waited",
         ),
         ("nobody looks", None, ""),
-        ("bytes", Deadlock, "bars[0] is in phase 0, waits for 0 of 1 arrivals and for 16"),
-        ("fence", MissingFence, "with no fence_mbarrier_init after"),
+        ("bytes", Deadlock, "phase 0, which still waits for 0 of 1 arrivals and for 16 bytes"),
+        ("fence", MissingFence, "which did not call fence_mbarrier_init() afterwards"),
         ("alignment", Misaligned, "sX[0] is at byte 512 of shared memory, but a box must"),
     ],
 )
@@ -397,7 +401,7 @@ def test_a_block_that_ends_before_its_box_has_come():
         load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
 
     error = caught(SharedHazard, kernel, 1, Boxed(bits(1, 1, 8, 64), 8))
-    assert "ends while a box that bars[0] counts is still being copied" in str(error)
+    assert "Let a thread call wait_mbarrier for bars[0], which counts the copy" in str(error)
     assert "load_box(" in error.line
 
 
@@ -640,7 +644,7 @@ def test_a_stored_box_is_there_when_it_was_waited_for():
     [
         ("read", "reads Y[0, 0, 0, 0], where a box is still being stored"),
         ("again", "overwrites Y[0, 0, 0, 0], where a box is still being stored"),
-        ("alone", "thread (0, 0, 0) waited for, with no barrier between"),
+        ("alone", "thread (0, 0, 0) stored and waited for, with no barrier between"),
     ],
 )
 def test_a_box_that_comes_before_it_is_there(wrong, message):
@@ -685,8 +689,9 @@ def test_a_box_of_what_a_thread_has_stored(moves, stores):
         launch(kernel, 1, x[0, 0], Boxed(x, 8), 3 if stores == "outside" else -1)
         return
     found = caught(MissingFence, kernel, 1, x[0, 0], Boxed(x, 8), 7)
-    assert "[0, 0, 7, 5], which thread (0, 0, 0) wrote in the same launch without a fence" in str(
-        found
+    assert (
+        "[0, 0, 7, 5], which thread (0, 0, 0) stored earlier in this launch. Nothing orders"
+        in str(found)
     )
     assert f"{moves}_box(" in found.line
 
@@ -743,12 +748,12 @@ def test_arrays_that_are_refused():
     caught(ReadOnlyStore, _make_store(64, (0, 0, 0, 0)), 64, bits(64, 64), Boxed(y, 64), True)
     x = np.zeros((2, 2, 8, 72), np.uint16)
     for array, rows, message in (
-        (x[0], 8, "must have four axes and a contiguous last axis, got"),
-        (x[..., ::2], 8, "must have four axes and a contiguous last axis, got"),
-        (x[..., 1:], 8, "must have .* multiples of 16 bytes, got"),
-        (np.zeros((1, 1, 8, 20), np.uint16), 8, "must have .* multiples of 16 bytes, got"),
-        (x, 0, "rows must be from 1 to 256, got 0"),
-        (x, 257, "rows must be from 1 to 256, got 257"),
+        (x[0], 8, "must have 4 axes, got shape"),
+        (x[..., ::2], 8, "must have a contiguous last axis, .* 2 bytes .*, got 4 bytes"),
+        (x[..., 1:], 8, "must have .* multiples of 16 bytes, .* got"),
+        (np.zeros((1, 1, 8, 20), np.uint16), 8, "must have .* multiples of 16 bytes, .* got"),
+        (x, 0, "rows .of a box. must be from 1 to 256, got 0"),
+        (x, 257, "rows .of a box. must be from 1 to 256, got 257"),
     ):
         with pytest.raises(ValueError, match=message):
             Boxed(array, rows)

@@ -295,7 +295,7 @@ def test_what_may_be_touched(right):
         ("other writes", SharedHazard, "sA[0]"),
         ("wait", RegisterHazard, "rS is accessed"),
         ("pending", RegisterHazard, "rS is accessed"),
-        ("another array", RegisterHazard, "waited for by wait_products of another array"),
+        ("another array", RegisterHazard, "names another array. Pass rO to wait_products"),
         (
             "other rows",
             SharedHazard,
@@ -311,7 +311,7 @@ def test_what_may_be_touched(right):
             RegisterHazard,
             "rP is accessed before wait_products was called for the product that reads",
         ),
-        ("exit", RegisterHazard, "the thread exits before wait_products was called for a product"),
+        ("exit", RegisterHazard, "Call wait_products(rO, ...) before the thread ends"),
         (
             "few",
             RegisterHazard,
@@ -386,7 +386,8 @@ def test_part_of_a_warpgroup():
     text = "only 64 of the 128 threads of warpgroup 0 call a product."
     assert text in str(caught(BarrierDivergence, kernel, 128, out, "half"))
     assert "call wait_products" in str(caught(BarrierDivergence, kernel, 128, out, "wait"))
-    assert "different operands" in str(caught(EmulatorError, kernel, 128, out, "places"))
+    text = "different elements: sA[0] in thread (0, 0, 0), sA[8] in thread (1, 0, 0)"
+    assert text in str(caught(EmulatorError, kernel, 128, out, "places"))
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,9 @@ def test_shapes_that_are_refused(n, size):
         rC = cuda.local.array(size, float32)
         MULTIPLY_F16(rC, n, sA, 0, 64, 0, sA, 0, 64, 0, 1, 0)
 
-    with pytest.raises(ValueError, match=f"n must be .* 256, got {n}\n|for n = {n}, got {size}\n"):
+    with pytest.raises(
+        ValueError, match=f"n, .*, must be .* 256, got {n}\n|for the {n} columns .*, got {size}\n"
+    ):
         launch(kernel, 128, np.zeros(1, np.float32))
 
 
@@ -433,10 +436,14 @@ def test_registers_of_a_block():
 
     out = np.zeros(1, np.float32)
     launch(kernel, 384, out, 24, 240, 128)
-    text = "more than the 168 of the launch. take_registers waits for them for ever"
+    text = "but the launch has only 168. take_registers would wait for ever"
     assert text in str(caught(Deadlock, kernel, 384, out, 40, 240, 128))
-    assert "warps 0 and 2" in str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 64))
-    assert "give_registers" in str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 72))
+    text = str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 64))
+    assert "warps 0 and 2 of warpgroup 0 end with different numbers" in text
+    assert "\n  warp 0: set at test_warpgroup.py:" in text and "\n  warp 2: as launched" in text
+    assert "give_registers is reached by only some of the lanes in warp 2." in str(
+        caught(BarrierDivergence, kernel, 384, out, 24, 240, 72)
+    )
     for few in (16, 28, 264):
         with pytest.raises(ValueError, match=f"count must be a multiple of 8 .*, got {few}"):
             launch(kernel, 384, out, few, 240, 128)
@@ -497,5 +504,5 @@ def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
         wait_products(rC, 4, 0)
 
     error = caught(EmulatorError, kernel, 128, np.zeros(1, np.float32))
-    text = "of warpgroup 0 wait apart from the others before they call a product. The emulator does"
+    text = "of warpgroup 0 reach a product together: earlier waits or branches have separated the"
     assert text in str(error)

@@ -222,7 +222,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         ),
         (
             {"aligned": False},
-            "'wgmma' does not support arrays whose rows do not start at 16-byte addresses",
+            "'wgmma' does not support arrays with negative strides, or with rows that do not start",
         ),
         (
             {"capability": (10, 0)},

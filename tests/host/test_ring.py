@@ -556,7 +556,7 @@ def test_a_call_that_is_like_a_known_one_is_checked_itself(torch, monkeypatch):
             "k": Tensor.of(ones.astype(np.float16))
         },
         "v must have shape": {"v": SHORT},
-        "k must be on namespace.* like q, got namespace": {
+        r"k must be on the device of q \(namespace.*\), got namespace": {
             "k": Tensor.of(aligned(ones.shape, values=ones))
         },
         "q must be on cpu with .*got namespace": {
@@ -572,7 +572,7 @@ def test_a_call_that_is_like_a_known_one_is_checked_itself(torch, monkeypatch):
                 with pytest.raises((TypeError, ValueError), match=says):
                     call_of(rank, {rank: change}, ft, **own)
         monkeypatch.setattr(placement, "EMULATOR_SECONDS", 0)
-        with pytest.raises(ValueError, match="more than its limit of 0 s"):
+        with pytest.raises(ValueError, match="more than the limit of 0 s"):
             call_of(rank, {}, ft)
         return len(torch.distributed.sent)
 
@@ -652,7 +652,7 @@ REFUSED = [
     (
         {"k": SHORT, "v": SHORT, "causal": True},
         ValueError,
-        "q and k must have the same number of rows with causal=True .*got 4 and 3",
+        "q and k must have the same number of rows with causal=True, got 4 and 3; split",
     ),
     (
         {"q": SHORT, "k": SHORT, "v": SHORT, "causal": True},

@@ -292,7 +292,7 @@ def test_a_backward_pass_of_minutes_is_refused_before_the_forward_pass(attention
     with (
         devices.using("emulator"),
         pytest.raises(
-            ValueError, match=r"q of shape \(1, 1, 2400, 64\) .* more than its limit of 30 s"
+            ValueError, match=r"q of shape \(1, 1, 2400, 64\) .* more than the limit of 30 s"
         ),
     ):
         attention(*(Tensor.of(q, requires_grad=True) for _ in range(3)))

@@ -233,7 +233,7 @@ def test_who_has_no_splits_says_so():
             TypeError, match="kv_splits is not an option .*flash_attention_2 takes it"
         ):
             fa_numba.attention(q, k, v, algorithm=algorithm, kv_splits=2)
-        with pytest.raises(ValueError, match="only algorithm 'fa2' .*'simt'"):
+        with pytest.raises(ValueError, match="thread blocks needs algorithm 'fa2' .*'simt'"):
             fa_numba.plan(q.shape, k.shape, algorithm=algorithm, kv_splits=2)
     with pytest.raises(
         ValueError,

@@ -488,7 +488,9 @@ def test_a_captured_divisor_whose_size_is_no_int32_is_refused(symbol):
     divides = (lambda b, h, i, j: i // by < j) if symbol == "//" else lambda b, h, i, j: i % by < j
     fa_numba.attention(q, k, v, mask_mod=divides)
     by = least
-    message = f"^mask_mod divides by by, .* from {least + 1} to .*, got {least} in a lambda"
+    message = (
+        f"^mask_mod divides by the captured variable 'by', .* from {least + 1} to .* got {least}"
+    )
     for refusing in (fa_numba.attention, reference.attention):
         with pytest.raises(ValueError, match=message):
             refusing(q, k, v, mask_mod=divides)
@@ -890,7 +892,7 @@ def test_what_goes_with_blocks():
         with pytest.raises(TypeError, match=says):
             fa_numba.create_block_mask(call[0], 1, 1, 77, 77, tiles=call[1])
     with pytest.raises(
-        ValueError, match="the emulator up to about 19,8.. s, which is more than its limit"
+        ValueError, match="the emulator up to about 19,8.. s, which is more than the limit of"
     ):
         fa_numba.create_block_mask(
             lambda b, h, i, j: i > j, 8, 8, 2**14, 2**14, tiles=Tiles(64, 64)

@@ -1,7 +1,9 @@
 """Numbers that the papers publish, from figures/data/published.csv."""
 
 import csv
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 from .options import FIGURES
 from .store import StoreError, naming
@@ -36,8 +38,22 @@ def lookup(**wanted: str) -> list[dict[str, str]]:
     found = [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
     of = {name: wanted[name] for name in ("paper", "item") if name in wanted}
     if not found and (of == wanted or not lookup(**of)):
-        raise StoreError(f"{FILE} must have a line with {', '.join(of.values()) or 'any values'}")
+        if not of:
+            raise StoreError(f"{FILE} has no lines, but must have at least one")
+        same = [x for x in _lines() if x["paper"] == of.get("paper", x["paper"])]
+        column = "item" if same and "item" in of else "paper"
+        names = sorted({x[column] for x in (same or _lines())})
+        raise StoreError(
+            f"{FILE} has no line with {_said(of)}; values of {column}"
+            f"{' for this paper' if column == 'item' and 'paper' in of else ''}: "
+            f"{', '.join(map(repr, names))}"
+        )
     return found
+
+
+def _said(wanted: Mapping[Any, str]) -> str:
+    """Return columns and their text as words: "paper='fa2', item='Fig. 5'"."""
+    return ", ".join(f"{name}={text!r}" for name, text in wanted.items())
 
 
 def value(**wanted: str) -> float:
@@ -61,6 +77,7 @@ def value(**wanted: str) -> float:
     found = lookup(**wanted)
     if len(found) != 1:
         raise StoreError(
-            f"{FILE} must have one line with {', '.join(wanted.values())}, got {len(found)}"
+            f"{FILE} must have exactly one line with {_said(wanted)}, but it has "
+            f"{len(found) or 'no'} such line{'s' * (len(found) > 1)}"
         )
     return float(found[0]["value"])

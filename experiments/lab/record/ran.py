@@ -177,14 +177,20 @@ def decoded(text: str) -> Any:
     try:
         return _value(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
-        raise ValueError(f"must be the text of a stored request, got {text!r}") from error
+        raise ValueError(
+            "a stored request must be text such as \"Request(unit='mma')\", got "
+            f"{text!r}: {error.msg}"
+        ) from error
 
 
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Call):
         made = _CLASSES.get(getattr(node.func, "id", ""))
         if made is None or node.args:
-            raise ValueError(f"a request must not contain {ast.unparse(node)}")
+            raise ValueError(
+                f"a stored request may contain only {', '.join(_CLASSES)} with named arguments, "
+                f"numbers, strings, True, False, None and tuples, got {ast.unparse(node)}"
+            )
         return made(**{str(each.arg): _value(each.value) for each in node.keywords})
     if isinstance(node, ast.Tuple):
         return tuple(map(_value, node.elts))

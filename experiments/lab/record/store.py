@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import difflib
 import io
 import json
 import math
@@ -391,6 +392,34 @@ def parse(text: str, machine: str) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def unknown(kind: str, name: str, names: Iterable[str]) -> str:
+    """Return the text of the error for a name that does not exist, with the nearest name.
+
+    Parameters
+    ----------
+    kind : str
+        What the name stands for, such as "table".
+    name : str
+        The name that does not exist.
+    names : iterable of str
+        The names that exist.
+
+    Returns
+    -------
+    str
+        The text.
+
+    Examples
+    --------
+    >>> unknown("table", "sped", ["speed", "cache"])
+    "no table is named 'sped'; did you mean 'speed'? All tables: cache, speed"
+    """
+    names = sorted(names)
+    close = difflib.get_close_matches(str(name), names, 1)
+    meant = f"; did you mean {close[0]!r}? All {kind}s: " if close else f"; the {kind}s are "
+    return f"no {kind} is named {name!r}{meant}{', '.join(names)}"
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Turn errors inside into a StoreError that names the path.
@@ -413,7 +442,13 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{error.filename or path}: {error.strerror or error}") from error
+        file = Path(error.filename or path)
+        inside = next((p for p in file.parents if p.exists()), file)
+        if isinstance(error, NotADirectoryError) and inside.is_file():
+            reason = f"{inside} is a file, but must be a folder; move it away"
+        else:
+            reason = str(error.strerror or error)
+        raise StoreError(f"cannot read or write {file}: {reason}") from error
     except (ValueError, csv.Error) as error:
         raise StoreError(f"{path}: {error}") from error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..record import EMULATOR, FIGURES, MODEL, REPOSITORY, Row, Store, registry
 from ..record.provenance import clocks, device_name, l2_names, of_rows, when
-from ..record.store import replace_files
+from ..record.store import replace_files, unknown
 from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
@@ -106,7 +106,7 @@ def text(name: str, store: Store) -> str:
     """
     tables = known()
     if name not in tables:
-        raise ValueError(f"a table's name must be one of {', '.join(tables)}, got {name!r}")
+        raise ValueError(unknown("table", name, tables))
     make, experiments = tables[name]
     own = make.machine if isinstance(make, Across) else ""
     gpus = {experiment: own or gpu(store, experiment) for experiment in experiments}
