@@ -246,7 +246,7 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
     for options, says in (
         (
             mod | {"deterministic": True},
-            "^deterministic must be False with return_dcaptured=True, got True",
+            "^deterministic must be False with return_dcaptured=True, because .*, got True",
         ),
         (mod | {"deterministic": None, "algorithm": "fa1"}, r"torch\.use_deterministic_algorithms"),
         (
