@@ -202,9 +202,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["time, standard / FA-2, N=1024", "time, standard / FA-2, N=4096"]
     header += ["FA-2 accesses fewer bytes from N", "bytes, standard / FA-2, N=2d"]
     caption = (
-        "*Wins from N* is the first length from which the kernel takes less time than standard "
-        "attention at this and every longer measured length up to 4096. torch's fused kernel is "
-        "torch's FlashAttention-2 in fp16 and torch's memory-efficient attention in fp32. It is "
+        "*Wins from N* is a length. At this N and at every longer measured N up to 4096, the "
+        "kernel takes less time than standard attention. torch's fused kernel is torch's "
+        "FlashAttention-2 in fp16 and torch's memory-efficient attention in fp32. It is "
         "compared with torch's unfused attention. Bytes come from the access model."
     )
     return tables.of(caption, header, lines)

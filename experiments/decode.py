@@ -272,8 +272,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     )
     if gains:
         caption += (
-            f" For the {len(gains)} measured problems with K and V of at least "
-            f"{LARGE_BYTES >> 20} MiB, torch's best time / our best time is {min(gains):.2f} to "
-            f"{max(gains):.2f} (median {median(gains):.2f})."
+            f" For the {len(gains)} measured problems with K and V of this size or more, torch's "
+            f"best time / our best time is {min(gains):.2f} to {max(gains):.2f} "
+            f"(median {median(gains):.2f})."
         )
     return tables.of(caption, header, lines)

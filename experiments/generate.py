@@ -326,8 +326,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         for n in lengths
     ]
     header = ["characters before this one"]
-    header += [f"bytes, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
-    header += [f"ms, {unit(s)}, {place}" for s in DTYPES for place in (CACHE, WHOLE)]
+    for what in ("bytes", "ms"):
+        header += [
+            f"{what}, {unit(s)}, {way} a cache" for s in DTYPES for way in ("with", "without")
+        ]
     caption = (
         f"Bytes and time per character. The model has {SIZES.layers} layers and {SIZES.heads} "
         f"heads of d={SIZES.head_dim}. Pages of the cache have {PAGE_SIZE} rows. Bytes are what "

@@ -271,9 +271,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        " By the closed forms, FA-1 with line 1's tiles accesses fewer elements than standard "
-        f"attention with square blocks from M = {where[0]} on (forward) and from M = {where[1]} on "
-        "(backward)."
+        " By the closed forms, standard attention with square blocks accesses more elements than "
+        f"FA-1 with line 1's tiles from M = {where[0]} on. In the backward pass this holds from "
+        f"M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
         f"Accesses are proportional to a power of M, at d={d} (d² = {square}). The table has the "

@@ -104,7 +104,10 @@ HOPPER_LADDER = (
 # FA-3's ablation (arXiv 2407.08608, Table 2): its problem, and all measures but one.
 ABLATED = Problem(4, 16, 16, 8448, 8448, 128, dtype="float16")
 NO_OVERLAP = f"{HOPPER}-no-overlap"
-ABLATIONS = {NO_OVERLAP: "all optimisations except products during the softmax", HOPPER: "all optimisations"}
+ABLATIONS = {
+    NO_OVERLAP: "all optimisations except products during the softmax",
+    HOPPER: "all optimisations",
+}
 PREDICTED_OVERLAP = 1.14
 HOPPER_LABELS = {step.series: step.label for step in HOPPER_LADDER}
 # What bounds a kernel, as measured beside: the fastest products, torch's and those of wgmma whose

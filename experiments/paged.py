@@ -239,7 +239,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"{LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. *Table's share "
         "of bytes* is the accessed bytes of the block table / the accessed bytes of K and V. "
         "*Time / contiguous* is the time with pages / the time with a contiguous cache, over "
-        f"several lengths. The timed call is {PROTOCOL}."
+        f"several lengths. The timed call is a decoding step of {BATCH} sequences. Each sequence "
+        f"has one row of Q, with {HEADS} query heads and {KEY_HEADS} K/V heads. The block table "
+        "and the lengths are on the GPU. Tiles and splits are the default ones."
     )
     return tables.of(caption, header, lines)
 

@@ -392,9 +392,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         cells = [kind.title, PASSES[pass_], points, LABELS[kind.peer], _pair(beside)]
         cells.append(_where(min(beside, key=lambda at: beside[at])) if beside else tables.MISSING)
         lines.append([*cells, *(_pair(over.get(series, {})) for series in (peers.CUDNN, MMA))])
-    header = ["class", "pass", "problems", "compared with", "its time / ours: median; worst"]
-    header += ["worst at", f"{LABELS[peers.CUDNN]}'s time / ours: median; worst"]
-    header.append("our time on mma / ours: median; worst")
+    header = ["class", "pass", "problems", "compared with", "time of the compared kernel / our time: median; worst"]
+    header += ["worst at", f"{LABELS[peers.CUDNN]}'s time / our time: median; worst"]
+    header.append("our time on mma / our time: median; worst")
     caption = (
         "The time of another kernel / the time of our call, fp16. Above 1 our call is faster. "
         "*Worst* is the smallest ratio of a class. Our "

@@ -85,7 +85,8 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "Speed of FA-2 in float32 for each value of `precision`. TFLOP/s are at the longest N. A "
         "column *A / torch's* is the speed of FA-2 / the speed of torch's memory-efficient "
-        "attention: the median over N, with the smallest and the largest ratio in brackets."
+        "attention. A cell has the median over N, and in brackets the smallest and the largest "
+        "ratio."
     )
     return tables.of(caption, header, lines)
 

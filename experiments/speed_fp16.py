@@ -138,8 +138,8 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
     ]
     caption = (
         "FA-2 on wgmma, fp16, 16k tokens. *Fastest* is the highest speed over all N. A column "
-        "*speed / X* is the speed of FA-2 on wgmma / the speed of X: the smallest, the median and "
-        "the largest ratio over N."
+        "*speed / X* is the speed of FA-2 on wgmma / the speed of X. A cell has the smallest, the "
+        "median and the largest ratio over N."
     )
     return tables.of(caption, header, lines)
 
