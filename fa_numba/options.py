@@ -283,7 +283,9 @@ def check_names(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in NAMES:
-            raise TypeError(f"{name} is not an option{_hint(name)}; options: {', '.join(NAMES)}")
+            raise TypeError(
+                f"{name} is not an option{_hint(name)}; options: {', '.join(sorted(NAMES))}"
+            )
 
 
 def _hint(name: str) -> str:

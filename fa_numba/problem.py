@@ -196,7 +196,8 @@ class Problem:
             if not float(single.tiny) <= inner <= float(single.max):
                 raise ValueError(
                     "softcap must be such that scale / softcap is within the range of float32, "
-                    f"got softcap {self.softcap!r} with scale {self.scale!r}"
+                    f"got softcap {self.softcap!r} with scale {self.scale!r}; pass a "
+                    f"{'larger' if inner > 1 else 'smaller'} softcap"
                 )
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
         for name, size in (("q", self.seqlen_q), ("k", self.seqlen_k)):
@@ -265,7 +266,7 @@ class Problem:
         options = {name: value for name, value in options.items() if value is not None}
         layout = checks.as_layout(options.get("layout"))
         if packed and layout != "bhnd":
-            turned = "; pass the pages as k.transpose(0, 2, 1, 3)" if block_table else ""
+            turned = " and pass the pages as k.transpose(0, 2, 1, 3)" if block_table else ""
             raise ValueError(
                 "layout cannot be given with cu_seqlens_q or cu_seqlens_k, because packed arrays "
                 f"have the axes (seqlen, heads, head_dim), got {layout!r}; leave layout out{turned}"
@@ -324,8 +325,8 @@ class Problem:
         kv_lens = checks.packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
         if len(q_lens) != len(kv_lens):
             raise ValueError(
-                "cu_seqlens_k must describe as many sequences as cu_seqlens_q, which describes "
-                f"{len(q_lens)}, got {len(kv_lens)}"
+                "cu_seqlens_k must describe the same number of sequences as cu_seqlens_q "
+                f"({len(q_lens)}), got {len(kv_lens)}"
             )
         options |= {"q_lens": q_lens, "kv_lens": kv_lens, "packed": True}
         longest: dict[str, Any] = {"seqlen_q": max(q_lens), "seqlen_k": max(kv_lens)}

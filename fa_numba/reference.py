@@ -166,7 +166,7 @@ def _backward(
     """
     problem = call.problem
     if return_dsinks and call.sinks is None:
-        raise ValueError("return_dsinks must be False without sinks, got True")
+        raise ValueError("return_dsinks must be False without sinks, got True; pass sinks")
     if return_dcaptured and not call.captured:
         raise ValueError(
             "return_dcaptured must be False without a score_mod that captures a float32 array, got "
@@ -547,7 +547,7 @@ def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ..
     if not return_dbias:
         return None
     if options.get("bias") is None:
-        raise ValueError("return_dbias must be False without a bias, got True")
+        raise ValueError("return_dbias must be False without a bias, got True; pass a bias")
     return np.shape(options["bias"])
 
 

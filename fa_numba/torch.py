@@ -275,13 +275,14 @@ def _check_backward(
         raise ValueError(
             f"bias must have the full shape {plan.problem.score_shape} to have a gradient with "
             "torch.use_deterministic_algorithms(True), because the gradient of a broadcast bias is "
-            f"summed in no fixed order, got {tuple(bias.shape)}"
+            f"summed in no fixed order, got {tuple(bias.shape)}; pass bias.expand("
+            f"{', '.join(map(str, plan.problem.score_shape))})"
         )
     if strict and dcaptured:
         raise ValueError(
-            f"score_mod ({plan.problem.score_mod}) uses tensors that require a gradient, which is "
-            "summed in no fixed order and not allowed with "
-            "torch.use_deterministic_algorithms(True); use tensors without a gradient there"
+            "tensors in score_mod must not require a gradient with "
+            "torch.use_deterministic_algorithms(True), because this gradient is summed in no fixed "
+            f"order, got tensors with requires_grad=True in {plan.problem.score_mod}; detach them"
         )
 
 

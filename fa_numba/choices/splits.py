@@ -138,9 +138,9 @@ def check_group_splits(request: Request) -> None:
     if not _can_split_group(request):
         raise ValueError(
             f"group_splits must be 1 or 'auto' with algorithm {request.choices.algorithm!r} and a "
-            f"head_dim of {p.largest_dim} on unit {request.unit!r}, got {splits}; only algorithm "
-            "'fa2' on unit 'wgmma' splits the query heads of a K/V head, up to head_dim "
-            f"{LARGEST_ATOMIC}"
+            f"head_dim of {p.largest_dim} on unit {request.unit!r}, got {splits}; splitting the "
+            "query heads of a K/V head needs algorithm 'fa2' on unit 'wgmma', with a head_dim of "
+            f"at most {LARGEST_ATOMIC}"
         )
     if p.group % int(splits) and int(splits) % p.group:
         raise ValueError(

@@ -494,8 +494,9 @@ class Context(Active):
         for start, end, other, neighbour in self._tiles:
             if other != element and first < end and start < last:
                 text = (
-                    f"in shared memory {name} ({element}) overlaps {neighbour} ({other}). The "
-                    "emulator supports overlapping arrays only if their dtypes are equal"
+                    f"shared array {name} ({element}) overlaps shared array {neighbour} ({other}). "
+                    "The emulator supports overlapping arrays only if their dtypes are equal: use "
+                    "separate bytes, or one dtype"
                 )
                 raise self.fault(EmulatorError, text, name)
         self._tiles.append((first, last, element, name))

@@ -188,7 +188,7 @@ class Mbarriers(Knowledge):
             lane = int(np.flatnonzero(self.group.tids == tids[ignorant][0])[0])
             text = (
                 f"{does} {barrier.name} in phase {barrier.phase}, but the thread has not waited "
-                f"for the end of phase {barrier.phase - 1}. A GPU could count the arrival for "
+                f"for the end of phase {barrier.phase - 1}. A GPU could count this for "
                 f"phase {barrier.phase - 1}: call wait_mbarrier for that phase first"
             )
             raise self.fault(BarrierMisuse, text, None, lane)

@@ -56,7 +56,8 @@ def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
 
 
 def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
-    name, place = code.co_name, f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
+    name = code.co_name
+    place = f"function {name} ({code.co_filename}, line {code.co_firstlineno})"
     found = definition(code)
     if found is None:
         raise ValueError(
@@ -66,7 +67,9 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     try:
         node = _Function(found).rewritten()
     except _Unsupported as error:
-        raise ValueError(f"the emulator does not support {error} in a kernel: {place}") from None
+        raise ValueError(
+            f"the emulator does not support {error} in a kernel, got {place}"
+        ) from None
     module = ast.Module(body=[node], type_ignores=[])
     ast.fix_missing_locations(module)
     whole = compile(module, code.co_filename, "exec", dont_inherit=True)

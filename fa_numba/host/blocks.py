@@ -65,7 +65,7 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
     Tr, Tc = ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)
     if Tr * Tc >= 2**31:
         raise ValueError(
-            f"tiles must cut the {Nq} rows and {Nk} columns into less than 2**31 blocks, got "
+            f"tiles must cut the {Nq} rows and {Nk} columns into fewer than 2**31 blocks, got "
             f"{Tr * Tc} blocks of {tiles}; choose larger tiles"
         )
     kernel = make_blocks(Features(mask_mod=problem.mask_mod), tiles.Br, tiles.Bc)

@@ -81,7 +81,7 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
     if pieces > 2**32:
         raise ValueError(
             f"{of} must need at most 2**32 threads per head, got {pieces}; pass fewer rows, or "
-            "rows that start at 16-byte addresses, of which each thread copies more"
+            "an array whose rows start at 16-byte addresses (a thread then copies more elements)"
         )
     for name, size in ((f"heads of {of}", kernel.grid[1]), ("batch", kernel.grid[2])):
         check_grid_size(name, size)

@@ -181,7 +181,10 @@ class Launch:
         names = parameters(kernel)
         for name in bound:
             if name not in names:
-                raise TypeError(f"{name} must be a parameter of {kernel.name}, which has {names}")
+                raise TypeError(
+                    f"{name} must be a parameter of kernel {kernel.name}; the parameters are "
+                    f"{', '.join(names)}"
+                )
         return cls(kernel, grid, {name: bound.get(name, name) for name in names})
 
 

@@ -335,14 +335,14 @@ def _check(problem: Problem, ranks: int, travels: str, passes: str) -> None:
     check_name("passes", passes, PASSES)
     if problem.q_lens is not None or problem.kv_lens is not None:
         raise ValueError(
-            "problem is the part of one rank and must have no q_lens or kv_lens; pass the lengths "
-            f"of the complete sequence as arguments, got q_lens {problem.q_lens} and kv_lens "
-            f"{problem.kv_lens}"
+            "problem describes the part of one rank and must have no q_lens or kv_lens, got q_lens "
+            f"{problem.q_lens} and kv_lens {problem.kv_lens}; pass the lengths of the complete "
+            "sequence as the arguments q_lens and kv_lens"
         )
     if problem.causal and (
         problem.seqlen_q != problem.seqlen_k or (ranks > 1 and problem.seqlen_q % 2)
     ):
         raise ValueError(
-            "with causal the problem must have the same, even number of rows and columns, got "
+            "problem must have equal and even numbers of rows and columns with causal=True, got "
             f"{problem.seqlen_q} rows and {problem.seqlen_k} columns"
         )

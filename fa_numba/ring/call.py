@@ -174,7 +174,10 @@ def _check_sinks(sinks: Any, q: Any, axis: int) -> None:
         )
     checks.check_heads(q.shape[0], q.shape[3 - axis], sinks=sinks.shape)
     if sinks.device != q.device:
-        raise ValueError(f"sinks must be on {q.device} like q, got {sinks.device}")
+        raise ValueError(
+            f"sinks must be on the device of q ({q.device}), got {sinks.device}; move it with "
+            "sinks.to(q.device)"
+        )
 
 
 def _mask_of(
@@ -219,8 +222,8 @@ def backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -
     deterministic = as_flag("deterministic", deterministic)
     if deterministic and algorithm != "fa2":
         raise ValueError(
-            f"deterministic must be False with algorithm {algorithm!r}, got True; only 'fa2' has "
-            "this choice, the other algorithms always sum dq in a fixed order"
+            f"deterministic must be False with algorithm {algorithm!r}, got True; "
+            f"leave it out: {algorithm!r} always sums dq in a fixed order"
         )
     found: dict[str, Any] = {"deterministic": True} if deterministic else {}
     if own is None and isinstance(tiles, Tiles):

@@ -145,8 +145,8 @@ def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, i
     if size % chunks:
         each = " (two chunks per rank under a causal mask)" if chunks != ranks else ""
         raise ValueError(
-            f"the sequence must have a multiple of {chunks} rows for {ranks} ranks{each}, got "
-            f"{size}"
+            f"the number of rows of the sequence must be a multiple of {chunks} for {ranks} "
+            f"ranks{each}, got {size}; pad the sequence"
         )
     rows = size // chunks
     held = (rank,) if chunks == ranks else (rank, chunks - 1 - rank)

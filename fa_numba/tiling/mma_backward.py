@@ -231,7 +231,7 @@ def select_mma_backward_spec(
     row_warps = row_warps_of(max(head_dim, facts.get("head_dim_v", 0)))
     if tiles.Br % (16 * row_warps) or tiles.Bc % 16:
         raise ValueError(
-            f"tiles must have Br a multiple of {16 * row_warps} and Bc a multiple of 16 in the "
+            f"tiles.Br must be a multiple of {16 * row_warps} and tiles.Bc a multiple of 16 in the "
             f"backward pass on unit 'mma' at head_dim={head_dim}, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     counts = [row_warps * (tiles.Bc // n) for n in (32, 16) if tiles.Bc % n == 0]

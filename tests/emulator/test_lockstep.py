@@ -400,7 +400,9 @@ def test_what_kernels_do_not_have_is_refused(body, message):
 def test_a_function_without_source_is_refused():
     names = {"cuda": cuda}
     exec("def kernel(out):\n    out[0] = 1\n", names)
-    with pytest.raises(ValueError, match="got kernel, .*, whose source is not available$"):
+    with pytest.raises(
+        ValueError, match="got function kernel (.*), whose source is not available$"
+    ):
         launch(names["kernel"], 1, 1, (np.zeros(1),))
 
 

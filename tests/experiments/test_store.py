@@ -151,10 +151,10 @@ def test_what_is_in_the_way_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        (",false,", ",perhaps,", "line 2: 'perhaps'"),
-        (",4096,", ",,", "line 2: invalid literal for int() with base 10: ''"),
-        (",4096,", ",4096.5,", "line 2: invalid literal for int() with base 10: '4096.5'"),
-        (",12.5,", ",fast,", "line 2: could not convert string to float: 'fast'"),
+        (",false,", ",perhaps,", "line 2: causal must be true or false, got 'perhaps'"),
+        (",4096,", ",,", "line 2: seqlen_q must be a number, got ''"),
+        (",4096,", ",4096.5,", "line 2: seqlen_q must be a number, got '4096.5'"),
+        (",12.5,", ",fast,", "line 2: value must be a number, got 'fast'"),
         (",measured,", ",", "line 2: must have 22 columns, got 21"),
         (
             ",measured,",

@@ -314,7 +314,7 @@ REFUSED = [
     ({"bias": ARRAY}, TypeError, "bias must be a torch tensor, got an ndarray"),
     ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes must be a torch tensor, got a list"),
     ({"slopes": 1}, TypeError,
-     r"slopes is not an option \(did you mean alibi_slopes\?\); options: scale,"),
+     r"slopes is not an option \(did you mean alibi_slopes\?\); options: alibi_slopes,"),
     ({"out": 1}, TypeError, r"out is not an option of this function \(standard_attention,"),
     ({"attn_mask": ARRAY}, TypeError, "attn_mask must be a torch tensor, got an ndarray"),
     ({"attn_mask": Ones("int32")}, TypeError,

@@ -223,7 +223,7 @@ BAD = {
     ),
     "packed with the other layout": (
         {"cu_seqlens_q": [0, 1, 2], "layout": "bnhd"},
-        r"layout must be 'bhnd' or None with cu_seqlens_q \(packed q .*got 'bnhd'",
+        "layout cannot be given with cu_seqlens_q .* packed arrays .*got 'bnhd'; leave .* pages as",
     ),
     "packed with q_lens": (
         {"cu_seqlens_q": [0, 1, 2], "q_lens": [1, 1]},

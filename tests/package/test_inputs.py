@@ -185,7 +185,11 @@ def test_a_function_without_a_docstring_takes_the_options(monkeypatch):
         ("flash_attention_2", "softmax_scale", "(did you mean scale?)"),
         ("flash_attention_1", "mask", "(did you mean attn_mask?)"),
         ("flash_attention_2", "cache_seqlens", "(did you mean kv_lens?)"),
-        ("flash_attention_2", "nonsense", "nonsense is not an option; options: scale, causal,"),
+        (
+            "flash_attention_2",
+            "nonsense",
+            "nonsense is not an option; options: alibi_slopes, attn_mask,",
+        ),
     ],
 )
 def test_a_name_of_another_function_is_said_to_be_there(call, name, says):

@@ -331,8 +331,8 @@ def test_packed_sequences():
             {"cu_seqlens_q": [0, 8]},
             ValueError,
             [
-                "cu_seqlens_k must describe as many sequences as cu_seqlens_q, which describes",
-                "got 3",
+                "cu_seqlens_k must describe the same number of sequences as cu_seqlens_q",
+                "(1), got 3",
             ],
         ),
         (

@@ -178,6 +178,15 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 
 
+def _cell(name: str, text: str) -> Any:
+    """Return the value of a cell; raise ValueError with the column and the text."""
+    try:
+        return _READ.get(name, str)(text)
+    except (KeyError, ValueError):
+        wanted = "true or false" if name == "causal" else "a number"
+        raise ValueError(f"{name} must be {wanted}, got {text!r}") from None
+
+
 def _text(value: Any) -> str:
     if value is None:
         return ""
@@ -385,9 +394,8 @@ def parse(text: str, machine: str) -> tuple[Row, ...]:
             if len(line) != len(header):
                 raise ValueError(f"must have {len(header)} columns, got {len(line)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
-            read = {name: _READ.get(name, str)(cell) for name, cell in named}
-            rows.append(Row(machine=machine, **read))
-        except (KeyError, ValueError) as error:
+            rows.append(Row(machine=machine, **{name: _cell(name, cell) for name, cell in named}))
+        except ValueError as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
     return tuple(rows)
 
@@ -660,5 +668,7 @@ class Store:
         named = {row.run for row in rows}
         for name in named - set(known):
             path = self.path(experiment, machine, ".json")
-            raise StoreError(f"{path}: must describe run {name!r}, which {machine}.csv has rows of")
+            raise StoreError(
+                f"{path}: must describe run {name!r}, because {machine}.csv has rows of this run"
+            )
         return rows, [run for name, run in known.items() if name in named]
