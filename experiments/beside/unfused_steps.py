@@ -226,8 +226,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["step", "published, ms (PyTorch, A100)", "torch, ms", "ours, ms"]
     caption = (
         "Forward, fp16, N=1024, d=64, 16 heads, batch 64, causal, dropout 0.1. Our standard "
-        "attention has three kernels. The first one computes the first product, the scale and the "
-        "mask. The second one computes the softmax and the dropout. The third one computes the "
-        "second product."
+        "attention has three kernels. The first kernel computes Q K^T, the scale and the mask. "
+        "The second kernel computes the softmax and the dropout. The third kernel computes P V."
     )
     return tables.of(caption, header, lines)

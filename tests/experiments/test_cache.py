@@ -131,7 +131,7 @@ def test_the_size_that_fits_lies_between_two():
 def test_the_table(tmp_path):
     rows = [row for row in synthetic() if (row.seqlen_q, row.head_dim) == (512, 64)]
     store = recorded(tmp_path, cache.NAME, rows)
-    assert "No call of these tiles was measured." in report.text(cache.NAME, store)
+    assert "No call with these tiles was measured." in report.text(cache.NAME, store)
     fields = {"experiment": "io_vs_seqlen", "source": "dram", "metric": "traffic", "note": ""}
     recorded(tmp_path, "io_vs_seqlen", [
         replace(row, machine=report.MACHINE, value=(2 - n) * row.value, **fields)

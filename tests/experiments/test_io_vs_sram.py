@@ -213,7 +213,7 @@ def test_the_table(module, tmp_path, monkeypatch):
     want = -1 if module is io_vs_sram else 2
     assert exponents == pytest.approx([want] * 3, abs=0.05)
     if module is io_vs_sram:
-        assert "square blocks from M = 1.3" in text
+        assert "FA-1 with line 1's tiles from M = 1.3" in text
 
 
 @pytest.mark.parametrize("module", QUICK, ids=lambda module: module.NAME)
