@@ -290,8 +290,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         f"A decoding step in fp16. Each sequence has one row of Q and {LARGE[2]} keys after the "
         f"prefix, with {LARGE[0]} query heads, {LARGE[1]} K/V heads and d={LARGE[3]}. The cache "
-        f"has pages of {LARGE[4]} rows. *Read by each sequence*: all block tables begin with the "
-        "pages of the prefix. *MB* is what the kernels on mma load and store in "
+        f"has pages of {LARGE[4]} rows. If each sequence reads the prefix, all block tables "
+        "begin with the pages of the prefix. *MB* is what the kernels on mma load and store in "
         "global memory, by the access model"
     )
     if errors:

@@ -256,8 +256,8 @@ def table(
     reach = f" torch's matrix product reaches {peak.number:.0f} TFLOP/s." if peak else ""
     timed = tables.runs(r for r in rows if r.metric == "time")
     return tables.of(
-        f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data file has all lengths "
-        "and masks.",
+        f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data file also "
+        "contains the other lengths and masks.",
         header,
         lines,
     )
