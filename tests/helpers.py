@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from fa_numba import reference
 from fa_numba.choices.tiles import simt_tiles
 from fa_numba.masks import distance
 from fa_numba.mods import PARAMETERS, captured, holding
+from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions
 from fa_numba.scores import checked_call
 
@@ -268,6 +269,10 @@ def memories(device, layout, options):
         name: _beside(device, name, options[name]) for name in PARAMETERS if options.get(name)
     }
     others = {name: memory.argument for name, memory in given.items()}
+    mask = options.get("block_mask")
+    if isinstance(mask, BlockMask):
+        moved = _beside(device, "mask_mod", mask.mask_mod)
+        others["block_mask"] = replace(mask, mask_mod=moved, captured=captured("mask_mod", moved))
     return given, {**options, **functions, **others}
 
 

@@ -127,8 +127,9 @@ def _measures(choices: Choices, unit: Unit) -> tuple[str, ...]:
         if name not in found:
             allowed = f"a tuple of {one_of(map(repr, found))}" if found else "()"
             others = [repr(u.name) for u in UNITS.values() if choices.algorithm in _ablating(u)]
-            only = f"; only unit {one_of(others)} has optimisations to leave out"
-            only = only if others and not found else ""
+            only = ""
+            if others and not found:
+                only = f"; only unit {one_of(others)} has optimisations to leave out"
             raise ValueError(
                 f"ablate must be {allowed} with algorithm {choices.algorithm!r} on unit "
                 f"{unit.name!r}, got {ablate!r}{only}"

@@ -332,7 +332,7 @@ def ring_break_even(
 def _check(problem: Problem, ranks: int, travels: str, passes: str) -> None:
     as_size("ranks", ranks, axis=False)
     check_name("travels", travels, TRAVELS)
-    check_name("passes", passes, PASSES)
+    check_name("passes", passes, PASSES[:2])
     if problem.q_lens is not None or problem.kv_lens is not None:
         raise ValueError(
             "problem describes the part of one rank and must have no q_lens or kv_lens, got q_lens "

@@ -51,7 +51,7 @@ from experiments.lab.measure.series import (
     plan,
 )
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
-from experiments.lab.record import published, registry, runner
+from experiments.lab.record import published, ran, registry, runner
 from experiments.lab.record.options import CHOICES, FIGURES, REPOSITORY, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Store, StoreError
 from experiments.lab.show import report, style, tables
@@ -278,6 +278,7 @@ def run_in_process(monkeypatch, tmp_path, measure):
         __doc__="A stand-in.", NEEDS=(), measure=measure, draw=lambda rows: None
     )
     monkeypatch.setattr(runner, "load", lambda name: module)
+    monkeypatch.setattr(ran, "code_of", lambda name: {})  # it has no file
     return runner.Runner(Options(out=tmp_path), [], Console(quiet=True))
 
 

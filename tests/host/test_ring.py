@@ -807,6 +807,7 @@ def test_the_model_refuses_what_is_no_ring():
         ({"rank": 2}, "rank must be from 0 to 1, got 2"),
         ({"travels": "o"}, "travels must be 'kv' or 'q', got 'o'"),
         ({"passes": "both"}, "passes must be .*got 'both'"),
+        ({"passes": "fwd+bwd"}, "passes must be 'fwd' or 'bwd', got 'fwd.bwd'"),
         ({"problem": Problem(1, 1, 1, 3, 3, 8, causal=True)}, "got 3 rows and 3 columns"),
         (
             {"problem": Problem(1, 1, 1, 4, 4, 8, kv_lens=(3,))},

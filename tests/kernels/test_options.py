@@ -670,6 +670,8 @@ REFUSED_CALLS = [
     ("flash_attention_2", HALVES, {"ablate": "padding"}, ValueError,
      "ablate must contain 'swizzle' if it contains 'padding', because only rows that are not",
      "got 'padding'"),
+    ("plan", SHAPES, {"algorithm": "standard", "ablate": ("turns",)}, ValueError,
+     "ablate must be () with algorithm 'standard' on unit 'simt', got ('turns',)"),
     ("flash_attention_1", HALVES, {"ablate": ["wide_stores"]}, ValueError,
      "ablate must be a tuple of 'padding', 'swizzle', 'prefetch', 'q_registers' or",
      "got ['wide_stores']"),

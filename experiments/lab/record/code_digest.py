@@ -11,6 +11,7 @@ import ast
 import builtins
 import functools
 import hashlib
+import importlib
 import importlib.util
 import symtable
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -57,11 +58,18 @@ def of_module(name: str) -> str:
 
 
 def path_of(module: str) -> Path | None:
-    """Return the file of a module of this repository, which is not imported."""
-    path = REPOSITORY.joinpath(*module.split("."))
-    for found in (path / "__init__.py", path.with_suffix(".py")):
-        if found.exists():
-            return found
+    """Return the file of a module of this repository, or of `experiments` elsewhere, or None.
+
+    The module is not imported.
+    """
+    top, *rest = module.split(".")
+    roots = [REPOSITORY / top]
+    if top == PACKAGE:
+        roots += map(Path, importlib.import_module(top).__path__)
+    for path in (root.joinpath(*rest) for root in roots):
+        for found in (path / "__init__.py", path.with_suffix(".py")):
+            if found.exists():
+                return found
     return None
 
 
