@@ -8,6 +8,8 @@ import numpy as np
 
 Index3 = tuple[int, int, int]
 
+UNNAMED = "local array"  # the name of a local array that no variable names
+
 # The end of a report on two accesses of one block, and what mends it.
 NO_BARRIER = (
     "with no barrier between. Add a barrier between the two accesses, such as syncthreads()"
@@ -45,7 +47,7 @@ def _named(value: Any) -> str:
     if name is None:
         return "another value"
     made = getattr(value, "made_at", None)
-    array = name if name == "local array" else f"array {name}"
+    array = f"a {name}" if name == UNNAMED else f"array {name}"
     return array if made is None else f"{array} (made at {made})"
 
 
@@ -76,7 +78,7 @@ def framed(
     text: str, block: Index3 | None, thread: Index3 | None, array: str | None, line: str | None
 ) -> str:
     """Return a message with two more lines: block, thread and array, and the source line."""
-    known = {"block": block, "thread": thread, "array": array}
+    known = {"block": block, "thread": thread, "array": None if array == UNNAMED else array}
     where = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
     text = f"{text}\n  in {where}" if where else text
     return text if line is None else f"{text}\n  at {line}"

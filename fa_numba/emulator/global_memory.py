@@ -388,7 +388,8 @@ class GlobalArray:
         e = self._offset
         if len(index) > self.ndim or (whole and len(index) < self.ndim):
             raise TypeError(
-                f"{self.name} must have {self.ndim} indices, one for each axis, got {len(index)}"
+                f"the index of {self.name} must have one number for each axis (axes: {self.ndim}), "
+                f"got {len(index)}"
             )
         for i, n, step in zip(index, self.shape, self._steps, strict=False):
             lane = self.ctx.first_outside(i, n)

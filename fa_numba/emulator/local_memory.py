@@ -8,7 +8,7 @@ import numpy as np
 
 from . import checks
 from .conversions import converter
-from .errors import UninitialisedRead, two_arrays
+from .errors import UNNAMED, UninitialisedRead, two_arrays
 from .lanes import Mask, fma
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ class LocalArray:
     @property
     def name(self) -> str:
         """Return the name of the variable in the kernel."""
-        return self.ctx.target(self.site, "local array")
+        return self.ctx.target(self.site, UNNAMED)
 
     @property
     def made_at(self) -> str:
-        """Return the source line that makes the array, for messages."""
-        return self.ctx.line_of(self.site)
+        """Return the file and line that makes the array, for messages."""
+        return self.ctx.line_of(self.site).partition(": ")[0]
 
     @property
     def size(self) -> int:

@@ -378,8 +378,52 @@ def test_lanes_hold_one_array():
         with pytest.raises(
             TypeError,
             match="holds .*array .* in some lanes and .* in other lanes. .* not support",
-        ):
+        ) as info:
             launch(kernel, 1, 4, (x, y, out, kind), shared_bytes=32)
+        assert "\n  at test_lockstep.py:" in str(info.value) and "_fa_" not in str(info.value)
+
+
+def test_an_array_of_a_tuple_is_called_what_the_source_calls_it():
+    def kernel(out, which):
+        t = cuda.threadIdx.x
+        if t < 9:
+            one, other = cuda.local.array(2, float32), cuda.local.array(2, float32)
+            last = same = cuda.local.array(3, float32)
+        if which == "same":
+            last[3] = 1
+        elif which == "other":
+            other[2] = 1
+        elif t > 3:
+            one = other
+        out[t] = same[0]
+
+    for which, error, message in (
+        ("same", OutOfBounds, "^last.3. is outside the array of 3 elements"),
+        ("other", OutOfBounds, "^other.2. is outside the array of 2 elements"),
+        ("both", TypeError, "holds array other .made at test_lockstep.py:.*and array one .made"),
+    ):
+        with pytest.raises(error, match=message) as info:
+            launch(kernel, 1, 8, (np.zeros(8), which))
+        assert "_fa_" not in str(info.value)
+
+
+def test_an_array_that_is_stored_as_a_number_is_refused():
+    numbers = np.zeros((2, 16))
+
+    def stored(out):
+        out[cuda.threadIdx.x] = numbers
+
+    def shared(out):
+        s = cuda.shared.array(16, float32)
+        s[cuda.threadIdx.x] = numbers
+        out[0] = s[0]
+
+    for kernel, name in ((stored, "out"), (shared, "s")):
+        said = f"^a value stored to an element of {name} must be one number, got an array of shape"
+        with pytest.raises(ValueError, match=said) as info:
+            launch(kernel, 1, 16, (np.zeros(16),))
+        place = f"\n  in block (0, 0, 0), thread (0, 0, 0), array {name}\n  at test_lockstep.py:"
+        assert place in str(info.value)
 
 
 @pytest.mark.parametrize(
