@@ -421,8 +421,9 @@ class SharedArray:
             site = ctx.sites[self.buffer.sites[0, p]]
             text = (
                 f"{element} is accessed while a copy into it is in flight, issued by thread "
-                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)}. Call "
-                "wait_async() first, and then a barrier if another thread started the copy"
+                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)}. Wait "
+                "for the copy first: with wait_mbarrier if it copies a box, else with wait_async() "
+                "and a barrier"
             )
         else:
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, {NO_BARRIER}"

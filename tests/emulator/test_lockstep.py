@@ -395,7 +395,7 @@ def test_an_array_of_a_tuple_is_called_what_the_source_calls_it():
             other[2] = 1
         elif t > 3:
             one = other
-        out[t] = same[0]
+        out[t] = one[0] + same[0]
 
     for which, error, message in (
         ("same", OutOfBounds, "^last.3. is outside the array of 3 elements"),
