@@ -108,7 +108,7 @@ GAINS = {
     "order_one_block": ("loop order, one block per head", "time", "fa1", "fa2-one-block"),
     "grid": ("grid of Q outer", "time", "fa2-one-block", "fa2-fa1-tiles"),
     "splits": ("grid of K/V outer", "time", "fa1", "fa1-splits"),
-    "order": ("loop order, equal grid", "time", "fa1-splits", "fa2-fa1-tiles"),
+    "order": ("loop order, full grid", "time", "fa1-splits", "fa2-fa1-tiles"),
     "instructions": ("part: instructions", "instructions", "fa1-splits", "fa2-fa1-tiles"),
     "waiting": ("part: waiting", "issue", "fa2-fa1-tiles", "fa1-splits"),
     "rest": ("part: rest", "", "", ""),
@@ -120,7 +120,7 @@ def factors(found: Steps) -> dict[str, float | None]:
     """Return how many times faster each step is, and the factors of the loop order's gain.
 
     `total`, from FA-1 to FA-2, is `order_one_block` x `grid` x `tiles`, or `splits` x `order` x
-    `tiles`: the loop order changes with one thread block per head, or with an equal grid. `warps`
+    `tiles`: the loop order changes with one thread block per head, or with a full grid. `warps`
     comes before both. If FA-1 is measured at FA-2's tiles, `tiles` is the gain of FA-1 by these
     tiles, and the total starts from FA-1's own tiles.
 

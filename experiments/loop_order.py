@@ -113,7 +113,7 @@ def in_setting(problem: Problem) -> bool:
 # A ratio: its column, of which of FA-1's series, their source and metric.
 RATIOS = {
     "grid": ("time, paper's grid", 0, "measured", "time"),
-    "splits": ("time, equal grid", 1, "measured", "time"),
+    "splits": ("time, full grid", 1, "measured", "time"),
     "model": ("accesses", 1, "model", "traffic"),
     "l2": ("L2 bytes", 1, "l2", "traffic"),
     "dram": ("DRAM bytes", 1, "dram", "traffic"),
@@ -144,7 +144,7 @@ def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw FA-1 over FA-2 over N, without a mask: DRAM bytes, and time on an equal grid."""
+    """Draw FA-1 over FA-2 over N, without a mask: DRAM bytes, and time on a full grid."""
     found = {
         (unit, problem): values
         for (unit, problem), values in _every(rows).items()
@@ -166,7 +166,7 @@ def draw(rows: Sequence[Row]) -> Any:
     message = "K/V outer (FA-1) costs more than Q outer (FA-2)"
     if splits:
         message = f"K/V outer takes up to {splits:.1f} times as long as Q outer"
-    what = "equal tiles, grid and work; forward, 16k tokens, hidden dimension 2048"
+    what = "equal tiles and work, full grid; forward, 16k tokens, hidden dimension 2048"
     units = {unit for unit, _ in found}
     shown = [
         *(style.patch(UNIT_NAMES[u], color=c) for u, c in _UNITS.items() if u in units),
@@ -201,7 +201,7 @@ def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str) -> Non
 # What a panel shows of `ratios`: colour of, marker, line, label.
 _LINES = {
     "grid": ("fa1-simt", "o", "-", "time, the paper's grid"),
-    "splits": ("fa1-simt-splits", "D", "-", "time, equal grid (marks: query splits)"),
+    "splits": ("fa1-simt-splits", "D", "-", "time, full grid (marks: query splits)"),
     "model": ("model", "", "-", "accesses in bytes, model"),
     "l2": ("model", "x", "", "L2 bytes, measured"),
 }

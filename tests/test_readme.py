@@ -129,7 +129,7 @@ def test_the_finding_is_the_forms(page):
     form = report.text("artefact", Store(report.FIGURES))
     for claim, words in (
         ("DRAM bytes", "moves {} the"),
-        ("Time at equal tiles and an", "takes {} as"),
+        ("Time at equal tiles and a full", "takes {} as"),
     ):
         (line,) = (line for line in form.splitlines() if line.startswith(f"| {claim}"))
         assert words.format(line.split(" | ")[4]) in finding

@@ -88,7 +88,7 @@ LINES = (
         _span(_over_units(moved("dram")), ".0f"), RATIO,
     ),
     Line(
-        "Time at equal tiles and an equal grid: K/V outer / Q outer", GPU, ("loop_order",),
+        "Time at equal tiles and a full grid: K/V outer / Q outer", GPU, ("loop_order",),
         _span(_over_units(took(1))), RATIO,
     ),
     Line(

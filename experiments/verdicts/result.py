@@ -78,7 +78,7 @@ def sentences(found: Evidence) -> str:
         line("bytes accessed", moved("model")),
         line("L2 bytes", moved("l2")),
         line("DRAM bytes", moved("dram"), ".0f"),
-        line("time, equal grid", took(1)),
+        line("time, full grid", took(1)),
         line("time, FA-1 on the paper's grid", took(0), ".1f"),
         line("time, each order's own tiles, FA-1 with query splits", took_own(1)),
         line("time, each order's own tiles, FA-1 on the paper's grid", took_own(0), ".1f"),

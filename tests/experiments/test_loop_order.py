@@ -130,7 +130,7 @@ def test_the_result_is_seen_at_a_glance():
     assert time.get_title() == "time: up to 1.5 times as long"
     message, what = figure.legends[0].get_title().get_text().splitlines()
     assert message == "K/V outer takes up to 1.5 times as long as Q outer"
-    assert what.startswith("equal tiles, grid and work; ")
+    assert what.startswith("equal tiles and work, full grid; ")
     assert {y for line in time.lines[:-1] for y in line.get_ydata()} == {1.5}
     # Masked problems and other heads are the second figure's.
     masked = [replace(row, causal=True) for row in synthetic() if row.metric == "time"]

@@ -77,7 +77,7 @@ THUMBS = {
     ),
     "loop_order": Thumb(
         "At equal tiles K/V outer takes longer",
-        {"fa1-mma": "FA-1, paper's grid", "fa1-mma-splits": "FA-1, equal grid",
+        {"fa1-mma": "FA-1, paper's grid", "fa1-mma-splits": "FA-1, full grid",
          "fa2-mma-fa1-tiles": "FA-2"},
         "time (ms)", tokens=True, fields={"metric": "time", "head_dim": 64, "heads_q": 32, **PLAIN},
     ),
