@@ -146,7 +146,7 @@ def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, i
         each = " (two chunks per rank under a causal mask)" if chunks != ranks else ""
         raise ValueError(
             f"the number of rows of the sequence must be a multiple of {chunks} for {ranks} "
-            f"ranks{each}, got {size}; pad the sequence"
+            f"ranks{each}, got {size}"
         )
     rows = size // chunks
     held = (rank,) if chunks == ranks else (rank, chunks - 1 - rank)

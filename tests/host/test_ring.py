@@ -40,9 +40,7 @@ def test_rows_are_split_among_ranks():
         ValueError, match="rows of the sequence must be a multiple of 4 for 2 .*got 6"
     ):
         ring.rows_of(0, 2, 6, True)
-    with pytest.raises(
-        ValueError, match="must be a multiple of 2 for 2 ranks, got 7; pad the sequence$"
-    ):
+    with pytest.raises(ValueError, match="must be a multiple of 2 for 2 ranks, got 7$"):
         ring.rows_of(0, 2, 7, False)
     with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
         ring.rows_of(2, 2, 8, False)

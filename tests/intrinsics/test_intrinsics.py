@@ -278,7 +278,7 @@ def _two_formats(X):
 
 
 def test_tiles_of_two_formats_do_not_overlap():
-    with pytest.raises(EmulatorError, match="bits .uint16. overlaps floats .float32."):
+    with pytest.raises(EmulatorError, match="bits .uint16. overlaps shared array floats .float32."):
         emulator.launch(_two_formats, 1, 32, (ramp(32),), shared_bytes=4096)
 
 

@@ -91,7 +91,7 @@ def test_the_plan_shows_its_grid_kernels_workspace_and_accesses():
             2,
             {"d": 136},
             ValueError,
-            "group_splits must be 1 or 'auto' .* head_dim of 136 .* got 2; .* up to head_dim 128",
+            "group_splits must be 1 or 'auto' .* head_dim of 136 .* got 2;.* of at most 128",
         ),
         (2, {"algorithm": "fa1", **UNIT}, ValueError, "algorithm 'fa1'"),
         (2, {"algorithm": "standard"}, ValueError, "algorithm 'standard'"),
