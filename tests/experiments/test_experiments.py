@@ -360,9 +360,9 @@ def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, mon
     monkeypatch.setenv("COLUMNS", "200")
     command.main(["list"])
     said = capsys.readouterr().out
-    assert f"{another:17}Accesses of both orders over the head dimension [CPU]" in said
+    assert f"{another:17}Compares the bytes that both loop orders access over the head dimension [CPU]" in said
     assert command.main(["list", another]) == 0
-    assert "Bytes that each order loads and stores" in capsys.readouterr().out
+    assert "The numbers are closed forms" in capsys.readouterr().out
     out, page = tmp_path / "out", tmp_path / "page.md"
     assert command.main(["run", another, "--out", str(out)]) == 0
     store = Store(out)
