@@ -65,7 +65,7 @@ def inputs(Nq, Nk):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page):
-    text = (ROOT / page).read_text()
+    text = re.sub(r"^ {7,}.*$", "", (ROOT / page).read_text(), flags=re.M)  # no code in a list
     links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.M)
     for link in links:
         if not link.startswith("https://"):
