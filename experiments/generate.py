@@ -352,4 +352,4 @@ def _equal(rows: Sequence[Row]) -> str:
     same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
     if not counted:
         return ""
-    return f" {same} of {counted} numbers that the emulator counted equal the closed form."
+    return f" {same} of {counted} counts of the emulator equal the closed form."

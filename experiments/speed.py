@@ -84,9 +84,9 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
         "Speed of FA-2 in float32 for each value of `precision`. TFLOP/s are at the longest N. A "
-        "column *A / torch's* is the speed of FA-2 / the speed of torch's memory-efficient "
-        "attention. A cell has the median over N, and in brackets the smallest and the largest "
-        "ratio."
+        "column that ends in */ torch's* is the speed of FA-2 with this precision / the speed of "
+        "torch's memory-efficient attention. Such a cell has the median over N, and in brackets "
+        "the smallest and the largest ratio."
     )
     return tables.of(caption, header, lines)
 

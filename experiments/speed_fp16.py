@@ -103,7 +103,7 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
         "sizes where FA-1, FA-2 and unfused attention rank as published",
     ]
     caption = (
-        "Ratios of speeds in TFLOP/s; fp16, 16k tokens, hidden dimension 2048. A cell has the "
+        "Ratios of speeds; fp16, 16k tokens, hidden dimension 2048. A cell has the "
         "smallest and the largest ratio over all N, without and with a causal mask."
     )
     return tables.of(caption, header, lines)

@@ -785,7 +785,7 @@ def exp_minus(x: Array, m: Array) -> Array:
     Parameters
     ----------
     x : ndarray, shape (rows, columns) or (rows,)
-        Scores. Any floating-point dtype, which the result keeps.
+        Scores of any floating-point dtype. The result has the wider dtype of x and m.
     m : ndarray, shape (rows,)
         One number per row, at least as large as the row's largest score.
 
@@ -809,7 +809,7 @@ def divide_rows(X: Array, l: Array) -> Array:
     Parameters
     ----------
     X : ndarray, shape (rows, d)
-        A tile. Any floating-point dtype, which the result keeps.
+        A tile of any floating-point dtype. The result has the wider dtype of X and l.
     l : ndarray, shape (rows,)
         Row sums. A row with l = 0 has seen no column; it is divided by 1.
 
@@ -835,7 +835,8 @@ def logsumexp(m: Array, l: Array) -> Array:
     Parameters
     ----------
     m : ndarray, shape (rows,)
-        Maximum of each row of S. Any floating-point dtype, which the result keeps.
+        Maximum of each row of S, of any floating-point dtype. The result has the wider dtype of m
+        and l.
     l : ndarray, shape (rows,)
         Sum of e^(S - m) over each row of S.
 

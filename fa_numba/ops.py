@@ -630,7 +630,7 @@ def attention(q, k, v, *, algorithm="fa2", **options):
                        ``score_mod``, ``score_mod_grad``; head dimensions up to 128
     ================== ================================================================
 
-    The argument ``return_dbias`` is refused in both backward passes. With a ``precision`` other
+    On unit "wgmma", both backward passes refuse ``return_dbias``. With a ``precision`` other
     than "ieee", the rule is different: unit "wgmma" takes head dimensions up to 128, and only the
     options ``causal``, ``window``, ``q_lens``, ``kv_lens``, ``cu_seqlens_q``, ``cu_seqlens_k``,
     ``scale`` and ``layout``.
@@ -1293,9 +1293,9 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
     ------
     TypeError
         If ``mask_mod`` is no Python function of four parameters, or if ``tiles`` has no Br and Bc.
-        Also if the function uses anything except numbers and arrays of float32, int32 or bool.
     ValueError
         If the source of ``mask_mod`` is not available or contains what a kernel cannot compute, if
+        the function uses anything except numbers and arrays of float32, int32 or bool, if
         a size is not positive, or if the emulator would run for more than about 30 seconds.
 
     See Also

@@ -76,10 +76,11 @@ class AttentionOptions(TypedDict, total=False):
         and calls of other functions are refused.
         The function may use names from outside if these are numbers, or arrays of float32, int32 or
         bool. An array must be on the device of q, and must be indexed with one index for each axis.
-        The kernel evaluates the function for all elements of a visited tile, also for hidden
-        elements. Every index must therefore be within its array for hidden elements too. A negative
-        index does not count from the end. If the value of a number changes, no new kernel is
-        compiled.
+        The kernel evaluates the function for all rows and columns of a visited tile that exist
+        (``i < seqlen_q`` and ``j < seqlen_k``), also for hidden elements. Every index must
+        therefore be within its array for hidden elements too. A negative index does not count from
+        the end. If a number from outside has changed since the last call, its new value is used
+        without compiling a new kernel.
     score_mod_grad : function, optional
         Python function ``score_mod_grad(score, b, h, i, j)`` that returns the derivative of
         ``score_mod`` with respect to the score. Only the backward pass uses it. By default the

@@ -234,8 +234,9 @@ def _held(
             continue
         if option != "score_mod":
             raise ValueError(
-                f"{name} in {option}, {mod}, requires a gradient, which attention computes only "
-                f"for tensors in score_mod; use {name}.detach() there"
+                f"the tensor {name!r} that {option} uses ({mod}) requires a gradient, but "
+                "attention computes gradients only for tensors in score_mod; use "
+                f"{name}.detach() in {option}"
             )
         learnt[name] = value
     return mods.holding(function, dict(values))
@@ -695,8 +696,8 @@ def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tenso
     sizes = [x.shape[dim] for x in parts]
     if len(set(sizes)) != 1:
         raise ValueError(
-            "parts must hold one or more tensors with equal numbers of rows along dim, got "
-            f"{sizes} rows"
+            f"parts must contain one or more tensors of one size along axis dim={dim}, got sizes "
+            f"{sizes}"
         )
     size = sum(sizes)
     for rank, x in enumerate(parts):

@@ -43,7 +43,7 @@ the published curve does |
 | *words* | the words of the claim are true at this point; if they are true at all points, the \
 verdict is "reproduced" |
 
-- If the paper gives a range or a bound, our number must be in this range, without a factor.
+- If the paper gives a range or a bound, our number must lie in it. No factor is allowed then.
 - A claim about FlashAttention is checked for both loop orders. If their verdicts differ, each \
 order has a row of its own.
 - If there are fewer than ten points, the trend must agree at all of them."""

@@ -58,7 +58,8 @@ class Dram:
     bytes : int
         Bytes read from and written to device memory.
     again : int
-        Bytes that are read repeatedly, by all thread blocks that run at the same time.
+        Size in bytes of the data that the thread blocks which run at the same time read
+        repeatedly. Each byte counts once.
     served : bool
         Whether L2 holds the bytes that are read repeatedly: whether `again` is at most half the
         size of L2.

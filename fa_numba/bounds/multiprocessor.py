@@ -49,9 +49,9 @@ def occupancy(device: Device, kernel: Kernel, registers: int | None = None) -> O
     kernel : Kernel
         The kernel; its threads and bytes of shared memory per thread block are used.
     registers : int, optional
-        Registers of a thread. If None, `least` assumes 255 registers per thread, the greatest
-        number. It is at least ``kernel.min_blocks`` if the other limits allow this number: the
-        compiler uses so few registers that ``kernel.min_blocks`` thread blocks fit.
+        Registers of a thread. If None, `least` is computed with 255 registers per thread, the
+        greatest number. But `least` is never below ``kernel.min_blocks`` if the other limits allow
+        this many thread blocks, because the compiler then uses fewer registers.
 
     Returns
     -------

@@ -41,8 +41,8 @@ class Expected:
     occupancies : tuple of Occupancy
         Thread blocks of each kernel that a multiprocessor holds.
     busy : float
-        Share of the time of all multiprocessors in which they have thread blocks of the main kernel
-        to run, from 0 to 1. It is below 1 if there are fewer thread blocks than multiprocessors, or
+        Average share of the main kernel's time in which a multiprocessor has thread blocks to run,
+        from 0 to 1. It is below 1 if there are fewer thread blocks than multiprocessors, or
         if the last wave of thread blocks does not fill all multiprocessors. The main kernel is the
         kernel with the most shared memory. It computes the products.
     flops : int
@@ -108,8 +108,8 @@ def expected(plan: Plan, device: Device, *, compiling: bool = False) -> Expected
     compiling : bool, default False
         Whether to compile the plan's kernels, which takes seconds per kernel. Compiling gives the
         number of registers. If False, the number is known only for kernels that were compiled for
-        the present GPU before. If the number is not known, a multiprocessor may hold a range of
-        thread blocks. The least number of the range is taken.
+        the present GPU before. If the number is not known, only a range is known for how many
+        thread blocks a multiprocessor holds. The least number of the range is taken.
 
     Returns
     -------

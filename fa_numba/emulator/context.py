@@ -135,7 +135,7 @@ class Context(Active):
         return 0, 0
 
     def numbered_site(self) -> int:
-        """Return the index into `sites` of the current instruction.
+        """Return the number of the current instruction, its index in the list ``sites``.
 
         Returns
         -------

@@ -306,7 +306,7 @@ class GlobalArray:
     ) -> Callable[[np.ndarray], np.ndarray]:
         """Return a function that reads the source of an asynchronous copy.
 
-        The loads are counted at once.
+        This call counts the loads.
 
         Parameters
         ----------
@@ -318,8 +318,8 @@ class GlobalArray:
             Number of elements that are read. The other elements of the copy are zero.
         beside : ndarray of int, optional
             For each lane, the number of the 32-byte piece of shared memory to which the lane
-            copies. Copies of 16 bytes bypass L1. They fetch a sector of global memory once for each
-            different piece.
+            copies. It is used to count sectors. Copies of 16 bytes bypass L1, and fetch a sector of
+            global memory once for each piece of shared memory that receives a part of it.
 
         Returns
         -------

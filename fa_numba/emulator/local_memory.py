@@ -239,8 +239,9 @@ class LocalArray:
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
         """Return the earlier array of a source line that some lanes have run again.
 
-        The lanes of `mask` have run the line again that makes the array. All lanes then use the
-        array that exists already. In the lanes of `mask`, its elements have no values any more.
+        The lanes of `mask` have run again the line that makes the array. `self` is the array that
+        they made. All lanes then use `other`, the earlier array. In the lanes of `mask`, the
+        elements of `other` lose their values.
 
         Parameters
         ----------

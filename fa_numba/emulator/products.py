@@ -145,10 +145,10 @@ class Products(Boxes):
         if not same and tids[-1] < self.threads:
             raise Together
         text = (
-            f"only some threads of warpgroup {warpgroup} reach {operation} together: earlier "
-            "waits or branches have separated the threads. The emulator does not support this: "
-            f"move waits out of branches that only some of the {WARPGROUP} threads take"
-            f"{self._waiters()}"
+            f"the {WARPGROUP} threads of warpgroup {warpgroup} must reach {operation} as one "
+            "group, but earlier waits or branches have separated the threads into several groups. "
+            "The emulator does not support this: move waits out of branches that only some of the "
+            f"threads take. The threads of the block:{self._waiters()}"
         )
         raise self.fault(EmulatorError, text)
 

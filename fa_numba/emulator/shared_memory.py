@@ -335,6 +335,8 @@ class SharedArray:
         ------
         SharedHazard
             If an element may still be read or written.
+        OutOfBounds
+            If an element is outside of shared memory.
         """
         group, buffer, site = self.ctx.group, self.buffer, self.ctx.numbered_site()
         e, who = group.lanes(e), (buffer.copiers, buffer.sites, site)

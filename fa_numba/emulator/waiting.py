@@ -391,7 +391,7 @@ class Waiting(Context):
         where: dict[str, list[int]] = {}
         states: list[tuple[int, str]] = []
         for g in self._groups:
-            text = {READY: "can run", DONE: "returned"}.get(g.state)
+            text = {READY: "not waiting", DONE: "returned"}.get(g.state)
             if text is None:
                 text = f"waiting in {g.operation} at {self.line_of(g.site)}"
             states += [(tid, text) for tid in g.tids.tolist()]

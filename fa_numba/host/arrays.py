@@ -430,7 +430,7 @@ def on_host(name: str, array: Any) -> np.ndarray:
             ) from None
     if hasattr(array, "__dlpack__"):
         return np.from_dlpack(array)
-    raise TypeError(f"{name} must be an array or a sequence of numbers, got {kind_of(array)}")
+    raise TypeError(f"{name} must be an array or a sequence of values, got {kind_of(array)}")
 
 
 def added_mask(mask: Any) -> Any:

@@ -59,8 +59,8 @@ def fa1(
     TypeError
         If `tiles` has no Br and Bc, `query_splits` is not an integer or the block mask is not bool.
     ValueError
-        If a size is below 1, the block mask has another shape, or it does not go with
-        ``problem.sparse``.
+        If a size is below 1, the block mask has another shape, is missing for a sparse
+        problem, or is given for another problem.
 
     Notes
     -----
@@ -83,8 +83,8 @@ def fa1(
     `starts_in_first_pass` is False. Line 2 then runs before that pass. With a window or `q_lens`,
     line 2 stores N_q' d elements of O, and N_q' each of l and m; the sums over j > 0 become sums
     over all j. With a block mask, line 2 stores the rows of two kinds of row tiles only: row tiles
-    that are never visited, and row tiles in which `q_lens` ends. In place of j = 0, the sums over
-    j > 0 then leave out the first visit of each row tile.
+    that are never visited, and row tiles in which `q_lens` ends. Each sum over j > 0 then becomes a
+    sum over all visits of a row tile except its first visit.
 
     In 16-bit dtypes O is kept in a float32 array A. The last visit of a row tile rounds it to O:
 
@@ -92,8 +92,8 @@ def fa1(
         A       the loads of O above      r_i d in every visit of row tile i but the last
         O       -                         r_i d in the last visit of row tile i
 
-    If line 2 stores O, it then stores A too, N_q' d elements each. With a block mask it stores only
-    O.
+    With a window or `q_lens`, line 2 stores N_q' d elements of A too. With a block mask it does not
+    store A.
 
     If float32 is split in planes, rows of Q, K and V have more elements; see the module
     `fa_numba.io_model.planes`.
@@ -178,8 +178,8 @@ def fa1_backward(
     TypeError
         If `tiles` has no Br and Bc, `query_splits` is not an integer or the block mask is not bool.
     ValueError
-        If a size is below 1, the block mask has another shape or does not go with
-        ``problem.sparse``, or `dbias` is set for a problem without a bias.
+        If a size is below 1, the block mask has another shape, is missing for a sparse
+        problem, or is given for another problem, or `dbias` is set for a problem without a bias.
 
     Notes
     -----

@@ -59,8 +59,8 @@ def fa2(
     TypeError
         If `tiles` has no Br and Bc, a number is not an integer or the block mask is not bool.
     ValueError
-        If a size is below 1, the block mask has another shape, or it does not go with
-        ``problem.sparse``.
+        If a size is below 1, the block mask has another shape, is missing for a sparse
+        problem, or is given for another problem.
 
     Notes
     -----
@@ -239,8 +239,8 @@ def fa2_backward(
     TypeError
         If `tiles` has no Br and Bc, `group_splits` is not an integer or the block mask is not bool.
     ValueError
-        If a size is below 1, the block mask has another shape or does not go with
-        ``problem.sparse``, or `dbias` is set for a problem without a bias.
+        If a size is below 1, the block mask has another shape, is missing for a sparse
+        problem, or is given for another problem, or `dbias` is set for a problem without a bias.
 
     Notes
     -----

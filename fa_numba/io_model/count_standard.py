@@ -42,8 +42,8 @@ def standard(
     TypeError
         If `tiles` has no Br and Bc, or the block mask is not bool.
     ValueError
-        If a size is below 1, the block mask has another shape, or it does not go with
-        ``problem.sparse``.
+        If a size is below 1, the block mask has another shape, is missing for a sparse
+        problem, or is given for another problem.
 
     Notes
     -----
@@ -120,8 +120,8 @@ def standard_backward(
     TypeError
         If `tiles` has no Br and Bc, or the block mask is not bool.
     ValueError
-        If a size is below 1, the block mask has another shape or does not go with
-        ``problem.sparse``, or `dbias` is set for a problem without a bias.
+        If a size is below 1, the block mask has another shape, is missing for a sparse
+        problem, or is given for another problem, or `dbias` is set for a problem without a bias.
 
     Notes
     -----

@@ -88,22 +88,23 @@ def ring(
         "q"      fwd   e n_q (Q)                            w n_q + 4 R (O, L)
         "q"      bwd   3 e n_q + 4 R (Q, dO, O, L)          w n_q (dQ)
 
-    With a gradient of L, the operands of the last line have 4 R bytes more. With a causal mask, the
-    results that rank r sends after step s <= r have half the rows. For the other half, none of the
-    ranks that the message has visited so far has computed anything. Each rank receives as many
-    bytes as the rank before it sends.
+    With a gradient of L, the operands of the last line have 4 R bytes more. In each step
+    s = 0, 1, ... a rank computes with the operands that it then holds, and sends them on. With a
+    causal mask, the results that rank r sends after step s <= r contain one of two chunks of rows:
+    the ranks that this message has visited have computed nothing for the other chunk. Each rank
+    receives as many bytes as the rank before it sends.
 
     With a window or lengths, a step is left out if no rank has a row that sees a column in this
     step. The messages are shorter, too. Operands contain the rows from the first to the last that a
     later step reads. Results contain the rows from the first to the last that an earlier step has
     read; w is e if one kernel call computed the results, else 4. A rank has one chunk of rows and
-    one chunk of columns, or two each with a causal mask. Let a chunk have the valid rows
-    a <= i < b, and another chunk the valid columns c <= j < d. Let D be the valid columns minus the
-    valid rows of the whole sequence. Then these rows see a column of the chunk, and these columns
-    are seen by a row:
+    one chunk of columns, or two each with a causal mask. Let a chunk have the valid rows i0 <= i <
+    i1, and another chunk the valid columns j0 <= j < j1. Let D be the number of valid columns minus
+    the number of valid rows of the whole sequence. Then these rows see a column of the chunk, and
+    these columns are seen by a row:
 
-        rows     max(a, c - D - right) <= i < min(b, d - D + left)
-        columns  max(c, a + D - left) <= j < min(d, b + D + right)
+        rows     max(i0, j0 - D - right) <= i < min(i1, j1 - D + left)
+        columns  max(j0, i0 + D - left) <= j < min(j1, i1 + D + right)
 
     For example, take the window (left, 0) with left at most N_k = N_q. Every rank but the last then
     sends `left` columns of K and V once. In the backward pass the gradients of these columns are

@@ -185,9 +185,9 @@ def workspace(
       A.
     - If float32 is split in n planes, FA-1 forward and both passes of FA-2 also need 2 n d' bytes
       for each row of Q, K and V. The backward pass needs them for each row of dO, too. d' is d
-      rounded up to a multiple of 16; `fa_numba.io_model.planes.rows_loaded` says when it is
-      rounded up to 32. If the planes are scaled, 516 bytes are added for each head of these
-      matrices.
+      rounded up to a multiple of 16; `fa_numba.io_model.planes.rows_loaded` says when it is rounded
+      up to 32. With ``precision="fp16x3"``, 516 bytes are added for each head of these matrices,
+      for their scales.
 
     One use of memory is not included: with `return_dsinks`, the backward passes of "standard" and
     "fa1" also need 4 R bytes for D.

@@ -504,5 +504,5 @@ def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
         wait_products(rC, 4, 0)
 
     error = caught(EmulatorError, kernel, 128, np.zeros(1, np.float32))
-    text = "of warpgroup 0 reach a product together: earlier waits or branches have separated the"
+    text = "of warpgroup 0 must reach a product as one group, but earlier waits or branches have"
     assert text in str(error)

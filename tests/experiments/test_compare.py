@@ -92,7 +92,7 @@ def test_tiles_are_those_of_both_orders():
 def test_what_cannot_be_planned_is_said():
     found, refused = sides(problem_of(dtype="float16"), tiles=Tiles(4, 8))
     assert [side.series for side in found] == ["standard-mma"]
-    assert "Br and Bc that are multiples of 16" in refused["fa1-mma"]
+    assert "tiles.Br and tiles.Bc must be multiples of 16" in refused["fa1-mma"]
 
 
 def test_fp32_has_splits_in_the_backward_pass_too():

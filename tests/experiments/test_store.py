@@ -312,7 +312,7 @@ def test_every_table_can_do_without_a_recording(tmp_path, name):
 @pytest.mark.parametrize(
     ("page", "message"),
     [
-        ("<!-- table: speed -->\n", "no end marker"),
+        ("<!-- table: speed -->\n", "but not <!-- end: speed -->; add the second marker"),
         (
             "<!-- table: nonsense -->\n<!-- end: nonsense -->\n",
             "no table is named 'nonsense'; the tables are artefact, .*",

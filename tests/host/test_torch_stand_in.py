@@ -255,7 +255,7 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
         ),
         (
             {"mask_mod": lambda b, h, i, j: learnt[h] > 0},
-            "^learnt in mask_mod, a lambda .* requires a gradient, which attention computes only",
+            "^the tensor 'learnt' that mask_mod uses .a lambda .* requires a gradient, but",
         ),
         ({"alibi_slopes": tensor((2,))}, "^alibi_slopes requires a gradient"),
         (bias | {"deterministic": True}, "^deterministic must be False with return_dbias"),

@@ -264,6 +264,6 @@ def test_small_arrays_come_by_dlpack_too():
     for lengths in (Lengths(3, 4), np.array([3, 4], ">i4")):  # which DLPack has no type for
         assert on_host("kv_lens", lengths).tolist() == [3, 4]
     with pytest.raises(
-        TypeError, match="kv_lens must be an array or a sequence of numbers, got an object"
+        TypeError, match="kv_lens must be an array or a sequence of values, got an object"
     ):
         on_host("kv_lens", object())

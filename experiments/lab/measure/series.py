@@ -327,9 +327,9 @@ def query_splits(
     Returns
     -------
     int
-        The number with which the last thread block ends first, by the work that `block_costs`
-        returns. Candidates are the powers of two below the number of row tiles, and the number of
-        row tiles. The smallest of equally good candidates is returned.
+        The number of splits for which all thread blocks are finished earliest, by the work that
+        `block_costs` returns. Candidates are the powers of two below the number of row tiles, and
+        the number of row tiles. The smallest of equally good candidates is returned.
     """
     tiles = tiles or plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")

@@ -102,8 +102,8 @@ def time_call(
     Parameters
     ----------
     call : callable
-        Runs the call once and returns the result. Takes the argument `out`, an earlier result that
-        the call overwrites.
+        Runs the call once and returns the result. It is called as ``call()`` first, and then as
+        ``call(out=result)`` with the first result, which the call overwrites.
     check : callable
         Takes a result and returns the relative error of the result. Raises if the result is wrong.
     repeats : int, default 20

@@ -48,7 +48,8 @@ class Options:
     recount : bool, default False
         Whether to count on the emulator even if stored counts are from the same code.
     replace : bool, default False
-        Whether to replace a recording that has numbers this machine cannot measure.
+        Whether to replace a recording even if it has numbers that this machine cannot measure.
+        These numbers are then lost.
     """
 
     quick: bool = False
@@ -210,11 +211,11 @@ class Bench:
         Parameters
         ----------
         work : sequence of tuple
-            Arguments of `count`, once per call.
+            One tuple of arguments for each call ``count(*arguments)``.
         label : str
             Text of the progress bar.
         count : callable
-            Counts one item of `work` and yields rows.
+            Takes the arguments, counts, and yields rows.
 
         Yields
         ------

@@ -225,7 +225,10 @@ def tables(page: str) -> dict[str, str]:
     found = {block["name"]: block["body"] for block in _BLOCK.finditer(page)}
     for name in re.findall(r"<!-- table: ([\w-]+) -->", page):
         if name not in found:
-            raise ValueError(f"table {name!r} has no end marker. Add <!-- end: {name} -->")
+            raise ValueError(
+                f"the page has the marker <!-- table: {name} --> but not <!-- end: {name} -->; add "
+                "the second marker where the table ends"
+            )
     return found
 
 
