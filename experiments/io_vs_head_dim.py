@@ -149,8 +149,8 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([over, scaling.LABELS[series], said, *exponents])
     header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
-        "Accesses are proportional to a power of N (one head, d=64) and to a power of d. The table "
-        "has the exponents. Each exponent is fitted and is followed by its standard error. The "
+        "The table has the exponents a and b of two fits: accesses grow as N^a (one head, d=64) "
+        "and as d^b. Each exponent is followed by its standard error. The "
         f"fitted range of N or d is in brackets. Line 1's tiles are for M={M} floats. The "
         "planner's tiles have at most 128 columns, even if more columns would fit on the chip."
         f"{scaling.equal(own)}"

@@ -368,7 +368,7 @@ def _rounding(dtype: DTypeLike, matrix_dtype: str | None) -> Callable[..., Array
     if matrix_dtype is None:
         return np.asarray
     if np.dtype(dtype) != np.float32:
-        raise ValueError(f"dtype must be float32 with a matrix_dtype, got {dtype!r}")
+        raise ValueError(f"dtype must be float32 if matrix_dtype is given, got {dtype!r}")
     return functools.partial(_to_half, name=matrix_dtype)
 
 

@@ -127,7 +127,7 @@ def pytest_configure() -> None:
         frames = traceback.extract_tb(trace) if done and trace else []
         if frames:
             path = Path(frames[-1].filename)
-            if path.is_relative_to(ROOT) and path.parts[len(ROOT.parts)] != "tests":
+            if path.is_relative_to(ROOT / "fa_numba") or path.is_relative_to(ROOT / "experiments"):
                 where = f"{path.relative_to(ROOT)}:{frames[-1].lineno} {kind.__name__}"
                 with open(folder / f"{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
                     print(json.dumps([where, str(error)]), file=file)

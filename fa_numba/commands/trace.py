@@ -72,8 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--example",
         choices=sorted(examples()),
         default="1",
-        help="the example to show. 1 (default): 8 keys with head_dim 4. 2: scores 3 1 2 4 and "
-        "5 1 3 1, which are also the values. 3: scores 1 2 and 3 4, with the softmax as output",
+        help="the example to show. 1 (default): 8 keys with head_dim 4. 2: 8 keys with the scores "
+        "3 1 2 4 5 1 3 1; each value equals its score. 3: 4 keys with the scores 1 2 3 4; the "
+        "values are the unit matrix, so that the output is the softmax",
     )
     parser.add_argument(
         "--block",

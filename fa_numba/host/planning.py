@@ -108,8 +108,8 @@ def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:
     ablated, stages = _measures(choices, unit), choices.tiles.stages if choices.tiles else 1
     if stages != 1 and "prefetch" in ablated:
         raise ValueError(
-            f"tiles.stages must be 1 with ablate={choices.ablate!r}, because more stages only "
-            f"hold prefetched tiles, got {stages}"
+            f"tiles.stages must be 1 with ablate={choices.ablate!r}, because stages "
+            f"after the first only hold prefetched tiles, got {stages}"
         )
     return ablated
 

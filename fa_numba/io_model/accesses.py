@@ -179,9 +179,9 @@ def one_head_dim(problem: Problem) -> int:
     """
     if problem.head_dim_v is not None:
         raise ValueError(
-            f"head_dim_v must be None (equal to head_dim, {problem.head_dim}) here, got "
-            f"{problem.head_dim_v}. Two head dimensions are counted for fa1, fa2 and the forward "
-            "pass of standard, and never with a precision in planes"
+            f"head_dim_v must be None (equal to head_dim, {problem.head_dim}), got "
+            f"{problem.head_dim_v}, because this formula has one head dimension. The formulas of "
+            "fa1, fa2 and standard's forward pass have two, if precision is 'ieee'"
         )
     return problem.head_dim
 

@@ -304,13 +304,19 @@ class _Writer:
         return self.visit(last.value)
 
     def function(self, value: bool, slope: bool) -> Text:
-        result, last = self.result("score" if slope else ""), self.source.body[-1]
+        result = self.result("score" if slope else "")
         if self.option == "mask_mod":
             if result.kind == "float":
-                raise _Refused("a float as its result instead of True or False", last)
+                raise ValueError(
+                    f"mask_mod must return True or False, got a float, in {self.source.shown}; "
+                    "return a comparison, such as i >= j"
+                )
             found = self.truth(result)
         elif result.kind == "bool":
-            raise _Refused("True or False as its result instead of a score", last)
+            raise ValueError(
+                f"{self.option} must return a number, got True or False, in {self.source.shown}; "
+                "return a conditional expression, such as score if i >= j else 0.0"
+            )
         else:
             results = [self.in_unit(self.real(result))] if value else []
             results += [result.slope or "float32(0.0)"] if slope else []

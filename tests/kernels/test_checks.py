@@ -158,7 +158,7 @@ def test_the_yardstick_rounds_to_bfloat16_as_ml_dtypes_does():
         ),
         (
             {"matrix_dtype": "float16", "dtype": "f8"},
-            "dtype must be float32 with a matrix_dtype, got 'f8'",
+            "dtype must be float32 if matrix_dtype is given, got 'f8'",
         ),
     ],
 )

@@ -446,7 +446,6 @@ REFUSED = {
     "~ of a bool": (lambda s, b, h, i, j: s if ~(i > j) else 0, r"~ of i > j \(not an integer\)"),
     "no index": (lambda s, b, h, i, j: s + steps, "steps without an index"),
     "a slice": (lambda s, b, h, i, j: s + table[1:, i], "a slice"),
-    "a truth value": (lambda s, b, h, i, j: i == j, "True or False as its result instead of a sco"),
     "a comprehension": (lambda s, b, h, i, j: max([s for _ in (1,)]), "the call max"),
     "a set": (lambda s, b, h, i, j: s if i in {1, 2} else 0, "the comparison in i in {1, 2}"),
     "a method": (lambda s, b, h, i, j: table.sum(), r"a call of table\.sum"),
@@ -503,8 +502,12 @@ def test_a_function_without_a_source_is_refused():
 
 
 def test_a_mask_is_a_truth_value():
-    with pytest.raises(ValueError, match="a float as its result instead of True or False"):
+    with pytest.raises(
+        ValueError, match="mask_mod must return True or False, got a float, in a lambda"
+    ):
         mods.captured("mask_mod", lambda b, h, i, j: i * slope)
+    with pytest.raises(ValueError, match="score_mod must return a number, got True or False, in a"):
+        mods.captured("score_mod", lambda s, b, h, i, j: i == j)
     assert written(lambda b, h, i, j: i & 4, "mask_mod")(0, 0, 5, 0) is True
 
 

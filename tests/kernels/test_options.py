@@ -628,7 +628,7 @@ REFUSED_CALLS = [
      "tiles.stages must be from 1 to 2 on unit 'mma', got 3; unit 'wgmma' takes up to 4"),
     ("flash_attention_2", HALVES,
      {"tiles": Tiles(16, 16, stages=2), "ablate": ("swizzle", "prefetch")}, ValueError,
-     "tiles.stages must be 1 with ablate=('swizzle', 'prefetch'), because more stages", "got 2"),
+     "tiles.stages must be 1 with ablate=('swizzle', 'prefetch'), because stages after", "got 2"),
     ("attention", (Q, SINGLE[1], K), {}, TypeError,
      "k must have the dtype of q (float16)", "got float32"),
     ("attention", (*SINGLE[:2], K), {}, TypeError,

@@ -182,7 +182,7 @@ def test_closed_forms():
     assert fa2.loads == {"Q": 2 * 64 * 192, "K": 2 * 64 * 192, "V": 2 * 64 * 128}
     assert fa2.stores == {"O": 2 * 64 * 128, "L": 2 * 64}
     with pytest.raises(
-        ValueError, match="head_dim_v must be None .equal to head_dim, 192. here, got 128"
+        ValueError, match="head_dim_v must be None .equal to head_dim, 192., got 128, because"
     ):
         io_model.theta_standard(p)
     assert io_model.ring(p, 2).sent == 2 * 2 * 64 * (192 + 128)
