@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--head-dims": ("head dimensions to measure or draw, such as 64,128 (default: those of "
                         "the experiment)", head_dims),
         "--causal": ("measure or draw without the causal mask (no), with it (yes), or both "
-                     "(default: as the experiment)", {"choices": CAUSAL}),
+                     "(default: the experiment's own choice)", {"choices": CAUSAL}),
         "--tiles": (
             "tile sizes, rows of Q x rows of K, such as 64x64,32x128; only a few experiments "
             "have this option, such as timeline (default: those of the experiment)",

@@ -41,7 +41,8 @@ class Evidence:
         Raises MissingRows if there are none.
         """
         if not (found := select(self._rows.get(experiment, ()), **fields)):
-            raise MissingRows(f"{experiment} has no rows with {fields}")
+            only = f" with {fields}" if fields else ""
+            raise MissingRows(f"{experiment} has no rows{only}")
         return found
 
 

@@ -125,9 +125,9 @@ def traffic(found: Evidence) -> str:
         "rows do not fit into L2, except at the shortest lengths.",
         f"Q outer: DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V and O "
         "at every N. Every row tile reads K and V of its head again, and K and V stay in L2.",
-        f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times the bytes of standard "
-        f"attention, and moves {wide[1]} times the DRAM bytes. The reason is that in fp32 the "
-        "registers hold only few columns of a tile.",
+        f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
+        f"attention, but {wide[1]} times as many bytes go through DRAM. The reason is that in "
+        "fp32 the registers hold only few columns of a tile.",
     ]
     head = "What the figure shows, in fp32 without a mask.\n\n"
     return head + "".join(f"- {line}\n" for line in lines)

@@ -551,7 +551,7 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     there = f"; this GPU has unit {Simt.name!r}, which takes {one_of(Simt.dtypes)}" if old else ""
     needs = f"unit {taking[0].name!r} needs"
     if name == "auto":
-        needs = f"{dtype} needs unit {taking[0].name!r} and with it"
+        needs = f"{dtype} needs unit {taking[0].name!r}, which needs"
     raise NoUnit(f"{needs} a GPU of compute capability {least}{newer}, got {here}{there}")
 
 

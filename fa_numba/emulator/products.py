@@ -92,8 +92,8 @@ class Product:
             text += f"{use} it. The product was started at {self.ctx.line_of(self.site)}"
             if self.ended:
                 text += (
-                    ". The wait_products that waited for the product names another array. Pass "
-                    f"{array.name} to wait_products"
+                    ". A wait_products call has waited for the product, but it names another "
+                    f"array. Pass {array.name} to that call"
                 )
             lane = int(np.flatnonzero(touched)[0])
             raise self.ctx.fault(RegisterHazard, text, array.name, lane)

@@ -295,7 +295,7 @@ def test_what_may_be_touched(right):
         ("other writes", SharedHazard, "sA[0]"),
         ("wait", RegisterHazard, "rS is accessed"),
         ("pending", RegisterHazard, "rS is accessed"),
-        ("another array", RegisterHazard, "names another array. Pass rO to wait_products"),
+        ("another array", RegisterHazard, "it names another array. Pass rO to that call"),
         (
             "other rows",
             SharedHazard,

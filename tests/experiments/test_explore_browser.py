@@ -423,10 +423,10 @@ def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
 def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
     page = open_page(url)
     for selector, value, message in (
-        ("#orders-mask", "j <", "mask is 'j <': no Python"),
+        ("#orders-mask", "j <", "the mask 'j <' contains an error"),
         ("#orders-N", "513", "N: must be an integer from 1 to 512, got 513"),
         ("#tiles-n", "0", "n: must be an integer from"),
-        ("#softmax-scores", "1 two", "scores has 'two'"),
+        ("#softmax-scores", "1 two", "each score must be a number from -10000 to 10000, got 'two'"),
         ("#plan-T", "0", "T: must be an integer from"),
     ):
         enter(page, selector, value)

@@ -116,7 +116,9 @@ def test_what_a_run_reads():
 
 def test_a_wrong_sum_is_refused():
     bandwidth._check(np.full(5, 8.0), 8)
-    with pytest.raises(check.WrongResult, match="thread 2 must read the sum 8.*, got 7.0"):
+    with pytest.raises(
+        check.WrongResult, match="the sum of what thread 2 reads must be 8.*, got 7.0"
+    ):
         bandwidth._check(np.array([8, 8, 7, 8.0]), 8)
 
 

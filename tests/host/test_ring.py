@@ -745,10 +745,10 @@ def test_without_a_process_group_nothing_is_begun(torch):
 def test_parts_of_unequal_lengths_are_not_joined(torch):
     parts = [Tensor.of(np.ones(n, np.float32)) for n in (2, 4)]
     with pytest.raises(
-        ValueError, match=r"parts must hold one or more tensors with .*got \[2, 4\] rows"
+        ValueError, match=r"parts must contain one or more tensors of one size .*got sizes \[2, 4\]"
     ):
         fa_numba_torch().ring_join(parts, dim=0)
-    with pytest.raises(ValueError, match=r"parts must hold .*got \[\] rows"):
+    with pytest.raises(ValueError, match=r"parts must contain .*got sizes \[\]"):
         fa_numba_torch().ring_join([], dim=0)
 
 

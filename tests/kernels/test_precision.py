@@ -349,7 +349,7 @@ REFUSED = {
     ),
     "an old GPU": (
         {"precision": "bf16x3", "gpu": "T4"}, [
-            "float32 with precision 'bf16x3' needs unit 'mma' and with it a GPU of compute",
+            "float32 with precision 'bf16x3' needs unit 'mma', which needs a GPU of compute",
             "8.0 or newer, got 7.5; this GPU has unit 'simt'"],
     ),
     "pages": (

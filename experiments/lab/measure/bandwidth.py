@@ -239,7 +239,7 @@ def _check(sums: np.ndarray, expected: float) -> None:
     wrong = np.flatnonzero(sums != expected)
     if wrong.size:
         at = int(wrong[0])
-        raise WrongResult(f"thread {at} must read the sum {expected}, got {sums[at]}")
+        raise WrongResult(f"the sum of what thread {at} reads must be {expected}, got {sums[at]}")
 
 
 def measure_matmul(dtype: str, repeats: int) -> Timing:
