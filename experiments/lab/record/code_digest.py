@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import importlib.util
 import symtable
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fa_numba.device.program_digest import digest_of, template
@@ -105,15 +105,19 @@ def _wordless(text: str) -> list[ast.stmt]:
             node.annotation = None
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
-        for name in _BLOCKS:
-            block = getattr(node, name, None)
-            if isinstance(block, list) and block:
-                kept = [each for each in block if not _is_words(each)]
-                setattr(node, name, kept or _BLOCKS[name])
+        _leave_out(node, _is_words)
     for function in reversed(functions):  # inner ones first
         _leave_out_unused(function)
     _leave_out_unused(tree)
     return tree.body
+
+
+def _leave_out(node: ast.AST, unwanted: Callable[[ast.stmt], bool]) -> None:
+    """Remove the unwanted statements from the blocks of a node."""
+    for name, empty in _BLOCKS.items():
+        block = getattr(node, name, None)
+        if isinstance(block, list) and block:
+            setattr(node, name, [each for each in block if not unwanted(each)] or empty)
 
 
 def _is_words(statement: ast.stmt) -> bool:
@@ -162,13 +166,9 @@ def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
         used |= loaded
     unused = {n for n, names in candidates.items() if not names & used}
     for node in ast.walk(tree):
-        for name in _BLOCKS:
-            block = getattr(node, name, None)
-            if isinstance(block, list) and block:
-                kept = [each for each in block if id(each) not in unused]
-                if in_module:
-                    kept = [each for each in kept if not _is_import_of_none(each, used)]
-                setattr(node, name, kept or _BLOCKS[name])
+        _leave_out(node, lambda each: id(each) in unused)
+        if in_module:
+            _leave_out(node, lambda each: _is_import_of_none(each, used))
 
 
 def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
@@ -374,7 +374,7 @@ def _changed(statement: ast.stmt) -> Iterator[str]:
     for node in ast.walk(statement):
         changed: list[ast.AST] = []
         if isinstance(node, ast.For):
-            changed = [x for x in ast.walk(node.iter)]
+            changed = list(ast.walk(node.iter))
         elif isinstance(node, ast.AugAssign):
             changed = [node.target]
         elif isinstance(node, (ast.Subscript, ast.Attribute)):
@@ -394,8 +394,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
         yield statement.name
         return
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        for alias in statement.names:
-            yield alias.asname or alias.name.partition(".")[0]
+        yield from map(_imported_as, statement.names)
         return
     for node in ast.walk(statement):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

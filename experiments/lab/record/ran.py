@@ -228,9 +228,11 @@ def changed(ran: Any, experiment: str, machine: str) -> list[str] | None:
     modules = ran.get("modules", {})
     now = {name: code_digest.of_module(name) for name in modules}
     found += [f"code of {name}" for name in _differing(modules, now)]
-    for name, patterns in (("calls", CALLS), ("emulator", EMULATION)):
+    for name, patterns, what in (
+        ("calls", CALLS, "fa_numba's way from a call to its launches"),
+        ("emulator", EMULATION, "the emulator"),
+    ):
         if name in ran and ran[name] != _of(patterns):
-            what = {"calls": "fa_numba's way from a call to its launches"}.get(name, "the emulator")
             found.append(f"code of {what}")
     return list(dict.fromkeys(found))
 

@@ -16,7 +16,7 @@ from fa_numba.choices.units import NoUnit
 
 from ..measure import clocks, counters, peers, tune, variants
 from ..show import style
-from . import kept, provenance, ran, registry
+from . import kept, outdated, provenance, ran, registry
 from .options import FIGURES, Bench, Options, Refused
 from .recorder import Outcome, Recorder
 from .registry import Experiment, load
@@ -115,9 +115,8 @@ class Runner:
         """Return whether a run would repeat this GPU's recording, as far as code can tell."""
         if self.machine is None or self.options.recount or not self.options.complete:
             return False
-        runs = self.recording(name, self.machine).runs(name, self.machine)
-        then = [run.get("ran") for run in runs]
-        return bool(then) and all(ran.changed(x, name, self.machine) == [] for x in then)
+        found = outdated.state(self.recording(name, self.machine), name, self.machine)
+        return found.state == outdated.CURRENT
 
     def _lacking(self, module: Experiment) -> str:
         """Return what the experiment needs and this machine lacks; empty if nothing is missing."""
