@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -206,6 +207,17 @@ def refused(error, says, begins=""):
         yield
     message = str(caught.value)
     assert message.startswith(begins) and all(part in message for part in says), message
+
+
+def assert_documented(function):
+    """Assert that a docstring has its sections, an example and an entry for each parameter."""
+    text = inspect.getdoc(function)
+    for part in (">>>", "Returns\n----", "Raises\n----"):
+        assert part in text
+    for name, parameter in inspect.signature(function).parameters.items():
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        explained = f"\n{stars}{name} : " in text
+        assert explained, f"{function.__name__} does not explain {name}"
 
 
 def to_numpy(array):

@@ -14,7 +14,15 @@ from backward_helpers import (
     random_gradients,
     saved,
 )
-from helpers import GUARD, FakeGpuArray, ml_dtypes, numpy_dtype, random_inputs, refused
+from helpers import (
+    GUARD,
+    FakeGpuArray,
+    assert_documented,
+    ml_dtypes,
+    numpy_dtype,
+    random_inputs,
+    refused,
+)
 from options_helpers import SMALL, inputs, lengths, visited
 from test_calls import FORWARD, INF, TINY, _random_mask, normal
 
@@ -539,13 +547,7 @@ def test_a_good_backward_call_is_taken(kernels):
 def test_documentation():
     for function in (*FUNCTIONS.values(), fa_numba.attention_backward):
         assert function.__name__ in fa_numba.__all__
-        text = inspect.getdoc(function)
-        for part in (">>>", "Returns\n----", "Raises\n----"):
-            assert part in text
-        for name, parameter in inspect.signature(function).parameters.items():
-            stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
-            explained = f"\n{stars}{name} : " in text
-            assert explained, f"{function.__name__} does not explain {name}"
+        assert_documented(function)
 
 
 def test_the_three_functions_share_one_signature():

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ALGORITHMS, GUARD, FakeGpuArray, Memory, assert_close_to_float64, random_inputs
+from helpers import (
+    ALGORITHMS,
+    GUARD,
+    FakeGpuArray,
+    Memory,
+    assert_close_to_float64,
+    assert_documented,
+    random_inputs,
+)
 
 import fa_numba
 from fa_numba import Tiles
@@ -316,13 +324,7 @@ def test_docstrings_say_what_comes_back_and_what_is_raised():
                  "(batch, heads_q, seqlen_q, head_dim)"):  # fmt: skip
         assert part in whole
     for function in (*FUNCTIONS.values(), fa_numba.attention, fa_numba.plan):
-        text = inspect.getdoc(function)
-        for part in (">>>", "Returns\n----", "Raises\n----"):
-            assert part in text
-        for name, parameter in inspect.signature(function).parameters.items():
-            stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
-            explained = f"\n{stars}{name} : " in text
-            assert explained, f"{function.__name__} does not explain {name}"
+        assert_documented(function)
 
 
 def test_the_three_functions_share_one_signature():
