@@ -121,6 +121,7 @@ class GlobalHazard(EmulatorError):
     """A race in global memory without atomic operations.
 
     There are three cases:
+
     - two thread blocks access an element, and one of them writes;
     - two threads of a thread block access an element with no barrier between, and one of them
       writes;
@@ -179,6 +180,7 @@ class Misaligned(EmulatorError):
     """An access that is not aligned, or a vector access to memory with gaps.
 
     There are three cases:
+
     - the address of a vector access is not a multiple of its size;
     - the elements of a vector access are not next to each other in memory;
     - a box or an operand of a warpgroup's matrix product begins at an address of shared memory that
