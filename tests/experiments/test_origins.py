@@ -66,17 +66,15 @@ def test_history_has_the_commit_that_is_checked_out():
 
 def test_clocks_are_said_in_words():
     assert provenance.clocks({"clocks": CLOCKS}) == (
-        "The SM clock was 1095 to 1980 MHz (median 1620 MHz) in 102 samples of the busy GPU. In 94 "
-        "of these samples, the power cap limited the clock"
+        "While the GPU was busy, the SM clock was 1095 to 1980 MHz (median 1620 MHz) in 102 "
+        "samples. The power cap limited the SM clock in 94 of 102 samples"
     )
     steady = {"SM clock, MHz": [1980.0] * 3, "busy": 2, "held by": {}}
     assert (
         provenance.clocks({"clocks": steady})
-        == "The SM clock was 1980 MHz in 2 samples of the busy GPU"
+        == "While the GPU was busy, the SM clock was 1980 MHz in 2 samples"
     )
-    assert provenance.clocks({"clocks": steady | {"busy": 1}}).endswith(
-        "in 1 sample of the busy GPU"
-    )
+    assert provenance.clocks({"clocks": steady | {"busy": 1}}).endswith("1980 MHz in 1 sample")
     assert "not busy in any sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}})
     assert provenance.clocks({}) == "The GPU's clocks were not sampled"
 
@@ -84,9 +82,10 @@ def test_clocks_are_said_in_words():
 def test_rows_of_few_runs_are_named():
     rows = [time(20), time(1, 128), time(4, 256, series="fa1-simt"), time(None)]
     assert (
-        tables.fewer_runs(rows) == "2 of 3 recorded times are medians of only 1 to 4 runs "
-        "(N=128 to 256; series fa1-simt, fa2-simt)"
+        tables.fewer_runs(rows) == "2 of 3 recorded times are medians of only 1 to 4 runs. The "
+        "calls with fewer than 5 runs have N=128 to 256 and are in the series fa1-simt, fa2-simt"
     )
-    said = "1 of 1 recorded times are medians of only 1 run (N=64; series fa2-simt)"
+    said = "1 of 1 recorded times are medians of only 1 run. The calls with fewer than 5 "
+    said += "runs have N=64 and are in the series fa2-simt"
     assert tables.fewer_runs([time(1)]) == said
     assert tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)]) == ""

@@ -177,12 +177,12 @@ def clocks(run: Mapping[str, Any]) -> str:
         return "The SM clock is not known: the GPU was not busy in any sample (one per second)"
     low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
     span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle} MHz)"
+    samples = "1 sample" if found["busy"] == 1 else f"{found['busy']} samples"
     held = "".join(
-        f". In {n} of these samples, the {name} limited the clock"
+        f". The {name} limited the SM clock in {n} of {samples}"
         for name, n in found["held by"].items()
     )
-    samples = "1 sample" if found["busy"] == 1 else f"{found['busy']} samples"
-    return f"The SM clock {span} in {samples} of the busy GPU{held}"
+    return f"While the GPU was busy, the SM clock {span} in {samples}{held}"
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:

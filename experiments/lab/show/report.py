@@ -121,9 +121,10 @@ def text(name: str, store: Store) -> str:
     if isinstance(make, Across) and not make.cites:
         return f"{table.caption}\n\n{table.body}"
     sources = [source for at in gpus.items() for source in _source(store, *at)]
+    where = ", ".join([*sources[:-2], " and ".join(sources[-2:])])
     by = _l2_sentence(store, gpus) if _L2.search(table.body) else ""
     how = _how_timed(store, gpus) if _TIMED.search(table.caption + table.body) else ""
-    return f"{table.caption}\n\nData: {'; '.join(sources)}.{by}\n\n{table.body}{how}"
+    return f"{table.caption}\n\nThe numbers are from {where}.{by}\n\n{table.body}{how}"
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:
@@ -151,13 +152,15 @@ def _how_timed(store: Store, gpus: Mapping[str, str]) -> str:
 
 
 def _l2_sentence(store: Store, gpus: Mapping[str, str]) -> str:
-    """Return a sentence on the hardware counters of L2 bytes; empty if none was recorded."""
+    """Return a sentence on the hardware counters of L2 bytes; empty if no byte was recorded."""
     names: set[str] = set()
     for experiment, machine in gpus.items():
         rows, runs = store.recorded(experiment, machine)
         names |= l2_names(runs, rows)
-    counters = " and by ".join("`" + name.replace(" + ", "` + `") + "`" for name in sorted(names))
-    return f" L2 bytes are counted by {counters}, in sectors of 32 bytes." if names else ""
+    counters = " and ".join("`" + name.replace(" + ", "` + `") + "`" for name in sorted(names))
+    if not names:
+        return ""
+    return f" L2 bytes come from the hardware counters {counters}, which count sectors of 32 bytes."
 
 
 def _source(store: Store, experiment: str, its_gpu: str) -> list[str]:

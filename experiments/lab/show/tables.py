@@ -295,7 +295,7 @@ def runs(rows: Iterable[Row]) -> str:
 
 
 def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
-    """Return a sentence about the times that are medians of fewer runs than `least`.
+    """Return sentences about the times that are medians of fewer runs than `least`.
 
     Parameters
     ----------
@@ -307,7 +307,7 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     Returns
     -------
     str
-        The sentence without a full stop; empty if there are no such times.
+        The sentences without the last full stop; empty if there are no such times.
     """
     timed = [row for row in rows if row.n is not None and not row.failed and row.metric == "time"]
     few = [row for row in timed if (row.n or least) < least]
@@ -315,8 +315,9 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
         return ""
     runs = span((row.n or 0 for row in few), "d")
     names = ", ".join(sorted({row.series for row in few}))
+    lengths = span((row.seqlen_q for row in few), "d")
     return (
         f"{len(few)} of {len(timed)} recorded times are medians of only {runs} "
-        f"run{'s' if runs != '1' else ''} "
-        f"(N={span((row.seqlen_q for row in few), 'd')}; series {names})"
+        f"run{'s' if runs != '1' else ''}. The calls with fewer than {least} runs have "
+        f"N={lengths} and are in the series {names}"
     )
