@@ -337,9 +337,10 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     header += [*LIMITS.values(), *(name for name, _ in _MEASURED.values())]
     mask = " with a causal mask" if causal else ""
     caption = (
-        f"Speed and hardware counters of the forward kernels{mask}, after each optimisation step: "
-        "fp16, 16k tokens, hidden dimension 2048. The section "
-        "[How to read these tables](#how-to-read-these-tables) explains the columns."
+        f"The table shows the speed and the hardware counters of the forward kernels{mask}, one row "
+        "per optimisation step. All calls are in fp16, with 16k tokens and a hidden dimension of "
+        "2048. The section [How to read these tables](#how-to-read-these-tables) explains the "
+        "columns."
     )
     return tables.of(caption, header, lines)
 
@@ -356,9 +357,10 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     ]
     p = ABLATED
     caption = (
-        f"Forward, fp16, batch {p.batch}, {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}: the "
-        "problem of FlashAttention-3's Table 2. *Gain* is the speed / the speed in the line above. "
-        "Below 1 it is a loss."
+        f"The calls are forward calls in fp16 with batch {p.batch}, {p.heads_q} heads, "
+        f"N={p.seqlen_q} and d={p.head_dim}, as in Table 2 of the FlashAttention-3 paper. The gain "
+        "is the speed with all optimisations divided by the speed without *products during the "
+        "softmax*. A gain below 1 is a loss of speed."
     )
     return tables.of(caption, ["kernel on wgmma", "TFLOP/s", "gain", "predicted gain"], lines)
 
