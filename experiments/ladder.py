@@ -337,10 +337,10 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     header += [*LIMITS.values(), *(name for name, _ in _MEASURED.values())]
     mask = " with a causal mask" if causal else ""
     caption = (
-        f"The table shows the speed and the hardware counters of the forward kernels{mask}, one row "
-        "per optimisation step. All calls are in fp16, with 16k tokens and a hidden dimension of "
-        "2048. The section [How to read these tables](#how-to-read-these-tables) explains the "
-        "columns."
+        "Each row of the table shows the speed and the hardware counters of the forward "
+        f"kernel{mask} after one more optimisation step. All calls are in fp16, with 16k tokens "
+        "and a hidden dimension of 2048. The section "
+        "[How to read these tables](#how-to-read-these-tables) explains the columns."
     )
     return tables.of(caption, header, lines)
 
