@@ -141,7 +141,7 @@ def plan(
     aligned = problem.pages is None or problem.whole_chunks
     plan = planning.plan_of(problem, choices, aligned)
     arguments.check_mask(problem, choices.tiles, plan.tiles)
-    return replace(plan, block_mask=arguments.visited)
+    return replace(plan, block_mask=arguments.visited(problem))
 
 
 def plan_again(request: Request) -> Plan:
@@ -1272,13 +1272,14 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
         Python function ``mask_mod(b, h, i, j)`` that returns whether row i sees column j. The rules
         of the option ``mask_mod`` of ``attention`` apply.
     batch : int
-        Batch size of q, or 1 if the function does not depend on ``b``.
+        Batch size of q, or 1 if the function does not use ``b``.
     heads : int
-        Number of query heads, or 1 if the function does not depend on ``h``.
+        Number of query heads, or 1 if the function does not use ``h``.
     seqlen_q : int
-        Number of rows of q.
+        Number of rows of q. For packed sequences, at least the rows of the longest sequence.
     seqlen_k : int
-        Number of rows of k.
+        Number of rows of k. For packed sequences, at least the rows of the longest sequence. For
+        pages (``block_table``), at least the rows of all pages of a sequence.
     tiles : Tiles
         Block sizes Br and Bc of the blocks. Attention with this mask uses these tiles.
 

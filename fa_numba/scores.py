@@ -207,9 +207,9 @@ def checked_call(
     Raises TypeError or ValueError with an argument's name, its value and what is allowed.
     """
     check_names(options)
-    if isinstance(block_mask, BlockMask):
-        options["mask_mod"], tiles = block_mask.mask_mod, block_mask.tiles
-        block_mask = block_mask.visited
+    made = block_mask if isinstance(block_mask, BlockMask) else None
+    if made is not None:
+        options["mask_mod"], tiles = made.mask_mod, made.tiles
     problem = Problem.from_shapes(
         np.shape(q),
         np.shape(k),
@@ -221,6 +221,9 @@ def checked_call(
         sparse=block_mask is not None,
         **options,
     )
+    if made is not None:
+        made.check(problem)
+        block_mask = made.visited_tiles(problem)
     if attn_mask is not None:
         bias = numeric_mask(as_real("attn_mask", attn_mask, None))
     if bias is not None:

@@ -125,6 +125,8 @@ class Binding:
         if self.checked is not None:
             table, lens = self.checked
             check_table(table, lens, problem.pages or 0, problem.page_size or 0)
+        if isinstance(self.block_mask, BlockMask):
+            self.block_mask.check(problem)
         return problem
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
@@ -138,7 +140,7 @@ class Binding:
             )
         mask = self.block_mask
         if isinstance(mask, BlockMask):
-            mask = np.broadcast_to(True, mask.shape)
+            mask = np.broadcast_to(True, mask.visited_tiles(problem).shape)
         check_block_mask(mask, problem, tiles)
 
     def at(self, ordinal: int) -> Binding:
@@ -147,11 +149,10 @@ class Binding:
             return self
         return replace(self, arrays={**self.arrays, **self.block_mask.lists.at(ordinal)})
 
-    @property
-    def visited(self) -> np.ndarray | None:
-        """The block mask on the host."""
+    def visited(self, problem: Problem) -> np.ndarray | None:
+        """Return the block mask on the host, or None if there is none."""
         mask = self.block_mask
-        return mask.visited if isinstance(mask, BlockMask) else mask
+        return mask.visited_tiles(problem) if isinstance(mask, BlockMask) else mask
 
     @property
     def seeds(self) -> dict[str, int]:

@@ -31,6 +31,7 @@ class Lists:
         found = {name: _operand(name, x) for name, x in made.items()}
         self._first = next(iter(found.values())).ordinal
         self._at = {self._first: found}
+        self._states: np.ndarray | None = None
 
     def at(self, ordinal: int) -> Mapping[str, Operand]:
         """The arrays on a GPU, or on the host."""
@@ -44,8 +45,12 @@ class Lists:
         return self._at[ordinal]
 
     def states(self) -> np.ndarray:
-        """A copy of the states of all blocks on the host."""
-        return np.array(on_host("block_mask", self._at[self._first]["block_mask"].owner))
+        """Return the states of all blocks on the host, which are copied from a GPU once."""
+        if self._states is None:
+            self._states = np.array(
+                on_host("block_mask", self._at[self._first]["block_mask"].owner)
+            )
+        return self._states
 
 
 def _operand(name: str, array: Any) -> Operand:
@@ -62,6 +67,7 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
         raise TypeError("mask_mod must be a function of (b, h, i, j), got None")
     check_grid_size("batch", B)
     check_grid_size("heads", H)
+    Nq, Nk = problem.seqlen_q, problem.seqlen_k
     Tr, Tc = ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)
     if Tr * Tc >= 2**31:
         raise ValueError(
@@ -96,4 +102,5 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
     held = mods.holding(mask_mod, dict(mods.captured("mask_mod", mask_mod).values))
     names = (output.name for output in plan.outputs)
     lists = Lists(dict(zip(names, made, strict=True)))
-    return BlockMask(held, tiles, shape, mods.captured("mask_mod", held), lists)
+    reads = mods.parameters_read("mask_mod", held)
+    return BlockMask(held, tiles, Nq, Nk, shape, mods.captured("mask_mod", held), lists, reads)

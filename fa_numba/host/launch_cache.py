@@ -127,7 +127,7 @@ def describe_call(
             continue
         if isinstance(array, BlockMask):
             pointers += (x.pointer for x in array.lists.at(ordinal).values())
-            key += ("block_mask", array.shape)
+            key += ("block_mask", array.shape, array.seqlen_q, array.seqlen_k)
             continue
         found = address_and_kind(array)
         if found is None:

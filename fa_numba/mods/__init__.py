@@ -114,6 +114,16 @@ def captured(option: str, function: Any) -> Captured:
     return Captured(mod, tuple(taken.items()))
 
 
+def parameters_read(option: str, function: Any) -> tuple[str, ...]:
+    """Return the parameters that a caller's function uses, by their names in ``PARAMETERS``.
+
+    Raises as ``captured`` does for a function whose source cannot be read.
+    """
+    names = PARAMETERS[option]
+    source = source_of(option, function, len(names))
+    return tuple(name for n, name in enumerate(names) if source.reads(n))
+
+
 def as_mod(option: str, value: Any) -> Mod | None:
     """``value`` if it is a ``Mod``, that of a function, and None for None."""
     if value is None or isinstance(value, Mod):

@@ -54,6 +54,12 @@ class Source:
         own = set(self.code.co_varnames)
         return [name for name in taken if name not in own]
 
+    def reads(self, number: int) -> bool:
+        """Return whether the body uses the parameter with this number, which counts from 0."""
+        name = self.parameters[number]
+        nodes = (node for statement in self.body for node in ast.walk(statement))
+        return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
+
     def outside(self, function: FunctionType) -> dict[str, Any]:
         """What the names stand for that it takes from outside, but those without a value."""
         cells = dict(zip(self.code.co_freevars, function.__closure__ or (), strict=True))
