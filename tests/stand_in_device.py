@@ -329,7 +329,7 @@ class Gpu:
         self.launches.append(how)
         self.note("launch", kernel, grid, int(stream), *self.words, *small)
         if self.runs:
-            emulator.launch(kernel.function, grid, kernel.threads, args, shared_bytes=shared_bytes)
+            emulator.launch(kernel.function, grid, kernel.threads, *args, shared_bytes=shared_bytes)
         return (SUCCESS,)
 
     def word(self, places, kind, of=None):

@@ -152,8 +152,9 @@ def launch(
         kernel.function,
         grid,
         kernel.threads,
-        rounded,
+        *rounded,
         shared_bytes=kernel.shared_bytes,
+        time_limit=None,
         uncounted=uncounted,
     )
     for total in _counts.get():

@@ -14,6 +14,8 @@ uninitialised memory, divergent barriers, deadlock and accesses out of bounds. T
 thread block, thread, array and source line.
 
     run.py               launches: thread blocks and groups of lanes in turn
+    arguments.py         a launch's arguments as the kernel sees them
+    progress.py          the time limit and the progress bar of a launch
     batches.py           several thread blocks at once
     rewrite.py           rewrites a kernel's syntax tree so that one run computes all lanes
     expressions.py       the same for expressions
@@ -56,10 +58,12 @@ from .errors import (
     GlobalHazard,
     Misaligned,
     MissingFence,
+    NotEmulated,
     OutOfBounds,
     ReadOnlyStore,
     RegisterHazard,
     SharedHazard,
+    TimeLimit,
     UninitialisedRead,
 )
 from .global_memory import GlobalArray

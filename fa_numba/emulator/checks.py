@@ -30,6 +30,7 @@ PRODUCT = SEVERAL + 512
 NOBODY = STAMP - 1
 # Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
 READING = (1 << 59) + NOBODY  # asynchronously
+AFTER_ALL = 1 << 60  # the last barrier of a launch that ignores races: every access came before
 UNWRITTEN = (1 << 60) + NOBODY
 IN_FLIGHT = (1 << 61) + NOBODY
 

@@ -16,12 +16,13 @@ import numpy as np
 from .active import Active
 from .checks import PITCH, SEVERAL, STAMP, ordered
 from .counts import Access
-from .errors import EmulatorError, Index3, OutOfBounds
+from .errors import EmulatorError, Index3, OutOfBounds, TimeLimit
 from .global_memory import GlobalArray
 from .groups import WARP, Copy, OneByOne, Site, alike, warps_of
 from .lanes import Mask
 from .local_memory import LocalArray
 from .namespace import Namespace, element_type
+from .progress import Progress
 from .shared_memory import SharedArray, SharedBuffer
 from .source_lines import assigned_name, source_line
 from .trace import Trace
@@ -29,6 +30,7 @@ from .trace import Trace
 UNBOUNDED = 1 << 62
 # Blocks that run at once may not make more: one of them may wait for another to come after it.
 MOST_ACCESSES = 1 << 17
+ACCESSES_PER_TICK = 64
 
 
 class Context(Active):
@@ -77,7 +79,8 @@ class Context(Active):
         "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "clock", "base",
         "starts", "seen", "warps", "journal", "additions", "trace", "sites",
         "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles", "_clocks", "_accesses_left",
-        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active",
+        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active", "races", "reports",
+        "progress", "_until_tick",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +117,10 @@ class Context(Active):
         self._instructions: dict[str, int] = {}
         self._warps_active: tuple[Any, int] = (self, 0)
         self._accesses_left = UNBOUNDED
+        self.races = "raise"
+        self.reports: dict[Any, EmulatorError] = {}  # by what makes two of them alike
+        self.progress = Progress(kernel, prod(grid), None)
+        self._until_tick = ACCESSES_PER_TICK
 
     # ---- where the kernel is
 
@@ -293,6 +300,38 @@ class Context(Active):
             "the array's shape before the access"
         )
         return self.fault(OutOfBounds, text, name, lane)
+
+    def race(self, error: EmulatorError) -> None:
+        """Raise the error of a race, or add it to the reports if the launch only reports races.
+
+        Parameters
+        ----------
+        error : EmulatorError
+            The error that `fault` returned.
+
+        Raises
+        ------
+        EmulatorError
+            The error, unless the launch has ``races="report"``.
+        """
+        if self.races != "report":
+            raise error
+        self.reports.setdefault((type(error), error.array, error.line), error)
+
+    def tick(self) -> None:
+        """Let the progress bar and the time limit look at the clock, at every 64th call.
+
+        Raises
+        ------
+        TimeLimit
+            If the launch has run for longer than its `time_limit`.
+        """
+        self._until_tick -= 1
+        if self._until_tick < 0:
+            self._until_tick = ACCESSES_PER_TICK
+            late = self.progress.late()
+            if late:
+                raise self.fault(TimeLimit, late)
 
     def refuse_zero(self, zero: np.ndarray | None, text: str) -> None:
         """Raise for a division by zero in a lane that takes part.
@@ -591,6 +630,7 @@ class Context(Active):
         self._accesses_left -= 1
         if self._accesses_left < 0:
             raise OneByOne
+        self.tick()
         key = (array, space, kind, self.site())
         row = self._row_of.get(key)
         if row is None:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass, field
 
+from .errors import EmulatorError
+
 
 @dataclass(frozen=True)
 class Access:
@@ -96,6 +98,9 @@ class Counts:
         (multiply-adds to an element of an array), "exp", "shuffle", "barrier" (mbarriers too),
         "tma" (copies of boxes) and "wgmma" (matrix products of a warpgroup: one instruction for
         every 16 elements of the axis that is summed over).
+    reports : list of EmulatorError
+        Races that were found with ``races="report"``. Each has the attributes `block`, `thread`,
+        `array` and `line`. Empty otherwise.
 
     Examples
     --------
@@ -111,6 +116,7 @@ class Counts:
     store_bytes: Counter[str] = field(default_factory=Counter)
     traffic: dict[Access, Traffic] = field(default_factory=dict)
     instructions: Counter[str] = field(default_factory=Counter)
+    reports: list[EmulatorError] = field(default_factory=list)
 
     def merge(self, other: Counts) -> Counts:
         """Add the counts of `other` to this object, in place.
@@ -129,6 +135,7 @@ class Counts:
             getattr(self, name).update(getattr(other, name))
         for access, traffic in other.traffic.items():
             self.traffic[access] = self.traffic.get(access, Traffic()) + traffic
+        self.reports += other.reports
         return self
 
     def total(self, **fields: str) -> Traffic:

@@ -190,3 +190,11 @@ class Misaligned(EmulatorError):
 
 class ReadOnlyStore(EmulatorError):
     """A store to an array that was passed as read-only."""
+
+
+class TimeLimit(EmulatorError):
+    """A launch that has run for longer than its `time_limit`. The arrays are partly written."""
+
+
+class NotEmulated(EmulatorError):
+    """A function or value of ``numba.cuda`` that the emulator does not have."""

@@ -423,18 +423,25 @@ class GlobalArray:
         named = KINDS[kind] if beside is None else "copy"
         if beside is None:
             beside = group.full(0)
-        owners = self.owners
-        lane = checks.global_access(
-            kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
-            ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
-            ctx.base, ctx.statistics(self.name, "global", named),
-        )  # fmt: skip
+        owners, statistics = self.owners, ctx.statistics(self.name, "global", named)
+
+        def check(lanes: np.ndarray, statistics: np.ndarray) -> int:
+            return checks.global_access(
+                kind, places, n, lengths, self.itemsize, self.start, beside, lanes, group.tids,
+                ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
+                ctx.base, statistics,
+            )  # fmt: skip
+
+        lane = check(active, statistics)
         if lane != -1:
             if ctx.several:
                 raise OneByOne
-            if lane >= 0:
-                raise self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index)
-            for k in np.flatnonzero(active[-2 - lane :]) - 2 - lane:
+            left = active
+            while lane >= 0:  # goes on if races are only reported
+                ctx.race(self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index))
+                left = left & (np.arange(left.size) != lane)
+                lane = check(left, np.zeros_like(statistics))
+            for k in np.flatnonzero(left[-2 - lane :]) - 2 - lane if lane < -1 else ():
                 self._touch(kind, int(k), int(places[k]), int(lengths[k]), index)
         if ctx.trace is not None:
             ctx.trace.note(self, kind, index, lengths, active)
@@ -453,7 +460,10 @@ class GlobalArray:
                         text = f"{text}{BOX_ON_ITS_WAY}"
                     else:
                         text = f"{text}which {ctx.who(last)} {did}, {NO_BARRIER}"
-                    raise ctx.fault(GlobalHazard, text, self.name, lane)
+                    error = ctx.fault(GlobalHazard, text, self.name, lane)
+                    if last == IN_FLIGHT:
+                        raise error
+                    ctx.race(error)
             stamps[kind, p] = ctx.stamp(lane)
 
     def _element(self, index: tuple[Any, ...], lane: int, k: int) -> str:

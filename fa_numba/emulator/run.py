@@ -10,7 +10,6 @@ are at one barrier, which then opens; or the kernel has a fault, and the error s
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from weakref import WeakSet
 import numpy as np
 from greenlet import getcurrent, greenlet
 
+from .arguments import passed
 from .batches import Kept, add_in_turn, blocks_at_once
-from .boxed_arrays import Boxed, BoxedArray
 from .checks import PITCH
 from .context import running
 from .counts import Counts, Traffic
@@ -33,6 +32,7 @@ from .errors import EmulatorError, Index3, SharedHazard, framed
 from .global_memory import GlobalArray, track_owners
 from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
 from .products import WARPGROUP, Products, Together
+from .progress import Progress
 from .rebind import Rebinder
 from .source_lines import source_line
 from .trace import asked_for, started
@@ -75,7 +75,7 @@ def schedule(seed: int) -> Iterator[None]:
     ...     x[cuda.grid(1)] = cuda.blockIdx.x
     >>> x = np.zeros(4, np.int32)
     >>> with schedule(1):
-    ...     counts = launch(fill, 4, 1, (x,))
+    ...     counts = launch(fill, 4, 1, x)
     >>> print(x)
     [0 1 2 3]
     """
@@ -121,6 +121,8 @@ class Launch(Products):
             if count == 1:
                 self._run_block(function, args, numbers[done])
             done += count
+            self.progress.done = done
+            self.tick()
         return together
 
     def _run_together(
@@ -288,48 +290,73 @@ def _extent(name: str, value: Any) -> Index3:
     return x, y, z
 
 
+RACES = ("raise", "report", "ignore")
+
+
 def launch(
-    py_func: Callable[..., None], grid: int | tuple[int, ...], block: int | tuple[int, ...],
-    args: Sequence[Any], *, shared_bytes: int = 0, uncounted: Collection[str] = (),
+    kernel: Callable[..., None], grid: int | tuple[int, ...], block: int | tuple[int, ...],
+    *args: Any, shared_bytes: int = 0, races: str = "raise", time_limit: float | None = 30.0,
+    uncounted: Collection[str] = (),
 ) -> Counts:  # fmt: skip
-    """Run a kernel on the CPU, count its accesses and check them.
+    """Run a Numba-CUDA kernel on the CPU, count its accesses to memory and find its faults.
+
+    ``launch(kernel, grid, block, x, y)`` does on the CPU what ``kernel[grid, block](x, y)`` does on
+    a GPU. No GPU is needed. The kernel is an ordinary kernel of ``numba.cuda``. The emulator's
+    README lists the supported functions of ``numba.cuda``.
 
     Parameters
     ----------
-    py_func : callable
-        A kernel, jitted or a plain Python function, whose source can be read.
+    kernel : callable
+        A kernel with ``@cuda.jit``, or a plain Python function. Its source must be in a file or in
+        a notebook's cell.
     grid : int or tuple of int
         Thread blocks along one to three axes.
     block : int or tuple of int
         Threads of a thread block along one to three axes; at most 1024 in all.
-    args : sequence
-        One argument for each parameter of the kernel. A NumPy array (bool, integer or float, any
-        strides) becomes a `GlobalArray` with the parameter's name; the kernel writes to the
-        caller's memory. A `Boxed` array is passed with its tensor map. NumPy integers and bools
-        become Python's. The fields of a named tuple are converted in the same way, under the
-        fields' names. Anything else is passed unchanged.
+    *args : ndarray, number or tuple
+        One argument for each parameter of the kernel. The kernel writes to the caller's NumPy
+        arrays, which may have any strides. A tuple or a named tuple may contain arrays and numbers.
+        `Boxed` is an array with a tensor map.
     shared_bytes : int, default 0
-        Bytes of dynamic shared memory of a thread block.
+        Bytes of dynamic shared memory of a thread block, for ``cuda.shared.array(0, dtype)``. It
+        is the fourth number of ``kernel[grid, block, stream, shared_bytes]``.
+    races : {"raise", "report", "ignore"}, default "raise"
+        What to do about races, in shared memory and in global memory. "raise": raise an error at
+        the first race. "report": go on, and list the races in ``counts.reports``, once for each
+        source line, array and kind of access. "ignore": do not look for races.
+    time_limit : float or None, default 30.0
+        Seconds after which the launch ends with an error. None: no limit. After two seconds, a
+        progress bar appears if stderr is a terminal.
     uncounted : collection of str, default ()
         Names of arrays that the counts leave out.
 
     Returns
     -------
     Counts
-        Loads and stores by array, traffic by source line, instructions by class.
+        Loads and stores by array, traffic by source line, instructions by class, and the reports
+        of ``races="report"``.
 
     Raises
     ------
     EmulatorError
-        If the kernel has a fault. Each kind of fault has a subclass, such as `SharedHazard`.
+        If the kernel has a fault. Each kind of fault has a subclass, such as `SharedHazard` or
+        `OutOfBounds`. The error names the thread block, the thread, the array and the source line.
+        `NotEmulated` is raised for a function of ``numba.cuda`` that the emulator does not have,
+        `TimeLimit` for a launch that takes longer than `time_limit`.
     ValueError
-        If an extent is not positive, the thread block has more than 1024 threads, the strides of an
-        array are not multiples of its itemsize, or the source has statements that are not emulated.
+        If an extent is not positive, the thread block has more than 1024 threads, `races` or
+        `time_limit` is not valid, the strides of an array are not multiples of its itemsize, or the
+        source has statements that are not emulated.
     TypeError
-        If the number of arguments is wrong, or an array has a dtype that is not emulated.
+        If the number of arguments is wrong, an argument is a list, a tensor or an array of another
+        library, or an array has a dtype that is not emulated.
     Exception
         If the kernel's Python code raises. The message, or a note, names thread block, thread and
         line.
+
+    See Also
+    --------
+    schedule : Runs thread blocks and warps in another order, in which other faults may show.
 
     Notes
     -----
@@ -340,12 +367,13 @@ def launch(
     --------
     >>> import numpy as np
     >>> from numba import cuda
-    >>> def double(x, y):
+    >>> @cuda.jit
+    ... def double(x, y):
     ...     i = cuda.grid(1)
     ...     y[i] = 2 * x[i]
     >>> x = np.arange(4, dtype=np.float32)
     >>> y = np.zeros_like(x)
-    >>> print(launch(double, 2, 2, (x, y)))
+    >>> print(launch(double, 2, 2, x, y))
     array  loads  stores  bytes loaded  bytes stored
     x          4       0            16             0
     y          0       4             0            16
@@ -356,50 +384,41 @@ def launch(
     A missing barrier is found:
 
     >>> from numba import float32
-    >>> def neighbour(y):
+    >>> @cuda.jit
+    ... def neighbour(y):
     ...     s, i = cuda.shared.array(64, float32), cuda.threadIdx.x
     ...     s[i] = i
     ...     y[i] = s[63 - i]
-    >>> launch(neighbour, 1, 64, (np.zeros(64, np.float32),))  # doctest: +ELLIPSIS
+    >>> y = np.zeros(64, np.float32)
+    >>> launch(neighbour, 1, 64, y)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     fa_numba.emulator.errors.SharedHazard: ...
+    >>> counts = launch(neighbour, 1, 64, y, races="report")
+    >>> print(counts.reports[0].array, counts.reports[0].thread)
+    s (0, 0, 0)
     """
-    function = getattr(py_func, "py_func", py_func)
+    function = getattr(kernel, "py_func", kernel)
     extent, shape = _extent("grid", grid), _extent("block", block)
     if prod(shape) > MAX_THREADS:
         raise ValueError(f"block must have at most {MAX_THREADS} threads, got {block!r}")
+    if races not in RACES:
+        raise ValueError(f"races must be one of {', '.join(map(repr, RACES))}, got {races!r}")
+    if time_limit is not None and not (_is_number(time_limit) and time_limit > 0):
+        raise ValueError(
+            f"time_limit must be a number of seconds above 0, or None, got {time_limit!r}"
+        )
     alone = function in _one_by_one or asked_for() or _seed.get() is not None
     at_once = 1 if alone else blocks_at_once(extent, shape)
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
+    context.races = races
     rebinder = Rebinder(context)
-    names = list(inspect.signature(function).parameters)
-    if len(names) != len(args):
-        raise TypeError(
-            f"kernel {function.__name__} takes {len(names)} arguments ({', '.join(names)}), got "
-            f"{len(args)}"
-        )
-    arrays = context.arrays
-
-    def passed(name: str, value: Any) -> Any:
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value[()]
-        if isinstance(value, np.generic):
-            return value if isinstance(value, np.floating) else value.item()
-        if isinstance(value, Boxed):
-            return BoxedArray(passed(name, value.array), value.layout)
-        if isinstance(value, np.ndarray):
-            arrays.append(GlobalArray(context, name, value))
-            return arrays[-1]
-        if hasattr(value, "_fields"):
-            return type(value)(*map(passed, value._fields, value))
-        return np.float64(value) if value.__class__ is float else value
-
-    values = [passed(name, value) for name, value in zip(names, args, strict=True)]
-    track_owners(arrays, prod(extent))
+    values = passed(context, function, args)
+    track_owners(context.arrays, 1 if races == "ignore" else prod(extent))
     rebound = rebinder.function(function)
     context._codes = rebinder.codes
     context.trace = started(context, function)
+    context.progress = Progress(function.__name__, prod(extent), time_limit)
     running.contexts.append(context)
     try:
         with np.errstate(all="ignore"):
@@ -408,12 +427,17 @@ def launch(
             _one_by_one.add(function)
     finally:
         context.end()
+        context.progress.end()
         running.contexts.pop()
-    return _counted(context, arrays, uncounted)
+    return _counted(context, context.arrays, uncounted)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and value is not True
 
 
 def _counted(context: Launch, arrays: list[GlobalArray], uncounted: Collection[str]) -> Counts:
-    counts = Counts()
+    counts = Counts(reports=list(context.reports.values()))
     for a in arrays:
         if a.name in uncounted:
             continue

@@ -310,7 +310,10 @@ class SharedArray:
         base = self.ctx.base[0]
         for stamp in stamps:
             if stamp >= base and not self.ctx.ordered(stamp, lane):
-                raise self._hazard(p, lane, stamp, does, did)
+                error = self._hazard(p, lane, stamp, does, did)
+                if stamp >= READING:
+                    raise error
+                self.ctx.race(error)
 
     # ---- copies in flight: between issue and landing the elements belong to nobody
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from greenlet import greenlet
 
-from .checks import PITCH, STAMP
+from .checks import AFTER_ALL, PITCH, STAMP
 from .context import Context
 from .errors import BarrierDivergence, BarrierMisuse, Deadlock, EmulatorError
 from .groups import (
@@ -101,7 +101,8 @@ class Waiting(Context):
     def _open_barrier(self, blocks: Any = slice(None)) -> None:
         """Record that the barrier opens, in all or some of the thread blocks that run."""
         self.clock += 1
-        self.base[blocks] = now = self.clock * STAMP
+        now = self.clock * STAMP
+        self.base[blocks] = now if self.races != "ignore" else AFTER_ALL
         self.starts.reshape(self.base.size, -1)[blocks] = now
         self.seen.reshape(self.base.size, -1)[blocks] = now
 

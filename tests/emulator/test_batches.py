@@ -57,7 +57,7 @@ def outcome(kernel, grid, block, args):
     """The counts or the error, and the bytes of the arrays after it."""
     args = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
     try:
-        counts = launch(kernel, grid, block, args, shared_bytes=256)
+        counts = launch(kernel, grid, block, *args, shared_bytes=256)
         found = (counts, counts.traffic)
     except Exception as error:
         found = (type(error), str(error), getattr(error, "__notes__", None))
@@ -222,14 +222,14 @@ def test_lanes_without_the_first_read_one_element():
             out[cuda.blockIdx.x, t] = x[5]
 
     out = np.zeros((2, 8))
-    launch(kernel, 2, 8, (np.arange(8.0), out))
+    launch(kernel, 2, 8, np.arange(8.0), out)
     assert out.tolist() == [[0, 0, 0, 5, 5, 5, 5, 5]] * 2
 
 
 def test_a_trace_is_of_one_block_after_the_other():
     x, out = matrix(0, 9, 64), np.zeros((9, 64), np.float32)
     with trace() as moves, watched() as runs:
-        launch(rounds, (3, 3), 64, (x, out))
+        launch(rounds, (3, 3), 64, x, out)
     assert runs == [(1, False)] and [m.block for m in moves] == sorted(
         (m.block for m in moves), key=lambda b: (b[1], b[0])
     )
@@ -381,4 +381,4 @@ def test_an_addition_to_a_read_only_array_is_that_error():
     out = np.zeros((5, 32), np.float32)
     out.flags.writeable = False
     with pytest.raises(ReadOnlyStore, match="stores to out, which is read-only"):
-        launch(kernel, 5, 32, (matrix(5, 1, 32), out))
+        launch(kernel, 5, 32, matrix(5, 1, 32), out)

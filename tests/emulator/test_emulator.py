@@ -61,7 +61,7 @@ def ramp(*shape):
 def caught(kind, kernel, block, *args, **options):
     """The error of `kernel`, which must be of `kind` and say where it happened."""
     with pytest.raises(kind) as info:
-        launch(kernel, 1, block, args, **options)
+        launch(kernel, 1, block, *args, **options)
     error = info.value
     assert type(error) is kind
     assert error.block == (0, 0, 0)
@@ -94,7 +94,7 @@ def test_matmul_is_right_and_counted():
     rng = np.random.default_rng(0)
     A, B = rng.standard_normal((2, 64, 64)).astype(np.float32)
     C = np.full((64, 64), np.nan, np.float32)
-    counts = launch(matmul, (4, 4), (TILE, TILE), (A, B, C))
+    counts = launch(matmul, (4, 4), (TILE, TILE), A, B, C)
     expected = np.zeros_like(C)
     for k in range(64):  # products and sums of a scalar are rounded
         expected += A[:, k, None] * B[k]
@@ -119,7 +119,7 @@ def neighbour(out, faulty):
 
 def test_read_after_write():
     out = zeros(64)
-    launch(neighbour, 1, 64, (out, False))
+    launch(neighbour, 1, 64, out, False)
     assert out.tolist() == [63, *range(63)]
 
     error = caught(SharedHazard, neighbour, 64, out, True)
@@ -128,7 +128,7 @@ def test_read_after_write():
     found = set()
     for seed in range(8):
         with pytest.raises((SharedHazard, UninitialisedRead)) as info, schedule(seed):
-            launch(neighbour, 1, 64, (out, True))
+            launch(neighbour, 1, 64, out, True)
         found.add(type(info.value))
     assert found == {SharedHazard, UninitialisedRead}
 
@@ -144,7 +144,7 @@ def test_syncwarp_of_half_a_warp_does_not_order_memory():
         if t == 1:
             out[0] = s[0]
 
-    launch(kernel, 1, 32, (zeros(1), FULL))
+    launch(kernel, 1, 32, zeros(1), FULL)
     caught(SharedHazard, kernel, 32, zeros(1), 0xFFFF)
 
 
@@ -159,7 +159,7 @@ def test_shuffles_do_not_order_memory():
             cuda.syncwarp()
         out[t] = s[0]
 
-    launch(kernel, 1, 32, (zeros(32), True))
+    launch(kernel, 1, 32, zeros(32), True)
     caught(SharedHazard, kernel, 32, zeros(32), False)
 
 
@@ -195,7 +195,7 @@ def hazard(program, threads, elements):
     """Whether the emulator reports one, which must be what `brute_force_hazard` says."""
     whole = tuple(range(elements))
 
-    def kernel(program, length):
+    def kernel(length):
         s = cuda.shared.array(elements, float32)
         t = cuda.threadIdx.x
         if t == 0:
@@ -227,7 +227,7 @@ def hazard(program, threads, elements):
 
     expected = brute_force_hazard(program, threads)
     try:
-        launch(kernel, 1, threads, (program, len(program)))
+        launch(kernel, 1, threads, len(program))
         assert not expected, program
     except SharedHazard:
         assert expected, program
@@ -389,7 +389,7 @@ def test_races_in_global_memory_within_a_block(kernel, says, blocks):
     for right in (True, False):
         expected = contextlib.nullcontext() if right else pytest.raises(GlobalHazard)
         with expected as info:
-            launch(of_a_block, blocks, 64, (zeros(blocks, 256), zeros(blocks, 64), right))
+            launch(of_a_block, blocks, 64, zeros(blocks, 256), zeros(blocks, 64), right)
     assert says in str(info.value) and "test_emulator.py:" in info.value.line
 
 
@@ -408,7 +408,7 @@ def test_a_named_barrier_is_used_again():
                 sync_named(1, 64)
             sync_named(3, 128)
 
-    launch(kernel, 2, 128, (zeros(1), False))
+    launch(kernel, 2, 128, zeros(1), False)
     caught(BarrierMisuse, kernel, 128, zeros(1), True)
 
 
@@ -485,7 +485,7 @@ def test_named_barriers_that_do_not_open(kind, faulty, message):
 
 
 def test_a_named_barrier_that_nobody_waits_at_need_not_open():
-    launch(unmet, 1, 128, (zeros(1), "nobody waits"))
+    launch(unmet, 1, 128, zeros(1), "nobody waits")
 
 
 def test_shared_memory_does_not_survive_a_block():
@@ -497,10 +497,10 @@ def test_shared_memory_does_not_survive_a_block():
         out[b] = s[0]
 
     out = zeros(3)
-    launch(kernel, 3, 1, (out, True))
+    launch(kernel, 3, 1, out, True)
     assert out.tolist() == [0, 1, 2]
     with pytest.raises(UninitialisedRead) as info:
-        launch(kernel, 3, 1, (out, False))
+        launch(kernel, 3, 1, out, False)
     assert info.value.block == (1, 0, 0)
 
 
@@ -573,7 +573,7 @@ def a_mask_without_the_caller(out, mask):
 )
 def test_what_not_all_threads_come_to(kernel, right, wrong, says):
     for argument in right:
-        launch(kernel, 1, 64, (zeros(64), argument))
+        launch(kernel, 1, 64, zeros(64), argument)
     error = str(caught(BarrierDivergence, kernel, 64, zeros(64), wrong))
     assert all(part in error for part in says), error
 
@@ -585,7 +585,7 @@ def test_shuffle_from_a_lane_that_takes_no_part():
             out[t] = cuda.shfl_sync(0xFFFF, t, source)
 
     out = zeros(32)
-    launch(kernel, 1, 32, (out, 9))
+    launch(kernel, 1, 32, out, 9)
     assert (out[:16] == 9).all()
     caught(UninitialisedRead, kernel, 32, out, 20)
 
@@ -599,7 +599,7 @@ def test_lanes_that_wait_for_one_another_deadlock():
         if t < 3:
             out[t] = cuda.shfl_sync(mask, t, t)
 
-    launch(kernel, 1, 32, (zeros(32), False))
+    launch(kernel, 1, 32, zeros(32), False)
     assert "different masks" in str(caught(Deadlock, kernel, 32, zeros(32), True))
 
 
@@ -614,7 +614,7 @@ def test_collectives_equal_numpy(threads):
 
     values = np.random.default_rng(threads).standard_normal(threads)
     out = np.full((3, threads), np.nan)
-    launch(kernel, 1, threads, (values, out))
+    launch(kernel, 1, threads, values, out)
     for w in range(0, threads, 32):
         v, got, lanes = values[w : w + 32], out[:, w : w + 32], np.arange(32)
         assert (got[0] == v[3]).all()
@@ -630,7 +630,7 @@ def test_a_full_mask_means_the_lanes_that_exist():
             cuda.shfl_xor_sync(FULL, t, delta)
 
     out = zeros(40, dtype=np.int64)
-    launch(kernel, 1, 40, (out, 7))
+    launch(kernel, 1, 40, out, 7)
     assert (out[:32] == 7).all() and (out[32:] == 39).all()
     error = caught(UninitialisedRead, kernel, 40, out, 8)
     assert error.thread == (32, 0, 0) and "reads lane 8" in str(error)
@@ -649,7 +649,7 @@ def test_lanes_of_both_sides_of_a_branch_shuffle_in_one_function(limit):
             out[t] = meets(100 + t)
 
     out, lanes = zeros(64), np.arange(64) ^ 31
-    launch(kernel, 1, 64, (out,))
+    launch(kernel, 1, 64, out)
     assert (out == np.where(lanes < limit, lanes, 100 + lanes)).all()
 
 
@@ -670,7 +670,7 @@ def test_out_of_bounds(where, stores, index):
         else:
             A[0, 0] = a[i]
 
-    launch(kernel, 1, 1, (zeros(1, 8), 7))
+    launch(kernel, 1, 1, zeros(1, 8), 7)
     error = caught(OutOfBounds, kernel, 1, zeros(1, 8), index)
     assert f"[{index}]" in str(error) and "[i]" in error.line
 
@@ -683,7 +683,7 @@ def test_every_axis_of_a_view_is_bounded(stores):
         else:
             A[i][0, j]
 
-    launch(kernel, 1, 1, (zeros(2, 1, 4), 1, 3))
+    launch(kernel, 1, 1, zeros(2, 1, 4), 1, 3)
     for index in ((2, 0), (0, 4), (-1, 0), (0, -1)):
         assert "is outside the array" in str(caught(OutOfBounds, kernel, 1, zeros(2, 1, 4), *index))
         caught(OutOfBounds, kernel, 1, zeros(3, 1, 8)[1:, :, 1:5], *index)
@@ -707,12 +707,12 @@ def test_vectors_must_be_aligned_and_inside():
         load4(A, (1, e))
 
     for kernel in (shared_store, shared_load, global_store, global_load):
-        launch(kernel, 1, 1, (zeros(2, 16), 12))
+        launch(kernel, 1, 1, zeros(2, 16), 12)
         caught(Misaligned, kernel, 1, zeros(2, 16), 2)
         caught(OutOfBounds, kernel, 1, zeros(2, 16), 16)
         caught(OutOfBounds, kernel, 1, zeros(2, 16), -4)
     for kernel in (global_store, global_load):
-        launch(kernel, 1, 1, (zeros(2, 16), 4))
+        launch(kernel, 1, 1, zeros(2, 16), 4)
         caught(Misaligned, kernel, 1, zeros(2, 32)[:, ::2], 4)  # not contiguous
         caught(Misaligned, kernel, 1, zeros(2, 18)[:, 1:17], 4)  # rows at odd addresses
 
@@ -740,7 +740,7 @@ def test_vector_access_meets_hazards():
 
     for width in range(4):  # each of the four elements is checked
         out = zeros(2, 4)
-        launch(kernel, 1, 2, (out, 0, width))
+        launch(kernel, 1, 2, out, 0, width)
         assert out.tolist() == [[5, 6, 7, 8], [0, 0, 0, 0]]
         for faulty, thread in ((1, 1), (2, 1), (3, 0), (4, 1)):
             error = caught(SharedHazard, kernel, 2, zeros(2, 4), faulty, width)
@@ -753,7 +753,7 @@ def test_a_read_only_array_is_not_stored_to():
         A[0] = 1
 
     A = zeros(1)
-    launch(kernel, 1, 1, (A,))
+    launch(kernel, 1, 1, A)
     A.setflags(write=False)
     assert caught(ReadOnlyStore, kernel, 1, A).array == "A"
 
@@ -770,7 +770,7 @@ def test_dynamic_shared_array():
         out[t] = s[e]
 
     out = zeros(8)
-    launch(kernel, 1, 8, (out, 5), shared_bytes=32)
+    launch(kernel, 1, 8, out, 5, shared_bytes=32)
     assert (out == 5).all()
     assert caught(OutOfBounds, kernel, 8, out, 8, shared_bytes=32).array == "s"
     caught(OutOfBounds, kernel, 8, out, 0, shared_bytes=28)
@@ -789,7 +789,7 @@ def test_dynamic_tiles_are_bounded_each():
         sA[e]
 
     out = zeros(2, 8)
-    launch(kernel, 1, 8, (out, 7), shared_bytes=64)
+    launch(kernel, 1, 8, out, 7, shared_bytes=64)
     assert out.tolist() == [list(range(7, -1, -1)), list(range(17, 9, -1))]
     assert caught(OutOfBounds, kernel, 8, out, 8, shared_bytes=64).array == "sA"
     error = caught(EmulatorError, kernel, 8, out, 7, shared_bytes=63)
@@ -811,7 +811,7 @@ def test_a_tile_laid_over_another_needs_a_barrier():
             out[t] = sA[t]
 
     out = zeros(8)
-    launch(kernel, 1, 8, (out, False), shared_bytes=32)
+    launch(kernel, 1, 8, out, False, shared_bytes=32)
     assert out.tolist() == [7, 6, 5, 4, -1, -1, -1, -1]
     error = caught(SharedHazard, kernel, 8, zeros(8), True, shared_bytes=32)
     assert error.array == "sB" and "overwrites sB[0], which thread (3, 0, 0) read," in str(error)
@@ -827,7 +827,7 @@ def test_tiles_of_two_dtypes_must_not_overlap():
     def words(offset, length):
         return emulator.current().shared_tile(offset, length, int32)
 
-    launch(kernel, 1, 1, (4,), shared_bytes=32)
+    launch(kernel, 1, 1, 4, shared_bytes=32)
     assert "only if their dtypes are equal" in str(
         caught(EmulatorError, kernel, 1, 3, shared_bytes=32)
     )
@@ -868,7 +868,7 @@ def staged(A, out, faulty):
 @pytest.mark.parametrize("clean", ["", "own"])
 def test_async_copy(clean):
     A, out = ramp(2, 4), zeros(2, 4)
-    counts = launch(staged, 1, 2, (A, out, clean), shared_bytes=32)
+    counts = launch(staged, 1, 2, A, out, clean, shared_bytes=32)
     assert (out == A).all()
     assert counts.loads == {"A": 8}
     assert counts.stores == {"out": 8 + 2 * (clean == "own")}
@@ -904,7 +904,7 @@ def test_async_copy_read_by_its_own_thread_before_the_wait():
         wait(0)
 
     out = zeros(4)
-    launch(kernel, 1, 1, (ramp(2, 4), out, 1), shared_bytes=32)
+    launch(kernel, 1, 1, ramp(2, 4), out, 1, shared_bytes=32)
     assert out.tolist() == [0, 1, 2, 3]
     caught(SharedHazard, kernel, 1, ramp(2, 4), out, 2, shared_bytes=32)
 
@@ -922,7 +922,7 @@ def test_async_copy_lands_at_the_wait_and_fills_with_zeros():
 
     for valid, expected in ((3, [100, 13, 14, 0]), (1, [100, 0, 0, 0]), (0, [0, 0, 0, 0])):
         out = np.full(4, np.nan, np.float32)
-        counts = launch(kernel, 1, 1, (ramp(1, 2, 8), out, valid), shared_bytes=16)
+        counts = launch(kernel, 1, 1, ramp(1, 2, 8), out, valid, shared_bytes=16)
         assert out.tolist() == expected
         assert counts.loads["A"] == valid
 
@@ -934,10 +934,10 @@ def test_async_copy_is_bounded_and_aligned():
         commit_async()
         wait(0)
 
-    launch(kernel, 1, 1, (ramp(1, 8), 4, 4, 4, 4), shared_bytes=32)
-    launch(kernel, 1, 1, (ramp(1, 7), 4, 4, 4, 3), shared_bytes=32)
-    launch(kernel, 1, 1, (ramp(1, 7), 5, 3, 1, 1), shared_bytes=32)
-    launch(kernel, 1, 1, (ramp(1, 7), 4, 80, 4, 0), shared_bytes=32)  # reads nothing
+    launch(kernel, 1, 1, ramp(1, 8), 4, 4, 4, 4, shared_bytes=32)
+    launch(kernel, 1, 1, ramp(1, 7), 4, 4, 4, 3, shared_bytes=32)
+    launch(kernel, 1, 1, ramp(1, 7), 5, 3, 1, 1, shared_bytes=32)
+    launch(kernel, 1, 1, ramp(1, 7), 4, 80, 4, 0, shared_bytes=32)  # reads nothing
     caught(OutOfBounds, kernel, 1, ramp(1, 7), 4, 4, 4, 4, shared_bytes=32)
     caught(OutOfBounds, kernel, 1, ramp(1, 8), 8, 4, 4, 4, shared_bytes=32)
     caught(Misaligned, kernel, 1, ramp(1, 8), 2, 4, 4, 4, shared_bytes=32)
@@ -958,7 +958,7 @@ def test_counts_by_hand():
             B[b, t] = int32(7)
 
     A, B = zeros(2, 3, 4), zeros(2, 3, dtype=np.int64)
-    counts = launch(kernel, 2, 32, (A, B, 3))
+    counts = launch(kernel, 2, 32, A, B, 3)
     assert counts.loads == {"A": 18}
     assert counts.stores == {"A": 6, "B": 6}
     assert counts.load_bytes == {"A": 72}
@@ -976,7 +976,7 @@ def test_atomics():
         before[cuda.blockIdx.x, t] = cuda.atomic.add(each, t, 2.5)
 
     total, each, before = zeros(1, 1, dtype=np.int32), zeros(64), zeros(3, 64)
-    counts = launch(kernel, 3, 64, (total, each, before))
+    counts = launch(kernel, 3, 64, total, each, before)
     assert total[0, 0] == 3 * 2016 and (each == 7.5).all()
     assert (before == [[0], [2.5], [5]]).all()
     assert counts.loads == {"total": 192, "each": 192} and counts.stores["each"] == 192
@@ -1000,7 +1000,7 @@ def test_stores_round_to_single_precision():
         return emulator.current().shared_tile(0, 4)
 
     x, out = np.array([0.1, 1e300]), zeros(4, 2)
-    launch(kernel, 1, 1, (x, out), shared_bytes=16)
+    launch(kernel, 1, 1, x, out, shared_bytes=16)
     assert out.tolist() == [[0, 0], *[[float(np.float32(0.1)), math.inf]] * 3]
 
 
@@ -1023,7 +1023,7 @@ def test_scalars_have_their_type_and_its_rounding(lanes_agree):
     small, large = 2.0**-26, np.float32(1e30)
     x, out = np.empty((2, 32), np.float32), np.zeros((32, 6))
     x[:] = np.array([[small], [large]])
-    launch(kernel, 1, 32, (x, out))
+    launch(kernel, 1, 32, x, out)
     wanted = [1, 1 + 4096 * small, math.inf, math.inf, large, 0]
     np.testing.assert_allclose(out, [wanted] * 32, rtol=1e-15)
 
@@ -1041,7 +1041,7 @@ def test_a_factor_that_is_added_at_once_is_not_rounded():
         out[t] = out[t] if out[t] == r[0] == s[t] else float32(0.0)
 
     x, out = np.full(32, 1 + 2.0**-12, np.float32), np.zeros(32, np.float32)
-    launch(kernel, 1, 32, (x, out))
+    launch(kernel, 1, 32, x, out)
     assert (out == np.float32(np.float64(x[0]) ** 2 - 1)).all()
 
 
@@ -1052,7 +1052,7 @@ def test_arrays_of_integers_wrap_around():
         out[0] = s[0] + 2**31
 
     out = zeros(1, dtype=np.int32)
-    launch(kernel, 1, 1, (out,))
+    launch(kernel, 1, 1, out)
     assert out[0] == 2**31 - 1
 
 
@@ -1083,7 +1083,7 @@ def make_kernel(scale):
 def test_jitted_kernels_device_functions_and_closures():
     for scale in (np.float32(1.0), 2.0):
         out = zeros(10)
-        launch(make_kernel(scale), 3, 4, (out,))
+        launch(make_kernel(scale), 3, 4, out)
         assert out.tolist() == [2 * float(scale) * (i + 1) for i in range(10)]
 
 
@@ -1097,7 +1097,7 @@ def test_indices():
             out[z, y, x] += 1
 
     out = zeros(4, 9, 10)
-    launch(kernel, (2, 3, 1), (5, 3, 4), (out,))
+    launch(kernel, (2, 3, 1), (5, 3, 4), out)
     assert (out == 1).all()
 
 
@@ -1109,7 +1109,7 @@ def test_the_gpu_gives_inf_where_python_raises():
         out[3] = math.sqrt(-1.0)
 
     out = zeros(4)
-    launch(kernel, 1, 1, (out,))
+    launch(kernel, 1, 1, out)
     assert out[:3].tolist() == [math.inf, -math.inf, math.inf] and math.isnan(out[3])
 
 
@@ -1119,7 +1119,7 @@ def test_errors_of_the_kernel_say_which_thread():
         out[t] = 1 // (5 - t)
 
     with pytest.raises(ZeroDivisionError) as info:
-        launch(kernel, (1, 2), (8, 2), (zeros(8),))
+        launch(kernel, (1, 2), (8, 2), zeros(8))
     text, place, line = str(info.value).split("\n")
     assert text == "the divisor of a // b is 0. Check the divisor before the division"
     assert place == "  in block (0, 0, 0), thread (5, 0, 0)"
@@ -1145,10 +1145,10 @@ def test_the_line_is_that_of_the_device_function():
 
 def test_nothing_is_left_running():
     with pytest.raises(BarrierDivergence):
-        launch(barrier_for, 1, 64, (zeros(64), 40))
+        launch(barrier_for, 1, 64, zeros(64), 40)
     with pytest.raises(RuntimeError, match="no kernel is running"):
         emulator.current()
-    launch(barrier_for, 1, 64, (zeros(64), 64))
+    launch(barrier_for, 1, 64, zeros(64), 64)
 
 
 @pytest.mark.parametrize(
@@ -1165,7 +1165,7 @@ def test_nothing_is_left_running():
 )
 def test_launches_that_cannot_be(grid, block, args, kind, message):
     with pytest.raises(kind, match=message):
-        launch(barrier_for, grid, block, args)
+        launch(barrier_for, grid, block, *args)
 
 
 def exp2_of_a_pair(out):
@@ -1185,7 +1185,7 @@ def test_a_pair_is_no_number(kernel):
     beyond it, nor half of it be taken.
     """
     with pytest.raises(ValueError, match=r"\(2,\s?16\)|size 32"):
-        launch(kernel, 1, TILE, (zeros(TILE),))
+        launch(kernel, 1, TILE, zeros(TILE))
 
 
 def test_launches_from_several_python_threads_do_not_mix():

@@ -92,7 +92,7 @@ def agree(kernel, threads, *args):
     """The arrays after a kernel ran for all lanes at once, held against Python's bit for bit."""
     copies = [a.copy() if isinstance(a, np.ndarray) else a for a in args]
     alone(kernel, threads, *copies)
-    launch(kernel, 1, threads, args)
+    launch(kernel, 1, threads, *args)
     for expected, found in zip(copies, args, strict=True):
         if isinstance(found, np.ndarray):
             np.testing.assert_array_equal(found, expected)
@@ -266,7 +266,7 @@ def test_zeros_keep_their_sign():
         out[t] = sign
 
     out = np.ones(8)
-    launch(kernel, 1, 8, (out,))
+    launch(kernel, 1, 8, out)
     assert np.signbit(out).tolist() == [t % 3 != 0 for t in range(8)]
 
 
@@ -288,11 +288,11 @@ def test_a_local_array_is_written_for_the_lanes_that_write():
             out[t] += a[2]
 
     out = np.zeros(40)
-    launch(kernel, 1, 40, (out, 36, 36))
+    launch(kernel, 1, 40, out, 36, 36)
     assert out.tolist() == [5, 4] + [5, 3] * 17 + [1, 0, 0, 0]
     for writers, readers in ((36, 37), (0, 1), (33, 36)):
         with pytest.raises(UninitialisedRead) as info:
-            launch(kernel, 1, 40, (out, writers, readers))
+            launch(kernel, 1, 40, out, writers, readers)
         assert info.value.thread == (writers, 0, 0) and info.value.array == "a"
         assert "a[1] is read" in str(info.value)
         assert info.value.line.endswith("out[t] = a[1]")
@@ -308,10 +308,10 @@ def test_a_local_array_that_a_loop_comes_to_again_holds_nothing():
         out[t] = a[0]
 
     out = np.zeros(4)
-    launch(kernel, 1, 4, (out, 0))
+    launch(kernel, 1, 4, out, 0)
     assert out.tolist() == [0, 1, 2, 3]
     with pytest.raises(UninitialisedRead) as info:
-        launch(kernel, 1, 4, (out, 1))
+        launch(kernel, 1, 4, out, 1)
     assert info.value.thread == (1, 0, 0)
 
 
@@ -325,10 +325,10 @@ def test_an_index_out_of_range_is_that_of_a_lane_that_takes_part(far):
                 out[t] = x[n]
 
     x, out = np.arange(8.0), np.zeros(16)
-    launch(kernel, 1, 16, (x, out, 99))
+    launch(kernel, 1, 16, x, out, 99)
     assert out.tolist() == [0] * 6 + [6, 7] + [0] * 8
     with pytest.raises(OutOfBounds) as info:
-        launch(kernel, 1, 16, (x, out, 9))
+        launch(kernel, 1, 16, x, out, 9)
     assert info.value.thread == (9, 0, 0) and f"x[{9 + far}]" in str(info.value)
 
 
@@ -340,10 +340,10 @@ def test_a_division_by_zero_is_that_of_a_lane_that_takes_part():
         out[t] += 6 / x[t] if x[t] else 0
 
     x, out = np.array([0, 1, 2, 0, 4]), np.zeros(5)
-    launch(kernel, 1, 5, (x, out, 99))
+    launch(kernel, 1, 5, x, out, 99)
     assert out.tolist() == [0, 18, 9, 0, 4.5]
     with pytest.raises(ZeroDivisionError) as info:
-        launch(kernel, 1, 5, (x, out, 3))
+        launch(kernel, 1, 5, x, out, 3)
     assert "\n  in block (0, 0, 0), thread (3, 0, 0)\n" in str(info.value)
 
 
@@ -370,16 +370,16 @@ def test_lanes_hold_one_array():
         out[t] = one[1]
 
     x, y, out = np.arange(16.0).reshape(4, 4), np.zeros((4, 4)), np.zeros(4)
-    launch(kernel, 1, 4, (x, y, out, 0))
+    launch(kernel, 1, 4, x, y, out, 0)
     assert out.tolist() == [1, 1, 9, 1]
-    launch(kernel, 1, 4, (x, y, out, 2), shared_bytes=32)
+    launch(kernel, 1, 4, x, y, out, 2, shared_bytes=32)
     assert out.tolist() == [5] * 4
     for kind in (1, 3, 4):
         with pytest.raises(
             TypeError,
             match="holds .*array .* in some lanes and .* in other lanes. .* not support",
         ) as info:
-            launch(kernel, 1, 4, (x, y, out, kind), shared_bytes=32)
+            launch(kernel, 1, 4, x, y, out, kind, shared_bytes=32)
         assert "\n  at test_lockstep.py:" in str(info.value) and "_fa_" not in str(info.value)
 
 
@@ -403,7 +403,7 @@ def test_an_array_of_a_tuple_is_called_what_the_source_calls_it():
         ("both", TypeError, "holds array other .made at test_lockstep.py:.*and array one .made"),
     ):
         with pytest.raises(error, match=message) as info:
-            launch(kernel, 1, 8, (np.zeros(8), which))
+            launch(kernel, 1, 8, np.zeros(8), which)
         assert "_fa_" not in str(info.value)
 
 
@@ -421,7 +421,7 @@ def test_an_array_that_is_stored_as_a_number_is_refused():
     for kernel, name in ((stored, "out"), (shared, "s")):
         said = f"^a value stored to an element of {name} must be one number, got an array of shape"
         with pytest.raises(ValueError, match=said) as info:
-            launch(kernel, 1, 16, (np.zeros(16),))
+            launch(kernel, 1, 16, np.zeros(16))
         place = f"\n  in block (0, 0, 0), thread (0, 0, 0), array {name}\n  at test_lockstep.py:"
         assert place in str(info.value)
 
@@ -438,7 +438,7 @@ def test_an_array_that_is_stored_as_a_number_is_refused():
 def test_what_kernels_do_not_have_is_refused(body, message):
     source = f"def kernel(out):\n    t = cuda.threadIdx.x\n    {body}\n"
     with pytest.raises(ValueError, match=message):
-        launch(made(source)["kernel"], 1, 4, (np.zeros(4),))
+        launch(made(source)["kernel"], 1, 4, np.zeros(4))
 
 
 def test_a_function_without_source_is_refused():
@@ -447,7 +447,7 @@ def test_a_function_without_source_is_refused():
     with pytest.raises(
         ValueError, match="got function kernel (.*), whose source is not available$"
     ):
-        launch(names["kernel"], 1, 1, (np.zeros(1),))
+        launch(names["kernel"], 1, 1, np.zeros(1))
 
 
 # ---- random programs
@@ -663,7 +663,7 @@ def test_a_producer_and_a_consumer(rounds, seed):
     out = np.zeros((3, 128), np.float32)
     out[:, 64:] = 10
     with taking_turns(seed), trace() as moves:
-        counts = launch(pipeline, 3, 64, (x, out))
+        counts = launch(pipeline, 3, 64, x, out)
     weights = 2.0 ** np.arange(rounds)[::-1, None]
     assert (out[:, :32] == (x * weights).sum(0)[::-1]).all()
     assert (out[:, 32:64] == 0).all() and (out[:, 64:] == 11).all()
@@ -717,7 +717,7 @@ def test_each_warp_waits_where_the_others_do_not(seed):
 
     out, total = np.full(128, 3.0), np.zeros(1, np.int64)
     with taking_turns(seed):
-        counts = launch(kernel, 1, 128, (out, total))
+        counts = launch(kernel, 1, 128, out, total)
     assert out.tolist() == [17] * 32 + [9] * 96
     assert total[0] == 128
     assert counts.loads == {"out": 3 * 128, "total": 128}
@@ -744,7 +744,7 @@ def test_barriers_under_branches_that_a_warp_takes():
             sync_named(5, 64)
 
     x, out = np.arange(96.0), np.zeros(96)
-    counts = launch(kernel, 1, 96, (x, out))
+    counts = launch(kernel, 1, 96, x, out)
     expected = [92 + 31 - t for t in range(32)] + [0] * 32 + [2 * (t ^ 1) for t in range(64, 96)]
     assert out.tolist() == expected
     assert counts.instructions["barrier"] == 3 + 1 + 2 + 2
@@ -763,7 +763,7 @@ def test_warps_take_tiles_of_their_own():
         out[t] += whole[127 - t]
 
     out = np.zeros(128)
-    launch(kernel, 1, 128, (out,), shared_bytes=512)
+    launch(kernel, 1, 128, out, shared_bytes=512)
     assert out.tolist() == [t // 32 * 32 + 31 - t % 32 + 127 - t for t in range(128)]
 
 
@@ -798,10 +798,10 @@ def test_two_blocks_touch_one_element(first, second):
     x, y = np.zeros((2, 4), np.float32), np.zeros(2, np.float32)
     kinds = {first, second}
     if kinds <= {READ, COPY} or kinds == {UPDATE}:
-        launch(touched, 2, 32, (x, y, first, second))
+        launch(touched, 2, 32, x, y, first, second)
         return
     with pytest.raises(GlobalHazard) as info:
-        launch(touched, 2, 32, (x, y, first, second))
+        launch(touched, 2, 32, x, y, first, second)
     error = info.value
     assert (error.block, error.thread, error.array) == ((1, 0, 0), (4, 0, 0), "x")
     assert "test_lockstep.py:" in error.line and LINES[second] in error.line
@@ -811,10 +811,10 @@ def test_two_blocks_touch_one_element(first, second):
     found = set()
     for seed in range(8):
         with pytest.raises(GlobalHazard) as info, schedule(seed):
-            launch(touched, 2, 32, (x, y, first, second))
+            launch(touched, 2, 32, x, y, first, second)
         found.add(info.value.thread[0])
     assert found == {3, 4}  # the later one says it, whichever that is
-    launch(touched, 1, 32, (x, y, first, second))
+    launch(touched, 1, 32, x, y, first, second)
 
 
 def overlapping(a, b, where):
@@ -846,10 +846,10 @@ def test_views_of_one_buffer_share_their_elements(views, meets):
         same = views(index)[0][where] == views(index)[1][2]
         assert not same or meets in (None, where)
         if not same:
-            launch(overlapping, 3, 1, (a, b, where))
+            launch(overlapping, 3, 1, a, b, where)
             continue
         with pytest.raises(GlobalHazard) as info:
-            launch(overlapping, 3, 1, (a, b, where))
+            launch(overlapping, 3, 1, a, b, where)
         assert info.value.array == "b" and info.value.block == (2, 0, 0)
         assert "reads b[2], which block (0, 0, 0) wrote" in str(info.value)
 
@@ -863,14 +863,14 @@ def test_several_blocks_are_named_so():
             x[5] = 1.0
 
     with pytest.raises(GlobalHazard) as info:
-        launch(kernel, (2, 2), 1, (np.zeros(8), np.zeros(4)))
+        launch(kernel, (2, 2), 1, np.zeros(8), np.zeros(4))
     assert info.value.block == (1, 1, 0)
     assert "overwrites x[5], which several blocks read." in str(info.value)
 
 
 def test_a_block_that_begins_again_is_no_hazard_to_itself():
     x = np.ones((2, 32), np.float32)
-    launch(pipeline, 4, 64, (x, np.zeros((4, 128), np.float32)))
+    launch(pipeline, 4, 64, x, np.zeros((4, 128), np.float32))
 
 
 # ---- another order of turns
@@ -889,7 +889,7 @@ def order_of(seed):
     order, count = np.full(6, -1), np.zeros(7, np.int64)
     warps = np.full((6, 4), -1)
     with taking_turns(seed):
-        launch(turns, (3, 2), 128, (order, count, warps))
+        launch(turns, (3, 2), 128, order, count, warps)
     return order.tolist(), warps.tolist()
 
 
@@ -919,7 +919,7 @@ def test_warps_are_grouped_anew_in_every_block():
     blocks = 60
     count, first, second = np.zeros(blocks, np.int64), *np.zeros((2, blocks, 4), np.int64)
     with schedule(0):
-        launch(kernel, blocks, 128, (count, first, second))
+        launch(kernel, blocks, 128, count, first, second)
     together = np.sort(second - first, axis=1).tolist()
     # three groups of four warps: two or more are in one
     assert all(found[-1] > 1 for found in together)
@@ -981,7 +981,7 @@ def line_of(kernel, text):
 
 def test_each_line_costs_what_it_costs():
     x, y, z = np.ones(256, np.float32), np.zeros(64), np.zeros(64, np.float32)
-    counts = launch(moved, 1, 64, (x, y, z))
+    counts = launch(moved, 1, 64, x, y, z)
 
     def access(array, kind, text):
         space = "shared" if array == "s" else "global"
@@ -1027,7 +1027,7 @@ def test_multiply_adds_are_counted_by_warp():
         out[t] = a[0]
 
     out = np.zeros(96)
-    counts = launch(kernel, 1, 96, (out,))
+    counts = launch(kernel, 1, 96, out)
     assert counts.instructions["fma"] == 3 * 6 + 1
     t = np.arange(96)
     expected = 1 + 2 * 1 + 2 * (1 + 2 * t) + 2 * (1 + 4 * t)
@@ -1045,18 +1045,18 @@ def test_sectors_are_those_that_lanes_touch():
         size = np.dtype(dtype).itemsize
         for first, step, lanes in ((0, 1, 32), (1, 1, 32), (3, 5, 20), (9, 0, 32), (40, -1, 8)):
             x, out = np.zeros(256, dtype), np.zeros(32)
-            counts = launch(kernel, 1, 32, (x, out, first, step, lanes))
+            counts = launch(kernel, 1, 32, x, out, first, step, lanes)
             sectors = {(first + step * t) * size // 32 for t in range(lanes)}
             assert counts.total(array="x") == Traffic(1, len(sectors))
             # where a view begins in its memory counts
-            counts = launch(kernel, 1, 32, (x[3:], out, first, step, lanes))
+            counts = launch(kernel, 1, 32, x[3:], out, first, step, lanes)
             sectors = {(3 + first + step * t) * size // 32 for t in range(lanes)}
             assert counts.total(array="x") == Traffic(1, len(sectors))
 
 
 def test_totals_are_over_the_fields_asked_for():
     arrays = np.ones(256, np.float32), np.zeros(64), np.zeros(64, np.float32)
-    counts = launch(moved, 1, 64, arrays)
+    counts = launch(moved, 1, 64, *arrays)
     assert counts.total() == sum(counts.traffic.values(), Traffic())
     assert counts.total(space="shared") == Traffic(9, 0, 71, 62)
     assert counts.total(space="shared", kind="load") == Traffic(5, 0, 5, 0)
@@ -1064,11 +1064,11 @@ def test_totals_are_over_the_fields_asked_for():
     assert counts.total(kernel="another") == Traffic()
     with pytest.raises(TypeError, match="a field must be one of kernel, array, .*, got colour"):
         counts.total(colour="red")
-    twice = counts + launch(moved, 1, 64, arrays)
+    twice = counts + launch(moved, 1, 64, *arrays)
     assert twice.total(space="shared") == Traffic(18, 0, 142, 124)
     assert twice.instructions["load"] == 20 and counts.instructions["load"] == 10
     assert Counts().total() == Traffic()
-    fewer = launch(moved, 1, 64, arrays, uncounted=["x"])
+    fewer = launch(moved, 1, 64, *arrays, uncounted=["x"])
     assert fewer.total(array="x") == Traffic() and "x" not in fewer.loads
     assert fewer.total(space="shared") == counts.total(space="shared")
 
@@ -1113,8 +1113,8 @@ def test_a_trace_is_of_tiles():
         )  # fmt: skip
 
     with trace() as moves:
-        launch(tiles, 1, 16, (x, w, y, total))
-        launch(tiles, 1, 16, (x, w, y, total))
+        launch(tiles, 1, 16, x, w, y, total)
+        launch(tiles, 1, 16, x, w, y, total)
     load, scale = "Alg. 7, line 1: load", "FA-9: scale"
     first, second = "s[16 * n + t] = x[n + 1, t]", "s[16 * n + t] += doubled(x, n, t) * w[t]"
     once = [
@@ -1132,7 +1132,7 @@ def test_a_trace_is_of_tiles():
         ),
     ]  # fmt: skip
     assert moves == once + once  # steps are of a launch
-    launch(tiles, 1, 16, (x, w, y, total))
+    launch(tiles, 1, 16, x, w, y, total)
     assert len(moves) == 16  # outside
 
 
@@ -1163,6 +1163,6 @@ def test_copies_of_a_source_have_their_own_lines(index):
         made: dict = {}
         exec(compile(text, name, "exec"), made)
         with pytest.raises(OutOfBounds) as info:
-            launch(made["make"](cuda), 1, 4, (np.zeros(5),))
+            launch(made["make"](cuda), 1, 4, np.zeros(5))
         assert info.value.line == f"{name}:{8 + len(above)}: x[{index}] = 1.0"
         assert f"x[{index}] is outside the array" in str(info.value)

@@ -53,7 +53,7 @@ def bits(*shape, seed=0):
 
 
 def launch(kernel, threads, *args, grid=1):
-    return emulator.launch(kernel, grid, threads, args, shared_bytes=SHARED)
+    return emulator.launch(kernel, grid, threads, *args, shared_bytes=SHARED)
 
 
 def caught(error, kernel, threads, *args):

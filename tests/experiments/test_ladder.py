@@ -247,7 +247,7 @@ def test_the_kernels_of_the_ceilings_compute_what_is_checked(make):
     kernel, steps = make(), 40
     found = np.zeros(kernel.threads, np.float32)
     memory = {"shared_bytes": kernel.shared_bytes}
-    counts = emulator.launch(kernel.function, 1, kernel.threads, (found, steps), **memory)
+    counts = emulator.launch(kernel.function, 1, kernel.threads, found, steps, **memory)
     if make is ceilings.make_multiply:
         wanted = float(ceilings.SUMMED * steps)
         assert counts.instructions["wgmma"] == ceilings.GROUPS * ceilings.STEPS * steps

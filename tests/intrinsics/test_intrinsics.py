@@ -137,7 +137,7 @@ def test_exp2_of_many_lanes_is_pythons_power_bit_for_bit(intels, monkeypatch):
     def kernel(X, Y):
         Y[cuda.blockIdx.x, cuda.threadIdx.x] = exp2(X[cuda.blockIdx.x, cuda.threadIdx.x])
 
-    counts = emulator.launch(kernel, 8, 512, (x, y))
+    counts = emulator.launch(kernel, 8, 512, x, y)
     assert counts.instructions["exp"] == x.size // 32
     assert y.tobytes() == np.array(want).tobytes()
 
@@ -220,20 +220,20 @@ def _copy_value_kernel(X, Y, count):
 def test_a_copied_value_is_counted_and_checked_if_it_is_read(count):
     y = np.zeros(32, np.float32)
     every_second = ramp(66)[::2]
-    counts = emulator.launch(_copy_value_kernel, 1, 32, (every_second, y, count), shared_bytes=512)
+    counts = emulator.launch(_copy_value_kernel, 1, 32, every_second, y, count, shared_bytes=512)
     assert counts.loads["X"] == 32 * count
     assert np.array_equal(y, every_second[:0:-1] * count)
     if count:
         with pytest.raises(OutOfBounds):
-            emulator.launch(_copy_value_kernel, 1, 32, (ramp(32), y, 1), shared_bytes=512)
+            emulator.launch(_copy_value_kernel, 1, 32, ramp(32), y, 1, shared_bytes=512)
     else:  # what is not read need not be there
-        emulator.launch(_copy_value_kernel, 1, 32, (ramp(32), y, 0), shared_bytes=512)
+        emulator.launch(_copy_value_kernel, 1, 32, ramp(32), y, 0, shared_bytes=512)
 
 
 @pytest.mark.parametrize("count", range(5))
 def test_a_copy_counts_what_it_reads(count):
     counts = emulator.launch(
-        _copy4_kernel, 1, 32, (ramp(32, 8), ramp(32, 4), count), shared_bytes=512
+        _copy4_kernel, 1, 32, ramp(32, 8), ramp(32, 4), count, shared_bytes=512
     )
     assert counts.loads["X"] == 32 * count
 
@@ -241,7 +241,7 @@ def test_a_copy_counts_what_it_reads(count):
 def test_misaligned_copies_are_refused():
     y = np.zeros((32, 4), np.float32)
     with pytest.raises(Misaligned):
-        emulator.launch(_copy4_kernel, 1, 32, (ramp(32, 9), y, 4), shared_bytes=512)
+        emulator.launch(_copy4_kernel, 1, 32, ramp(32, 9), y, 4, shared_bytes=512)
 
 
 # --- 16-bit elements -------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def _overlapping_kernel(X, Y):
 def test_a_half_tile_stays_within_shared_memory():
     arrays = (halves(32), halves(32))
     with pytest.raises(EmulatorError, match="144 of the dynamic shared memory, but the launch"):
-        emulator.launch(_overlapping_kernel, 1, 32, arrays, shared_bytes=142)
+        emulator.launch(_overlapping_kernel, 1, 32, *arrays, shared_bytes=142)
 
 
 def _two_formats(X):
@@ -279,7 +279,7 @@ def _two_formats(X):
 
 def test_tiles_of_two_formats_do_not_overlap():
     with pytest.raises(EmulatorError, match="bits .uint16. overlaps shared array floats .float32."):
-        emulator.launch(_two_formats, 1, 32, (ramp(32),), shared_bytes=4096)
+        emulator.launch(_two_formats, 1, 32, ramp(32), shared_bytes=4096)
 
 
 def _write2_kernel(X, Y):
@@ -337,12 +337,12 @@ def load_pair(tile, first):
 def test_what_is_read_at_once_lies_whole_in_its_tile(count, load, right, wrong):
     x, kind = (ramp(32), np.float32) if load is load4_at_byte else (halves(32), np.uint32)
     y = np.zeros(32, kind)
-    emulator.launch(_whole(count, load, right), 1, 32, (x, y), shared_bytes=128)
+    emulator.launch(_whole(count, load, right), 1, 32, x, y, shared_bytes=128)
     first = right // 4 if load is load4_at_byte else right
     assert (y == (x[first] if load is load4_at_byte else first + 1 | first + 2 << 16)).all()
     for error, first in wrong:
         with pytest.raises(error):
-            emulator.launch(_whole(count, load, first), 1, 32, (x, y), shared_bytes=128)
+            emulator.launch(_whole(count, load, first), 1, 32, x, y, shared_bytes=128)
 
 
 Z = np.zeros((8, 16), np.float32)
@@ -399,24 +399,24 @@ ACCESSED = {
 @pytest.mark.parametrize("name", ACCESSED)
 def test_accesses_of_several_elements_are_counted_and_checked(name):
     (kernel, arrays, loads, stores), faulty = ACCESSED[name]
-    counts = emulator.launch(kernel, 1, 32, arrays, shared_bytes=528)
+    counts = emulator.launch(kernel, 1, 32, *arrays, shared_bytes=528)
     assert (counts.loads["X"], counts.stores["Y"]) == (loads, stores)
     sizes = counts.load_bytes["X"], counts.store_bytes["Y"]
     assert sizes == (loads * arrays[0].itemsize, stores * arrays[1].itemsize)
     for error, wrong in faulty:
         with pytest.raises(error):
-            emulator.launch(kernel, 1, 32, wrong, shared_bytes=528)
+            emulator.launch(kernel, 1, 32, *wrong, shared_bytes=528)
 
 
 @pytest.mark.parametrize("count", range(9))
 def test_copy8_async_reads_no_more_than_it_counts(count):
     # The row ends where the copy does.
     x = halves(32, 16)[:, : 8 + count]
-    counts = emulator.launch(_copy8_kernel, 1, 32, (x, halves(32, 8), count), shared_bytes=528)
+    counts = emulator.launch(_copy8_kernel, 1, 32, x, halves(32, 8), count, shared_bytes=528)
     assert counts.loads["X"] == 32 * count and counts.load_bytes["X"] == 64 * count
     if count < 8:
         with pytest.raises(OutOfBounds):
-            emulator.launch(_copy8_kernel, 1, 32, (x, halves(32, 8), count + 1), shared_bytes=528)
+            emulator.launch(_copy8_kernel, 1, 32, x, halves(32, 8), count + 1, shared_bytes=528)
 
 
 def test_copies_of_eight_are_aligned():
@@ -424,7 +424,7 @@ def test_copies_of_eight_are_aligned():
     for x, at in ((halves(32, 20), 0), (halves(32, 24)[:, 4:], 0), (halves(32, 16), 4)):
         with pytest.raises(Misaligned):
             kernel = _make_copy(copy8_async, 8, half_tile, 0, at)
-            emulator.launch(kernel, 1, 32, (x, y, 8), shared_bytes=1024)
+            emulator.launch(kernel, 1, 32, x, y, 8, shared_bytes=1024)
 
 
 # --- tiles of 8 x 8 --------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def test_ldmatrix_checks_every_row(kind, lane, place, error):
     index[lane] = place
     arrays = (halves(1024), index, np.zeros((32, 4), np.uint32))
     with pytest.raises(error) as caught:
-        emulator.launch(LDMATRIX[kind], 1, 32, arrays, shared_bytes=4096)
+        emulator.launch(LDMATRIX[kind], 1, 32, *arrays, shared_bytes=4096)
     assert caught.value.array == "tile" and caught.value.thread == (lane, 0, 0)
 
 
@@ -486,7 +486,7 @@ def _mma_of_some(X, Y):
 def test_all_lanes_of_a_warp_take_part(kernel):
     arrays = (halves(32, 8), np.zeros(32, np.uint32))
     with pytest.raises(BarrierDivergence):
-        emulator.launch(kernel, 1, 32, arrays, shared_bytes=512)
+        emulator.launch(kernel, 1, 32, *arrays, shared_bytes=512)
 
 
 # --- products of 16 x 8 x 16 -----------------------------------------------------------------
@@ -697,14 +697,14 @@ ADDS = {"pair": _make_add_two(add_pair), "vector": _make_add_two(add_pair_vector
 @pytest.mark.parametrize("kind", ADDS)
 def test_added_pairs_are_counted_and_checked(kind):
     x = ramp(32, 2)
-    counts = emulator.launch(ADDS[kind], 1, 32, (x, np.zeros((8, 8), np.float32), 3))
+    counts = emulator.launch(ADDS[kind], 1, 32, x, np.zeros((8, 8), np.float32), 3)
     assert (counts.loads["Y"], counts.stores["Y"]) == (56, 56)
     # A row that is left out need not be there.
-    emulator.launch(ADDS[kind], 1, 32, (x, np.zeros((7, 8), np.float32), 7))
+    emulator.launch(ADDS[kind], 1, 32, x, np.zeros((7, 8), np.float32), 7)
     whole = np.zeros((8, 8), np.float32)
     for target in (whole[:7], whole[:, :7]):
         with pytest.raises(OutOfBounds):
-            emulator.launch(ADDS[kind], 1, 32, (x, target, 0))
+            emulator.launch(ADDS[kind], 1, 32, x, target, 0)
 
 
 def _add_fours(X, Y):
@@ -716,19 +716,19 @@ def _add_fours(X, Y):
 
 def test_added_fours_are_counted_and_aligned():
     x = ramp(32, 4)
-    counts = emulator.launch(_add_fours, 1, 32, (x, np.zeros((8, 16), np.float32)))
+    counts = emulator.launch(_add_fours, 1, 32, x, np.zeros((8, 16), np.float32))
     assert (counts.loads["Y"], counts.stores["Y"]) == (128, 128)
     for target in (np.zeros((8, 18), np.float32), np.zeros((8, 20), np.float32)[:, 2:18]):
         with pytest.raises(Misaligned):
-            emulator.launch(_add_fours, 1, 32, (x, target))
+            emulator.launch(_add_fours, 1, 32, x, target)
 
 
 def test_pairs_added_at_once_are_aligned():
     x = ramp(32, 2)
     for target in (np.zeros((8, 9), np.float32), np.zeros((8, 10), np.float32)[:, 1:9]):
-        emulator.launch(ADDS["pair"], 1, 32, (x, target, 3))
+        emulator.launch(ADDS["pair"], 1, 32, x, target, 3)
         with pytest.raises(Misaligned):
-            emulator.launch(ADDS["vector"], 1, 32, (x, target, 3))
+            emulator.launch(ADDS["vector"], 1, 32, x, target, 3)
 
 
 # --- named barriers --------------------------------------------------------------------------
@@ -755,11 +755,11 @@ def _meet(X, barrier, threads, waits):
 )
 def test_named_barriers_check_what_they_are_given(barrier, threads, message, waits):
     with pytest.raises(BarrierMisuse, match=f"_named: {message}\n") as caught:
-        emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, waits))
+        emulator.launch(_meet, 1, 64, ramp(1), barrier, threads, waits)
     assert "_named(barrier, threads)" in caught.value.line
 
 
 @pytest.mark.parametrize("barrier, threads", [(1, 64), (15, 64)])
 def test_named_barriers_within_their_limits(barrier, threads):
-    emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, False))
-    emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, True))
+    emulator.launch(_meet, 1, 64, ramp(1), barrier, threads, False)
+    emulator.launch(_meet, 1, 64, ramp(1), barrier, threads, True)

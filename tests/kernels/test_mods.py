@@ -285,7 +285,7 @@ def test_dividing_by_a_shared_number_is_pythons(by):
         out[0, t] = division.floor_divide(x[t], by, inverse)
         out[1, t] = division.modulo(x[t], by, inverse)
 
-    launch(kernel, 1, len(values), (out, x, np.int32(by)))
+    launch(kernel, 1, len(values), out, x, np.int32(by))
     want = [(n // by, n % by) if by else (0, 0) for n in values]
     assert out.T.tolist() == [list(pair) for pair in want]
     assert mods.divisor(np.int32(by)) == division_of(by)
@@ -298,7 +298,7 @@ def division_of(by):
     def kernel(out, by):
         out[0] = division.divisor(by)
 
-    launch(kernel, 1, 1, (out, np.int32(by)))
+    launch(kernel, 1, 1, out, np.int32(by))
     return out[0]
 
 
@@ -378,7 +378,7 @@ def emulated(text, places):
         t = cuda.threadIdx.x
         out[t] = mod((lead(float32(1), ()) * s[t], float32(1)), 0, 0, i[t], j[t], 0, ())
 
-    launch(kernel, 1, len(s), (out, s, i, j))
+    launch(kernel, 1, len(s), out, s, i, j)
     return out
 
 
