@@ -33,9 +33,10 @@ from .lab.show import report
 T = TypeVar("T")
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 _LEGEND = """
-CPU: runs on every machine; with a GPU it may measure more. GPU, torch: needed to measure; the
-figure is drawn from stored results on every machine.
-Full description of an experiment: python -m experiments list NAME"""
+[CPU]: the experiment runs on every machine. On a machine with a GPU, it may measure more.
+[GPU] or [GPU, torch]: measuring needs a GPU, or a GPU and torch. The figure can be drawn from
+stored results on every machine.
+For the full description of an experiment, run python -m experiments list NAME"""
 
 
 def _several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
@@ -73,34 +74,37 @@ def _parser() -> argparse.ArgumentParser:
     choices = argparse.ArgumentParser(add_help=False)
     quick, filtered = (folder.relative_to(REPOSITORY) for folder in (QUICK, FILTERED))
     chosen = (
-        "With --seqlens, --head-dims, --causal or --tiles only a part of an experiment runs. Its "
-        f"figure and data go to {filtered} unless --out is given, because figures/ holds complete "
-        "runs only."
+        "The options --seqlens, --head-dims, --causal and --tiles select a part of an experiment. "
+        f"The figure and the data of a part are written to {filtered}, unless --out names another "
+        "folder. The folder figures contains complete runs only."
     )
     flag: dict[str, Any] = {"action": "store_true"}
     head_dims: dict[str, Any] = {"type": _several(whole(1, MAX_HEAD_DIM)), "metavar": "D,..."}
     options: dict[str, tuple[str, dict[str, Any]]] = {
         "--quick": (
-            "run a few small sizes only, in seconds; the results go to "
-            f"{quick} unless --out is given", flag),
-        "--seqlens": ("sequence lengths to measure or draw, such as 512,1024 (default: those of "
-                      "the experiment)",
+            "run only a few small sizes, which takes seconds; the results are written to "
+            f"{quick}, unless --out names another folder", flag),
+        "--seqlens": ("sequence lengths to measure or draw, such as 512,1024 (default: the "
+                      "experiment's sequence lengths)",
                       {"type": _several(whole(1, MAX_SEQLEN)), "metavar": "N,..."}),
-        "--head-dims": ("head dimensions to measure or draw, such as 64,128 (default: those of "
-                        "the experiment)", head_dims),
-        "--causal": ("measure or draw without the causal mask (no), with it (yes), or both "
-                     "(default: the experiment's own choice)", {"choices": CAUSAL}),
+        "--head-dims": ("head dimensions to measure or draw, such as 64,128 (default: the "
+                        "experiment's head dimensions)", head_dims),
+        "--causal": ("measure or draw without the causal mask (no), with the causal mask (yes), or "
+                     "both (default: the experiment's choice)", {"choices": CAUSAL}),
         "--tiles": (
-            "tile sizes, rows of Q x rows of K, such as 64x64,32x128; only a few experiments "
-            "have this option, such as timeline (default: those of the experiment)",
+            "tile sizes to measure or draw, such as 64x64,32x128; 32x128 means 32 rows of Q and "
+            "128 rows of K (default: the experiment's tile sizes). Only a few experiments have "
+            "this option, such as timeline",
             {"type": _several(_tiles), "metavar": "BRxBC,..."}),
-        "--recount": ("count on the emulator again (default: a complete run uses stored counts "
-                      "while the experiment's code and its kernels are unchanged)", flag),
-        "--out": ("folder for the figures; their data go to FOLDER/data (default: figures for "
-                  "complete runs). Experiments without data in FOLDER are drawn from the "
-                  "recordings in figures/data", {"type": _folder, "metavar": "FOLDER"}),
-        "--replace": ("replace a stored recording even if it has numbers from torch or ncu, and "
-                      "torch or ncu is missing on this machine", flag),
+        "--recount": ("count accesses on the emulator again. Without this option, a complete run "
+                      "uses stored counts if the experiment's code and its kernels have not "
+                      "changed", flag),
+        "--out": ("folder for the figures. The data of the figures are written to FOLDER/data. "
+                  "Complete runs are written to the folder figures by default. If FOLDER contains "
+                  "no data of an experiment, the figure is drawn from the recording in "
+                  "figures/data", {"type": _folder, "metavar": "FOLDER"}),
+        "--replace": ("replace a stored recording even if its numbers from torch or ncu are lost, "
+                      "because torch or ncu is missing on this machine", flag),
     }  # fmt: skip
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():
@@ -108,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description="Measure both loop orders of FlashAttention, and draw the figures and tables.",
-        epilog="Options of a command: python -m experiments COMMAND --help. "
-        "Example: python -m experiments run io_vs_seqlen --quick",
+        epilog="For the options of a command, run python -m experiments COMMAND --help. "
+        "Example of a command: python -m experiments run io_vs_seqlen --quick",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -117,54 +121,62 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=about or text, **more)
 
     parts: dict[str, Any] = {"epilog": chosen, "parents": [choices]}
-    text = "list the experiments: what each one shows, and what it needs"
-    about = f"{text[0].upper()}{text[1:]}. With names: describe these experiments in full."
+    text = "list all experiments, with what each experiment shows and what it needs"
+    about = f"{text[0].upper()}{text[1:]}. With names, describe the named experiments in full."
     listing = add("list", text, about)
     listing.add_argument(
-        "names", nargs="*", type=_experiment, metavar="NAME", help="experiments to describe"
+        "names",
+        nargs="*",
+        type=_experiment,
+        metavar="NAME",
+        help="experiments to describe in full",
     )
     listing.add_argument("--verbose", action="store_true", help="describe every experiment in full")
     for name, text in (
         ("run", "measure experiments on this machine, store the results and draw the figures"),
         ("draw", "draw figures from stored results, without measuring"),
     ):
-        about = f"experiments, separated by spaces: {', '.join(names())}"
+        about = f"names of experiments, separated by spaces. The names are {', '.join(names())}"
         add(name, text, f"{text[0].upper()}{text[1:]}.", **parts).add_argument(
             "names", nargs="+", choices=names(), metavar="NAME", help=about
         )
     text = "run all experiments that this machine can run, and draw all figures"
     about = (
-        f"{text[0].upper()}{text[1:]}. On a GPU an experiment is measured again only if its code "
-        "or the kernels that it launches have changed. After an interrupt, the same command "
-        "continues."
+        f"{text[0].upper()}{text[1:]}. On a GPU, an experiment is measured again only if its code "
+        "or the kernels that it launches have changed. If the command is interrupted, run the same "
+        "command again to continue."
     )
     add("all", text, about, **parts)
     compare.add(commands)
     text = "serve the interactive page figures/explore.html on this machine, for any sizes"
     port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
-    about = f"{text[0].upper()}{text[1:]}. Stop with Ctrl-C."
+    about = f"{text[0].upper()}{text[1:]}. Press Ctrl-C to stop the server."
     add("explore", text, about).add_argument(
         "--port", help="TCP port, 1 to 65535 (default: a free port)", **port
     )
-    text = "time tile sizes of the tensor-core kernels on this GPU, and store the fastest"
-    about = f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv, which plans use."
+    text = "time tile sizes of the tensor-core kernels on this GPU, and store the fastest sizes"
+    about = (
+        f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv. Plans use the tile sizes in "
+        "this file."
+    )
     tuning = add("tune", text, about)
     text = f"head dimensions to time (default: {','.join(map(str, tune.HEAD_DIMS))})"
     tuning.add_argument("--head-dims", help=text, default=tune.HEAD_DIMS, **head_dims)
     for option, known, what in (
-        ("--series", tune.SERIES, "kernels"),
-        ("--passes", tune.PASSES, "passes"),
+        ("--series", tune.SERIES, "names of the kernels"),
+        ("--passes", tune.PASSES, "forward (fwd) and backward (bwd) passes"),
     ):
         which: dict[str, Any] = {"nargs": "+", "choices": known, "default": known}
         tuning.add_argument(option, help=f"{what} to time (default: all)", **which)
     for name, text in (
-        ("spills", "compile kernels with options that may spill registers, and store the spilled "
-         "bytes for plans; needs no GPU"),
-        ("report", "write the tables of paper_repro.md and figures/tables again from figures/data"),
-        ("origins", "list recordings whose commit is not in the git history, or whose source files "
-         "may have had uncommitted changes"),
-        ("outdated", "list each recording as current, outdated or unknown; an outdated recording "
-         "was made with other kernels or other code than now"),
+        ("spills", "compile Hopper's backward kernels with options that may spill registers, and "
+         "store for plans how many bytes the kernels spill. No GPU is needed"),
+        ("report", "write the tables in paper_repro.md and in figures/tables again, from the "
+         "recordings in figures/data"),
+        ("origins", "list recordings whose commit is not in the git history, and recordings that "
+         "may have been made with uncommitted changes"),
+        ("outdated", "list each recording as current, outdated or unknown. A recording is outdated "
+         "if the code or the kernels that produced it have changed"),
     ):  # fmt: skip
         add(name, text, f"{text[0].upper()}{text[1:]}.")
     return parser

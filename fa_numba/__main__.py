@@ -14,10 +14,10 @@ COMMANDS = (trace, plan)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fa_numba",
-        description="Look at the two loop orders of FlashAttention without writing a program. "
-        "No GPU is needed.",
-        epilog="Options of a command: python -m fa_numba COMMAND --help. Measurements and figures: "
-        "python -m experiments --help.",
+        description="Show how the two loop orders of FlashAttention compute, and what a call of "
+        "attention would launch. No GPU is needed.",
+        epilog="For the options of a command, run python -m fa_numba COMMAND --help. For "
+        "measurements and figures, run python -m experiments --help.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for module in COMMANDS:

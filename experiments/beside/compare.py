@@ -236,15 +236,17 @@ def add(commands: Any) -> None:
         NAME,
         help="compare both loop orders and standard attention at a size that you choose",
         description="Compare both loop orders and standard attention at a size that you choose. "
-        "With a CUDA GPU the results are checked and the times measured. Accesses are counted on "
-        "the emulator if one head is small enough, else computed in closed form. The last column "
-        "of the table names the source of each number.",
+        "If this machine has a CUDA GPU, the command checks the results and measures times. If one "
+        "head is small enough, the command counts accesses on the emulator. Otherwise the command "
+        "computes accesses by formulas. The last column of the table names the source of each "
+        "number.",
         epilog="Example: python -m experiments compare --seqlen 256 --head-dim 64",
     )
     seqlen, head_dim, heads = (whole(1, most) for most in (MAX_SEQLEN, MAX_HEAD_DIM, 4096))
     sizes: dict[str, tuple[str, dict[str, Any]]] = {
         "--seqlen": (
-            "sequence length of q (rows)", {"type": seqlen, "metavar": "N", "required": True}),
+            "sequence length of q (number of rows)",
+            {"type": seqlen, "metavar": "N", "required": True}),
         "--head-dim": (
             f"head dimension, 1 to {MAX_HEAD_DIM}",
             {"type": head_dim, "metavar": "D", "required": True}),
@@ -261,10 +263,10 @@ def add(commands: Any) -> None:
             "dtype of q, k and v (default: float16)",
             {"choices": tuple(DTYPES), "default": "float16"}),
         "--backward": (
-            "compare the backward pass, not the forward pass", {"action": "store_true"}),
+            "compare the backward pass instead of the forward pass", {"action": "store_true"}),
         "--tiles": (
-            "tile size for both loop orders, rows of q x rows of k, such as 64x128 (default: each "
-            "order has its own)",
+            "tile size for both loop orders, such as 64x128 for 64 rows of q and 128 rows of k "
+            "(default: each loop order uses its own tile size)",
             {"type": tiles, "metavar": "BRxBC"},
         ),
     }  # fmt: skip

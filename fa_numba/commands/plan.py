@@ -19,13 +19,14 @@ from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import MAX_HEAD_DIM
 
 NAME = "plan"
-HELP = "show what a call of attention would launch on a GPU, and what should limit its speed"
+HELP = "show what a call of attention would launch on a GPU, and what is expected to limit it"
 DESCRIPTION = """\
 Show what a call of attention would launch, without running it: kernels, grids, tiles, memory,
-accesses of global memory and FLOPs. The table compares both loop orders, FlashAttention-1 (K/V
-outer) and FlashAttention-2 (Q outer), with standard attention, which writes its score matrix to
-memory. The table also estimates what limits the speed of each on the GPU of this machine or on
-another GPU. No GPU is needed and nothing is measured; `python -m experiments compare` measures.
+accesses of global memory and FLOPs. The table compares FlashAttention-1 (K/V outer),
+FlashAttention-2 (Q outer) and standard attention, which writes its score matrix to memory. The
+table also estimates what limits the speed of each algorithm on a GPU. This GPU can be the GPU of
+this machine or another GPU. The command needs no GPU and measures nothing. To measure, run
+`python -m experiments compare`.
 
 Example: python -m fa_numba plan --seqlen 16384 --head-dim 64 --heads 32 --device H200"""
 
@@ -68,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heads = whole(1, _MOST_BATCH)
     call = parser.add_argument_group("the call")
     call.add_argument(
-        "--seqlen", type=size, required=True, metavar="N", help="sequence length of q (rows)"
+        "--seqlen",
+        type=size,
+        required=True,
+        metavar="N",
+        help="sequence length of q (number of rows)",
     )
     call.add_argument(
         "--seqlen-k", type=size, metavar="N", help="sequence length of k and v (default: --seqlen)"
@@ -105,46 +110,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, default="float16", help="dtype of q, k and v (default: float16)"
     )
     call.add_argument(
-        "--backward", action="store_true", help="plan the backward pass, not the forward pass"
+        "--backward", action="store_true", help="plan the backward pass instead of the forward pass"
     )
     how = parser.add_argument_group("how the call is computed")
     how.add_argument(
         "--algorithm",
         choices=("all", *ALGORITHMS),
         default="all",
-        help="fa1: K/V outer; fa2: Q outer; standard: scores in memory (default: all three)",
+        help="fa1: K/V outer; fa2: Q outer; standard: standard attention, which writes the scores "
+        "to memory (default: all three)",
     )
     how.add_argument(
         "--unit",
         choices=("auto", *UNITS),
         default="auto",
-        help="simt: CUDA cores, float32; mma: tensor cores; wgmma: Hopper's tensor cores "
-        "(default: auto, the newest that suits the call)",
+        help="where matrices are multiplied. simt: CUDA cores, float32 only; mma: tensor cores; "
+        "wgmma: Hopper's tensor cores; auto (default): the newest unit that supports the call, "
+        "unless an older unit is faster",
     )
     how.add_argument(
         "--tiles",
         type=tiles,
         metavar="BRxBC",
-        help="tile size, rows of q x rows of k, such as 64x128 (default: chosen for the call)",
+        help="tile size, such as 64x128 for 64 rows of q and 128 rows of k (default: chosen for "
+        "the call)",
     )
     where = parser.add_argument_group("the GPU")
     where.add_argument(
         "--device",
         type=saying(bounds.named),
         metavar="GPU",
-        help=f"plan for this GPU: {', '.join(bounds.DEVICES)} (default: the GPU of this machine, "
+        help=f"GPU to plan for: {', '.join(bounds.DEVICES)} (default: the GPU of this machine, "
         f"or {_STAND_IN} if there is none)",
     )
     where.add_argument(
         "--registers",
         action="store_true",
-        help="compile the kernels to find their registers per thread; takes seconds for each "
-        "kernel and needs no GPU",
+        help="compile the kernels to find how many registers each thread uses; compiling takes "
+        "seconds for each kernel and needs no GPU",
     )
     parser.add_argument(
         "--why",
         action="store_true",
-        help="also print the reasons for the unit, the tiles and the number of splits",
+        help="also print why this unit, these tiles and this number of splits were chosen",
     )
 
 

@@ -22,15 +22,15 @@ NAME = "trace"
 HELP = "show the online softmax of one row step by step, in both loop orders"
 DESCRIPTION = """\
 Show how both loop orders compute the online softmax of one row of Q, one block of keys at a time.
-Each line has the largest score so far (m), the sum of the exponentials (l), the output (o) and the
-factor e^(old m - new m), by which l and o of the earlier blocks are multiplied.
+Each line shows the largest score so far (m), the sum of the exponentials (l) and the output (o).
+Each line also shows the factor e^(old m - new m), which multiplies l and o of the earlier blocks.
 
 FlashAttention-2 (Q outer) keeps m, l and o in registers and divides o by l once, at the end.
-FlashAttention-1 (K/V outer) divides o by l in every pass, and stores m, l and o in memory between
-two passes.
+FlashAttention-1 (K/V outer) makes one pass for each block of keys. It divides o by l in every
+pass, and stores m, l and o in memory between two passes.
 
-Without options the command shows an example with 8 keys in blocks of 4, small enough to follow by
-hand."""
+Without options, the command shows an example with 8 keys in blocks of 4, which is small enough to
+follow by hand."""
 
 _EXACT = 1e-12  # smaller differences are float64's rounding
 _SCORES = 19  # characters of a block's scores
@@ -72,15 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--example",
         choices=sorted(examples()),
         default="1",
-        help="the example to show. 1 (default): 8 keys with head_dim 4. 2: 8 keys with the scores "
-        "3 1 2 4 5 1 3 1; each value equals its score. 3: 4 keys with the scores 1 2 3 4; the "
-        "values are the unit matrix, so that the output is the softmax",
+        help="number of the example to show (default: 1). Example 1 has 8 keys and head_dim 4. "
+        "Example 2 has 8 keys with the scores 3 1 2 4 5 1 3 1, and the value of each key equals "
+        "the key's score. Example 3 has 4 keys with the scores 1 2 3 4, and the values are the "
+        "identity matrix, so the output is the softmax",
     )
     parser.add_argument(
         "--block",
         type=whole(1, MAX_SEQLEN),
         metavar="BC",
-        help="number of keys in a block (default: 4, and 2 in example 3)",
+        help="number of keys in a block (default: 4 in examples 1 and 2, and 2 in example 3)",
     )
 
 

@@ -164,7 +164,7 @@ def test_help_explains(arguments, capsys):
     text = " ".join(capsys.readouterr().out.split())
     if arguments[0] != "--help":
         assert all(f"--{name.replace('_', '-')} " in text for name in (*CHOICES, "quick", "out"))
-        assert "go to figures/filtered unless --out is given" in text
+        assert "are written to figures/filtered, unless --out names another folder" in text
 
 
 @pytest.mark.parametrize(
