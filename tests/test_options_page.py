@@ -15,7 +15,7 @@ from fa_numba.bounds import as_gpu
 PAGE = Path(__file__).resolve().parent.parent / "fa_numba" / "options.md"
 ALGORITHMS = {"standard": "standard", "fa1": "FA-1", "fa2": "FA-2"}
 UNITS, PASSES = ("simt", "mma", "wgmma"), {"fwd": "forward", "bwd": "backward"}
-EVERYWHERE = "Accepted by every algorithm, unit and pass."
+EVERYWHERE = "Every algorithm accepts {} in both passes, on each unit that the algorithm supports."
 HEADS, HEADS_K, ROWS = 4, 2, 256
 STARTS = np.array([0, 100, 256])
 
@@ -91,6 +91,11 @@ GIVEN = {
     "return_dsinks": {"return_dsinks": True, "sinks": (HEADS,)},
     "return_dcaptured": {"return_dcaptured": True, "score_mod": captured},
 }
+# What the sentence for options without a table calls an entry that is no option.
+CALLED = {
+    "head dimension of v": "a different head dimension of v",
+    "heads of k and v": "fewer heads of k and v than of q",
+}
 # Several tables of a section, by the text before each.
 TABLES = {
     "`q_lens`": "q_lens",
@@ -137,7 +142,7 @@ def accepted(name):
         for passes, word in PASSES.items():
             rows.append([word, *(cell(name, algorithm, passes) for algorithm in ALGORITHMS)])
     if all(row[1:] == ["simt, mma", *[", ".join(UNITS)] * 2] for row in rows):
-        return EVERYWHERE
+        return EVERYWHERE.format(CALLED.get(name, f"`{name}`"))
     head = ["accepted by", *ALGORITHMS.values()]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * 4, *rows))
 
@@ -147,7 +152,8 @@ def sections():
     return dict(re.findall(r"^### (.+)\n((?:(?!##+ ).*\n)*)", PAGE.read_text(), re.M))
 
 
-SAID = re.compile(rf"{re.escape(EVERYWHERE)}|\| accepted by \|(?:.*\n){{3}}.*\|")
+ANYTHING = re.escape(EVERYWHERE).replace(r"\{\}", ".+")
+SAID = re.compile(rf"{ANYTHING}|\| accepted by \|(?:.*\n){{3}}.*\|")
 
 
 def tables(title, text):
