@@ -18,7 +18,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
-from fa_numba.commands.arguments import MAX_SEQLEN, tiles, whole
+from fa_numba.checks import did_you_mean, one_of
+from fa_numba.commands.arguments import MAX_SEQLEN, Parser, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare, spills
@@ -53,7 +54,8 @@ def _tiles(text: str) -> tuple[int, int]:
 def _experiment(text: str) -> str:
     """Return the name of an experiment, if there is one of this name."""
     if text not in names():
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(names())}, got {text!r}")
+        near = did_you_mean(text, names())
+        raise argparse.ArgumentTypeError(f"must be {one_of(names())}, got {text!r}{near}")
     return text
 
 
@@ -109,12 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():
         group.add_argument(option, help=text, **how)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m experiments",
         description="Measure both loop orders of FlashAttention, and draw the figures and tables.",
         epilog="For the options of a command, run python -m experiments COMMAND --help. "
         "Example of a command: python -m experiments run io_vs_seqlen --quick",
     )
+    parser.add_version("experiments of fa_numba")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def add(name: str, text: str, about: str = "", **more: Any) -> argparse.ArgumentParser:
@@ -138,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         about = f"names of experiments, separated by spaces. The names are {', '.join(names())}"
         add(name, text, f"{text[0].upper()}{text[1:]}.", **parts).add_argument(
-            "names", nargs="+", choices=names(), metavar="NAME", help=about
+            "names", nargs="+", type=_experiment, metavar="NAME", help=about
         )
     text = "run all experiments that this machine can run, and draw all figures"
     about = (
@@ -185,7 +188,12 @@ def _parser() -> argparse.ArgumentParser:
 def _list(console: Console, chosen: Sequence[str], verbose: bool) -> None:
     """Print a line for each experiment, or the complete text of the chosen experiments."""
     for name in chosen or names():
-        module = load(name)
+        try:
+            module = load(name)
+        except Exception as error:  # one broken file must not hide the other experiments
+            text = f"{name:17}cannot be imported: {type(error).__name__}: {error}"
+            console.print(f"[red]{escape(text)}[/]", highlight=False, soft_wrap=True)
+            continue
         what = ", ".join(needs(module)) or "CPU"
         if chosen or verbose:
             text = (module.__doc__ or "").strip()

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fa_numba.commands import plan, trace
+from fa_numba.commands.arguments import Parser
 
 COMMANDS = (trace, plan)
 
 
+def _has_experiments() -> bool:
+    """Return whether `python -m experiments` would run this checkout's experiments."""
+    found = importlib.util.find_spec("experiments")
+    checkout = Path(__file__).resolve().parents[1]
+    return found is not None and Path(found.origin or "").is_relative_to(checkout)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    more = "For the options of a command, run python -m fa_numba COMMAND --help."
+    if _has_experiments():
+        more += " For measurements and figures, run python -m experiments --help."
+    parser = Parser(
         prog="python -m fa_numba",
         description="Show how the two loop orders of FlashAttention compute, and what a call of "
         "attention would launch. No GPU is needed.",
-        epilog="For the options of a command, run python -m fa_numba COMMAND --help. For "
-        "measurements and figures, run python -m experiments --help.",
+        epilog=more,
     )
+    parser.add_version("fa_numba")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for module in COMMANDS:
         sub = commands.add_parser(
@@ -33,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit status. Without a command it says which there are."""
+    """Run one command and return the exit status. Without a command, print the help."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command is None:

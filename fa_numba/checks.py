@@ -6,6 +6,7 @@ or ValueError that names the argument, its value and what is allowed.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
@@ -36,6 +37,12 @@ def one_of(values: Iterable[Any]) -> str:
     """Return the values as words: ``one_of("abc")`` is "a, b or c"."""
     *first, last = map(str, values)
     return f"{', '.join(first)} or {last}" if first else last
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Return "; did you mean 'causal'?" for the name nearest to ``text``, or "" if none is near."""
+    near = difflib.get_close_matches(text, list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
@@ -169,6 +176,12 @@ def as_scale(value: Any, head_dim: int) -> float:
 
 
 def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
+    """Return `shape` as a tuple of sizes, one for each of `axes`, or raise a clear error."""
+    if getattr(shape, "ndim", 1) != 1:  # an array
+        raise TypeError(
+            f"{name} must be a shape of {len(axes)} integers, ({', '.join(axes)}), got an array of "
+            f"shape {tuple(shape.shape)}; pass {name}.shape"
+        )
     try:
         shape = tuple(shape)
     except TypeError:

@@ -1,9 +1,12 @@
 """The command ``python -m experiments compare``: both loop orders at a size that the user gives."""
 
 import argparse
+import contextlib
+import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,16 @@ from rich.console import Console
 import fa_numba
 from fa_numba import Tiles, bounds, device, io_model
 from fa_numba.commands import text as text_of
-from fa_numba.commands.arguments import MAX_SEQLEN, tiles, whole
+from fa_numba.commands.arguments import (
+    MAX_SEQLEN,
+    SHORT_DTYPES,
+    dtype,
+    file_to_write,
+    saying,
+    tiles,
+    whole,
+)
+from fa_numba.commands.plan import default_dtype
 from fa_numba.problem import MAX_HEAD_DIM, Problem
 
 from ..lab.measure import calls, counts, peers
@@ -90,12 +102,15 @@ class Line:
         Takes a number and returns its text.
     source : str
         Where the numbers are from.
+    unit : str
+        Unit of the numbers; "1" for a ratio.
     """
 
     what: str
     values: Mapping[str, float]
     shown: Callable[[float], str]
     source: str
+    unit: str
 
 
 def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
@@ -103,21 +118,22 @@ def modelled(found: Sequence[Side], gpu: bounds.Device) -> Iterator[Line]:
     plans = {side.series: side.planned for side in found}
     for metric in ("loads", "stores"):
         values = {s: getattr(p.accesses, f"total_{metric}") for s, p in plans.items()}
-        yield Line(f"elements, {metric}", values, text_of.count, "model")
+        yield Line(f"elements, {metric}", values, text_of.count, "model", "elements")
     for name, arrays in GROUPS.items():
         values = {s: _bytes(p.accesses, arrays) for s, p in plans.items()}
-        yield Line(f"bytes, {name}", values, text_of.in_bytes, "model")
+        yield Line(f"bytes, {name}", values, text_of.in_bytes, "model", "bytes")
     moved = {s: p.accesses.bytes for s, p in plans.items()}
-    yield Line("bytes, all", moved, text_of.in_bytes, "model")
+    yield Line("bytes, all", moved, text_of.in_bytes, "model", "bytes")
     yield from _over("bytes over FA-2's", moved, "model")
     expected = {s: bounds.expected(p, gpu) for s, p in plans.items()}
     dram = {s: x.dram.bytes for s, x in expected.items()}
-    yield Line("DRAM bytes, about", dram, text_of.in_bytes, "data sheet")
-    yield Line("FLOPs", {s: p.flops for s, p in plans.items()}, text_of.count, "model")
+    yield Line("DRAM bytes, about", dram, text_of.in_bytes, "data sheet", "bytes")
+    flops = {s: p.flops for s, p in plans.items()}
+    yield Line("FLOPs", flops, text_of.count, "model", "FLOP")
     workspace = {s: p.workspace_bytes for s, p in plans.items()}
-    yield Line("workspace", workspace, text_of.mebibytes, "model")
+    yield Line("workspace", workspace, text_of.mebibytes, "model", "bytes")
     floors = {s: x.floor for s, x in expected.items() if x.floor is not None}
-    yield Line("time, at least", floors, text_of.seconds, "data sheet")
+    yield Line("time, at least", floors, text_of.seconds, "data sheet", "seconds")
 
 
 def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]:
@@ -125,7 +141,7 @@ def _over(what: str, values: Mapping[str, float], source: str) -> Iterator[Line]
     fa2 = next((x for series, x in values.items() if series.startswith("fa2")), None)
     if fa2:
         ratios = {series: x / fa2 for series, x in values.items()}
-        yield Line(what, ratios, "{:.2f}".format, source)
+        yield Line(what, ratios, "{:.2f}".format, source, "1")
 
 
 def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
@@ -137,9 +153,14 @@ def _bytes(accesses: Any, arrays: Sequence[str]) -> int:
     return replace(accesses, loads=loads, stores=stores).bytes
 
 
+def one_head(problem: Problem) -> Problem:
+    """Return the problem of one head of k and v, with the heads of q that share it."""
+    return replace(problem, batch=1, heads_q=problem.heads_q // problem.heads_k, heads_k=1)
+
+
 def why_not_counted(problem: Problem, pass_: str) -> str:
     """Return why the emulator does not count one head of the problem; empty if it counts it."""
-    head = replace(problem, batch=1, heads_q=1, heads_k=1, causal=False)
+    head = replace(one_head(problem), causal=False)
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest > counts.LONGEST or io_model.flops(head, pass_) > counts.FLOPS:
         return "one head would take minutes on the emulator"
@@ -147,16 +168,18 @@ def why_not_counted(problem: Problem, pass_: str) -> str:
 
 
 def counted(problem: Problem, pass_: str, side: Side) -> Any:
-    """Return the accesses of one head, counted on the emulator.
+    """Return the accesses of one head of k and v, counted on the emulator.
 
-    The inputs are zeros, as their values change no access.
+    The inputs are zeros, because their values do not change the accesses.
     """
-    head = replace(problem, batch=1, heads_q=1, heads_k=1)
+    head = one_head(problem)
     # NumPy has no bfloat16: float16 has as many bytes, and its kernels the same accesses.
     dtype = "float32" if problem.dtype == "float32" else "float16"
     q, k = (np.zeros(shape, dtype) for shape in (head.q_shape, head.k_shape))
     common = {"algorithm": side.planned.algorithm, "causal": problem.causal, **side.options}
-    common["tiles"] = side.planned.tiles
+    common |= {"tiles": side.planned.tiles, "unit": side.planned.unit}
+    if side.planned.algorithm == "fa2" and pass_ == "fwd":
+        common["kv_splits"] = side.planned.kv_splits  # "auto" would split a single head more
     with fa_numba.count_accesses() as found:
         if pass_ == "fwd":
             fa_numba.attention(q, k, k, **common)
@@ -173,7 +196,7 @@ def with_counts(
     why = why_not_counted(problem, pass_)
     if why:
         return list(lines), f"model: closed forms. Nothing was counted, because {why}."
-    heads, same = problem.batch * problem.heads_q, []
+    heads, same = problem.batch * problem.heads_k, []
     totals: dict[str, dict[str, float]] = {"loads": {}, "stores": {}}
     for side in found:
         seen = counted(problem, pass_, side)
@@ -183,7 +206,10 @@ def with_counts(
             same += [n == model.get(name) for name, n in of.items()]
             by[side.series] = sum(of.values())
     now = {f"elements, {metric}": by for metric, by in totals.items()}
-    what = f"one head on the emulator, times {heads:,} heads" if heads > 1 else "on the emulator"
+    what = "on the emulator"
+    if heads > 1:
+        which = " of k and v" if problem.heads_q > problem.heads_k else ""
+        what = f"one head{which} on the emulator, times {heads:,} heads"
     if problem.dtype == "bfloat16":
         what += ", in float16, because NumPy has no bfloat16"
     return [
@@ -224,9 +250,9 @@ def measured(
             seconds[side.series] = timing.median / 1e3
     speeds = {s: io_model.flops(problem, pass_) / x / 1e12 for s, x in seconds.items()}
     return [
-        Line("time", seconds, text_of.seconds, "measured"),
+        Line("time", seconds, text_of.seconds, "measured", "seconds"),
         *_over("time over FA-2's", seconds, "measured"),
-        Line("TFLOP/s", speeds, "{:.3g}".format, "measured"),
+        Line("TFLOP/s", speeds, "{:.3g}".format, "measured", "TFLOP/s"),
     ], failed
 
 
@@ -254,14 +280,17 @@ def add(commands: Any) -> None:
             "sequence length of k and v (default: --seqlen)", {"type": seqlen, "metavar": "N"}),
         "--batch": ("batch size (default: 1)", {"type": heads, "metavar": "B", "default": 1}),
         "--heads": (
-            "number of heads of q, k and v (default: 1)",
-            {"type": heads, "metavar": "H", "default": 1}),
+            "number of heads of q (default: 1)", {"type": heads, "metavar": "H", "default": 1}),
+        "--heads-k": (
+            "number of heads of k and v, a divisor of --heads (default: --heads)",
+            {"type": heads, "metavar": "H"}),
         "--causal": (
             "causal mask: row i sees the columns j <= i + seqlen_k - seqlen",
             {"action": "store_true"}),
         "--dtype": (
-            "dtype of q, k and v (default: float16)",
-            {"choices": tuple(DTYPES), "default": "float16"}),
+            f"dtype of q, k and v: {', '.join(DTYPES)}, or {', '.join(SHORT_DTYPES)} (default: "
+            "float16 if the GPU has kernels for it, else float32)",
+            {"type": dtype, "metavar": "DTYPE"}),
         "--backward": (
             "compare the backward pass instead of the forward pass", {"action": "store_true"}),
         "--tiles": (
@@ -269,6 +298,13 @@ def add(commands: Any) -> None:
             "(default: each loop order uses its own tile size)",
             {"type": tiles, "metavar": "BRxBC"},
         ),
+        "--device": (
+            f"compare for this GPU: {', '.join(bounds.DEVICES)} (default: the GPU of this machine, "
+            f"or {STAND_IN} if there is none). Times are measured only on the GPU of this machine",
+            {"type": saying(bounds.named), "metavar": "GPU"}),
+        "--csv": (
+            "also write the numbers to this file, one line per series and quantity",
+            {"type": file_to_write, "metavar": "FILE"}),
     }  # fmt: skip
     for option, (text, how) in sizes.items():
         sub.add_argument(option, help=text, **how)
@@ -277,12 +313,22 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command and return the exit status, 1 if a call failed."""
     here = bounds.here()
-    gpu = here or bounds.DEVICES[STAND_IN]
+    gpu = args.device or here or bounds.DEVICES[STAND_IN]
+    timed = here is not None and gpu.name == here.name
+    with contextlib.nullcontext() if timed else gpu.planning():
+        return _run(args, parser, gpu, timed)
+
+
+def _run(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, gpu: bounds.Device, timed: bool
+) -> int:
+    """Compare for a GPU, and measure times if ``timed``. Return the exit status."""
     pass_ = "bwd" if args.backward else "fwd"
     try:
         problem = Problem(
-            args.batch, args.heads, args.heads, args.seqlen, args.seqlen_k or args.seqlen,
-            args.head_dim, dtype=args.dtype, causal=args.causal,
+            args.batch, args.heads, args.heads_k or args.heads, args.seqlen,
+            args.seqlen_k or args.seqlen, args.head_dim, dtype=args.dtype or default_dtype(gpu),
+            causal=args.causal,
         )  # fmt: skip
         found, refused = sides(problem, pass_, args.tiles, gpu)
     except ValueError as error:
@@ -292,7 +338,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     with Console(stderr=True).status("counting and measuring ..."):
         lines, said = with_counts(problem, pass_, found, list(modelled(found, gpu)))
-        times, failed = measured(problem, pass_, found) if here else ([], {})
+        times, failed = measured(problem, pass_, found) if timed else ([], {})
     lines += times
     # In the backward pass both orders have K/V outside.
     names = {s: x.partition(" (")[0] for s, x in LABELS.items()} if args.backward else LABELS
@@ -303,14 +349,32 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(_GRIDS)
     print("", *text_of.columns(table(found, lines, names), left=(0, len(found) + 1)), "", sep="\n")
     print(said)
-    if not here:
-        print(f"time: not measured, because there is no GPU here ({device.why_no_gpu()}).")
+    if not timed:
+        why = "--device is not the GPU of this machine"
+        if args.device is None:
+            why = f"there is no GPU here ({device.why_no_gpu()})"
+        print(f"time: not measured, because {why}.")
     for series, why in failed.items():
         print(f"{names[series]}: {why}")
     for series, why in refused.items():
         print(f"{names[series]} is not compared: {why}")
     print(f"data sheet: estimates for the {gpu.name}. `python -m fa_numba plan` explains them.")
+    if args.csv:
+        try:
+            write_csv(args.csv, lines)
+        except OSError as error:
+            parser.error(f"argument --csv: {args.csv} cannot be written: {error.strerror}")
     return int(bool(failed))
+
+
+def write_csv(path: Path, lines: Sequence[Line]) -> None:
+    """Write each number as a line with its series, quantity, value, unit and source."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("series", "quantity", "value", "unit", "source"))
+        for line in lines:
+            for series, value in line.values.items():
+                writer.writerow((series, line.what, value, line.unit, line.source))
 
 
 _GRIDS = "both orders have K/V outside: FA-1 with a thread block a head, FA-2 with a grid over K/V"

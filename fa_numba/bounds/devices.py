@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_numba import device
+from fa_numba.checks import did_you_mean
 
 TABLE = Path(__file__).with_name("devices.csv")
 
@@ -159,7 +160,8 @@ def named(name: str) -> Device:
     for known in DEVICES.values():
         if _key(name) in (_key(known.name), _key(known.driver_name)):
             return known
-    raise ValueError(f"the GPU must be one of {', '.join(DEVICES)}, got {name!r}")
+    near = did_you_mean(str(name), DEVICES)
+    raise ValueError(f"the GPU must be one of {', '.join(DEVICES)}, got {name!r}{near}")
 
 
 @contextlib.contextmanager

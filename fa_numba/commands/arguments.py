@@ -3,17 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from fa_numba import __version__
+from fa_numba.checks import did_you_mean, one_of
+from fa_numba.dtypes import DTYPES
 from fa_numba.tiling import Tiles
 
 WIDTH = 100  # columns of a terminal that every output fits into
 MAX_SEQLEN = 1 << 20
+# Short names of dtypes that other libraries use.
+SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_MULTIPLES = {"k": 1 << 10, "m": 1 << 20}
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line's parser. It has --version, and suggests the nearest name for a wrong one."""
+
+    def add_version(self, command: str) -> None:
+        """Add the option ``--version``, which prints the command and the version of fa_numba."""
+        self.add_argument("--version", action="version", version=f"{command} {__version__}")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as ``argparse`` does, and end with an error for an option that does not exist."""
+        found, unknown = super().parse_known_args(args, namespace)
+        for text in unknown:
+            option = text.partition("=")[0]
+            if option.startswith("--"):
+                self.error(f"there is no option {option}{did_you_mean(option, self._options())}")
+        return found, unknown
+
+    def _options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise for a value that is none of the choices of an argument."""
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            near = did_you_mean(str(value), known)
+            raise argparse.ArgumentError(action, f"must be {one_of(known)}, got {value!r}{near}")
 
 
 def saying(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse``, as argparse says what its ValueError says."""
+    """Return ``parse`` as a parser for argparse, which shows the message of its ValueError."""
 
     def parsed(text: str) -> Any:
         try:
@@ -25,14 +60,21 @@ def saying(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A parser of an integer from `least` to `most`."""
+    """Return a parser of an integer from ``least`` to ``most``.
+
+    The suffixes k and M multiply by 1024 and 1024 * 1024, as in the figures: "4k" is 4096.
+    """
 
     @saying
     def parse(text: str) -> int:
+        multiple = _MULTIPLES.get(text[-1:].lower(), 1)
         try:
-            value = int(text)
+            value = int(text if multiple == 1 else text[:-1]) * multiple
         except ValueError:
-            raise ValueError(f"must be an integer from {least} to {most}, got {text!r}") from None
+            such = ", such as 4k (4096)" if most >= 4096 else ""
+            raise ValueError(
+                f"must be an integer from {least} to {most}{such}, got {text!r}"
+            ) from None
         if not least <= value <= most:
             raise ValueError(f"must be an integer from {least} to {most}, got {value}")
         return value
@@ -41,8 +83,39 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 @saying
+def file_to_write(text: str) -> Path:
+    """Return the path of a file that can be written: its folder exists, and it is no folder."""
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise ValueError(f"must be a file, but {path} is a folder")
+        if not path.parent.is_dir():
+            raise ValueError(f"must be in a folder that exists, but {path.parent} does not exist")
+        if path.exists() and not path.is_file():
+            return path  # a device such as /dev/stdout
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"must be a file that you may write, got {text!r}")
+    except OSError as error:  # a name that is too long
+        raise ValueError(
+            f"must be the name of a file, got {text[:40]!r}: {error.strerror}"
+        ) from None
+    return path
+
+
+@saying
+def dtype(text: str) -> str:
+    """Return the name of a dtype, also from a short name: "fp16" is "float16"."""
+    name = SHORT_DTYPES.get(text, text)
+    if name not in DTYPES:
+        short = ", ".join(SHORT_DTYPES)
+        near = did_you_mean(text, [*DTYPES, *SHORT_DTYPES])
+        raise ValueError(f"must be {one_of(DTYPES)} (short: {short}), got {text!r}{near}")
+    return name
+
+
+@saying
 def tiles(text: str) -> Tiles:
-    """Block sizes such as 64x128: rows of Q times rows of K and V."""
+    """Return the block sizes of a text such as "64x128": rows of Q times rows of K and V."""
     try:
         Br, Bc = map(int, text.split("x"))
     except ValueError:

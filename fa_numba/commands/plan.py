@@ -11,7 +11,15 @@ import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
 from fa_numba.choices.units import UNITS
-from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, saying, tiles, whole
+from fa_numba.commands.arguments import (
+    MAX_SEQLEN,
+    SHORT_DTYPES,
+    WIDTH,
+    dtype,
+    saying,
+    tiles,
+    whole,
+)
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.plans import Plan
@@ -25,8 +33,7 @@ Show what a call of attention would launch, without running it: kernels, grids, 
 accesses of global memory and FLOPs. The table compares FlashAttention-1 (K/V outer),
 FlashAttention-2 (Q outer) and standard attention, which writes its score matrix to memory. The
 table also estimates what limits the speed of each algorithm on a GPU. This GPU can be the GPU of
-this machine or another GPU. The command needs no GPU and measures nothing. To measure, run
-`python -m experiments compare`.
+this machine or another GPU. The command needs no GPU and measures nothing.
 
 Example: python -m fa_numba plan --seqlen 16384 --head-dim 64 --heads 32 --device H200"""
 
@@ -36,6 +43,8 @@ _BACKWARD = TITLES | {"fa1": "FA-1, one block per head", "fa2": "FA-2, grid over
 # Whose limits the emulator has, where there is no GPU.
 _STAND_IN = "H200"
 _MOST_BATCH = 65535
+# The dtype of a call without --dtype is the first of these that the GPU has kernels for.
+_USUAL_DTYPES = ("float16", "bfloat16", "float32")
 
 _HOW = """\
 How to read the tables:
@@ -107,7 +116,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="causal mask: row i sees the columns j <= i + seqlen_k - seqlen",
     )
     call.add_argument(
-        "--dtype", choices=DTYPES, default="float16", help="dtype of q, k and v (default: float16)"
+        "--dtype",
+        type=dtype,
+        metavar="DTYPE",
+        help=f"dtype of q, k and v: {', '.join(DTYPES)}, or {', '.join(SHORT_DTYPES)} (default: "
+        "float16 if the GPU has kernels for it, else float32)",
     )
     call.add_argument(
         "--backward", action="store_true", help="plan the backward pass instead of the forward pass"
@@ -159,6 +172,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> str:
     """The command's output. Raises ValueError for a call that cannot be planned."""
     gpu, said = _where(args.device)
+    if args.dtype is None:
+        args.dtype = default_dtype(gpu)
+        if args.dtype != _USUAL_DTYPES[0]:
+            no = f"The {gpu.name} has no kernels for {_USUAL_DTYPES[0]}, so the plan is for "
+            said = f"{said} {no}{args.dtype}.".lstrip()
     found: dict[str, Plan] = {}
     refused: dict[str, str] = {}
     names = ALGORITHMS if args.algorithm == "all" else (args.algorithm,)
@@ -184,6 +202,13 @@ class _Answer(NamedTuple):
     found: dict[str, Plan]
     expected: dict[str, Expected]
     refused: dict[str, str]
+
+
+def default_dtype(gpu: Device) -> str:
+    """Return the first of float16, bfloat16 and float32 that a unit of the GPU computes with."""
+    units = [u for u in UNITS.values() if u.capability <= gpu.capability <= (u.newest or (99, 0))]
+    known = {name for unit in units for name in unit.dtypes}
+    return next(name for name in _USUAL_DTYPES if name in known)
 
 
 def _where(chosen: Device | None) -> tuple[Device, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -175,13 +176,28 @@ class Counts:
                 found += traffic
         return found
 
-    def __str__(self) -> str:
-        """Return a table of loads and stores in elements and bytes, by array and in all."""
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table of loads and stores, in elements and bytes, by array."""
         found = (self.loads, self.stores, self.load_bytes, self.store_bytes)
         rows: list[tuple[str, ...]] = [("array", "loads", "stores", "bytes loaded", "bytes stored")]
         rows += [(n, *(f"{each[n]:,}" for each in found)) for n in sorted(set().union(*found))]
-        rows.append(("all", *(f"{each.total():,}" for each in found)))
-        return "\n".join(columns(rows))
+        return [*rows, ("all", *(f"{each.total():,}" for each in found))]
+
+    def __str__(self) -> str:
+        """Return a table of loads and stores in elements and bytes, by array and in all."""
+        return "\n".join(columns(self._rows()))
+
+    def __repr__(self) -> str:
+        arrays = ", ".join(sorted({*self.loads, *self.stores})) or "none"
+        bytes_ = self.load_bytes.total() + self.store_bytes.total()
+        return (
+            f"<Counts: {self.loads.total():,} elements loaded, {self.stores.total():,} stored, "
+            f"{bytes_:,} bytes; arrays: {arrays}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return html_table(self._rows())
 
     def __add__(self, other: Counts) -> Counts:
         return Counts().merge(self).merge(other)
@@ -224,3 +240,31 @@ def columns(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> li
         ).rstrip()
         for row in rows
     ]
+
+
+def html_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return an HTML table, for a notebook.
+
+    Parameters
+    ----------
+    rows : sequence of tuple of str
+        Cells of each row. The first row is the header, the first column has names.
+
+    Returns
+    -------
+    str
+        The ``table`` element.
+
+    Examples
+    --------
+    >>> html_table([("array", "loads"), ("Q", "16")]).splitlines()[-2]
+    '<tr><th>Q</th><td>16</td></tr>'
+    """
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        name, *others = (html.escape(cell) for cell in cells)
+        row = "".join(f"<{kind}>{cell}</{kind}>" for cell in others)
+        return f"<tr><th>{name}</th>{row}</tr>"
+
+    head, *body = rows
+    return "\n".join(["<table>", line(head, "th"), *(line(row, "td") for row in body), "</table>"])

@@ -15,7 +15,7 @@ from fa_numba.choices.requests import Request
 from fa_numba.choices.units import unit_of
 from fa_numba.device import Kernel
 from fa_numba.dtypes import STORED
-from fa_numba.emulator.counts import columns
+from fa_numba.emulator.counts import columns, html_table
 from fa_numba.host.binding import LOG2E
 from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
@@ -490,6 +490,39 @@ class Plan(LaunchPlan):
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
+
+    def __repr__(self) -> str:
+        p, tiles = self.problem, self.tiles
+        options = "".join(f", {name}={value!r}" for name, value in p.options.items())
+        return (
+            f"<Plan: {self.algorithm} {_PASSES[self.passes]}, unit {self.unit}, {p.dtype}, "
+            f"q {p.q_shape}, k {p.k_shape}{options}, tiles {tiles.Br} x {tiles.Bc}, "
+            f"kernels: {', '.join(kernel.name for kernel in self.kernels)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the kernels, accesses and workspace as tables for a notebook."""
+        p = self.problem
+        title = f"{self.algorithm} {_PASSES[self.passes]}, unit {self.unit}, {p.dtype}"
+        heads = ("kernel", "grid", "threads", "shared memory, bytes")
+        kernels = [
+            (k.name, f"{k.grid}", f"{k.threads}", f"{k.shared_bytes:,}") for k in self.kernels
+        ]
+        moved = self.accesses
+        arrays = [
+            (name, f"{moved.loads.get(name, 0):,}", f"{moved.stores.get(name, 0):,}")
+            for name in moved.loads | moved.stores
+        ]
+        all_ = ("all", f"{moved.total_loads:,}", f"{moved.total_stores:,}")
+        return "\n".join(
+            (
+                f"<p>{title}: q {p.q_shape}, k {p.k_shape}, "
+                f"tiles {self.tiles.Br} x {self.tiles.Bc}, "
+                f"workspace {self.workspace_bytes:,} bytes, {self.flops:,} FLOPs</p>",
+                html_table([heads, *kernels]),
+                html_table([("array", "elements loaded", "elements stored"), *arrays, all_]),
+            )
+        )
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}

@@ -37,7 +37,7 @@ _BESIDE = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PrefixPlan(Plan):
     """What a call with a prefix runs: ``gather``, where the queries do not yet lie as rows of one
     batch entry; ``prefix`` over the shared keys; ``own`` over each sequence's; ``merge``.

@@ -1,6 +1,8 @@
 """python -m experiments compare: both orders at one size, counted, modelled and measured."""
 
+import csv
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +127,20 @@ def test_the_model_is_what_is_counted(pass_, dtype, causal):
         assert sum(parts) == by["bytes, all", "model"][side.series] == side.planned.accesses.bytes
 
 
+@pytest.mark.parametrize("pass_, Nk", [("fwd", 512), ("bwd", 40)])
+def test_heads_that_share_k_and_v_are_counted_together(pass_, Nk):
+    """On a GPU for which a forward call of one head would have key splits by itself."""
+    problem = replace(problem_of(batch=2, heads=4, N=16, Nk=Nk), heads_k=2)
+    head = compare.one_head(problem)
+    with DEVICES["T4"].planning():
+        found = [side for side in sides(problem, pass_)[0] if side.series == "fa2-simt"]
+        _, said = compare.with_counts(problem, pass_, found, [])
+        assert fa_numba.plan(head.q_shape, head.k_shape).kv_splits > 1 or pass_ == "bwd"
+    equal, all_ = map(int, re.search(r"in (\d+) of (\d+) numbers", said).groups())
+    assert equal == all_ > 4
+    assert "one head of k and v on the emulator, times 4 heads" in said
+
+
 def test_a_count_that_is_not_the_models_is_said(monkeypatch):
     problem = problem_of()
     found, _ = sides(problem)
@@ -212,6 +228,23 @@ def test_the_command_prints(capsys, monkeypatch):
     assert line.endswith("data sheet")
 
 
+def test_another_gpu_is_compared_without_times(with_a_gpu, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compare.bounds, "here", lambda: H200)
+    path = tmp_path / "numbers.csv"
+    size = ("--seqlen=32", "--head-dim=16", "--heads=4", "--heads-k=2", f"--csv={path}")
+    lines = printed(capsys, *size, "--device=T4").splitlines()
+    assert lines[0].startswith("q (1, 4, 32, 16), k and v (1, 2, 32, 16), float32,")
+    assert "time: not measured, because --device is not the GPU of this machine." in lines
+    assert "estimates for the T4" in lines[-1] and with_a_gpu == []
+    with open(path, newline="") as file:
+        rows = [*csv.DictReader(file)]
+    found, _ = sides(replace(problem_of(heads=4, N=32, d=16), heads_k=2))
+    moved = {r["series"]: int(r["value"]) for r in rows if r["quantity"] == "bytes, all"}
+    assert moved["fa1-simt"] == found[0].planned.accesses.bytes
+    assert {r["unit"] for r in rows} == {"elements", "bytes", "1", "FLOP", "seconds"}
+    assert {r["source"] for r in rows} == {"counted", "model", "data sheet"}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -236,7 +269,12 @@ def test_the_table_fits_a_terminal(arguments, capsys, monkeypatch):
         (["--tiles=64"], "argument --tiles: must be two integers such as 64x128, got '64'"),
         (["--tiles=6x64"], "argument --tiles: tiles.Br must be a positive multiple of 4, got 6"),
         (["--tiles=512x512"], "tiles must fit in the registers of at most 512 threads"),
-        (["--dtype=float64"], "invalid choice: 'float64'"),
+        (["--dtype=float64"], "argument --dtype: must be float32, float16 or bfloat16"),
+        (["--heads=4", "--heads-k=3"], "heads_k must be a divisor of heads_q, which is 4, got 3"),
+        (["--device=H20O"], "got 'H20O'; did you mean 'H200'?"),
+        (["--csv=/no/such/x.csv"], "--csv: must be in a folder that exists, but /no/such does not"),
+        (["--csv=/tmp"], "argument --csv: must be a file, but /tmp is a folder"),
+        ([f"--csv={'x' * 300}"], "argument --csv: must be the name of a file, got 'xxxx"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):

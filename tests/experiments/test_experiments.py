@@ -156,6 +156,20 @@ def test_list_names_every_experiment(capsys, monkeypatch):
     assert registry.names() == NAMES and {"speed", "io_vs_seqlen"} <= set(NAMES)
 
 
+def test_a_broken_experiment_hides_no_other_one(capsys, monkeypatch):
+    def load(name):
+        if name == "decode":
+            raise SyntaxError("invalid syntax")
+        return registry.load(name)
+
+    monkeypatch.setattr(command, "load", load)
+    assert command.main(["list"]) == 0
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    (broken,) = [line for line in lines if line.startswith("decode ")]
+    assert broken.endswith("cannot be imported: SyntaxError: invalid syntax")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["all", "--help"]])
 def test_help_explains(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
@@ -170,14 +184,15 @@ def test_help_explains(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "spead", "x"], "argument NAME: invalid choice: 'spead' (choose from "),
-        (["draw", "speed", "lab"], "argument NAME: invalid choice: 'lab'"),
-        (["run", "speed", "--seqlens", "512,x"], "must be an integer from 1 to 1048576, got 'x'"),
+        (["run", "spead", "x"], "timeline or variants, got 'spead'; did you mean 'speed'?"),
+        (["draw", "speed", "lab"], "argument NAME: must be block_size, block_sparse, "),
+        (["draw", "speed", "--quik"], "there is no option --quik; did you mean '--quick'?"),
+        (["run", "speed", "--seqlens", "512,x"], "from 1 to 1048576, such as 4k (4096), got 'x'"),
         (["run", "speed", "--seqlens", "0"], "must be an integer from 1 to 1048576, got 0"),
-        (["run", "speed", "--seqlens", ""], "must be an integer from 1 to 1048576, got ''"),
+        (["run", "speed", "--seqlens", ""], "from 1 to 1048576, such as 4k (4096), got ''"),
         (["run", "speed", "--head-dims", "64,257"], "must be an integer from 1 to 256, got 257"),
         (["run", "speed", "--head-dims", "-1"], "must be an integer from 1 to 256, got -1"),
-        (["run", "speed", "--causal", "maybe"], "invalid choice: 'maybe'"),
+        (["run", "speed", "--causal", "maybe"], "must be no, yes or both, got 'maybe'"),
         (["run", "speed", "--out", str(Path(__file__) / "x")], "must be a folder, but "),
         (["run", "speed", "--out", ""], "must be the name of a folder, got ''"),
         (
@@ -202,7 +217,8 @@ def test_help_explains(arguments, capsys):
         (["draw", "speed", "--seqlens", "512", "--out", str(FIGURES)], "holds complete runs only"),
         (["run"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: COMMAND"),
-        (["walk"], "invalid choice: 'walk'"),
+        (["walk"], "argument COMMAND: must be list, run, "),
+        (["al"], "got 'al'; did you mean 'all'?"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):

@@ -19,6 +19,7 @@ from helpers import (
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.emulator import Counts
 from fa_numba.host import placement
 from fa_numba.tiling import splits
 
@@ -371,3 +372,30 @@ def test_the_readmes_torch_example_runs():
     names = {"torch": torch, "fa_numba": fa_numba}
     exec(example, names)
     assert isinstance(names["out"], torch.Tensor) and names["out"].shape == (4, 32, 4096, 64)
+
+
+def test_plans_and_counts_have_one_line_and_tables():
+    shape = (1, 2, 64, 16)
+    p = fa_numba.plan(shape, shape, algorithm="fa1", causal=True)
+    assert repr(p) == (
+        "<Plan: fa1 forward, unit simt, float32, q (1, 2, 64, 16), k (1, 2, 64, 16), causal=True, "
+        f"tiles {p.tiles.Br} x {p.tiles.Bc}, kernels: fa1_forward>"
+    )
+    assert p._repr_html_().count("<table>") == 2
+    assert f"<td>{p.accesses.loads['K']:,}</td>" in p._repr_html_()
+    counts = Counts()
+    counts.loads["Q"], counts.load_bytes["Q"], counts.stores["O<"] = 1000, 4000, 8
+    assert repr(counts) == ("<Counts: 1,000 elements loaded, 8 stored, 4,000 bytes; arrays: O<, Q>")
+    assert "<tr><th>O&lt;</th><td>0</td><td>8</td><td>0</td><td>0</td></tr>" in counts._repr_html_()
+    with_prefix = fa_numba.plan(shape, shape, prefix_k=(2, 32, 16))
+    assert repr(with_prefix).startswith("<Plan: fa2 forward, ")
+
+
+def test_plan_does_not_take_arrays():
+    q = np.zeros((1, 2, 64, 16), np.float32)
+    text = (
+        r"q must be a shape of 4 integers, .*, got an array of shape \(1, 2, 64, 16\); pass q.shape"
+    )
+    with pytest.raises(TypeError, match=text):
+        fa_numba.plan(q, q)
+    assert fa_numba.plan(np.array(q.shape), q.shape).problem.seqlen_q == 64

@@ -104,13 +104,36 @@ def test_blocks_of_any_number_of_keys(example, block, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--example", "4"], "invalid choice: '4' (choose from"),
+        (["--example", "4"], "argument --example: must be 1, 2 or 3, got '4'"),
         (["--block", "0"], "argument --block: must be an integer from 1 to 1048576, got 0"),
-        (["--block", "x"], "argument --block: must be an integer from 1 to 1048576, got 'x'"),
+        (
+            ["--block", "x"],
+            "argument --block: must be an integer from 1 to 1048576, such as 4k (4096), got 'x'",
+        ),
+        (["--exmaple", "1"], "there is no option --exmaple; did you mean '--example'?"),
     ],
 )
 def test_what_trace_refuses(arguments, message, capsys):
     assert message in refused(capsys, "trace", *arguments)
+
+
+def test_a_wrong_command_gets_the_nearest_one(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["paln"])
+    assert "must be trace or plan, got 'paln'; did you mean 'plan'?" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"fa_numba {fa_numba.__version__}\n"
+
+
+def test_experiments_are_named_only_where_they_run(capsys, monkeypatch):
+    assert "python -m experiments" in output(capsys)
+    monkeypatch.setattr("fa_numba.__main__._has_experiments", lambda: False)
+    assert "python -m experiments" not in output(capsys)
 
 
 # --- plan ------------------------------------------------------------------------------------
@@ -226,7 +249,16 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
             "tiles must fit in the registers of at most 512 threads, got Br=512",
         ),
         ([*SIZE, "--unit", "simt"], "for float16, got 'simt', which multiplies float32"),
-        ([*SIZE, "--dtype", "float64"], "invalid choice: 'float64'"),
+        (
+            [*SIZE, "--dtype", "float64"],
+            "argument --dtype: must be float32, float16 or bfloat16 (short: fp32, fp16, bf16), got "
+            "'float64'; did you mean 'float16'?",
+        ),
+        ([*SIZE, "--device", "RTX409"], "got 'RTX409'; did you mean 'RTX 4090'?"),
+        (
+            [*SIZE, "--algorithm", "fa3"],
+            "must be all, standard, fa1 or fa2, got 'fa3'; did you mean 'fa2'?",
+        ),
         (
             [*SIZE, "--batch", "65536"],
             "argument --batch: must be an integer from 1 to 65535, got 65536",
@@ -235,3 +267,17 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
 )
 def test_what_plan_refuses(arguments, message, capsys):
     assert message in refused(capsys, "plan", *arguments)
+
+
+def test_sizes_and_dtypes_have_short_names(capsys):
+    short = output(capsys, "plan", "--seqlen", "2k", "--head-dim", "64", "--dtype", "bf16")
+    long = ("plan", "--seqlen", "2048", "--head-dim", "64", "--dtype", "bfloat16")
+    assert short == output(capsys, *long)
+    assert "(1, 1, 2048, 64), bfloat16" in short
+
+
+def test_without_a_dtype_an_older_gpu_gets_the_one_that_it_has(capsys):
+    text = output(capsys, "plan", *SIZE, "--device", "T4")
+    assert "The T4 has no kernels for float16, so the plan is for float32." in text
+    assert ", float32, forward" in text
+    assert ", float16, forward" in output(capsys, "plan", *SIZE, "--device", "A100")
