@@ -212,8 +212,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published, ms (A100, fp16)"]
     header += [f"{o} outer, ms, {dtype}" for dtype in ("fp32", "fp16") for o in ("K/V", "Q")]
     caption = (
-        "Accesses of one head, in units of N d elements, and times. *Block size* is B_c for K/V "
-        f"outer and B_r for Q outer. The other block size (B_r or B_c) is {FIXED}. Times are "
-        f"{tables.runs(here)}."
+        "The table has accesses and times for several block sizes. The columns *accesses* contain "
+        "the number of elements that one head loads and stores, divided by N d. *Block size* is "
+        f"B_c for K/V outer and B_r for Q outer. For K/V outer, B_r is always {FIXED}. For Q "
+        f"outer, B_c is always {FIXED}. Times are {tables.runs(here)}."
     )
     return tables.of(caption, header, lines)

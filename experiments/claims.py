@@ -190,9 +190,9 @@ def layer(rows: Sequence[Row]) -> tables.Table | None:
     header = ["algorithm", "claimed, GB", "accessed, GB", "L2, GB", "DRAM, GB"]
     layer = next(iter(found.values()))
     caption = (
-        f"Bytes of one forward call in fp16: {layer.heads_q} heads, N={layer.seqlen_q}, "
-        f"d={layer.head_dim}. *Claimed* is the number that articles give. *Accessed* is what the "
-        "kernels load and store."
+        f"The table has the bytes of one forward call in fp16 with {layer.heads_q} heads, "
+        f"N={layer.seqlen_q} and d={layer.head_dim}. The column *claimed* contains numbers that "
+        "articles claim. The column *accessed* contains the bytes that the kernels load and store."
     )
     return tables.of(caption, header, lines)
 

@@ -264,15 +264,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "torch's best time / our best time",
     ]
     caption = (
-        "Time of a forward call in microseconds, fp16. *Share of read bandwidth* is the bytes of K "
-        "and V per second / the bandwidth of a kernel that only reads"
-        f"{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. For K and V below "
-        f"{LARGE_BYTES >> 20} MiB, launching the kernels takes longer than reading K and V. *Key "
-        "splits* are the numbers of splits of the two columns with key splits."
+        "The table has the times of forward calls in fp16, in microseconds. The column *share of "
+        "read bandwidth* contains the bytes of K and V per second / the bandwidth of a kernel that "
+        f"only reads{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. If K and V together "
+        f"have less than {LARGE_BYTES >> 20} MiB, launching the kernels takes longer than reading "
+        "K and V. The column *key splits* lists the numbers of splits that FA-2 uses in the two "
+        "columns with key splits."
     )
     if gains:
         caption += (
-            f" For the {len(gains)} measured problems with K and V of this size or more, torch's "
+            f" For the {len(gains)} measured problems with K and V of at least "
+            f"{LARGE_BYTES >> 20} MiB, torch's "
             f"best time / our best time is {min(gains):.2f} to {max(gains):.2f} "
             f"(median {median(gains):.2f})."
         )

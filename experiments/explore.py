@@ -238,8 +238,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         for what in ("traced, bytes", "closed form, bytes")
     ]
     caption = (
-        "Bytes that a forward call of one head loads and stores. *Traced* is the sum over the "
-        "emulator's trace. With a window of w, each row sees w columns to the left and w to the "
-        "right."
+        "The table has the bytes that a forward call of one head loads and stores. A column "
+        "*traced* contains the sum over the emulator's trace of the call. With a window of w, each "
+        "row sees w columns to its left and w columns to its right."
     )
     return tables.of(caption, header, lines)

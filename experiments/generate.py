@@ -331,19 +331,23 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             f"{what}, {unit(s)}, {way} a cache" for s in DTYPES for way in ("with", "without")
         ]
     caption = (
-        f"Bytes and time per character. The model has {SIZES.layers} layers and {SIZES.heads} "
-        f"heads of d={SIZES.head_dim}. Pages of the cache have {PAGE_SIZE} rows. Bytes are what "
-        "attention loads and stores for one character of one sequence, by the closed form."
-        f"{_equal(rows)} A time is the median over {WINDOW} characters, with a synchronisation "
-        f"after each character; {TIMED_SEQUENCES} sequences are continued at once. torch computes "
-        "the model's other matrix products in fp32. Attention is computed in the unit's dtype."
+        "The table has bytes and times per generated character. The language model has "
+        f"{SIZES.layers} layers and {SIZES.heads} heads of d={SIZES.head_dim}. Each page of the "
+        f"K/V cache has {PAGE_SIZE} rows. The bytes are what attention loads and stores for one "
+        f"character of one sequence, by the closed form.{_equal(rows)} A time is the median over "
+        f"{WINDOW} characters. In the timed steps, {TIMED_SEQUENCES} sequences are continued at "
+        "the same time, and the host waits for the GPU after each character. The matrix products "
+        "outside attention are computed by torch in fp32. Attention is computed in fp16 on mma "
+        "and in fp32 on simt."
     )
     for row in texts:
-        where = "emulator" if row.source == "counted" else "GPU"
-        caption += f" {LABELS[row.series]} on {unit(row.series)}, {where}: {row.value} of {row.n} "
-        caption += "characters differ between the texts with and without a cache."
+        where = "on the emulator" if row.source == "counted" else "on a GPU"
+        caption += (
+            f" With {LABELS[row.series]} on {unit(row.series)}, run {where}, {row.value} of "
+            f"{row.n} characters differ between the texts with and without a cache."
+        )
     if texts:
-        caption += f" The generated text begins `{texts[0].note.partition('; ')[2]}`."
+        caption += f" The generated text begins with `{texts[0].note.partition('; ')[2]}`."
     return tables.of(caption, header, lines)
 
 
@@ -352,4 +356,6 @@ def _equal(rows: Sequence[Row]) -> str:
     same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
     if not counted:
         return ""
-    return f" {same} of {counted} counts of the emulator equal the closed form."
+    return (
+        f" Of {counted} numbers of bytes that the emulator counted, {same} equal the closed form."
+    )

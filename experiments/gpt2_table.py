@@ -304,11 +304,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     ]
     header += ["FlashAttention, published (A100)", "FA-1", "FA-2", "torch's FlashAttention-2"]
     caption = (
-        "One attention layer of GPT-2: fp16, N=1024, d=64, 16 heads, batch 64. *GFLOP, as printed* "
-        "follows the paper's way of counting. *GFLOP, corrected* counts all matrix products. Our "
-        "corrected numbers also count S, which the backward pass computes again. In the row of "
-        "fp32, our kernels run on CUDA cores, and torch's fused kernel is torch's memory-efficient "
-        "attention."
+        "The table is about one attention layer of GPT-2, in fp16 with N=1024, d=64, 16 heads and "
+        "batch 64. The row *GFLOP, as printed* counts FLOPs in the same way as the table in "
+        "FlashAttention's Figure 2. The row *GFLOP, corrected* counts all matrix products. In the "
+        "row *GFLOP, corrected*, the numbers of our kernels include the matrix product that "
+        "computes S again in the backward pass. In the fp32 row, our kernels run on CUDA cores. In "
+        "the fp32 row, the last column has the time of torch's memory-efficient attention."
     )
     return tables.of(caption, header, lines)
 

@@ -144,7 +144,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "80th percentile, us",
     ]
     return tables.of(
-        "Time that the host (CPU) spends on a call, for one head, with arrays on the GPU.",
+        "The table has the time that the host (CPU) spends on a call for one head, with arrays on "
+        "the GPU.",
         header,
         lines,
     )

@@ -149,9 +149,10 @@ def _table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([over, scaling.LABELS[series], said, *exponents])
     header = ["grows with", "algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     caption = (
-        "The table has the exponents a and b of two fits: accesses grow as N^a (one head, d=64) "
-        "and as d^b. Each exponent is followed by its standard error. The "
-        f"fitted range of N or d is in brackets. Line 1's tiles are for M={M} floats. The "
+        "The table has the exponents a and b of two fits. The first fit is that accesses grow as "
+        "N^a, for one head and d=64. The second fit is that accesses grow as d^b. After each "
+        "exponent, the table has the standard error of the exponent, and the fitted range of N or "
+        f"d in brackets. Line 1's tiles are computed for an on-chip memory of M={M} floats. The "
         "planner's tiles have at most 128 columns, even if more columns would fit on the chip."
         f"{scaling.equal(own)}"
     )

@@ -209,7 +209,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["d", "N"]
     header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in _KINDS]
     caption = (
-        "Bytes of a forward call in fp32 with 16k tokens and hidden dimension 2048. *Accessed* is "
-        "what the kernels load and store."
+        "The table has the bytes of a forward call in fp32 with 16k tokens and hidden dimension "
+        "2048. The columns *accessed* contain the bytes that the kernels load and store."
     )
     return tables.of(caption, header, lines)

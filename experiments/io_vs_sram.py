@@ -271,16 +271,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        " By the closed forms, standard attention with square blocks accesses more elements than "
-        f"FA-1 with line 1's tiles from M = {where[0]} on. In the backward pass this holds from "
-        f"M = {where[1]} on."
+        " By the closed forms, FA-1 with line 1's tiles accesses fewer elements than standard "
+        f"attention with square blocks from M = {where[0]} on. In the backward pass, FA-1 accesses "
+        f"fewer elements than standard attention from M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
-        f"Accesses are proportional to a power of M, at d={d} (d² = {square}). The table has the "
-        "exponents. Each exponent is fitted and is followed by its standard error. The fitted "
-        "range of M, in floats, is in brackets. Measured calls have tiles of 8 to 128 rows and "
-        "columns. The planner's tiles have at most 128 rows and columns, because registers hold "
-        f"no more.{said}{scaling.equal(rows)}"
+        "Accesses are proportional to a power of M. The table has the exponents of M at "
+        f"d={d} (d² = {square}). After each exponent, the table has its standard error, and the "
+        "fitted range of M (in floats) in brackets. The tiles of measured calls have 8 to 128 rows "
+        "and 8 to 128 columns. The planner's tiles have at most 128 rows and 128 columns, because "
+        f"registers hold no larger tiles.{said}{scaling.equal(rows)}"
     )
     header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

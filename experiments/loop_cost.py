@@ -325,21 +325,22 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "Time before a step / time after this step. Above 1 the step saves time. 16k tokens, "
-        "hidden dimension 2048, without a mask. Times are "
-        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
-        "*Causal skipping* is the time without a mask / the time with a causal mask."
+        "Each factor in the table is the time before a step / the time after this step. Above 1, "
+        "the step saves time. The calls have 16k tokens, hidden dimension 2048 and no mask. Times "
+        f"are {tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
+        "The columns *causal skipping* contain the time without a mask / the time with a causal "
+        "mask."
     )
     if HOPPER in units:
         caption = (
             f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} "
-            "In the forward pass, FA-1 runs with FA-2's tiles. *Tiles* is the time of FA-1 with "
-            "its own tiles / the time of FA-1 with FA-2's tiles. The total starts from FA-1 with "
-            "its own tiles."
+            "On wgmma, all forward steps except the first use FA-2's tiles. The column *tiles* "
+            "contains the time of FA-1 with its own tiles / the time of FA-1 with FA-2's tiles. "
+            "The column *total* starts from FA-1 with its own tiles."
         )
     what = (
-        f"Each step in detail: {_said(*example, units)}. A step without a time has no kernel. The "
-        "numbers of such a step are closed forms"
+        f"The next table shows each step in detail ({_said(*example, units)}). A step without "
+        "a time has no kernel, and its numbers are closed forms"
     )
     return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 

@@ -338,10 +338,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     times = (r for mine in every.values() for r in mine if r.metric == "time")
     problems = {p for _, p in every}
     caption = (
-        "Forward, 16k tokens, hidden dimension 2048. FA-2 uses FA-1's tiles, but on wgmma FA-1 "
-        f"uses FA-2's tiles. Times are {tables.runs(times)}. *Equal grid* compares FA-1 with query "
-        "splits, which has as many thread blocks as FA-2. The last three columns divide accesses "
-        "and bytes of FA-1 with query splits by accesses and bytes of FA-2. "
+        "The table has forward calls with 16k tokens and hidden dimension 2048. On CUDA cores and "
+        "on mma, FA-2 uses FA-1's tiles. On wgmma, FA-1 uses FA-2's tiles. "
+        f"Times are {tables.runs(times)}. The column *time, full grid* contains the time of "
+        "FA-1 with query splits / the time of FA-2. Query splits give FA-1 enough thread blocks to "
+        "fill the GPU. The last three columns divide accesses and bytes of FA-1 with query splits "
+        "by accesses and bytes of FA-2. "
         f"All {len(problems)} problems are in the data file and in the figures "
         f"[{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
         f"[{NAME}_heads.png](figures/{NAME}_heads.png)."

@@ -302,7 +302,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, float]) -> str:
     parts = [
-        f"torch's matrix product reaches {peak:.0f} TFLOP/s in {dtype}."
+        f"In {dtype}, torch's matrix product reaches {peak:.0f} TFLOP/s."
         for dtype, peak in peaks.items()
     ]
     if {"shared", "DRAM"} <= speeds.keys() & room.keys():
@@ -310,9 +310,10 @@ def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, flo
         by = f"{faster:.1f} times as fast as DRAM. DRAM is {smaller:.0f} times as large"
         parts.append(f"Shared memory is {by} as all shared memory together.")
     what = (
-        "Median bandwidth of reads of 16 bytes. *FLOP/byte at a roof* is the speed of torch's "
-        "matrix product / the bandwidth. A kernel that computes fewer FLOP per byte is limited by "
-        "this memory, not by the speed of computing."
+        "The column *bandwidth* contains the median bandwidth of reads of 16 bytes. A column "
+        "*FLOP/byte at the roof* contains the speed of torch's matrix product / the bandwidth. A "
+        "kernel that computes fewer FLOP per byte than at the roof is limited by the bandwidth of "
+        "the memory, not by the speed of computing."
     )
     return " ".join([what, *parts])
 
@@ -342,10 +343,10 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
     header = ["kernel", "dtype", "FLOP / byte accessed", "FLOP / byte of L2", "FLOP / byte of DRAM"]
     header += ["TFLOP/s", "speed / lowest roof"]
     caption = (
-        f"Forward, N={SEQLEN}, d={HEAD_DIM}, 16k tokens. A memory's roof is its bandwidth x "
-        "FLOP per byte: the highest speed that this memory allows. torch's matrix "
-        "product is another roof. *Speed / lowest roof* names the roof that is lowest "
-        "for the kernel."
+        f"The table has forward kernels at N={SEQLEN}, d={HEAD_DIM} and 16k tokens. A roof is a "
+        "speed that a kernel cannot exceed. The roof of a memory is its bandwidth x the kernel's "
+        "FLOP per byte. The speed of torch's matrix product is another roof. The last column "
+        "contains the kernel's speed / its lowest roof, and names the lowest roof."
     )
     return tables.of(caption, header, lines)
 

@@ -250,10 +250,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published RMSE, standard / FA-2", "largest error, FA-2"]
     header.append("relative error, FA-2, largest over N")
     caption = (
-        "Errors of the forward result, compared with a float64 result from the same inputs; "
-        f"{HEADS} heads, d={HEAD_DIM}. RMSE is the absolute root mean square error at the longest "
-        "measured N. torch's fused kernel is torch's FlashAttention-2 in 16 bits, and torch's "
-        "memory-efficient attention in fp32. The published ratio is from FlashAttention-3, Table 3."
+        "The table has the errors of the forward result, compared with a float64 result from the "
+        f"same inputs, for {HEADS} heads and d={HEAD_DIM}. RMSE is the absolute root mean square "
+        "error at the longest measured N. In 16 bits, torch's fused kernel is FlashAttention-2, "
+        "and in fp32 it is torch's memory-efficient attention. The published ratio is from "
+        "FlashAttention-3, Table 3."
     )
     return tables.of(caption, header, lines)
 
@@ -306,8 +307,9 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
     header += ["equal elements, longest N", "relative error of the first result"]
     header.append("relative error of the second result")
     caption = (
-        "The share of elements that are equal bit for bit in the two results that the first "
-        "column names. Relative errors are at the longest N, compared with float64."
+        "The first column names two results. The columns *equal elements* contain the share of "
+        "elements that are equal bit for bit in both results. The relative errors are at the "
+        "longest N, compared with float64."
     )
     return tables.of(caption, header, lines)
 
@@ -337,8 +339,9 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header.append("torch's memory-efficient attention")
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (
-        "Relative error in float32, compared with float64, on a GPU. The columns of FA-2 are the "
-        f"values of `precision`. {HEADS} heads."
+        "The table has relative errors of results in float32, computed on a GPU for "
+        f"{HEADS} heads and compared with float64. The name of each FA-2 column contains the value "
+        "of `precision`."
     )
     return tables.of(caption, header, lines)
 

@@ -307,12 +307,13 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["total, published", f"NaN in softmax(x + {TOO_LARGE:g})"]
     header += [f"fastest / safe, {batch} vectors (at V)" for batch in BATCHES]
     caption = (
-        "Accesses to global memory per element of a vector. For attention, the table has the "
-        "accesses to S and P together, per element of S. Standard attention writes S, reads S, "
-        f"writes P and reads P.{_long(rows)} FA-1 and FA-2 keep S and P on the chip. The column "
-        f"*NaN* is the number of NaN in a result of {QUICK_LENGTHS[0]} elements. *Fastest / safe* "
-        "is the speed / the speed of safe softmax at the vector length V where this ratio is "
-        "largest. V is in brackets."
+        "For softmaxes, the table has accesses to global memory per element of a vector. For "
+        "attention, the table has accesses to S and P together, per element of S. Standard "
+        f"attention writes S, reads S, writes P and reads P.{_long(rows)} FA-1 and FA-2 keep S and "
+        f"P on the chip. The column *NaN in softmax(x + {TOO_LARGE:g})* contains the number of NaN "
+        f"in a result of {QUICK_LENGTHS[0]} elements. A column *fastest / safe* contains the "
+        "largest ratio, over all vector lengths, of the softmax's speed to the speed of safe "
+        "softmax. The vector length V with the largest ratio is in brackets."
     )
     return tables.of(caption, header, lines)
 
@@ -329,8 +330,10 @@ def _long(rows: Sequence[Row]) -> str:
     for row in rows:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)
-            long = f"A row of {LONG_SEQLEN} elements does not fit into shared memory"
-            return f" {long} and takes {loads:g} loads per element instead of 2."
+            return (
+                f" A row of S with {LONG_SEQLEN} elements does not fit into shared memory, so that "
+                f"standard attention needs {loads:g} loads per element instead of 2."
+            )
     return ""
 
 
@@ -350,9 +353,10 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     header = ["N", *(f"{LABELS[s]}, ms" for s in UNFUSED.values()), "safe / online"]
     header += [f"{LABELS[PEER]} / online"]
     caption = (
-        f"Time of a forward call of unfused attention in fp32, {UNFUSED_HEADS} heads, d=64. torch "
-        "computes the two products. Each of three softmaxes is used between the products. The last "
-        "two columns are the time of one softmax's call / the time with online softmax."
+        "The table has the time of a forward call of unfused attention in fp32, with "
+        f"{UNFUSED_HEADS} heads and d=64. The two matrix products are computed by torch. One of "
+        "three softmaxes is used between the two matrix products. The last two columns contain the "
+        "time with another softmax / the time with online softmax."
     )
     return tables.of(caption, header, lines)
 

@@ -233,15 +233,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         on = UNIT_NAMES[unit(series)]
         header += [f"time / contiguous, {on}, {of}" for of in ("median", "largest")]
     caption = (
-        "Calls with a cache in pages, compared with the same calls with a contiguous cache. "
-        "Differing elements are the elements of O and L that are not equal bit for bit. Elements "
-        "and bytes are counted on the emulator, for two sequences of "
-        f"{LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. *Table's share "
-        "of bytes* is the accessed bytes of the block table / the accessed bytes of K and V. "
-        "*Time / contiguous* is the time with pages / the time with a contiguous cache, over "
-        f"several lengths. The timed call is a decoding step of {BATCH} sequences. Each sequence "
-        f"has one row of Q, with {HEADS} query heads and {KEY_HEADS} K/V heads. The block table "
-        "and the lengths are on the GPU. Tiles and splits are the default ones."
+        "The table compares calls whose K/V cache is in pages with calls whose K/V cache is "
+        "contiguous. The columns *elements that differ* count the elements of O and L that are not "
+        "equal bit for bit. Elements and bytes are counted on the emulator, for two sequences of "
+        f"{LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. The columns "
+        "*table's share of bytes* contain the accessed bytes of the block table / the accessed "
+        "bytes of K and V. The columns *time / contiguous* contain the time with pages / the time "
+        "with a contiguous cache: the median and the largest ratio over several lengths. Each "
+        f"timed call is a decoding step of {BATCH} sequences. Each sequence of the timed calls has "
+        f"one row of Q, {HEADS} query heads and {KEY_HEADS} K/V heads. In the timed calls, the "
+        "block table and the lengths are on the GPU. Tiles and splits have their default values."
     )
     return tables.of(caption, header, lines)
 

@@ -288,18 +288,20 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     small = [row for row in rows if row.head_dim == SMALL[3] and row.metric == "traffic"]
     errors = [row.number for row in rows if row.metric == "error"]
     caption = (
-        f"A decoding step in fp16. Each sequence has one row of Q and {LARGE[2]} keys after the "
-        f"prefix, with {LARGE[0]} query heads, {LARGE[1]} K/V heads and d={LARGE[3]}. The cache "
-        f"has pages of {LARGE[4]} rows. If each sequence reads the prefix, all block tables "
-        "begin with the pages of the prefix. *MB* is what the kernels on mma load and store in "
-        "global memory, by the access model"
+        "The table has bytes and times of a decoding step in fp16 with a shared prefix. Each "
+        f"sequence has one row of Q and {LARGE[2]} keys after the "
+        f"prefix, with {LARGE[0]} query heads, {LARGE[1]} K/V heads and d={LARGE[3]}. Each page of "
+        f"the K/V cache has {LARGE[4]} rows. If each sequence reads the prefix, all block tables "
+        "begin with the pages of the prefix. The columns *MB* contain what the kernels on mma load "
+        "and store in global memory, by the access model"
     )
     if errors:
         equal, counted = counts.equal(small)
         caption += (
-            ". The emulator ran smaller steps, with 1 to 8 sequences, on three units: "
-            f"{equal} of {counted} numbers counted equal the model. Errors compared with float64 "
-            f"are at most {max(errors):.1e}"
+            ". The emulator ran smaller decoding steps, with 1 to 8 sequences, on three units. In "
+            f"the smaller steps, {equal} of {counted} numbers counted by the emulator equal the "
+            "access model. The errors of the results, compared with float64, are at most "
+            f"{max(errors):.1e}"
         )
     caption += "." if timed else ". Times are not recorded."
     return tables.of(caption, header, lines)

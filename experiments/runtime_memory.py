@@ -307,16 +307,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published standard, MiB", "torch's unfused, MiB"]
     header += ["published FA-1, MiB", "FA-1, MiB", "FA-2, MiB"]
     caption = (
-        "Forward plus backward, fp16, batch 16, 8 heads, d=64, without dropout or mask. Published "
-        "numbers are from FlashAttention's Tables 20 and 21 (A100). Memory includes q, k, v and "
-        "dout, as in the paper. A column *time, A / B* is the time of A / the time of B."
+        "The table has time and memory of forward plus backward in fp16, with batch 16, 8 heads "
+        "and d=64, without dropout or mask. Published numbers are from FlashAttention's Tables 20 "
+        "and 21 (A100). The columns in MiB include q, k, v and dout, as in the paper. A column "
+        "*time, A / B* contains the time of A / the time of B."
     )
     longest = {r.metric: r for r in rows if (r.series, r.pass_) == (LONGEST_SERIES, "fwd+bwd")}
     if {"time", "memory"} <= longest.keys() and not any(r.failed for r in longest.values()):
         seconds, beside = longest["time"].number / 1e3, longest["memory"].number
         caption += (
-            f" With batch 1 and N={LONGEST}, FA-2 on its fastest unit takes {seconds:.1f} s. It "
-            f"uses {beside:.0f} MiB in addition to q, k, v and dout."
+            f" With batch 1 and N={LONGEST}, FA-2 on its fastest unit takes {seconds:.1f} s "
+            f"and uses {beside:.0f} MiB in addition to q, k, v and dout."
         )
     return tables.of(caption, header, lines)
 
@@ -333,9 +334,9 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
     header = ["setting", "pass", "published standard / FA-1", "torch's unfused / FA-1"]
     header += ["our standard / FA-1", "torch's unfused / FA-2"]
     caption = (
-        f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64, in four settings. A column "
-        "*A / B* is the time of A / the time of B. *Plain* is the setting without dropout and "
-        "without a mask."
+        f"The table has ratios of times at N={seqlen} in four settings, in fp16 with batch 16, 8 "
+        "heads and d=64. A column *A / B* contains the time of A / the time of B. The setting "
+        "*plain* has neither dropout nor a mask."
     )
     return tables.of(caption, header, lines)
 
@@ -351,8 +352,9 @@ def dropout_table(rows: Sequence[Row]) -> tables.Table | None:
                 lines.append([name, pass_, LABELS[peer], *cells])
     header = ["setting", "pass", "compared with", *(f"N={N}" for N in SEQLENS[:6])]
     caption = (
-        "Speed of our FA-2 on mma / speed of the torch kernel that the column *compared with* "
-        "names; fp16, batch 16, 8 heads, d=64. Above 1 our kernel is faster."
+        "Each ratio is the time of the torch kernel in the column *compared with* / the time of "
+        "our FA-2 on mma. The calls are in fp16 with batch 16, 8 heads and d=64. Above 1, our "
+        "kernel is faster."
     )
     return tables.of(caption, header, lines)
 

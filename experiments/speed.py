@@ -34,7 +34,9 @@ draw = partial(speed_figures.draw, STUDY)
 def table(rows: Sequence[Row]) -> tables.Table | None:
     """Return the table of speeds."""
     shown = ("fa1-simt", SPLITS, "fa2-simt", "standard-simt", *STUDY.theirs)
-    return speed_figures.table(STUDY, rows, "Speed in TFLOP/s, forward, fp32.", shown)
+    return speed_figures.table(
+        STUDY, rows, "The table has the speed of forward calls in fp32, in TFLOP/s.", shown
+    )
 
 
 def memory(rows: Sequence[Row]) -> tables.Table | None:
@@ -58,8 +60,8 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], str(N), *numbers])
     header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
     caption = (
-        f"Memory in MiB that a forward call uses in addition to inputs and outputs; 16k tokens, "
-        f"d={HEAD_DIM}, without a mask."
+        "The table has the memory in MiB that a forward call uses in addition to inputs and "
+        f"outputs. The calls have 16k tokens, d={HEAD_DIM} and no mask."
     )
     return tables.of(caption, header, lines)
 
@@ -83,10 +85,11 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header = ["pass", "d", "causal"]
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
-        "Speed of FA-2 in float32 for each value of `precision`. TFLOP/s are at the longest N. A "
-        "column that ends in */ torch's* is the speed of FA-2 with this precision / the speed of "
-        "torch's memory-efficient attention. Such a cell has the median over N, and in brackets "
-        "the smallest and the largest ratio."
+        "The table has the speed of FA-2 in float32 for each value of `precision`. The columns "
+        "*TFLOP/s* are at the longest N. A column that ends in */ torch's* contains the speed of "
+        "FA-2 with this precision / the speed of torch's memory-efficient attention. Each cell of "
+        "a column */ torch's* has the median over N, and in brackets the smallest and the largest "
+        "ratio."
     )
     return tables.of(caption, header, lines)
 

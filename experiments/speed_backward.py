@@ -25,4 +25,8 @@ STUDY = speeds.Study(
 
 measure = partial(speeds.measure, STUDY)
 draw = partial(speed_figures.draw, STUDY)
-table = partial(speed_figures.table, STUDY, caption="Speed in TFLOP/s, fp32, at the longest N.")
+table = partial(
+    speed_figures.table,
+    STUDY,
+    caption="The table has the speed in TFLOP/s, in fp32 and at the longest N.",
+)

@@ -80,7 +80,11 @@ def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
     return place, brain.number / half.number, f"{low:.0f} to {high:.0f}" if reached else ""
 
 
-table = partial(speed_figures.table, STUDY, caption="Speed in TFLOP/s, bf16, at the longest N.")
+table = partial(
+    speed_figures.table,
+    STUDY,
+    caption="The table has the speed in TFLOP/s, in bf16 and at the longest N.",
+)
 
 
 # How far from fp16 bf16 may be, as a share of fp16's speed.
@@ -119,10 +123,10 @@ def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
     ours = [x for series in STUDY.ours for of in over.get(series, {}).values() for x in of]
     near, slower = _judged(ours)
     caption = (
-        "Speed in bf16 / speed in fp16 at equal length, head dimension and mask. A cell has the "
-        "smallest, the median and the largest ratio. For our kernels, "
-        f"{near} ratios are within {NEAR:.0%} of 1. In {slower} of all {len(ours)} ratios, bf16 "
-        f"is slower by more than {NEAR:.0%}."
+        "Speed in bf16 is divided by speed in fp16, at equal length, head dimension and "
+        "mask. Each cell has the smallest, the median and the largest ratio. For our kernels, "
+        f"{near} ratios are within {NEAR:.0%} of 1. In {slower} of the {len(ours)} ratios for our "
+        f"kernels, bf16 is slower by more than {NEAR:.0%}."
     )
     header = ["series", *STUDY.passes, f"ratios within {NEAR:.0%} of 1"]
     header.append(f"ratios where bf16 is slower by more than {NEAR:.0%}")

@@ -259,7 +259,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
     header += ["bytes, traced", "bytes, closed form"]
     caption = (
-        "Moves between global memory and the chip: one head, forward, fp32. Bytes are the sum over "
-        "all moves of an array, in the emulator's trace and by the closed form."
+        "The table counts the moves of tiles between global memory and the chip, in a forward "
+        "call of one head in fp32. The columns of bytes are sums over all moves of an array, "
+        "in the emulator's trace and by the closed form."
     )
     return tables.of(caption, header, lines)

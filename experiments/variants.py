@@ -257,9 +257,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "FA-1 / FA-2"]
     header.append("relative error")
     caption = (
-        f"Accesses (loads plus stores) in elements: forward, fp32, {HEADS} heads, tiles of "
-        f"{TILES.Br} x {TILES.Bc}. Accesses are {counts.said(accesses)}. *Relative error* is the "
-        "larger error of the two loop orders, compared with float64."
+        "The table has the accesses (loads plus stores) of a forward call in elements, in fp32 "
+        f"with {HEADS} heads and tiles of {TILES.Br} x {TILES.Bc}. Accesses are "
+        f"{counts.said(accesses).replace(': ', '. Of the loads and stores, ')}. The "
+        "column *relative error* contains the larger error of the two loop orders, compared with "
+        "float64."
     )
     if not variant_times.times(rows):
         caption += " Times are not recorded."

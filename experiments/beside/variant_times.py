@@ -371,10 +371,11 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"compiling, s, {LABELS[series]}" for series in every[-2:]]
     p = TIMED
     caption = (
-        f"Time in ms ({tables.runs(measured)}), fp16, batch {p.batch}, {p.heads_q} heads, "
-        f"N={p.seqlen_q}, d={p.head_dim}. *flex_attention / FA-2* is the time of torch's "
-        f"flex_attention / the time of {LABELS[every[-2]]}. *Tiles skipped* is the share of "
-        f"tiles that {LABELS[every[-2]]} skips in the forward pass. *Compiling* is the "
-        "time to compile both passes."
+        f"The table has times in ms ({tables.runs(measured)}), in fp16 with batch {p.batch}, "
+        f"{p.heads_q} heads, N={p.seqlen_q} and d={p.head_dim}. The columns *flex_attention / "
+        "FA-2* contain the time of torch's flex_attention / the time of "
+        f"{LABELS[every[-2]]}. The column *tiles skipped* contains the share of tiles that "
+        f"{LABELS[every[-2]]} skips in the forward pass. The columns *compiling* contain the time "
+        "to compile both passes."
     )
     return tables.of(caption, header, lines)

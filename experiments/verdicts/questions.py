@@ -192,7 +192,12 @@ def changed(questions: Sequence[Question]) -> Across:
             for q, after in found
             if q.before != after.verdict
         ]
-        caption = f"The common rule changed {len(lines)} of {len(found)} verdicts."
+        earlier = sum(bool(q.before) for q in questions)
+        new = sum(not q.before for q in questions)
+        caption = (
+            f"The common rule changed {len(lines) - new} of {earlier} earlier verdicts. "
+            f"Another {new} figures and claims had no verdict before the common rule."
+        )
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 
     return _across(questions, make)

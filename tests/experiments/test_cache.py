@@ -138,8 +138,10 @@ def test_the_table(tmp_path):
         for n, row in enumerate(r for r in rows if r.place == "H200" and r.dtype == "float32")
     ])  # fmt: skip
     text = report.text(cache.NAME, store)
-    assert "The model is within 5% for 1 of 2 measured calls." in text
-    assert "FA-1 (K/V outer), fp32, d=64, N=512: -50% (it would be right for an L2 of " in text
+    said = "For 1 of 2 measured calls, the model's DRAM bytes differ from the measured bytes by at "
+    assert f"{said}most 5%." in text
+    said = "For FA-1 (K/V outer), fp32, d=64 and N=512, the model's DRAM bytes are 50% below the "
+    assert f"{said}measured bytes. With an L2 of " in text
     (line,) = [line for line in text.splitlines() if "| 512 | FA-2" in line]
     assert "| +0.0 % |" in line
 

@@ -93,7 +93,8 @@ def test_what_is_counted_is_the_closed_form(module):
     assert {r.machine for r in rows} == {MODEL, EMULATOR}
     counted = [r for r in rows if r.source == "counted"]
     assert {r.series for r in counted} >= set(scaling.RULED)
-    same = f" {len(counted)} of {len(counted)} counted numbers equal the closed form."
+    same = f" {len(counted)} of {len(counted)} numbers that the emulator counted equal the "
+    same += "closed form."
     assert scaling.equal(rows) == same
 
 
@@ -213,7 +214,8 @@ def test_the_table(module, tmp_path, monkeypatch):
     want = -1 if module is io_vs_sram else 2
     assert exponents == pytest.approx([want] * 3, abs=0.05)
     if module is io_vs_sram:
-        assert "FA-1 with line 1's tiles from M = 1.3" in text
+        said = "FA-1 with line 1's tiles accesses fewer elements than standard attention with "
+        assert f"{said}square blocks from M = 1.3" in text
 
 
 @pytest.mark.parametrize("module", QUICK, ids=lambda module: module.NAME)

@@ -76,7 +76,7 @@ def test_a_long_row_is_loaded_once_more():
     rows = list(
         online_softmax._attention("standard-simt", problem, planned.tiles, planned.accesses, MODEL)
     )
-    assert "takes 3 loads per element instead of 2." in online_softmax._long(rows)
+    assert "needs 3 loads per element instead of 2." in online_softmax._long(rows)
     assert online_softmax._long([]) == ""
 
 

@@ -90,7 +90,10 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
     figure = prefix.draw(modelled() + timed())
     assert [t.get_text() for ax in figure.axes for t in ax.texts] == ["not recorded"]
     assert above(figure).endswith("time is shorter by 256 times with mma.")
-    assert "4 of 4 numbers counted" in prefix.table(counted() + modelled()).caption
+    assert (
+        "4 of 4 numbers counted by the emulator equal the access model"
+        in prefix.table(counted() + modelled()).caption
+    )
     line = next(x for x in prefix.table(whole).body.splitlines() if x.startswith("| 4096 | 16 "))
     assert line.split("|")[3:] == [" - "] * 3 + [" 4.1 ", " 65.5 ", " 16.00 "] * 2 + [""]
     failed = [replace(r, value=None) if r.note == prefix.ONCE else r for r in timed()]

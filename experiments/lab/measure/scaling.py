@@ -360,7 +360,9 @@ def equal(rows: Sequence[Row]) -> str:
         The sentence, with a blank before it; empty if nothing was counted.
     """
     same, counted = counts.equal(rows)
-    return f" {same} of {counted} counted numbers equal the closed form." if counted else ""
+    if not counted:
+        return ""
+    return f" {same} of {counted} numbers that the emulator counted equal the closed form."
 
 
 LOOKS: dict[str, dict[str, Any]] = {

@@ -253,11 +253,13 @@ def table(
     if several:
         header.insert(0, "pass")
     peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
-    reach = f" torch's matrix product reaches {peak.number:.0f} TFLOP/s." if peak else ""
+    reach = ""
+    if peak:
+        reach = f" For comparison, torch's matrix product reaches {peak.number:.0f} TFLOP/s."
     timed = tables.runs(r for r in rows if r.metric == "time")
     return tables.of(
-        f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data file also "
-        "contains the other lengths and masks.",
+        f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data "
+        "file also contains speeds for other lengths and masks.",
         header,
         lines,
     )
