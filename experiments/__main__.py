@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
                   "Complete runs are written to the folder figures by default. If FOLDER contains "
                   "no data of an experiment, the figure is drawn from the recording in "
                   "figures/data", {"type": _folder, "metavar": "FOLDER"}),
-        "--replace": ("replace a stored recording even if its numbers from torch or ncu are lost, "
+        "--replace": ("replace a stored recording even if numbers from torch or ncu are then lost, "
                       "because torch or ncu is missing on this machine", flag),
     }  # fmt: skip
     group = choices.add_argument_group("options")
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, description=about or text, **more)
 
     parts: dict[str, Any] = {"epilog": chosen, "parents": [choices]}
-    text = "list all experiments, with what each experiment shows and what it needs"
+    text = "list all experiments, with what each experiment shows and needs"
     about = f"{text[0].upper()}{text[1:]}. With names, describe the named experiments in full."
     listing = add("list", text, about)
     listing.add_argument(
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "time tile sizes of the tensor-core kernels on this GPU, and store the fastest sizes"
     about = (
         f"{text[0].upper()}{text[1:]} in fa_numba/choices/tuned.csv. Plans use the tile sizes in "
-        "this file."
+        "tuned.csv."
     )
     tuning = add("tune", text, about)
     text = f"head dimensions to time (default: {','.join(map(str, tune.HEAD_DIMS))})"
