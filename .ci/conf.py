@@ -25,7 +25,7 @@ extensions = [
 ]
 root_doc = "index"
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["**/__pycache__", "**/.*"]
+exclude_patterns = ["**/__pycache__", "**/.*", ".ci"]  # .ci has the page of a package index
 templates_path: list[str] = []
 html_theme = "pydata_sphinx_theme"
 html_title = "fa_numba"

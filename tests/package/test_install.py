@@ -1,6 +1,8 @@
 """What pip was told decides what is installed, whether uv does it or pip; what an sdist has."""
 
+import configparser
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +130,17 @@ def test_a_source_distribution_has_all_that_its_tests_take(tmp_path):
     assert {"tests/conftest.py", "tests/data/plans.csv", ".ci/install.py"} <= wanted
     assert found >= wanted, sorted(wanted - found)
     assert not [x for x in found if made & {*Path(x).parts}]
+
+
+def test_the_page_of_a_package_index_has_no_relative_links(tmp_path):
+    """An index shows the page alone, so that links to files of the repository would be broken."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    page = (ROOT / setup["metadata"]["long_description"].removeprefix("file: ")).read_text()
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert links and all(link.startswith("https://") for link in links)
+    assert "https://arxiv.org/abs/2205.14135" in setup["metadata"]["project_urls"]
+    code = page.partition("## Call it")[2].replace("\n    ", "\n").partition("import")
+    namespace = {}
+    exec(code[1] + code[2].partition("\n`")[0], namespace)  # what the page shows, runs
+    assert namespace["o"].shape == (1, 2, 48, 16) and namespace["counts"].loads["Q"]

@@ -94,7 +94,8 @@ def test_the_wheel_runs_from_another_folder(tmp_path):
     wheel = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", built, "."]
     source = tmp_path / "source"
     shutil.copytree(ROOT / "fa_numba", source / "fa_numba")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / ".ci", source / ".ci")
+    for name in ("setup.cfg", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run(wheel, cwd=source, check=True)
     (made,) = built.glob("fa_numba-*.whl")
