@@ -232,10 +232,11 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], table
             cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
             lines.append([str(HEAD_DIM), tables.yes_no(False), str(SEQLEN), label(place), *cells])
         caption = (
-            f"{what} of one call, with one head, in fp32 and fp16. Each cell starts with the "
-            "emulator's count. Brackets follow if the number that Nsight Compute measured is not "
-            "equal to the count. *(x 0.984)* is the measured number / the count. If the count is "
-            "0, the brackets contain the measured number. *(?)* means: not measured. "
+            f"The table shows the {what} of one call with one head, in fp32 and fp16. Each cell of "
+            "the table starts with the emulator's count. If Nsight Compute measured a different "
+            "number, brackets follow the count. For example, *(x 0.984)* means that the measured "
+            "number is 0.984 times the count. If the count is 0, the brackets contain the measured "
+            "number. *(?)* means that the number was not measured. "
             f"{ratios.count(1)} of {len(ratios)} measured numbers equal the emulator's counts."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)
@@ -247,8 +248,8 @@ _NAMES = tuple(profiler.COUNTERS)
 _INSTRUCTIONS = tuple(name for name in _NAMES if profiler.COUNTERS[name].opcodes)
 _SHARED = tuple(n for n in _NAMES if n.endswith(("wavefronts", "conflicts")))
 _GLOBAL = tuple(n for n in _NAMES if n not in (*_SHARED, *_INSTRUCTIONS))
-table = _table(_SHARED, "Shared-memory wavefronts and bank conflicts")
+table = _table(_SHARED, "shared-memory wavefronts and bank conflicts")
 TABLES = {
-    "profile-global": _table(_GLOBAL, "Global-memory requests and sectors (32 bytes)"),
-    "profile-instructions": _table(_INSTRUCTIONS, "Executed warp instructions"),
+    "profile-global": _table(_GLOBAL, "global-memory requests and sectors (32 bytes)"),
+    "profile-instructions": _table(_INSTRUCTIONS, "executed warp instructions"),
 }

@@ -256,15 +256,18 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["K, V travel: sent, MB", "Q travels: sent, MB", "K, V travel: memory per GPU, MiB"]
     link = ""
     if machine:
-        link = f" The link carries {machine.link / 1e6:.0f} GB/s in each direction."
+        link = (
+            f" The link between two GPUs carries {machine.link / 1e6:.0f} GB/s in each direction."
+        )
     equal, number = _equal_bytes(rows)
     caption = (
-        f"One sequence of N rows over {ranks} GPUs, fp16, {ring_ranks.HEADS} heads, d={HEAD_DIM}."
-        f"{link} A call's time is the time of the slowest GPU. A gain is the time on one GPU / the "
-        f"time on {ranks} GPUs. *Model / time* is the time by the model / the measured time. "
-        "*Sent* is the bytes that the GPU with most bytes sends. They are counted in the calls "
-        f"that send ({equal} of {number} equal to the closed form). Memory is the peak of one "
-        "GPU and includes the inputs."
+        f"The table shows calls with one sequence of N rows over {ranks} GPUs, in fp16 with "
+        f"{ring_ranks.HEADS} heads and d={HEAD_DIM}.{link} The time of a call is the time of the "
+        f"slowest GPU. A *gain* is the time on one GPU divided by the time on {ranks} GPUs. *Model "
+        "/ time* is the time that the model predicts divided by the measured time. *Sent* is the "
+        f"number of bytes that the GPU with the most traffic sends. {equal} of {number} counted "
+        "numbers of sent bytes equal the closed form. *Memory per GPU* is the peak memory of one "
+        "GPU, including the inputs."
     )
     return tables.of(caption, header, lines)
 
@@ -283,10 +286,7 @@ def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the ratio of keys to queries above which sending Q takes fewer bytes.
-
-    With a measured link it also has the model's efficiencies.
-    """
+    """Return the table of the ratio of keys to queries above which sending Q takes fewer bytes."""
     if not rows:
         return None
     by_ranks = []
@@ -295,9 +295,10 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
         by_ranks.append([str(ranks), *(f"{ratio(passes=each):.3f}" for each in ("fwd", "bwd"))])
     header = ["GPUs", "forward, Hk Nk / (Hq Nq)", "backward, Hk Nk / (Hq Nq)"]
     caption = (
-        "The ratio Hk Nk / (Hq Nq) above which sending Q takes fewer bytes than sending K and V. "
-        "Hk and Hq are the numbers of heads of K and of Q. Nk and Nq are the numbers of rows of K "
-        "and of Q. The ratios are closed forms, without a mask, for 16-bit inputs and "
+        "The table shows the ratio Hk Nk / (Hq Nq) at which both loop orders send equally many "
+        "bytes. Above this ratio, sending Q takes fewer bytes than sending K and V. Hk and Hq are "
+        "the numbers of heads of K and of Q. Nk and Nq are the numbers of rows of K and of Q. The "
+        "ratios are computed from closed forms, for calls without a mask, with 16-bit inputs and "
         f"d={HEAD_DIM}."
     )
     return tables.of(caption, header, by_ranks)
@@ -320,12 +321,17 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
     ]
     caption = (
-        "The share of the time in which the GPUs compute, with a causal mask. These numbers come "
-        "from a model and are not measured. The model uses the speed of one GPU at the longest "
-        "measured length, and the bandwidth of the link. The bandwidth is the measured one, or "
-        f"{INFINIBAND / 1e9:.0f} GB/s for InfiniBand."
+        "The table shows the share of the time in which the GPUs compute attention, for calls with "
+        "a causal mask. The shares come from a model and are not measured. For each part of the "
+        "sequence, the model takes the time that one GPU needed in the measurement. For parts that "
+        "are longer than the longest measured length, the time in the model grows in proportion to "
+        "the work. The columns *measured link* use the measured bandwidth of the link between the "
+        f"GPUs. The columns *InfiniBand* use a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 
 
-TABLES = {"ring_bytes": break_even_table, "ring_model": model_table}
+TABLES = {
+    "ring_bytes": tables.Across(break_even_table, (NAME,), cites=False),
+    "ring_model": model_table,
+}

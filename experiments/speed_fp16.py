@@ -59,7 +59,11 @@ PAPERS = {
 }
 FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
 
-table = partial(speed_figures.table, STUDY, caption="Speed in TFLOP/s, fp16, at the longest N.")
+table = partial(
+    speed_figures.table,
+    STUDY,
+    caption="The table shows the speed in TFLOP/s, in fp16 and at the longest N.",
+)
 
 
 # Series that stand for FA-2, FA-1 and PyTorch's attention in the paper's figures.
@@ -103,8 +107,9 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
         "sizes where FA-1, FA-2 and unfused attention rank as published",
     ]
     caption = (
-        "Ratios of speeds; fp16, 16k tokens, hidden dimension 2048. A cell has the "
-        "smallest and the largest ratio over all N, without and with a causal mask."
+        "The table shows ratios of speeds in fp16, with 16k tokens and a hidden dimension of 2048. "
+        "Each cell has the smallest and the largest ratio over all N, with and without a causal "
+        "mask."
     )
     return tables.of(caption, header, lines)
 
@@ -137,9 +142,10 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
         "speed / published FA-3 (H100)",
     ]
     caption = (
-        "FA-2 on wgmma, fp16, 16k tokens. *Fastest* is the highest speed over all N. A column "
-        "*speed / X* is the speed of FA-2 on wgmma / the speed of X. A cell has the smallest, the "
-        "median and the largest ratio over N."
+        "The table shows the speed of FA-2 on wgmma in fp16, with 16k tokens. *Fastest* is the "
+        "highest speed over all N. A column *speed / X* shows the speed of FA-2 on wgmma divided "
+        "by the speed of X. Each cell of a column *speed / X* has the smallest, the median and the "
+        "largest ratio over N."
     )
     return tables.of(caption, header, lines)
 
@@ -170,9 +176,10 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
         lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
     header = ["dtype", "series", "largest relative error", "largest excess, roundings"]
     caption = (
-        "The largest relative error over all checked passes and problems, compared with a float64 "
-        "result from the same inputs. The excess is the error minus the error of torch's "
-        "FlashAttention-2 on the same problem. Its unit is one rounding of the dtype."
+        "The table shows the largest relative error of each series over all checked passes and "
+        "problems. The error is the difference from a float64 result for the same inputs. The "
+        "*excess* is the error minus the error of torch's FlashAttention-2 on the same problem. "
+        "The unit of the excess is one rounding of the dtype."
     )
     return tables.of(caption, header, lines)
 
