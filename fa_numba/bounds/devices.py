@@ -89,8 +89,8 @@ class Device:
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which `fa_numba.plan` plans for this GPU.
 
-        The GPU need not be in this machine. Inside, calls of attention functions still run on this
-        machine's GPU or on the emulator.
+        The GPU need not be in this machine. Calls of attention functions inside the context still
+        run on this machine's GPU or on the emulator.
 
         Returns
         -------
@@ -168,7 +168,8 @@ def named(name: str) -> Device:
 def as_gpu(name: str) -> Iterator[None]:
     """Run calls on the emulator as they would run on the GPU of this name.
 
-    Units, tiles and splits are chosen for that GPU. A call that would not fit the GPU raises.
+    Units, tiles and splits are chosen for that GPU. A call that would not fit the GPU raises
+    ValueError.
 
     Parameters
     ----------

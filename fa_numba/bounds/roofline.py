@@ -71,7 +71,7 @@ class Expected:
 
     @property
     def floor(self) -> float | None:
-        """Return the longest of the three times in seconds; None if no time is known.
+        """Return the longest of `compute`, `l2` and `memory` in seconds; None if no time is known.
 
         If `memory` is the longest time, this is a lower limit of the plan's time only if the rule
         of `fa_numba.bounds.cache` holds for the plan.

@@ -334,7 +334,7 @@ class Context(Active):
                 raise self.fault(TimeLimit, late)
 
     def refuse_zero(self, zero: np.ndarray | None, text: str) -> None:
-        """Raise for a division by zero in a lane that takes part.
+        """Raise ZeroDivisionError if a lane that takes part divides by zero.
 
         Parameters
         ----------
@@ -611,7 +611,9 @@ class Context(Active):
     # ---- counts
 
     def statistics(self, array: str, space: str, kind: str) -> np.ndarray:
-        """Return the row of counts of the current line's access, for the caller to add to.
+        """Return the counts of one kind of access by the current source line.
+
+        The caller adds new accesses to the returned array in place.
 
         Parameters
         ----------

@@ -154,7 +154,10 @@ class UninitialisedRead(EmulatorError):
 
 
 class BarrierDivergence(EmulatorError):
-    """A barrier or a warp collective that waits for threads of which only some reach it."""
+    """A barrier or a warp collective that only some of its threads reach.
+
+    The barrier or the collective waits for all of its threads.
+    """
 
 
 class BarrierMisuse(EmulatorError):

@@ -301,8 +301,8 @@ def launch(
     """Run a Numba-CUDA kernel on the CPU, count its accesses to memory and find its faults.
 
     ``launch(kernel, grid, block, x, y)`` does on the CPU what ``kernel[grid, block](x, y)`` does on
-    a GPU. No GPU is needed. The kernel is an ordinary kernel of ``numba.cuda``. The emulator's
-    README lists the supported functions of ``numba.cuda``.
+    a GPU. No GPU is needed. The kernel is an ordinary kernel of ``numba.cuda``. The emulator
+    supports those functions of ``numba.cuda`` that the kernels of fa_numba use.
 
     Parameters
     ----------

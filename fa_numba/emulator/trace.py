@@ -72,7 +72,9 @@ _traces: ContextVar[list[TileAccess] | None] = ContextVar("fa_numba_trace", defa
 
 @contextmanager
 def trace() -> Iterator[list[TileAccess]]:
-    """Record every access to global memory of the kernels that run on the emulator inside.
+    """Record every access to global memory by kernels inside the ``with`` block.
+
+    The kernels must run on the emulator.
 
     Consecutive accesses of one kernel line to one array, with no barrier between them, are one
     entry: a tile. Thread blocks run one after the other.

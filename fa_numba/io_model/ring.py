@@ -275,7 +275,9 @@ def _of_seen(
 def ring_break_even(
     ranks: int, *, dtype: str = "float16", head_dim: int = 128, passes: str = "fwd"
 ) -> float:
-    """Return the ratio of keys to queries above which sending Q takes fewer bytes than K and V.
+    """Return the ratio of keys to queries above which sending Q is cheaper than sending K and V.
+
+    Cheaper means that each rank sends fewer bytes.
 
     Parameters
     ----------

@@ -69,7 +69,7 @@ def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> i
 
 
 def multiply_adds(problem: Problem, passes: str) -> int:
-    """Return the multiply-adds of one pair of a row and a column.
+    """Return the number of multiply-adds for one element of S: one row and one column.
 
     The products for S, dQ and dK need d multiply-adds each, where d is the head dimension of Q and
     K. The products for O, dP and dV need d_v each, where d_v is the head dimension of V.

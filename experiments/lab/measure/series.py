@@ -166,7 +166,7 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
 
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
-    """Return a function that runs a series once forward.
+    """Return a function that runs the forward pass of a series once.
 
     Parameters
     ----------
@@ -182,7 +182,8 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) 
     Returns
     -------
     callable
-        Takes the argument `out` and returns O.
+        Function ``run(out=None)``, which computes and returns the output O. If `out` is given, O is
+        written to this array, and the array is returned.
     """
     options = _whole_columns(series, options) | _common(series, problem)
 
@@ -246,8 +247,8 @@ def gradients(
     Returns
     -------
     callable
-        A function that returns (dq, dk, dv), which are allocated in the call. The function takes
-        the argument `out` and ignores it.
+        Function ``run(out=None)``, which computes the gradients and returns the tuple (dq, dk, dv)
+        of new arrays. The argument `out` is ignored.
     """
     q, k, v, dout = arrays
     options = _common(series, problem) | given | backward_options(series)
@@ -265,7 +266,7 @@ def gradients(
 
 
 def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
-    """Return a function that runs a series once per row tile of q, with one call each.
+    """Return a function that computes the forward pass by one call for each row tile of q.
 
     With a causal mask, a call gets only the keys that its row tile sees. The causal mask of the
     call is aligned to the bottom right, and so hides the same columns as the complete call.
@@ -284,7 +285,9 @@ def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: 
     Returns
     -------
     callable
-        Takes the argument `out` and returns O.
+        Function ``run(out=None)``, which makes all the calls and returns the complete output O. If
+        `out` is given, O is written to this array, and the array is returned. Otherwise a new array
+        is returned.
     """
     options = _whole_columns(series, options | _common(series, problem))
     Br, Nq = options["tiles"].Br, problem.seqlen_q

@@ -206,7 +206,9 @@ class Bench:
         self, work: Sequence[tuple[Any, ...]], label: str,
         count: Callable[..., Iterable[Row | Sequence[Row]]],
     ) -> Iterator[Row | Sequence[Row]]:  # fmt: skip
-        """Yield the rows that the emulator counts, or the stored counts from the same code.
+        """Yield the rows that the emulator counts, or stored counts that are still valid.
+
+        Stored counts are valid if the code and the kernels that produced them have not changed.
 
         Parameters
         ----------

@@ -30,7 +30,10 @@ Number = int | float
 
 
 class StoreError(ValueError):
-    """Raised if a file or folder is damaged, or cannot be read or written. It says the reason."""
+    """Raised if a file or folder is damaged, or cannot be read or written.
+
+    The message says the reason.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -606,7 +609,7 @@ class Store:
         Returns
         -------
         dict
-            Its content.
+            Content of the JSON file.
 
         Raises
         ------

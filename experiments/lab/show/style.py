@@ -392,7 +392,7 @@ def texts(artist: Any) -> Iterator[Any]:
     Parameters
     ----------
     artist : Artist
-        A figure or a part of one.
+        A figure or a part of a figure.
 
     Yields
     ------
