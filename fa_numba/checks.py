@@ -45,8 +45,23 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def check_unmasked(name: str, value: Any, instead: str = "") -> None:
+    """Raise TypeError for a NumPy masked array, or for a sequence with one: NumPy drops the mask.
+
+    The message calls the value ``name`` and ends with ``instead``, what else to do.
+    """
+    parts = value if isinstance(value, (list, tuple)) else ()
+    if any(isinstance(x, np.ma.MaskedArray) for x in (value, *parts)):
+        instead = instead or ", or .filled(value) to replace what is masked"
+        raise TypeError(
+            f"{name} must be an array without a mask, got a NumPy masked array; pass "
+            f"{name.split()[0]}.data{instead}"
+        )
+
+
 def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
     """`value` as an array of `dtype`; a TypeError that calls it `name` unless numbers are real."""
+    check_unmasked(name, value)
     array = np.asarray(value)
     if array.dtype.kind in "cmMSU":
         raise TypeError(f"{name} must be an array of real numbers, got dtype {array.dtype}")
@@ -401,6 +416,7 @@ def as_table(value: Any) -> np.ndarray:
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
+    check_unmasked(name, value)
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
         raise TypeError(f"{name} must hold integers, got dtype {found.dtype}")

@@ -554,6 +554,7 @@ def check_block_mask(
     ValueError
         If the shape does not fit.
     """
+    checks.check_unmasked("block_mask", block_mask)
     mask = np.asarray(block_mask)
     if mask.dtype != np.bool_:
         raise TypeError(f"block_mask must be bool, got dtype {mask.dtype}; pass block_mask != 0")

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import dropout
-from .checks import as_real, check_heads
+from .checks import as_real, check_heads, check_unmasked
 from .masks import distance, numeric_mask, visible_causal, visible_window
 from .mods import PARAMETERS, captured, evaluated, holding, is_array
 from .mods.blocks import BlockMask
@@ -273,6 +273,7 @@ def _arrays(option: str, function: Any) -> Iterator[tuple[str, Array]]:
     """The arrays that a function captures, by name; in float64 those of float32."""
     for name, value in captured(option, function).values:
         if is_array(value) and np.ndim(value):
+            check_unmasked(f"{name} in {option}", value)
             host = np.asarray(value.detach().cpu() if hasattr(value, "cpu") else value)
             yield name, host.astype(np.float64) if host.dtype == np.float32 else host
 

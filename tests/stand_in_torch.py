@@ -38,7 +38,7 @@ class Tensor:
     """A tensor over ``values``, of the GPU that has their memory or of the CPU."""
 
     layout, requires_grad, negated, grad, node = "strided", False, False, None, None
-    tangent = None
+    tangent, is_nested = None, False
 
     @classmethod
     def of(cls, values, dtype=None, **facts):

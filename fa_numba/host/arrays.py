@@ -151,12 +151,30 @@ def has_tangent(tensor: Any) -> bool:
     return unpacked.tangent is not None
 
 
+def check_dense(name: str, tensor: Any) -> None:
+    """Raise TypeError for a nested or sparse torch tensor."""
+    if tensor.is_nested:
+        packed = (
+            "; pack the sequences one after the other into a tensor (total, heads, head_dim), and "
+            "pass cu_seqlens_q and cu_seqlens_k"
+        )
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested tensor{packed if name in 'qkv' else ''}"
+        )
+    if tensor.layout != sys.modules["torch"].strided:
+        raise TypeError(
+            f"{name} must be a dense tensor (layout torch.strided), got layout {tensor.layout}; "
+            f"convert it with {variable_of(name)}.to_dense()"
+        )
+
+
 def check_tensor(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is no torch tensor, ValueError for one with a tangent, which results
-    would not have.
+    """Raise TypeError for anything but a dense torch tensor, ValueError for one with a tangent,
+    which results would not have.
     """
     if not isinstance(tensor, sys.modules["torch"].Tensor):
         raise TypeError(f"{name} must be a torch tensor, got {kind_of(tensor)}")
+    check_dense(name, tensor)
     if has_tangent(tensor):
         raise ValueError(
             f"{name} has a tangent (forward-mode differentiation), which fa_numba.torch does not "
@@ -166,6 +184,7 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     torch = sys.modules["torch"]
+    check_dense(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires a gradient, which this function does not compute; {_instead(name)}"
@@ -178,11 +197,6 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     check_dtype(name, dtype, "torch", allowed)
-    if tensor.layout != torch.strided:
-        raise TypeError(
-            f"{name} must be a dense tensor (layout torch.strided), got layout {tensor.layout}; "
-            f"convert it with {name}.to_dense()"
-        )
     if tensor.is_neg():
         raise TypeError(
             f"{name} must hold its values in memory, got a view that negates them when they are "
@@ -319,11 +333,7 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
     Raises TypeError for anything else (a list is not converted), and for a dtype that is not
     ``allowed``.
     """
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} must be an array without a mask, got a NumPy masked array; pass {name}.data, "
-            "and attn_mask to hide keys"
-        )
+    checks.check_unmasked(name, array, ", and attn_mask to hide keys" if name in "qkv" else "")
     if isinstance(array, np.ndarray):
         # The array's own dtype: NumPy has no bfloat16, a library's is an object.
         def empty(shape, dtype):
@@ -371,6 +381,8 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
         plain = type(array) is torch.Tensor or type(array) is torch.nn.Parameter
         if not plain or not array.is_cuda or array.layout is not torch.strided or array.is_neg():
             return None
+        if array.is_nested:
+            return None
         if array.requires_grad and torch.is_grad_enabled():
             return None
         try:
@@ -415,12 +427,14 @@ def on_host(name: str, array: Any) -> np.ndarray:
     Raises ValueError for rows of several lengths, TypeError for what is neither.
     """
     if _of_library("torch", "Tensor", array):
+        check_dense(name, array)
         return _read(name, array, lambda x: x.detach().cpu().numpy())
     if _of_library("jax", "Array", array):
         return np.asarray(array)
     if hasattr(array, "__cuda_array_interface__"):
         return device.copied_to_host(array)
-    if isinstance(array, (np.ndarray, list, tuple)):
+    checks.check_unmasked(name, array)
+    if isinstance(array, (np.ndarray, Sequence)) and not isinstance(array, (str, bytes)):
         try:
             return np.asarray(array)
         except ValueError:  # rows of several lengths

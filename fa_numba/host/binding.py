@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import checks, device, mods
-from fa_numba.checks import as_flag, as_shape, as_table, check_table
+from fa_numba.checks import as_flag, as_shape, as_table, check_table, check_unmasked
 from fa_numba.host.arrays import (
     CAPTURED,
     INTEGERS,
@@ -73,6 +73,7 @@ class Binding:
                 continue
             array = given.pop(name)
             if shapes:
+                check_unmasked(name, array)
                 facts[name] = as_shape(name, getattr(array, "shape", array))
             else:
                 found = operand(name, array, MASKS if name == "attn_mask" else SUMS)
@@ -199,6 +200,7 @@ def paging(
         return None, None
     table, lens = given.pop("block_table"), given.get("kv_lens")
     if shapes:
+        check_unmasked("block_table", table)
         facts["block_table"] = as_shape("block_table", getattr(table, "shape", table))
         return None, None
     if lens is None:

@@ -451,6 +451,11 @@ REFUSED = {
         TypeError,
         r"q must be a dense tensor \(layout torch\.strided\), got layout sparse",
     ),
+    "nested": (
+        {"is_nested": True},
+        TypeError,
+        r"q must be a dense tensor, got a nested tensor; pack the sequences .*pass cu_seqlens_q",
+    ),
     "dtype": (
         {"dtype": "torch.float64"},
         TypeError,

@@ -234,6 +234,20 @@ def test_transforms_of_functions_are_refused(name):
         torch.vmap(lambda x: fa_numba.attention(x, x, x))(torch.stack([q, q]))
 
 
+@needs_torch
+@pytest.mark.parametrize("layout", ["strided", "jagged"])
+@pytest.mark.parametrize("of", [fa_numba.attention, lambda *x: attention(*x)], ids=["arrays", ""])
+def test_nested_tensors_are_refused(of, layout):
+    parts = [torch.ones(n, 2, 4) for n in (3, 5)]
+    q = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    with pytest.raises(TypeError, match="q must be a dense tensor, got a nested tensor; pack the "):
+        of(q, q, q)
+    q = torch.ones(2, 1, 4, 4)
+    lens = torch.nested.nested_tensor([torch.arange(n) for n in (3, 5)])
+    with pytest.raises(TypeError, match="kv_lens must be a dense tensor, got a nested tensor$"):
+        fa_numba.attention(q, q, q, kv_lens=lens)
+
+
 COMPILED = """
 import torch, fa_numba.torch
 x = torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).requires_grad_()

@@ -2,6 +2,8 @@
 
 import inspect
 import re
+from array import array as array_of
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.emulator import Counts
 from fa_numba.host import placement
+from fa_numba.problem import Problem
 from fa_numba.tiling import splits
 
 FUNCTIONS = {
@@ -355,12 +358,68 @@ def test_a_scale_that_float32_would_make_zero_is_refused():
         fa_numba.flash_attention_2(q, q, q, scale=1e-46)
 
 
-def test_a_masked_array_is_refused():
+def _masked(*shape, dtype=np.float32):
+    return np.ma.masked_array(np.ones(shape, dtype))
+
+
+_MASKED_FUNCTION = _masked(4)
+_PAGES = {"k": array(1, 1, 16, 4), "v": array(1, 1, 16, 4)}
+
+
+@pytest.mark.parametrize(
+    "name, given",
+    [
+        *((name, {name: _masked(1, 1, 4, 4)}) for name in ("q", "k", "v", "out", "bias")),
+        *(("attn_mask", {"attn_mask": _masked(4, 4, dtype=x)}) for x in ("f4", "f2", bool)),
+        *((name, {name: _masked(1)}) for name in ("alibi_slopes", "sinks")),
+        *((name, {name: _masked(1, dtype=int)}) for name in ("q_lens", "kv_lens")),
+        ("kv_lens", {"kv_lens": [_masked(dtype=int)]}),
+        ("block_mask", {"block_mask": _masked(1, 1, dtype=bool), "tiles": Tiles(32, 32)}),
+        ("block_table", {"block_table": _masked(1, 1, dtype=int), "kv_lens": [3], **_PAGES}),
+        ("kv_lens", {"block_table": [[0]], "kv_lens": _masked(1, dtype=int), **_PAGES}),
+        ("_MASKED_FUNCTION in score_mod", {"score_mod": lambda s, b, h, i, j: _MASKED_FUNCTION[j]}),
+        ("prefix_k", {"prefix_k": _masked(1, 4, 4), "prefix_v": array(1, 4, 4)}),
+    ],
+)
+def test_a_masked_array_is_refused(name, given):
     q = array(1, 1, 4, 4)
-    with pytest.raises(
-        TypeError, match="q must be an array without a mask, got a NumPy masked array"
-    ):
-        fa_numba.flash_attention_2(np.ma.masked_array(q), q, q)
+    wrong = f"{name}.* must be an array without a mask, got a NumPy masked array; pass "
+    with pytest.raises(TypeError, match=wrong):
+        fa_numba.flash_attention_2(**{"q": q, "k": q, "v": q} | given)
+
+
+def test_what_takes_no_masked_array_beside_attention():
+    q, packed = array(1, 1, 4, 4), array(4, 1, 4)
+    starts, wrong = _masked(2, dtype=int), "must be an array without a mask"
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        lens = {"cu_seqlens_q": [0, 4], "cu_seqlens_k": [0, 4], name: starts}
+        with pytest.raises(TypeError, match=f"{name} {wrong}"):
+            fa_numba.attention(packed, packed, packed, **lens)
+    with pytest.raises(TypeError, match=f"bias {wrong}"):
+        fa_numba.plan(q.shape, q.shape, bias=_masked(4, 4))
+    with pytest.raises(TypeError, match=f"q {wrong}"):
+        fa_numba.reference.attention(_masked(1, 1, 4, 4), q, q)
+    with pytest.raises(TypeError, match=f"block_mask {wrong}"):
+        fa_numba.io_model.flops(
+            Problem(1, 1, 1, 4, 4, 4, sparse=True), block_mask=_masked(1, 1, dtype=bool)
+        )
+    with pytest.raises(TypeError, match=f"kv_lens {wrong}"):
+        Problem(1, 1, 1, 4, 4, 4, kv_lens=_masked(1, dtype=int))
+    pages, new = np.zeros((2, 1, 1, 16, 4), np.float32), np.ones((2, 1, 1, 1, 4), np.float32)
+    for name in ("block_table", "kv_lens", "new_lens"):
+        given = {"block_table": [[0]], "kv_lens": [0], "new_lens": [1]}
+        given[name] = np.ma.masked_array(given[name])
+        with pytest.raises(TypeError, match=f"{name} {wrong}"):
+            fa_numba.append_kv(*pages, *new, **given)
+
+
+@pytest.mark.parametrize("lens", [range(3), array_of("l", range(3)), deque(range(3))], ids=repr)
+def test_lengths_are_any_sequence_of_integers(lens):
+    q = array(3, 1, 4, 4)
+    right = fa_numba.attention(q, q, q, kv_lens=[0, 1, 2])
+    assert (fa_numba.attention(q, q, q, kv_lens=lens) == right).all()
+    with pytest.raises(TypeError, match="kv_lens must be an array or a sequence of values, got a"):
+        fa_numba.attention(q, q, q, kv_lens="012")
 
 
 @pytest.mark.gpu
