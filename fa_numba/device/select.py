@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from cuda.bindings import driver
 from numba import cuda
 
+from fa_numba.emulator.simulator import ASKED
+
 MIN_COMPUTE_CAPABILITY = (7, 5)
 # Shared memory of one thread block if there is no GPU: as on an H100 or H200.
 EMULATED_SHARED_BYTES = 227 * 1024
@@ -24,6 +26,8 @@ def gpu_available() -> bool:
 @functools.cache
 def why_no_gpu() -> str:
     """Return why there is no usable GPU; an empty string if there is a usable GPU."""
+    if ASKED:
+        return "NUMBA_ENABLE_CUDASIM is set"
     try:
         if not cuda.is_available():
             return "no CUDA GPU or driver was found"

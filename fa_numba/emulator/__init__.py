@@ -21,6 +21,7 @@ thread block, thread, array and source line.
     expressions.py       the same for expressions
     syntax.py            the syntax trees that these two modules read and make
     rebind.py            replaces numba.cuda's names by the emulator's names
+    simulator.py         numba.cuda without Numba's own simulator
     namespace.py         the emulator's names: `cuda`, `math`, types
     conversions.py       casts, and stores to an array of each dtype
     flow.py              which lanes take part in a statement

@@ -1,28 +1,68 @@
 """Compiles loops for the CPU, and caches the result on disk if possible.
 
 Numba's cache is next to the module, or in the user's cache directory. The environment variable
-``FA_NUMBA_CACHE`` names another directory. If the variable is empty, nothing is cached.
+``FA_NUMBA_CACHE`` names another directory. If the variable is empty, nothing is cached. A damaged
+file of the cache counts as missing: the loop is compiled again, and the file is replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import config, njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 VARIABLE = "FA_NUMBA_CACHE"
 
 
+class _Files(IndexDataCacheFile):
+    """Numba's index and data files, with a digest in front of the machine code.
+
+    LLVM can end the process if it loads damaged machine code, so damage is found before.
+    """
+
+    def _load_index(self) -> dict:
+        try:
+            return dict(super()._load_index())
+        except Exception:  # what unpickling raises depends on the bytes
+            return {}
+
+    def _load_data(self, name: str) -> Any:
+        content = Path(self._data_path(name)).read_bytes()
+        digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if digest != _digest(data):
+            raise OSError(f"{name} must begin with the digest of its content")
+        return pickle.loads(data)
+
+    def _save_data(self, name: str, data: Any) -> None:
+        content = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(_digest(content) + content)
+
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
 class _Cache(FunctionCache):
-    """Numba's cache, for which a full disk or a missing folder is not an error."""
+    """Numba's cache, for which damage, a full disk or a missing folder is not an error."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(function)
+        where, stamp = self._impl.locator.get_cache_path(), self._impl.locator.get_source_stamp()
+        self._cache_file = _Files(where, self._impl.filename_base, stamp)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # such as a class that another version of Numba had
             return super().load_overload(signature, target)
         return None
 

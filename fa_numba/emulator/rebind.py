@@ -10,13 +10,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import cuda
 
 from . import lanes
 from .flow import Split
 from .local_memory import LocalArray
 from .namespace import CASTS, MATH
 from .rewrite import rewritten
+from .simulator import cuda
 from .syntax import PREFIX
 
 _BUILTINS: dict[str, Any] = vars(builtins) | {

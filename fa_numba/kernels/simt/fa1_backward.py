@@ -119,7 +119,8 @@ def make_backward(spec):
     return fa1_backward
 
 
-__doc__ += """
+if __doc__:  # which python -OO leaves out
+    __doc__ += """
 With query splits several blocks share a head, each with its own rows of Q, and add to dK and dV,
 which are 0 before, by atomic adds, in no fixed order.
 

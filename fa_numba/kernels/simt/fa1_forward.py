@@ -89,7 +89,8 @@ def make_forward(spec):
     return fa1_forward
 
 
-__doc__ += """
+if __doc__:  # which python -OO leaves out
+    __doc__ += """
 Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
     in bytes at the default tiles:  163840 (d=64, 128 x 128), 163840 (d=128, 128 x 64), 139264
     (d=256, 64 x 32); up to 255 registers, none spilled

@@ -1,0 +1,82 @@
+"""The library where Python or Numba are started in unusual ways."""
+
+import ast
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from numba import config
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL = "import numpy as np, fa_numba; x = np.ones((1, 1, 9, 8), np.float32); "
+CALL += "print(fa_numba.attention(x, x, x).sum())"
+
+
+def python(*arguments, **environment):
+    """What Python did: its status, output and errors."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def docstrings_used(tree):
+    """The lines that change the module's docstring where there may be none."""
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__doc__"
+        for inner in ast.walk(node)
+    }
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AugAssign)
+        and ast.unparse(node.target) == "__doc__"
+        and id(node) not in guarded
+    ]
+
+
+def test_no_module_needs_its_docstring():
+    """Python leaves them out with -OO."""
+    texts = {path: path.read_text() for path in (ROOT / "fa_numba").rglob("*.py")}
+    found = {p: docstrings_used(ast.parse(x)) for p, x in texts.items() if "__doc__ +=" in x}
+    assert len(found) >= 14
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["-O", "-OO"])
+def test_python_that_leaves_out_docstrings_and_assertions(option):
+    assert python(option, "-c", CALL) == (0, "72.0\n", "")
+
+
+@pytest.mark.slow
+def test_numbas_simulator_is_not_used():
+    status, said, errors = python("-c", CALL, NUMBA_ENABLE_CUDASIM="1")
+    assert (status, said) == (0, "72.0\n")
+    assert "NUMBA_ENABLE_CUDASIM is set: fa_numba runs on its own emulator" in errors
+
+
+SIMULATOR = str(ROOT / "fa_numba" / "emulator" / "simulator.py")
+
+
+def test_numbas_simulator_is_turned_off(monkeypatch):
+    monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
+    monkeypatch.delitem(sys.modules, "numba.cuda")
+    with pytest.warns(UserWarning, match="needs no variable for that; unset NUMBA_ENABLE_CUDASIM"):
+        assert runpy.run_path(SIMULATOR)["ASKED"]
+    assert not config.ENABLE_CUDASIM
+
+
+def test_numbas_simulator_that_is_imported_before_is_refused(monkeypatch):
+    monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
+    said = "NUMBA_ENABLE_CUDASIM must not be set if numba.cuda is imported before fa_numba, because"
+    with pytest.raises(ImportError, match=f"{said} .* unset NUMBA_ENABLE_CUDASIM$"):
+        runpy.run_path(SIMULATOR)
