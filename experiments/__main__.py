@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 
 from fa_numba.checks import did_you_mean, one_of
 from fa_numba.commands.arguments import MAX_SEQLEN, Parser, tiles, whole
+from fa_numba.commands.ending import INTERRUPTED, ended, shortened
 from fa_numba.problem import MAX_HEAD_DIM
 
 from .beside import compare, spills
@@ -63,12 +64,16 @@ def _folder(text: str) -> Path:
     """Parse the path of a folder that exists or can be made."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"must be the name of a folder, got {text!r}")
-    path = Path(text).resolve()
-    for place in (path, *path.parents):
-        if place.exists():
-            if not place.is_dir():
-                raise argparse.ArgumentTypeError(f"must be a folder, but {place} is a file")
-            break
+    try:
+        path = Path(text).resolve()
+        there = next(place for place in (path, *path.parents) if place.exists())
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        why = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(
+            f"must be the name of a folder, got {shortened(text)!r}: {why}"
+        ) from None
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, but {there} is a file")
     return path
 
 
@@ -269,11 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set above
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return _command(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return ended(lambda: _command(arguments))
 
 
 def _command(arguments: Sequence[str] | None) -> int:
@@ -341,7 +342,7 @@ def _command(arguments: Sequence[str] | None) -> int:
         console.print(
             "[yellow]interrupted; the results so far are stored, and the same command continues[/]"
         )
-        return 130
+        return INTERRUPTED
     reports = runner.reports
     missing = [name for name in chosen if not reports[name].drawn_from]
     failed = [f"{name}: {reports[name].error}" for name in reports if reports[name].error]

@@ -33,13 +33,6 @@ Examples
 (1, 2, 16, 8)
 """
 
-import signal
-import sys
-
-if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # python -m fa_numba is on its way: interrupted, it ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from fa_numba import algorithms, io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.dropout import dropout_mask

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fa_numba.commands import plan, trace
 from fa_numba.commands.arguments import Parser
+from fa_numba.commands.ending import ended
 
 COMMANDS = (trace, plan)
 
@@ -47,17 +48,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Without a command, print the help."""
+    return ended(lambda: _command(arguments))
+
+
+def _command(arguments: Sequence[str] | None) -> int:
+    """Run one command and return its exit status; see ``main``."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if args.command is None:
-        parser.print_help()
+        print(parser.format_help(), end="")
         return 0
     try:
         print(args.run(args))
     except (ValueError, ImportError) as error:  # what arguments say together, or need installed
         args.parser.error(str(error))
-    except BrokenPipeError:  # of `| head`
-        sys.stderr.close()
     return 0
 
 

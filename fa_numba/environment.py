@@ -103,6 +103,9 @@ def _cache() -> str:
     where = kernel_cache.directory()
     if where is None:
         return f"none: {kernel_cache.VARIABLE} is empty, or there is no home"
-    there = next(folder for folder in (where, *where.parents) if folder.exists())
-    kept = there.is_dir() and os.access(there, os.W_OK)
+    try:
+        there = next(folder for folder in (where, *where.parents) if folder.exists())
+        kept = there.is_dir() and os.access(there, os.W_OK)
+    except OSError:  # a name that is too long
+        kept = False
     return f"{where}" if kept else f"{where}, which cannot be written: nothing is kept"

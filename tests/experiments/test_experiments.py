@@ -194,6 +194,10 @@ def test_help_explains(arguments, capsys):
         (["run", "speed", "--head-dims", "-1"], "must be an integer from 1 to 256, got -1"),
         (["run", "speed", "--causal", "maybe"], "must be no, yes or both, got 'maybe'"),
         (["run", "speed", "--out", str(Path(__file__) / "x")], "must be a folder, but "),
+        (
+            ["run", "speed", "--out", "x" * 300],
+            f"must be the name of a folder, got '{'x' * 29} ... {'x' * 29}': File name too long",
+        ),
         (["run", "speed", "--out", ""], "must be the name of a folder, got ''"),
         (
             ["run", "speed", "generate", "--seqlens", "37"],

@@ -1,5 +1,6 @@
 """A recording on a GPU: whole or not at all, gone on with; what is measured anew."""
 
+import errno
 import io
 import json
 import os
@@ -61,6 +62,7 @@ def bench(tmp_path, monkeypatch):
     def measure(options, given):
         yield timed(1, 1.0, machine=MODEL, source="model")
         for N in given.each(run.lengths, "timing"):
+            given.say(f"at {N}")
             if N == run.stop:
                 raise run.error
             run.measured.append(N)
@@ -75,7 +77,7 @@ def bench(tmp_path, monkeypatch):
 
     def run(*command, again=True, **options):
         run.measured = []
-        console = Console(record=True, width=200, file=io.StringIO())
+        console = Console(record=True, width=200, file=run.output or io.StringIO())
         running = runner.Runner(Options(out=tmp_path / "out", **options), list(command), console)
         running.machine, running.gpu = GPU, {"name": "Some GPU", "multiprocessors": 4}
         running._provenance._gpu = running.gpu
@@ -91,7 +93,7 @@ def bench(tmp_path, monkeypatch):
     run.store, run.partial = Store(tmp_path / "out"), tmp_path / "out/partial"
     run.source, run.sources, run.calls, run.launch = "1", "1", "1", lambda N: None
     run.lengths, run.value, run.peer, run.beside = (32, 64, 128), 1.0, 2.0, []
-    run.stop, run.error, run.commit = None, KeyboardInterrupt(), "1" * 40
+    run.stop, run.error, run.commit, run.output = None, KeyboardInterrupt(), "1" * 40, None
     return run
 
 
@@ -127,6 +129,32 @@ def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
     assert len(runs) == 2 and of[32] == of[64] != of[128] and set(of.values()) == set(runs)
     assert provenance.when(list(runs.values())).endswith(", commit 1111111")
     assert not list(bench.partial.iterdir())
+
+
+class Full(io.StringIO):
+    """An output on a disk that is full once it is told to print of the last length."""
+
+    def write(self, text):
+        if "at 128" in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_is_a_line_and_the_run_is_gone_on_with(bench):
+    bench.stop, bench.error = 128, OSError(errno.ENOSPC, "No space left on device", "a.csv")
+    assert bench() == [32, 64]
+    assert "'a.csv' cannot be read or written: No space left on device" in bench.text
+    assert "Traceback" not in bench.text
+    bench.stop = None
+    assert bench() == [128, "counters"] and len(bench.rows) == 6
+
+
+def test_an_output_on_a_full_disk_ends_the_run_and_loses_no_rows(bench):
+    bench.output = Full()
+    with pytest.raises(OSError, match="No space left on device"):
+        bench()
+    bench.output = None
+    assert bench() == [128, "counters"] and len(bench.rows) == 6
 
 
 @pytest.mark.parametrize("change", ["sources", "commit"])

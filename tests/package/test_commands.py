@@ -1,5 +1,6 @@
 """python -m fa_numba: what its commands print, and what they refuse."""
 
+import errno
 import os
 import re
 import signal
@@ -64,17 +65,70 @@ def test_help_explains(module, capsys):
     assert module.DESCRIPTION in text
 
 
-@pytest.mark.parametrize("module", ["fa_numba", "fa_numba plan --help", "experiments list"])
-def test_an_interrupt_while_it_is_imported_shows_no_traceback(module, tmp_path):
-    """As NumPy is imported, which sends it here."""
-    (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+def interrupted(folder, module):
+    """What ``python -m module`` did, interrupted as NumPy is imported, which sends it here."""
+    (folder / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = subprocess.run(
         [sys.executable, "-m", *module.split()],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"},
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parents[2]}"},
     )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_an_interrupt_while_it_is_imported_shows_no_traceback(tmp_path):
+    assert interrupted(tmp_path, "experiments list") == (-signal.SIGINT, "", "")
+
+
+def test_a_package_that_imports_the_library_handles_its_interrupts(tmp_path):
+    package = tmp_path / "training"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "try:\n    import fa_numba\nexcept KeyboardInterrupt:\n    print('saved')\n"
+    )
+    (package / "run.py").write_text("print('ends')\n")
+    assert interrupted(tmp_path, "training.run") == (0, "saved\nends\n", "")
+
+
+def failing(monkeypatch, error):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr(command.trace, "run", run)
+
+
+def test_an_interrupted_command_shows_no_traceback(monkeypatch, capsys):
+    failing(monkeypatch, KeyboardInterrupt())
+    assert command.main(["trace"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_a_file_that_cannot_be_read_is_a_line(monkeypatch, capsys):
+    failing(monkeypatch, OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300))
+    assert command.main(["trace"]) == 1
+    name = f"{'x' * 29} ... {'x' * 29}"
+    said = f"error: {name!r} cannot be read or written: File name too long\n"
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize("arguments", [[], ["trace"]])
+def test_an_output_on_a_full_disk_is_a_line(arguments, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:  # which raises again as it is closed, as Python exits
+        monkeypatch.setattr("sys.stdout", full)
+        assert command.main(arguments) == 1
+    said = "error: the output cannot be written: No space left on device\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("arguments", [[], ["trace"]])
+def test_a_pipe_that_nobody_reads_any_more_is_no_error(arguments, monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert command.main(arguments) == 0
+    assert capsys.readouterr().err == ""
 
 
 # --- trace -----------------------------------------------------------------------------------

@@ -73,8 +73,9 @@ def test_a_call_from_a_path_with_spaces(tmp_path):
     assert any((place / "kept").iterdir())
 
 
-def test_show_config_says_what_a_report_needs(monkeypatch, capsys):
-    monkeypatch.setenv(kernel_cache.VARIABLE, "/dev/null/kept")
+@pytest.mark.parametrize("kept", ["/dev/null/kept", "x" * 300])
+def test_show_config_says_what_a_report_needs(kept, monkeypatch, capsys):
+    monkeypatch.setenv(kernel_cache.VARIABLE, kept)
     with bounds.as_gpu("T4"):
         fa_numba.show_config()
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
@@ -83,7 +84,7 @@ def test_show_config_says_what_a_report_needs(monkeypatch, capsys):
     )
     assert "simt" in said["units"] and "float16 none (float16 needs unit 'mma'" in said["units"]
     assert said["device"].startswith("emulator, since ") and "nothing is kept" in said["cache"]
-    assert said["setting"] == "FA_NUMBA_CACHE=/dev/null/kept"
+    assert said["setting"] == f"FA_NUMBA_CACHE={kept}"
 
 
 @pytest.mark.slow

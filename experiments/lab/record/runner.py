@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from fa_numba import device
 from fa_numba.choices.units import NoUnit
+from fa_numba.commands.ending import reason
 
 from ..measure import clocks, counters, peers, tune, variants
 from ..show import style
@@ -131,9 +132,9 @@ class Runner:
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
         """Catch and print errors inside the context, so that the next experiment can run.
 
-        An expected problem is one line: a damaged file, or a reason why nothing is measured. If
-        this GPU lacks a unit, this is not an error. A fault of the program is printed with its
-        traceback.
+        An expected problem is one line: a damaged file, a full disk, or a reason why nothing is
+        measured. If this GPU lacks a unit, this is not an error. A fault of the program is printed
+        with its traceback.
         """
         try:
             yield
@@ -145,6 +146,9 @@ class Runner:
             report.not_measured = str(error)
             text = f"not measured, because this GPU cannot compute it: {error}"
             self.console.print(f"{name}: {escape(text)}", soft_wrap=True)
+        except OSError as error:  # a full disk; if the output is on it, the command ends here
+            report.error = reason(error)
+            self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
             self.console.print_exception()

@@ -454,7 +454,7 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file = Path(error.filename or path)
-        inside = next((p for p in file.parents if p.exists()), file)
+        inside = next((p for p in file.parents if os.path.exists(p)), file)
         if isinstance(error, NotADirectoryError) and inside.is_file():
             reason = f"{inside} is a file, but must be a folder; move it away"
         else:
