@@ -21,6 +21,7 @@ MODULES = {
     "fa_numba.reference": "The float64 reference",
     "fa_numba.emulator": "The emulator",
     "fa_numba.bounds": "GPUs and what limits a plan",
+    "experiments": "Experiments: recorded numbers",
     "experiments.lab.record": "Experiments: rows and recordings",
     "experiments.lab.measure.series": "Experiments: series and calls",
     "experiments.lab.measure.timing": "Experiments: timing",

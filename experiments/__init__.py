@@ -11,6 +11,62 @@ An experiment is one file in this folder. The command line finds it automaticall
 The table is written to figures/tables/NAME.md between the markers `<!-- table: NAME -->` and `<!--
 end: NAME -->`, where NAME is the module's name.
 
-`python -m experiments --help` lists the commands. `lab` contains what experiments share, `beside`
-helpers of single experiments, and `verdicts` the comparison with the papers.
+`python -m experiments --help` lists the commands. `load` returns recorded numbers as a table. `lab`
+contains what experiments share, `beside` helpers of single experiments, and `verdicts` the
+comparison with the papers.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["load"]
+
+
+def load(experiment: str, machine: str | None = None, *, frame: bool | None = None) -> Any:
+    """Return the recorded numbers of an experiment as a table.
+
+    Each line of the table is one number. figures/data/README.md describes the columns, the series,
+    the metrics and the units.
+
+    Parameters
+    ----------
+    experiment : str
+        Name of the experiment, such as "loop_order".
+    machine : str, optional
+        Machine whose numbers are wanted: a GPU such as "nvidia-h200", "emulator" for counts, or
+        "model" for closed forms. Default: all machines.
+    frame : bool, optional
+        Whether the table is a pandas DataFrame. Default: a DataFrame if pandas is installed, else a
+        dictionary.
+
+    Returns
+    -------
+    pandas.DataFrame or dict of str to numpy.ndarray
+        The columns of the CSV files, after the columns ``machine`` and ``sweep``. A sweep is a part
+        of the experiment in which one quantity varies, such as "heads". An experiment with one
+        sweep has its own name there. A missing number is NaN (in integer columns of a DataFrame:
+        NA).
+
+    Raises
+    ------
+    ValueError
+        If there are no recorded numbers with this name.
+    ImportError
+        If `frame` is true and pandas is not installed.
+
+    See Also
+    --------
+    experiments.lab.record.Row : One line of the table.
+
+    Examples
+    --------
+    >>> import experiments
+    >>> columns = experiments.load("loop_order", "nvidia-h200", frame=False)
+    >>> over_heads = (columns["sweep"] == "heads") & (columns["metric"] == "time")
+    >>> sorted(set((columns["batch"] * columns["heads_q"])[over_heads].tolist()))
+    [1, 4, 16, 32, 64, 128]
+    """
+    from .lab.record import frames
+
+    return frames.load(experiment, machine, frame=frame)

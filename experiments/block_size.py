@@ -106,6 +106,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         yield from variants.measure(NAME, calls, bench, {}, seconds=SECONDS)
 
 
+def sweep_of(row: Row) -> str:
+    """Return the sweep of a row: tile sizes on one head, or on enough heads for a GPU."""
+    return "tiles, one head" if row.heads_q == 1 else "tiles, full GPU"
+
+
 # Q, K, V or O of any of the head dimensions: N d of all heads.
 ELEMENTS = WIDTH * HEADS * SEQLEN
 

@@ -84,6 +84,11 @@ def _model(problem: Problem) -> Iterator[Row]:
             yield Row(metric="traffic", unit="bytes", value=value, **common)
 
 
+def sweep_of(row: Row) -> str:
+    """Return the sweep of a row: the sequence length varies with few heads or with many heads."""
+    return "seqlen, few heads" if row.batch * row.heads_q < FEW else "seqlen, many heads"
+
+
 # (dtype, head dimension, batch x heads, pass)
 Case = tuple[str, int, int, str]
 Curves = dict[str, dict[int, float]]

@@ -93,6 +93,20 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         peers.release()
 
 
+def sweep_of(row: Row) -> str:
+    """Return the sweep of a row: the quantity that varies, and what is held."""
+    if row.series == READ:
+        return "read"
+    at = row.batch, row.seqlen_k
+    if row.heads_q != HEADS:
+        return "batch, Flash-Decoding's setting"
+    if row.seqlen_q > 1:
+        return "rows"
+    if row.head_dim == 64:
+        return "seqlen_k, equal tokens, head_dim 64"
+    return "seqlen_k, equal tokens" if at in CACHES else "seqlen_k, one sequence"
+
+
 def _read(options: Options, machine: str) -> Row:
     def work() -> Timing:
         nbytes = READ_BYTES // (8 if options.quick else 1)

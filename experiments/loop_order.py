@@ -110,6 +110,13 @@ def in_setting(problem: Problem) -> bool:
     return problem == fa2_setting(*sizes)
 
 
+def sweep_of(row: Row) -> str:
+    """Return the sweep of a row: "seqlen" in FA-2's setting, "heads" at one sequence length."""
+    sizes = row.seqlen_q, row.head_dim, row.causal, row.dtype
+    setting = fa2_setting(*sizes)
+    return "seqlen" if (row.batch, row.heads_q) == (setting.batch, setting.heads_q) else "heads"
+
+
 # A ratio: its column, of which of FA-1's series, their source and metric.
 RATIOS = {
     "grid": ("time, paper's grid", 0, "measured", "time"),

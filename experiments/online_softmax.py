@@ -65,6 +65,13 @@ def of_vectors(series: str, batch: int, elements: int, machine: str | None) -> d
     return columns(NAME, series, Problem(batch, 1, 1, elements, elements, 1), machine)
 
 
+def sweep_of(row: Row) -> str:
+    """Return the sweep of a row: lengths of vectors, or sequence lengths of attention."""
+    if row.series in LABELS:
+        return f"length of {row.batch} vectors"
+    return "seqlen, unfused" if row.series in UNFUSED else "seqlen, one head"
+
+
 def algorithm(series: str) -> str:
     """Return the algorithm of a series: "naive", "safe" or "online"."""
     return series.removeprefix("softmax-")

@@ -28,6 +28,7 @@ class Experiment(Protocol):
         NEEDS                ("GPU",) or ("GPU", "torch"): without these nothing is measured
         TAKES                options among `options.CHOICES` that it takes. Default: all but "tiles"
         PROTOCOL             a sentence on how it measures, stored with its rows
+        sweep_of(row)        name of the sweep that a row belongs to, if the experiment has several
     """
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
@@ -157,6 +158,25 @@ def figures(experiment: Experiment) -> Mapping[str, Callable[[Sequence[Row]], An
     """
     name = getattr(experiment, "__name__", "").rpartition(".")[2]
     return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
+
+
+def sweeps(experiment: Experiment) -> Callable[[Row], str]:
+    """Return the function that names the sweep of a row.
+
+    Parameters
+    ----------
+    experiment : Experiment
+        The module.
+
+    Returns
+    -------
+    callable
+        The experiment's function `sweep_of`. Without this function, every row has the experiment's
+        name.
+    """
+    name = getattr(experiment, "__name__", "").rpartition(".")[2]
+    own: Callable[[Row], str] | None = getattr(experiment, "sweep_of", None)
+    return own or (lambda _: name)
 
 
 def takes(experiment: Experiment) -> set[str]:
