@@ -18,8 +18,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
-from fa_numba.checks import did_you_mean, one_of
-from fa_numba.commands.arguments import MAX_SEQLEN, Parser, tiles, whole
+from fa_numba.commands.arguments import MAX_SEQLEN, Parser, name_of, tiles, whole
 from fa_numba.commands.ending import INTERRUPTED, ended, shortened
 from fa_numba.problem import MAX_HEAD_DIM
 
@@ -52,12 +51,7 @@ def _tiles(text: str) -> tuple[int, int]:
     return found.Br, found.Bc
 
 
-def _experiment(text: str) -> str:
-    """Return the name of an experiment, if there is one of this name."""
-    if text not in names():
-        near = did_you_mean(text, names())
-        raise argparse.ArgumentTypeError(f"must be {one_of(names())}, got {text!r}{near}")
-    return text
+_experiment = name_of(names)
 
 
 def _folder(text: str) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,19 @@ def file_to_write(text: str) -> Path:
             f"must be the name of a file, got {text[:40]!r}: {error.strerror}"
         ) from None
     return path
+
+
+def name_of(known: Callable[[], Sequence[str]]) -> Callable[[str], str]:
+    """Return a parser of one of the names that ``known`` returns."""
+
+    @saying
+    def parse(text: str) -> str:
+        names = known()
+        if text not in names:
+            raise ValueError(f"must be {one_of(names)}, got {text!r}{did_you_mean(text, names)}")
+        return text
+
+    return parse
 
 
 @saying
