@@ -70,9 +70,9 @@ class Context(Active):
     1024 + w is several threads of warp w. The clock says when. It is a counter that grows whenever
     threads synchronise; a stamp has the clock of the accessing warp's last synchronisation.
 
-    For each pair of warps, the emulator keeps the stamp below which accesses of the one warp
-    happened before the present of the other warp. Two accesses to an element are a race if one of
-    them writes and nothing orders them.
+    For each pair of warps, the emulator keeps a stamp. All accesses of the first warp below this
+    stamp certainly happened before the next access of the second warp. Two accesses to an element
+    are a race if one of them writes and nothing orders them.
     """
 
     __slots__ = (

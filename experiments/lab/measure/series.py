@@ -421,8 +421,8 @@ def columns(
     problem : Problem
         The problem.
     machine : str or None
-        Name of the file to which the row belongs. With "model" the row's source is "model", with
-        "emulator" it is "counted", else it is "measured".
+        Name of the file to which the row belongs. It decides the column `source`: "model" for the
+        file "model", "counted" for the file "emulator", and "measured" for all other files.
     tiles : object with Br and Bc, optional
         Block sizes.
     **more
