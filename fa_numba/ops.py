@@ -11,7 +11,7 @@ from fa_numba.choices.requests import Request, check_algorithm, choices_of
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.blocks import create
-from fa_numba.host.calls import attend, of_blocks
+from fa_numba.host.calls import attend
 from fa_numba.host.merging import merge_all
 from fa_numba.host.merging import merge_backward as merge_backward_all
 from fa_numba.host.plans import Plan
@@ -132,16 +132,15 @@ def plan(
     how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
     how |= {"return_dsinks": return_dsinks, "return_dcaptured": return_dcaptured}
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
-    choices = of_blocks(choices, options)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, v_shape, dtype=dtype)
     if prefix_k is not None:
         return plan_of_prefix(problem, prefix_k, choices, options)
     # How often a block table is read depends on the copies' width.
     aligned = problem.pages is None or problem.whole_chunks
-    plan = planning.plan_of(problem, choices, aligned)
+    plan = planning.plan_of(problem, choices, aligned, arguments.block_mask)
     arguments.check_mask(problem, choices.tiles, plan.tiles)
-    return replace(plan, block_mask=arguments.visited(problem))
+    return replace(plan, block_mask=arguments.visited(problem, plan.tiles))
 
 
 def plan_again(request: Request) -> Plan:
@@ -1260,11 +1259,14 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
     return merge_backward_all(dout, outputs, lses, out, lse, dlse, layout, stream)
 
 
-def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> BlockMask:
+def create_block_mask(
+    mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_size="auto", tiles=None
+) -> BlockMask:
     """Return the blocks of S that a ``mask_mod`` leaves empty, full or mixed.
 
     Pass the result to attention as ``block_mask``. In both passes, "fa1" and "fa2" then skip empty
-    blocks, and evaluate the function in mixed blocks only.
+    tiles, and evaluate the function in mixed tiles only. One mask serves the forward and the
+    backward pass of every algorithm and unit.
 
     Parameters
     ----------
@@ -1280,8 +1282,14 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
     seqlen_k : int
         Number of rows of k. For packed sequences, at least the rows of the longest sequence. For
         pages (``block_table``), at least the rows of all pages of a sequence.
-    tiles : Tiles
-        Block sizes Br and Bc of the blocks. Attention with this mask uses these tiles.
+    block_size : int or tuple of int or "auto", default "auto"
+        Rows and columns of a block, one number for both or (rows, columns), each from 1 to 1024.
+        Calls with the mask choose their tiles as they do without a block mask. "auto" takes 16 for
+        sequences up to 2048 rows and columns, 32 up to 4096, and 64 above. It takes twice as many,
+        up to 128, until the mask has at most 2**20 blocks.
+    tiles : Tiles, optional
+        Tiles whose Br and Bc are the block size. Calls with the mask use these tiles. The backward
+        pass chooses other tiles if it has no kernel for these. ``block_size`` must be "auto".
 
     Returns
     -------
@@ -1297,7 +1305,8 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
     ValueError
         If the source of ``mask_mod`` is not available or contains what a kernel cannot compute, if
         the function uses anything except numbers and arrays of float32, int32 or bool, if
-        a size is not positive, or if the emulator would run for more than about 30 seconds.
+        a size is not positive or too large, if ``block_size`` and ``tiles`` are both given, or if
+        the emulator would run for more than about 30 seconds.
 
     See Also
     --------
@@ -1310,15 +1319,23 @@ def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> B
     of the blocks are stored on the device of the arrays that the function uses. If it uses no
     array, they are stored on the host.
 
+    If a call has tiles of another size, the first such call makes the states of the tiles on the
+    host, and the mask keeps them. A tile is empty if all blocks that it overlaps are empty, and
+    full if all are full. Every other tile is mixed. Tiles that consist of complete blocks lose
+    nothing. A tile that is smaller than a mixed block is mixed, even if the function hides all of
+    it, so that the call computes more than it needs.
+
     Examples
     --------
     >>> import fa_numba
-    >>> tiles = fa_numba.Tiles(Br=16, Bc=16)
-    >>> blocks = fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 64, 64, tiles=tiles)
+    >>> blocks = fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 64, 64)
     >>> blocks.blocks[0, 0].tolist()
     [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    >>> q = k = (1, 1, 64, 8)
+    >>> [fa_numba.plan(q, k, block_mask=blocks, passes=p).tiles.Bc for p in ("fwd", "bwd")]
+    [64, 64]
     """
-    return create(mask_mod, (batch, heads, seqlen_q, seqlen_k), tiles)
+    return create(mask_mod, (batch, heads, seqlen_q, seqlen_k), block_size, tiles)
 
 
 def softmax(x, *, algorithm="online", out=None, stream=None):

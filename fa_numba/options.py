@@ -29,6 +29,7 @@ from numba import types
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.mods import Mod, Text, slope_of
+from fa_numba.mods.blocks import next_visited
 from fa_numba.problem import UNBOUNDED, Problem
 
 
@@ -147,12 +148,13 @@ class AttentionOptions(TypedDict, total=False):
         Cumulative lengths of the packed k and v, shape (batch + 1,), from 0 to total_k. k is then
         (total_k, heads_k, head_dim) and v is (total_k, heads_k, head_dim_v).
     block_mask : array of bool or BlockMask, optional
-        Blocks of S that are computed. An array has the shape (ceil(seqlen_q / Br),
-        ceil(seqlen_k / Bc)), or this shape with leading axes that broadcast to (batch, heads_q).
-        For an array, ``tiles`` must be given: its Br and Bc are the size of a block. Blocks that
-        are False are hidden. The algorithms "fa1" and "fa2" neither load nor compute hidden blocks.
-        A ``BlockMask`` from ``fa_numba.create_block_mask`` contains its tiles and its ``mask_mod``,
-        so ``mask_mod`` cannot be given in addition.
+        Blocks of S that are computed. The algorithms "fa1" and "fa2" neither load nor compute the
+        other blocks. A ``BlockMask`` from ``fa_numba.create_block_mask`` contains its ``mask_mod``,
+        so ``mask_mod`` cannot be given in addition. It serves all tiles, units and passes, but only
+        calls with the sizes that it was made for. An array of bool has the shape (ceil(seqlen_q /
+        Br), ceil(seqlen_k / Bc)), or this shape with leading axes that broadcast to (batch,
+        heads_q). For an array, ``tiles`` must be given: its Br and Bc are the size of a block.
+        Blocks that are False are hidden.
     dropout_p : float, default 0
         Probability that an element of P becomes 0, from 0 to below 1. It is rounded to a multiple
         of 2**-16. The elements that are kept are multiplied by ``1 / (1 - dropout_p)``.
@@ -470,22 +472,8 @@ def _of_blocks(name: str, ty: Any, made: Callable[[Bound], np.ndarray]) -> Kerne
 
 
 def _next_blocks(axis: int) -> Callable[[Bound], np.ndarray]:
-    """Return a function that lists, for each block along an axis, the next visited block.
-
-    Axis -1 goes along the columns of a block row, axis -2 along the rows of a block column. The
-    list contains the number of the first visited block at or after each block. If there is none,
-    and at the end, it contains the number of blocks.
-    """
-
-    def made(call: Bound) -> np.ndarray:
-        visited = np.moveaxis(np.asarray(call.block_mask, bool), axis, -1)
-        count = visited.shape[-1]
-        numbers = np.where(visited, np.arange(count, dtype=np.int32), np.int32(count))
-        ends = np.full((*visited.shape[:-1], 1), count, np.int32)
-        along = np.concatenate((numbers, ends), -1)[..., ::-1]
-        return np.ascontiguousarray(np.minimum.accumulate(along, -1)[..., ::-1])
-
-    return made
+    """Return a function that lists the next visited blocks along an axis (``next_visited``)."""
+    return lambda call: next_visited(np.asarray(call.block_mask, bool), axis)
 
 
 def _states(call: Bound) -> np.ndarray:

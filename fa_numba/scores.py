@@ -209,7 +209,7 @@ def checked_call(
     check_names(options)
     made = block_mask if isinstance(block_mask, BlockMask) else None
     if made is not None:
-        options["mask_mod"], tiles = made.mask_mod, made.tiles
+        options["mask_mod"], tiles = made.mask_mod, made.block_size
     problem = Problem.from_shapes(
         np.shape(q),
         np.shape(k),

@@ -88,7 +88,8 @@ def draw_created(
         (1, Hq, lambda b, h, i, j: h != head or abs(i - j) * 2 < far),
     ]
     batch, heads, function = of[rng.integers(3)]
-    made = fa_numba.create_block_mask(function, batch, heads, Nq, Nk, tiles=tiles)
+    size = [{"tiles": tiles}, {}, {"block_size": (24, 40)}][rng.integers(3)]
+    made = fa_numba.create_block_mask(function, batch, heads, Nq, Nk, **size)
     return {"block_mask": made}
 
 

@@ -22,7 +22,7 @@ from fa_numba.host.arrays import (
     on_host,
     operand,
 )
-from fa_numba.mods.blocks import BlockMask
+from fa_numba.mods.blocks import BlockMask, BlockSize
 from fa_numba.options import Bound, Features, as_word, check_names, score_unit, signed
 from fa_numba.problem import Problem, check_block_mask
 from fa_numba.tiling import Tiles
@@ -131,29 +131,27 @@ class Binding:
         return problem
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
-        """Raise unless the block mask is one for ``tiles``, which must be ``given``."""
-        if self.block_mask is None:
+        """Raise unless an array of blocks is one for ``tiles``, which must be ``given``."""
+        if self.block_mask is None or isinstance(self.block_mask, BlockMask):
             return
         if given is None:
             raise ValueError(
                 "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass "
                 "tiles=Tiles(Br=..., Bc=...)"
             )
-        mask = self.block_mask
-        if isinstance(mask, BlockMask):
-            mask = np.broadcast_to(True, mask.visited_tiles(problem).shape)
-        check_block_mask(mask, problem, tiles)
+        check_block_mask(self.block_mask, problem, tiles)
 
-    def at(self, ordinal: int) -> Binding:
-        """With what kernels read of a ``BlockMask`` on a device among the arrays."""
+    def at(self, ordinal: int, tiles: Tiles) -> Binding:
+        """Return the options with the arrays of a ``BlockMask`` for ``tiles``, on a device."""
         if not isinstance(self.block_mask, BlockMask):
             return self
-        return replace(self, arrays={**self.arrays, **self.block_mask.lists.at(ordinal)})
+        found = self.block_mask.lists.at(ordinal, BlockSize(tiles.Br, tiles.Bc))
+        return replace(self, arrays={**self.arrays, **found})
 
-    def visited(self, problem: Problem) -> np.ndarray | None:
-        """Return the block mask on the host, or None if there is none."""
+    def visited(self, problem: Problem, tiles: Tiles) -> np.ndarray | None:
+        """Return which ``tiles`` a call visits, on the host, or None without a block mask."""
         mask = self.block_mask
-        return mask.visited_tiles(problem) if isinstance(mask, BlockMask) else mask
+        return mask.visited_tiles(problem, tiles) if isinstance(mask, BlockMask) else mask
 
     @property
     def seeds(self) -> dict[str, int]:

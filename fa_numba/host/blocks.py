@@ -17,49 +17,89 @@ from fa_numba.host.execution import execute
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan
 from fa_numba.integers import ceil_div
 from fa_numba.kernels.simt.blocks import LISTING, make_blocks, make_lists
-from fa_numba.mods.blocks import BlockMask
+from fa_numba.mods.blocks import EMPTY, BlockMask, BlockSize, next_visited, states_of_tiles
 from fa_numba.options import UNIFORM, Features
 from fa_numba.problem import Problem, check_blocks
 
 STEPS_PER_ELEMENT = 40  # of a multiply-add of a tile, in time on the emulator
 
 
+# Rows and columns of a block that nobody chose, by the longest sequence; and how many blocks a mask
+# then has, before its blocks become larger.
+_SIZES = ((2048, 16), (4096, 32))
+_LARGE, _LARGEST = 64, 128
+_MOST_BLOCKS = 2**20
+MOST_ROWS = 1024  # of a block, and columns: their product is counted in float32
+
+
 class Lists:
-    """What kernels read of blocks, by name: where they were made, and copies, made once."""
+    """The arrays that kernels read of a block mask, for each tile size and device.
 
-    def __init__(self, made: Mapping[str, Any]) -> None:
+    ``made`` are the arrays of the mask's own blocks. The arrays of another tile size are made on
+    the host, when they are first needed. Each array is made once, and copied once to each device.
+    """
+
+    def __init__(self, made: Mapping[str, Any], size: BlockSize, seqlens: tuple[int, int]) -> None:
         found = {name: _operand(name, x) for name, x in made.items()}
-        self._first = next(iter(found.values())).ordinal
-        self._at = {self._first: found}
-        self._states: np.ndarray | None = None
+        self._size, self._seqlens = size, seqlens
+        self._at = {size: {next(iter(found.values())).ordinal: found}}
+        self._states: dict[BlockSize, np.ndarray] = {}
 
-    def at(self, ordinal: int) -> Mapping[str, Operand]:
-        """The arrays on a GPU, or on the host."""
-        if ordinal not in self._at:
-            host = {name: on_host(name, x.owner) for name, x in self._at[self._first].items()}
+    def at(self, ordinal: int, size: BlockSize | None = None) -> Mapping[str, Operand]:
+        """Return the arrays for tiles of a size on a GPU, or on the host."""
+        size = size or self._size
+        there = self._at.get(size)
+        if there is None:
+            there = {
+                HOST: {name: _operand(name, x) for name, x in listed(self.states(size)).items()}
+            }
+            self._at[size] = there
+        if ordinal not in there:
+            first = next(iter(there.values()))
+            host = {name: on_host(name, x.owner) for name, x in first.items()}
             if ordinal != HOST:
                 with device.on_device(ordinal):
                     host = {name: device.to_gpu(x) for name, x in host.items()}
                     device.synchronize()
-            self._at[ordinal] = {name: _operand(name, x) for name, x in host.items()}
-        return self._at[ordinal]
+            there[ordinal] = {name: _operand(name, x) for name, x in host.items()}
+        return there[ordinal]
 
-    def states(self) -> np.ndarray:
-        """Return the states of all blocks on the host, which are copied from a GPU once."""
-        if self._states is None:
-            self._states = np.array(
-                on_host("block_mask", self._at[self._first]["block_mask"].owner)
-            )
-        return self._states
+    def states(self, size: BlockSize | None = None) -> np.ndarray:
+        """Return the states of all tiles of a size on the host."""
+        size = size or self._size
+        if size not in self._states:
+            if size == self._size:
+                first = next(iter(self._at[size].values()))["block_mask"]
+                found = np.array(on_host("block_mask", first.owner))
+            else:
+                found = states_of_tiles(self.states(), self._size, size, self._seqlens)
+            self._states[size] = found
+        return self._states[size]
+
+
+def listed(states: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the arrays that kernels read, as ``make_lists`` makes them."""
+    visited = states != EMPTY
+    next_column, next_row = next_visited(visited, -1), next_visited(visited, -2)
+    return {"block_mask": states, "next_column": next_column, "next_row": next_row}
 
 
 def _operand(name: str, array: Any) -> Operand:
     return operand(name, array, (STATE.name, INDEX.name))
 
 
-def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> BlockMask:
+def create(
+    mask_mod: Any, sizes: tuple[int, int, int, int], block_size: Any, tiles: Any
+) -> BlockMask:
     """The blocks of ``mask_mod`` for sizes (B, H, Nq, Nk), with the public function's arguments."""
-    check_blocks(tiles)
+    if tiles is not None:
+        if not (isinstance(block_size, str) and block_size == "auto"):
+            raise ValueError(
+                "block_size must be 'auto' with tiles, whose Br and Bc are the block size then, "
+                f"got {block_size!r}; leave one of the two out"
+            )
+        check_blocks(tiles)
+        block_size = tiles.Br, tiles.Bc
     binding = Binding.of({"mask_mod": mask_mod})
     B, H, Nq, Nk = sizes
     problem = Problem(B, H, H, Nq, Nk, 1, mask_mod=binding.facts.get("mask_mod"))
@@ -68,13 +108,14 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
     check_grid_size("batch", B)
     check_grid_size("heads", H)
     Nq, Nk = problem.seqlen_q, problem.seqlen_k
-    Tr, Tc = ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)
+    size = block_size_of("block_size" if tiles is None else "tiles", block_size, problem)
+    Tr, Tc = ceil_div(Nq, size.Br), ceil_div(Nk, size.Bc)
     if Tr * Tc >= 2**31:
         raise ValueError(
-            f"tiles must cut the {Nq} rows and {Nk} columns into fewer than 2**31 blocks, got "
-            f"{Tr * Tc} blocks of {tiles}; choose larger tiles"
+            f"block_size must cut the {Nq} rows and {Nk} columns into fewer than 2**31 blocks, got "
+            f"{Tr * Tc} blocks of {size}; choose larger blocks"
         )
-    kernel = make_blocks(Features(mask_mod=problem.mask_mod), tiles.Br, tiles.Bc)
+    kernel = make_blocks(Features(mask_mod=problem.mask_mod), *size)
     shape = B, H, Tr, Tc
     plan = LaunchPlan(
         launches=(
@@ -101,6 +142,32 @@ def create(mask_mod: Any, sizes: tuple[int, int, int, int], tiles: Any) -> Block
         made = launch_cache.run_and_keep(plan, inputs, None, None, run)
     held = mods.holding(mask_mod, dict(mods.captured("mask_mod", mask_mod).values))
     names = (output.name for output in plan.outputs)
-    lists = Lists(dict(zip(names, made, strict=True)))
-    reads = mods.parameters_read("mask_mod", held)
-    return BlockMask(held, tiles, Nq, Nk, shape, mods.captured("mask_mod", held), lists, reads)
+    lists = Lists(dict(zip(names, made, strict=True)), size, (Nq, Nk))
+    captured, reads = mods.captured("mask_mod", held), mods.parameters_read("mask_mod", held)
+    return BlockMask(held, size, Nq, Nk, shape, captured, lists, reads, tiles)
+
+
+def block_size_of(name: str, given: Any, problem: Problem) -> BlockSize:
+    """Return the block size that is given as the argument ``name``, or that "auto" stands for."""
+    if isinstance(given, str) and given == "auto":
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        n = next((size for most, size in _SIZES if longest <= most), _LARGE)
+        heads = problem.batch * problem.heads_q
+        while n < _LARGEST and heads * _count(problem, n) > _MOST_BLOCKS:
+            n *= 2
+        return BlockSize(n, n)
+    pair = given if isinstance(given, (tuple, list)) else (given, given)
+    wanted = f"an integer from 1 to {MOST_ROWS}"
+    if name == "tiles":
+        wanted = f"{name}.Br and {name}.Bc must each be {wanted} in a block mask"
+    else:
+        wanted = f"{name} must be 'auto', {wanted}, or two of them for rows and columns"
+    whole = [isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in pair]
+    if len(pair) != 2 or not all(whole) or not all(1 <= n <= MOST_ROWS for n in pair):
+        raise ValueError(f"{wanted}, got {given!r}")
+    return BlockSize(*map(int, pair))
+
+
+def _count(problem: Problem, size: int) -> int:
+    """Return the number of blocks of ``size`` rows and columns of one head."""
+    return ceil_div(problem.seqlen_q, size) * ceil_div(problem.seqlen_k, size)

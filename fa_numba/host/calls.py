@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fa_numba import mods
@@ -22,9 +21,7 @@ from fa_numba.host.arrays import (
 )
 from fa_numba.host.binding import Binding
 from fa_numba.host.launch_cache import Call
-from fa_numba.mods.blocks import BlockMask
 from fa_numba.problem import Problem
-from fa_numba.tiling import Tiles
 
 # The arrays that a pass takes, in their order, as callers and as kernels name them.
 _NAMES = {
@@ -41,7 +38,6 @@ def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any 
     if mask is not None:  # becomes what it adds to the scores
         with placement.made_on(stream, mask):
             options = options | {"attn_mask": added_mask(mask)}
-    choices = of_blocks(choices, options)
     call = launch_cache.describe_call(choices, arrays, options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
@@ -63,20 +59,6 @@ def _by_names(results: list, score_mod: Any) -> list:
     return [*results[:first], found]
 
 
-def of_blocks(choices: Choices, options: Any) -> Choices:
-    """The choices with the tiles of a ``BlockMask``, unless tiles were chosen."""
-    mask = options.get("block_mask")
-    if not isinstance(mask, BlockMask) or choices.tiles is not None:
-        return choices
-    return _with_tiles(choices, mask.tiles)
-
-
-@functools.lru_cache(maxsize=256)
-def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
-    tiles = tiles.for_backward() if choices.passes == "bwd" else tiles
-    return replace(choices, tiles=tiles)
-
-
 def _first_attend(
     choices: Choices, given: tuple, options: Any, stream: Any, out: Any, call: Call | None
 ) -> list:
@@ -89,7 +71,6 @@ def _first_attend(
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]
     check_together(matrices, [*rows, *arguments.arrays.values()])
-    arguments = arguments.at(matrices[0].ordinal)
     q, k, v, *others = matrices
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     for x in others:
@@ -100,9 +81,11 @@ def _first_attend(
     if target is not None:
         matrices = [*matrices, target]
     with placement.placed(q):
-        plan = planning.plan_of(problem, choices, aligned_rows(problem, matrices, q))
+        aligned = aligned_rows(problem, matrices, q)
+        plan = planning.plan_of(problem, choices, aligned, arguments.block_mask)
         arguments.check_mask(problem, choices.tiles, plan.tiles)
         placement.check_size(plan)
+        arguments = arguments.at(matrices[0].ordinal, plan.tiles)
         named = dict(zip(names.values(), inputs, strict=True)) | arguments.arrays
         run = functools.partial(execution.attend, plan, arguments)
         return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)

@@ -29,8 +29,8 @@ from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, address_and_kind, on_host, operand, pointer_of
 from fa_numba.host.binding import ARRAYS, LENGTHS, PAGING, seed_words
 from fa_numba.host.overlap import extent
-from fa_numba.host.plans import LaunchPlan
-from fa_numba.mods.blocks import BlockMask
+from fa_numba.host.plans import LaunchPlan, Plan
+from fa_numba.mods.blocks import BlockMask, BlockSize
 
 KEPT = 1024  # calls; then the oldest goes
 _SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, np.float64))
@@ -40,12 +40,26 @@ class Call(NamedTuple):
     """A call on GPU arrays: ``key`` is all that its launches depend on, the rest is put into them.
 
     ``pointers`` are the addresses of the inputs, of arrays among the options and of ``out``, in
-    this order; ``seeds`` the words that dropout draws from.
+    this order; ``seeds`` the words that dropout draws from. ``block_mask`` is a ``BlockMask`` on
+    the GPU ``ordinal``; the addresses of its arrays depend on the tiles of the launches, and go
+    before the pointer with the number ``slot``.
     """
 
     key: tuple
     pointers: list[int]
     seeds: tuple[int, int, int]
+    block_mask: BlockMask | None = None
+    ordinal: int = HOST
+    slot: int = 0
+
+    def with_blocks(self, tile: BlockSize | None) -> Call:
+        """Return the call with the addresses of the block mask's arrays for tiles of a size."""
+        if self.block_mask is None:
+            return self
+        arrays = self.block_mask.lists.at(self.ordinal, tile)
+        own = [x.pointer for x in arrays.values()]
+        pointers = [*self.pointers[: self.slot], *own, *self.pointers[self.slot :]]
+        return self._replace(pointers=pointers, block_mask=None)
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,8 @@ class KeptCall:
     ``makers`` make new arrays for the results, but for one that goes to ``out``; ``context`` is the
     driver's. ``extents`` are the bytes that each array of ``Call.pointers`` covers, from its
     address: begin and end. ``written`` are the numbers of those that are written, and ``checked``
-    the addresses at which none of these shared memory with another.
+    the addresses at which none of these shared memory with another. ``tile`` is the size of the
+    tiles for which the launches read a ``BlockMask``.
     """
 
     recording: LaunchRecord
@@ -66,6 +81,7 @@ class KeptCall:
     extents: tuple[tuple[int, int], ...]
     written: tuple[int, ...]
     checked: tuple[int, ...]
+    tile: BlockSize | None = None
 
     def run(self, call: Call, out: Any, handle: int) -> list[Any]:
         """Make the launches for ``call`` on the stream ``handle`` of the GPU ``ordinal``."""
@@ -120,14 +136,15 @@ def describe_call(
         if blocks and name == "mask_mod":  # refused where it is given too
             _add_captured(blocks[0].captured, key, captured)
     others = map(options.get, named[len(ARRAYS) :])
-    ordinal = HOST
+    ordinal, slot = HOST, 0
     for array in (*arrays, *map(options.get, ARRAYS), *captured, *others, *blocks, out):
         if array is None:
             key.append(None)
             continue
         if isinstance(array, BlockMask):
-            pointers += (x.pointer for x in array.lists.at(ordinal).values())
+            slot = len(pointers)
             key += ("block_mask", array.shape, array.seqlen_q, array.seqlen_k)
+            key += (array.block_size, array.tiles)
             continue
         found = address_and_kind(array)
         if found is None:
@@ -153,7 +170,8 @@ def describe_call(
             if content is None:
                 return None
             key += (name, *content)
-    return Call(tuple(key), pointers, seed_words(seed, offset))
+    words = seed_words(seed, offset)
+    return Call(tuple(key), pointers, words, blocks[0] if blocks else None, ordinal, slot)
 
 
 def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
@@ -204,7 +222,10 @@ def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
         found = _kept.get(call.key)
     except TypeError:  # an argument without a hash
         return None
-    if found is None or (found.written and found.may_overlap(call.pointers)):
+    if found is None:
+        return None
+    call = call.with_blocks(found.tile)
+    if found.written and found.may_overlap(call.pointers):
         return None
     handle = placement.stream_handle(stream, found)
     if device.current_context() == found.context:
@@ -270,6 +291,7 @@ def run_and_keep(
         for array, result in back:
             device.to_host(array, result.argument(), handle)
     elif call is not None:
+        tile = BlockSize(plan.tiles.Br, plan.tiles.Bc) if isinstance(plan, Plan) else None
         kept = KeptCall(
             recording,
             library.library,
@@ -278,7 +300,8 @@ def run_and_keep(
             tuple(functools.partial(library.empty, *x) for x in new),
             tuple(map(extent, (*operands, *targets))),
             (*updated, *range(len(operands), len(operands) + len(targets))),
-            tuple(call.pointers),
+            tuple(call.with_blocks(tile).pointers),
+            tile,
         )
         _keep(call.key, kept)
     return finished()

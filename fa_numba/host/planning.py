@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from fa_numba.checks import check_grid_size, one_of
 from fa_numba.choices.requests import Choices, Request
@@ -11,15 +12,34 @@ from fa_numba.choices.splits import check_group_splits
 from fa_numba.choices.units import UNITS, Unit, having, pass_of, unit_of
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Plan
+from fa_numba.mods.blocks import BlockMask
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
 
-def plan_of(problem: Problem, choices: Choices, aligned: bool = True) -> Plan:
+def plan_of(
+    problem: Problem, choices: Choices, aligned: bool = True, block_mask: Any = None
+) -> Plan:
     """The plan of a pass on the current device, or the one that plans are made for; ``aligned`` as
     ``Request`` says. Raises ValueError for choices that the problem, the device or a unit has not.
+
+    A ``BlockMask`` that was made for tiles chooses these tiles. If no backward kernel supports
+    them, the backward pass chooses tiles as without a block mask.
     """
+    if isinstance(block_mask, BlockMask) and block_mask.tiles and choices.tiles is None:
+        try:
+            own = _with_tiles(choices, block_mask.tiles)
+            return planned(Request.here(own, problem, aligned))
+        except ValueError:
+            if choices.passes == "fwd":
+                raise
     return planned(Request.here(choices, problem, aligned))
+
+
+@functools.lru_cache(maxsize=256)
+def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
+    tiles = tiles.for_backward() if choices.passes == "bwd" else tiles
+    return replace(choices, tiles=tiles)
 
 
 @functools.lru_cache(maxsize=1024)

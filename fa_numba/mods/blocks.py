@@ -4,13 +4,90 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fa_numba.integers import ceil_div
 
 EMPTY, MIXED, FULL = 0, 1, 2
+
+
+class BlockSize(NamedTuple):
+    """Number of rows and columns of a block of S, or of a tile."""
+
+    Br: int
+    Bc: int
+
+    def __str__(self) -> str:
+        return f"{self.Br} x {self.Bc}"
+
+
+def states_of_tiles(
+    blocks: np.ndarray, size: BlockSize, tile: BlockSize, seqlens: tuple[int, int]
+) -> np.ndarray:
+    """Return the states of tiles from the states of blocks of another size.
+
+    A tile is empty if all blocks that it overlaps are empty, and full if all are full. Every other
+    tile is mixed, so that a kernel evaluates the function for each of its elements. This is right
+    for all sizes. Tiles that consist of complete blocks get the state that a mask of their own size
+    has. A tile inside of a mixed block is mixed.
+
+    Parameters
+    ----------
+    blocks : numpy.ndarray of uint8
+        States of the blocks, shape (batch, heads, block rows, block columns).
+    size : BlockSize
+        Rows and columns of a block.
+    tile : BlockSize
+        Rows and columns of a tile.
+    seqlens : tuple of int
+        Number of rows and columns of S.
+
+    Returns
+    -------
+    numpy.ndarray of uint8
+        States of the tiles, shape (batch, heads, row tiles, column tiles).
+    """
+    most, least = blocks, blocks
+    for axis, *lengths in zip((2, 3), size, tile, seqlens, strict=True):
+        most = _over_tiles(np.maximum, most, axis, *lengths)
+        least = _over_tiles(np.minimum, least, axis, *lengths)
+    found = np.full(most.shape, MIXED, np.uint8)
+    found[most == EMPTY], found[least == FULL] = EMPTY, FULL
+    return found
+
+
+def _over_tiles(
+    pick: Callable[..., np.ndarray],
+    blocks: np.ndarray,
+    axis: int,
+    size: int,
+    tile: int,
+    seqlen: int,
+) -> np.ndarray:
+    """Return ``pick`` of the blocks that each tile overlaps along an axis."""
+    begin = np.arange(ceil_div(seqlen, tile)) * tile
+    first, last = begin // size, (np.minimum(begin + tile, seqlen) - 1) // size
+    found = blocks.take(first, axis)
+    for n in range(1, int((last - first).max()) + 1):
+        found = pick(found, blocks.take(np.minimum(first + n, last), axis))
+    return found
+
+
+def next_visited(visited: np.ndarray, axis: int) -> np.ndarray:
+    """Return, for each block along an axis, the number of the next visited block.
+
+    Axis -1 goes along the columns of a block row, axis -2 along the rows of a block column. The
+    result contains the number of the first visited block at or after each block. If there is none,
+    and at the end, it contains the number of blocks.
+    """
+    along = np.moveaxis(visited, axis, -1)
+    count = along.shape[-1]
+    numbers = np.where(along, np.arange(count, dtype=np.int32), np.int32(count))
+    ends = np.full((*along.shape[:-1], 1), count, np.int32)
+    reversed_ = np.concatenate((numbers, ends), -1)[..., ::-1]
+    return np.ascontiguousarray(np.minimum.accumulate(reversed_, -1)[..., ::-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,8 +101,8 @@ class BlockMask:
     ----------
     mask_mod : function
         The function. It uses the numbers and arrays that it used when the mask was made.
-    tiles : Tiles
-        Block sizes of the mask.
+    block_size : BlockSize
+        Rows Br and columns Bc of a block.
     seqlen_q : int
         Number of rows of q that the mask was made for.
     seqlen_k : int
@@ -38,6 +115,9 @@ class BlockMask:
         Arrays from which kernels read the next visited block of each row and column of blocks.
     reads : tuple of str
         Which of the parameters "b", "h", "i" and "j" the function uses.
+    tiles : Tiles or None
+        Tiles that calls with this mask use, if the mask was made for tiles. None means that calls
+        choose tiles as they do without a block mask.
     blocks : numpy.ndarray of uint8
         State of each block: 0 for an empty, 1 for a mixed, 2 for a full block.
     visited : numpy.ndarray of bool
@@ -59,13 +139,14 @@ class BlockMask:
     """
 
     mask_mod: Callable[..., Any]
-    tiles: Any
+    block_size: BlockSize
     seqlen_q: int
     seqlen_k: int
     shape: tuple[int, int, int, int]
     captured: Any
     lists: Any
     reads: tuple[str, ...]
+    tiles: Any = None
 
     @property
     def blocks(self) -> np.ndarray:
@@ -121,34 +202,33 @@ class BlockMask:
                     f"pass {name}={called} to create_block_mask"
                 )
 
-    def visited_tiles(self, problem: Any) -> np.ndarray:
+    def visited_tiles(self, problem: Any, tile: Any = None) -> np.ndarray:
         """Return whether a call visits each tile, for the rows and columns that the call has.
 
         Parameters
         ----------
         problem : Problem
             Problem of the call. Its packed sequences may be shorter than the mask.
+        tile : object with Br and Bc, optional
+            Rows and columns of a tile, such as a ``Tiles``. None means the size of a block.
 
         Returns
         -------
         numpy.ndarray of bool
             The visited tiles, shape (batch or 1, heads_q or 1, row tiles, column tiles).
         """
-        Tr = ceil_div(problem.seqlen_q, self.tiles.Br)
-        Tc = ceil_div(problem.seqlen_k, self.tiles.Bc)
-        return self.visited[:, :, :Tr, :Tc]
+        size = self.block_size if tile is None else BlockSize(tile.Br, tile.Bc)
+        Tr, Tc = ceil_div(problem.seqlen_q, size.Br), ceil_div(problem.seqlen_k, size.Bc)
+        return self.lists.states(size)[:, :, :Tr, :Tc] != EMPTY
 
     def __repr__(self) -> str:
         batch, heads, *_ = self.shape
         sizes = f"batch={batch}, heads={heads}, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}"
-        return f"BlockMask({self.captured.mod}, {sizes}, blocks of {self._size})"
+        tiles = "" if self.tiles is None else f", tiles={self.tiles}"
+        return f"BlockMask({self.captured.mod}, {sizes}, blocks of {self.block_size}{tiles})"
 
     def __str__(self) -> str:
         named = {"empty": EMPTY, "full": FULL, "mixed": MIXED}
         shares = (f"{(self.blocks == n).mean():.1%} {name}" for name, n in named.items())
-        of = f"{self.shape} blocks of {self._size} for {self.seqlen_q} rows and {self.seqlen_k} "
-        return f"{of}columns: {', '.join(shares)}"
-
-    @property
-    def _size(self) -> str:
-        return f"{self.tiles.Br} x {self.tiles.Bc}"
+        of = f"for {self.seqlen_q} rows and {self.seqlen_k} columns"
+        return f"{self.shape} blocks of {self.block_size} {of}: {', '.join(shares)}"

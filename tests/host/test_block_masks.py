@@ -1,10 +1,19 @@
 """What ``create_block_mask`` returns: which calls it is for, and copies of it."""
 
+from functools import partial
+
 import numpy as np
 import pytest
+from backward_helpers import check_gradients, random_gradients
+from helpers import check
 
 import fa_numba
 from fa_numba import Tiles
+from fa_numba import device as devices
+from fa_numba.host.blocks import block_size_of
+from fa_numba.integers import ceil_div
+from fa_numba.mods.blocks import BlockSize, states_of_tiles
+from fa_numba.problem import Problem
 
 TILES = Tiles(16, 16)
 
@@ -43,18 +52,15 @@ def test_a_mask_is_for_its_numbers_of_rows_and_columns():
         planned(mask, (1, 1, 16, 4), q.shape, kv_lens=[16])
 
 
-@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
-def test_packed_sequences_may_be_shorter_than_their_mask(algorithm):
+def test_packed_sequences_may_be_shorter_than_their_mask():
     """Rows and columns count from 0 in each of them."""
     starts = {"cu_seqlens_q": [0, 20, 29], "cu_seqlens_k": [0, 20, 29]}
     x = np.random.default_rng(0).standard_normal((29, 1, 4), np.float32)
     mask = made(lambda b, h, i, j: j <= i, 1, 1, 33, 40)
+    want = fa_numba.reference.attention(x, x, x, causal=True, **starts)
     for function in (fa_numba.attention, fa_numba.reference.attention):
-        own = {} if function is fa_numba.reference.attention else {"algorithm": algorithm}
-        want = fa_numba.reference.attention(x, x, x, causal=True, **starts)
-        assert abs(function(x, x, x, block_mask=mask, **starts, **own) - want).max() < 1e-5
-    # Two of the two row tiles see one and two column tiles.
-    counted = planned(mask, x.shape, x.shape, algorithm=algorithm, **starts)
+        assert abs(function(x, x, x, block_mask=mask, **starts) - want).max() < 1e-5
+    counted = planned(mask, x.shape, x.shape, **starts)
     assert counted.block_mask.tolist() == [[[[True, False], [True, True]]]]
     short = made(lambda b, h, i, j: j <= i, 1, 1, 20, 19)
     with pytest.raises(
@@ -62,7 +68,7 @@ def test_packed_sequences_may_be_shorter_than_their_mask(algorithm):
         match="seqlen_q=20 or more and seqlen_k=20 or more, the sizes of the longest sequence, got "
         "a BlockMask for seqlen_q=20 and seqlen_k=19; make",
     ):
-        planned(short, x.shape, x.shape, algorithm=algorithm, **starts)
+        planned(short, x.shape, x.shape, **starts)
 
 
 def test_a_mask_may_be_for_more_columns_than_the_pages_have():
@@ -107,3 +113,90 @@ def test_what_a_function_reads():
 
     assert made(through_a_name, 1, 2, 20, 20).reads == ("h", "i")
     assert made(lambda h, b, _, i: i + b, 1, 2, 20, 20).reads == ("h", "j")
+
+
+# --- block sizes and tiles -------------------------------------------------------------------
+
+
+def near(b, h, i, j):
+    return (i * 5 - j) % 37 < 9 or abs(i - j) < 4
+
+
+def states(seen, size):
+    """The states of blocks of S, (rows, columns), by their definition."""
+    Tr, Tc = (ceil_div(n, s) for n, s in zip(seen.shape, size, strict=True))
+    found = np.ones((1, 1, Tr, Tc), np.uint8)
+    for i, j in np.ndindex(Tr, Tc):
+        part = seen[i * size.Br :, j * size.Bc :][: size.Br, : size.Bc]
+        found[0, 0, i, j] = 2 * part.all() or part.any()
+    return found
+
+
+@pytest.mark.parametrize("size", [(16, 16), (8, 48), (64, 32), (24, 40)])
+def test_tiles_get_the_state_of_the_blocks_that_they_overlap(size):
+    """A state that a tile gets is right for every size, and exact for tiles of complete blocks."""
+    sizes = (150, 130)
+    seen = np.tril(np.ones(sizes, bool), 9)
+    seen[100:, :50] = False
+    size = BlockSize(*size)
+    blocks = states(seen, size)
+    for tile in (BlockSize(*x) for x in [(16, 16), (64, 32), (192, 112), (48, 80), (8, 16)]):
+        found, exact = states_of_tiles(blocks, size, tile, sizes), states(seen, tile)
+        assert found.dtype == np.uint8 and found.shape == exact.shape
+        assert ((found == 1) | (found == exact)).all()
+        if tile.Br % size.Br == tile.Bc % size.Bc == 0:
+            assert (found == exact).all()
+    assert {0, 1, 2} == set(blocks.flat)
+
+
+def test_one_mask_trains_at_the_head_dimension_of_128_on_hopper():
+    """Forward and backward kernels have tiles of their own there, 128 x 128 and 64 x 128."""
+    sizes, shape = (1, 1, 300, 300), (1, 1, 300, 128)
+    masks = [fa_numba.create_block_mask(near, *sizes)]
+    masks += [fa_numba.create_block_mask(near, *sizes, block_size=n) for n in (64, (128, 32))]
+    masks.append(fa_numba.create_block_mask(near, *sizes, tiles=Tiles(128, 128)))
+    with devices.planning_for((9, 0), 227 * 1024):
+        for passes, rows in (("fwd", 128), ("bwd", 64)):
+            how = {"dtype": "float16", "passes": passes}
+            without = fa_numba.plan(shape, shape, mask_mod=near, **how)
+            for mask in masks:
+                plan = fa_numba.plan(shape, shape, block_mask=mask, **how)
+                assert (plan.unit, plan.tiles.Br, plan.tiles.Bc) == ("wgmma", rows, 128)
+                if mask.tiles is None:
+                    assert plan.tiles == without.tiles
+                seen = mask.visited_tiles(plan.problem, plan.tiles)
+                assert np.array_equal(plan.block_mask, seen) and "block_mask" in str(plan.problem)
+
+
+def test_kernels_of_other_tiles_than_the_blocks():
+    """Held against float64, and against the closed form of the accesses."""
+    arrays = random_gradients(1, 1, 1, 33, 40, 4)
+    mask = fa_numba.create_block_mask(near, 1, 1, 33, 40, block_size=(24, 40))
+    how = {"block_mask": mask, "tiles": Tiles(16, 16)}
+    check("emulator", "fa1", *arrays[1:], **how)
+    check_gradients("emulator", "fa2", *arrays, **how)
+
+
+def test_the_block_size_that_nobody_chose():
+    """Fine for short sequences; and no more than so many blocks."""
+    problem = partial(Problem, heads_q=1, heads_k=1, head_dim=1)
+    for batch, longest, size in (
+        *((1, 2048, 16), (1, 2049, 32), (1, 4096, 32), (1, 8192, 64), (1, 2**16, 64)),
+        *((1, 2**17, 128), (1, 2**20, 128), (65, 2048, 32), (600, 2048, 64), (3000, 1024, 64)),
+    ):
+        sizes = problem(batch, seqlen_q=longest, seqlen_k=longest)
+        assert block_size_of("block_size", "auto", sizes) == (size, size)
+    sizes = problem(1, seqlen_q=1, seqlen_k=2**20)
+    assert block_size_of("block_size", "auto", sizes) == (64, 64)
+
+
+def test_block_sizes_that_are_refused():
+    for given in (0, 1025, 16.0, True, (16,), (16, 16, 16), "32", None, (16, "auto")):
+        with pytest.raises(
+            ValueError, match="block_size must be 'auto', an integer from 1 to 1024, or two of them"
+        ):
+            fa_numba.create_block_mask(near, 1, 1, 20, 20, block_size=given)
+    with pytest.raises(ValueError, match="block_size must be 'auto' with tiles, .* got 16; leave"):
+        fa_numba.create_block_mask(near, 1, 1, 20, 20, block_size=16, tiles=TILES)
+    with pytest.raises(ValueError, match="tiles.Br and tiles.Bc must each be an integer from 1 to"):
+        fa_numba.create_block_mask(near, 1, 1, 20, 20, tiles=Tiles(2048, 64))

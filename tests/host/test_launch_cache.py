@@ -344,9 +344,11 @@ def test_what_blocks_are_kept_by(gpu, torch, kept):
         want = emulated(attend, *(x.values for x in there), block_mask=same, kv_lens=lens)
         assert_same(attend(*there, block_mask=mask, kv_lens=np.array(lens)), want)
         assert len(kept) == calls
-    for wrong in (Tiles(8, 16), Tiles(16, 32)):
-        with pytest.raises(ValueError, match="block_mask must have shape"):
-            attend(*there, block_mask=mask, tiles=wrong)
+    for calls, size in enumerate((Tiles(8, 16), Tiles(16, 32)), 6):
+        want = emulated(attend, *(x.values for x in there), block_mask=same, tiles=size)
+        for found in (mask, blocks(9, 2)):  # of equal blocks, elsewhere
+            assert_same(attend(*there, block_mask=found, tiles=size), want)
+            assert len(kept) == calls
 
 
 # --- streams, contexts, memory, threads ------------------------------------------------------

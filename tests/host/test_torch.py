@@ -117,6 +117,20 @@ def test_gradients_are_those_of_float64(place, algorithm, case):
 
 
 @needs_torch
+def test_gradients_with_a_block_mask_of_a_function():
+    """One mask, whose blocks are smaller than the tiles, for both passes."""
+    q, k, v, dout = inputs_of({})
+    with devices.using("emulator"):
+        mask = fa_numba.create_block_mask(lambda b, h, i, j: j <= i + 8, 1, 1, 20, 28, block_size=8)
+        leaves = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+        found = torch.autograd.grad(attention(*leaves, block_mask=mask), leaves, torch.tensor(dout))
+        causal = attention(*leaves, causal=True)
+        want = torch.autograd.grad(causal, leaves, torch.tensor(dout))
+    for got, expected in zip(found, want, strict=True):
+        assert (got - expected).abs().max() < 1e-5
+
+
+@needs_torch
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 def test_gradients_of_what_a_function_captures(algorithm):
     """Beside autograd's, of a weight that the captured tensor is made of."""

@@ -238,6 +238,21 @@ def test_lengths_and_masks_are_those_of_the_call(gpu, attention):
             assert set(before[name].ravel().tolist()) in ({9, 4}, {1})
 
 
+def test_one_block_mask_serves_both_passes(gpu, attention):
+    """Whose tiles differ on Hopper at this head dimension; each has its own array of blocks."""
+    shape = (1, 1, 300, 128)
+    with devices.using("emulator"):
+        mask = fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 300, 300)
+    q, k, v = (tensor(shape, "float16") for _ in "qkv")
+    for _ in range(2):  # by the launch cache the second time
+        out = attention(q, k, v, block_mask=mask)
+        forward = gpu.given[-1]["block_mask"]
+        out.backward(tensor(shape, "float16", gradient=False))
+        backward = next(x["block_mask"] for x in gpu.given[::-1] if "block_mask" in x)
+        assert (forward[0, 0] == [[1, 0, 0], [2, 1, 0], [2, 2, 1]]).all()
+        assert (backward[0, 0, ::2] == forward[0, 0]).all() and backward.shape == (1, 1, 5, 3)
+
+
 def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention, torch):
     torch.deterministic = True
     shapes = 3 * [(1, 2, 300, 64)]

@@ -25,8 +25,8 @@ from fa_numba import Tiles, mods, reference
 from fa_numba import device as devices
 from fa_numba.choices.requests import Choices
 from fa_numba.emulator import EmulatorError, launch
+from fa_numba.host import planning
 from fa_numba.host.arrays import HOST
-from fa_numba.host.calls import of_blocks
 from fa_numba.mods import rewriting
 from fa_numba.options import FEATURES, Bound, Features
 from fa_numba.parts import division
@@ -881,13 +881,13 @@ def test_each_block_on_hoppers_unit_has_its_own_state(algorithm, tiles):
 def test_what_goes_with_blocks():
     shape = (1, 1, 77, 4)
     mask = fa_numba.create_block_mask(lambda b, h, i, j: i > j, 1, 1, 77, 77, tiles=SMALL)
-    two = replace(mask, tiles=replace(SMALL, stages=2))
+    two = replace(mask, tiles=Tiles(16, 16, stages=2))
+    problem = Problem(1, 1, 1, 77, 77, 16, "float16")
     for passes, stages in (("fwd", 2), ("bwd", 1)):
-        assert of_blocks(Choices("fa2", passes), {"block_mask": two}).tiles.stages == stages
+        tiles = planning.plan_of(problem, Choices("fa2", passes), block_mask=two).tiles
+        assert (tiles.Br, tiles.Bc, tiles.stages) == (16, 16, stages)
     with pytest.raises(ValueError, match="mask_mod cannot be given with a block_mask from"):
         fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)
-    with pytest.raises(ValueError, match="block_mask must have shape"):
-        fa_numba.plan(shape, shape, block_mask=mask, tiles=Tiles(16, 16))
     for call, says in (
         ((None, SMALL), r"mask_mod must be a function of \(b, h, i, j\), got None"),
         ((mask.mask_mod, 16), "tiles must have Br and Bc, .*got 16"),
@@ -904,7 +904,7 @@ def test_what_goes_with_blocks():
         ((10**400, 1, 77, 77), "batch must be at most 65535 .* got 1"),
         ((1, 65536, 77, 77), "heads must be at most 65535 .* got 65536"),
         ((1, 1, 10**49, 77), "seqlen of q must be at most .* got 1"),
-        ((1, 1, 2**30, 2**30), r"fewer than 2\*\*31 blocks, got .* blocks of Tiles"),
+        ((1, 1, 2**30, 2**30), r"fewer than 2\*\*31 blocks, got .* blocks of 64 x 64"),
     ):
         with pytest.raises(ValueError, match=message):
             fa_numba.create_block_mask(near_in_a_document, *sizes, tiles=Tiles(64, 64))
