@@ -31,6 +31,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "SAMPLE_TEXTS"  # names the folder that a run of the tests writes messages to
 SKIPPED = ("|", "#", "    ", "!", "[", "<")
+LINK = re.compile(r"\[[^\]]*\]\([^)]*\)")  # an entry of a table of contents
 SENTENCE = re.compile(r"(?<=[.:;!?])\s+(?=[A-Z`*\"\d(])")
 
 
@@ -47,10 +48,12 @@ def sentences() -> Iterator[tuple[str, str]]:
         text = re.sub(r"```.*?```", "\n\n", path.read_text("utf-8"), flags=re.S)
         text = re.sub(r"<!--.*?-->", "\n\n", text, flags=re.S)
         for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
-            lines = [line for line in block.splitlines() if not line.startswith(SKIPPED)]
+            lines = [line for line in block.splitlines() if line.strip()]
+            if not lines or lines[0].startswith(SKIPPED):  # a heading, table, picture or code
+                lines = [line for line in lines if not line.startswith(SKIPPED)]
             for sentence in SENTENCE.split(" ".join(line.strip() for line in lines)):
                 sentence = re.sub(r"^(?:[-*]|\d+\.) ", "", sentence.strip())
-                if len(sentence.split()) >= 5:
+                if len(sentence.split()) >= 5 and not LINK.fullmatch(sentence):
                     yield str(path.relative_to(ROOT)), sentence
     yield from help_texts()
 
