@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from . import checks
+from .exits import Exits
 from .flow import Flow
 from .groups import WARP, Group, OneByOne, Parting
 from .lanes import Mask
@@ -146,6 +147,10 @@ class Active(Flow):
             self._known.clear()
         known = self._known[id(one), id(other)] = (one, other, fact)
         return known
+
+    def exits(self) -> Exits:
+        """Return the record of the lanes that leave a function which has just been called."""
+        return Exits(self)
 
     def under(self, condition: Any, function: Any, *args: Any) -> Any:
         """Call a function for the lanes for which a condition is true.

@@ -192,6 +192,50 @@ def shared_store(
 
 
 @compiled
+def shared_atomic(
+    written, reads, touched, atomics, plain, first, length, e, mask, tids, starts, seen, base
+):
+    """Record an atomic update of element e of every lane.
+
+    `atomics` equals `written` for an element whose last write was atomic. `plain` is then the stamp
+    of the last write that was not. The stamp of atomic updates by threads of several warps is by
+    nobody, so that only a barrier of the thread block comes after it.
+    """
+    for k in range(e.size):
+        if not mask[k]:
+            continue
+        i = e[k]
+        if i < 0 or i >= length:
+            return k
+        s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL
+        p, v = first + i, t >> 5
+        last = written[s, p]
+        again = atomics[s, p] == last and last >= base[s]
+        before = plain[s, p] if again else last
+        if before >= base[s] and not ordered(before, t, w, seen):
+            return k
+        if touched[s, p] >= base[s]:
+            for other in range(reads.shape[1]):
+                r = reads[s, other, p]
+                if r >= base[s] and not ordered(r, t, w, seen):
+                    return k
+        me = starts[w] + t
+        if again and not ordered(last, t, w, seen):
+            code = last & NOBODY
+            one_warp = code == SEVERAL + v or (code < SEVERAL and code >> 5 == v)
+            me = starts[w] + (SEVERAL + v if one_warp else NOBODY)
+        written[s, p] = atomics[s, p] = me
+        plain[s, p] = before
+    return -1
+
+
+@compiled
+def count_wavefronts(first, itemsize, e, mask, tids, stats):
+    """Count an access of every lane to one element of shared memory."""
+    _wavefronts(first, itemsize, e, 1, mask, tids, False, stats)
+
+
+@compiled
 def depart(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
     base, stats, copiers, sites, site,
@@ -330,7 +374,7 @@ def global_access(
 def add_in_turn(memory, at, values):
     """Compute memory[at] += values, one after the other, each sum in double precision."""
     for k in range(at.size):
-        memory[at[k]] = np.float32(np.float64(memory[at[k]]) + values[k])
+        memory[at[k]] = np.float64(memory[at[k]]) + values[k]
 
 
 @compiled

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .active import Active
-from .checks import PITCH, SEVERAL, STAMP, ordered
+from .axes import Axes, shape_of
+from .checks import NOBODY, PITCH, SEVERAL, STAMP, ordered
 from .counts import Access
 from .errors import EmulatorError, Index3, OutOfBounds, TimeLimit
 from .global_memory import GlobalArray
@@ -80,7 +81,7 @@ class Context(Active):
         "starts", "seen", "warps", "journal", "additions", "trace", "sites",
         "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles", "_clocks", "_accesses_left",
         "_rows", "_row_of", "_numbered", "_instructions", "_warps_active", "races", "reports",
-        "progress", "_until_tick",
+        "progress", "_until_tick", "discards", "constants",
     )  # fmt: skip
 
     def __init__(
@@ -107,7 +108,7 @@ class Context(Active):
         self.sites: list[Site] = []
         self._cuda = Namespace(self)
         self._codes: dict[int, CodeType] = {}
-        self._statics: dict[Site, SharedArray] = {}
+        self._statics: dict[Site, SharedArray | Axes] = {}
         self._dynamics: dict[Any, SharedArray] = {}
         self._pool: dict[Any, SharedBuffer] = {}
         self._tiles: list[tuple[int, int, np.dtype, str]] = []
@@ -121,6 +122,8 @@ class Context(Active):
         self.reports: dict[Any, EmulatorError] = {}  # by what makes two of them alike
         self.progress = Progress(kernel, prod(grid), None)
         self._until_tick = ACCESSES_PER_TICK
+        self.discards = False
+        self.constants: dict[int, GlobalArray] = {}
 
     # ---- where the kernel is
 
@@ -333,6 +336,55 @@ class Context(Active):
             if late:
                 raise self.fault(TimeLimit, late)
 
+    def unused(self, function: Any, *args: Any) -> None:
+        """Call a function of ``cuda.atomic`` whose result the kernel does not use.
+
+        Parameters
+        ----------
+        function : callable
+            The function.
+        *args : object
+            Its arguments.
+        """
+        self.discards = True
+        try:
+            function(*args)
+        finally:
+            self.discards = False
+
+    def constant(self, values: np.ndarray, name: str = "") -> GlobalArray:
+        """Return an array in constant memory, as ``cuda.const.array_like`` does.
+
+        Loads of the array are not in the counts of loads.
+
+        Parameters
+        ----------
+        values : ndarray
+            The values, which the kernel cannot change.
+        name : str, optional
+            Name of the array. Default: the variable to which the result is assigned.
+
+        Returns
+        -------
+        GlobalArray
+            The array.
+        """
+        if isinstance(values, GlobalArray):
+            if values in self.constants.values():  # as global variables of the kernel are
+                return values
+            text = (
+                "cuda.const.array_like needs a NumPy array that is a global variable, got the "
+                f"argument {values.name}. Make the array a global variable"
+            )
+            raise self.fault(EmulatorError, text, values.name)
+        known = self.constants.get(id(values))
+        if known is None:
+            frozen = values.view()
+            frozen.flags.writeable = False
+            name = name or self.target(self.site(), "constant")
+            known = self.constants[id(values)] = GlobalArray(self, name, frozen)
+        return known
+
     def refuse_zero(self, zero: np.ndarray | None, text: str) -> None:
         """Raise ZeroDivisionError if a lane that takes part divides by zero.
 
@@ -434,6 +486,8 @@ class Context(Active):
             The text.
         """
         code = stamp % STAMP
+        if code == NOBODY:
+            return "several threads"
         if code >= SEVERAL:
             return f"several threads of warp {code - SEVERAL}"
         return f"thread {self.thread_name(code)}"
@@ -453,7 +507,7 @@ class Context(Active):
 
     # ---- shared and local arrays
 
-    def static_array(self, shape: Any, dtype: Any) -> SharedArray:
+    def static_array(self, shape: Any, dtype: Any) -> SharedArray | Axes:
         """Return the array that a call of ``cuda.shared.array`` makes.
 
         Each call in the kernel's source makes one array per thread block. All threads of the thread
@@ -461,17 +515,23 @@ class Context(Active):
 
         Parameters
         ----------
-        shape : int
-            Number of elements. 0: all of the dynamic shared memory.
+        shape : int or tuple of int
+            Number of elements, or shape. 0: all of the dynamic shared memory.
         dtype : type or dtype
             Type of the elements.
 
         Returns
         -------
-        SharedArray
+        SharedArray or Axes
             The array.
+
+        Raises
+        ------
+        TypeError
+            If `shape` is something else.
         """
-        element = element_type(dtype)
+        element, axes = element_type(dtype), shape_of("cuda.shared.array", shape)
+        shape = prod(axes)
         if shape == 0:
             return self.shared_tile(0, self.shared_bytes // element.itemsize, dtype)
         site = self.site()
@@ -479,7 +539,9 @@ class Context(Active):
         if known is None:
             name = self.target(site, f"shared{len(self._statics)}")
             buffer = self._buffer(site, shape, element)
-            known = self._statics[site] = SharedArray(self, name, shape, element, buffer)
+            flat = SharedArray(self, name, shape, element, buffer, axes=axes)
+            known = flat if len(axes) == 1 else Axes(self, flat, axes)
+            self._statics[site] = known
         return known
 
     def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> Any:
@@ -573,22 +635,29 @@ class Context(Active):
         x, y, _ = self.grid
         place.x, place.y, place.z = alike(at % x), alike(at // x % y), alike(at // (x * y))
 
-    def local_array(self, shape: Any, dtype: Any) -> LocalArray:
+    def local_array(self, shape: Any, dtype: Any) -> LocalArray | Axes:
         """Return the array that a call of ``cuda.local.array`` makes; each lane has its own copy.
 
         Parameters
         ----------
-        shape : int
-            Number of elements.
+        shape : int or tuple of int
+            Number of elements, or shape.
         dtype : type or dtype
             Type of the elements.
 
         Returns
         -------
-        LocalArray
+        LocalArray or Axes
             The array.
+
+        Raises
+        ------
+        TypeError
+            If `shape` is something else.
         """
-        return LocalArray(self, self.site(), shape, element_type(dtype))
+        axes = shape_of("cuda.local.array", shape)
+        flat = LocalArray(self, self.site(), prod(axes), element_type(dtype), axes)
+        return flat if len(axes) == 1 else Axes(self, flat, axes)
 
     def target(self, site: Site, otherwise: str) -> str:
         """Return the name of the variable to which the result of a call is assigned.

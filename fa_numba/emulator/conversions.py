@@ -47,8 +47,8 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
     return cast
 
 
-def rounding(to: type[np.floating]) -> Callable[[Any], Any]:
-    """Return the cast to a float type."""
+def rounding(to: type[np.inexact]) -> Callable[[Any], Any]:
+    """Return the cast to a float type, or to a complex type."""
 
     def cast(value: Any) -> Any:
         if value.__class__ is np.ndarray:
@@ -65,6 +65,6 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
     """
     if dtype.kind in "iu":
         return wrapped(dtype.itemsize * 8, dtype.kind == "i")
-    if dtype.kind in "fb":
-        return rounding(dtype.type) if dtype.kind == "f" else to_bool
-    raise TypeError(f"an array must have an integer, float or bool dtype, got {dtype}")
+    if dtype.kind in "fbc":
+        return to_bool if dtype.kind == "b" else rounding(dtype.type)
+    raise TypeError(f"an array must have an integer, float, complex or bool dtype, got {dtype}")

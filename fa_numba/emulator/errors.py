@@ -66,12 +66,23 @@ def not_a_number(name: str, value: Any) -> ValueError:
     ValueError
         The error.
     """
+    shape = getattr(value, "shape", None) or np.shape(value)
     error: Any = ValueError(
         f"a value stored to an element of {name} must be one number, got an array of shape "
-        f"{np.shape(value)}; store its elements one by one"
+        f"{shape}; store its elements one by one"
     )
     error.array = name
     return error
+
+
+class Unconverted:
+    """An array of a kernel, which NumPy must not convert to an `ndarray`: that would read it."""
+
+    __slots__ = ()
+    name: Any
+
+    def __array__(self, *args: Any, **options: Any) -> np.ndarray:
+        raise TypeError(f"array {self.name} is used as a number. Use an element, as in x[i]")
 
 
 def framed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,12 @@ from .errors import (
     GlobalHazard,
     Misaligned,
     ReadOnlyStore,
+    Unconverted,
     not_a_number,
     two_arrays,
 )
 from .groups import OneByOne
+from .in_turn import Update, in_turn
 from .lanes import Mask, merge, to_int
 from .trace import KINDS
 
@@ -83,7 +85,7 @@ class Owners:
         return self.writers, self.readers, self.atomics
 
 
-class GlobalArray:
+class GlobalArray(Unconverted):
     """A NumPy array as a kernel sees it in global memory. Stores change the caller's memory.
 
     Kernels index the array. A full index, such as ``x[b, h, i, j]``, is one counted access of every
@@ -118,10 +120,10 @@ class GlobalArray:
 
     def __init__(self, ctx: Context, name: str, values: np.ndarray) -> None:
         itemsize = values.itemsize
-        if not values.dtype.isnative or values.dtype.kind not in "biuf":
+        if not values.dtype.isnative or values.dtype.kind not in "biufc":
             raise TypeError(
-                f"{name} must have an integer, float or bool dtype in native byte order, got "
-                f"{values.dtype}"
+                f"{name} must have an integer, float, complex or bool dtype in native byte order, "
+                f"got {values.dtype}"
             )
         if any(s % itemsize for s in values.strides):
             raise ValueError(
@@ -158,6 +160,12 @@ class GlobalArray:
         For a part of a larger NumPy array, the distance is from the beginning of the larger array.
         """
         return self.start + self._offset * self.itemsize
+
+    def __len__(self) -> int:
+        return to_int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         if index.__class__ is not tuple:
@@ -274,6 +282,38 @@ class GlobalArray:
         ctx.instruction("atomic")
         return old
 
+    def atomic(
+        self, index: Any, update: Update, operands: list[np.ndarray], in_any_order: bool = False
+    ) -> np.ndarray:
+        """Update an element atomically in every lane that takes part, lane after lane.
+
+        The update counts as one load and one store.
+
+        Parameters
+        ----------
+        index : int or tuple
+            Index of the element.
+        update : callable
+            Takes old values and operands of the array's dtype, and returns new values.
+        operands : list of ndarray
+            Operands of the lanes that take part.
+        in_any_order : bool, default False
+            Whether the old values are not needed, and the final value is the same in any order.
+
+        Returns
+        -------
+        ndarray
+            Old values of the lanes that take part. If `in_any_order`, any values.
+        """
+        ctx = self.ctx
+        if ctx.several and not in_any_order:
+            raise OneByOne
+        index = index if index.__class__ is tuple else (index,)
+        at = self._access(ATOMIC, self._at(index), 1, 1, index)[ctx.active()]
+        self._keep(at)
+        ctx.instruction("atomic")
+        return in_turn(self._memory, at, update, operands, not in_any_order)
+
     def add(self, index: tuple[Any, ...], *values: Any) -> None:
         """Add values atomically, without returning the old values.
 
@@ -291,7 +331,7 @@ class GlobalArray:
         if not ctx.several:
             self.atomic_add(index, *values)
             return
-        if self.dtype != np.float32 or not self._memory.flags.writeable:
+        if self.dtype.kind != "f" or not self._memory.flags.writeable:
             raise OneByOne
         e = self._at(index) if n == 1 else self._vector(index, n, n)
         at = self._access(ATOMIC, e, n, n, index)
@@ -364,14 +404,14 @@ class GlobalArray:
         mask = self.ctx.mask
         at = places if mask is None else places[mask]
         for k, value in enumerate(values):
-            if self._convert is not None:
-                value = self._convert(value)
-            if mask is not None and value.__class__ is np.ndarray:
-                value = value[mask]
             self._keep(at + k)
             try:
+                if self._convert is not None:
+                    value = self._convert(value)
+                if mask is not None and value.__class__ is np.ndarray:
+                    value = value[mask]
                 self._memory[at + k] = value
-            except ValueError:
+            except (TypeError, ValueError):
                 raise not_a_number(self.name, value) from None
 
     def _keep(self, at: np.ndarray) -> None:

@@ -146,6 +146,13 @@ def to_float(value: Any) -> Any:
     return np.float64(value)
 
 
+def to_complex(real: Any, imag: Any = 0) -> Any:
+    """Return `complex(real, imag)` as complex128, by lane."""
+    if real.__class__ is array or imag.__class__ is array:
+        return np.asarray(real) + 1j * np.asarray(imag)
+    return np.complex128(complex(real, imag))
+
+
 def number(value: Any) -> Any:
     """Return a truth value as the 0 or 1 that Python computes with."""
     if value.__class__ is array and value.dtype == np.bool_:

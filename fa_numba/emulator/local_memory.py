@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import checks
 from .conversions import converter
-from .errors import UNNAMED, UninitialisedRead, two_arrays
+from .errors import UNNAMED, Unconverted, UninitialisedRead, two_arrays
 from .lanes import Mask, fma
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ FLIGHT: tuple[list[Any], list[Any], list[Any]] = ([None], [], [])
 FLYING: Any = object()
 
 
-class LocalArray:
+class LocalArray(Unconverted):
     """An array in local memory, of which each lane has its own copy.
 
     Kernels index the array, as in ``x[i]``. Kernels do not call these methods. The emulator calls
@@ -41,14 +42,20 @@ class LocalArray:
         Number of elements.
     dtype : dtype
         Type of the elements.
+    axes : tuple of int, optional
+        Shape under which the kernel knows the array, for messages. Default: `length`.
     """
 
     __slots__ = (
         "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting",
-        "waiting_for", "summed", "flying",
+        "waiting_for", "summed", "flying", "axes",
     )  # fmt: skip
 
-    def __init__(self, ctx: Context, site: tuple[int, int], length: int, dtype: np.dtype) -> None:
+    def __init__(
+        self, ctx: Context, site: tuple[int, int], length: int, dtype: np.dtype,
+        axes: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.axes = (length,) if axes is None else axes
         self.ctx, self.site, self.dtype = ctx, site, dtype
         self.data: list[Any] = [None] * length
         self.single = dtype == np.float32
@@ -74,6 +81,22 @@ class LocalArray:
     def size(self) -> int:
         """Return the number of elements."""
         return len(self.data)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape, which has one axis."""
+        return (len(self.data),)
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes, 1."""
+        return 1
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(len(self.data)))
 
     def __getitem__(self, index: Any) -> Any:
         if self.waiting[0]:
@@ -275,6 +298,12 @@ class LocalArray:
 
     def _place(self, index: Any) -> Any:
         """Return an index after the check of its bounds, as an int if all lanes have the same."""
+        if index.__class__ in (tuple, slice):
+            if index.__class__ is tuple and len(index) == 1:
+                return self._place(index[0])
+            raise TypeError(
+                f"the index of {self.name} must be one number for each axis (axes: 1), got {index}"
+            )
         lane = self.ctx.first_outside(index, len(self.data))
         if lane >= 0:
             raise self.ctx.outside(self.name, (len(self.data),), index, lane)
@@ -307,8 +336,9 @@ class LocalArray:
         missing = active if written is None else active & ~written
         if missing.any():
             lane = int(np.flatnonzero(missing)[0])
+            place = np.unravel_index(int(self.ctx.of_lane(index, lane)), self.axes)
             text = (
-                f"{self.name}[{self.ctx.of_lane(index, lane)}] is read, but was never written. "
+                f"{self.name}[{', '.join(map(str, place))}] is read, but was never written. "
                 "Set every element of the array before it is read"
             )
             raise self.ctx.fault(UninitialisedRead, text, self.name, lane)

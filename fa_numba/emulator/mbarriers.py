@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .checks import PRODUCT, SEVERAL, STAMP
+from .checks import NOBODY, PRODUCT, SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence, two_arrays
 from .groups import AT_MBARRIER, READY, WARP, Group, Parting, warps_of
 from .knowledge import ALWAYS, WARPGROUP, Knowledge
@@ -82,7 +82,7 @@ class Mbarriers(Knowledge):
         """Return the accessing thread, copy or product of a stamp as text."""
         code = stamp % STAMP
         column = code - SEVERAL - self.warps
-        if column < 0:
+        if column < 0 or code == NOBODY:
             return super().who(stamp)
         if code >= PRODUCT:
             return f"a product of warpgroup {(code - PRODUCT - self.warps) // WARPGROUP}"

@@ -11,19 +11,25 @@ from typing import Any
 import numba
 import numpy as np
 
+from . import bits
+from .atomics import Atomics
 from .conversions import rounding, wrapped
-from .errors import UninitialisedRead
-from .groups import FULL, WARP
-from .lanes import each, to_bool, to_float, to_int, typed
+from .errors import NotEmulated
+from .groups import FULL
+from .lanes import each, fma, to_bool, to_float, to_int, typed
+from .warp_functions import WarpFunctions
 
 CASTS: dict[str, Callable[[Any], Any]] = {
     f"{sign}int{bits}": wrapped(bits, not sign) for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
 CASTS |= {f"float{8 * to().itemsize}": rounding(to) for to in (np.float16, np.float32, np.float64)}
+CASTS |= {f"complex{8 * to().itemsize}": rounding(to) for to in (np.complex64, np.complex128)}
 CASTS["bool"] = partial(to_bool)
+# Casts by NumPy's types, as in `np.int32(x)`.
+NUMPY_CASTS = {id(np.dtype(name).type): cast for name, cast in CASTS.items()}
 _DTYPES: dict[Any, np.dtype] = {cast: np.dtype(name) for name, cast in CASTS.items()}
-_DTYPES[float] = np.dtype("float32")
+_DTYPES |= {float: np.dtype("float32"), to_float: np.dtype("float64"), to_int: np.dtype("int64")}
 
 
 def element_type(dtype: Any) -> np.dtype:
@@ -31,16 +37,9 @@ def element_type(dtype: Any) -> np.dtype:
     known = _DTYPES.get(dtype)
     if known is not None:
         return known
-    return np.dtype(str(dtype)) if isinstance(dtype, numba.types.Type) else np.dtype(dtype)
-
-
-def _space(make: Callable[[Any, Any], Any]) -> SimpleNamespace:
-    """Return `cuda.shared` or `cuda.local`."""
-    return SimpleNamespace(array=lambda shape, dtype, alignment=None: make(shape, dtype))
-
-
-# `cuda.atomic`, of global memory: the old value comes back. Atomics never race with each other.
-ATOMIC = SimpleNamespace(add=lambda target, index, value: target.atomic_add(index, value))
+    if isinstance(dtype, numba.types.Type):
+        return numba.np.numpy_support.as_dtype(dtype)
+    return np.dtype(dtype)
 
 
 def _settled(name: str) -> Callable[..., float]:
@@ -80,8 +79,22 @@ _EVERY["fabs"] = absolute
 MATH = SimpleNamespace(**_EVERY)
 
 
-class Namespace:
+class Arrays:
+    """The emulator's `cuda.shared` or `cuda.local`."""
+
+    def __init__(self, make: Callable[[Any, Any], Any]) -> None:
+        self._make = make
+
+    def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
+        """Return a new array. Its elements have no values yet."""
+        return self._make(shape, dtype)
+
+
+class Namespace(WarpFunctions):
     """The emulator's `cuda` for one launch. `run.py` sets the indices at every switch of groups."""
+
+    popc, clz, ffs, brev = map(staticmethod, (bits.popc, bits.clz, bits.ffs, bits.brev))
+    cbrt, selp, fma = map(staticmethod, (bits.cbrt, bits.selp, fma))
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -90,18 +103,44 @@ class Namespace:
             SimpleNamespace(x=x, y=y, z=z) for x, y, z in indices
         )
         self.laneid: Any = 0
-        self.shared, self.local = _space(context.static_array), _space(context.local_array)
-        self.atomic = ATOMIC
+        self.shared, self.local = Arrays(context.static_array), Arrays(context.local_array)
+        self.const = SimpleNamespace(array_like=context.constant)
+        self.atomic = Atomics(context)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(self._context, f"cuda.{name}")
 
     def grid(self, ndim: int) -> Any:
         """Return the index of the thread in the grid, for one to three axes."""
         b, d, t = self.blockIdx, self.blockDim, self.threadIdx
-        place = (b.x * d.x + t.x, b.y * d.y + t.y, b.z * d.z + t.z)
-        return place[0] if ndim == 1 else place[:ndim]
+        return self._axes(ndim, (b.x * d.x + t.x, b.y * d.y + t.y, b.z * d.z + t.z))
+
+    def gridsize(self, ndim: int) -> Any:
+        """Return the number of threads of the grid along one to three axes."""
+        g, d = self.gridDim, self.blockDim
+        return self._axes(ndim, (g.x * d.x, g.y * d.y, g.z * d.z))
+
+    def _axes(self, ndim: int, values: tuple[Any, ...]) -> Any:
+        if ndim not in (1, 2, 3):
+            raise ValueError(f"ndim must be 1, 2 or 3, got {ndim!r}")
+        return values[0] if ndim == 1 else values[:ndim]
 
     def syncthreads(self) -> None:
         """Wait for all threads of the thread block."""
         self._context.barrier()
+
+    def syncthreads_count(self, predicate: Any) -> Any:
+        """Wait for all threads of the block; return how many of them have a true predicate."""
+        return self._context.barrier("syncthreads_count", predicate)
+
+    def syncthreads_and(self, predicate: Any) -> Any:
+        """Wait for all threads of the block; return 1 if the predicate is true in all, else 0."""
+        count = self._context.barrier("syncthreads_and", predicate)
+        return to_int(count == self._context.threads)
+
+    def syncthreads_or(self, predicate: Any) -> Any:
+        """Wait for all threads of the block; return 1 if the predicate is true in any, else 0."""
+        return to_int(self._context.barrier("syncthreads_or", predicate) != 0)
 
     def syncwarp(self, mask: int = FULL) -> None:
         """Wait for lanes of the warp.
@@ -110,38 +149,36 @@ class Namespace:
         """
         self._context.sync_warp(mask)
 
-    def shfl_sync(self, mask: int, value: Any, src_lane: Any) -> Any:
-        """Return the value of another lane of the warp."""
-        return self._shuffle("shfl_sync", mask, value, to_int(src_lane) % WARP)
+    def threadfence(self) -> None:
+        """Do nothing: a store of the emulator is seen by all threads at once."""
 
-    def shfl_xor_sync(self, mask: int, value: Any, lane_mask: Any) -> Any:
-        """Return the value of the lane whose number differs in the bits of `lane_mask`."""
-        context = self._context
-        plain = value.__class__ is np.ndarray and lane_mask.__class__ is int and mask == FULL
-        if plain and 0 <= lane_mask < WARP and context.whole_warps():
-            context.instruction("shuffle")  # nobody waits, and every lane is there
-            return value[context.group.crossed(lane_mask)]
-        return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ to_int(lane_mask))
+    threadfence_block = threadfence_system = threadfence
 
-    def _shuffle(self, operation: str, mask: int, value: Any, source: Any) -> Any:
-        context = self._context
-        context.instruction("shuffle")
+    def nanosleep(self, ns: Any) -> None:
+        """Do nothing: the emulator has no clock."""
 
-        def resolve(
-            values: list[np.ndarray], present: np.ndarray, _: int
-        ) -> tuple[np.ndarray, ...]:
-            value, source = values
-            inside = source & WARP - 1
-            there = np.take_along_axis(present, inside, 1) & (inside == source)
-            return np.take_along_axis(value, inside, 1), there
 
-        source = np.broadcast_to(source, context.group.count)
-        taken, there = context.collective(operation, mask, (value, source), resolve)
-        lane = context.first_lane_where(~there)
-        if lane >= 0:
-            text = (
-                f"{operation} reads lane {int(source[lane])}, which does not take part in the "
-                "call. Let the lane make the call too, or read another lane"
-            )
-            raise context.fault(UninitialisedRead, text, None, lane)
-        return taken
+def missing(context: Any, name: str) -> NotEmulated:
+    """Return the error for a name of numba.cuda that the emulator does not have."""
+    error: NotEmulated = context.fault(
+        NotEmulated,
+        f"{name} is not emulated. The table in fa_numba/emulator/README.md lists the functions "
+        "that a kernel can call here. Write the kernel with these functions, or run it on a GPU",
+    )
+    return error
+
+
+class Missing:
+    """A function or namespace of numba.cuda that the emulator does not have. Its use raises."""
+
+    def __init__(self, context: Any, name: str) -> None:
+        self._context, self._name = context, name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Raise `NotEmulated`."""
+        raise missing(self._context, self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise missing(self._context, f"{self._name}.{name}")

@@ -14,7 +14,7 @@ import numpy as np
 from . import lanes
 from .flow import Split
 from .local_memory import LocalArray
-from .namespace import CASTS, MATH
+from .namespace import CASTS, MATH, NUMPY_CASTS, Missing
 from .rewrite import rewritten
 from .simulator import cuda
 from .syntax import PREFIX
@@ -25,9 +25,13 @@ _BUILTINS: dict[str, Any] = vars(builtins) | {
     "int": lanes.to_int,
     "float": lanes.to_float,
     "bool": lanes.to_bool,
+    "complex": lanes.to_complex,
     "round": lanes.to_round,
 }
 
+
+# Functions of which lanes have disagreed on a return, break or continue (exits.py).
+diverging: set[CodeType] = set()
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
@@ -42,7 +46,10 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 
 
 class Rebinder:
-    """Rebinds a kernel and all functions that it calls. `codes` has their code objects by id.
+    """Rebinds a kernel and all functions that it calls.
+
+    `codes` has the code objects of the rewritten functions by id, `originals` the code objects from
+    which they were made.
 
     The functions are rewritten (rewrite.py), and the values of their globals and closure variables
     are replaced:
@@ -56,11 +63,12 @@ class Rebinder:
     """
 
     def __init__(self, context: Any) -> None:
-        namespace = context._cuda
+        namespace, self._context = context._cuda, context
         self.codes: dict[int, CodeType] = {}
+        self.originals: dict[int, CodeType] = {}
         self._modules: set[str] = set()
         self._functions: dict[int, FunctionType] = {}
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, Any] = dict(NUMPY_CASTS)
         for original, emulated in ((cuda, namespace), (math, MATH)):
             self._known[id(original)] = emulated
             for name in dir(emulated):  # for `from numba.cuda import shared` and the like
@@ -84,7 +92,7 @@ class Rebinder:
         done = self._functions.get(id(function))
         if done is not None:
             return done
-        code, taken = rewritten(function.__code__)
+        code, taken = rewritten(function.__code__, function.__code__ in diverging)
         names: dict[str, Any] = {"__builtins__": _BUILTINS, "__name__": function.__module__}
         names |= self._runtime
         done = FunctionType(code, names, function.__name__, function.__defaults__)
@@ -92,19 +100,20 @@ class Rebinder:
         done.__module__, done.__qualname__ = function.__module__, function.__qualname__
         self._functions[id(function)] = done  # before its globals, which may refer to it
         self.codes[id(code)] = code
+        self.originals[id(code)] = function.__code__
         self._modules.add(function.__module__)
         for name in taken:
             if name in function.__globals__:
-                names[name] = self.value(function.__globals__[name])
+                names[name] = self.value(function.__globals__[name], name)
         free = function.__code__.co_freevars
         for name, cell in zip(free, function.__closure__ or (), strict=True):
             try:
-                names[name] = self.value(cell.cell_contents)
+                names[name] = self.value(cell.cell_contents, name)
             except ValueError:  # a cell that is empty still
                 continue
         return done
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: Any, name: str = "") -> Any:
         """Return what replaces `value`, a global or closure variable of a kernel."""
         if value.__class__ in _PLAIN:
             return np.float64(value) if value.__class__ is float else value
@@ -113,10 +122,12 @@ class Rebinder:
         if isinstance(value, ModuleType):
             if value == cuda:  # as kernels know it
                 return self._known[id(cuda)]
-            ours = value.__name__.split(".")[0] == "fa_numba"
-            return _Module(value, self) if ours else value
+            known = value.__name__.split(".")[0] in ("fa_numba", "numba", "numpy")
+            return _Module(value, self) if known else value
         if isinstance(value, np.generic):
-            return value if isinstance(value, np.floating) else value.item()
+            return value if isinstance(value, np.inexact) else value.item()
+        if isinstance(value, np.ndarray):
+            return self._context.constant(value, name)
         if isinstance(value, numba.types.Type):
             cast = CASTS.get(str(value))
             return value if cast is None else cast
@@ -128,6 +139,10 @@ class Rebinder:
         inner = getattr(value, "py_func", None)
         if inner is not None:
             return self.function(inner)
+        home = str(getattr(value, "__module__", "")).split(".")
+        of_numpy = home[0] == "numpy" and not isinstance(value, (np.ufunc, type))
+        if home[:2] == ["numba", "cuda"] or (of_numpy and callable(value)):
+            return Missing(self._context, f"{'.'.join(home)}.{getattr(value, '__name__', name)}")
         return self.function(value) if self._is_ours(value) else value
 
     def _is_ours(self, value: Any) -> bool:
@@ -145,6 +160,6 @@ class _Module:
         self._module, self._rebinder = module, rebinder
 
     def __getattr__(self, name: str) -> Any:
-        value = self._rebinder.value(getattr(self._module, name))
+        value = self._rebinder.value(getattr(self._module, name), name)
         setattr(self, name, value)
         return value

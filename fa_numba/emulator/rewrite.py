@@ -7,7 +7,9 @@ In the rewritten function a value is a Python number if all lanes have the same,
 over the lanes. `if`, `while`, `and`, `or` and conditional expressions decide by one value in
 Python. If that value is an array, the rewritten function calls `flow.py`. Each branch then runs for
 the lanes that take it, under a mask, and its assignments are merged with the other lanes' values.
-Lanes that disagree on a `break`, `continue` or `return` go on as separate groups instead.
+Lanes that disagree on a `break`, `continue` or `return` need the function's other version, in which
+the lanes that have left are masked out (`masked`). In the kernels of this package, such lanes go on
+as separate groups instead.
 Operators, calls and subscripts are not changed, since NumPy arrays and the emulator's arrays define
 them.
 
@@ -18,17 +20,21 @@ from __future__ import annotations
 
 import ast
 import copy
+import dis
 from types import CodeType
 from typing import Any
 
 from .expressions import Expressions
 from .source_lines import definition
 from .syntax import (
+    LEAVING,
     assign,
     assigned_within,
     call,
     class_is,
     context,
+    exits,
+    is_atomic,
     is_same,
     leaves,
     method,
@@ -40,22 +46,24 @@ from .syntax import (
     when,
 )
 
-_rewritten: dict[int, tuple[CodeType, CodeType, frozenset[str]]] = {}
+_rewritten: dict[tuple[int, bool], tuple[CodeType, CodeType, frozenset[str]]] = {}
 
 
-def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
+def rewritten(code: CodeType, masked: bool = False) -> tuple[CodeType, frozenset[str]]:
     """Return the rewritten code of a function, and the names that it takes from outside.
+
+    If `masked`, lanes may disagree on a `break`, `continue` or `return`.
 
     Raises ValueError if the source is not available, or has statements that are not supported:
     generators, `try`, `with`, `else` of a loop.
     """
-    known = _rewritten.get(id(code))
+    known = _rewritten.get((id(code), masked))
     if known is None or known[0] is not code:
-        known = _rewritten[id(code)] = (code, *_rewrite(code))
+        known = _rewritten[id(code), masked] = (code, *_rewrite(code, masked))
     return known[1], known[2]
 
 
-def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
+def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
     name = code.co_name
     place = f"function {name} ({code.co_filename}, line {code.co_firstlineno})"
     found = definition(code)
@@ -65,7 +73,7 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
             f"notebook's cell, got {place}, whose source is not available"
         )
     try:
-        node = _Function(found).rewritten()
+        node = _Function(found, masked).rewritten()
     except _Unsupported as error:
         raise ValueError(
             f"the emulator does not support {error} in a kernel, got {place}"
@@ -78,7 +86,8 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    names = set(code.co_names)
+    loads = (i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    names = {str(each.argval) for each in loads}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             names |= _names(constant)
@@ -99,10 +108,11 @@ def _refused(what: str) -> Any:
 class _Function(Expressions):
     """The visitor that rewrites one function."""
 
-    def __init__(self, node: ast.FunctionDef) -> None:
+    def __init__(self, node: ast.FunctionDef, masked: bool) -> None:
         super().__init__(node)
         self.node = node
         self.depth = 0
+        self.masked = masked and any(isinstance(each, LEAVING) for each in ast.walk(node))
 
     def rewritten(self) -> ast.FunctionDef:
         """Return the rewritten function."""
@@ -113,7 +123,11 @@ class _Function(Expressions):
         if assigned:
             targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in assigned]
             start.append(ast.Assign(targets, runtime("undefined")))
+        if self.masked:
+            start.append(assign(runtime("exits", True), method(runtime("C"), "exits")))
         body = self.block(node.body)
+        if self.masked:
+            body.append(self.at(node.body[-1], ast.Return(exits("done"))))  # type: ignore[arg-type]
         for name, constant in self.doubles.items():
             start.append(assign(runtime(name, True), call("double", constant)))
         for line in start:
@@ -145,6 +159,15 @@ class _Function(Expressions):
             else:
                 new = self.visit(statement)
             new = new if isinstance(new, list) else [new]
+            rest = statements[n + 1 :]
+            if self.masked and rest and leaves([statement]):
+                # Lanes may have left: the others go on, if there are any.
+                mask = self.temporary("m")
+                left = exits("settle", runtime(mask))
+                new = [assign(runtime(mask, True), context("mask")), *new]
+                if not isinstance(statement, LEAVING):
+                    new.append(when(left, self.block(rest)))
+                taken = len(statements)
             for each in new:
                 self.at(statement, each)
             made += new
@@ -196,6 +219,12 @@ class _Function(Expressions):
             return made
         return [assign(target, value)]
 
+    def visit_Expr(self, node: ast.Expr) -> list[ast.stmt]:
+        made = self.visit(node.value)
+        if isinstance(made, ast.Call) and not made.keywords and is_atomic(made.func):
+            made = method(runtime("C"), "unused", made.func, *made.args)
+        return [ast.Expr(made)]
+
     def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
         target, value = node.target, self.visit(node.value)
         if isinstance(target, ast.Name):
@@ -236,7 +265,7 @@ class _Function(Expressions):
         name = self.temporary("b")
         test = self.visit(node.test)
         made: list[ast.stmt] = [assign(runtime(name, True), test)]
-        if leaves([node]):
+        if leaves([node]) and not self.masked:
             made.append(self.agreed(name))
             return [*made, ast.If(runtime(name), self.inner(node.body), self.inner(node.orelse))]
         divide = assign(runtime(name, True), method(runtime("C"), "split", runtime(name)))
@@ -252,7 +281,19 @@ class _Function(Expressions):
         either = ast.BoolOp(ast.Or(), [negated(runtime(name)), class_is(runtime(name), "Split")])
         return [*made, when(either, otherwise), joins]
 
-    def agreed(self, name: str, how: str = "uniform") -> ast.stmt:
+    def visit_Return(self, node: ast.Return) -> Any:
+        value = [self.visit(node.value)] if node.value else []
+        if self.masked:
+            return [ast.Expr(exits("returns", *value))]
+        return ast.Return(value[0] if value else None)
+
+    def visit_Break(self, node: ast.Break) -> Any:
+        return [ast.Expr(exits("breaks"))] if self.masked else node
+
+    def visit_Continue(self, node: ast.Continue) -> Any:
+        return [ast.Expr(exits("continues"))] if self.masked else node
+
+    def agreed(self, name: str, how: str = "agree") -> ast.stmt:
         """Return a statement that replaces a variable, if it is an array, by a method's result."""
         one = assign(runtime(name, True), method(runtime("C"), how, runtime(name)))
         return when(class_is(runtime(name), "array"), [one])
@@ -260,28 +301,39 @@ class _Function(Expressions):
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         name = self.temporary("b")
         test = [
+            ast.Expr(method(runtime("C"), "tick")),
             assign(runtime(name, True), self.visit(node.test)),
-            self.agreed(name, "uniform" if returns(node.body) else "narrow"),
+            self.agreed(name, "agree" if returns(node.body) and not self.masked else "narrow"),
             when(negated(runtime(name)), [ast.Break()]),
         ]
-        return self.loop(
-            ast.While(ast.Constant(True), [*test, *self.inner(node.body)], node.orelse)
-        )
+        body = self.body(node)
+        return self.loop(node, ast.While(ast.Constant(True), [*test, *body], node.orelse))
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
-        if returns(node.body) and isinstance(node.iter, ast.Call):
-            node.iter.args = [method(runtime("C"), "uniform", x) for x in node.iter.args]
+        if returns(node.body) and isinstance(node.iter, ast.Call) and not self.masked:
+            node.iter.args = [method(runtime("C"), "agree", x) for x in node.iter.args]
         iterated = self.visit(node.iter)
         one = self.temporary("t")
         self.depth += 1
         taken = self.store(node.target, runtime(one))
         self.depth -= 1
-        body = [*taken, *self.inner(node.body)]
-        return self.loop(ast.For(runtime(one, True), iterated, body, node.orelse))
+        body = [*taken, *self.body(node)]
+        return self.loop(node, ast.For(runtime(one, True), iterated, body, node.orelse))
 
-    def loop(self, made: ast.While | ast.For) -> list[ast.stmt]:
-        """Return a loop, after which all lanes go on that entered it."""
+    def body(self, node: ast.While | ast.For) -> list[ast.stmt]:
+        """Return the rewritten body of a loop, which ends when all its lanes have left it."""
+        if not (self.masked and leaves(node.body)):
+            return self.inner(node.body)
+        last = when(negated(exits("again")), [ast.Break()])
+        return [ast.Expr(exits("enter")), *self.inner(node.body), last]
+
+    def loop(self, node: ast.While | ast.For, made: ast.While | ast.For) -> list[ast.stmt]:
+        """Return a loop, after which all lanes go on that entered it and have not returned."""
         if made.orelse:
             raise _Unsupported("the else of a loop")
         whole = self.temporary("w")
-        return [assign(runtime(whole, True), context("mask")), made, set_mask(runtime(whole))]
+        start = assign(runtime(whole, True), context("mask"))
+        if self.masked and leaves(node.body):
+            end = ast.Expr(exits("ended", runtime(whole)))
+            return [start, ast.Expr(exits("loop")), made, end]
+        return [start, made, set_mask(runtime(whole))]

@@ -10,13 +10,14 @@ are at one barrier, which then opens; or the kernel has a fault, and the error s
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from math import prod
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -29,11 +30,12 @@ from .checks import PITCH
 from .context import running
 from .counts import Counts, Traffic
 from .errors import EmulatorError, Index3, SharedHazard, framed
+from .exits import Leaving
 from .global_memory import GlobalArray, track_owners
 from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
 from .products import WARPGROUP, Products, Together
 from .progress import Progress
-from .rebind import Rebinder
+from .rebind import Rebinder, diverging
 from .source_lines import source_line
 from .trace import asked_for, started
 
@@ -91,7 +93,10 @@ def schedule(seed: int) -> Iterator[None]:
 class Launch(Products):
     """A running launch: its thread blocks in turn, and the groups of each thread block in turn."""
 
-    __slots__ = ("arrays", "partition", "_random", "_turns", "_whole")
+    __slots__ = (
+        "args", "arrays", "function", "kernel_function", "partition", "_originals", "_random",
+        "_turns", "_whole",
+    )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -102,12 +107,38 @@ class Launch(Products):
         self._random = None if seed is None else np.random.default_rng(seed)
         self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
         self._whole: dict[int, Group] = {}  # all lanes of so many blocks
+        self._originals: dict[int, CodeType] = {}
 
-    def run(self, function: Callable[..., None], args: Sequence[Any]) -> bool:
+    def rebind(self) -> None:
+        """Rewrite the kernel, and all functions that it calls, for this launch."""
+        rebinder = Rebinder(self)
+        self.function = rebinder.function(self.kernel_function)
+        self._codes |= rebinder.codes
+        self._originals |= rebinder.originals
+
+    def agree(self, value: Any) -> Any:
+        """Return a value on which a return, break or continue depends, if all lanes share it.
+
+        Lanes with another value become another group, or their function is rewritten again.
+        """
+        if value.__class__ is not np.ndarray:
+            return value
+        try:
+            return self.uniform(value)
+        except Parting:
+            frame = sys._getframe(1)
+            module = str(frame.f_globals.get("__name__", ""))
+            if self._mbarriers or module.split(".")[0] == "fa_numba":
+                raise
+            raise Leaving(frame.f_code) from None
+
+    def run(self, kernel: Callable[..., None], args: Sequence[Any]) -> bool:
         """Run all thread blocks, several at once where possible.
 
         Return whether several could run at once.
         """
+        self.kernel_function, self.args = kernel, args
+        self.rebind()
         blocks = prod(self.grid)
         numbers = list(range(1, blocks + 1))
         if self._random is not None:
@@ -115,38 +146,47 @@ class Launch(Products):
         done, together = 0, self.at_once > 1
         while done < blocks:
             count = min(self.at_once, blocks - done) if together else 1
-            if count > 1 and not self._run_together(function, args, 1 + done, count):
+            if count > 1 and not self._run_together(1 + done, count):
                 together = False
                 continue
             if count == 1:
-                self._run_block(function, args, numbers[done])
+                self._run_block(numbers[done])
             done += count
             self.progress.done = done
             self.tick()
         return together
 
-    def _run_together(
-        self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
-    ) -> bool:
+    def _run_together(self, first: int, count: int) -> bool:
         """Run several thread blocks at once. If they cannot, undo everything and return False."""
         kept = Kept(self)
         try:
-            self._run_groups(function, args, first, count)
+            self._run_groups(first, count)
+        except Leaving as leaving:
+            kept.restore()
+            self._mask_out(leaving)
+            return self._run_together(first, count)
         except (Exception, OneByOne, Parting):
             kept.restore()
             return False
         add_in_turn(self.additions)
         return True
 
-    def _run_block(self, function: Callable[..., None], args: Sequence[Any], number: int) -> None:
+    def _mask_out(self, leaving: Leaving) -> None:
+        """Rewrite the kernel again: lanes of a function disagree on a return, break or continue."""
+        diverging.add(self._originals[id(leaving.code)])
+        self.rebind()
+
+    def _run_block(self, number: int) -> None:
         if self._random is not None:
             warps = self._random.integers(0, TURNS, self.warps)
             self._turns = warps[np.arange(self.threads) // WARP // self.warps_together]
         while True:
             kept = Kept(self, owners=False)
             try:
-                self._run_groups(function, args, number, 1)
+                self._run_groups(number, 1)
                 return
+            except Leaving as leaving:
+                self._mask_out(leaving)
             except Parting as parting:
                 self._part(self.group, parting)
             except Together:
@@ -180,9 +220,7 @@ class Launch(Products):
         whole.begin()
         return [whole]
 
-    def _run_groups(
-        self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
-    ) -> None:
+    def _run_groups(self, first: int, count: int) -> None:
         """Run `count` thread blocks from their beginning."""
         groups = self._groups = self._grouped(count)
         self.group, self.mask, self._outer = groups[0], None, []
@@ -192,11 +230,11 @@ class Launch(Products):
         self._open_barrier()
         if len(groups) == 1:
             self._enter(groups[0])
-            self._run_group(groups[0], function, args)
+            self._run_group(groups[0])
         else:
             self._hub = getcurrent()
             for g in groups:
-                g.run = greenlet(partial(self._run_group, g, function, args))
+                g.run = greenlet(partial(self._run_group, g))
             self._take_turns()
         self.left_over()
 
@@ -230,10 +268,10 @@ class Launch(Products):
             if g.run is not None and not g.run.dead:
                 g.run.throw()
 
-    def _run_group(self, group: Group, function: Callable[..., None], args: Sequence[Any]) -> None:
+    def _run_group(self, group: Group) -> None:
         try:
             with np.errstate(all="ignore"):  # a greenlet has its own
-                function(*args)
+                self.function(*self.args)
         except EmulatorError:
             raise
         except Exception as error:
@@ -412,17 +450,14 @@ def launch(
     at_once = 1 if alone else blocks_at_once(extent, shape)
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
     context.races = races
-    rebinder = Rebinder(context)
     values = passed(context, function, args)
     track_owners(context.arrays, 1 if races == "ignore" else prod(extent))
-    rebound = rebinder.function(function)
-    context._codes = rebinder.codes
     context.trace = started(context, function)
     context.progress = Progress(function.__name__, prod(extent), time_limit)
     running.contexts.append(context)
     try:
         with np.errstate(all="ignore"):
-            together = context.run(rebound, values)
+            together = context.run(function, values)
         if at_once > 1 and not together:
             _one_by_one.add(function)
     finally:
@@ -448,6 +483,7 @@ def _counted(context: Launch, arrays: list[GlobalArray], uncounted: Collection[s
             if number:
                 elements[a.name] += number
                 size[a.name] += number * a.itemsize
+    uncounted = {*uncounted, *(array.name for array in context.constants.values())}
     for key, row in context._row_of.items():
         array, space, kind, _ = key
         traffic = Traffic(*context._rows[row].tolist())

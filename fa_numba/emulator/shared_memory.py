@@ -19,7 +19,7 @@ once, each has its own row in a buffer's arrays and its own `base`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,13 +32,15 @@ from .errors import (
     EmulatorError,
     Misaligned,
     SharedHazard,
+    Unconverted,
     UninitialisedRead,
     never_written,
     not_a_number,
     two_arrays,
 )
 from .groups import Copy, OneByOne
-from .lanes import merge
+from .in_turn import Update, in_turn
+from .lanes import merge, to_int
 
 if TYPE_CHECKING:
     from .context import Context
@@ -55,9 +57,12 @@ def bits_of(values: np.ndarray) -> np.ndarray:
     Returns
     -------
     ndarray of int
-        The bits of floats, or the integers as int64.
+        The bits of floats, or the integers as int64. Numbers of 16 bytes (complex128) stay as they
+        are.
     """
-    if values.dtype.kind == "f":
+    if values.itemsize == 16:
+        return values
+    if values.dtype.kind in "fc":
         return values.view(f"i{values.itemsize}")
     return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
 
@@ -79,11 +84,13 @@ class SharedBuffer:
         Type of the elements.
     """
 
-    __slots__ = ("data", "bits", "written", "reads", "touched", "copiers", "sites")
+    __slots__ = (
+        "data", "bits", "written", "reads", "touched", "copiers", "sites", "atomics", "plain",
+    )  # fmt: skip
 
     def __init__(self, blocks: int, length: int, warps: int, dtype: np.dtype) -> None:
         shape = (blocks, length)
-        self.data = np.zeros(shape, dtype if dtype.kind == "f" else np.int64)
+        self.data = np.zeros(shape, dtype if dtype.kind in "fc" else np.int64)
         self.bits = bits_of(self.data)
         self.written = np.full(shape, UNWRITTEN)
         self.reads = np.zeros((blocks, warps, length), np.int64)
@@ -91,6 +98,9 @@ class SharedBuffer:
         # who copies to an element in flight, and where
         self.copiers = np.zeros(shape, np.int64)
         self.sites = np.zeros(shape, np.int64)
+        # With atomic operations: see `checks.shared_atomic`.
+        self.atomics: np.ndarray | None = None
+        self.plain: np.ndarray | None = None
 
     def clear(self, blocks: int) -> None:
         """Mark all elements as unwritten, for `blocks` new thread blocks.
@@ -105,7 +115,7 @@ class SharedBuffer:
         self.written[:blocks] = UNWRITTEN
 
 
-class SharedArray:
+class SharedArray(Unconverted):
     """A one-dimensional array in shared memory.
 
     In a kernel, ``s[e]`` is one access of every lane that takes part. Kernels do not call these
@@ -129,36 +139,85 @@ class SharedArray:
         element last, and when. Races are found from these records.
     first : int or ndarray of int, default 0
         Element of the buffer at which the array begins; by lane if thread blocks differ.
+    axes : tuple of int, optional
+        Shape under which the kernel knows the array, for messages. Default: `length`.
     """
 
     __slots__ = (
-        "name", "dtype", "itemsize", "length", "first", "buffer", "convert", "ctx",
+        "name", "dtype", "itemsize", "length", "first", "buffer", "convert", "ctx", "axes",
     )  # fmt: skip
 
     def __init__(
         self, ctx: Context, name: str, length: int, dtype: np.dtype,
-        buffer: SharedBuffer, first: Any = 0,
+        buffer: SharedBuffer, first: Any = 0, axes: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         self.ctx, self.name, self.length, self.dtype = ctx, name, length, dtype
         self.itemsize, self.first = dtype.itemsize, first
         self.buffer = buffer
         self.convert = converter(dtype)
+        self.axes = (length,) if axes is None else axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape, which has one axis."""
+        return (self.length,)
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return self.length
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes, 1."""
+        return 1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(self.length))
 
     def __getitem__(self, e: Any) -> Any:
+        if e.__class__ is slice:
+            return self._slice(e)
+        if e.__class__ is tuple:
+            e = self._only(e)
         if e.__class__ is not np.ndarray:
             out = self._read(self.ctx.group.full(int(e)), 1)
             if self.ctx.several:
                 return out[0]
             value = self.buffer.data[0, self.first + e]
-            return value if self.dtype.kind == "f" else value.item()
+            return value if self.dtype.kind in "fc" else value.item()
         return self._read(e, 1)[0]
 
+    def _only(self, index: tuple[Any, ...]) -> Any:
+        if len(index) != 1:
+            raise TypeError(
+                f"the index of {self.name} must have one number for each axis (axes: 1), got "
+                f"{len(index)}"
+            )
+        return index[0]
+
+    def _slice(self, part: slice) -> SharedArray:
+        """Return a part of the array, on the same memory."""
+        ctx, ends = self.ctx, (part.start, part.stop, part.step)
+        start, stop, step = (x if x is None else to_int(ctx.uniform_in_block(x)) for x in ends)
+        start, stop = start or 0, self.length if stop is None else stop
+        numbers = start.__class__ is int and stop.__class__ is int
+        if step not in (None, 1) or not numbers or not 0 <= start <= stop <= self.length:
+            raise ctx.outside(self.name, self.axes, (part,), ctx.first_lane())
+        length = stop - start
+        return SharedArray(ctx, self.name, length, self.dtype, self.buffer, self.first + start)
+
     def __setitem__(self, e: Any, value: Any) -> None:
-        if value.__class__ is not np.ndarray:
-            value = np.full(self.ctx.group.count, self.convert(value))
+        if e.__class__ is tuple:
+            e = self._only(e)
         try:
+            if value.__class__ is not np.ndarray:
+                value = np.full(self.ctx.group.count, self.convert(value))
             value = value.reshape(1, self.ctx.group.count)
-        except ValueError:
+        except (TypeError, ValueError):
             raise not_a_number(self.name, value) from None
         self._write(e, value)
 
@@ -271,6 +330,64 @@ class SharedArray:
                 self._writes(p, k)
                 buffer.written[0, p] = ctx.stamp(k)
                 buffer.data[0, p] = values[j, k]
+        if buffer.atomics is not None:  # the last write is not atomic any more
+            lanes = ctx.active()
+            places = (self.first + e)[lanes] + np.arange(n)[:, None]
+            buffer.atomics[ctx.group.blocks[lanes], places] = 0
+
+    def atomic(self, e: Any, update: Update, operands: list[np.ndarray]) -> np.ndarray:
+        """Update an element atomically in every lane that takes part, lane after lane.
+
+        Parameters
+        ----------
+        e : int or ndarray of int
+            The element.
+        update : callable
+            Takes old values and operands of the array's dtype, and returns new values.
+        operands : list of ndarray
+            Operands of the lanes that take part.
+
+        Returns
+        -------
+        ndarray
+            Old values of the lanes that take part.
+
+        Raises
+        ------
+        SharedHazard
+            If the update races with an access that is not atomic.
+        UninitialisedRead
+            If the element was never written.
+        OutOfBounds
+            If the element is outside of the array.
+        """
+        ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
+        if buffer.atomics is None or buffer.plain is None:
+            buffer.atomics, buffer.plain = np.zeros((2, *buffer.written.shape), np.int64)
+        e, active = group.lanes(e), ctx.active()
+        places, first, length = self._from(e, 1)
+        left = active
+        while True:
+            lane = checks.shared_atomic(
+                buffer.written, buffer.reads, buffer.touched, buffer.atomics, buffer.plain, first,
+                length, places, left, group.tids, ctx.starts, ctx.seen, ctx.base,
+            )  # fmt: skip
+            if lane < 0:
+                break
+            if ctx.several:
+                raise OneByOne
+            self._updates(lane, self._vector(lane, int(e[lane]), 1))
+            left = left & (np.arange(left.size) != lane)
+        statistics = ctx.statistics(self.name, "shared", "atomic")
+        checks.count_wavefronts(first, self.itemsize, places, active, group.tids, statistics)
+        ctx.instruction("atomic")
+        data = buffer.data.reshape(-1)
+        at = (group.blocks * buffer.data.shape[1] + first + places)[active]
+        elements, number = np.unique(at, return_inverse=True)
+        values = data[elements].astype(self.dtype)
+        old = in_turn(values, number, update, operands, not ctx.discards)
+        data[elements] = values
+        return old
 
     def _vector(self, lane: int, e: int, n: int) -> int:
         if e < 0 or e + n > self.length:
@@ -305,6 +422,15 @@ class SharedArray:
             self._check(p, lane, "overwrites", "wrote", [int(buffer.written[0, p])])
         if buffer.touched[0, p] >= base:
             self._check(p, lane, "overwrites", "read", buffer.reads[0, :, p].tolist())
+
+    def _updates(self, lane: int, p: int) -> None:
+        """Raise the error of an atomic update, or report it."""
+        buffer = self.buffer
+        assert buffer.atomics is not None and buffer.plain is not None
+        last = int(buffer.written[0, p])
+        before = int(buffer.plain[0, p]) if int(buffer.atomics[0, p]) == last else last
+        self._check(p, lane, "atomically updates", "wrote", [before])
+        self._check(p, lane, "atomically updates", "read", buffer.reads[0, :, p].tolist())
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
         base = self.ctx.base[0]
@@ -407,7 +533,8 @@ class SharedArray:
     # ---- places and words
 
     def _element(self, p: int) -> str:
-        return f"{self.name}[{p - self.first}]"
+        place = np.unravel_index(p - self.first, self.axes) if len(self.axes) > 1 else None
+        return f"{self.name}[{', '.join(map(str, place or (p - self.first,)))}]"
 
     def _outside(self, lane: int, index: Any) -> EmulatorError:
         return self.ctx.outside(self.name, (self.length,), index, lane)
@@ -431,5 +558,8 @@ class SharedArray:
                 "and a barrier"
             )
         else:
+            atomics = self.buffer.atomics
+            if atomics is not None and did == "wrote" and int(atomics[0, p]) == stamp:
+                did = "atomically updated"
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, {NO_BARRIER}"
         return ctx.fault(SharedHazard, text, self.name, lane)

@@ -44,6 +44,11 @@ def method(owner: ast.expr, name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Attribute(owner, name, ast.Load()), list(args), [])
 
 
+def exits(name: str, *args: ast.expr) -> ast.Call:
+    """Return a call of a method of the function's `Exits`."""
+    return method(runtime("exits"), name, *args)
+
+
 def assign(target: ast.expr, value: ast.expr) -> ast.Assign:
     """Return an assignment."""
     return ast.Assign([target], value)
@@ -62,6 +67,12 @@ def is_same(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Comp
 def class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
     """Return the comparison of a value's class with a class of the emulator."""
     return is_same(ast.Attribute(value, "__class__", ast.Load()), runtime(name), negated)
+
+
+def is_atomic(function: ast.expr) -> bool:
+    """Return whether a function is one of ``cuda.atomic``, as far as its name tells."""
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    return "atomic" in (getattr(owner, "attr", ""), getattr(owner, "id", ""))
 
 
 def negated(value: ast.expr) -> ast.UnaryOp:

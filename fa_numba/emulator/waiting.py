@@ -85,6 +85,9 @@ class Waiting(Context):
         first = groups[0].site
         if any(g.state != AT_BARRIER or g.site != first for g in groups):
             return False
+        votes = sum(g.value for g in groups)
+        for g in groups:
+            g.value = votes
         self._release()
         self._open_barrier()
         return True
@@ -108,17 +111,27 @@ class Waiting(Context):
 
     # ---- waiting
 
-    def barrier(self) -> None:
-        """Wait for all threads of the thread block (`syncthreads`)."""
+    def barrier(self, operation: str = "syncthreads", predicate: Any = False) -> Any:
+        """Wait for all threads of the thread block.
+
+        Return the number of threads whose predicate is true, by lane if thread blocks differ.
+        """
+        group = self.group
         if len(self._groups) == 1:  # of several, `_release` counts
             self.instruction("barrier")
         if self.several:  # each that takes part comes with all its threads: it waits for no other
             here = self.by_block(self.whole_blocks(self.active()))
             self._open_barrier(here[: self.base.size] > 0)
-            return
+            if predicate is False:
+                return 0
+            return self.by_block(self.active() & (predicate != 0))[group.blocks]
         if not self._all_here():
             raise Parting(self.active())
-        self._wait(AT_BARRIER, self.site(), "syncthreads")
+        votes = 0
+        if predicate is not False:
+            votes = int(np.count_nonzero(np.broadcast_to(predicate, group.count)))
+        self._wait(AT_BARRIER, self.site(), operation, votes)
+        return group.value
 
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve

@@ -190,7 +190,7 @@ def one_ends_early(x, out):
 def test_rounds_and_early_ends():
     given = matrix(0, 9, 64), np.zeros((9, 64), np.float32)
     alike(rounds, (3, 3), 64, given)
-    alike(one_ends_early, 9, 64, given, together=False)
+    alike(one_ends_early, 9, 64, given)
 
 
 def test_stages_of_shared_memory():

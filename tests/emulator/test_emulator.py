@@ -1159,7 +1159,7 @@ def test_nothing_is_left_running():
         (1, 1.5, (zeros(1), 1), ValueError, "block must be .*, got 1.5"),
         (1, 1025, (zeros(1), 1), ValueError, "1024"),
         (1, 1, (zeros(1),), TypeError, "barrier_for takes 2 arguments (.*), got 1"),
-        (1, 1, (np.zeros(1, complex), 1), TypeError, "complex"),
+        (1, 1, (np.zeros(1, "M8[s]"), 1), TypeError, "datetime64"),
         (1, 1, (np.zeros(1, ">f4"), 1), TypeError, ">f4"),
     ],
 )

@@ -1,0 +1,44 @@
+"""Functions of `numba.cuda` on the bits of integers, and selection and arithmetic by lane.
+
+An integer has 32 bits if its value fits into 32 bits, else 64 bits: the emulator does not know the
+width of the variable. This matters for leading zeros, for reversed bits, and for negative numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .lanes import each, truth, where
+
+WORD, LONG = 32, 64
+
+
+def _unsigned(value: int) -> tuple[int, int]:
+    """Return the bits of an integer as a positive number, and how many bits it has."""
+    width = WORD if -(1 << WORD - 1) <= value < 1 << WORD else LONG
+    return value & (1 << width) - 1, width
+
+
+def _of_bits(function: Callable[[int, int], int], name: str) -> Callable[[Any], Any]:
+    def of_number(value: Any) -> int:
+        return function(*_unsigned(int(value)))
+
+    of_number.__name__ = name
+    return each(of_number)
+
+
+popc = _of_bits(lambda bits, width: bits.bit_count(), "popc")
+clz = _of_bits(lambda bits, width: width - bits.bit_length(), "clz")
+ffs = _of_bits(lambda bits, width: (bits & -bits).bit_length(), "ffs")
+brev = _of_bits(lambda bits, width: int(f"{bits:0{width}b}"[::-1], 2), "brev")
+cbrt = each(lambda x: float(np.cbrt(x)))
+
+
+def selp(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Return one value or the other by lane; both are computed."""
+    if condition.__class__ is np.ndarray:
+        return where(truth(condition), if_true, if_false)
+    return if_true if condition else if_false

@@ -1,0 +1,109 @@
+"""Lanes that leave a function or a loop before other lanes do: return, break and continue.
+
+A lane that has left is masked out until the function returns, the loop ends, or the next turn of
+the loop begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .lanes import Mask, merge, undefined
+
+if TYPE_CHECKING:
+    from .active import Active
+
+
+class Leaving(BaseException):
+    """Raised if lanes disagree on a return, break or continue: their function is rewritten."""
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code  # of the rewritten function
+
+
+@dataclass(slots=True)
+class _Loop:
+    mask: Mask = None  # lanes of the current turn
+    broken: np.ndarray | None = None
+    continued: np.ndarray | None = None
+
+
+class Exits:
+    """The lanes that have left one call of a function, or a loop of it."""
+
+    __slots__ = ("context", "entry", "gone", "result", "loops")
+
+    def __init__(self, context: Active) -> None:
+        self.context, self.entry = context, context.mask
+        self.gone: np.ndarray | None = None
+        self.result: Any = undefined
+        self.loops: list[_Loop] = []
+
+    def _leave(self) -> np.ndarray:
+        """Mask out the lanes that take part, and return them."""
+        lanes = self.context.active()
+        self.gone = _union(self.gone, lanes)
+        self.context.mask = np.zeros_like(lanes)
+        return lanes
+
+    def returns(self, value: Any = None) -> None:
+        """Return from the function, in the lanes that take part."""
+        lanes = self._leave()
+        self.result = value if self.result is undefined else merge(lanes, self.result, value)
+
+    def breaks(self) -> None:
+        """Leave the innermost loop, in the lanes that take part."""
+        loop = self.loops[-1]
+        loop.broken = _union(loop.broken, self._leave())
+
+    def continues(self) -> None:
+        """Leave this turn of the innermost loop, in the lanes that take part."""
+        loop = self.loops[-1]
+        loop.continued = _union(loop.continued, self._leave())
+
+    def settle(self, mask: Mask) -> bool:
+        """Go on with the lanes of a mask that have not left; return whether there are any."""
+        if self.gone is None:
+            self.context.mask = mask
+            return True
+        here = ~self.gone if mask is None else mask & ~self.gone
+        self.context.mask = here
+        return bool(here.any())
+
+    def loop(self) -> None:
+        """Begin a loop."""
+        self.loops.append(_Loop())
+
+    def enter(self) -> None:
+        """Begin a turn of the innermost loop."""
+        self.loops[-1].mask = self.context.mask
+
+    def again(self) -> bool:
+        """End a turn of the innermost loop; return whether a lane is left for the next turn."""
+        loop = self.loops[-1]
+        self._back(loop.continued)
+        loop.continued = None
+        return self.settle(loop.mask)
+
+    def ended(self, mask: Mask) -> None:
+        """Go on after the innermost loop, which the lanes of the mask entered."""
+        self._back(self.loops.pop().broken)
+        self.settle(mask)
+
+    def _back(self, lanes: np.ndarray | None) -> None:
+        if lanes is not None and self.gone is not None:
+            left = self.gone & ~lanes
+            self.gone = left if left.any() else None
+
+    def done(self) -> Any:
+        """Return the function's result, for all lanes that called it."""
+        self.context.mask = self.entry
+        return None if self.result is undefined else self.result
+
+
+def _union(lanes: np.ndarray | None, more: np.ndarray) -> np.ndarray:
+    return more if lanes is None else lanes | more
