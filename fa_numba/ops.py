@@ -1295,8 +1295,8 @@ def create_block_mask(
     -------
     BlockMask
         The function, and the state of each block. The attribute ``blocks`` contains 0 for an empty
-        block, 1 for a mixed block and 2 for a full block. Numbers that the function uses keep their
-        present values. Arrays that it uses must not change later.
+        block, 1 for a mixed block and 2 for a full block. The mask keeps the present values of
+        the numbers and arrays that the function uses. Arrays of up to 1 MiB are copied.
 
     Raises
     ------
@@ -1324,6 +1324,9 @@ def create_block_mask(
     full if all are full. Every other tile is mixed. Tiles that consist of complete blocks lose
     nothing. A tile that is smaller than a mixed block is mixed, even if the function hides all of
     it, so that the call computes more than it needs.
+
+    NumPy arrays and torch tensors of more than 1 MiB are not copied. If such an array is changed in
+    place later, attention with the mask raises ValueError, which names the array.
 
     Examples
     --------

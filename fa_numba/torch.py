@@ -12,7 +12,7 @@ import numpy as np
 import fa_numba
 from fa_numba import mods
 from fa_numba.checks import as_flag, as_splits, check_alone
-from fa_numba.host import placement
+from fa_numba.host import held, placement
 from fa_numba.host.arrays import MASKS, added_mask, check_dtype, check_tensor, on_host, operand
 from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, check_names, documents_options
@@ -122,7 +122,8 @@ def attention(
         not compute: ``alibi_slopes``, a tensor that ``mask_mod`` or ``score_mod_grad`` uses, or any
         tensor of a call with ``block_table``. All these errors are raised before anything runs.
     RuntimeError
-        If gradients of the gradients are computed.
+        If gradients of the gradients are computed. Also if a tensor was changed in place before
+        the backward pass.
 
     See Also
     --------
@@ -138,6 +139,9 @@ def attention(
     same elements as the forward pass.
 
     The backward pass uses the values that ``score_mod`` and ``mask_mod`` used in the forward pass.
+    NumPy arrays of up to 1 MiB are copied. If a larger NumPy array or a torch tensor is changed in
+    place between the passes, the backward pass raises ValueError or RuntimeError.
+
     Two kinds of gradients are summed in no fixed order: those of a bias over axes that are
     broadcast, and those of tensors that ``score_mod`` uses. ``torch.compile`` breaks its graph at
     the call.
@@ -197,6 +201,9 @@ def attention(
     learnt = (q, k, v, bias, sinks, *captured.values())
     differentiable = wanted and any(x is not None and x.requires_grad for x in learnt)
     if differentiable:
+        for name in mods.PARAMETERS:
+            if name in given:  # torch watches the tensors itself
+                given[name] = held.holding(name, given[name], tensors=False)
         own = backward, bool(captured), strict, backward_tiles is not None
         _check_backward(q, k, v, added, given, *own)
     if given.get("seed") is None:
@@ -338,6 +345,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out) if dout is None else dout
             if not names:
                 return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
+            held.check(given)  # which does not know the function that is made now
             values = dict(zip(names, captured, strict=True))
             given |= {"score_mod": mods.holding(given["score_mod"], values)}
             given["return_dcaptured"] = True

@@ -38,7 +38,7 @@ class Tensor:
     """A tensor over ``values``, of the GPU that has their memory or of the CPU."""
 
     layout, requires_grad, negated, grad, node = "strided", False, False, None, None
-    tangent, is_nested = None, False
+    tangent, is_nested, _version = None, False, 0
 
     @classmethod
     def of(cls, values, dtype=None, **facts):
@@ -113,7 +113,11 @@ class Tensor:
 
     def copy_(self, other):
         self.values[...] = other.values
+        self._version += 1
         return self
+
+    def is_inference(self):
+        return False
 
     def numel(self):
         return self.values.size

@@ -14,6 +14,7 @@ from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import HOST, Operand, check_together, on_host, operand
 from fa_numba.host.binding import Binding
 from fa_numba.host.execution import execute
+from fa_numba.host.held import holding
 from fa_numba.host.plans import Buffer, Launch, LaunchPlan
 from fa_numba.integers import ceil_div
 from fa_numba.kernels.simt.blocks import LISTING, make_blocks, make_lists
@@ -140,7 +141,7 @@ def create(
             execute(plan, found, stream, lambda _: binding.values(problem, found, 1.0))
 
         made = launch_cache.run_and_keep(plan, inputs, None, None, run)
-    held = mods.holding(mask_mod, dict(mods.captured("mask_mod", mask_mod).values))
+    held = holding("mask_mod", mask_mod)
     names = (output.name for output in plan.outputs)
     lists = Lists(dict(zip(names, made, strict=True)), size, (Nq, Nk))
     captured, reads = mods.captured("mask_mod", held), mods.parameters_read("mask_mod", held)

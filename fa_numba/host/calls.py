@@ -8,7 +8,7 @@ from typing import Any
 
 from fa_numba import mods
 from fa_numba.choices.requests import Choices
-from fa_numba.host import execution, launch_cache, placement, planning
+from fa_numba.host import execution, held, launch_cache, placement, planning
 from fa_numba.host.arrays import (
     SUMS,
     Operand,
@@ -34,6 +34,7 @@ def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any 
     """O, or with ``return_lse`` (O, L), of (q, k, v); or the gradients of (q, k, v, out, dout,
     lse, dlse or None); with the other arguments of the public functions.
     """
+    held.check(options)
     mask = options.get("attn_mask")
     if mask is not None:  # becomes what it adds to the scores
         with placement.made_on(stream, mask):

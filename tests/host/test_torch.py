@@ -12,6 +12,7 @@ from helpers import OnGpu, assert_close_to_float64, assert_within, random_inputs
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host import held
 
 
 def test_the_package_does_not_import_torch_and_without_it_says_what_to_install():
@@ -300,6 +301,31 @@ def test_inputs_changed_before_the_backward_pass_are_noticed(place):
     of_row.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_block_mask_keeps_its_tensors_or_notices_that_they_changed(place, large):
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    (Nq, Nk), n = (q.shape[2], k.shape[2]), held.COPIED_BYTES // 4 + 1 if large else 1
+    first = torch.full((n,), 5.0, device=place)
+    with torch.inference_mode():
+        second = torch.full((n,), 9.0, device=place)
+    mask = fa_numba.create_block_mask(
+        lambda b, h, i, j: j < first[0] + second[0], 1, 1, Nq, Nk, tiles=Tiles(Br=16, Bc=16)
+    )
+    want = torch.autograd.grad(attention(q, k, v, block_mask=mask).sum(), (q, k, v))
+    out = attention(q, k, v, block_mask=mask)
+    with torch.inference_mode():
+        second.zero_()
+    found = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    assert all(map(torch.equal, found, want))
+    first.zero_()
+    if large:
+        with pytest.raises(ValueError, match="^first in mask_mod, a lambda .* must have the value"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+        assert torch.equal(q.grad, want[0])
 
 
 # --- streams and memory ----------------------------------------------------------------------

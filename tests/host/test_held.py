@@ -1,0 +1,162 @@
+"""Arrays that a caller's function uses keep the values that they had when it was given."""
+
+import numpy as np
+import pytest
+from helpers import random_inputs
+from stand_in_device import no_gpu_but_its_driver
+from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
+
+import fa_numba
+from fa_numba import Tiles, mods
+from fa_numba import device as devices
+from fa_numba.host import held
+
+LARGE = held.COPIED_BYTES // 4 + 1  # elements of 4 bytes
+TILES = Tiles(Br=16, Bc=16)
+Q, K, V = random_inputs(1, 1, 1, 16, 32, 8)
+DOUT = np.ones_like(Q)
+
+
+@pytest.fixture(autouse=True)
+def emulator():
+    with devices.using("emulator"):
+        yield
+
+
+class OnlyDlpack:
+    """Host memory that offers the DLPack protocol and nothing else."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+def values_of(function):
+    return dict(mods.captured("score_mod", function).values)
+
+
+GRID = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x[::-1, ::2],
+        lambda x: np.broadcast_to(x[:1], (LARGE, 4)),
+        OnlyDlpack,
+    ],
+    ids=["contiguous", "transposed", "in steps", "broadcast", "DLPack"],
+)
+def test_a_small_array_is_copied(kind):
+    memory = GRID.copy()
+    x, right = kind(memory), np.array(getattr(kind(memory), "values", kind(memory)))
+    function = held.holding("score_mod", lambda s, b, h, i, j: s + x[0, 1])
+    memory[...] = -1
+    assert np.array_equal(values_of(function)["x"], right)
+    held.check({"score_mod": function})
+
+
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: x[::-1], OnlyDlpack], ids=str)
+def test_a_large_array_must_not_change(kind):
+    memory = np.zeros(LARGE + 1, np.float32)
+    x = kind(memory)
+    function = held.holding("score_mod", lambda s, b, h, i, j: s + x[j])
+    assert values_of(function)["x"] is x
+    held.check({"score_mod": function})
+    memory[-2] = 1
+    wrong = (
+        r"^x in score_mod, a lambda \(test_held.py, line \d+\), must have the values that it had"
+    )
+    with pytest.raises(ValueError, match=wrong):
+        held.check({"score_mod": function})
+    memory[-2] = 0
+    held.check({"score_mod": function})
+
+
+def test_a_block_mask_keeps_the_values_that_it_was_made_with():
+    lens = np.array([20], np.int32)
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: j < lens[b], 1, 1, 16, 32, tiles=TILES)
+    lens[:] = 3
+    out, lse = fa_numba.attention(Q, K, V, block_mask=mask, return_lse=True)
+    want = fa_numba.attention(Q, K, V, kv_lens=[20])
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    got = fa_numba.attention_backward(DOUT, Q, K, V, out, lse, block_mask=mask)
+    want = fa_numba.attention_backward(DOUT, Q, K, V, out, lse, kv_lens=[20])
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_mask_of_a_large_array_that_changes_is_refused():
+    lens = np.full(LARGE, 20, np.int32)
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: j < lens[b], 1, 1, 16, 32, tiles=TILES)
+    lens[-1] = 3
+    wrong = "^lens in mask_mod, a lambda .* must have the values that it had .*create_block_mask"
+    with pytest.raises(ValueError, match=wrong):
+        fa_numba.attention(Q, K, V, block_mask=mask)
+    with pytest.raises(ValueError, match=wrong):
+        fa_numba.attention(Q, K, V, mask_mod=mask.mask_mod)
+
+
+# --- with torch --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attention():
+    with no_gpu_but_its_driver() as gpu, no_torch_but_its_names(gpu):
+        yield fa_numba_torch().attention
+
+
+def gradients(attention, change, **options):
+    """dq, dk and dv, after ``change`` between the passes."""
+    tensors = [Tensor.of(x.copy(), requires_grad=True) for x in (Q, K, V)]
+    out = attention(*tensors, **options)
+    change()
+    out.backward(Tensor.of(DOUT))
+    return [x.grad.values for x in tensors]
+
+
+@pytest.mark.parametrize("option", ["score_mod", "block_mask"])
+def test_the_backward_pass_uses_the_values_of_the_forward_pass(attention, option):
+    slopes = np.array([0.5], np.float32)
+    given = {
+        "score_mod": lambda s, b, h, i, j: s + slopes[h] * j,
+        "block_mask": lambda b, h, i, j: slopes[h] * j < 6,
+    }[option]
+    if option == "block_mask":
+        given = fa_numba.create_block_mask(given, 1, 1, 16, 32, tiles=TILES)
+    want = gradients(attention, lambda: None, **{option: given})
+    got = gradients(attention, lambda: slopes.fill(2), **{option: given})
+    assert all(map(np.array_equal, got, want)) and slopes[0] == 2
+
+
+def test_a_large_array_that_changes_between_the_passes_is_refused(attention):
+    slopes = np.ones(LARGE, np.float32)
+    with pytest.raises(ValueError, match=r"^slopes in score_mod, a lambda .*the forward pass"):
+        gradients(
+            attention, lambda: slopes.fill(2), score_mod=lambda s, b, h, i, j: s + slopes[h] * j
+        )
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_tensors_in_a_block_mask(attention, learnt):
+    """A small one is copied; a large one is refused if it has changed, also by a gradient."""
+    lens, all_lens = (Tensor.of(np.full(n, 20, np.int32)) for n in (1, LARGE))
+    masks = [
+        fa_numba.create_block_mask(f, 1, 1, 16, 32, tiles=TILES)
+        for f in (lambda b, h, i, j: j < lens[b], lambda b, h, i, j: j < all_lens[b])
+    ]
+    own = Tensor.of(np.ones(1, np.float32), requires_grad=True)
+    options = {"score_mod": lambda s, b, h, i, j: s * own[h]} if learnt else {}
+    new = Tensor.of(np.array([3], np.int32))
+    want = gradients(attention, lambda: None, block_mask=masks[0], **options)
+    got = gradients(attention, lambda: lens.copy_(new), block_mask=masks[0], **options)
+    assert all(map(np.array_equal, got, want)) and lens.values[0] == 3
+    with pytest.raises(ValueError, match="^all_lens in mask_mod, a lambda .* must have the values"):
+        gradients(attention, lambda: all_lens.copy_(new), block_mask=masks[1], **options)
