@@ -84,20 +84,23 @@ def sentences(found: Evidence) -> str:
         line("time, each order's own tiles, FA-1 on the paper's grid", took_own(0), ".1f"),
     ]
     return (
-        "K/V outer (FlashAttention-1's order) divided by Q outer (FlashAttention-2's order), on "
-        "the same unit, forward, with and without a causal mask, for N=512 to 16k. The first five "
-        "lines use equal tiles for both orders: on CUDA cores and mma.sync the tiles that are "
-        "fastest for FA-1, on wgmma the tiles that are fastest for FA-2. The last two lines use "
-        "the fastest tiles of each order. L2 and DRAM "
-        f"bytes were counted at {len(counted)} of the {len(timed)} problems "
-        f"({masked or 'none'} with a causal mask).\n\n"
+        "Each cell has the smallest and the largest value of a ratio. The ratio is the number for "
+        "K/V outer (FlashAttention-1's order) divided by the number for Q outer "
+        "(FlashAttention-2's order). All numbers are for forward calls on the same unit, with and "
+        "without a causal mask, for N=512 to 16k. In the first five lines, both orders use the "
+        "same tiles. On CUDA cores and mma.sync, the first five lines use the fastest tiles of "
+        "FA-1. On wgmma, the first five lines use the fastest tiles of FA-2. In the last two "
+        "lines, each order uses its own fastest tiles. L2 and DRAM bytes were counted for "
+        f"{len(counted)} of the {len(timed)} problems, "
+        f"{masked or 'none'} of them with a causal mask.\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
         + f"\n\n- L2 moves {of_accesses()} times the bytes that the kernels access.\n"
-        "- K/V outer reads and writes O, l and m of all rows for every column tile. These arrays "
-        "do not fit in L2, so they move through DRAM each time.\n"
-        "- Q outer reads K and V of a head again for every row tile. K and V fit in L2.\n"
-        "- FA-1 on the paper's grid has one thread block per batch entry and head. The fewer heads "
-        "there are, the longer FA-1 takes.\n"
+        "- For every column tile, K/V outer reads and writes O, l and m of all rows. O, l and m of "
+        "all rows do not fit in L2, so they move through DRAM each time.\n"
+        "- For every row tile, Q outer reads K and V of a head again. K and V of the heads "
+        "that run at the same time fit in L2.\n"
+        "- On the paper's grid, FA-1 has one thread block per batch entry and head. The fewer "
+        "heads there are, the longer FA-1 takes on the paper's grid.\n"
     )
 
 
@@ -121,15 +124,15 @@ def traffic(found: Evidence) -> str:
     ]
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
-        f"K/V outer: DRAM moves {share} of the bytes that the kernel accesses. O, l and m of all "
-        "rows do not fit into L2, except at the shortest lengths.",
-        f"Q outer: DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V and O "
-        "at every N. Every row tile reads K and V of its head again, and K and V stay in L2.",
+        f"In K/V outer, DRAM moves {share} times the bytes that the kernel accesses. O, l and m of "
+        "all rows do not fit into L2, except at the shortest lengths.",
+        f"In Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
+        "and O at every N. Every row tile reads K and V of its head again, and K and V stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
-        f"attention, but {wide[1]} times as many bytes go through DRAM. The reason is that in "
-        "fp32 the registers hold only few columns of a tile.",
+        f"attention, but moves {wide[1]} times as many bytes through DRAM. In fp32, registers "
+        "limit a tile to few columns, so K/V outer visits O many times.",
     ]
-    head = "What the figure shows, in fp32 without a mask.\n\n"
+    head = "The list says what the figure shows for calls in fp32 without a mask.\n\n"
     return head + "".join(f"- {line}\n" for line in lines)
 
 

@@ -15,7 +15,7 @@ LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
 TRENDS = ("order", "shape", "words")
 
 TEXT = """\
-Each row compares our numbers with the published ones, point by point.
+The rule compares our numbers with the published numbers, point by point.
 
 | verdict | when it is given |
 | --- | --- |
@@ -25,7 +25,7 @@ Each row compares our numbers with the published ones, point by point.
 least nine of ten points |
 | **refuted** | in all other cases |
 
-"The setting" means quantity, precision, pass and sizes.
+In the table above, "the setting" means the quantity, the precision, the pass and the sizes.
 
 | kind | numbers that are compared | factor |
 | --- | --- | --- |
@@ -43,10 +43,11 @@ the published curve does |
 | *words* | the words of the claim are true at this point; if they are true at all points, the \
 verdict is "reproduced" |
 
-- If the paper gives a range or a bound, our number must lie in it. No factor is allowed then.
-- A claim about FlashAttention is checked for both loop orders. If their verdicts differ, each \
-order has a row of its own.
-- If there are fewer than ten points, the trend must agree at all of them."""
+- If the paper gives a range or a bound, our number must be in the range or within the bound. No \
+factor is allowed for ranges and bounds.
+- A claim about FlashAttention is checked for both loop orders. If the two \
+orders get different verdicts, each order has its own row.
+- If there are fewer than ten points, the trend must agree at all points."""
 
 
 @dataclass(frozen=True)
@@ -202,5 +203,5 @@ def tally(verdicts: Iterable[str]) -> str:
     """Return the number of questions with each verdict, as a sentence."""
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
-    shown = [f"{found.count(name)} {name}" for name in known if name in found]
-    return f"Of {len(found)} verdicts: {', '.join(shown)}."
+    shown = [f'{found.count(name)} are "{name}"' for name in known if name in found]
+    return f"Of {len(found)} verdicts, {', '.join([*shown[:-2], ' and '.join(shown[-2:])])}."
