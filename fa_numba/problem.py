@@ -207,6 +207,15 @@ class Problem:
         for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
             if own[name] is not None:
                 own[name] = checks.as_lengths(name, own[name], self.batch, longest)
+        if self.packed:
+            of_pages = self.pages is not None
+            for name, lens in (("q", self.q_lens), ("k", None if of_pages else self.kv_lens)):
+                total = sum(lens or ())
+                if total > MAX_SEQLEN:
+                    raise ValueError(
+                        f"{name} must have at most {MAX_SEQLEN} rows in all packed sequences "
+                        f"together, got {total}; pass fewer sequences in a call"
+                    )
         if self.bias is not None:
             own["bias"] = checks.added_shape("bias", self.bias, self.score_shape)
 

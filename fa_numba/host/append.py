@@ -26,6 +26,7 @@ from fa_numba.host.execution import execute, heads_first
 from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.kernels.simt.append import blocks, make_append
 from fa_numba.options import UNIFORM
+from fa_numba.problem import MAX_SEQLEN
 
 NAMES = ("k_pages", "v_pages", "k_new", "v_new")
 _INTEGERS = ("block_table", "kv_lens", "new_lens")
@@ -50,6 +51,13 @@ def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, r
     launch = Launch.of(kernel, (blocks(N, max(columns), dtype, aligned), heads, batch), **bound)
     uncounted = (*UNIFORM, "new_lens", "block_table")
     return LaunchPlan(launches=(launch,), updated=NAMES[:2], uncounted=uncounted)
+
+
+def check_rows(new: int, most: int) -> None:
+    """Raise ValueError for more rows of ``k_new``, or of a sequence's pages, than 32 bits count."""
+    for name, of, rows in (("k_new", "rows", new), ("block_table", "rows in its pages", most)):
+        if rows > MAX_SEQLEN:
+            raise ValueError(f"{name} must have at most {MAX_SEQLEN} {of} per sequence, got {rows}")
 
 
 def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any) -> None:
@@ -78,6 +86,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         )
     table, checked = paging(asked, facts, arrays, False)
     shape = checks.as_table_shape(facts["block_table"], batch)
+    check_rows(N, shape[1] * page_size)
     counts = options["new_lens"]
     host_counts: Any = (N,) * batch
     if counts is not None:

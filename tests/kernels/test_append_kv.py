@@ -11,6 +11,7 @@ import fa_numba
 from fa_numba import Tiles
 from fa_numba.host import append, merging, placement
 from fa_numba.host.plans import Launch, LaunchPlan, parameters
+from fa_numba.problem import MAX_SEQLEN
 
 
 def begun(dtype, sizes, lens, new, page_size):
@@ -345,3 +346,10 @@ def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
         ValueError, match=r"k_new must need at most 2\*\*32 threads per head, got 4294967424"
     ):
         placement.check_grid(plan(2**25 + 1), "k_new")
+
+
+@pytest.mark.parametrize("new, most, name", [(MAX_SEQLEN + 1, 16, "k_new"), (1, 2**31, "block_t")])
+def test_more_rows_than_32_bits_count(new, most, name):
+    append.check_rows(MAX_SEQLEN, MAX_SEQLEN)
+    with pytest.raises(ValueError, match=f"^{name}.* must have at most {MAX_SEQLEN} rows .*per se"):
+        append.check_rows(new, most)

@@ -248,6 +248,31 @@ def test_the_longest_sequences():
             Problem(**{**windowed, f"seqlen_{name}": UNBOUNDED + 1})
 
 
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_the_most_rows_of_packed_sequences(name):
+    """Kernels find the rows of a sequence by a start of 32 bits; of pages only those of q count."""
+    few, many = [0, 1, 2, 3], [0, 2**30, 2**31 - 1024, 2**31 - 1024]
+    starts = {"cu_seqlens_q": few, "cu_seqlens_k": few, f"cu_seqlens_{name}": many}
+    shapes = [(of[-1], 1, 8) for of in (starts["cu_seqlens_q"], starts["cu_seqlens_k"])]
+    assert MAX_SEQLEN in (Problem.from_shapes(*shapes, **starts).q_shape[0], shapes[1][0])
+    starts[f"cu_seqlens_{name}"] = many = [0, 2**30, 2**31, 3 * 2**30]
+    shapes["qk".index(name)] = (many[-1], 1, 8)
+    wrong = (
+        f"^{name} must have at most {MAX_SEQLEN} rows in all packed sequences together, got "
+        f"{3 * 2**30}; pass fewer sequences in a call$"
+    )
+    with pytest.raises(ValueError, match=wrong):
+        Problem.from_shapes(*shapes, **starts)
+    paged = {"block_table": (3, 2**26), "kv_lens": [2**30] * 3}
+    of_pages = {"cu_seqlens_q": starts["cu_seqlens_q"], **paged}
+    shapes[1] = (9, 1, 16, 8)
+    if name == "k":
+        assert Problem.from_shapes(*shapes, **of_pages).seqlen_k == 2**30
+        return
+    with pytest.raises(ValueError, match=wrong):
+        Problem.from_shapes(*shapes, **of_pages)
+
+
 PACKED = dict(cu_seqlens_q=[0, 3, 3, 8], cu_seqlens_k=[0, 0, 4, 9])
 
 
