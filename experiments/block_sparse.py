@@ -294,7 +294,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"{SIZE} x {SIZE}. Times are {tables.runs(measured)}. A column *share* contains the time "
         "with the mask / the time without a mask, for the same kernel. The paper's times "
         "(FlashAttention, Figure 2 right) are for forward plus backward in fp16 on an A100. The "
-        "paper does not give the batch size and the number of heads of this measurement."
+        "paper does not give the batch size and the number of heads for its times."
     )
     return tables.of(caption, header, lines)
 

@@ -325,8 +325,9 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "Each factor in the table is the time before a step / the time after this step. Above 1, "
-        "the step saves time. The calls have 16k tokens, hidden dimension 2048 and no mask. Times "
+        "Each factor in the table is the time before a step / the time after this step. If a "
+        "factor is above 1, the step saves time. The calls have 16k tokens, hidden dimension 2048 "
+        "and no mask. Times "
         f"are {tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
         "The columns *causal skipping* contain the time without a mask / the time with a causal "
         "mask."

@@ -363,7 +363,7 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
         "The table has the time of a forward call of unfused attention in fp32, with "
         f"{UNFUSED_HEADS} heads and d=64. The two matrix products are computed by torch. One of "
         "three softmaxes is used between the two matrix products. The last two columns contain the "
-        "time with another softmax / the time with online softmax."
+        "time with safe softmax or torch.softmax / the time with online softmax."
     )
     return tables.of(caption, header, lines)
 

@@ -398,12 +398,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header.append("our time on mma / our time: median; worst")
     caption = (
         "Each ratio in the table is the time of another kernel / the time of our call, in fp16. "
-        "Above 1, our call is faster. *Worst* is the smallest ratio of a class. Our calls use "
-        '`unit="auto"`, which picks wgmma on Hopper if the wgmma kernels support the options of '
-        "the call. The class *options* contains windows, softcap, ALiBi, bias, and packed "
-        "sequences of unequal lengths. We compile flex_attention for each problem, and its times "
-        f"exclude compiling. The dropout probability is {DROPOUT:g}. In the class *dropout and "
-        f"padding*, up to {PADDING} rows of each sequence are padding, which "
+        "If the ratio is above 1, our call is faster. *Worst* is the smallest ratio of a class. "
+        'Our calls use `unit="auto"`, which picks wgmma on Hopper if the wgmma kernels support '
+        "the options of the call. The class *options* contains windows, softcap, ALiBi, bias, and "
+        "packed sequences of unequal lengths. We compile flex_attention for each problem, and its "
+        f"times exclude compiling. The dropout probability is {DROPOUT:g}. In the class "
+        f"*dropout and padding*, up to {PADDING} rows of each sequence are padding, which "
         "torch's unfused attention hides by a mask."
     )
     return tables.of(caption, header, lines)

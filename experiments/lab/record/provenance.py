@@ -174,7 +174,10 @@ def clocks(run: Mapping[str, Any]) -> str:
     if not found:
         return "The GPU's clocks were not sampled"
     if not found["busy"]:
-        return "The SM clock is not known: the GPU was not busy in any sample (one per second)"
+        return (
+            "The SM clock during the calls is not known, because the GPU was not busy in any "
+            "sample of its clock (one sample per second)"
+        )
     low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
     span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle} MHz)"
     samples = "1 sample" if found["busy"] == 1 else f"{found['busy']} samples"
