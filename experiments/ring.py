@@ -296,7 +296,7 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["GPUs", "forward, Hk Nk / (Hq Nq)", "backward, Hk Nk / (Hq Nq)"]
     caption = (
         "The table shows the ratio Hk Nk / (Hq Nq) at which both loop orders send equally many "
-        "bytes. Above this ratio, sending Q takes fewer bytes than sending K and V. Hk and Hq are "
+        "bytes. Above the ratio, sending Q takes fewer bytes than sending K and V. Hk and Hq are "
         "the numbers of heads of K and of Q. Nk and Nq are the numbers of rows of K and of Q. The "
         "ratios are computed from closed forms, for calls without a mask, with 16-bit inputs and "
         f"d={HEAD_DIM}."
