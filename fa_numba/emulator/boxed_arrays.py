@@ -87,21 +87,24 @@ class Boxed:
         address = array.__array_interface__["data"][0]
         if array.ndim != 4:
             raise ValueError(
-                f"an array whose boxes are copied must have 4 axes, got shape {array.shape}"
+                f"an array that is copied by TMA must have 4 axes, got shape {array.shape}"
             )
         if array.strides[-1] != array.itemsize:
             raise ValueError(
-                "an array whose boxes are copied must have a contiguous last axis, with a stride "
-                f"of {array.itemsize} bytes for {array.dtype}, got {array.strides[-1]} bytes"
+                "an array that is copied by TMA must have a contiguous last axis, with a stride of "
+                f"{array.itemsize} bytes for {array.dtype}, got {array.strides[-1]} bytes; pass a "
+                "contiguous copy"
             )
         if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
             raise ValueError(
-                "an array whose boxes are copied must have an address and positive strides that "
-                f"are multiples of {CHUNK} bytes, except for the last axis, got address "
-                f"{address:#x} and strides {array.strides}"
+                "an array that is copied by TMA must have an address that is a multiple of "
+                f"{CHUNK} bytes. The strides of all axes except the last must be positive "
+                f"multiples of {CHUNK} bytes, got address {address:#x} and strides {array.strides}"
             )
         if not 1 <= rows <= MOST_ROWS:
-            raise ValueError(f"rows (of a box) must be from 1 to {MOST_ROWS}, got {rows}")
+            raise ValueError(
+                f"rows, the number of rows of a TMA box, must be from 1 to {MOST_ROWS}, got {rows}"
+            )
         box = (1, 1, rows, ROW_BYTES // array.itemsize)
         self.array, self.layout = array, layout or BoxLayout(array.shape, array.strides, box)
 
@@ -150,8 +153,8 @@ class BoxedArray:
         layout = self.layout
         if len(place) != len(layout.shape):
             text = (
-                f"a box of {self.array.name} needs {len(layout.shape)} coordinates, one for each "
-                f"axis of its tensor map, got {place}"
+                f"a TMA copy of {self.array.name} needs {len(layout.shape)} coordinates, one for "
+                f"each axis of the tensor map, got {len(place)}: {place}"
             )
             raise ctx.fault(EmulatorError, text, self.array.name, lane)
         itemsize = self.array.itemsize
@@ -175,7 +178,7 @@ class BoxedArray:
         last = first + (columns.stop - columns.start - 1)
         if first.min() < 0 or last.max() >= self.array.span:
             text = (
-                f"the box of {' x '.join(map(str, layout.box))} elements at {place} reaches "
+                f"the TMA box of {' x '.join(map(str, layout.box))} elements at {place} reaches "
                 f"outside the memory of {self.array.name}, which has shape {self.array.shape}. "
                 f"The tensor map has shape {layout.shape} and strides {layout.strides} bytes. "
                 "Check the coordinates of the box and the layout of the tensor map"
@@ -254,10 +257,10 @@ class BoxedArray:
             first = int(stored[0])
             (index,) = zip(*self.index(places[first : first + 1]), strict=True)
             text = (
-                f"this bulk copy {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
-                f"{ctx.who(int(stamps[first]))} stored earlier in this launch. Nothing orders a "
-                "thread's store to global memory before a bulk copy of the same launch: make the "
-                "copy in a later launch"
+                f"this TMA copy {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
+                f"{ctx.who(int(stamps[first]))} stored earlier in the same launch. Within a "
+                "launch, a TMA copy can run before an earlier store of a thread to global memory: "
+                "start the copy in a later launch"
             )
             raise ctx.fault(MissingFence, text, array.name, lane)
 

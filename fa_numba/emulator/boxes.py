@@ -38,7 +38,7 @@ from .shared_memory import SharedArray, SharedBuffer
 
 REPEAT = 1024  # bytes: it begins anew at multiples of these
 HALF_WAY = 1 << 31
-ENGINE = "this bulk copy or product"
+ENGINE = "this TMA copy or wgmma product"
 
 
 def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
@@ -178,8 +178,8 @@ class Boxes(Mbarriers):
                     text = f"{does} {element}, which {self.who(row)} read, {NO_BARRIER}"
                     return self.fault(SharedHazard, f"{ENGINE} {text}", array.name)
         text = (
-            f"{ENGINE} {does} {element}, which {self.who(last)} wrote without a fence_async_proxy "
-            "after. Call fence_async_proxy() after the write, before the barrier"
+            f"{ENGINE} {does} {element}, which {self.who(last)} wrote without calling "
+            "fence_async_proxy() afterwards. Call this fence after the write and before the barrier"
         )
         return self.fault(MissingFence, text, array.name)
 
@@ -190,8 +190,8 @@ class Boxes(Mbarriers):
         size = boxed.rows * boxed.columns
         if array.itemsize != boxed.array.itemsize:
             text = (
-                f"a box of {boxed.array.name} has elements of {boxed.array.dtype}, but those of "
-                f"{array.name} are {array.dtype}. Their sizes must be equal"
+                f"a TMA copy needs elements of equal size, got {boxed.array.name} of dtype "
+                f"{boxed.array.dtype} and {array.name} of dtype {array.dtype}"
             )
             raise self.fault(EmulatorError, text, array.name, lane)
         if index < 0 or index + size > array.length:
@@ -200,7 +200,7 @@ class Boxes(Mbarriers):
         first = array.first + index
         if first * array.itemsize % REPEAT:
             text = f"{array._element(first)} is at byte {first * array.itemsize} of shared memory"
-            text = f"{text}, but a box must start at a multiple of {REPEAT} bytes"
+            text = f"{text}, but a TMA box must start at a multiple of {REPEAT} bytes"
             raise self.fault(Misaligned, text, array.name, lane)
         return first, box_places(boxed.rows, array.itemsize, boxed.layout.swizzle)
 
@@ -220,7 +220,7 @@ class Boxes(Mbarriers):
             barrier = self.mbarrier(tile, number)
             tid = self.group.tids[lane : lane + 1]
             self.usable(barrier, np.array([lane]), by_copies=True)
-            self.in_phase(barrier, tid, "this thread starts a copy that is counted by")
+            self.in_phase(barrier, tid, "this thread starts a TMA load with")
             first, places = self._box(src, dst, at, lane)
             values = np.full(places.shape, src.layout.fill, dst.buffer.data.dtype)
             rows, columns, found = src.access(self, LOAD, where, lane)
@@ -286,9 +286,7 @@ class Boxes(Mbarriers):
             if stamp == IN_FLIGHT:
                 text = f"{text}, {BOX_ON_ITS_WAY}"
             else:
-                text = (
-                    f"{text}, which is part of a box that {self.who(stamp)} stored and waited for, "
-                )
+                text = f"{text}, which {self.who(stamp)} stored by a TMA copy and waited for, "
                 text = f"{text}{NO_BARRIER}"
             raise self.fault(GlobalHazard, text, array.name, lane)
 
@@ -353,7 +351,7 @@ class Boxes(Mbarriers):
         for box in [b for b in self._stores if b.tid in tids]:
             if not box.read:
                 text = (
-                    f"the thread exits while its store of a box may still read {box.element}. Call "
+                    f"the thread exits while its TMA store may still read {box.element}. Call "
                     "commit_boxes() and wait_boxes_read() before the thread ends"
                 )
                 raise self.fault_at(SharedHazard, text, box.tid, box.site, box.array.name)
@@ -368,8 +366,8 @@ class Boxes(Mbarriers):
                 p = int(copy.first + copy.places[0])
                 tid, site = copy.buffer.copiers[0, p], self.sites[copy.buffer.sites[0, p]]
                 text = (
-                    "the thread block ends before any thread has waited for this copy of a box. "
-                    f"Let a thread call wait_mbarrier for {barrier.name}, which counts the copy"
+                    "the thread block ends before any thread has waited for this TMA load. Let a "
+                    f"thread call wait_mbarrier for {barrier.name}, the mbarrier of this load"
                 )
                 raise self.fault_at(SharedHazard, text, int(tid), site)
 

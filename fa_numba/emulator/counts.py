@@ -169,7 +169,7 @@ class Counts:
         unknown = fields.keys() - Access.__dataclass_fields__.keys()
         if unknown:
             allowed = ", ".join(Access.__dataclass_fields__)
-            raise TypeError(f"a field must be one of {allowed}, got {unknown.pop()}")
+            raise TypeError(f"the arguments of total must be among {allowed}, got {unknown.pop()}")
         found = Traffic()
         for access, traffic in self.traffic.items():
             if all(getattr(access, name) == value for name, value in fields.items()):

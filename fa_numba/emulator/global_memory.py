@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 DOES = ("reads", "overwrites", "atomically updates")
 BOX_ON_ITS_WAY = (
-    "where a box is still being stored. The thread that stores the box must call wait_boxes() "
-    "first; wait_boxes_read() is not enough"
+    "to which a TMA copy is still storing. The thread that started the copy must call wait_boxes() "
+    "first. wait_boxes_read() is not enough: it waits only until shared memory has been read"
 )
 
 
@@ -123,7 +123,7 @@ class GlobalArray(Unconverted):
         if not values.dtype.isnative or values.dtype.kind not in "biufc":
             raise TypeError(
                 f"{name} must have an integer, float, complex or bool dtype in native byte order, "
-                f"got {values.dtype}"
+                f"got {values.dtype}; pass a copy with such a dtype"
             )
         if any(s % itemsize for s in values.strides):
             raise ValueError(
@@ -491,7 +491,7 @@ class GlobalArray(Unconverted):
         """Raise if the access races with another thread of the same thread block."""
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
-            for other, did in enumerate(("read", "wrote", "updated", "stored a box to")):
+            for other, did in enumerate(("read", "wrote", "updated", "stored by a TMA copy")):
                 last = int(stamps[other, p])
                 raced = last >= base and not ctx.ordered(last, lane)
                 if raced and (other != kind or kind == STORE):

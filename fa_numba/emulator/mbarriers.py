@@ -85,11 +85,11 @@ class Mbarriers(Knowledge):
         if column < 0 or code == NOBODY:
             return super().who(stamp)
         if code >= PRODUCT:
-            return f"a product of warpgroup {(code - PRODUCT - self.warps) // WARPGROUP}"
+            return f"a wgmma product of warpgroup {(code - PRODUCT - self.warps) // WARPGROUP}"
         if column < WARPGROUP * self.warpgroups:
-            return f"the part of warp {column} in a product"
+            return f"the part of warp {column} in a wgmma product"
         owner = next(b for b in self._mbarriers.values() if b.column == column)
-        return f"a bulk copy that {owner.name} counts"
+        return f"a TMA load with mbarrier {owner.name}"
 
     def mbarrier_tile(self, offset: Any, length: int) -> MbarrierTile:
         """Return an array of mbarriers at a place of the dynamic shared memory."""
@@ -215,9 +215,9 @@ class Mbarriers(Knowledge):
             if tids.size > barrier.pending:
                 text = (
                     f"{tids.size} threads arrive at {barrier.name}, but its phase {barrier.phase} "
-                    f"waits for only {barrier.pending} more of the {barrier.count} arrivals that "
-                    "init_mbarrier was given. Let fewer threads arrive, or initialise the mbarrier "
-                    "with a larger count"
+                    f"waits for only {barrier.pending} more arrivals (init_mbarrier was called "
+                    f"with count {barrier.count}). Let fewer threads arrive, or initialise the "
+                    "mbarrier with a larger count"
                 )
                 raise self.fault(BarrierMisuse, text, None, int(lanes[0]))
             warps = warps_of(tids)

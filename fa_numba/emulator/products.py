@@ -88,8 +88,10 @@ class Product:
         touched = self.lanes & self.ctx.active()
         if touched.any():
             use = "writes" if array is self.C else "reads"
-            text = f"{array.name} is accessed before wait_products was called for the product that "
-            text += f"{use} it. The product was started at {self.ctx.line_of(self.site)}"
+            text = (
+                f"{array.name} is accessed before wait_products was called for the wgmma product "
+                f"that {use} it. The product was started at {self.ctx.line_of(self.site)}"
+            )
             if self.ended:
                 text += (
                     ". A wait_products call has waited for the product, but it names another "
@@ -162,7 +164,7 @@ class Products(Boxes):
             other = int(np.flatnonzero(values != values[0])[0])
             text = (
                 f"the threads of warpgroup {tids[0] // WARPGROUP} begin operand {name} of a "
-                f"product at different elements: {array}[{values[0]}] in thread "
+                f"wgmma product at different elements: {array}[{values[0]}] in thread "
                 f"{self.thread_name(int(tids[0]))}, {array}[{values[other]}] in thread "
                 f"{self.thread_name(int(tids[other]))}. All threads of a warpgroup must pass the "
                 "same index"
@@ -184,15 +186,16 @@ class Products(Boxes):
         """
         if n % 8 or not 8 <= n <= 256:
             raise ValueError(
-                f"n, the columns of a product, must be a multiple of 8 from 8 to 256, got {n}"
+                "n, the number of columns of a wgmma product, must be a multiple of 8 from 8 to "
+                f"256, got {n}"
             )
         if rC.size < n // 2:
             raise ValueError(
                 f"{rC.name} must have at least {n // 2} elements (registers) for the {n} columns "
-                f"of the product, got {rC.size}"
+                f"of a wgmma product, got {rC.size}"
             )
         site = self.site()
-        warpgroups = self._warpgroups("a product")
+        warpgroups = self._warpgroups("a wgmma product")
         waiting, rC.waiting = rC.waiting, ([], [], [])  # C itself may be on its way
         flying, rC.flying = rC.flying, []
         if waiting[0] and not flying:
@@ -243,16 +246,16 @@ class Products(Boxes):
         at = self._of_warpgroup(index, lanes, "A" if left else "B", array.name)
         if array.itemsize != ITEM:
             raise TypeError(
-                f"{array.name} must have elements of 16 bits to be an operand of a product, got "
-                f"{array.dtype}"
+                f"{array.name} must have elements of 16 bits to be an operand of a wgmma product, "
+                f"got {array.dtype}"
             )
         byte = (array.first + at) * ITEM
         if byte % 16 or byte % REPEAT >= ROW_BYTES or panel_rows % 8:
             text = (
-                f"{array._element(array.first + at)} is at byte {byte} of shared memory, in panels "
-                f"of {panel_rows} rows. The first byte of an operand must be a multiple of 16, and "
-                f"its remainder modulo {REPEAT} less than {ROW_BYTES}. The number of rows of a "
-                "panel must be a multiple of 8"
+                f"an operand of a wgmma product starts at {array._element(array.first + at)}, "
+                f"which is byte {byte} of shared memory, and has panels of {panel_rows} rows. The "
+                f"byte must be a multiple of 16, and byte % {REPEAT} must be less than "
+                f"{ROW_BYTES}. The number of rows of a panel must be a multiple of 8"
             )
             raise self.fault(Misaligned, text, array.name, int(lanes[0]))
         column = byte % REPEAT
@@ -367,7 +370,7 @@ class Products(Boxes):
         for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
             for product in self._products.get(number, []):
                 text = (
-                    f"the thread exits before a product that it started has ended. Call "
+                    "the thread exits before a wgmma product that it started has ended. Call "
                     f"wait_products({product.C.name}, ...) before the thread ends"
                 )
                 tid = number * WARPGROUP

@@ -397,8 +397,9 @@ class SharedArray(Unconverted):
             size = self.itemsize
             raise self.ctx.fault(
                 Misaligned,
-                f"{self._element(first)} is at byte {first * size} of shared memory, but an access "
-                f"of {n * size} bytes must start at a multiple of {n * size} bytes",
+                f"{self._element(first)} is at byte {first * size} of shared memory, but an "
+                f"access of {n * size} bytes must start at a multiple of {n * size} bytes. Start "
+                "the access at such an element, or access the elements one by one",
                 self.name,
                 lane,
             )
@@ -546,8 +547,8 @@ class SharedArray(Unconverted):
             return ctx.fault(UninitialisedRead, never_written(element), self.name, lane)
         if stamp == READING:
             text = (
-                f"this thread {does} {element} while a product or a bulk copy may still read it. "
-                "Call wait_products (for a product) or wait_boxes_read (for a bulk copy) first"
+                f"this thread {does} {element} while a wgmma product or a TMA copy may still read "
+                "it. Call wait_products (for a product) or wait_boxes_read (for a TMA copy) first"
             )
         elif stamp == IN_FLIGHT:
             site = ctx.sites[self.buffer.sites[0, p]]

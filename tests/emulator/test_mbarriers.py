@@ -369,17 +369,21 @@ def test_what_a_box_costs():
     [
         ("wait", SharedHazard, "while a copy into it is in flight, issued by thread (0, 0, 0)"),
         ("barrier", SharedHazard, "while a copy into it is in flight"),
-        ("one waits", SharedHazard, "which a bulk copy that bars[0] counts wrote, with no barrier"),
+        (
+            "one waits",
+            SharedHazard,
+            "which a TMA load with mbarrier bars[0] wrote, with no barrier",
+        ),
         ("write", SharedHazard, "while a copy into it is in flight"),
         (
             "second",
             BarrierMisuse,
-            "starts a copy that is counted by bars[0] in phase 1, but the thread has not waited",
+            "starts a TMA load with bars[0] in phase 1, but the thread has not waited",
         ),
         ("nobody looks", None, ""),
         ("bytes", Deadlock, "phase 0, which still waits for 0 of 1 arrivals and for 16 bytes"),
         ("fence", MissingFence, "which did not call fence_mbarrier_init() afterwards"),
-        ("alignment", Misaligned, "sX[0] is at byte 512 of shared memory, but a box must"),
+        ("alignment", Misaligned, "sX[0] is at byte 512 of shared memory, but a TMA box must"),
     ],
 )
 def test_a_box_that_is_not_waited_for(wrong, error, message):
@@ -401,7 +405,7 @@ def test_a_block_that_ends_before_its_box_has_come():
         load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
 
     error = caught(SharedHazard, kernel, 1, Boxed(bits(1, 1, 8, 64), 8))
-    assert "Let a thread call wait_mbarrier for bars[0], which counts the copy" in str(error)
+    assert "Let a thread call wait_mbarrier for bars[0], the mbarrier of this load" in str(error)
     assert "load_box(" in error.line
 
 
@@ -448,9 +452,9 @@ def test_a_place_is_filled_again(wrong):
     "wrong, error, message",
     [
         ("wait", (SharedHazard, BarrierMisuse), ""),
-        ("early", SharedHazard, "this bulk copy or product overwrites sX["),
+        ("early", SharedHazard, "this TMA copy or wgmma product overwrites sX["),
         ("lanes", SharedHazard, "thread (1, 0, 0) read,"),  # one of each warp speaks for no other
-        ("written", MissingFence, "wrote without a fence_async_proxy after"),
+        ("written", MissingFence, "wrote without calling fence_async_proxy() afterwards"),
     ],
 )
 def test_a_place_that_is_filled_too_early(wrong, error, message):
@@ -513,7 +517,10 @@ def test_boxes_end_with_a_sequence_and_have_rows_of_several_heads(
 def test_boxes_that_a_map_has_not():
     x, y = bits(1, 2, 40, 64), np.zeros(8 * COLUMNS, np.uint16)
     found = caught(EmulatorError, _make_load(8, (0, 0, 0, 0, 0)), 32, Boxed(x, 8), y)
-    assert "a box of X needs 4 coordinates" in str(found)
+    assert (
+        "a TMA copy of X needs 4 coordinates, one for each axis of the tensor map, got 5: (0"
+        in str(found)
+    )
     # A row of the sequence that would lie before the array.
     layout = TiledArray(x, 8, "float16", ends=True).layout
     kernel = _make_load(8, (WRAPS, 5, WRAPS - 10, 0))
@@ -577,8 +584,12 @@ def test_a_box_is_stored_where_the_array_is(rows, place):
 @pytest.mark.parametrize(
     "wrong, error, message",
     [
-        ("fence", MissingFence, "wrote without a fence_async_proxy after"),
-        ("one fence", MissingFence, "thread (33, 0, 0) wrote without a fence_async_proxy after"),
+        ("fence", MissingFence, "wrote without calling fence_async_proxy() afterwards"),
+        (
+            "one fence",
+            MissingFence,
+            "thread (33, 0, 0) wrote without calling fence_async_proxy() afterwards",
+        ),
         ("barrier", SharedHazard, "no barrier between"),
         ("hole", UninitialisedRead, "sX[69] is read, but was never written"),
         ("commit", SharedHazard, "may still read it. Call"),
@@ -595,7 +606,7 @@ def test_a_box_that_is_stored_too_early(wrong, error, message):
 def test_a_thread_that_leaves_its_box_behind():
     arrays = bits(64, COLUMNS), Boxed(np.zeros((1, 1, 64, 64), np.uint16), 64)
     found = caught(SharedHazard, _make_store(64, (0, 0, 0, 0), "wait"), 64, *arrays, False)
-    assert "exits while its store of a box may still read sX[0]" in str(found)
+    assert "exits while its TMA store may still read sX[0]" in str(found)
     assert found.thread == (0, 0, 0) and "store(" in found.line
 
 
@@ -642,9 +653,9 @@ def test_a_stored_box_is_there_when_it_was_waited_for():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ("read", "reads Y[0, 0, 0, 0], where a box is still being stored"),
-        ("again", "overwrites Y[0, 0, 0, 0], where a box is still being stored"),
-        ("alone", "thread (0, 0, 0) stored and waited for, with no barrier between"),
+        ("read", "reads Y[0, 0, 0, 0], to which a TMA copy is still storing"),
+        ("again", "overwrites Y[0, 0, 0, 0], to which a TMA copy is still storing"),
+        ("alone", "thread (0, 0, 0) stored by a TMA copy and waited for, with no barrier between"),
     ],
 )
 def test_a_box_that_comes_before_it_is_there(wrong, message):
@@ -689,9 +700,8 @@ def test_a_box_of_what_a_thread_has_stored(moves, stores):
         launch(kernel, 1, x[0, 0], Boxed(x, 8), 3 if stores == "outside" else -1)
         return
     found = caught(MissingFence, kernel, 1, x[0, 0], Boxed(x, 8), 7)
-    assert (
-        "[0, 0, 7, 5], which thread (0, 0, 0) stored earlier in this launch. Nothing orders"
-        in str(found)
+    assert "[0, 0, 7, 5], which thread (0, 0, 0) stored earlier in the same launch. Within" in str(
+        found
     )
     assert f"{moves}_box(" in found.line
 
@@ -701,8 +711,11 @@ def test_a_box_of_what_a_thread_has_stored(moves, stores):
     "wrong, says",
     [
         ("", ""),
-        ("wait", "P[5, 5], where a box is still being stored"),
-        ("barrier", "P[5, 5], which thread (0, 0, 0) stored a box to, with no barrier between"),
+        ("wait", "P[5, 5], to which a TMA copy is still storing"),
+        (
+            "barrier",
+            "P[5, 5], which thread (0, 0, 0) stored by a TMA copy, with no barrier between",
+        ),
     ],
 )
 def test_a_thread_where_a_box_is_stored(wrong, says, stores):
@@ -750,10 +763,10 @@ def test_arrays_that_are_refused():
     for array, rows, message in (
         (x[0], 8, "must have 4 axes, got shape"),
         (x[..., ::2], 8, "must have a contiguous last axis, .* 2 bytes .*, got 4 bytes"),
-        (x[..., 1:], 8, "must have .* multiples of 16 bytes, .* got"),
-        (np.zeros((1, 1, 8, 20), np.uint16), 8, "must have .* multiples of 16 bytes, .* got"),
-        (x, 0, "rows .of a box. must be from 1 to 256, got 0"),
-        (x, 257, "rows .of a box. must be from 1 to 256, got 257"),
+        (x[..., 1:], 8, "must have .* multiples of 16 bytes, got"),
+        (np.zeros((1, 1, 8, 20), np.uint16), 8, "must have .* multiples of 16 bytes, got"),
+        (x, 0, "rows, the number of rows of a TMA box, must be from 1 to 256, got 0"),
+        (x, 257, "rows, the number of rows of a TMA box, must be from 1 to 256, got 257"),
     ):
         with pytest.raises(ValueError, match=message):
             Boxed(array, rows)

@@ -280,18 +280,22 @@ def test_what_may_be_touched(right):
     [
         ("hole", UninitialisedRead, "sA[77] is read, but was never written"),
         ("no C", UninitialisedRead, "rO[9] is read, but was never written"),
-        ("fence", MissingFence, "wrote without a fence_async_proxy after"),
-        ("one fence", MissingFence, "thread (100, 0, 0) wrote without a fence_async_proxy after"),
+        ("fence", MissingFence, "wrote without calling fence_async_proxy() afterwards"),
+        (
+            "one fence",
+            MissingFence,
+            "thread (100, 0, 0) wrote without calling fence_async_proxy() afterwards",
+        ),
         ("barrier", SharedHazard, "no barrier between"),
         (
             "read C",
             RegisterHazard,
-            "rS is accessed before wait_products was called for the product that writes it",
+            "rS is accessed before wait_products was called for the wgmma product that writes it",
         ),
         ("write C", RegisterHazard, "rS is accessed"),
         ("add to C", RegisterHazard, "rS is accessed"),
         ("another shape", RegisterHazard, "rS is accessed"),
-        ("write A", SharedHazard, "while a product or a bulk copy may still read it"),
+        ("write A", SharedHazard, "while a wgmma product or a TMA copy may still read it"),
         ("other writes", SharedHazard, "sA[0]"),
         ("wait", RegisterHazard, "rS is accessed"),
         ("pending", RegisterHazard, "rS is accessed"),
@@ -299,17 +303,17 @@ def test_what_may_be_touched(right):
         (
             "other rows",
             SharedHazard,
-            "sA[1024], which the part of warp 1 in a product read, with no",
+            "sA[1024], which the part of warp 1 in a wgmma product read, with no",
         ),
         (
             "write B",
             SharedHazard,
-            "sB[0], which a product of warpgroup 0 read, with no barrier between",
+            "sB[0], which a wgmma product of warpgroup 0 read, with no barrier between",
         ),
         (
             "write words",
             RegisterHazard,
-            "rP is accessed before wait_products was called for the product that reads",
+            "rP is accessed before wait_products was called for the wgmma product that reads",
         ),
         ("exit", RegisterHazard, "Call wait_products(rO, ...) before the thread ends"),
         (
@@ -383,7 +387,7 @@ def test_part_of_a_warpgroup():
             MULTIPLY_F16(rC, 8, sA, 8 * (t % 2), 64, 0, sA, 0, 64, 0, 1, 0)
 
     out = np.zeros(1, np.float32)
-    text = "only 64 of the 128 threads of warpgroup 0 call a product."
+    text = "only 64 of the 128 threads of warpgroup 0 call a wgmma product."
     assert text in str(caught(BarrierDivergence, kernel, 128, out, "half"))
     assert "call wait_products" in str(caught(BarrierDivergence, kernel, 128, out, "wait"))
     text = "different elements: sA[0] in thread (0, 0, 0), sA[8] in thread (1, 0, 0)"
@@ -393,9 +397,9 @@ def test_part_of_a_warpgroup():
 @pytest.mark.parametrize(
     "at, rows, error, message",
     [
-        (4, 64, Misaligned, "is at byte 8 of shared memory, in panels of 64 rows"),
-        (64, 64, Misaligned, "is at byte 128 of shared memory"),
-        (0, 60, Misaligned, "in panels of 60 rows"),
+        (4, 64, Misaligned, "is byte 8 of shared memory, and has panels of 64 rows"),
+        (64, 64, Misaligned, "is byte 128 of shared memory"),
+        (0, 60, Misaligned, "and has panels of 60 rows"),
         (512, 64, OutOfBounds, "is outside the array of 4096"),
     ],
 )
@@ -504,5 +508,7 @@ def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
         wait_products(rC, 4, 0)
 
     error = caught(EmulatorError, kernel, 128, np.zeros(1, np.float32))
-    text = "of warpgroup 0 must reach a product as one group, but earlier waits or branches have"
+    text = (
+        "of warpgroup 0 must reach a wgmma product as one group, but earlier waits or branches have"
+    )
     assert text in str(error)
