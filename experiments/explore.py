@@ -169,7 +169,10 @@ def unpack(row: Row) -> Trace:
             continue
         said = _WORD.fullmatch(word)
         if said is None or not (said["bytes"] or said["array"] in last):
-            raise ValueError(f"note must consist of moves, got {word!r} in {row.note!r}")
+            raise ValueError(
+                f"the note of a trace must consist of moves such as '<Q0:1024', got {word!r} in "
+                f"{row.note!r}"
+            )
         array, tile = said["array"], int(said["tile"])
         last[array] = int(said["bytes"] or last[array])
         rows = row.Br if array in "QOlmL" else row.Bc

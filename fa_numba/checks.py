@@ -184,7 +184,7 @@ def as_scale(value: Any, head_dim: int) -> float:
         )
     if scale and not np.float32(scale):
         raise ValueError(
-            "scale must not round to 0 in float32, in which the kernels compute, got "
+            "scale must not round to 0 in float32 (the kernels compute in float32), got "
             f"{value!r}; pass 0.0 for a scale of 0"
         )
     return scale
@@ -244,8 +244,8 @@ def as_window(value: Any) -> tuple[int, int]:
     if value is None:
         return -1, -1
     wanted = (
-        "window must be (left, right), each an integer number of keys, or -1 or None for no bound, "
-        f"got {value!r}"
+        "window must be (left, right), two integers of at least 0; -1 or None instead of an "
+        f"integer means no limit, got {value!r}"
     )
     try:
         if isinstance(value, (str, set, frozenset, dict)):
@@ -317,7 +317,9 @@ def as_lengths(
     check_shape(name, lengths.shape, (batch,), of=PER_ENTRY)
     outside = lengths[(lengths < 0) | (lengths > longest)]
     if outside.size:
-        raise ValueError(f"{name} must hold integers from 0 to {longest} ({of}), got {outside[0]}")
+        raise ValueError(
+            f"{name} must contain integers from 0 to {longest} ({of}), got {outside[0]}"
+        )
     return tuple(lengths.tolist())
 
 
@@ -329,8 +331,8 @@ def as_page_size(value: int, shape: tuple[int, ...], name: str = "k") -> int:
     """The rows of a page, from the shape of the pages of k, which are called ``name``."""
     if value not in PAGE_SIZES:
         raise ValueError(
-            f"{name} must have pages of 16 to 256 rows, in steps of 16, got {value} rows (shape "
-            f"{shape})"
+            f"{name} must have a number of rows per page that is a multiple of 16 from 16 to 256, "
+            f"got {value} rows (shape {shape})"
         )
     return value
 
@@ -362,8 +364,8 @@ def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> 
 
 def _no_page(table: np.ndarray, b: int, n: int, pages: int, name: str, where: str) -> str:
     return (
-        f"block_table must hold numbers from 0 to {pages - 1} (the pages of {name}) in {where}, "
-        f"got {table[b, n]} at [{b}, {n}]"
+        f"block_table must contain page numbers from 0 to {pages - 1} (the pages of {name}) in "
+        f"{where}, got {table[b, n]} at block_table[{b}, {n}]"
     )
 
 
@@ -391,8 +393,8 @@ def check_appended(
                 raise ValueError(_no_page(table, b, n, pages, "k_pages", where))
             if page in owners or page in table[b, :n]:
                 raise ValueError(
-                    "block_table must give the new rows of each sequence pages that no other rows "
-                    f"use, got page {page} at [{b}, {n}], which batch entry {owners.get(page, b)} "
+                    "a page into which new rows are written must be listed only once, got page "
+                    f"{page} at block_table[{b}, {n}], which batch entry {owners.get(page, b)} "
                     "uses too"
                 )
             owners[page] = b
@@ -411,7 +413,9 @@ def as_table(value: Any) -> np.ndarray:
     limits = np.iinfo(np.int32)
     wrong = table[(table < limits.min) | (table > limits.max)]
     if wrong.size:
-        raise ValueError(f"block_table must hold page numbers from 0 to 2**31 - 1, got {wrong[0]}")
+        raise ValueError(
+            f"block_table must contain page numbers from 0 to 2**31 - 1, got {wrong[0]}"
+        )
     return np.ascontiguousarray(table, np.int32)
 
 
@@ -419,9 +423,9 @@ def _integers(name: str, value: Any) -> np.ndarray:
     check_unmasked(name, value)
     found = np.asarray(value)
     if found.size and found.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers, got dtype {found.dtype}")
+        raise TypeError(f"{name} must contain integers, got dtype {found.dtype}")
     if found.dtype == np.uint64 and (found >= 2**63).any():
-        raise ValueError(f"{name} must hold integers below 2**63, got {found.max()}")
+        raise ValueError(f"{name} must contain integers below 2**63, got {found.max()}")
     return found.astype(np.int64)
 
 
@@ -443,8 +447,8 @@ def packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...
             n = int((lengths < 0).argmax())
             got = f"{starts[n]} followed by {starts[n + 1]}"
         raise ValueError(
-            f"{name} must be cumulative lengths: begin with 0, never decrease, and end with "
-            f"{total} (the first axis of {of}), got {got}"
+            f"{name} must be cumulative lengths that begin with 0, never decrease and end with "
+            f"{total} (the length of the first axis of {of}), got {got}"
         )
     return tuple(lengths.tolist())
 

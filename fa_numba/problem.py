@@ -33,7 +33,9 @@ class BlockSizes(Protocol):
 def check_blocks(tiles: BlockSizes) -> None:
     """Raise TypeError or ValueError unless both block sizes are integers of at least 1."""
     if not (hasattr(tiles, "Br") and hasattr(tiles, "Bc")):
-        raise TypeError(f"tiles must have Br and Bc, such as Tiles(Br=64, Bc=64), got {tiles!r}")
+        raise TypeError(
+            f"tiles must have the attributes Br and Bc, like Tiles(Br=64, Bc=64), got {tiles!r}"
+        )
     checks.as_size("tiles.Br", tiles.Br, axis=False)
     checks.as_size("tiles.Bc", tiles.Bc, axis=False)
 

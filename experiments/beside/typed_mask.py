@@ -48,7 +48,7 @@ def function_of(text: str) -> Callable[..., Any]:
         source = f"lambda b, h, i, j: {ast.unparse(body)}\n"
         code = compile(source, name, "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise refused(f"an error ({getattr(error, 'msg', error)})") from None
+        raise refused(f"a syntax error ({getattr(error, 'msg', error)})") from None
     for node in ast.walk(body):
         if not _is_known(node):
             raise refused(ast.unparse(node) if isinstance(node, ast.expr) else "a power")

@@ -42,7 +42,7 @@ class Evidence:
         """
         if not (found := select(self._rows.get(experiment, ()), **fields)):
             only = f" with {fields}" if fields else ""
-            raise MissingRows(f"{experiment} has no rows{only}")
+            raise MissingRows(f"experiment {experiment} has no rows{only}")
         return found
 
 

@@ -133,7 +133,9 @@ def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
             theirs = {place: said(*place) if callable(said) else said for place in ours}
         both = sorted(place for place in ours if place in theirs)
         if not both:
-            raise MissingRows(f"{' '.join(quantity.experiments)}: {label}")
+            raise MissingRows(
+                f"no row of {', '.join(quantity.experiments)} belongs to the numbers of {label}"
+            )
         points += [Point(label, place, ours[place], theirs[place]) for place in both]
     return points
 

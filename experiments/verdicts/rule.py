@@ -192,7 +192,10 @@ def _in_shape(points: Iterable[Point]) -> list[bool]:
     for curve in curves.values():
         for a, b in pairwise(sorted(curve, key=lambda point: point.place[-1])):
             if isinstance(a.published, Bounds) or isinstance(b.published, Bounds):
-                raise TypeError(f"{a.label} is a bound, which has no shape to compare")
+                raise TypeError(
+                    f"{a.label} must be a series of published numbers, not a bound, to compare "
+                    "how it changes"
+                )
             ours, theirs = b.ours / a.ours, b.published / a.published
             level = all(1 / LEVEL < step < LEVEL for step in (ours, theirs))
             found.append(level or _sign(ours, 1) == _sign(theirs, 1))

@@ -84,7 +84,7 @@ class Choices:
             if value != own.default:
                 raise ValueError(
                     f"{own.name} must be {own.default!r} with passes={self.passes!r}, got "
-                    f"{value!r}; only passes={other!r} takes it"
+                    f"{value!r}; {own.name} is only for passes={other!r}"
                 )
         compared = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
         with contextlib.suppress(TypeError):  # measures in a list

@@ -63,7 +63,9 @@ def checked(result: tuple, what: str) -> Any:
     Raise RuntimeError if the returned status is an error. ``what`` names the action in the message.
     """
     if result[0] != _SUCCESS:
-        raise RuntimeError(f"{what} failed: {driver.CUresult(result[0]).name}")
+        raise RuntimeError(
+            f"{what} failed: the CUDA driver returned {driver.CUresult(result[0]).name}"
+        )
     return result[-1]
 
 

@@ -140,8 +140,8 @@ def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
         return how(tensor)
     except RuntimeError as error:
         raise TypeError(
-            f"{name} must be a tensor with values, got one without memory, as torch.vmap and the "
-            "transforms of torch.func (grad, jvp) pass; call fa_numba outside them"
+            f"{name} must be a tensor with values, got a tensor without memory. torch.vmap and the "
+            "transforms of torch.func (grad, jvp) pass such tensors; call fa_numba outside them"
         ) from error
 
 
@@ -199,8 +199,8 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     check_dtype(name, dtype, "torch", allowed)
     if tensor.is_neg():
         raise TypeError(
-            f"{name} must hold its values in memory, got a view that negates them when they are "
-            f"read; pass {name}.resolve_neg()"
+            f"{name} must not be a view that negates its values when they are read "
+            f"({name}.is_neg() is True); pass {name}.resolve_neg()"
         )
     if where.type == "cpu":
         seen_as = torch.int16 if dtype == "bfloat16" else tensor.dtype
@@ -439,8 +439,8 @@ def on_host(name: str, array: Any) -> np.ndarray:
             return np.asarray(array)
         except ValueError:  # rows of several lengths
             raise ValueError(
-                f"{name} must hold numbers in rows of equal length, got {kind_of(array)} with rows "
-                "of several lengths"
+                f"{name} must contain numbers in rows of equal length, got {kind_of(array)} with "
+                "rows of several lengths"
             ) from None
     if hasattr(array, "__dlpack__"):
         return np.from_dlpack(array)
@@ -532,7 +532,7 @@ def check_written(out: Operand, inputs: list[Operand]) -> None:
         raise ValueError(f"{out.name} must be writable, got a read-only {_KINDS[out.library]}")
     if out.library != inputs[0].library:
         raise ValueError(
-            f"{out.name} must be of the same kind as {inputs[0].name} "
+            f"{out.name} must have the same array type as {inputs[0].name} "
             f"({_KINDS[inputs[0].library]}), got {_KINDS[out.library]}"
         )
     if overlaps_itself(out):

@@ -53,7 +53,7 @@ def _whole(
             raise TypeError(f"{said} must be a list or tuple of arrays, got {kind_of(parts)}")
     if len(outputs) < 2 or len(lses) != len(outputs):
         raise ValueError(
-            "outputs and lses must hold the same number of arrays, two or more, got "
+            "outputs and lses must contain the same number of arrays, two or more, got "
             f"{len(outputs)} and {len(lses)}"
         )
     arrays = _numbered("outputs", outputs) | _numbered("lses", lses) | dict(beside)

@@ -181,9 +181,9 @@ def _of_prefix(problem: Problem, k_shape: Any, v_shape: Any, options: Any) -> Pr
             name = argument_of(flag) if flag in FEATURES else flag
             name = "attn_mask" if name == "bias" and options.get("bias") is None else name
             raise ValueError(
-                f"{name} cannot be given with prefix_k; the options that can are scale, causal, "
-                "softcap, sinks, q_lens, kv_lens, block_table, cu_seqlens_q, cu_seqlens_k, layout "
-                "and precision"
+                f"{name} cannot be given with prefix_k; a call with a prefix accepts the options "
+                "scale, causal, softcap, sinks, q_lens, kv_lens, block_table, check_table, "
+                "cu_seqlens_q, cu_seqlens_k, layout and precision"
             )
     names = ("heads_q", "heads_k", "head_dim", "head_dim_v", "dtype")
     kept = {name: getattr(problem, name) for name in (*names, "scale", "softcap", "precision")}

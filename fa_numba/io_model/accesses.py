@@ -180,8 +180,9 @@ def one_head_dim(problem: Problem) -> int:
     if problem.head_dim_v is not None:
         raise ValueError(
             f"head_dim_v must be None (equal to head_dim, {problem.head_dim}), got "
-            f"{problem.head_dim_v}, because this formula has one head dimension. The formulas of "
-            "fa1, fa2 and standard's forward pass have two, if precision is 'ieee'"
+            f"{problem.head_dim_v}, because this formula is for one head dimension. With precision "
+            "'ieee', formulas for two head dimensions exist for algorithms 'fa1' and 'fa2' and for "
+            "the forward pass of 'standard'"
         )
     return problem.head_dim
 

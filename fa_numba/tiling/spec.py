@@ -275,7 +275,7 @@ def check_shared(spec: Spec, shared_limit: int, staged: str = "") -> None:
         raise ValueError(
             f"tiles must fit in {shared_limit} bytes of shared memory (the device's limit for a "
             f"thread block), got {spec.shared_bytes} bytes for Br={spec.Br}, Bc={spec.Bc}{staged} "
-            f"at head_dim={spec.head_dim}; choose smaller tiles"
+            f"at head_dim={spec.head_dim}; choose smaller tiles or a smaller head_dim"
         )
 
 

@@ -329,14 +329,14 @@ def within_registers(
     allowed = [GROUP_ROWS * n for n in REGISTERS]
     if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
         raise ValueError(
-            f"tiles must have Br {one_of(allowed)} and Bc a multiple of 16 up to 256 on unit "
-            f"'wgmma', got Br={tiles.Br}, Bc={tiles.Bc}"
+            f"on unit 'wgmma', tiles.Br must be {one_of(allowed)}, and tiles.Bc a multiple of 16 "
+            f"up to 256, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
     spec = kind(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
     with_threads([spec], tiles, " on unit 'wgmma'")
     if not spec.fits_registers:
         raise ValueError(
-            "tiles must leave a thread enough registers for its parts of S, P and O, got "
+            "tiles must leave each thread enough registers for its parts of S, P and O, got "
             f"Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} on unit 'wgmma'; choose smaller "
             "tiles"
         )

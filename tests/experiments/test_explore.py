@@ -182,7 +182,7 @@ def test_a_packed_trace_is_the_trace():
     found = explore.trace(explore.Inputs(), "fa1-simt", problem, Tiles(16, 32))
     assert explore.pack(found) == row.note.partition("; ")[2]
     assert explore.unpack(row) == found
-    with pytest.raises(ValueError, match="must consist of moves, got 'Q0'"):
+    with pytest.raises(ValueError, match="must consist of moves such as '<Q0:1024', got 'Q0'"):
         explore.unpack(replace(row, note="window 24; Q0"))
     ragged = explore.problem_of(50, 16, True, 0, "mma")
     found = explore.trace(explore.Inputs(), "fa2-mma", ragged, Tiles(32, 16))

@@ -107,12 +107,12 @@ REFUSED = [
     ("/api/orders", {**STATE, "N": 512, "d": 256, "Br": 128}, "the emulator computes at most"),
     ("/api/orders", {**STATE, "Br": 17}, "Br"),
     ("/api/orders", {**STATE, "unit": "tpu"}, "unit must be one of simt, mma, wgmma, got 'tpu'"),
-    ("/api/orders", {**STATE, "unit": "wgmma"}, "Br 64, 128 or 192"),
+    ("/api/orders", {**STATE, "unit": "wgmma"}, "tiles.Br must be 64, 128 or 192"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
     (
         "/api/orders",
         {**STATE, "mask": "j <"},
-        "the mask 'j <' contains an error (invalid syntax). It may",
+        "the mask 'j <' contains a syntax error (invalid syntax). It may",
     ),
     ("/api/orders", {**STATE, "mask": "x < j"}, "the mask 'x < j' contains x. It may contain"),
     (
@@ -124,7 +124,7 @@ REFUSED = [
     ("/api/orders", {**STATE, "mask": "i.real < j"}, "contains i.real. It may"),
     ("/api/orders", {**STATE, "mask": "(lambda: j)()"}, "lambda: j"),
     ("/api/orders", {**STATE, "mask": "9 ** 9 ** 9 < j"}, "contains a power. It may"),
-    ("/api/orders", {**STATE, "mask": "-" * 900 + "i"}, "contains an error ("),
+    ("/api/orders", {**STATE, "mask": "-" * 900 + "i"}, "contains a syntax error ("),
     ("/api/orders", {**STATE, "mask": "[j][0] < i"}, "contains [j][0]. It may"),
     ("/api/orders", {**STATE, "mask": "i * 2.5"}, "mask_mod"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),

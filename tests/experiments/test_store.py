@@ -155,7 +155,7 @@ def test_what_is_in_the_way_is_named(tmp_path):
         (",4096,", ",,", "line 2: seqlen_q must be a number, got ''"),
         (",4096,", ",4096.5,", "line 2: seqlen_q must be a number, got '4096.5'"),
         (",12.5,", ",fast,", "line 2: value must be a number, got 'fast'"),
-        (",measured,", ",", "line 2: must have 22 columns, got 21"),
+        (",measured,", ",", "line 2: the number of columns must be 22, got 21"),
         (
             ",measured,",
             ",guessed,",

@@ -104,7 +104,7 @@ def test_a_trend_is_the_shape_from_one_point_to_the_next():
     assert verdict([9, 9.3, 5], [1, 0.99, 0.5]) == REFUTED
     a, b = points([1, 9], [1, 2]), points([9, 1], [1, 2], "b")
     assert rule.judge("curve", "shape", [*a, *b]).agreeing == [True, False]
-    with pytest.raises(TypeError, match="a is a bound, which has no shape"):
+    with pytest.raises(TypeError, match="a must be a series of published numbers, not a bound"):
         verdict([1, 2], [1, Bounds(0, 1)])
 
 

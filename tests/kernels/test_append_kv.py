@@ -97,23 +97,23 @@ REFUSED = {
     "more rows than pages": ({"kv_lens": [62, 3]},
         r"kv_lens plus the number of new rows must be .*got 62 \+ 3 for batch entry 0"),
     "a page there is not": ({"table": {(1, 0): 9}},
-        r"block_table must hold numbers from 0 to 6 \(the pages of .*got 9 at \[1, 0\]"),
+        r"block_table must contain page numbers from 0 to 6 .*got 9 at block_table\[1, 0\]"),
     "a page of two sequences": ({"table": {(1, 0): 1}},
-        r"block_table must give the new rows of .*got page 1 at \[1, 0\], which batch"),
+        r"a page into which new rows are .*got page 1 at block_table\[1, 0\], which batch"),
     "a page twice": (
         {"table": {(1, 1): 0}, "kv_lens": [0, 14]},
-        r"block_table must give the new rows of .*got page 0 at \[1, 1\], which",
+        r"a page into which new rows are .*got page 0 at block_table\[1, 1\], which",
     ),
     "a page with older rows": (
         {"table": {(1, 2): 0}, "kv_lens": [0, 32]},
-        r"block_table must give the new rows of .*got page 0 at \[1, 2\], which",
+        r"a page into which new rows are .*got page 0 at block_table\[1, 2\], which",
     ),
     "too many new rows": (
         {"new_lens": [4, 1]},
-            r"new_lens must hold integers from 0 to 3 \(the rows of k_new\), got 4",
+            r"new_lens must contain integers from 0 to 3 \(the rows of k_new\), got 4",
     ),
     "negative lengths": ({"kv_lens": [-1, 0]},
-        r"kv_lens must hold integers from 0 to 64 \(4 pages of 16 rows in .*got -1"),
+        r"kv_lens must contain integers from 0 to 64 \(4 pages of 16 rows in .*got -1"),
     "no lengths": ({"kv_lens": None},
         r"block_table needs kv_lens, integers of shape \(batch,\): the number of keys"),
     "no table": ({"block_table": None},
@@ -304,7 +304,8 @@ def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
     fa_numba.append_kv(*pages, *new, **integers)
     integers["block_table"].values[0, 1] = 5
     with pytest.raises(
-        ValueError, match=r"block_table must hold numbers from 0 to .*got 5 at \[0, 1\]"
+        ValueError,
+        match=r"block_table must contain page numbers from 0 to .*got 5 at block_table\[0, 1\]",
     ):
         fa_numba.flash_attention_2(q, *pages, **integers)
     integers["kv_lens"].values[0] = 64

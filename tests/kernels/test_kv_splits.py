@@ -237,7 +237,7 @@ def test_who_has_no_splits_says_so():
             fa_numba.plan(q.shape, k.shape, algorithm=algorithm, kv_splits=2)
     with pytest.raises(
         ValueError,
-        match="kv_splits must be 'auto' with passes='bwd', got 2; only passes='fwd' takes it",
+        match="must be 'auto' with passes='bwd', got 2; kv_splits is only for passes='fwd'",
     ):
         fa_numba.plan(q.shape, k.shape, passes="bwd", kv_splits=2)
 

@@ -189,9 +189,9 @@ def test_what_does_not_fit_is_refused():
         (
             (outputs[:1], lses[:1]),
             ValueError,
-            "outputs and lses must hold .* two or more, got 1 and 1",
+            "outputs and lses must contain .* two or more, got 1 and 1",
         ),
-        ((outputs, lses[:1]), ValueError, "outputs and lses must hold .*got 2 and 1"),
+        ((outputs, lses[:1]), ValueError, "outputs and lses must contain .*got 2 and 1"),
         (([outputs[0], outputs[1][:, :2]], lses), ValueError, r"outputs\[1\] must have shape"),
         ((outputs, [lses[0], lses[1][:, :2]]), ValueError, r"lses\[1\] must have shape"),
         (

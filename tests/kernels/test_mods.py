@@ -890,7 +890,7 @@ def test_what_goes_with_blocks():
         fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)
     for call, says in (
         ((None, SMALL), r"mask_mod must be a function of \(b, h, i, j\), got None"),
-        ((mask.mask_mod, 16), "tiles must have Br and Bc, .*got 16"),
+        ((mask.mask_mod, 16), "tiles must have the attributes Br and Bc, .*got 16"),
     ):
         with pytest.raises(TypeError, match=says):
             fa_numba.create_block_mask(call[0], 1, 1, 77, 77, tiles=call[1])

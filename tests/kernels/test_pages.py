@@ -181,18 +181,18 @@ def test_sequences_share_the_pages_of_a_prefix():
 BAD = {
     "a page there is not": (
         {"table": {(1, 1): 7}},
-            r"block_table must hold numbers from 0 to 6 \(the pages .*got 7 at \[1, 1\]",
+            r"block_table must contain page numbers from 0 to 6 .*got 7 at block_table\[1, 1\]",
     ),
     "a negative page": (
         {"table": {(0, 0): -1}},
-            r"block_table must hold numbers from 0 to 6 \(the .*got -1 at \[0, 0\]",
+            r"block_table must contain page numbers from 0 to 6 .*got -1 at block_table\[0, 0\]",
     ),
     "more keys than pages": (
         {"kv_lens": [50, 65]},
-            r"kv_lens must hold integers from 0 to 64 \(4 pages of 16 rows in .*got 65",
+            r"kv_lens must contain integers from 0 to 64 \(4 pages of 16 rows in .*got 65",
     ),
     "fewer than no keys": ({"kv_lens": [-1, 3]},
-        r"kv_lens must hold integers from 0 to 64 \(4 pages of 16 rows in .*got -1"),
+        r"kv_lens must contain integers from 0 to 64 \(4 pages of 16 rows in .*got -1"),
     "no lengths": ({"kv_lens": None},
         r"block_table needs kv_lens, integers of shape \(batch,\): the number of keys"),
     "lengths of another batch": (
@@ -203,14 +203,14 @@ BAD = {
         {"rows": 1}, r"block_table must have shape \(2, pages per sequence\), one .*got \(1, 4\)",
     ),
     "a table of numbers": (
-        {"dtype": np.float32}, "block_table must hold integers, got dtype float32",
+        {"dtype": np.float32}, "block_table must contain integers, got dtype float32",
     ),
     "pages of 24 rows": (
         {"page_size": 24},
-            r"k must have pages of 16 to 256 .*got 24 rows \(shape \(7, 2, 24, 32\)\)",
+            r"k must have .* of 16 from 16 to 256, got 24 rows \(shape \(7, 2, 24, 32\)\)",
     ),
     "pages of 272 rows": ({"page_size": 272},
-        r"k must have pages of 16 to 256 .*got 272 rows \(shape \(7, 2, 272, 32\)\)"),
+        r"k must have .* of 16 from 16 to 256, got 272 rows \(shape \(7, 2, 272, 32\)\)"),
     "fa1": ({"algorithm": "fa1"},
         "block_table needs the forward pass of algorithm 'fa2', got 'fa1'"),
     "standard": ({"algorithm": "standard"},

@@ -332,39 +332,39 @@ BAD = {
     ),
     "window": (
         {"window": (3, 0)},
-        "window cannot be given with prefix_k; the options that can are scale,",
+        "window cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "bias": (
         {"bias": np.zeros(6, np.float32)},
-        "bias cannot be given with prefix_k; the options that can are scale,",
+        "bias cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "attn_mask": (
         {"attn_mask": np.ones((4, 6), bool)},
-        "attn_mask cannot be given with prefix_k; the options that can are scale,",
+        "attn_mask cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "alibi": (
         {"alibi_slopes": np.ones(2, np.float32)},
-        "alibi_slopes cannot be given with prefix_k; the options that can are",
+        "alibi_slopes cannot be given with prefix_k; a call with a prefix accepts the options",
     ),
     "mask_mod": (
         {"mask_mod": lambda b, h, i, j: i >= j},
-        "mask_mod cannot be given with prefix_k; the options that can are scale,",
+        "mask_mod cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "score_mod": (
         {"score_mod": lambda s, b, h, i, j: s},
-        "score_mod cannot be given with prefix_k; the options that can are scale,",
+        "score_mod cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "dropout": (
         {"dropout_p": 0.5},
-        "dropout_p cannot be given with prefix_k; the options that can are scale,",
+        "dropout_p cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "blocks": (
         {"block_mask": np.ones((1, 1), bool), "tiles": Tiles(8, 8)},
-        "block_mask cannot be given with prefix_k; the options that can are",
+        "block_mask cannot be given with prefix_k; a call with a prefix accepts the options",
     ),
     "packed": (
         {"cu_seqlens_q": [0, 3], "cu_seqlens_k": [0, 5], "window": (3, 0)},
-        "window cannot be given with prefix_k; the options that can are scale,",
+        "window cannot be given with prefix_k; a call with a prefix accepts the options scale,",
     ),
     "out's dtype": (
         {"out": np.zeros((2, 2, 4, 8), np.float16)},

@@ -428,7 +428,7 @@ def test_tiles_of_fa1():
         (
             Tiles(96, 64),
             64,
-            "tiles must .*Br 64, 128 or 192 and Bc a multiple of 16 up to 256 .*got Br=96, Bc=64",
+            "tiles.Br must be 64, 128 or 192, and tiles.Bc a multiple of 16 .*got Br=96, Bc=64",
         ),
         (Tiles(64, 24), 64, "a multiple of 16"),
         (
@@ -439,7 +439,7 @@ def test_tiles_of_fa1():
         (
             Tiles(192, 144),
             64,
-            "tiles must leave a thread enough registers .*got Br=192, Bc=144 .*choose smaller",
+            "tiles must leave each thread enough registers .*got Br=192, Bc=144 .*choose smaller",
         ),
         (Tiles(128, 64), 256, "tiles must fit in 232448 bytes of shared memory .*got 262256 bytes"),
     ):

@@ -113,9 +113,11 @@ def test_a_gpu_goes_by_its_name(name):
 
 
 def test_an_unknown_gpu_is_refused():
-    with pytest.raises(ValueError, match="^the GPU must be one of A100, H100, .*, got 'V100'$"):
+    with pytest.raises(
+        ValueError, match="^the name of the GPU must be one of A100, H100, .*, got 'V100'$"
+    ):
         bounds.named("V100")
-    said = "^the GPU must be one of A100, H100, .*, got 0$"
+    said = "^the name of the GPU must be one of A100, H100, .*, got 0$"
     with pytest.raises(ValueError, match=said), bounds.as_gpu(0):
         pass
 

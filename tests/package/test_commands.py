@@ -284,7 +284,10 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
     "arguments, message",
     [
         ([], "the following arguments are required: --seqlen, --head-dim"),
-        ([*SIZE, "--device", "V100"], "argument --device: the GPU must be one of A100, H100, H200"),
+        (
+            [*SIZE, "--device", "V100"],
+            "argument --device: the name of the GPU must be one of A100, H100, H200",
+        ),
         (
             [*SIZE, "--head-dim", "300"],
             "argument --head-dim: must be an integer from 1 to 256, got 300",

@@ -683,8 +683,11 @@ def test_what_is_no_number_of_elements_or_rank_is_refused(value):
 @pytest.mark.parametrize(
     "tiles, says",
     [
-        ((2, 2), r"tiles must have Br and Bc, such as Tiles\(Br=64, Bc=64\), got \(2, 2\)"),
-        (None, r"tiles must have Br and Bc, such as Tiles\(Br=64, Bc=64\), got None"),
+        (
+            (2, 2),
+            r"tiles must have the attributes Br and Bc, like Tiles\(Br=64, Bc=64\), got \(2, 2\)",
+        ),
+        (None, r"tiles must have the attributes Br and Bc, like Tiles\(Br=64, Bc=64\), got None"),
         (Tiles(0, 2), r"tiles\.Br must be an integer of at least 1, got 0"),
         (Tiles(2, -2), r"tiles\.Bc must be an integer of at least 1, got -2"),
         (Tiles(1.5, 2), r"tiles\.Br must be an integer of at least 1, got 1\.5"),

@@ -62,7 +62,11 @@ def test_a_bad_size_is_refused(name, value, error, says):
         ({"alibi": 1}, TypeError, ["alibi", "1", "True or False"]),
         ({"packed": 1}, TypeError, ["packed", "1", "True or False"]),
         ({"sparse": 1}, TypeError, ["sparse", "1", "True or False"]),
-        ({"window": 3}, TypeError, ["window", "3", "(left, right)", "-1 or None for no bound"]),
+        (
+            {"window": 3},
+            TypeError,
+            ["window", "3", "(left, right)", "-1 or None instead of an integer"],
+        ),
         ({"window": "12"}, TypeError, ["window", "'12'", "(left, right)"]),
         ({"window": (1.0, 2)}, TypeError, ["window", "(1.0, 2)", "(left, right)"]),
         ({"window": (True, 2)}, TypeError, ["window", "(True, 2)", "(left, right)"]),
@@ -143,12 +147,12 @@ def test_a_bad_size_is_refused(name, value, error, says):
         (
             {"q_lens": [5, 6]},
             ValueError,
-            ["q_lens must hold integers from 0 to 5 (the sequence length), got 6"],
+            ["q_lens must contain integers from 0 to 5 (the sequence length), got 6"],
         ),
         (
             {"q_lens": [-1, 5]},
             ValueError,
-            ["q_lens must hold integers from 0 to 5 (the sequence length), got -1"],
+            ["q_lens must contain integers from 0 to 5 (the sequence length), got -1"],
         ),
         (
             {"q_lens": [5, 5, 5]},
@@ -160,18 +164,18 @@ def test_a_bad_size_is_refused(name, value, error, says):
             ValueError,
             ["q_lens must have shape (2,) (one value per batch entry), got ()"],
         ),
-        ({"q_lens": [5.0, 5.0]}, TypeError, ["q_lens must hold integers, got dtype float64"]),
+        ({"q_lens": [5.0, 5.0]}, TypeError, ["q_lens must contain integers, got dtype float64"]),
         (
             {"kv_lens": [0, 8]},
             ValueError,
-            ["kv_lens must hold integers from 0 to 7 (the sequence length), got 8"],
+            ["kv_lens must contain integers from 0 to 7 (the sequence length), got 8"],
         ),
         (
             {"kv_lens": [[7, 7]]},
             ValueError,
             ["kv_lens must have shape (2,) (one value per batch entry), got (1, 2)"],
         ),
-        ({"kv_lens": [True, True]}, TypeError, ["kv_lens must hold integers, got dtype bool"]),
+        ({"kv_lens": [True, True]}, TypeError, ["kv_lens must contain integers, got dtype bool"]),
         (
             {"bias": (5, 6)},
             ValueError,
@@ -364,7 +368,7 @@ def test_packed_sequences():
             {"cu_seqlens_q": [1, 3, 3, 8]},
             ValueError,
             [
-                "cu_seqlens_q must be cumulative lengths: begin with 0, never decrease, and",
+                "cu_seqlens_q must be cumulative lengths that begin with 0, never decrease and",
                 "got 1 as the first value",
             ],
         ),
@@ -372,7 +376,7 @@ def test_packed_sequences():
             {"cu_seqlens_q": [0, 3, 3, 7]},
             ValueError,
             [
-                "cu_seqlens_q must be cumulative lengths: begin with 0, never decrease, and",
+                "cu_seqlens_q must be cumulative lengths that begin with 0, never decrease and",
                 "got 7 as the last value",
             ],
         ),
@@ -380,7 +384,7 @@ def test_packed_sequences():
             {"cu_seqlens_k": [0, 5, 4, 9]},
             ValueError,
             [
-                "cu_seqlens_k must be cumulative lengths: begin with 0, never decrease,",
+                "cu_seqlens_k must be cumulative lengths that begin with 0, never decrease",
                 "got 5 followed by 4",
             ],
         ),
@@ -402,7 +406,7 @@ def test_packed_sequences():
         (
             {"cu_seqlens_q": [0.0, 8.0]},
             TypeError,
-            ["cu_seqlens_q must hold integers, got dtype float64"],
+            ["cu_seqlens_q must contain integers, got dtype float64"],
         ),
         (
             {"bias": (9, 9)},

@@ -395,7 +395,7 @@ def parse(text: str, machine: str) -> tuple[Row, ...]:
     for line in lines:
         try:
             if len(line) != len(header):
-                raise ValueError(f"must have {len(header)} columns, got {len(line)}")
+                raise ValueError(f"the number of columns must be {len(header)}, got {len(line)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
             rows.append(Row(machine=machine, **{name: _cell(name, cell) for name, cell in named}))
         except ValueError as error:
