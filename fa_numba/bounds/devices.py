@@ -161,9 +161,7 @@ def named(name: str) -> Device:
         if _key(name) in (_key(known.name), _key(known.driver_name)):
             return known
     near = did_you_mean(str(name), DEVICES)
-    raise ValueError(
-        f"the name of the GPU must be one of {', '.join(DEVICES)}, got {name!r}{near}"
-    )
+    raise ValueError(f"the name of the GPU must be one of {', '.join(DEVICES)}, got {name!r}{near}")
 
 
 @contextlib.contextmanager
