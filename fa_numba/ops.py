@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from fa_numba import device
 from fa_numba.choices.requests import Request, check_algorithm, choices_of
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
@@ -163,10 +162,7 @@ def plan_again(request: Request) -> Plan:
     ValueError
         If the request is not supported any more.
     """
-    limits = request.capability, request.shared_limit, request.multiprocessors
-    gpu = request.multiprocessors > 0
-    with device.planning_for(*limits) if gpu else device.using("emulator"):
-        return planning.planned(request)
+    return planning.again(request)
 
 
 @documents_options

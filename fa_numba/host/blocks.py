@@ -46,6 +46,10 @@ class Lists:
         self._at = {size: {next(iter(found.values())).ordinal: found}}
         self._states: dict[BlockSize, np.ndarray] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a pickle is loaded: with the states of the mask's own blocks, on the host."""
+        return _of_states, (self.states(), self._size, self._seqlens)
+
     def at(self, ordinal: int, size: BlockSize | None = None) -> Mapping[str, Operand]:
         """Return the arrays for tiles of a size on a GPU, or on the host."""
         size = size or self._size
@@ -76,6 +80,11 @@ class Lists:
                 found = states_of_tiles(self.states(), self._size, size, self._seqlens)
             self._states[size] = found
         return self._states[size]
+
+
+def _of_states(states: np.ndarray, size: BlockSize, seqlens: tuple[int, int]) -> Lists:
+    """Return the lists of blocks with these states."""
+    return Lists(listed(states), size, seqlens)
 
 
 def listed(states: np.ndarray) -> dict[str, np.ndarray]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import functools
 from dataclasses import replace
 from typing import Any
 
+from fa_numba import device
 from fa_numba.checks import check_grid_size, one_of
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.choices.splits import check_group_splits
@@ -40,6 +43,24 @@ def plan_of(
 def _with_tiles(choices: Choices, tiles: Tiles) -> Choices:
     tiles = tiles.for_backward() if choices.passes == "bwd" else tiles
     return replace(choices, tiles=tiles)
+
+
+def again(request: Request, block_mask: Any = None) -> Plan:
+    """Return the plan that a request gets today, on the device that the request names."""
+    with planning_for(request):
+        return replace(planned(request), block_mask=block_mask)
+
+
+def planning_for(request: Request) -> contextlib.AbstractContextManager:
+    """Return a context in which plans are made for the device that a request names."""
+    if not request.multiprocessors:
+        return device.using("emulator")
+    limits = request.capability, request.shared_limit, request.multiprocessors
+    return device.planning_for(*limits)
+
+
+# Kernels cannot be pickled. A plan is pickled as its request, and made again when it is loaded.
+copyreg.pickle(Plan, lambda plan: (again, (plan.asked, plan.block_mask)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -301,7 +301,8 @@ class Reasons(dict[str, str]):
 class Plan(LaunchPlan):
     """The plan of a call of attention: launches, workspace, accesses and FLOPs.
 
-    ``fa_numba.plan`` returns a plan. ``print`` shows a plan as a table.
+    ``fa_numba.plan`` returns a plan. ``print`` shows a plan as a table. ``pickle`` stores the
+    request of a plan. Loading makes the plan again, for the device that the plan was made for.
 
     Attributes
     ----------

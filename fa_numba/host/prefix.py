@@ -9,9 +9,10 @@ own keys what it sees without one.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,8 @@ class PrefixPlan(Plan):
     """What a call with a prefix runs: ``gather``, where the queries do not yet lie as rows of one
     batch entry; ``prefix`` over the shared keys; ``own`` over each sequence's; ``merge``.
 
-    Kernels, workspace, accesses and FLOPs are those of all; the rest is of ``own``.
+    Kernels, workspace, accesses and FLOPs are those of all; the rest is of ``own``. ``made_by`` are
+    the arguments with which ``_planned`` made the plan.
     """
 
     gather: LaunchPlan | None
@@ -50,6 +52,7 @@ class PrefixPlan(Plan):
     own: Plan
     merge: LaunchPlan
     between: tuple[Buffer, ...]
+    made_by: tuple = field(compare=False, repr=False)
 
     @property
     def why(self) -> Reasons:
@@ -234,4 +237,14 @@ def _planned(
     }
     kept = {f.name: getattr(own, f.name) for f in fields(own)} | changed
     its = {"gather": gather, "prefix": prefix, "own": own, "merge": merge}
-    return PrefixPlan(**kept, **its, between=tuple(between))
+    made_by = of_own, of_prefix, return_lse, aligned, gathered
+    return PrefixPlan(**kept, **its, between=tuple(between), made_by=made_by)
+
+
+def _again(of_own: Request, *others: Any) -> PrefixPlan:
+    """Return the plan of ``_planned`` for the device that the requests name."""
+    with planning.planning_for(of_own):
+        return _planned(of_own, *others)
+
+
+copyreg.pickle(PrefixPlan, lambda plan: (_again, plan.made_by))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fa_numba import mods
 from fa_numba.integers import ceil_div
 
 EMPTY, MIXED, FULL = 0, 1, 2
@@ -96,6 +99,11 @@ class BlockMask:
 
     ``fa_numba.create_block_mask`` returns a block mask, and attention takes it as ``block_mask``.
     ``print`` shows the shares of empty, full and mixed blocks.
+
+    A mask never changes, so that ``copy.deepcopy`` returns the mask itself. ``pickle`` stores the
+    name of the function, the values that it uses, and the states of the blocks. The function must
+    therefore be defined by ``def`` at the top of a module. Arrays on a GPU are stored as their
+    library pickles them; the states of the blocks are on the host after loading.
 
     Attributes
     ----------
@@ -221,6 +229,30 @@ class BlockMask:
         Tr, Tc = ceil_div(problem.seqlen_q, size.Br), ceil_div(problem.seqlen_k, size.Bc)
         return self.lists.states(size)[:, :, :Tr, :Tc] != EMPTY
 
+    def __copy__(self) -> BlockMask:
+        return self
+
+    def __deepcopy__(self, _: Any) -> BlockMask:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        function = self.mask_mod
+        module, name = function.__module__, function.__qualname__
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if getattr(found, "__code__", None) is not function.__code__:
+            raise TypeError(
+                "mask_mod must be a function that def defines at the top of a module for its "
+                f"BlockMask to be pickled, got {self.captured.mod}; define it there, or make the "
+                "mask again where it is used"
+            )
+        others = {f.name: getattr(self, f.name) for f in fields(self)}
+        del others["mask_mod"], others["captured"], others["reads"]
+        # Of what the function uses only what has a name in it; the rest is made of that.
+        values = {n: x for n, x in self.captured.values if n.isidentifier()}
+        return _loaded, (module, name, values, self.captured.mod.value, others)
+
     def __repr__(self) -> str:
         batch, heads, *_ = self.shape
         sizes = f"batch={batch}, heads={heads}, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}"
@@ -232,3 +264,25 @@ class BlockMask:
         shares = (f"{(self.blocks == n).mean():.1%} {name}" for name, n in named.items())
         of = f"for {self.seqlen_q} rows and {self.seqlen_k} columns"
         return f"{self.shape} blocks of {self.block_size} {of}: {', '.join(shares)}"
+
+
+def _loaded(
+    module: str, name: str, values: Mapping[str, Any], text: Any, others: Mapping[str, Any]
+) -> BlockMask:
+    """Return the mask that was pickled, with the function of this name and these values.
+
+    Raises ValueError if the function is not the one that the blocks were made by.
+    """
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    held: Any = mods.holding(found, values)
+    captured = mods.captured("mask_mod", held)
+    if captured.mod.value != text:
+        raise ValueError(
+            f"mask_mod must be the function that the pickled BlockMask was made by, got "
+            f"{captured.mod}, which has changed since then; make the mask again with "
+            "create_block_mask"
+        )
+    reads = mods.parameters_read("mask_mod", held)
+    return BlockMask(mask_mod=held, captured=captured, reads=reads, **others)

@@ -1,5 +1,8 @@
 """What ``create_block_mask`` returns: which calls it is for, and copies of it."""
 
+import copy
+import pickle
+import re
 from functools import partial
 
 import numpy as np
@@ -10,6 +13,7 @@ from helpers import check
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host.arrays import HOST
 from fa_numba.host.blocks import block_size_of
 from fa_numba.integers import ceil_div
 from fa_numba.mods.blocks import BlockSize, states_of_tiles
@@ -200,3 +204,64 @@ def test_block_sizes_that_are_refused():
         fa_numba.create_block_mask(near, 1, 1, 20, 20, block_size=16, tiles=TILES)
     with pytest.raises(ValueError, match="tiles.Br and tiles.Bc must each be an integer from 1 to"):
         fa_numba.create_block_mask(near, 1, 1, 20, 20, tiles=Tiles(2048, 64))
+
+
+# --- copies ----------------------------------------------------------------------------------
+
+REACH, ROWS = 9, np.arange(40, dtype=np.int32) // 7
+
+
+def in_a_document(b, h, i, j):
+    return ROWS[i] == ROWS[j] or abs(i - j) % REACH == h
+
+
+def test_a_pickled_mask_is_the_mask(monkeypatch):
+    """With the values that its function had, and for tiles that nobody asked for before."""
+    mask = fa_numba.create_block_mask(in_a_document, 1, 2, 40, 40, block_size=(24, 16))
+    monkeypatch.setitem(globals(), "REACH", 3)
+    found = pickle.loads(pickle.dumps(mask))
+    assert repr(found) == repr(mask) and str(found) == str(mask) and found.reads == mask.reads
+    for size in (mask.block_size, BlockSize(16, 32)):
+        for name, want in mask.lists.at(HOST, size).items():
+            assert np.array_equal(found.lists.at(HOST, size)[name].host, want.host)
+    q = np.random.default_rng(0).standard_normal((1, 2, 40, 4), np.float32)
+    one, other = (fa_numba.reference.attention(q, q, q, block_mask=x) for x in (mask, found))
+    assert np.array_equal(one, other)
+    changed = pickle.dumps(mask)
+    monkeypatch.setitem(globals(), "in_a_document", near)
+    with pytest.raises(ValueError, match="mask_mod must be the function that .* got near .* which"):
+        pickle.loads(changed)
+    with pytest.raises(TypeError, match="for its BlockMask to be pickled, got in_a_document"):
+        pickle.dumps(mask)
+
+
+def test_a_mask_of_a_lambda_is_copied_but_not_pickled():
+    mask = made(lambda b, h, i, j: j <= i, 1, 1, 20, 20)
+    assert copy.deepcopy({"mask": mask})["mask"] is mask and copy.copy(mask) is mask
+    says = (
+        r"must be a function that def defines at the top of a module .* got a lambda \(test_block"
+    )
+    with pytest.raises(TypeError, match=says):
+        pickle.dumps(mask)
+
+
+def test_a_mask_shows_its_sizes_in_a_line():
+    mask = fa_numba.create_block_mask(in_a_document, 1, 2, 40, 30, block_size=16)
+    sizes = r"batch=1, heads=2, seqlen_q=40, seqlen_k=30, blocks of 16 x 16"
+    assert re.fullmatch(rf"BlockMask\(in_a_document \(.*, line \d+\), {sizes}\)", repr(mask))
+    assert ", blocks of 16 x 16, tiles=Tiles(Br=16," in repr(made(near, 1, 1, 20, 20))
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_k": (2, 32, 16)}, {"block_mask": 1}])
+def test_a_pickled_plan_is_the_plan(options):
+    """For the GPU that it was made for."""
+    shape = (2, 2, 40, 16)
+    if "block_mask" in options:
+        options = {
+            "block_mask": fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 40, 40)
+        }
+    with devices.planning_for((9, 0), 227 * 1024, 7):
+        plan = fa_numba.plan(shape, shape, dtype="float16", **options)
+    for found in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert found == plan and str(found) == str(plan) and found.asked == plan.asked
+        assert found.launched == plan.launched and found.request.multiprocessors == 7
