@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("all", text, about, **parts)
     compare.add(commands)
-    text = "serve the interactive page figures/explore.html on this machine, for any sizes"
+    text = "serve the interactive page figures/explore.html, with your own masks and any plan"
     port: dict[str, Any] = {"type": whole(1, 65535), "metavar": "P", "default": 0}
     about = f"{text[0].upper()}{text[1:]}. Press Ctrl-C to stop the server."
     add("explore", text, about).add_argument(

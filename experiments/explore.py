@@ -1,7 +1,8 @@
 """Makes an interactive page of both loop orders, the softmax, tiles and memory traffic.
 
-The page is figures/explore.html. Its numbers come from this code, and it also shows plans on four
-GPUs. `python -m experiments explore` serves the page for sizes of your own.
+The page is figures/explore.html. Its scripts compute the memory traffic and the order of the tiles
+for any size. The traces that are recorded here check this order. `python -m experiments explore`
+serves the page with masks of your own.
 """
 
 import itertools
@@ -203,13 +204,7 @@ def page(rows: Sequence[Row], note: str) -> str | None:
     """Return the page as an HTML file that needs no other file; None without traces."""
     from .beside import explore_page
 
-    found = {
-        key: {name: unpack(row) for name, row in both.items()}
-        for key, both in _counted(rows).items()
-    }
-    if not found:
-        return None
-    return explore_page.html(explore_page.panels(explore_page.stored(found)), note)
+    return explore_page.html(explore_page.PANELS, note) if _counted(rows) else None
 
 
 def draw(rows: Sequence[Row]) -> Any:

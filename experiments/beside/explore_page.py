@@ -1,50 +1,40 @@
-"""The page explore.html as one file: template, style, script and data."""
+"""The page explore.html as one file: template, style, scripts and data."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from ..lab.measure.moves import Trace
 from . import explore_panels
-from .panels import NOT_HERE, Panel
+from .panels import Panel
 
 FOLDER = Path(__file__).resolve().parents[1] / "explore_page"
-STATE = ("N", "d", "Br", "Bc", "causal", "window", "unit")
-
-
-def panels(orders: Panel) -> list[Panel]:
-    """Return the panels of the page, the given one first."""
-    return [orders, explore_panels.SOFTMAX, explore_panels.TILES, explore_panels.PLAN]
-
-
-def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:
-    """Return the first panel with stored traces, given by state."""
-
-    def traces(*state: Any) -> Mapping[str, Trace]:
-        if len(found.get(state, ())) < 2:
-            raise ValueError(NOT_HERE)
-        return found[state]
-
-    columns = dict(zip(STATE, zip(*found, strict=True), strict=True))
-    baked = {name: sorted(set(values)) for name, values in columns.items()}
-    return explore_panels.orders_panel(traces, baked)
+# The first three compute answers and have no part of the page. A test runs them alone.
+COMPUTING = ("io_model.js", "walk.js", "answers.js")
+SCRIPTS = (*COMPUTING, "page.js")
+PANELS = (
+    explore_panels.ORDERS_PANEL,
+    explore_panels.SOFTMAX,
+    explore_panels.TRAFFIC,
+    explore_panels.PLAN,
+)
 
 
 def html(shown: Sequence[Panel], note: str, *, live: bool = False) -> str:
-    """Return the page. If `live`, its script asks the server for answers."""
+    """Return the page. If `live`, its script asks the server for plans and for typed masks."""
+    panels = {panel.name: panel.described() for panel in shown}
+    if not live:
+        panels["plan"]["table"] = explore_panels.PLAN.baked()
     data = {
         "live": live,
-        "panels": {
-            panel.name: panel.described() | ({} if live else {"table": panel.baked()})
-            for panel in shown
-        },
+        "panels": panels,
         "algorithms": {name: explore_panels.text_of(name) for name in ("fa1", "fa2")},
+        **explore_panels.constants(),
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     page = (FOLDER / "page.html").read_text()
-    parts = {"style": (FOLDER / "page.css").read_text(), "script": (FOLDER / "page.js").read_text()}
-    for name, part in {**parts, "note": escape(note), "data": text}.items():
+    script = "\n".join((FOLDER / name).read_text() for name in SCRIPTS)
+    parts = {"style": (FOLDER / "page.css").read_text(), "note": escape(note), "data": text}
+    for name, part in {**parts, "script": script}.items():
         page = page.replace(f"{{{{{name}}}}}", part)
     return page

@@ -1,11 +1,16 @@
-"""What the page's panels answer. Every number is from the package's own functions."""
+"""What the page's panels show: their words, and their answers by the package's own functions.
+
+The page computes the answers of the first three panels by the scripts in explore_page, which are
+these functions in JavaScript. Tests compare both. The answers of the last panel are stored in the
+page.
+"""
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, lru_cache, partial
-from operator import attrgetter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +20,15 @@ import fa_numba
 from experiments import explore
 from fa_numba import algorithms, bounds, device, io_model
 from fa_numba.bounds.roofline import PRODUCTS
+from fa_numba.choices.tiles import paper_rule
 from fa_numba.commands import trace as worked
+from fa_numba.dtypes import DTYPES
+from fa_numba.problem import Problem
 
 from ..lab.measure.moves import Trace, passes, steps
 from . import typed_mask
 from .panels import Answer, Axis, Panel
+from .walk import by_row_tile, walk
 
 ORDERS = (("fa1", "FA-1 (K/V outer)"), ("fa2", "FA-2 (Q outer)"))
 ALGORITHMS = (("standard", "standard attention"), *ORDERS)
@@ -56,8 +65,11 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
     return found
 
 
-def order(trace: Trace, plan: fa_numba.Plan) -> Answer:
-    """Return the answer for one loop order: steps, bytes, tiles and grid."""
+# --- both orders, step by step -----------------------------------------------------------------
+
+
+def order(trace: Trace, plan_bytes: int) -> Answer:
+    """Return the answer for one loop order: steps, bytes, tiles and thread blocks."""
 
     def moved(arrays: str, kind: str) -> int:
         return sum(move.bytes for move in trace.select(tuple(arrays), kind))
@@ -65,69 +77,84 @@ def order(trace: Trace, plan: fa_numba.Plan) -> Answer:
     return {
         **steps(trace),
         "total": trace.bytes,
-        "model": plan.accesses.bytes,
+        "model": plan_bytes,
         "inputs": moved("QKV", "load"),
         "again": moved("Olm", "load"),
         "written": moved("OlmL", "store"),
         "visited": len({(v.i, v.j) for v in passes(trace).visits}),
-        "grid": " x ".join(map(str, max(plan.kernels, key=attrgetter("shared_bytes")).grid)),
+        "blocks": len(trace.blocks),
     }
 
 
 def orders(
-    traces: Callable[..., Mapping[str, Trace]], N: int, d: int, Br: int, Bc: int,
-    causal: str, window: int, unit: str, mask: str = "",
-) -> Answer:  # fmt: skip
-    """Return the answer of the first panel: both traces, and the numbers of tiles."""
+    N: int, d: int, Br: int, Bc: int, causal: str, window: int, unit: str, mask: str = ""
+) -> Answer:
+    """Return the answer of the first panel: both traces, and the numbers of tiles.
+
+    With a typed mask the traces are from the emulator. Raise ValueError if it would take long.
+    """
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
-    problem, tiles = explore.problem_of(N, d, causal == "yes", window, unit), fa_numba.Tiles(Br, Bc)
-    blocks, typed = typed_mask.blocks_of(mask, N, tiles), (mask,) if mask else ()
-    for name, trace in traces(N, d, Br, Bc, causal, window, unit, *typed).items():
-        one = order(trace, explore.planned(f"{name}-{unit}", problem, tiles, blocks))
-        found |= {f"{name}.{key}": value for key, value in one.items()}
+    problem = explore.problem_of(N, d, causal == "yes", window, unit)
+    for name, _ in ORDERS:
+        series = f"{name}-{unit}"
+        if mask.strip():
+            trace, accesses = _masked(series, problem, fa_numba.Tiles(Br, Bc), mask)
+        else:
+            trace = walk(series, problem.dtype, N, d, Br, Bc, causal == "yes", window)
+            accesses = getattr(io_model, name)(problem, SimpleNamespace(Br=Br, Bc=Bc))
+        found |= {f"{name}.{key}": value for key, value in order(trace, accesses.bytes).items()}
+        found |= {f"{name}.{key}": value for key, value in largest(accesses, problem).items()}
     return found
 
 
-def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:
-    """Return the first panel.
+def _masked(
+    series: str, problem: Problem, sizes: fa_numba.Tiles, mask: str
+) -> tuple[Trace, io_model.Accesses]:
+    """Return the emulator's trace of a call with a typed mask, and the accesses of its plan."""
+    explore.check(problem.seqlen_q, problem.head_dim, sizes.Br, sizes.Bc)
+    blocks = typed_mask.blocks_of(mask, problem.seqlen_q, sizes)
+    trace = explore.trace(explore.Inputs(), series, problem, sizes, blocks)
+    return by_row_tile(trace), explore.planned(series, problem, sizes, blocks).accesses
 
-    `traces` returns the traces of a state, or raises ValueError. `baked` has the values of each
-    input for which the page has answers.
-    """
-    return Panel(
-        name="orders",
-        title="Both orders, side by side",
-        question="Why did FlashAttention-2 exchange the two loops?",
-        sentence="With K and V outside, every pass reads and writes O, l and m of all rows. "
-        "With Q outside, O, l and m stay on the chip, and O is written once.",
-        axes={
-            "N": Axis("N, rows of Q, K and V", baked["N"], 1, 512),
-            "d": Axis("d, head dimension", baked["d"], 1, 256),
-            "Br": Axis("Br, rows of Q per tile", baked["Br"], 16, 256),
-            "Bc": Axis("Bc, rows of K and V per tile", baked["Bc"], 16, 256),
-            "causal": Axis("causal mask", YES_NO),
-            "window": Axis("window, columns on either side (0: none)", baked["window"], 0, 512),
-            "unit": Axis("unit", ("simt", "mma", "wgmma"),
-                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores (mma), fp16",
-                                "wgmma": "Hopper's tensor cores (wgmma), fp16"}),
-        },
-        answer=partial(orders, traces),
-        columns=ORDERS,
-        rows=(
-            ("total", "bytes moved, in the trace"),
-            ("model", "bytes moved, by the closed form"),
-            ("inputs", "bytes of Q, K and V loaded"),
-            ("again", "bytes of O, l and m loaded again"),
-            ("written", "bytes of O, l, m and L stored"),
-            ("visited", "tiles of S visited"),
-            ("grid", "grid, thread blocks"),
-        ),
-        note="The call has one head and was traced on the emulator. The emulator runs one thread "
-        "block after the other; on a GPU, the blocks of a grid run at the same time. A step shows "
-        "both orders at about the same number of moved bytes. In fp16, FA-1 stores O as a float32 "
-        "sum between its passes. On Hopper's tensor cores, a row tile has 64, 128 or 192 rows, and "
-        "FA-1 loads ahead: two tiles each of Q, K and V are then on the chip.",
-    )  # fmt: skip
+
+WINDOW = "window, columns to either side (0: none)"
+CAUSAL = "causal mask"
+ORDERS_PANEL = Panel(
+    name="orders",
+    title="Both loop orders, side by side",
+    question="Why did FlashAttention-2 exchange the two loops?",
+    sentence="FA-1 takes one tile of K and V after the other, and moves O, l and m of all rows "
+    "for each. FA-2 takes one tile of Q after the other, and keeps O, l and m on the chip.",
+    axes={
+        "N": Axis("N, sequence length", tuple(range(16, 513, 16)), 1, 512, first=256),
+        "d": Axis("d, head dimension", tuple(range(16, 257, 16)), 1, 256, first=64),
+        "Br": Axis("Br, rows of a Q tile", tuple(range(16, 257, 16)), 16, 256, first=64),
+        "Bc": Axis("Bc, rows of a K or V tile", tuple(range(16, 257, 16)), 16, 256, first=64),
+        "window": Axis(WINDOW, tuple(range(0, 257, 8)), 0, 512, first=0),
+        "causal": Axis(CAUSAL, YES_NO),
+        "unit": Axis("dtype", ("simt", "mma"), first="mma", words={
+            "simt": "float32 (CUDA cores)", "mma": "float16 (tensor cores)"}),
+    },
+    answer=orders,
+    columns=ORDERS,
+    rows=(
+        ("total", "bytes moved", "bytes"),
+        ("inputs", "loads of Q, K and V", "bytes"),
+        ("again", "loads of O, l and m", "bytes"),
+        ("written", "stores of O, l, m and L", "bytes"),
+        ("visited", "tiles of S computed", "count"),
+        ("blocks", "thread blocks", "count"),
+    ),
+    note="The panel shows one head, forward. m is the largest score of a row so far, and l is the "
+    "sum of the exponentials. L = m + log l. A step moves one tile, or O, l and m of one row tile "
+    "together. At each step, both sides have moved about the same number of bytes. The thread "
+    "blocks of FA-2 run at the same time on a GPU; the page shows them one after the other, in the "
+    "order of the loop in the code. FA-1's kernel loads the next tile of Q before it stores O of "
+    "this one. In float16, FA-1 keeps O in memory as a float32 sum until the last pass.",
+)  # fmt: skip
+
+
+# --- the softmax of one row --------------------------------------------------------------------
 
 
 @cache
@@ -151,12 +178,13 @@ def _row_of(scores: list[float], title: str) -> worked.Rows:
 
 
 def softmax(example: str, block: int, scores: str) -> Answer:
-    """Return one row's steps by both loop orders, and its softmax by three algorithms."""
+    """Return one row's steps by both loop orders, and its softmax by three algorithms.
+
+    A tile has `block` keys, but not more than there are. If `block` is 0, the example decides.
+    """
     rows = own_scores(scores) if example == "own" else examples()[example]
     Q, K, V = rows.Q[:1], rows.K, rows.V
-    block = block or rows.block
-    if block > len(K):
-        raise ValueError(f"block must be from 1 to {len(K)}, the number of keys, got {block}")
+    block = min(block or rows.block, len(K))
     found: Answer = {"title": rows.title, "keys": len(K), "block": block}
     for name, forward in (("fa1", algorithms.fa1_forward), ("fa2", algorithms.fa2_forward)):
         seen: list[Any] = []
@@ -181,6 +209,26 @@ def softmax(example: str, block: int, scores: str) -> Answer:
         found[f"{name}.nan"] = int(np.isnan(P).sum())
         found[f"{name}.accesses"] = io_model.softmax(1, len(S), name).total
     return found
+
+
+def constants() -> dict[str, Any]:
+    """Return what the page's script needs besides the panels, as plain JSON values."""
+    rows = {
+        name: {
+            "title": each.title,
+            # rounded, because the last digit depends on the machine
+            "scores": np.round(each.Q[0] @ each.K.T * scale_of(each), 12).tolist(),
+            "V": each.V.tolist(),
+            "block": each.block,
+        }
+        for name, each in examples().items()
+    }
+    return {"examples": rows, "reasons": REASONS}
+
+
+def scale_of(rows: worked.Rows) -> float:
+    """Return the factor of an example's scores."""
+    return 1 / math.sqrt(rows.Q.shape[1]) if rows.scale is None else rows.scale
 
 
 @lru_cache(64)
@@ -212,90 +260,210 @@ def own_scores(text: str) -> worked.Rows:
 
 SOFTMAX = Panel(
     name="softmax",
-    title="Online softmax, row by row",
+    title="Online softmax, tile by tile",
     question="How can a softmax be computed before all of its scores are known?",
-    sentence="Keep the largest score so far, m, and the sum l. When m grows, multiply the earlier "
-    "results by e^(old m - new m).",
+    sentence="Keep the largest score so far, m, and the sum of the exponentials, l. When m grows, "
+    "multiply the earlier results by the factor e^(old m - new m).",
     axes={
-        "example": Axis("row of scores", ("1", "2", "3", "random", "large"), words={
-            "1": "worked example 1: four dimensions", "2": "worked example 2: 3 1 2 4 | 5 1 3 1",
-            "3": "worked example 3: 1 2 | 3 4", "random": "32 random keys, d = 8",
-            "large": "large scores: naive softmax overflows", "own": "your own scores"}),
-        "block": Axis("keys per tile, 0: as in the example", (0, 1, 2, 4), 0, MOST_SCORES),
-        "scores": Axis("your scores", ("3 1 2 4 5 1 3 1",), text=True),
+        "example": Axis("scores of one row", ("1", "2", "3", "random", "large"), words={
+            "1": "8 keys, d = 4", "2": "3 1 2 4 5 1 3 1", "3": "1 2 3 4",
+            "random": "32 random keys, d = 8", "large": "large scores: e^x overflows",
+            "own": "your own scores"}),
+        "block": Axis("keys in a tile (0: as in the example)", tuple(range(17)), 0, MOST_SCORES),
+        "scores": Axis("your own scores", ("3 1 2 4 5 1 3 1",), text=True),
     },
     answer=softmax,
     columns=tuple((name, f"{name} softmax") for name in ("naive", "safe", "online")),
-    rows=(("accesses", "accesses to global memory, elements"),
-          ("nan", "elements of the result that are NaN"), ("P", "softmax in float32")),
-    note="FA-1 divides O by l in every pass, because O leaves the chip. FA-2 keeps O undivided and "
-    "divides once, at the end. P of FA-1 is relative to the largest score of its own tile. The "
-    "steps are computed by algorithms.py in float64. The three softmaxes run on the emulator in "
-    "float32.",
+    rows=(("accesses", "elements loaded and stored", "count"),
+          ("nan", "results that are not a number (NaN)", "count"),
+          ("P", "softmax in float32", "words")),
+    note="FA-1 divides O by l in every pass, because O goes back to memory. FA-2 divides once, at "
+    "the end. FA-1 computes P relative to the largest score of its own tile; FA-2 relative to m. "
+    "The naive softmax does not subtract m, the safe softmax reads the scores once more to find m. "
+    "The last table is for the scores as a vector in global memory.",
 )  # fmt: skip
 
 
-def tiles(n: int, d: int, Br: int, Bc: int, causal: str, window: int) -> Answer:
+# --- a calculator of memory traffic ------------------------------------------------------------
+
+# Arrays that the bars show together. S and P include their gradients.
+GROUPS = {
+    "fwd": {"Q": ("Q",), "K and V": ("K", "V"), "O": ("O", "A"), "l, m and L": ("l", "m", "L"),
+            "S and P": ("S", "P")},
+    "bwd": {"Q, O, dQ and dO": ("Q", "O", "dQ", "dO", "A"),
+            "K, V, dK and dV": ("K", "V", "dK", "dV"), "L and D": ("L", "D"),
+            "S, P, dS and dP": ("S", "P", "dS", "dP")},
+}  # fmt: skip
+# Why an algorithm moves a group of arrays often.
+REASONS = {
+    "fwd": {
+        "standard": {"S and P": "S and P have N x N elements each, and are stored and loaded again",
+                     "K and V": "K and V are loaded for each row tile (Tr = {Tr})"},
+        "fa1": {"O": "O is moved in each pass over the rows (Tc = {Tc} passes)",
+                "Q": "Q is loaded in each pass over the rows (Tc = {Tc} passes)",
+                "l, m and L": "l and m are moved in each pass over the rows (Tc = {Tc} passes)"},
+        "fa2": {"K and V": "K and V are loaded for each row tile (Tr = {Tr})"},
+    },
+    "bwd": {
+        "standard": {"S, P, dS and dP": "these N x N matrices are stored and loaded again",
+                     "K, V, dK and dV": "K and V are loaded for each row tile (Tr = {Tr})",
+                     "Q, O, dQ and dO": "Q and dO are loaded for each column tile (Tc = {Tc})"},
+        "fa1": {"Q, O, dQ and dO": "they are moved in each pass over the rows (Tc = {Tc} passes)"},
+        "fa2": {"Q, O, dQ and dO": "Q and dO are loaded for each column tile (Tc = {Tc}), "
+                                   "and dQ is added up in memory"},
+    },
+}  # fmt: skip
+
+
+def parts(accesses: io_model.Accesses, passes: str) -> dict[str, int]:
+    """Return the bytes that are loaded and stored of each group of arrays."""
+
+    def bytes_of(names: tuple[str, ...]) -> int:
+        loads, stores = (
+            {name: n for name, n in counts.items() if name in names}
+            for counts in (accesses.loads, accesses.stores)
+        )
+        return replace(accesses, loads=loads, stores=stores).bytes
+
+    return {group: bytes_of(names) for group, names in GROUPS[passes].items()}
+
+
+def largest(accesses: io_model.Accesses, problem: Problem, passes: str = "fwd") -> Answer:
+    """Return the group of arrays with the most bytes, and its share of all bytes in percent."""
+    found = parts(accesses, passes)
+    group = max(found, key=found.__getitem__)
+    return {"largest": group, "share": 100 * found[group] / accesses.bytes}
+
+
+def tile_sizes(M: int, d: int, element: int) -> tuple[int, int]:
+    """Return Br and Bc by line 1 of FA-1's algorithm, for M KiB of on-chip memory."""
+    return paper_rule(M * 1024 // element, d)
+
+
+def traffic(
+    N: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str, window: int,
+    tiles: str, M: int, Br: int, Bc: int,
+) -> Answer:  # fmt: skip
     """Return tiles, FLOPs, workspace and accesses of each algorithm, in closed form."""
-    problem = explore.problem_of(n, d, causal == "yes", window, "mma")
-    sizes = SimpleNamespace(Br=Br, Bc=Bc)
-    found: Answer = {}
+    element = DTYPES[dtype].bytes
+    if tiles == "rule":
+        Br, Bc = tile_sizes(M, d, element)
+    sides = (window, window) if window else (-1, -1)
+    problem = Problem(
+        batch, heads, heads, N, N, d, dtype=dtype, causal=causal == "yes", window=sides
+    )
+    sizes, suffix = SimpleNamespace(Br=Br, Bc=Bc), {"fwd": "", "bwd": "_backward"}[passes]
+    found: Answer = {
+        "Br": Br,
+        "Bc": Bc,
+        "Tr": -(-N // Br),
+        "Tc": -(-N // Bc),
+        "held": 2 * (Br + Bc) * d * element,
+        "flops": io_model.flops(problem, passes),
+    }
     for name, _ in ALGORITHMS:
-        visited = io_model.tiles_visited(name, problem, sizes)
-        accesses = getattr(io_model, name)(problem, sizes)
+        visited = io_model.tiles_visited(name, problem, sizes, passes=passes)
+        accesses = getattr(io_model, f"{name}{suffix}")(problem, sizes)
         one = {
-            "visited": visited,
-            "flops": 2 * PRODUCTS["fwd"] * visited * Br * Bc * d,
-            "workspace": io_model.workspace(name, problem),
+            "bytes": accesses.bytes,
             "loads": accesses.total_loads,
             "stores": accesses.total_stores,
-            "bytes": accesses.bytes,
+            "visited": visited,
+            "flops": 2 * PRODUCTS[passes] * visited * Br * Bc * d,
+            "workspace": io_model.workspace(name, problem, passes=passes),
+            "parts": list(parts(accesses, passes).values()),
+            **largest(accesses, problem, passes),
         }
         found |= {f"{name}.{key}": value for key, value in one.items()}
-    return found | {
-        "all": -(-n // Br) * -(-n // Bc),
-        "scores": n * n,
-        "flops": io_model.flops(problem),
-    }
+    return found
 
 
-TILES = Panel(
-    name="tiles",
-    title="Tile estimator",
-    question="How many tiles does a call have, and what does skipping save?",
-    sentence="S is cut into tiles. FA-1 and FA-2 never visit a tile that the mask hides "
-    "completely. Standard attention stores every element of S.",
+_LENGTHS = tuple(n for k in range(7, 20) for n in (1 << k, 3 << (k - 1))) + (1 << 20,)
+_TILE_ROWS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 768, 1024)
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+TRAFFIC = Panel(
+    name="traffic",
+    title="Memory traffic calculator",
+    question="How many bytes does each algorithm move, and which matrix causes most of them?",
+    sentence="Standard attention moves the N x N matrices S and P. FA-1 moves O once for each "
+    "column tile, FA-2 moves K and V once for each row tile. Larger tiles move fewer bytes.",
     axes={
-        "n": Axis(
-            "N, rows of Q, K and V", (512, 1024, 2048, 4096, 8192, 16384), 1, 1 << 20, first=4096
-        ),
-        "d": Axis("d, head dimension", (64, 128), 1, 256),
-        "Br": Axis("Br, rows of Q per tile", (32, 64, 128, 256), 1, 1024, first=128),
-        "Bc": Axis("Bc, rows of K and V per tile", (32, 64, 128, 256), 1, 1024, first=64),
-        "causal": Axis("causal mask", YES_NO),
-        "window": Axis("window, columns on either side (0: none)", (0, 256, 1024), 0, 1 << 20),
+        "N": Axis("N, sequence length", _LENGTHS, 1, 1 << 20, first=4096),
+        "batch": Axis("batch", _COUNTS, 1, 4096),
+        "heads": Axis("heads", _COUNTS, 1, 4096, first=16),
+        "d": Axis("d, head dimension", tuple(range(8, 257, 8)), 1, 256, first=64),
+        "dtype": Axis("dtype", ("float16", "bfloat16", "float32")),
+        "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
+        "causal": Axis(CAUSAL, YES_NO),
+        "window": Axis(WINDOW, (0, *_LENGTHS), 0, 1 << 20, first=0),
+        "tiles": Axis("tile sizes", ("own", "rule"), words={
+            "own": "Br and Bc as set here", "rule": "from the on-chip memory"}),
+        "Br": Axis("Br, rows of a Q tile", _TILE_ROWS, 1, 1024, first=128),
+        "Bc": Axis("Bc, rows of a K or V tile", _TILE_ROWS, 1, 1024, first=64),
+        "M": Axis("on-chip memory, KiB", (16, 32, 48, 64, 96, 100, 128, 164, 192, 228, 256),
+                  1, 1024, first=228),
     },
-    answer=tiles,
+    answer=traffic,
     columns=ALGORITHMS,
     rows=(
-        ("visited", "tiles of S visited"),
-        ("flops", "FLOPs of these tiles"),
-        ("workspace", "workspace, bytes"),
-        ("loads", "elements loaded"),
-        ("stores", "elements stored"),
-        ("bytes", "bytes accessed"),
+        ("bytes", "bytes loaded and stored", "bytes"),
+        ("loads", "elements loaded", "count"),
+        ("stores", "elements stored", "count"),
+        ("visited", "tiles of S computed", "count"),
+        ("flops", "FLOPs of these tiles", "count"),
+        ("workspace", "additional memory (workspace)", "bytes"),
     ),
-    note="One head, forward, 16 bits. All numbers are exact closed forms. Every tile size is "
-    "allowed, also if it fits on no GPU. The next panel shows tiles that fit.",
-)
+    note="These are the loads and stores of global memory by the kernels of this package, in "
+    "closed form. A cache may serve some of the loads. Tile sizes 'from the on-chip memory' follow "
+    "the rule of FA-1's paper: Bc = ceil(M / 4d) and Br = min(Bc, d), for M elements of on-chip "
+    "memory. Any tile size is allowed here. The next panel shows tiles that fit a GPU.",
+)  # fmt: skip
+
+
+# --- the plan of a call on a GPU ---------------------------------------------------------------
+
+UNIT_WORDS = {
+    "simt": "simt: CUDA cores",
+    "mma": "mma: tensor cores",
+    "wgmma": "wgmma: Hopper's tensor cores",
+}
+
+
+# Parts of `Plan.why` as patterns, and what the page says instead.
+PLAIN_WORDS = (
+    (r"the newest unit that takes (\w+) and suits the call", r"the newest unit of this GPU for \1"),
+    (r"not (\w+): ", r"\1 is not used, because "),
+    (r"GPUs of compute capability [\d.]+ do not have it", "this GPU does not have it"),
+    (r"its kernels do not support the \w+ pass of algorithm 'standard'",
+     "it has no kernels of standard attention"),
+    (r"'auto' uses it only for fa2 or float32 in planes, with warp_partition='rows'",
+     "FA-1 uses it only if the call names it"),
+    (r"the fastest tiles measured on a GPU of compute capability 9.0 \(tuned.csv\)",
+     "the fastest of several sizes, measured on an H200"),
+    (r"tiles.csv has ([\d x]+) for head_dim <= (\d+)(?:, case '[^']*')? "
+     r"\((.*?)(?: \(\w{7}\))?\)(?=;|$)",
+     r"\1 is the choice for d up to \2 (\3)"),
+    (r"\(([\w ]+): (timed by hand|python -m experiments tune[^);]*)", r"(measured on \1"),
+    (r"\(ptxas: no register spills\)", "(all values fit the registers)"),
+    (r" \(ptxas\)", ""),
+    (r"arXiv 2307.08691", "the paper of FA-2"),
+    (r"arXiv 2205.14135", "the paper of FA-1"),
+    (r"Hopper's backward kernels support", "the backward kernels for Hopper support"),
+)  # fmt: skip
+BOUND_WORDS = {
+    "compute": "computing",
+    "L2": "bandwidth of the L2 cache",
+    "DRAM": "bandwidth of DRAM",
+    "latency": "too few thread blocks for all multiprocessors",
+}
 
 
 def plans(
-    gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
+    gpu: str, N: int, batch: int, heads: int, d: int, dtype: str, passes: str, causal: str
 ) -> Answer:
     """Return the plan of each algorithm on a GPU, and lower limits of the plan's time."""
     found: Answer = {}
-    sheet, shape = bounds.DEVICES[gpu], (batch, heads, T, d)
+    sheet, shape = bounds.DEVICES[gpu], (batch, heads, N, d)
     options: dict[str, Any] = {"dtype": dtype, "passes": passes, "causal": causal == "yes"}
     for name, _ in ALGORITHMS:
         try:
@@ -314,67 +482,75 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
     # Of the kernel with the largest tiles, which has the products.
     both = zip(plan.kernels, expected.occupancies, strict=True)
     kernel, blocks = max(both, key=lambda each: each[0].shared_bytes)
-    yield "unit", plan.unit
-    yield "tiles", f"{plan.tiles.Br} x {plan.tiles.Bc}"
-    yield "grid", " x ".join(map(str, kernel.grid))
-    yield "splits", max(plan.kv_splits, plan.group_splits)
-    yield "threads", kernel.threads
-    yield "shared", kernel.shared_bytes
-    yield "blocks", str(blocks)
-    yield "limit", blocks.limit
-    yield "busy", 100 * expected.busy
     yield "bytes", plan.accesses.bytes
     yield "dram", expected.dram.bytes
     yield "served", "yes" if expected.dram.served else "no"
     yield "workspace", plan.workspace_bytes
     yield "floor", None if expected.floor is None else 1e6 * expected.floor
-    yield "bound", expected.bound
-    for what in ("unit", "tiles", "kv_splits", "group_splits"):
-        yield f"why_{what}", plan.why.get(what)
+    yield "bound", BOUND_WORDS.get(expected.bound, expected.bound)
+    yield "unit", UNIT_WORDS[plan.unit]
+    yield "why_unit", in_plain_words(plan.why["unit"])
+    yield "tiles", f"{plan.tiles.Br} x {plan.tiles.Bc}"
+    yield "why_tiles", in_plain_words(plan.why.get("tiles"))
+    yield "grid", " x ".join(map(str, kernel.grid))
+    yield "splits", max(plan.kv_splits, plan.group_splits)
+    yield "threads", kernel.threads
+    yield "shared", kernel.shared_bytes
+    yield "blocks", f"{blocks} (limited by {blocks.limit})"
+    yield "busy", 100 * expected.busy
+
+
+def in_plain_words(why: str | None) -> str | None:
+    """Return a reason of a plan in the page's words."""
+    if why is None:
+        return None
+    for pattern, words in PLAIN_WORDS:
+        why = re.sub(pattern, words, why)
+    return why
 
 
 PLAN = Panel(
     name="plan",
-    title="Plan and traffic on your GPU",
-    question="What would run on your GPU, how many bytes would it move, and why?",
-    sentence="The plan chooses the unit, the tiles and the grid for the GPU. Data that stays in "
-    "the L2 cache is not read from DRAM again.",
+    title="Plan of a call on a GPU",
+    question="What does this package run on a GPU, and how long does it take at least?",
+    sentence="The plan chooses the unit, the tiles and the number of thread blocks for the GPU. "
+    "Data that stays in the L2 cache is not read from DRAM again.",
     axes={
         "gpu": Axis(
             "GPU", ("A100", "H100", "H200", "RTX 4090"), first="H200",
             words={name: name for name in bounds.DEVICES},
         ),
-        "T": Axis("N, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+        "N": Axis("N, sequence length", (512, 2048, 4096, 8192, 32768), 1, 1 << 20, first=8192),
         "batch": Axis("batch", (1, 8), 1, 4096),
         "heads": Axis("heads", (8, 64), 1, 4096),
         "d": Axis("d, head dimension", (64, 128), 1, 256),
         "dtype": Axis("dtype", ("float16", "float32")),
         "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
-        "causal": Axis("causal mask", YES_NO),
+        "causal": Axis(CAUSAL, YES_NO),
     },
     answer=plans,
     columns=ALGORITHMS,
     rows=(
-        ("bytes", "bytes accessed in global memory"),
-        ("dram", "DRAM bytes, estimated"),
-        ("served", "data that is read again fits into half of L2"),
-        ("workspace", "workspace, bytes"),
-        ("floor", "shortest possible time, µs"),
-        ("bound", "what limits this time"),
-        ("unit", "unit"),
-        ("tiles", "tiles, Br x Bc"),
-        ("grid", "grid, thread blocks"),
-        ("splits", "key splits or group splits"),
-        ("threads", "threads per thread block"),
-        ("shared", "shared memory per thread block, bytes"),
-        ("blocks", "thread blocks per multiprocessor"),
-        ("limit", "what limits them"),
-        ("busy", "busy multiprocessors, %"),
-        ("why_unit", "why this unit"),
-        ("why_tiles", "why these tiles"),
-        ("why_kv_splits", "why these key splits (forward)"),
-        ("why_group_splits", "why these group splits (backward)"),
+        ("bytes", "bytes loaded and stored", "bytes"),
+        ("dram", "bytes that reach DRAM, estimated", "bytes"),
+        ("served", "the L2 cache serves repeated loads", "words"),
+        ("workspace", "additional memory (workspace)", "bytes"),
+        ("floor", "shortest possible time, µs", "number"),
+        ("bound", "what limits this time", "words"),
+        ("unit", "unit that multiplies matrices", "words"),
+        ("why_unit", "why this unit", "words"),
+        ("tiles", "tiles, Br x Bc", "words"),
+        ("why_tiles", "why these tiles", "words"),
+        ("grid", "grid of thread blocks", "words"),
+        ("splits", "thread blocks that share a tile's loop", "count"),
+        ("threads", "threads of a thread block", "count"),
+        ("shared", "shared memory of a thread block", "bytes"),
+        ("blocks", "thread blocks that a multiprocessor holds", "words"),
+        ("busy", "multiprocessors that have work, %", "number"),
     ),
-    note="Nothing in this panel is measured. Accesses are exact closed forms. DRAM bytes follow a "
-    "rule of thumb. Times follow from data sheets.",
+    note="Nothing in this panel is measured. The bytes are closed forms, the bytes that reach DRAM "
+    "follow a rule of thumb, and the times follow from data sheets. A unit is a kind of "
+    "instruction that multiplies matrices. On Hopper (H100, H200) some warpgroups load tiles, and "
+    "the others, called consumers, compute. This panel has the listed values only: "
+    "python -m fa_numba plan explains the plan of any call.",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page explore.html served on this machine: ``python -m experiments explore``, for any size."""
+"""The page explore.html served on this machine, with typed masks and the plan of any call."""
 
 from __future__ import annotations
 
@@ -12,44 +12,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-import fa_numba
-from experiments import explore
-
-from ..lab.measure.moves import Trace
-from ..lab.measure.workloads import Inputs
 from ..lab.record import FIGURES
-from . import explore_page, explore_panels, typed_mask
+from . import explore_page
 from .panels import Axis, Panel
 
 ADDRESS, HOSTS = "127.0.0.1", ("127.0.0.1", "localhost")
 STATIC = ("timeline.gif", "loop_order.png", "io_vs_seqlen.png")  # of the page without a script
-MASK = Axis("your own mask, true if row i sees column j, such as i - j < 9 or j == 0",
+MASK = Axis("your own mask: true if row i sees column j, such as i - j < 9 or j == 0",
             ("",), text=True)  # fmt: skip
-NOTE = "Served by python -m experiments explore, which runs the emulator for any size."
+NOTE = "this page is served by python -m experiments explore"
 
 # The emulator runs one call at a time.
 _EMULATOR = threading.Lock()
 
 
-def _traces(
-    N: int, d: int, Br: int, Bc: int, causal: str, window: int, unit: str, *typed: str
-) -> dict[str, Trace]:
-    """Return the traces by algorithm; raise ValueError if the emulator would take long."""
-    problem, tiles = explore.problem_of(N, d, causal == "yes", window, unit), fa_numba.Tiles(Br, Bc)
-    explore.check(N, d, Br, Bc)
-    blocks, inputs = typed_mask.blocks_of("".join(typed), N, tiles), Inputs()
-    return {
-        name: explore.trace(inputs, f"{name}-{unit}", problem, tiles, blocks)
-        for name, _ in explore_panels.ORDERS
-    }
-
-
-def _orders() -> Panel:
-    sizes = {"N": explore.SEQLENS, "d": explore.HEAD_DIMS, "window": explore.WINDOWS}
-    panel = explore_panels.orders_panel(
-        _traces, {**sizes, "Br": explore.BLOCKS, "Bc": explore.BLOCKS}
-    )
-    return replace(panel, axes={**panel.axes, "mask": MASK})
+def _panels() -> list[Panel]:
+    """Return the page's panels. The first one also takes a mask that a reader types."""
+    orders, *others = explore_page.PANELS
+    return [replace(orders, axes={**orders.axes, "mask": MASK}), *others]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -129,7 +109,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int = 0) -> None:
-        shown = explore_page.panels(_orders())
+        shown = _panels()
         self.panels = {panel.name: panel for panel in shown}
         self.page = explore_page.html(shown, NOTE, live=True).encode()
         super().__init__((ADDRESS, port), Handler)

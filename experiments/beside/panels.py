@@ -12,7 +12,6 @@ import numpy as np
 
 from fa_numba.commands.arguments import whole
 
-NOT_HERE = "This setting is not on the page. Run `python -m experiments explore` to compute it."
 Value = int | str
 Answer = dict[str, Any]
 
@@ -26,14 +25,15 @@ class Axis:
     label : str
         Label.
     values : sequence of int or str
-        Values for which the stored page has answers.
+        Values of a list, or positions of a slider. A panel whose answers are stored has answers for
+        these values only.
     least, most : int, optional
-        On the served page any integer in this range is allowed.
+        Any integer in this range is allowed, if the answers are computed.
     words : mapping, default {}
         Text to show for a value. Without a range, only `values` and the keys of `words` are
         allowed.
     text : bool, default False
-        Whether any text is allowed on the served page.
+        Whether any text is allowed.
     first : int or str, optional
         Value at the start. Default: the first of `values`.
     """
@@ -78,9 +78,11 @@ class Panel:
         Inputs.
     answer : callable
         Takes the inputs and returns the numbers by key.
-    columns, rows : sequence of (str, str)
-        Prefixes and labels of the table's columns; keys and labels of its rows. A cell has the key
-        "prefix.key".
+    columns : sequence of (str, str)
+        Prefixes and labels of the table's columns.
+    rows : sequence of (str, str, str)
+        Keys and labels of the table's rows, and how the values are written: "bytes", "count" and
+        "number" have three digits, "words" is text. A cell has the key "prefix.key".
     """
 
     name: str
@@ -90,7 +92,7 @@ class Panel:
     axes: Mapping[str, Axis]
     answer: Callable[..., Answer]
     columns: Sequence[tuple[str, str]] = ()
-    rows: Sequence[tuple[str, str]] = ()
+    rows: Sequence[tuple[str, str, str]] = ()
     note: str = ""
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Value]:

@@ -9,16 +9,20 @@ from dataclasses import replace
 import pytest
 
 from experiments import explore
-from experiments.beside import explore_page, explore_panels
+from experiments.beside import explore_page, explore_panels, walk
 from experiments.beside.panels import Axis, Panel
 from experiments.lab.measure import moves
 from experiments.lab.record import provenance
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.store import EMULATOR, MODEL, Store
-from fa_numba import Tiles, io_model
+from fa_numba import Tiles, dtypes, integers, io_model
+from fa_numba.bounds import roofline
+from fa_numba.choices import tiles
+from fa_numba.problem import Problem
 
 PAGE = FIGURES / "explore.html"
-LARGEST = 600_000  # bytes
+LARGEST = 700_000  # bytes
+slow = pytest.mark.slow
 
 
 @functools.cache
@@ -35,8 +39,7 @@ def page_data():
 
 @functools.cache
 def panels():
-    rows = [row for row in recorded() if row.source == "counted"]
-    return {panel.name: panel for panel in explore_page.panels(explore_page.stored(traces(rows)))}
+    return {panel.name: panel for panel in explore_page.PANELS}
 
 
 def traces(rows):
@@ -63,30 +66,22 @@ def looked_up(table, panel, state):
 
 
 def drawn_states(panel, count, seed=0):
-    """So many states, and between them some of those that the page has no answer for."""
-    draw, found, refused = random.Random(seed), [], 0
-    while len(found) < count + refused:
-        state = {name: draw.choice(axis.values) for name, axis in panel.axes.items()}
-        here = "refused" not in panel.at(**state)
-        if here or refused < count // 5:
-            found.append(state)
-            refused += not here
-    return found
+    """Draw inputs of a panel among the values that it lists."""
+    draw = random.Random(seed)
+    return [
+        {name: draw.choice(axis.values) for name, axis in panel.axes.items()} for _ in range(count)
+    ]
 
 
 # --- the file --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=slow)])
 def test_the_page_is_what_the_sources_give(whole, monkeypatch):
-    """But for the tables of the package alone, of which a test below draws states."""
+    """But for the table of plans, of which a test below draws states."""
     if not whole:
-        baked, found = Panel.baked, page_data()["panels"]
-
-        def kept(self):
-            return baked(self) if self.name == "orders" else found[self.name]["table"]
-
-        monkeypatch.setattr(Panel, "baked", kept)
+        table = page_data()["panels"]["plan"]["table"]
+        monkeypatch.setattr(Panel, "baked", lambda self: table)
     store = Store(FIGURES)
     runs = {machine: store.runs(explore.NAME, machine) for machine in (MODEL, EMULATOR)}
     note = provenance.footnote(runs, recorded())
@@ -111,26 +106,46 @@ def test_the_readme_begins_with_its_picture():
     assert "python -m experiments explore" in first_screen
 
 
-def test_the_script_has_no_formula():
-    script = (explore_page.FOLDER / "page.js").read_text()
-    assert not re.findall(r"Math\.(?:exp|ceil|sqrt|pow)", script)
+MODULES = {
+    "io_model.js": (
+        io_model, io_model.accesses, io_model.visits, io_model.work, integers, tiles, Problem,
+        roofline, dtypes,
+    ),
+    "walk.js": (walk, moves, moves.Trace),
+    "answers.js": (explore_panels, explore),
+}  # fmt: skip
+# Functions of the scripts that are part of a function in Python.
+ONLY_IN_SCRIPTS = {
+    "io_model.js": {"total", "bytes_of", "ACCESSES"},
+    "walk.js": {"walk_fa1", "walk_fa2", "fills", "by_block"},
+    "answers.js": {"prefixed", "maximum", "sum_of", "times_rows", "forward_steps", "ANSWERS"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["orders", "softmax", "tiles", "plan"])
+@pytest.mark.parametrize("script", explore_page.COMPUTING)
+def test_functions_of_the_scripts_have_the_names_of_the_python_functions(script):
+    text = (explore_page.FOLDER / script).read_text()
+    names = set(re.findall(r"^(?:function|const) (\w+)", text, re.MULTILINE))
+    known = {name.lstrip("_") for module in MODULES[script] for name in dir(module)}
+    assert ONLY_IN_SCRIPTS[script] == names - known
+
+
+@pytest.mark.parametrize("name", ["plan"])
 def test_what_the_page_looks_up_is_the_answer(name):
     panel, table = panels()[name], page_data()["panels"][name]["table"]
-    refused = 0
     for state in drawn_states(panel, 40):
-        answer = panel.at(**state)
-        refused += any(key.endswith("refused") for key in answer)
-        found = looked_up(table, panel, state)
-        if "refused" in answer:
-            assert found == answer
+        answer, found = panel.at(**state), looked_up(table, panel, state)
         # A column that refuses has its reason alone; the page shows nothing else of it.
         for key, value in answer.items():
             assert found[key] == value, (key, state)
-    assert refused < 25
-    assert name != "orders" or refused
+
+
+def test_reasons_of_plans_are_in_plain_words():
+    table = page_data()["panels"]["plan"]["table"]
+    said = [why for key, (_, values, _) in table.items() if ".why_" in key for why in values]
+    assert len(said) > 50
+    for why in said:
+        assert not re.search(r"\.csv|suits|ptxas|arXiv|by hand|'auto'|compute capability", why), why
 
 
 def test_online_softmax_stands_where_naive_overflows():
@@ -163,6 +178,63 @@ def test_a_table_keeps_what_differs_and_drops_what_does_not():
             assert looked_up(table, panel, {"a": a, "b": b}) == panel.at(a=a, b=b)
 
 
+# --- the walk --------------------------------------------------------------------------------
+
+
+def test_the_walk_is_the_recorded_trace():
+    compared = 0
+    for state, both in traces(recorded()).items():
+        N, d, Br, Bc, causal, window, unit = state
+        if unit == "wgmma":  # whose warps run ahead of each other
+            continue
+        for trace in both.values():
+            inputs = trace.series, explore.UNITS[unit], N, d, Br, Bc, causal == "yes", window
+            assert walk.walk(*inputs) == walk.by_row_tile(trace), state
+            compared += 1
+    assert compared > 150
+
+
+@slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "N", "Br", "Bc", "window"), [("mma", 50, 32, 16, 0), ("simt", 70, 16, 32, 9)]
+)
+def test_the_walk_is_the_emulators_where_tiles_are_not_full(unit, N, Br, Bc, causal, window):
+    problem, inputs = explore.problem_of(N, 16, causal, window, unit), explore.Inputs()
+    for name in ("fa1", "fa2"):
+        series = f"{name}-{unit}"
+        found = walk.by_row_tile(explore.trace(inputs, series, problem, Tiles(Br, Bc)))
+        assert walk.walk(series, problem.dtype, N, 16, Br, Bc, causal, window) == found
+
+
+def test_the_walk_moves_what_the_closed_form_says():
+    draw = random.Random(0)
+    for _ in range(60):
+        N, Br, Bc, window = (
+            draw.randint(*ends) for ends in ((1, 300), (16, 90), (16, 90), (0, 99))
+        )
+        found = panels()["orders"].answer(
+            N, draw.randint(1, 40), Br, Bc, draw.choice(("yes", "no")), window,
+            draw.choice(("simt", "mma")),
+        )  # fmt: skip
+        for name in ("fa1", "fa2"):
+            assert found[f"{name}.total"] == found[f"{name}.model"] == found[f"{name}.bytes"][-1]
+            moved = sum(found[f"{name}.{kind}"] for kind in ("inputs", "again", "written"))
+            assert moved == found[f"{name}.total"]
+
+
+def test_the_largest_part_of_the_accesses():
+    state = {name: axis.values[0] for name, axis in panels()["traffic"].axes.items()}
+    state |= {"N": 4096, "Br": 128, "Bc": 64, "d": 64, "dtype": "float16", "M": 100}
+    found = panels()["traffic"].answer(**state)
+    assert [found[f"{name}.largest"] for name in ("standard", "fa1", "fa2")] == [
+        "S and P", "O", "K and V",
+    ]  # fmt: skip
+    assert found["fa2.share"] == pytest.approx(100 * 64 / (2 * 32 + 2 + 1 / 16) * 32 / 32, rel=1e-2)
+    ruled = panels()["traffic"].answer(**state | {"tiles": "rule"})
+    assert (ruled["Br"], ruled["Bc"]) == (64, 200)  # 51200 elements / (4 * 64)
+
+
 # --- traces ----------------------------------------------------------------------------------
 
 
@@ -186,6 +258,8 @@ def test_a_packed_trace_is_the_trace():
         explore.unpack(replace(row, note="window 24; Q0"))
     ragged = explore.problem_of(50, 16, True, 0, "mma")
     found = explore.trace(explore.Inputs(), "fa2-mma", ragged, Tiles(32, 16))
+    walked = walk.walk("fa2-mma", "float16", 50, 16, 32, 16, True, 0)
+    assert walked == walk.by_row_tile(found)
     said = replace(
         row,
         series="fa2-mma",

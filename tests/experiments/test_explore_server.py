@@ -25,7 +25,7 @@ STATE = {
     "mask": "",
 }
 PLAN = {
-    "gpu": "A100", "T": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
+    "gpu": "A100", "N": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
     "passes": "fwd", "causal": "no",
 }  # fmt: skip
 SOFTMAX = {"example": "own", "block": 2, "scores": "3 1 2"}
@@ -56,21 +56,29 @@ def asked(server, name, state):
     return status, json.loads(text)
 
 
-@pytest.mark.parametrize("name", ["softmax", "tiles", "plan"])
-def test_answers_are_the_panels(server, name):
-    for state in drawn_states(panels()[name], 5):
+@pytest.mark.parametrize(("name", "count"), [("softmax", 2), ("traffic", 5), ("plan", 5)])
+def test_answers_are_the_panels(server, name, count):
+    for state in drawn_states(panels()[name], count):
         assert asked(server, name, state) == (200, panels()[name].at(**state))
 
 
-def test_a_trace_is_run_and_is_the_recorded_one(server):
-    stored = {name: value for name, value in STATE.items() if name != "mask"}
-    assert asked(server, "orders", STATE) == (200, panels()["orders"].at(**stored))
+def test_without_a_mask_the_answer_is_the_panels(server):
+    plain = {name: value for name, value in STATE.items() if name != "mask"}
+    assert asked(server, "orders", STATE) == (200, panels()["orders"].at(**plain))
 
 
-@pytest.mark.parametrize("unit", ["simt", "wgmma"])
-def test_a_typed_mask_leaves_out_tiles_that_it_hides(server, unit):
-    Br = 64 if unit == "wgmma" else 16
-    state = {**STATE, "N": 192, "Br": Br, "Bc": 32, "unit": unit, "causal": "no"}
+def test_a_typed_mask_runs_on_the_emulator(server):
+    """In FA-2, a typed causal mask has the steps of the causal mask."""
+    state = {**STATE, "causal": "no"}
+    found = asked(server, "orders", {**state, "mask": "j <= i"})[1]
+    plain = panels()["orders"].at(**{**state, "causal": "yes"} | {"mask": ""})
+    assert found["fa2.steps"] == plain["fa2.steps"] and found["fa2.bytes"] == plain["fa2.bytes"]
+    assert found["fa1.visited"] == plain["fa1.visited"]
+
+
+def test_a_typed_mask_leaves_out_tiles_that_it_hides(server):
+    Br = 16
+    state = {**STATE, "N": 192, "Br": Br, "Bc": 32, "unit": "simt", "causal": "no"}
     state["mask"] = "j <= i and i - j < 9 if i > 3 else math.sqrt(j) < 2"
     found = asked(server, "orders", state)[1]
     seen = {
@@ -101,13 +109,16 @@ REFUSED = [
     ("/api/orders", {**STATE, "N": "1e3"}, "N: must be an integer from 1 to 512, got '1e3'"),
     (
         "/api/orders",
-        {**STATE, "N": 512, "Br": 16, "Bc": 16},
+        {**STATE, "N": 512, "Br": 16, "Bc": 16, "mask": "j < i"},
         "shows at most 400 tiles of S, got 1024",
     ),
-    ("/api/orders", {**STATE, "N": 512, "d": 256, "Br": 128}, "the emulator computes at most"),
-    ("/api/orders", {**STATE, "Br": 17}, "Br"),
-    ("/api/orders", {**STATE, "unit": "tpu"}, "unit must be one of simt, mma, wgmma, got 'tpu'"),
-    ("/api/orders", {**STATE, "unit": "wgmma"}, "tiles.Br must be 64, 128 or 192"),
+    (
+        "/api/orders",
+        {**STATE, "N": 512, "d": 256, "Br": 128, "mask": "j < i"},
+        "the emulator computes at most",
+    ),
+    ("/api/orders", {**STATE, "Br": 17, "mask": "j < i"}, "Br"),
+    ("/api/orders", {**STATE, "unit": "tpu"}, "unit must be one of simt, mma, got 'tpu'"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
     (
         "/api/orders",
@@ -146,8 +157,8 @@ REFUSED = [
     ),
     (
         "/api/softmax",
-        {**SOFTMAX, "block": 4},
-        "block must be from 1 to 3, the number of keys, got 4",
+        {**SOFTMAX, "block": 65},
+        "block: must be an integer from 0 to 64, got 65",
     ),
 ]
 
