@@ -308,8 +308,8 @@ def _blocks(
         return None, 1, 1
     if tiles is None:
         raise ValueError(
-            "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass "
-            "tiles=Tiles(Br=..., Bc=...)"
+            "block_mask needs tiles, because tiles.Br and tiles.Bc are the size of the blocks; "
+            "pass tiles=Tiles(Br=..., Bc=...)"
         )
     check_blocks(tiles)
     mask = check_block_mask(block_mask, problem, tiles)

@@ -535,8 +535,8 @@ class GlobalArray(Unconverted):
                             "kernel into two launches"
                         )
                     text = (
-                        f"this thread {DOES[kind]} {element}, which {who} {did}. Nothing orders "
-                        f"the blocks of a launch: {remedy}"
+                        f"this thread {DOES[kind]} {element}, which {who} {did}. The "
+                        f"thread blocks of a launch run in any order: {remedy}"
                     )
                     return ctx.fault(GlobalHazard, text, self.name, lane)
         raise AssertionError("no block has touched this")

@@ -136,8 +136,8 @@ class Binding:
             return
         if given is None:
             raise ValueError(
-                "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass "
-                "tiles=Tiles(Br=..., Bc=...)"
+                "block_mask needs tiles, because tiles.Br and tiles.Bc are the size of the blocks; "
+                "pass tiles=Tiles(Br=..., Bc=...)"
             )
         check_block_mask(self.block_mask, problem, tiles)
 

@@ -105,8 +105,8 @@ def create(
     if tiles is not None:
         if not (isinstance(block_size, str) and block_size == "auto"):
             raise ValueError(
-                "block_size must be 'auto' with tiles, whose Br and Bc are the block size then, "
-                f"got {block_size!r}; leave one of the two out"
+                "block_size must be 'auto' if tiles is given, because tiles.Br and tiles.Bc are "
+                f"then the block size, got {block_size!r}; leave one of the two out"
             )
         check_blocks(tiles)
         block_size = tiles.Br, tiles.Bc

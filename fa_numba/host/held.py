@@ -73,9 +73,9 @@ def check(options: Mapping[str, Any]) -> None:
         for array in _watched.get(function, ()):
             if array.state() != array.given:
                 raise ValueError(
-                    f"{array.name} must have the values that it had when the function was given "
-                    "(to create_block_mask, or to the forward pass), got values that were changed "
-                    "in place; call that function again, or change a copy of the array"
+                    f"{array.name} must still have the values that create_block_mask or the "
+                    "forward pass read, got values that were changed in place; call "
+                    "create_block_mask or the forward pass again, or change a copy of the array"
                 )
 
 

@@ -184,7 +184,7 @@ class BlockMask:
         """
         sizes = ("seqlen_q", self.seqlen_q), ("seqlen_k", self.seqlen_k)
         longer = problem.packed, problem.packed or problem.pages is not None
-        again = "make a mask for these sizes with create_block_mask"
+        again = "create a block mask for these sizes with create_block_mask"
         fits, wanted = True, []
         for (name, size), may_be_longer in zip(sizes, longer, strict=True):
             called = getattr(problem, name)
@@ -243,8 +243,8 @@ class BlockMask:
             found = getattr(found, part, None)
         if getattr(found, "__code__", None) is not function.__code__:
             raise TypeError(
-                "mask_mod must be a function that def defines at the top of a module for its "
-                f"BlockMask to be pickled, got {self.captured.mod}; define it there, or make the "
+                "to pickle a BlockMask, its mask_mod must be defined by def at the top level of a "
+                f"module, got {self.captured.mod}; define mask_mod there, or create the block "
                 "mask again where it is used"
             )
         others = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -280,8 +280,8 @@ def _loaded(
     captured = mods.captured("mask_mod", held)
     if captured.mod.value != text:
         raise ValueError(
-            f"mask_mod must be the function that the pickled BlockMask was made by, got "
-            f"{captured.mod}, which has changed since then; make the mask again with "
+            "mask_mod must be the function with which the pickled BlockMask was created, got "
+            f"{captured.mod}, which has changed since then; create the block mask again with "
             "create_block_mask"
         )
     reads = mods.parameters_read("mask_mod", held)

@@ -362,7 +362,7 @@ REFUSED = [
     ({"backward_tiles": (8, 16)}, TypeError,
      r"backward_tiles must be a Tiles\(Br=\.\.\., Bc=\.\.\.\) or None, got \(8, 16\)"),
     ({"block_mask": ARRAY > 0}, ValueError,
-     "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass"),
+     "block_mask needs tiles, because tiles.Br and tiles.Bc are the size of the blocks;"),
     ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
 ]  # fmt: skip
 

@@ -326,7 +326,7 @@ REFUSED = [
      "kv_lens must contain integers from 0 to 7 (the sequence length), got 8"),
     ({"kv_lens": [True]}, TypeError, "kv_lens must contain integers, got dtype bool"),
     ({"block_mask": MASK, "tiles": None}, ValueError,
-     "block_mask needs tiles, whose Br and Bc are the size of the blocks; pass"),
+     "block_mask needs tiles, because tiles.Br and tiles.Bc are the size of the blocks;"),
     ({"block_mask": np.ones((2, 1), bool)}, ValueError,
      "block_mask must have shape (1, 1) (one value per tile of Br=8, Bc=16), optionally",
      "got (2, 1)"),

@@ -503,7 +503,7 @@ HIDING = dict(block_mask=np.ones((1, 3), bool), tiles=TILES)
         (
             {**HIDING, "tiles": None},
             ValueError,
-            "block_mask needs tiles, whose Br and Bc are the size of the blocks;",
+            "block_mask needs tiles, because tiles.Br and tiles.Bc are the size of the blocks;",
         ),
         (
             {**HIDING, "tiles": SimpleNamespace(Br=2, Bc=0)},
