@@ -271,6 +271,9 @@ def _check_backward(
     first = operand("q", q.detach())
     asked = {"dtype": first.dtype, "passes": "bwd", "return_dbias": dbias, **given, **own}
     asked |= {"return_dsinks": dsinks, "return_dcaptured": dcaptured}
+    mask = asked.get("block_mask")
+    if isinstance(mask, BlockMask):  # whose blocks stay on the GPU: accesses are not asked for
+        asked["block_mask"] = mask.without_blocks()
     with placement.placed(first):
         try:
             plan = fa_numba.plan(q.shape, k.shape, v.shape, **added, **asked)

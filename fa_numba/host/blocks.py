@@ -45,6 +45,7 @@ class Lists:
         self._size, self._seqlens = size, seqlens
         self._at = {size: {next(iter(found.values())).ordinal: found}}
         self._states: dict[BlockSize, np.ndarray] = {}
+        self._visited: dict[BlockSize, np.ndarray] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how a pickle is loaded: with the states of the mask's own blocks, on the host."""
@@ -80,6 +81,13 @@ class Lists:
                 found = states_of_tiles(self.states(), self._size, size, self._seqlens)
             self._states[size] = found
         return self._states[size]
+
+    def visited(self, size: BlockSize | None = None) -> np.ndarray:
+        """Return whether each tile of a size is visited, on the host."""
+        size = size or self._size
+        if size not in self._visited:
+            self._visited[size] = self.states(size) != EMPTY
+        return self._visited[size]
 
 
 def _of_states(states: np.ndarray, size: BlockSize, seqlens: tuple[int, int]) -> Lists:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,7 +169,7 @@ class BlockMask:
     @property
     def visited(self) -> np.ndarray:
         """Whether each block is visited: an array of bool that ``block_mask`` takes too."""
-        return self.blocks != EMPTY
+        return self.lists.visited()
 
     def check(self, problem: Any) -> None:
         """Raise ValueError unless the mask was made for the sizes of a problem.
@@ -210,7 +210,7 @@ class BlockMask:
                     f"pass {name}={called} to create_block_mask"
                 )
 
-    def visited_tiles(self, problem: Any, tile: Any = None) -> np.ndarray:
+    def visited_tiles(self, problem: Any, tile: Any = None) -> np.ndarray | None:
         """Return whether a call visits each tile, for the rows and columns that the call has.
 
         Parameters
@@ -222,12 +222,25 @@ class BlockMask:
 
         Returns
         -------
-        numpy.ndarray of bool
-            The visited tiles, shape (batch or 1, heads_q or 1, row tiles, column tiles).
+        numpy.ndarray of bool or None
+            The visited tiles, shape (batch or 1, heads_q or 1, row tiles, column tiles). None for a
+            mask without blocks.
         """
+        if self.lists is None:
+            return None
         size = self.block_size if tile is None else BlockSize(tile.Br, tile.Bc)
         Tr, Tc = ceil_div(problem.seqlen_q, size.Br), ceil_div(problem.seqlen_k, size.Bc)
-        return self.lists.states(size)[:, :, :Tr, :Tc] != EMPTY
+        return self.lists.visited(size)[:, :, :Tr, :Tc]
+
+    def without_blocks(self) -> BlockMask:
+        """Return a mask for plans only, which does not copy the blocks from a GPU to the host.
+
+        Returns
+        -------
+        BlockMask
+            The mask without ``lists``. The accesses of a plan with this mask are not known.
+        """
+        return replace(self, lists=None)
 
     def __copy__(self) -> BlockMask:
         return self

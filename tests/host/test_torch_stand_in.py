@@ -18,6 +18,7 @@ from test_merge import parts_of
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host import blocks
 
 SIZES = B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 9, 8
 Q, K = (B, Hq, Nq, d), (B, Hk, Nk, d)
@@ -251,6 +252,21 @@ def test_one_block_mask_serves_both_passes(gpu, attention):
         backward = next(x["block_mask"] for x in gpu.given[::-1] if "block_mask" in x)
         assert (forward[0, 0] == [[1, 0, 0], [2, 1, 0], [2, 2, 1]]).all()
         assert (backward[0, 0, ::2] == forward[0, 0]).all() and backward.shape == (1, 1, 5, 3)
+
+
+def test_blocks_of_the_size_of_the_tiles_stay_on_the_gpu(gpu, attention, monkeypatch):
+    """No call waits for the GPU to read them, also if each step has a mask of its own."""
+    shape = (1, 1, 300, 64)
+    rows = tensor((300,), gradient=False)
+    q, k, v = (tensor(shape, "float16") for _ in "qkv")
+    for n in range(3):
+        mask = fa_numba.create_block_mask(
+            lambda b, h, i, j: rows[i] == rows[j], 1, 1, 300, 300, block_size=128
+        )
+        with monkeypatch.context() as patch:
+            if n:
+                patch.setattr(blocks, "on_host", None)
+            attention(q, k, v, block_mask=mask).backward(tensor(shape, "float16", gradient=False))
 
 
 def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention, torch):
