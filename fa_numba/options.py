@@ -71,10 +71,10 @@ class AttentionOptions(TypedDict, total=False):
         batch entry or the number of the packed sequence, ``h`` the query head, ``i`` the row and
         ``j`` the column within the sequence.
         The function is not called. Its source is read and compiled into the kernel, so it must be
-        defined in a file or in a notebook cell. It may assign names, and must end with one
-        ``return``. Allowed are arithmetic, comparisons, ``and``, ``or``, ``not``, conditional
-        expressions, functions of ``math``, ``min``, ``max`` and ``abs``. Loops, ``if`` statements
-        and calls of other functions are refused.
+        defined in a file, in a notebook cell or at Python's prompt. It may assign names, and must
+        end with one ``return``. Allowed are arithmetic, comparisons, ``and``, ``or``, ``not``,
+        conditional expressions, functions of ``math``, ``min``, ``max`` and ``abs``. Loops, ``if``
+        statements and calls of other functions are refused.
         The function may use names from outside if these are numbers, or arrays of float32, int32 or
         bool. An array must be on the device of q, and must be indexed with one index for each axis.
         The kernel evaluates the function for all rows and columns of a visited tile that exist

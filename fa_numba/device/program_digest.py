@@ -24,7 +24,6 @@ import copy
 import dis
 import functools
 import hashlib
-import linecache
 import sys
 import weakref
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from numba.core import types
 from numba.cuda.extending import _Intrinsic
 
 from fa_numba.device.function import DeviceFunction
+from fa_numba.emulator.typed import lines_of
 
 # Packages whose contents are named in a digest, by their public names. All others are read.
 _INSTALLED = frozenset(("numba", "numpy", "llvmlite", "cuda", "torch", "scipy"))
@@ -284,7 +284,7 @@ def _template(code: CodeType) -> Template:
 
 def definition(code: CodeType) -> ast.FunctionDef | ast.Lambda | None:
     """Return the syntax tree of the function with this code; None if the source is missing."""
-    lines = tuple(linecache.getlines(code.co_filename))
+    lines = tuple(lines_of(code))
     found = _functions(lines).get((code.co_firstlineno, code.co_name), ())
     if len(found) < 2:
         return found[0] if found else None

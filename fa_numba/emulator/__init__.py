@@ -34,6 +34,7 @@ thread block, thread, array and source line.
     checks.py            the compiled loops of these checks
     compiling.py         compiles the loops, and caches them on disk
     source_lines.py      source line and variable name of an instruction
+    typed.py             the source of code, also of code that was typed at a prompt
     counts.py            the counts, with Nsight Compute's definitions
     errors.py            the errors
     trace.py             which tile moves when

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-import linecache
 import os
 import re
 from functools import cache
 from types import CodeType
+
+from .typed import lines_of
 
 
 @cache
@@ -18,7 +19,7 @@ def source_line(code: CodeType, instruction: int) -> str:
     positions = list(code.co_positions())
     number = positions[instruction // 2][0] if 0 <= instruction // 2 < len(positions) else None
     number = number or code.co_firstlineno
-    source = linecache.getline(code.co_filename, number).strip()
+    source = "".join(lines_of(code)[number - 1 : number]).strip()
     return f"{os.path.basename(code.co_filename)}:{number}: {source}"
 
 
@@ -57,7 +58,7 @@ def definition(code: CodeType) -> ast.FunctionDef | None:
     None if its source is not available.
     """
     first = code.co_firstlineno  # of the first decorator
-    lines = linecache.getlines(code.co_filename)[first - 1 :]
+    lines = lines_of(code)[first - 1 :]
     block = "".join(inspect.getblock(lines)) if lines else ""
     try:
         tree = ast.parse("if 1:\n" + block if block[:1].isspace() else "\n" + block)

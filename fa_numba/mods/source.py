@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import functools
 import inspect
-import linecache
 import math
 import os
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba.checks import kind_of
+from fa_numba.emulator.typed import lines_of
 
 NUMBERS = "captured numbers and captured arrays of float32, int32 or bool"
 ARRAYS = ("float32", "int32", "bool")
@@ -90,11 +90,14 @@ def source_of(option: str, function: Any, parameters: int) -> Source:
             f"{option} must have the {parameters} parameters {wanted}, and must not be a "
             f"generator or a coroutine, got {_shown(code)} with {inspect.signature(function)}"
         )
-    found = _found(code)
+    found = _found(code, code.co_filename)
     if found is None:
+        instead = ""
+        if code.co_filename.startswith("<"):  # typed, piped or made of text
+            instead = "; put the function into a file or a notebook's cell"
         raise ValueError(
             f"{option} must be a function whose source can be read, from a file or a notebook's "
-            f"cell that has not changed since it ran, got {_shown(code)}"
+            f"cell that has not changed since it ran, got {_shown(code)}{instead}"
         )
     return found
 
@@ -105,13 +108,14 @@ def _shown(code: CodeType) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _found(code: CodeType) -> Source | None:
+def _found(code: CodeType, filename: str) -> Source | None:
+    """Return the source of code in this file; equal code may be in another file too."""
     found = None
-    lines = tuple(linecache.getlines(code.co_filename))
+    lines = tuple(lines_of(code))
     # Of every instruction where it begins and ends; what the compiler adds has no length.
     places = [((a, c), (b, d)) for a, b, c, d in code.co_positions() if None not in (a, b, c, d)]
     own = [(begin, end) for begin, end in places if begin < end]
-    for node in _functions(code.co_filename, lines).get(code.co_firstlineno, ()):
+    for node in _functions(filename, lines).get(code.co_firstlineno, ()):
         if isinstance(node, ast.Lambda) and code.co_name == "<lambda>":
             # What holds other lambdas on this line is walked before them.
             body = node.body

@@ -1,0 +1,111 @@
+"""The lines that a code object was compiled from, also if they were typed at a prompt.
+
+Python keeps the lines of files and of notebooks' cells, and from Python 3.13 on also the lines that
+are typed at its prompt or follow ``-c``. In older versions, the command line and the history of the
+prompt are searched for a text that compiles to the same code.
+"""
+
+from __future__ import annotations
+import __future__
+
+import codeop
+import functools
+import inspect
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from types import CellType, CodeType, FunctionType
+
+_MOST_TYPED = 2000  # lines that are searched, the last ones
+_MOST_LINES = 100  # of a statement
+_CONTINUED = ("else:", "elif ", "except", "finally:")  # lines that begin no statement
+_FLAGS = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+def lines_of(code: CodeType) -> Sequence[str]:
+    """Return the lines from the first line of the text; none if the text is not available."""
+    return linecache.getlines(code.co_filename) or _typed(code, code.co_filename)
+
+
+@functools.lru_cache(maxsize=256)
+def _typed(code: CodeType, name: str) -> tuple[str, ...]:
+    """Return the lines of code in what is called ``name``; equal code may be elsewhere too."""
+    if not name.startswith("<"):
+        return ()
+    cells = tuple(CellType() for _ in code.co_freevars)
+    try:  # what Python 3.13 knows of its prompt
+        lines, _ = inspect.findsource(FunctionType(code, {"__name__": "__main__"}, closure=cells))
+        return tuple(lines)
+    except (OSError, TypeError):
+        pass
+    texts: Iterator[str] = iter(())
+    if name == "<string>":
+        texts = _after_c()
+    elif name in ("<stdin>", "<console>"):
+        word = "lambda" if code.co_name == "<lambda>" else code.co_name
+        texts = (text for text in reversed([*_statements(_history())]) if word in text)
+    mode = "exec" if name == "<string>" else "single"
+    for text in texts:
+        whole = _compiled(text, mode, code.co_flags & _FLAGS)
+        if whole is not None and code in _inside(whole):
+            return tuple(text.splitlines(keepends=True))
+    return ()
+
+
+def _after_c() -> Iterator[str]:
+    """Yield the program of ``python -c program``, if Python was started so."""
+    if sys.argv[:1] == ["-c"] and len(sys.argv) < len(sys.orig_argv):
+        program = sys.orig_argv[-len(sys.argv)]  # before its own arguments
+        yield f"{program.removeprefix('-c')}\n"
+
+
+def _history() -> list[str]:
+    """Return the last lines that were typed at Python's prompt, without empty lines."""
+    readline = sys.modules.get("readline")
+    if readline is None:
+        return []
+    last = readline.get_current_history_length()
+    numbers = range(max(1, last - _MOST_TYPED + 1), last + 1)
+    return [line for n in numbers if (line := readline.get_history_item(n))]
+
+
+def _statements(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the complete statements among lines that were typed, without those that are wrong."""
+    first = begin = 0  # of what may be a statement, and of its last unindented line
+    for stop, following in enumerate([*lines[1:], ""], 1):
+        if following[:1].isspace() or following.startswith(_CONTINUED):
+            continue
+        for start in dict.fromkeys((first, begin)):
+            text = "\n".join(lines[start:stop]) + "\n"
+            found = _complete(text)
+            if found:
+                yield text
+            if found is not None:
+                break
+        open_bracket = found is False and stop - start < _MOST_LINES
+        first, begin = start if open_bracket else stop, stop
+
+
+def _complete(text: str) -> bool | None:
+    """Return whether a statement is complete; None if it is wrong."""
+    try:
+        return codeop.compile_command(text) is not None
+    except (SyntaxError, ValueError, OverflowError):
+        return None
+
+
+def _compiled(text: str, mode: str, flags: int) -> CodeType | None:
+    try:
+        return compile(text, "<typed>", mode, flags, dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of all functions inside."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _inside(constant)
