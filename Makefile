@@ -4,6 +4,7 @@
 # make test-torch  with torch, its build for CPUs: gradients, rings of processes
 # make test-mlir   with numba-cuda-mlir, the other compiler: kernels that it compiles
 # make browser   the page explore.html in Chromium, where there is one
+# make tutorials a notebook of each tutorial, with its outputs, in build/tutorials
 # make docs      the guide, the option reference and the API reference, in build/docs
 # make lint      ruff, mypy, and numpydoc's validation of public docstrings
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
@@ -23,7 +24,7 @@ WHEELS := $(if $(filter 12,$(shell nvidia-smi 2>/dev/null | \
 	sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')),cu12,cu13)
 endif
 ifeq ($(filter 1cu12 1cu13,$(words $(WHEELS))$(strip $(WHEELS))),)
-$(error WHEELS is "$(WHEELS)": allowed is cu12 or cu13)
+$(error WHEELS must be cu12 or cu13, got "$(WHEELS)")
 endif
 
 # Two processes run the tests, and each finds on disk what the other has compiled.
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := fa_numba experiments tests .ci
 
-.PHONY: figures test test-all test-torch test-mlir browser docs lint sanitize ptx clean
+.PHONY: figures test test-all test-torch test-mlir browser tutorials docs lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -52,6 +53,9 @@ test-mlir: $(VENV)/.mlir-$(WHEELS)
 
 browser: $(VENV)/.browser-$(WHEELS)
 	@$(RUN) -m pytest -q -rs -m browser tests/experiments/test_explore_browser.py
+
+tutorials: $(VENV)/.tutorials-$(WHEELS)
+	@$(RUN) .ci/tutorials.py
 
 docs: $(VENV)/.docs-$(WHEELS)
 	@$(RUN) .ci/docs.py
@@ -112,6 +116,10 @@ $(VENV)/.mlir-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 $(VENV)/.browser-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test$(,)browser)
 	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)
+
+$(VENV)/.tutorials-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments$(,)tutorials)
+	@touch $(VENV)/.run-$(WHEELS)
 
 $(VENV)/.docs-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)docs)

@@ -1223,7 +1223,7 @@ def test_make_takes_no_path_of_cuda_for_the_wheels():
     for wheels in ("12", "cu11", "cu12 cu13"):
         done = make(WHEELS=wheels)
         assert done.returncode != 0
-        assert f'WHEELS is "{wheels}": allowed is cu12 or cu13' in done.stderr
+        assert f'WHEELS must be cu12 or cu13, got "{wheels}"' in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")

@@ -221,6 +221,7 @@ def test_numba_cuda_has_one_door():
         for module in MODULES
         for name in imports(module)
         if f"{name}.".startswith("numba.cuda.")
+        and not module.startswith("experiments.tutorials")  # kernels of the reader
     }
     assert naming == CUDA
 
