@@ -20,7 +20,7 @@ FOLDERS = ("fa_numba", "experiments", "tests", "figures", ".ci")
 PAGES = {
     "Use": ("README", "fa_numba/guide", "fa_numba/options", "api/index", "fa_numba/README"),
     "Inside": ("fa_numba/architecture", "fa_numba/kernels/README", "fa_numba/emulator/README"),
-    "Results": ("paper_repro", "figures/README", "experiments/README"),
+    "Results": ("paper_repro", "figures/README", "figures/data/README", "experiments/README"),
     "Project": ("CONTRIBUTING", "tests/README", "CHANGELOG"),
 }
 

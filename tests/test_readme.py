@@ -22,7 +22,8 @@ from fa_numba import __main__ as command
 from fa_numba import device as devices
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "figures", "tests")
+ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "figures")
+ROOMS += ("figures/data", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
 PAGES += tuple(f"{room}/README.md" for room in ROOMS)
 PAGES += tuple(f"fa_numba/{name}.md" for name in ("guide", "options", "architecture"))
