@@ -117,14 +117,14 @@ def _masked(
     return by_row_tile(trace), explore.planned(series, problem, sizes, blocks).accesses
 
 
-WINDOW = "window, columns to either side (0: none)"
+WINDOW = "window, columns on each side (0: off)"
 CAUSAL = "causal mask"
 ORDERS_PANEL = Panel(
     name="orders",
     title="Both loop orders, side by side",
     question="Why did FlashAttention-2 exchange the two loops?",
-    sentence="FA-1 takes one tile of K and V after the other, and moves O, l and m of all rows "
-    "for each. FA-2 takes one tile of Q after the other, and keeps O, l and m on the chip.",
+    sentence="For each tile of K and V, FA-1 loads and stores O, l and m of all rows. FA-2 keeps "
+    "O, l and m of a tile of Q on the chip, and different tiles of Q can run at the same time.",
     axes={
         "N": Axis("N, sequence length", tuple(range(16, 513, 16)), 1, 512, first=256),
         "d": Axis("d, head dimension", tuple(range(16, 257, 16)), 1, 256, first=64),
@@ -145,12 +145,13 @@ ORDERS_PANEL = Panel(
         ("visited", "tiles of S computed", "count"),
         ("blocks", "thread blocks", "count"),
     ),
-    note="The panel shows one head, forward. m is the largest score of a row so far, and l is the "
-    "sum of the exponentials. L = m + log l. A step moves one tile, or O, l and m of one row tile "
-    "together. At each step, both sides have moved about the same number of bytes. The thread "
-    "blocks of FA-2 run at the same time on a GPU; the page shows them one after the other, in the "
-    "order of the loop in the code. FA-1's kernel loads the next tile of Q before it stores O of "
-    "this one. In float16, FA-1 keeps O in memory as a float32 sum until the last pass.",
+    note="The panel shows the forward pass of one head. S = Q K^T are the scores. m is the "
+    "largest score of a row so far, l is the sum of the exponentials, and L = m + log l. K2 is "
+    "tile 2 of K. A step moves one tile, or O, l and m of one row tile together. At each step, "
+    "both sides have moved about the same number of bytes. The thread blocks of FA-2 run at the "
+    "same time on a GPU; the page shows them one after the other, in the order of the loop in the "
+    "code. FA-1's kernel loads the next tile of Q before it stores O of this one. In float16, "
+    "FA-1 keeps O in memory as a float32 sum until the last pass.",
 )  # fmt: skip
 
 
@@ -279,8 +280,8 @@ SOFTMAX = Panel(
           ("P", "softmax in float32", "words")),
     note="FA-1 divides O by l in every pass, because O goes back to memory. FA-2 divides once, at "
     "the end. FA-1 computes P relative to the largest score of its own tile; FA-2 relative to m. "
-    "The naive softmax does not subtract m, the safe softmax reads the scores once more to find m. "
-    "The last table is for the scores as a vector in global memory.",
+    "The last table is for the softmax of this row alone, as a vector in global memory. The naive "
+    "softmax does not subtract m. The safe softmax reads the scores once more to find m.",
 )  # fmt: skip
 
 
@@ -413,10 +414,11 @@ TRAFFIC = Panel(
         ("flops", "FLOPs of these tiles", "count"),
         ("workspace", "additional memory (workspace)", "bytes"),
     ),
-    note="These are the loads and stores of global memory by the kernels of this package, in "
-    "closed form. A cache may serve some of the loads. Tile sizes 'from the on-chip memory' follow "
-    "the rule of FA-1's paper: Bc = ceil(M / 4d) and Br = min(Bc, d), for M elements of on-chip "
-    "memory. Any tile size is allowed here. The next panel shows tiles that fit a GPU.",
+    note="S = Q K^T are the scores, and P = softmax(S). The numbers are the loads and stores of "
+    "global memory by the kernels of this package, in closed form. A cache may serve some of the "
+    "loads. Tile sizes 'from the on-chip memory' follow the rule of FA-1's paper: Bc = ceil(M / "
+    "4d) and Br = min(Bc, d), for M elements of on-chip memory. Any tile size is allowed here. "
+    "The next panel shows tiles that fit a GPU.",
 )  # fmt: skip
 
 
@@ -448,6 +450,8 @@ PLAIN_WORDS = (
     (r" \(ptxas\)", ""),
     (r"arXiv 2307.08691", "the paper of FA-2"),
     (r"arXiv 2205.14135", "the paper of FA-1"),
+    (r"three need (\d+) rounds of ([\d.]+) time units, two need (\d+) rounds of 1",
+     r"with three, the tiles take \1 rounds of \2 time units; with two, \3 rounds of 1 unit"),
     (r"Hopper's backward kernels support", "the backward kernels for Hopper support"),
 )  # fmt: skip
 BOUND_WORDS = {
@@ -542,7 +546,7 @@ PLAN = Panel(
         ("tiles", "tiles, Br x Bc", "words"),
         ("why_tiles", "why these tiles", "words"),
         ("grid", "grid of thread blocks", "words"),
-        ("splits", "thread blocks that share a tile's loop", "count"),
+        ("splits", "thread blocks that share a tile", "count"),
         ("threads", "threads of a thread block", "count"),
         ("shared", "shared memory of a thread block", "bytes"),
         ("blocks", "thread blocks that a multiprocessor holds", "words"),

@@ -28,7 +28,7 @@ const exact = x => (typeof x === "number" && x <= Number.MAX_SAFE_INTEGER
   ? x.toLocaleString("en-US", { maximumFractionDigits: 6 }) : "");
 function scaled(value, scales) {
   for (const [sign, of] of scales)
-    if (value >= 0.9995 * of) return `${Number((value / of).toPrecision(3))} ${sign}`;
+    if (value >= 0.9995 * of) return `${(value / of).toPrecision(3)} ${sign}`;
   return exact(value);
 }
 const SCALES = [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6]];
@@ -241,9 +241,9 @@ function numbers(name, now) {
 // Which arrays move most, and why.
 function most_moved(now, name, passes) {
   const group = now[`${name}.largest`], reason = (DATA.reasons[passes][name] || {})[group];
-  const because = reason ? ` ${reason.replace("{Tr}", exact(now.Tr)).replace("{Tc}", exact(now.Tc))}.` : "";
+  const because = reason ? ` ${reason.slice(0, 1).toUpperCase()}${reason.slice(1).replace("{Tr}", exact(now.Tr)).replace("{Tc}", exact(now.Tc))}.` : "";
   return one("span", {}, `Most bytes: ${group}, `,
-    one("b", { "data-key": `${name}.share` }, percent(now[`${name}.share`])), because && ":", because);
+    one("b", { "data-key": `${name}.share` }, percent(now[`${name}.share`])), ".", because);
 }
 
 // Buttons, a slider and keys for the steps from 0 to `last`; `show` draws one and returns words for it.
@@ -313,7 +313,7 @@ function side(name, now) {
     picture.append(tiles[key]);
   };
   const label = (x, y, words, kind = "") => picture.append(svg("text", { x, y, "text-anchor": "middle", class: kind }, words));
-  const h = S / Tr, w = S / Tc;
+  const h = S / Tr, w = S / Tc, outlined = Math.min(h, w) > 9;
   for (let i = 0; i < Tr; i++) tile(`Q${i}`, 20, y0 + i * h, 42, h);
   for (let j = 0; j < Tc; j++) { tile(`K${j}`, x0 + j * w, 8, w, 28); tile(`V${j}`, x0 + j * w, 42, w, 28); }
   for (let i = 0; i < Tr; i++) for (let j = 0; j < Tc; j++) tile(`S${i},${j}`, x0 + j * w, y0 + i * h, w, h);
@@ -326,7 +326,7 @@ function side(name, now) {
   for (const array of wide) label(places[array][0] + places[array][1] / 2, y0 - 6, array);
   const all = now[`${name}.steps`].map(step => step.split("|")), clock = now[`${name}.bytes`];
   const visited = all.map(([, , visit]) => visit), every = new Set(visited);
-  for (const key of Object.keys(tiles)) if (key[0] === "S" && !every.has(key.slice(1))) tiles[key].classList.add("never");
+  for (const key of Object.keys(tiles)) if (key[0] === "S" && !every.has(key.slice(1))) tiles[key].classList.add("never", ...(outlined ? ["outlined"] : []));
   const lines = DATA.algorithms[name].map(([words, of]) => [one("span", {}, words || " "), of]);
   const listing = one("pre", { tabindex: 0, "aria-label": `the algorithm, ${title}` }, ...lines.map(([line]) => line));
 
@@ -406,23 +406,25 @@ const VIEWS = {
     const fields = ["m", "l", "factor", "P", "O"], last = now["fa1.steps"].length - 1;
     const scores = now["fa2.steps"].flatMap((step, j) => step.S.map(x => one("span", { "data-tile": j }, short(x))));
     const bodies = { fa1: one("tbody"), fa2: one("tbody") };
+    const keys_of = ([first, end]) => (end - first > 1 ? `keys ${first}–${end - 1}` : `key ${first}`);
     const table = (key, title, means) => one("div", {}, one("h3", {}, title), one("p", { class: "note" }, means),
       one("div", { class: "scroll" }, one("table", { "aria-label": title }, one("thead", {}, one("tr", {},
         one("th", { scope: "col" }, "tile"), ...fields.map(head => one("th", { scope: "col" }, head)),
-        one("th", { scope: "col" }, "elements of O, l and m moved"))), bodies[key])));
+        one("th", { scope: "col" }, "moved"))), bodies[key])));
     const { bar, go } = transport(parts, name, last, at => {
       scores.forEach(box => {
         const tile = Number(box.dataset.tile);
         box.className = tile === at ? "now" : tile < at ? "seen" : "";
       });
       for (const key of ORDERS) bodies[key].replaceChildren(...now[`${key}.steps`].slice(0, at + 1).map((step, j) =>
-        one("tr", {}, one("th", { scope: "row" }, `${j}: keys ${step.keys[0]}–${step.keys[1] - 1}`),
+        one("tr", {}, one("th", { scope: "row" }, `${j}: ${keys_of(step.keys)}`),
           ...fields.map(field => one("td", { "data-key": `${key}.steps.${j}.${field}` }, text([].concat(step[field])))),
           one("td", { "data-key": `${key}.steps.${j}.moved` }, String(step.moved)))));
       const { m, l, factor } = now["fa2.steps"][at];
       return `m = ${short(m)}, l = ${short(l)}, factor = ${short(factor)}.`;
     });
-    parts.view.append(one("p", {}, `${now.title}; ${now.keys} keys in tiles of ${now.block}`),
+    parts.view.append(one("p", {}, `${now.title}; ${now.keys} keys in tiles of ${now.block}. `
+      + "P is e^(score - maximum), and moved is the number of elements of O, l and m that a step loads and stores."),
       bar, one("div", { class: "scores", "aria-label": "scores" }, ...scores),
       one("div", { class: "sides" },
         table("fa1", "K/V outer (FA-1): O divided by l in every pass", "O is the result of attention over the keys so far."),
@@ -436,8 +438,8 @@ const VIEWS = {
     const most = Math.max(...ALGORITHMS.map(name => now[`${name}.bytes`]));
     parts.view.append(
       one("p", {}, "Tiles of S have ", strong("Br", "count"), " rows and ", strong("Bc", "count"), " columns: Tr = ",
-        strong("Tr", "count"), " row tiles and Tc = ", strong("Tc", "count"), " column tiles. Tiles of Q, K, V and O together take ",
-        strong("held", "bytes"), " on the chip. By the papers' convention, the call has ", strong("flops", "count"), " FLOPs."),
+        strong("Tr", "count"), " row tiles and Tc = ", strong("Tc", "count"), " column tiles. One tile each of Q, K, V and O takes ",
+        strong("held", "bytes"), " together. By the papers' convention, the call has ", strong("flops", "count"), " FLOPs."),
       legend(groups.map((group, n) => [`group${n}`, group])),
       one("div", { class: "bars" }, ...PANELS.traffic.columns.flatMap(([name, label]) => [
         one("b", {}, label),
@@ -458,7 +460,13 @@ const VIEWS = {
         const value = now[`${key}.${kind}`];
         return [one("span", {}, words), one("div", { class: `bar ${kind}` },
           one("i", { style: `width: ${(78 * value) / most}%` }), size(value))];
-      })])));
+      })])), one("p", { class: "buttons" }, "Open the calculator with these tiles:", ...planned.map(([key, label]) => one("button", {
+      type: "button", onclick: () => {
+        const [Br, Bc] = now[`${key}.tiles`].split(" x "), { gpu, ...call } = state.plan;
+        change("traffic", { ...call, Br, Bc, tiles: "own", window: "0" });
+        toAddress("traffic");
+        goTo("traffic");
+      } }, `tiles of ${label.split(" (")[0]}`))));
   },
 };
 

@@ -188,10 +188,20 @@ def test_the_dominant_arrays_are_named(open_page):
     page = open_page()
     go_to(page, "traffic", {"N": 4096, "Br": 128, "Bc": 64})
     said = page.inner_text("#traffic .view")
-    assert "Most bytes: O, 77 %: O is moved in each pass over the rows (Tc = 64 passes)." in said
-    assert "Most bytes: K and V, 97 %: K and V are loaded for each row tile (Tr = 32)." in said
+    assert "Most bytes: O, 77 %. O is moved in each pass over the rows (Tc = 64 passes)." in said
+    assert "Most bytes: K and V, 97 %. K and V are loaded for each row tile (Tr = 32)." in said
     page.select_option("#traffic-tiles", "rule")
     assert page.is_hidden("#traffic-Br") and page.is_visible("#traffic-M")
+
+
+def test_the_calculator_opens_with_the_tiles_of_a_plan(open_page):
+    page = open_page()
+    go_to(page, "plan", {"gpu": "A100", "N": 2048, "dtype": "float32"})
+    tiles = page.inner_text("[data-key='fa2.tiles']")
+    page.click("#plan button:has-text('tiles of FA-2')")
+    shown = [page.input_value(f"#traffic-{axis}") for axis in ("N", "Br", "Bc", "dtype")]
+    assert shown == ["2048", *tiles.split(" x "), "float32"]
+    assert top(page, "traffic") < 2
 
 
 @pytest.mark.parametrize(("unit", "causal"), [("simt", "no"), ("mma", "yes")])
@@ -471,7 +481,7 @@ def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
 def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
     page = open_page(url)
     for selector, value, message in (
-        ("#orders-mask", "j <", "the mask 'j <' contains an error"),
+        ("#orders-mask", "j <", "the mask 'j <' contains a syntax error"),
         ("#orders-N", "513", "N must be an integer from 1 to 512, got 513"),
         ("#traffic-N", "0", "N must be an integer from"),
         ("#softmax-scores", "1 two", "each score must be a number from -10000 to 10000, got 'two'"),
