@@ -152,7 +152,12 @@ def has_tangent(tensor: Any) -> bool:
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Raise TypeError for a nested or sparse torch tensor."""
+    """Raise TypeError for a nested, masked or sparse torch tensor."""
+    if hasattr(tensor, "get_mask"):  # of torch.masked, without a name that all versions have
+        raise TypeError(
+            f"{name} must be a tensor without a mask, got {kind_of(tensor)}; pass "
+            f"{variable_of(name)}.get_data(), or .to_tensor(value) to replace what is masked"
+        )
     if tensor.is_nested:
         packed = (
             "; pack the sequences one after the other into a tensor (total, heads, head_dim), and "

@@ -151,7 +151,9 @@ class Binding:
     def visited(self, problem: Problem, tiles: Tiles) -> np.ndarray | None:
         """Return which ``tiles`` a call visits, on the host, or None without a block mask."""
         mask = self.block_mask
-        return mask.visited_tiles(problem, tiles) if isinstance(mask, BlockMask) else mask
+        if isinstance(mask, BlockMask):
+            return mask.visited_tiles(problem, tiles)
+        return None if mask is None else np.array(mask)  # a plan keeps it
 
     @property
     def seeds(self) -> dict[str, int]:

@@ -79,6 +79,7 @@ class Lists:
                 found = np.array(on_host("block_mask", first.owner))
             else:
                 found = states_of_tiles(self.states(), self._size, size, self._seqlens)
+            found.flags.writeable = False  # what callers see of the mask is this array
             self._states[size] = found
         return self._states[size]
 
@@ -87,6 +88,7 @@ class Lists:
         size = size or self._size
         if size not in self._visited:
             self._visited[size] = self.states(size) != EMPTY
+            self._visited[size].flags.writeable = False
         return self._visited[size]
 
 

@@ -162,14 +162,14 @@ class BlockMask:
 
         0 means empty: no row of the block sees a column of the block. 2 means full: every row of
         the block sees every column of the block. 1 means mixed, which is everything else. States on
-        a GPU are copied to the host at the first access.
+        a GPU are copied to the host at the first access. The array is read-only.
         """
         return self.lists.states()
 
     @property
     def visited(self) -> np.ndarray:
-        """Whether each block is visited: an array of bool that ``block_mask`` takes too."""
-        return self.lists.visited()
+        """Whether each block is visited: a new array of bool, which ``block_mask`` takes too."""
+        return np.array(self.lists.visited())
 
     def check(self, problem: Any) -> None:
         """Raise ValueError unless the mask was made for the sizes of a problem.

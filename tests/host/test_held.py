@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import random_inputs
-from stand_in_device import no_gpu_but_its_driver
+from stand_in_device import aligned, no_gpu_but_its_driver
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 
 import fa_numba
@@ -102,6 +102,24 @@ def test_a_block_mask_of_a_large_array_that_changes_is_refused():
         fa_numba.attention(Q, K, V, mask_mod=mask.mask_mod)
 
 
+def test_what_a_block_mask_shows_is_not_what_it_computes_with():
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 32, 32, tiles=TILES)
+    with pytest.raises(ValueError, match="read-only"):
+        mask.blocks[...] = 0
+    visited = mask.visited
+    visited[...] = False
+    assert mask.visited.sum() == 3
+
+
+def test_a_plan_keeps_its_block_mask():
+    """Of which the accesses are counted when somebody asks for them."""
+    blocks = np.eye(2, dtype=bool)
+    p = fa_numba.plan((1, 1, 32, 8), (1, 1, 32, 8), block_mask=blocks, tiles=TILES)
+    want = fa_numba.plan((1, 1, 32, 8), (1, 1, 32, 8), block_mask=blocks.copy(), tiles=TILES)
+    blocks[...] = False
+    assert p.accesses == want.accesses
+
+
 # --- with torch --------------------------------------------------------------------------------
 
 
@@ -160,3 +178,11 @@ def test_tensors_in_a_block_mask(attention, learnt):
         ValueError, match="^all_lens in mask_mod, a lambda .* must still have the values"
     ):
         gradients(attention, lambda: all_lens.copy_(new), block_mask=masks[1], **options)
+
+
+def test_a_small_tensor_on_a_gpu_is_copied_there(attention):
+    x = Tensor.of(aligned((2, 3), "float32", 1.5, gpu=0))
+    function = held.holding("score_mod", lambda s, b, h, i, j: s + x[0, j])
+    x.copy_(Tensor.of(np.zeros((2, 3), np.float32)))
+    kept = values_of(function)["x"]
+    assert kept.is_cuda and (kept.values == 1.5).all() and not x.values.any()
