@@ -6,8 +6,8 @@ dtype, shape, strides and alignment. A later call with an equal key skips all th
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
 refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
 for those beside a block table there, and so are arrays of blocks; of functions the code is, and the
-numbers that they capture, of a ``BlockMask`` its function and its shape. Never kept, and so checked
-and planned each time, are calls with host arrays or JAX arrays.
+numbers that they capture, of a ``BlockMask`` its function, its sizes and its tiles.
+Never kept, and so checked and planned each time, are calls with host arrays or JAX arrays.
 """
 
 from __future__ import annotations
