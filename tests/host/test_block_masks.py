@@ -249,7 +249,7 @@ def test_a_mask_shows_its_sizes_in_a_line_and_never_changes():
     mask = fa_numba.create_block_mask(in_a_document, 1, 2, 40, 30, block_size=16)
     sizes = r"batch=1, heads=2, seqlen_q=40, seqlen_k=30, blocks of 16 x 16"
     assert re.fullmatch(rf"BlockMask\(in_a_document \(.*, line \d+\), {sizes}\)", repr(mask))
-    assert not (mask.blocks.flags.writeable or mask.visited.flags.writeable)
+    assert not mask.blocks.flags.writeable
     assert ", blocks of 16 x 16, tiles=Tiles(Br=16," in repr(made(near, 1, 1, 20, 20))
 
 
