@@ -17,6 +17,7 @@ thread block, thread, array and source line.
     arguments.py         a launch's arguments as the kernel sees them
     progress.py          the time limit and the progress bar of a launch
     batches.py           several thread blocks at once
+    grids.py             thread blocks that wait for each other
     rewrite.py           rewrites a kernel's syntax tree so that one run computes all lanes
     expressions.py       the same for expressions
     syntax.py            the syntax trees that these two modules read and make
@@ -24,13 +25,17 @@ thread block, thread, array and source line.
     simulator.py         numba.cuda without Numba's own simulator
     namespace.py         the emulator's names: `cuda`, `math`, types
     conversions.py       casts, and stores to an array of each dtype
+    warp_functions.py, bits.py, atomics.py, in_turn.py    functions of numba.cuda
+    random_states.py     states of Numba's random numbers
     flow.py              which lanes take part in a statement
+    exits.py             lanes that return, break or continue before other lanes
     active.py            what the lanes that take part agree on
     lanes.py             operations on arrays of lanes that Python's operators cannot compute
     groups.py            groups of lanes, and what they wait for
     context.py           what a kernel can call: arrays, copies, counts
     waiting.py           barriers and warp collectives
     global_memory.py, shared_memory.py, local_memory.py    arrays that check each access
+    axes.py, records.py  arrays of several axes in shared and local memory; structured arrays
     checks.py            the compiled loops of these checks
     compiling.py         compiles the loops, and caches them on disk
     source_lines.py      source line and variable name of an instruction
@@ -70,6 +75,7 @@ from .errors import (
 )
 from .global_memory import GlobalArray
 from .local_memory import LocalArray
+from .random_states import create_xoroshiro128p_states
 from .run import launch, schedule
 from .shared_memory import SharedArray
 from .trace import TileAccess, trace

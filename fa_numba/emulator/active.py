@@ -150,7 +150,15 @@ class Active(Flow):
 
     def exits(self) -> Exits:
         """Return the record of the lanes that leave a function which has just been called."""
-        return Exits(self)
+        exits = Exits(self)
+        if self.group.exits is None:
+            self.group.exits = exits
+        return exits
+
+    def show(self, *values: Any, **options: Any) -> None:
+        """Print values, in a line for each lane that takes part."""
+        for lane in self.active_lanes().tolist():
+            print(*(x[lane] if x.__class__ is np.ndarray else x for x in values), **options)
 
     def under(self, condition: Any, function: Any, *args: Any) -> Any:
         """Call a function for the lanes for which a condition is true.

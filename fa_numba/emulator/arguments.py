@@ -10,6 +10,7 @@ import numpy as np
 
 from .boxed_arrays import Boxed, BoxedArray
 from .global_memory import GlobalArray
+from .records import Records
 
 if TYPE_CHECKING:
     from .run import Launch
@@ -40,6 +41,8 @@ def _passed(context: Launch, name: str, value: Any) -> Any:
         return value if isinstance(value, np.inexact) else value.item()
     if isinstance(value, Boxed):
         return BoxedArray(_passed(context, name, value.array), value.layout)
+    if isinstance(value, np.ndarray) and value.dtype.names:
+        return Records(name, value, lambda field, part: _passed(context, field, part))
     if isinstance(value, np.ndarray):
         context.arrays.append(GlobalArray(context, name, value))
         return context.arrays[-1]

@@ -96,11 +96,7 @@ class Context(Active):
         self.clock = 0
         # By block: the stamp of its last barrier. By warp, PITCH // WARP a block: of its present,
         # and of what happened before it in each warp of its block.
-        self._clocks = (
-            np.zeros(at_once, np.int64),
-            np.zeros(at_once * PITCH // WARP, np.int64),
-            np.zeros((at_once * PITCH // WARP, self.warps), np.int64),
-        )
+        self._clocks = self.new_clocks()
         self.base, self.starts, self.seen = self._clocks
         self.journal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -124,6 +120,22 @@ class Context(Active):
         self._until_tick = ACCESSES_PER_TICK
         self.discards = False
         self.constants: dict[int, GlobalArray] = {}
+
+    def new_clocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the arrays for the clocks of the thread blocks that run at once.
+
+        Returns
+        -------
+        tuple of ndarray
+            By thread block, the stamp of the last barrier. By warp, the stamp of the present. By
+            warp, what happened before its present in each warp of the thread block.
+        """
+        warps = self.at_once * PITCH // WARP
+        return (
+            np.zeros(self.at_once, np.int64),
+            np.zeros(warps, np.int64),
+            np.zeros((warps, self.warps), np.int64),
+        )
 
     # ---- where the kernel is
 
@@ -302,6 +314,8 @@ class Context(Active):
             f"{name}[{place}] is outside the array of {extent} elements. Check the index against "
             "the array's shape before the access"
         )
+        if any(i < 0 for i in self.of_lane(index, lane, whole=True) if isinstance(i, int)):
+            text += ". On a GPU, Numba counts a negative index from the end of the axis"
         return self.fault(OutOfBounds, text, name, lane)
 
     def race(self, error: EmulatorError) -> None:

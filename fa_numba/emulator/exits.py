@@ -35,13 +35,15 @@ class _Loop:
 class Exits:
     """The lanes that have left one call of a function, or a loop of it."""
 
-    __slots__ = ("context", "entry", "gone", "result", "loops")
+    __slots__ = ("context", "entry", "gone", "result", "loops", "_checked", "_every")
 
     def __init__(self, context: Active) -> None:
         self.context, self.entry = context, context.mask
         self.gone: np.ndarray | None = None
         self.result: Any = undefined
         self.loops: list[_Loop] = []
+        self._checked: Mask = None  # the last mask that `everyone` looked at, and what it found
+        self._every = True
 
     def _leave(self) -> np.ndarray:
         """Mask out the lanes that take part, and return them."""
@@ -73,6 +75,26 @@ class Exits:
         here = ~self.gone if mask is None else mask & ~self.gone
         self.context.mask = here
         return bool(here.any())
+
+    def everyone(self) -> bool:
+        """Return whether all lanes take part that have not returned from the function."""
+        mask = self.context.mask
+        if mask is self.entry or self.gone is None or mask is None:
+            return mask is self.entry
+        if mask is not self._checked:
+            live, returned = self.context.group.everyone, self.returned()
+            live = live if self.entry is None else self.entry
+            live = live if returned is None else live & ~returned
+            self._checked, self._every = mask, not (live & ~mask).any()
+        return self._every
+
+    def returned(self) -> np.ndarray | None:
+        """Return the lanes that have returned from the function. None: no lane has."""
+        lanes = self.gone
+        for loop in self.loops:
+            for left in (loop.broken, loop.continued):
+                lanes = lanes if lanes is None or left is None else lanes & ~left
+        return lanes
 
     def loop(self) -> None:
         """Begin a loop."""

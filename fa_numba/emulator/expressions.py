@@ -5,7 +5,18 @@ from __future__ import annotations
 import ast
 import copy
 
-from .syntax import BITWISE, OPERATORS, PURE, TRUTHS, call, class_is, is_pure, method, runtime
+from .syntax import (
+    BITWISE,
+    OPERATORS,
+    PURE,
+    TRUTHS,
+    call,
+    class_is,
+    is_negative,
+    is_pure,
+    method,
+    runtime,
+)
 
 
 class Expressions(ast.NodeTransformer):
@@ -45,6 +56,15 @@ class Expressions(ast.NodeTransformer):
         cast = isinstance(node.func, ast.Name) and node.func.id in PURE
         if cast and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
             return node
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        """Mark literal negative indices, which count from the end, as in Python."""
+        for each in ast.walk(node.slice):
+            if isinstance(each, ast.Tuple):
+                each.elts = [call("from_end", x) if is_negative(x) else x for x in each.elts]
+        if is_negative(node.slice):
+            node.slice = call("from_end", node.slice)
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:

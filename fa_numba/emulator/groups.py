@@ -21,7 +21,7 @@ from .lanes import Mask
 
 FULL = 0xFFFFFFFF
 
-READY, AT_BARRIER, AT_NAMED, AT_MBARRIER, AT_WARP, DONE = range(6)
+READY, AT_BARRIER, AT_NAMED, AT_MBARRIER, AT_WARP, DONE, AT_GRID = range(7)
 Site = tuple[int, int]  # a call in kernel code: id of the code object, offset of the instruction
 
 
@@ -60,7 +60,7 @@ class Group:
     __slots__ = (
         "tids", "blocks", "count", "everyone", "x", "y", "z", "laneid", "warp_of", "warps", "slot",
         "whole", "state", "site", "operation", "value", "mask", "outer",
-        "run", "committed", "copies", "full_arrays", "present", "_crossed",
+        "run", "committed", "copies", "full_arrays", "present", "exits", "_crossed",
     )  # fmt: skip
 
     def __init__(self, tids: np.ndarray, block: Index3) -> None:
@@ -91,6 +91,7 @@ class Group:
         self.mask: Mask = None
         self.outer: list[Mask] = []
         self.run: greenlet | None = None
+        self.exits: Any = None  # of the kernel itself
         self.committed = np.zeros(self.count, np.int64)
         self.copies: list[Copy] = []
 

@@ -30,6 +30,12 @@ FLOATS = (float, np.floating)
 MAX_INT64 = (1 << 63) - 1
 
 
+class FromEnd(int):
+    """A literal negative index, which counts from the end of its axis."""
+
+    __slots__ = ()
+
+
 def truth(value: Any) -> np.ndarray:
     """Return an array as bool."""
     return value if value.dtype == np.bool_ else value != 0

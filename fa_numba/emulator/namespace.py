@@ -106,6 +106,7 @@ class Namespace(WarpFunctions):
         self.shared, self.local = Arrays(context.static_array), Arrays(context.local_array)
         self.const = SimpleNamespace(array_like=context.constant)
         self.atomic = Atomics(context)
+        self.cg = SimpleNamespace(this_grid=lambda: GridGroup(context))
 
     def __getattr__(self, name: str) -> Any:
         raise missing(self._context, f"cuda.{name}")
@@ -156,6 +157,21 @@ class Namespace(WarpFunctions):
 
     def nanosleep(self, ns: Any) -> None:
         """Do nothing: the emulator has no clock."""
+
+
+class GridGroup:
+    """The emulator's ``cuda.cg.this_grid()``: all threads of the grid."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def sync(self) -> None:
+        """Wait for all threads of the grid that have not returned."""
+        self._context.sync_grid()
+
+    def merged(self, mask: Any, other: Any) -> GridGroup:
+        """Return the group, which is the same in all lanes."""
+        return self
 
 
 def missing(context: Any, name: str) -> NotEmulated:

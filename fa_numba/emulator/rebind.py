@@ -74,18 +74,25 @@ class Rebinder:
             for name in dir(emulated):  # for `from numba.cuda import shared` and the like
                 if name in original.__dict__ and not name.startswith("_") and name != "laneid":
                     self._known[id(original.__dict__[name])] = getattr(emulated, name)
+        for name in ("shared", "local", "const", "atomic", "cg"):  # and for `cuda.atomic.add`
+            part = getattr(namespace, name)
+            for function in dir(part):
+                original = getattr(getattr(cuda, name), function, None)
+                if not function.startswith("_") and original is not None:
+                    self._known[id(original)] = getattr(part, function)
         names = {
             "C": context, "Split": Split, "array": np.ndarray, "LocalArray": LocalArray,
             "undefined": lanes.undefined, "merge": lanes.merge, "where": lanes.where,
             "both": lanes.both, "any": lanes.any_, "negation": lanes.negation,
             "number": lanes.number,
+            "from_end": lanes.FromEnd,
             "divide": lanes.divide,
             "floor_divide": partial(lanes.floor_divide, context),
             "modulo": partial(lanes.modulo, context),
             "multiply_add": _multiply_add, "double": np.float64,
         }  # fmt: skip
         self._runtime = {PREFIX + name: value for name, value in names.items()}
-        self._runtime["range"] = context.range
+        self._runtime |= {"range": context.range, "print": context.show}
 
     def function(self, function: Any) -> Any:
         """Return `function` rewritten, with its globals and closure variables rebound."""

@@ -184,7 +184,7 @@ class _Function(Expressions):
     visit_Try, visit_With = _refused("a try statement"), _refused("a with statement")
     visit_NamedExpr = _refused("an assignment within an expression")
     visit_Yield, visit_Lambda = _refused("a generator"), _refused("a function within")
-    visit_AnnAssign, visit_Assert = _refused("an annotation"), _refused("an assertion")
+    visit_AnnAssign = _refused("an annotation")
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
         value = self.visit(node.value)
@@ -205,7 +205,10 @@ class _Function(Expressions):
             # The name tells `source_lines.assigned_name` what a new array is called.
             new = f"new_{target.id}"
             merged = call("merge", context("mask"), ast.Name(target.id, ast.Load()), runtime(new))
-            kept = ast.IfExp(is_same(context("mask"), runtime("entry")), runtime(new), merged)
+            every: ast.expr = is_same(context("mask"), runtime("entry"))
+            if self.masked:
+                every = exits("everyone")
+            kept = ast.IfExp(every, runtime(new), merged)
             return [assign(runtime(new, True), value), assign(target, kept)]
         if isinstance(target, (ast.Tuple, ast.List)) and (
             self.depth or not all(isinstance(each, ast.Name) for each in target.elts)
@@ -280,6 +283,13 @@ class _Function(Expressions):
         made.append(turn)
         either = ast.BoolOp(ast.Or(), [negated(runtime(name)), class_is(runtime(name), "Split")])
         return [*made, when(either, otherwise), joins]
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        error = ast.Call(ast.Name("AssertionError", ast.Load()), [node.msg] if node.msg else [], [])
+        failed: ast.stmt = ast.If(negated(node.test), [ast.Raise(error)], [])
+        for each in ast.walk(failed):
+            self.at(node, each)
+        return self.visit_If(failed)  # type: ignore[arg-type]
 
     def visit_Return(self, node: ast.Return) -> Any:
         value = [self.visit(node.value)] if node.value else []

@@ -32,7 +32,8 @@ from .counts import Counts, Traffic
 from .errors import EmulatorError, Index3, SharedHazard, framed
 from .exits import Leaving
 from .global_memory import GlobalArray, track_owners
-from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
+from .grids import Grid
+from .groups import AT_BARRIER, AT_GRID, DONE, READY, WARP, Group, OneByOne, Parting
 from .products import WARPGROUP, Products, Together
 from .progress import Progress
 from .rebind import Rebinder, diverging
@@ -95,7 +96,7 @@ class Launch(Products):
 
     __slots__ = (
         "args", "arrays", "function", "kernel_function", "partition", "_originals", "_random",
-        "_turns", "_whole",
+        "_turns", "_whole", "_grid",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
@@ -108,6 +109,7 @@ class Launch(Products):
         self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
         self._whole: dict[int, Group] = {}  # all lanes of so many blocks
         self._originals: dict[int, CodeType] = {}
+        self._grid: Grid | None = None
 
     def rebind(self) -> None:
         """Rewrite the kernel, and all functions that it calls, for this launch."""
@@ -139,6 +141,9 @@ class Launch(Products):
         """
         self.kernel_function, self.args = kernel, args
         self.rebind()
+        if any("this_grid" in code.co_names for code in self._codes.values()):
+            self._run_grid()
+            return False
         blocks = prod(self.grid)
         numbers = list(range(1, blocks + 1))
         if self._random is not None:
@@ -170,6 +175,42 @@ class Launch(Products):
             return False
         add_in_turn(self.additions)
         return True
+
+    def _run_grid(self) -> None:
+        """Run all thread blocks of a kernel that synchronises the grid."""
+        while True:
+            kept = Kept(self)
+            self._grid = Grid(self)
+            try:
+                self._grid.run()
+                return
+            except Leaving as leaving:
+                self._mask_out(leaving)
+            except Parting as parting:
+                self._part(self.group, parting)
+            self._grid.end()
+            self.progress.done = 0
+            kept.restore()
+
+    def sync_grid(self) -> None:
+        """Wait for all threads of the grid (``grid.sync()``) that have not returned."""
+        group, site = self.group, self.site()
+        if self._grid is None:
+            text = (
+                "this_grid is called under another name, so that the emulator does not run all "
+                "thread blocks at the same time. Call cuda.cg.this_grid()"
+            )
+            raise self.fault(EmulatorError, text)
+        here = self.active()
+        returned = None if group.exits is None else group.exits.returned()
+        if not (here if returned is None else here | returned).all():
+            raise Parting(here)
+        self.instruction("barrier")
+        if group.run is None:
+            group.site = site
+            self._grid.wait()
+        else:
+            self._wait(AT_GRID, site, "grid.sync")
 
     def _mask_out(self, leaving: Leaving) -> None:
         """Rewrite the kernel again: lanes of a function disagree on a return, break or continue."""
@@ -253,6 +294,12 @@ class Launch(Products):
                 ready.extend(groups)
             elif all(g.state == DONE for g in groups):
                 return
+            elif self._grid is not None and all(g.state in (AT_GRID, DONE) for g in groups):
+                self._grid.wait()
+                ready = self._ready
+                ready.extend(g for g in groups if g.state == AT_GRID)
+                for g in ready:
+                    g.state = READY
             else:
                 raise self._stalled()
 
@@ -461,6 +508,8 @@ def launch(
         if at_once > 1 and not together:
             _one_by_one.add(function)
     finally:
+        if context._grid is not None:
+            context._grid.end()
         context.end()
         context.progress.end()
         running.contexts.pop()

@@ -40,7 +40,7 @@ from .errors import (
 )
 from .groups import Copy, OneByOne
 from .in_turn import Update, in_turn
-from .lanes import merge, to_int
+from .lanes import FromEnd, merge, to_int
 
 if TYPE_CHECKING:
     from .context import Context
@@ -181,7 +181,7 @@ class SharedArray(Unconverted):
     def __getitem__(self, e: Any) -> Any:
         if e.__class__ is slice:
             return self._slice(e)
-        if e.__class__ is tuple:
+        if e.__class__ in (tuple, FromEnd):
             e = self._only(e)
         if e.__class__ is not np.ndarray:
             out = self._read(self.ctx.group.full(int(e)), 1)
@@ -191,13 +191,16 @@ class SharedArray(Unconverted):
             return value if self.dtype.kind in "fc" else value.item()
         return self._read(e, 1)[0]
 
-    def _only(self, index: tuple[Any, ...]) -> Any:
+    def _only(self, index: Any) -> Any:
+        """Return the index along the only axis, from 0 on if it is a literal negative number."""
+        index = index if index.__class__ is tuple else (index,)
         if len(index) != 1:
             raise TypeError(
                 f"the index of {self.name} must have one number for each axis (axes: 1), got "
                 f"{len(index)}"
             )
-        return index[0]
+        (e,) = index
+        return self.length + e if e.__class__ is FromEnd else e
 
     def _slice(self, part: slice) -> SharedArray:
         """Return a part of the array, on the same memory."""
@@ -211,7 +214,7 @@ class SharedArray(Unconverted):
         return SharedArray(ctx, self.name, length, self.dtype, self.buffer, self.first + start)
 
     def __setitem__(self, e: Any, value: Any) -> None:
-        if e.__class__ is tuple:
+        if e.__class__ in (tuple, FromEnd):
             e = self._only(e)
         try:
             if value.__class__ is not np.ndarray:
@@ -413,14 +416,14 @@ class SharedArray(Unconverted):
         several = ctx.starts[warp] + SEVERAL + warp
         if buffer.reads[0, warp, p] in (several, me):
             return
-        self._check(p, lane, "reads", "wrote", [int(buffer.written[0, p])])
+        self._check(p, lane, "reads", self._wrote(p), [int(buffer.written[0, p])])
         joined = ctx.joined(int(buffer.reads[0, warp, p]), lane)
         buffer.reads[0, warp, p] = buffer.touched[0, p] = joined
 
     def _writes(self, p: int, lane: int) -> None:
         base, buffer = self.ctx.base[0], self.buffer
         if buffer.written[0, p] != UNWRITTEN:
-            self._check(p, lane, "overwrites", "wrote", [int(buffer.written[0, p])])
+            self._check(p, lane, "overwrites", self._wrote(p), [int(buffer.written[0, p])])
         if buffer.touched[0, p] >= base:
             self._check(p, lane, "overwrites", "read", buffer.reads[0, :, p].tolist())
 
@@ -432,6 +435,12 @@ class SharedArray(Unconverted):
         before = int(buffer.plain[0, p]) if int(buffer.atomics[0, p]) == last else last
         self._check(p, lane, "atomically updates", "wrote", [before])
         self._check(p, lane, "atomically updates", "read", buffer.reads[0, :, p].tolist())
+
+    def _wrote(self, p: int) -> str:
+        """Return what the last thread did that changed an element."""
+        atomics = self.buffer.atomics
+        atomic = atomics is not None and atomics[0, p] == self.buffer.written[0, p]
+        return "atomically updated" if atomic else "wrote"
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
         base = self.ctx.base[0]
@@ -559,8 +568,5 @@ class SharedArray(Unconverted):
                 "and a barrier"
             )
         else:
-            atomics = self.buffer.atomics
-            if atomics is not None and did == "wrote" and int(atomics[0, p]) == stamp:
-                did = "atomically updated"
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, {NO_BARRIER}"
         return ctx.fault(SharedHazard, text, self.name, lane)

@@ -31,3 +31,4 @@ if ASKED:
     )
 
 from numba import cuda as cuda  # noqa: E402
+from numba.cuda import cg as cg  # noqa: E402  (makes `cuda.cg` an attribute)

@@ -75,6 +75,13 @@ def is_atomic(function: ast.expr) -> bool:
     return "atomic" in (getattr(owner, "attr", ""), getattr(owner, "id", ""))
 
 
+def is_negative(node: ast.expr) -> bool:
+    """Return whether an expression is a literal negative integer, such as -1."""
+    if not (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)):
+        return False
+    return isinstance(node.operand, ast.Constant) and type(node.operand.value) is int
+
+
 def negated(value: ast.expr) -> ast.UnaryOp:
     """Return `not value`."""
     return ast.UnaryOp(ast.Not(), value)
