@@ -9,7 +9,7 @@ from . import explore_panels
 from .panels import Panel
 
 FOLDER = Path(__file__).resolve().parents[1] / "explore_page"
-# The first three compute answers and have no part of the page. A test runs them alone.
+# Scripts that compute answers and do not touch the page. Tests run them alone.
 COMPUTING = ("io_model.js", "walk.js", "answers.js")
 SCRIPTS = (*COMPUTING, "page.js")
 PANELS = (

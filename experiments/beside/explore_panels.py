@@ -145,7 +145,7 @@ ORDERS_PANEL = Panel(
         ("visited", "tiles of S computed", "count"),
         ("blocks", "thread blocks", "count"),
     ),
-    note="The panel shows the forward pass of one head. S = Q K^T are the scores. m is the "
+    note="The panel shows the forward pass of one head. S = Q Kᵀ are the scores. m is the "
     "largest score of a row so far, l is the sum of the exponentials, and L = m + log l. K2 is "
     "tile 2 of K. A step moves one tile, or O, l and m of one row tile together. At each step, "
     "both sides have moved about the same number of bytes. The thread blocks of FA-2 run at the "
@@ -414,7 +414,7 @@ TRAFFIC = Panel(
         ("flops", "FLOPs of these tiles", "count"),
         ("workspace", "additional memory (workspace)", "bytes"),
     ),
-    note="S = Q K^T are the scores, and P = softmax(S). The numbers are the loads and stores of "
+    note="S = Q Kᵀ are the scores, and P = softmax(S). The numbers are the loads and stores of "
     "global memory by the kernels of this package, in closed form. A cache may serve some of the "
     "loads. Tile sizes 'from the on-chip memory' follow the rule of FA-1's paper: Bc = ceil(M / "
     "4d) and Br = min(Bc, d), for M elements of on-chip memory. Any tile size is allowed here. "

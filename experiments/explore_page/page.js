@@ -176,6 +176,7 @@ function build(name) {
   const panel = PANELS[name];
   const parts = shown[name] = { sync: [], view: one("div", { class: "view" }), table: one("div", { class: "scroll" }) };
   parts.said = one("p", { class: "said", "aria-live": "polite" });
+  parts.refused = one("p", { class: "refused bad", role: "alert" });
   document.querySelector("nav").append(one("a", { href: `#${name}`, onclick: e => {
     e.preventDefault();
     toAddress(name);
@@ -186,13 +187,12 @@ function build(name) {
     one("h2", { id: `${name}-title`, tabindex: -1 }, panel.title),
     one("p", { class: "question" }, panel.question), one("p", { class: "sentence" }, panel.sentence),
     one("form", { class: "inputs", onsubmit: e => e.preventDefault() }, ...Object.keys(panel.axes).map(axis => input(name, axis))),
-    parts.view, parts.said, parts.table, one("p", { class: "note" }, panel.note)));
+    parts.refused, parts.view, parts.said, parts.table, one("p", { class: "note" }, panel.note)));
 }
 
 const failed = error => error.name === "AbortError" ? null : { refused: `The server did not answer: ${error.message}` };
-function say(name, words, bad = false) {
+function say(name, words) {
   shown[name].said.textContent = words;
-  shown[name].said.classList.toggle("bad", bad);
 }
 
 async function update(name) {
@@ -202,8 +202,9 @@ async function update(name) {
   const now = await answer(name).catch(failed);
   if (!now) return;
   if (parts.stop) parts.stop();
-  say(name, now.refused || "", Boolean(now.refused));
+  parts.refused.textContent = now.refused || "";
   if (now.refused) return;  // what was shown before stays
+  say(name, "");
   parts.view.replaceChildren();
   parts.table.replaceChildren(numbers(name, now));
   VIEWS[name](parts, now, name);
@@ -325,8 +326,9 @@ function side(name, now) {
   label(x0 + S / 2, y0 + S + 14, "S (never in global memory)", "quiet");
   for (const array of wide) label(places[array][0] + places[array][1] / 2, y0 - 6, array);
   const all = now[`${name}.steps`].map(step => step.split("|")), clock = now[`${name}.bytes`];
-  const visited = all.map(([, , visit]) => visit), every = new Set(visited);
-  for (const key of Object.keys(tiles)) if (key[0] === "S" && !every.has(key.slice(1))) tiles[key].classList.add("never", ...(outlined ? ["outlined"] : []));
+  const visited = all.map(([, , visit]) => visit), first_visit = {};
+  visited.forEach((key, n) => { if (key && !(key in first_visit)) first_visit[key] = n; });
+  for (const key of Object.keys(tiles)) if (key[0] === "S" && !(key.slice(1) in first_visit)) tiles[key].classList.add("never", ...(outlined ? ["outlined"] : []));
   const lines = DATA.algorithms[name].map(([words, of]) => [one("span", {}, words || " "), of]);
   const listing = one("pre", { tabindex: 0, "aria-label": `the algorithm, ${title}` }, ...lines.map(([line]) => line));
 
@@ -343,7 +345,7 @@ function side(name, now) {
   });
   const moved = one("strong", { "data-key": `${name}.now` }), block = one("span", { class: "quiet" });
   const head = one("h3", {}, `${title}: `, moved, " of ", one("span", {}, size(now[`${name}.total`])), " moved ", block);
-  let lit = [];
+  let lit = [], was_at = 0;
   const show = at => {
     const done = at >= all.length, [moves, held, visit, of, number] = done ? ["", "", "", "", ""] : all[at];
     for (const key of lit) tiles[key].classList.remove("load", "again", "store", "shared", "registers", "now");
@@ -355,8 +357,9 @@ function side(name, now) {
     };
     for (const key of held.split(" ").filter(Boolean)) mark(key, IN_REGISTERS.includes(key[0]) ? "registers" : "shared");
     for (const move of moves.split(" ").filter(Boolean)) mark(move.slice(1), kind_of(move));
-    const before = new Set(visited.slice(0, at));
-    for (const key of every) if (key) tiles[`S${key}`].classList.toggle("seen", before.has(key) && key !== visit);
+    for (const key of visited.slice(Math.min(was_at, at), Math.max(was_at, at) + 1))
+      if (key) tiles[`S${key}`].classList.toggle("seen", first_visit[key] < at && key !== visit);
+    was_at = at;
     if (visit) mark(`S${visit}`, "now");
     const current = of.split(",").map(Number);
     for (const [line, numbers] of lines) line.classList.toggle("lit", !done && numbers.some(n => current.includes(n)));

@@ -150,7 +150,7 @@ def test_every_number_is_pythons(name, open_page):
         go_to(page, name, state)
         answer = panel.at(**state)
         if "refused" in answer:
-            assert page.inner_text(f"#{name} .said") == answer["refused"]
+            assert page.inner_text(f"#{name} .refused") == answer["refused"]
             continue
         found = page.evaluate(SHOWN, name)
         for key, text, digits in found:
@@ -173,14 +173,14 @@ def test_every_slider_and_every_number_works(name, open_page):
         slider = page.locator(f"#{name} label:has(#{name}-{axis}) input[type=range]")
         for end in ("Home", "End", "ArrowLeft"):
             slider.press(end)
-            assert page.locator(f"#{name} .said.bad").count() == 0
+            assert page.locator(f"#{name} .refused:not(:empty)").count() == 0
         for value in (of.least, of.most):
             enter(page, f"#{name}-{axis}", str(value))
-            assert page.locator(f"#{name} .said.bad").count() == 0
+            assert page.locator(f"#{name} .refused:not(:empty)").count() == 0
             assert f"{name}.{axis}={value}" in page.url
         enter(page, f"#{name}-{axis}", str(of.values[0] or of.least))
     enter(page, f"#{name}-N", "0")
-    assert page.inner_text(f"#{name} .said.bad").startswith("N must be an integer from 1 to ")
+    assert page.inner_text(f"#{name} .refused").startswith("N must be an integer from 1 to ")
     assert page.evaluate(SHOWN, name)  # what was shown before stays
 
 
@@ -192,6 +192,19 @@ def test_the_dominant_arrays_are_named(open_page):
     assert "Most bytes: K and V, 97 %. K and V are loaded for each row tile (Tr = 32)." in said
     page.select_option("#traffic-tiles", "rule")
     assert page.is_hidden("#traffic-Br") and page.is_visible("#traffic-M")
+
+
+def test_a_step_looks_the_same_however_one_comes_to_it(open_page):
+    look = """() => [...document.querySelectorAll('#orders rect')].map(
+        tile => [...tile.classList].sort().join(' '))"""
+    inputs = {"N": 130, "Br": 32, "Bc": 48, "causal": "yes", "window": 20}
+    page = open_page()
+    go_to(page, "orders", inputs)
+    for step in (40, 7, 23, 60, 22):
+        page.evaluate(TIMED, ["#orders .transport input", str(step)])
+        other = open_page()
+        go_to(other, "orders", inputs | {"step": step})
+        assert page.evaluate(look) == other.evaluate(look)
 
 
 def test_the_calculator_opens_with_the_tiles_of_a_plan(open_page):
@@ -489,6 +502,6 @@ def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
     ):
         enter(page, selector, value)
         name = selector[1:].split("-")[0]
-        until(page, f"#{name} .said.bad", message)
+        until(page, f"#{name} .refused", message)
     enter(page, "#plan-N", "77")
     until(page, "#plan .said", "bytes loaded and stored")

@@ -118,7 +118,7 @@ def by_node(cases):
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node on the path")
-@pytest.mark.parametrize(("name", "count"), [("orders", 15), ("softmax", 4), ("traffic", 60)])
+@pytest.mark.parametrize(("name", "count"), [("orders", 15), ("softmax", 4), ("traffic", 40)])
 def test_the_script_answers_what_python_answers(name, count):
     states = drawn_inputs(PANELS[name], count)
     found = by_node([[name, state] for state in states])
