@@ -21,6 +21,6 @@ def test_a_damaged_file_is_a_miss_and_is_written_again(kind, tmp_path, monkeypat
 
     assert not found() and found()
     (path,) = tmp_path.rglob(f"*.{kind}")
-    for damage in (lambda x: b"", lambda x: x[:-1], lambda x: x[:-1] + b"\xff", lambda x: b"x"):
+    for damage in (lambda x: b"", lambda x: x[:-1] + b"\xff"):
         path.write_bytes(damage(path.read_bytes()))
         assert not found() and found()

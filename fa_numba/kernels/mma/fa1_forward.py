@@ -95,8 +95,7 @@ def make_forward(spec):
     return fa1_forward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 m is kept in units of log2.
 ``warp_partition``: a warp takes 32 or 16 rows of a tile and all columns; or, with "keys", all rows
 and its share of the columns, as in the released code ("split-K", arXiv 2307.08691, section 3.3).

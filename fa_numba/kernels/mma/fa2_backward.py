@@ -190,8 +190,7 @@ def make_query_gradients(spec):
     return fa2_backward_dq
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 A warp takes 16 or 32 of the columns and all rows of S, which stands transposed: PT and dST are
 operands as they are, and only dST passes through shared memory, for dQ. Beyond d = 64 two warps
 share these columns: each takes half of the rows, and of the columns of dK and dV, and PT passes

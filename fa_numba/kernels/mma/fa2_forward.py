@@ -98,8 +98,7 @@ def make_forward(spec):
     return fa2_forward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 m is kept in units of log2. With one stage of K and V, Vj is on its way during Sij = Qi KjT, and
 Kj+1 during the softmax and Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one
 barrier less, more memory.

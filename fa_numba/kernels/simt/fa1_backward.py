@@ -119,8 +119,7 @@ def make_backward(spec):
     return fa1_backward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 With query splits several blocks share a head, each with its own rows of Q, and add to dK and dV,
 which are 0 before, by atomic adds, in no fixed order.
 

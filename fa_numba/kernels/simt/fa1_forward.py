@@ -89,8 +89,7 @@ def make_forward(spec):
     return fa1_forward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
     in bytes at the default tiles:  163840 (d=64, 128 x 128), 163840 (d=128, 128 x 64), 139264
     (d=256, 64 x 32); up to 255 registers, none spilled

@@ -181,8 +181,7 @@ def make_query_gradients(spec):
     return fa2_backward_dq
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to dQ, each a load and a store; with a causal mask only the row tiles that see column

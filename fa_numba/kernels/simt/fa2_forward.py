@@ -92,8 +92,7 @@ def make_forward(spec):
     return fa2_forward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
     in bytes at the default tiles:  98304 (d=64, 128 x 64), 212992 (d=128, 128 x 96), 212992
     (d=256, 64 x 64); up to 255 registers, none spilled

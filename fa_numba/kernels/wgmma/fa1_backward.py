@@ -218,8 +218,7 @@ def make_backward(spec):
     return fa1_backward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 A part of dQ is the same thread's in every pass, so that it reads what it has written itself. With
 query splits several blocks share a head, each with its own rows of Q, and sum dK and dV in float32
 by atomic adds, in no fixed order; a kernel of its own rounds them. Causal or with a window

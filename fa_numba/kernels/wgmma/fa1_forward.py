@@ -156,8 +156,7 @@ def make_forward(spec):
     return fa1_forward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, bytes, d rounded up to 64 in 16 bits and to 32 in float32:  2 Br d + 4 Br d for each
     slot of Q and O, 4 Bc d for each of K and V, and the barriers; two slots of either where they
     fit. All in all:  229584 (d=64, 128 x 256), 229488 (d=128, 128 x 256), 221256 (d=192, 64 x 192),

@@ -345,8 +345,7 @@ def make_query_gradients(spec):
     return fa2_backward_dq
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, none for fragments, and the barriers; in bytes:  165960 (d=64, 128 x 128),
     197704 (d=128, 64 x 128) with a late dQ, without one 198712 and 197688; with lengths, or rows

@@ -260,8 +260,7 @@ def make_wide_consumers(spec):
     return consume
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, in bytes:  164960 (d=64, 64 x 128), 230496 (d=128, 64 x 64), 32 more with lengths: as
     of 16-bit matrices with rows of two planes, but dS takes two planes in the place of two slots,
     and P in float32 that of dQ, which up to d = 64 there is none of.

@@ -175,8 +175,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     return fa2_backward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 4 Br Bc + 8 Br, and the
     barriers; in bytes:  181320 (d=192, 64 x 64), 230472 (d=256, 64 x 64);
     with dropout Br Bc / 4 more

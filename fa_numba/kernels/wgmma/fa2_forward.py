@@ -185,8 +185,7 @@ def make_forward(spec):
     return fa2_forward
 
 
-if __doc__:  # which python -OO leaves out
-    __doc__ += """
+__doc__ = f"""{__doc__ or ""}
 S, P, O, m and l stay in registers, m in units of log2. Of float32 matrices in planes the sums of
 one tile of P V are apart from O, and O leaves in float32, straight from registers.
 
