@@ -11,14 +11,21 @@ import warnings
 
 from numba import config
 
-ASKED = bool(config.ENABLE_CUDASIM)  # for a simulator, by the user
 _ADVICE = (
     "fa_numba runs on its own emulator if there is no GPU, and needs no variable for that; unset "
     "NUMBA_ENABLE_CUDASIM"
 )
 
-if ASKED:
-    if "numba.cuda" in sys.modules:
+
+def turn_off(imported: bool) -> bool:
+    """Turn Numba's simulator off if the user has asked for it, and return whether that is so.
+
+    ``imported`` says whether ``numba.cuda`` is imported already. Raise ImportError if the simulator
+    is then in its place.
+    """
+    if not config.ENABLE_CUDASIM:
+        return False
+    if imported:
         raise ImportError(
             "NUMBA_ENABLE_CUDASIM must not be set if numba.cuda is imported before fa_numba, "
             f"because fa_numba cannot use Numba's simulator. {_ADVICE}"
@@ -27,8 +34,12 @@ if ASKED:
     warnings.warn(
         "NUMBA_ENABLE_CUDASIM is set: fa_numba runs on its own emulator, and has turned Numba's "
         f"simulator off in this process. {_ADVICE}",
-        stacklevel=2,
+        stacklevel=3,
     )
+    return True
+
+
+ASKED = turn_off("numba.cuda" in sys.modules)
 
 from numba import cuda as cuda  # noqa: E402
 from numba.cuda import cg as cg  # noqa: E402  (makes `cuda.cg` an attribute)

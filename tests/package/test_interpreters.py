@@ -2,13 +2,14 @@
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from numba import config
+
+from fa_numba.emulator import simulator
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = "import numpy as np, fa_numba; x = np.ones((1, 1, 9, 8), np.float32); "
@@ -45,14 +46,11 @@ def test_numbas_simulator_is_not_used():
     assert "NUMBA_ENABLE_CUDASIM is set: fa_numba runs on its own emulator" in errors
 
 
-SIMULATOR = str(ROOT / "fa_numba" / "emulator" / "simulator.py")
-
-
 def test_numbas_simulator_is_turned_off(monkeypatch):
+    assert not simulator.turn_off(True)
     monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
-    monkeypatch.delitem(sys.modules, "numba.cuda")
     with pytest.warns(UserWarning, match="needs no variable for that; unset NUMBA_ENABLE_CUDASIM"):
-        assert runpy.run_path(SIMULATOR)["ASKED"]
+        assert simulator.turn_off(False)
     assert not config.ENABLE_CUDASIM
 
 
@@ -60,4 +58,4 @@ def test_numbas_simulator_that_is_imported_before_is_refused(monkeypatch):
     monkeypatch.setattr(config, "ENABLE_CUDASIM", 1)
     said = "NUMBA_ENABLE_CUDASIM must not be set if numba.cuda is imported before fa_numba, because"
     with pytest.raises(ImportError, match=f"{said} .* unset NUMBA_ENABLE_CUDASIM$"):
-        runpy.run_path(SIMULATOR)
+        simulator.turn_off(True)
