@@ -18,6 +18,7 @@ from types import CellType, CodeType, FunctionType
 
 _MOST_TYPED = 2000  # lines that are searched, the last ones
 _MOST_LINES = 100  # of a statement
+_PROMPTS = ("<stdin>", "<console>", "<python-input")  # what code is called that was typed there
 _CONTINUED = ("else:", "elif ", "except", "finally:")  # lines that begin no statement
 _FLAGS = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -43,7 +44,7 @@ def _typed(code: CodeType, name: str) -> tuple[str, ...]:
     texts: Iterator[str] = iter(())
     if name == "<string>":
         texts = _after_c()
-    elif name in ("<stdin>", "<console>"):
+    elif name.startswith(_PROMPTS):
         word = "lambda" if code.co_name == "<lambda>" else code.co_name
         texts = (text for text in reversed([*_statements(_history())]) if word in text)
     mode = "exec" if name == "<string>" else "single"
