@@ -358,14 +358,14 @@ def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> 
     wrong = used & ((table < 0) | (table >= pages))
     if wrong.any():
         b, n = (int(i) for i in np.argwhere(wrong)[0])
-        of = f"the first {-(-lengths[b] // page_size)} entries of row {b} ({lengths[b]} keys)"
-        raise ValueError(_no_page(table, b, n, pages, "k", of))
+        why = f"the {lengths[b]} keys of sequence {b} are in {-(-lengths[b] // page_size)} pages"
+        raise ValueError(_no_page(table, b, n, pages, "k", why))
 
 
-def _no_page(table: np.ndarray, b: int, n: int, pages: int, name: str, where: str) -> str:
+def _no_page(table: np.ndarray, b: int, n: int, pages: int, name: str, why: str) -> str:
     return (
-        f"block_table must contain page numbers from 0 to {pages - 1} (the pages of {name}) in "
-        f"{where}, got {table[b, n]} at block_table[{b}, {n}]"
+        f"block_table[{b}, {n}] must be the number of a page of {name}, from 0 to {pages - 1}, "
+        f"because {why}, got {table[b, n]}"
     )
 
 
@@ -389,8 +389,8 @@ def check_appended(
         for n in range(begin[b] // page_size, -(-end[b] // page_size)):
             page = int(table[b, n])
             if not 0 <= page < pages:
-                where = f"the entries of row {b} where rows are appended"
-                raise ValueError(_no_page(table, b, n, pages, "k_pages", where))
+                why = f"new rows of sequence {b} are written to this page"
+                raise ValueError(_no_page(table, b, n, pages, "k_pages", why))
             if page in owners or page in table[b, :n]:
                 raise ValueError(
                     "a page into which new rows are written must be listed only once, got page "

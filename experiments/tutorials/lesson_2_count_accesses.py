@@ -6,6 +6,8 @@
 # with the formulas.
 
 # %%
+import math
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -16,7 +18,8 @@ TILES = fa_numba.Tiles(Br=16, Bc=16)
 LENGTHS = (16, 32, 48, 64)
 
 # %% [markdown]
-# Calls inside `count_accesses` run on the emulator. The counts are per array, in elements.
+# The first run takes some seconds longer, because Numba compiles parts of the emulator. Calls
+# inside `count_accesses` run on the emulator. The counts are per array, in elements.
 
 # %%
 q, k, v = (np.random.default_rng(n).random((1, 1, 64, HEAD_DIM), np.float32) for n in range(3))
@@ -30,7 +33,8 @@ print(counts)
 # each of the 4 passes, and loads O in all passes but the first.
 
 # %%
-N, column_tiles = 64, 64 // TILES.Bc
+N = q.shape[2]
+column_tiles = math.ceil(N / TILES.Bc)
 assert counts.loads["Q"] == column_tiles * N * HEAD_DIM
 assert counts.stores["O"] == column_tiles * N * HEAD_DIM
 assert counts.loads["O"] == (column_tiles - 1) * N * HEAD_DIM
@@ -63,7 +67,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The counter also knows each source line, and what a GPU's profiler would report for it:
+# The counter also knows each source line, and what a GPU's profiler would report for it. A sector
+# is a piece of 32 bytes of global memory. "copy" means an asynchronous copy from global to shared
+# memory. These are the three lines with most sectors in the last call above, FA-2 with N = 64:
 
 # %%
 most = sorted(counts.traffic.items(), key=lambda entry: -entry[1].sectors)[:3]
@@ -75,7 +81,9 @@ for access, traffic in most:
 # ## Change something
 #
 # 1. Set `TILES` to `fa_numba.Tiles(Br=32, Bc=16)`. Which of the two curves falls?
-# 2. Pass `causal=True` to `plan` and to `attention`. FA-2 skips tiles above the diagonal.
-# 3. Use N = 50, which is not a multiple of the tile size. Do formula and count still agree?
+# 2. Pass `causal=True` to `plan` and `attention` in the loop of the picture. Both kernels skip
+#    tiles above the diagonal. Which kernel gains more?
+# 3. Add 50 to `LENGTHS`, which is not a multiple of the tile size. Do formula and count still
+#    agree?
 #
 # Next: [lesson 3](lesson_3_online_softmax.py) follows the arithmetic.

@@ -54,23 +54,29 @@ for start in range(0, len(scores), BLOCK):
     m_new = max(m, s.max())
     factor, p = np.exp(m - m_new), np.exp(s - m_new)
     l_new = factor * l + p.sum()
-    o = (l * factor * o + p @ block_values) / l_new  # Algorithm 1, line 12
+    # Algorithm 1, line 12; p already contains the line's factor e^(mij - m_new)
+    o = (l * factor * o + p @ block_values) / l_new
     m, l = m_new, l_new
 assert np.allclose(o, exact)
+
+# %% [markdown]
+# Left: the largest score m only rises. Right: o / l is wrong until the last block has been seen.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 blocks = range(1, len(history) + 1)
-left.step(blocks, [m for m, *_ in history], where="mid", label="largest score m")
+left.step(blocks, [m for m, *_ in history], where="mid", marker="s", label="largest score m")
 left.plot(blocks, [l for _, l, *_ in history], "o-", label="sum of exponentials l")
 left.set_xlabel("blocks seen")
 left.set_xticks(blocks)
+left.set_ylabel("value")
 left.set_title("What is kept for a row")
 left.legend()
 right.bar(blocks, [error for *_, error in history])
 right.set_xlabel("blocks seen")
 right.set_xticks(blocks)
 right.set_ylabel("largest error of o / l")
+right.set_ylim(bottom=0)
 right.set_title("The result is exact after the last block")
 plt.show()
 
@@ -78,10 +84,10 @@ plt.show()
 # ## Change something
 #
 # 1. Set `BLOCK` to 1, to 5 and to 12. The result does not change.
-# 2. Sort `scores` in descending order. How often is `factor` below 1?
+# 2. Sort `scores` in descending order. How often is `factor` below 1 after the first block?
 # 3. Add 1000 to all scores. Does the result change? What would happen without subtracting m?
 #
-# The command `python -m fa_numba trace` prints the same steps for a row of Q. The papers'
-# algorithms in NumPy, line by line, are in `fa_numba/algorithms.py`.
+# The command `python -m fa_numba trace` prints the same steps for the first 8 scores, with other
+# values. The papers' algorithms in NumPy, line by line, are in `fa_numba/algorithms.py`.
 #
 # Next: [lesson 4](lesson_4_mask_and_score.py) changes what a row may see.

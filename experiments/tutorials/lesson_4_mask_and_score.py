@@ -25,8 +25,8 @@ def window_and_first(b, h, i, j):
 
 
 # %% [markdown]
-# `score_mod` returns the new score. This one subtracts a penalty that grows with the distance, as
-# ALiBi does.
+# `score_mod` returns the new score. It gets the score after the multiplication by `scale`. This
+# one subtracts a penalty that grows with the distance, as ALiBi does.
 
 
 # %%
@@ -49,8 +49,13 @@ print("largest difference from float64:", np.abs(o - expected).max())
 assert np.allclose(o, expected, atol=1e-5)
 
 # %% [markdown]
+# No algorithm is named above, so that FlashAttention-2 runs, the default.
+#
 # With the mask alone, the kernel visits every tile, even tiles in which nothing is visible. A
 # block mask lists the tiles that have something to see. Kernels skip all others.
+# `create_block_mask` takes the function, the batch size, the number of heads and both sequence
+# lengths. In the printout, all scores of a full block are visible, and some scores of a mixed
+# block.
 
 # %%
 blocks = fa_numba.create_block_mask(window_and_first, 1, 1, N, N, tiles=TILES)
@@ -66,8 +71,7 @@ for name, option in (
 print("elements of K loaded:", loaded)
 
 # %%
-i, j = np.indices((N, N))
-visible = (i >= j) & ((i - j < WINDOW) | (j < GLOBAL))
+visible = np.array([[window_and_first(0, 0, i, j) for j in range(N)] for i in range(N)])
 tiles = visible.reshape(N // TILES.Br, TILES.Br, N // TILES.Bc, TILES.Bc).any(axis=(1, 3))
 
 figure, ax = plt.subplots(figsize=(5, 5), layout="constrained")
@@ -84,9 +88,10 @@ plt.show()
 # ## Change something
 #
 # 1. Set `GLOBAL` to 0. How many tiles are left, and how many elements of K are loaded?
-# 2. Write a mask in which rows see only rows of their own document: capture an array `document =
-#    np.repeat([0, 1, 2], 32)` and return `document[i] == document[j]`.
-# 3. Return `30.0 * math.tanh(score / 30.0)` from `score_mod` (import math first). This is soft
-#    capping.
+# 2. Let rows see only rows of their own document: define `document = np.repeat(np.int32([0, 1,
+#    2]), 32)` above `window_and_first`, and let `window_and_first` return `document[i] ==
+#    document[j]`.
+# 3. Let `distance_penalty` return `math.tanh(score)` (import math first), a soft cap at 1. How
+#    much does `o` change?
 #
 # Next: [lesson 5](lesson_5_find_a_race.py) breaks a kernel.

@@ -3,8 +3,8 @@
 #
 # Threads of a thread block share fast memory. If one thread reads an element before another
 # thread has written it, the result is wrong, but only sometimes. Such a fault is called a race.
-# This lesson has a complete FlashAttention-2 kernel in about 40 lines. You remove a barrier, and
-# the emulator names the line.
+# This lesson has a complete FlashAttention-2 kernel in about 40 lines. The script removes a
+# barrier, and the emulator names the line.
 
 # %%
 import math
@@ -20,9 +20,9 @@ B = 64  # rows of a row tile, and of a column tile: one thread per row
 
 # %% [markdown]
 # Thread t of a thread block computes row t of a row tile. All threads together load a column tile
-# of K and V into shared memory. Then each thread reads all rows of the column tile. `barrier_2`
-# is a constant for the compiler: the function makes a kernel with the second barrier, or without
-# it.
+# of K and V into shared memory. Then each thread reads all rows of the column tile.
+# `cuda.local.array` is private to one thread. `barrier_2` is a constant for the compiler: the
+# function makes a kernel with the second barrier, or without it.
 
 
 # %%
@@ -87,29 +87,37 @@ else:
     raise AssertionError("the race was not found")
 
 # %% [markdown]
-# The message names both accesses: a thread already writes the next tile to `sK`, while another
-# thread may still read the current tile. On a GPU, the result would be right most of the time.
+# The message names the line that overwrites `sK`, and who read the element before. A thread
+# already writes the next tile, while threads of another warp may still read the current tile. A
+# warp is 32 threads that run together. On a GPU, the result would be right most of the time.
 #
 # The picture shows the loads of the right kernel, in the units of a profiler. A sector is a piece
-# of 32 bytes of global memory. A wavefront is one pass through shared memory.
+# of 32 bytes of global memory. A wavefront is one pass through shared memory. The threads of a
+# warp load from different rows of Q, K and V, so that each element costs a complete sector.
+# Lesson 6 repairs such an access.
 
 # %%
 global_sectors = counts.total(space="global", kind="load").sectors
 shared_passes = counts.total(space="shared", kind="load").wavefronts
-figure, ax = plt.subplots(figsize=(6, 3), layout="constrained")
+figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
 names = "global memory: sectors of 32 bytes", "shared memory: wavefronts"
 ax.barh(names, [global_sectors, shared_passes])
 ax.set_xlabel("number in one launch")
-ax.set_title("Loads of the kernel, as a profiler would count them")
+ax.set_title("Loads of the kernel, in a profiler's units")
 plt.show()
 
 # %% [markdown]
 # ## Change something
 #
-# 1. Delete the line of barrier 1. Which two lines does the emulator name now?
+# In items 1 and 2, the first launch fails, and the script ends with a traceback. Read its last
+# lines.
+#
+# 1. Delete the line of barrier 1. Which line does the emulator name now? Is it a load or a store?
 # 2. Let the loop over column tiles read one tile too many: `range(K.shape[0] // B + 1)`. Which
 #    error does the emulator raise?
 # 3. Swap the loops as in FlashAttention-1: one thread block, column tiles outside, with O, l and
-#    m in global memory. Compare the counts.
+#    m in global memory. Begin with O = 0, l = 0 and m = -inf. Multiply O by l after loading O,
+#    and divide O by l before storing O, as in lesson 3. Compare the counts. (This item takes half
+#    an hour.)
 #
 # Next: [lesson 6](lesson_6_your_own_kernel.py) runs a kernel of your own.

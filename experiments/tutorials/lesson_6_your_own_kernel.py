@@ -2,8 +2,10 @@
 # # 6. Your own Numba kernel on the emulator
 #
 # The emulator runs any kernel of `numba.cuda`, not only attention. It counts memory accesses and
-# finds races, accesses outside of arrays and bank conflicts. This lesson transposes a matrix
-# twice: once without and once with shared memory.
+# finds races, accesses outside of arrays and bank conflicts. A warp is 32 threads that run
+# together. Shared memory has 32 banks: an access in which threads of a warp need different words
+# of one bank takes several passes. This lesson transposes a matrix twice: once without and once
+# with shared memory.
 
 # %%
 import matplotlib.pyplot as plt
@@ -76,6 +78,8 @@ def transpose_padded(source, result):
 result = np.zeros_like(source)
 found["transpose_padded"] = emulator.launch(transpose_padded, grid, block, source, result)
 assert (result == source.T).all()
+for name, counts in found.items():
+    print(f"{name}: {counts.total(space='shared').conflicts} bank conflicts")
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
 names = [name.removeprefix("transpose_") for name in found]
@@ -93,8 +97,9 @@ plt.show()
 # ## Change something
 #
 # 1. Remove `cuda.syncthreads()` from `transpose_tiled`. What does the emulator say?
-# 2. Set `N` to 50. The kernels then access elements outside of the arrays. Add `if row < N and
-#    column < N:` to `transpose_simple`.
+# 2. Set `N` to 50, and round the grid up: `grid = (2, 2)`. Which access does the emulator report?
+#    Add `if row < N and column < N:` to `transpose_simple`. In the other kernels, add an `if`
+#    before the load and an `if` before the store, but none around `syncthreads`.
 # 3. Use your own kernel. [The emulator's page](../../fa_numba/emulator/README.md) lists the
 #    functions of `numba.cuda` that are supported.
 #

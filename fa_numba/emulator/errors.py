@@ -47,7 +47,7 @@ def _named(value: Any) -> str:
     if name is None:
         return "another value"
     made = getattr(value, "made_at", None)
-    array = f"a {name}" if name == UNNAMED else f"array {name}"
+    array = f"a {name}" if name == UNNAMED else f"array {name!r}"
     return array if made is None else f"{array} (made at {made})"
 
 

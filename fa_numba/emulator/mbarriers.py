@@ -87,7 +87,7 @@ class Mbarriers(Knowledge):
         if code >= PRODUCT:
             return f"a wgmma product of warpgroup {(code - PRODUCT - self.warps) // WARPGROUP}"
         if column < WARPGROUP * self.warpgroups:
-            return f"the part of warp {column} in a wgmma product"
+            return f"warp {column}, in a wgmma product,"
         owner = next(b for b in self._mbarriers.values() if b.column == column)
         return f"a TMA load with mbarrier {owner.name}"
 

@@ -55,9 +55,10 @@ def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, r
 
 def check_rows(new: int, most: int) -> None:
     """Raise ValueError for more rows of ``k_new``, or of a sequence's pages, than 32 bits count."""
-    for name, of, rows in (("k_new", "rows", new), ("block_table", "rows in its pages", most)):
+    pages = "the pages that block_table lists for a sequence"
+    for what, rows in (("the sequences of k_new", new), (pages, most)):
         if rows > MAX_SEQLEN:
-            raise ValueError(f"{name} must have at most {MAX_SEQLEN} {of} per sequence, got {rows}")
+            raise ValueError(f"{what} must have at most {MAX_SEQLEN} rows, got {rows}")
 
 
 def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any) -> None:

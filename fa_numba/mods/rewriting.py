@@ -565,7 +565,7 @@ class _Writer:
         """What a name from outside stands for."""
         kind = self.kinds.get(node.id)
         if kind is None:
-            raise _Refused(f"{node.id} (a name without a value)", node)
+            raise _Refused(f"{node.id} (a name that is not defined; import or define it)", node)
         if kind.startswith("?"):
             raise _Refused(f"{node.id} ({kind[1:]})", node)
         return kind
@@ -853,6 +853,11 @@ class _Writer:
         owner = function.value if isinstance(function, ast.Attribute) else None
         if isinstance(owner, ast.Name) and self.of_outside(owner) == "math":
             return function.attr, True  # type: ignore[attr-defined]
+        named = owner or function
+        if isinstance(named, ast.Name) and not {named.id} & {*self.known, *self.kinds}:
+            raise _Refused(
+                f"{named.id} (a name that is not defined; import or define it)", function
+            )
         raise _Refused(f"a call of {ast.unparse(function)}", function)
 
     def of_math(self, name: str, term: Term) -> Term:

@@ -400,7 +400,7 @@ def test_an_array_of_a_tuple_is_called_what_the_source_calls_it():
     for which, error, message in (
         ("same", OutOfBounds, "^last.3. is outside the array of 3 elements"),
         ("other", OutOfBounds, "^other.2. is outside the array of 2 elements"),
-        ("both", TypeError, "holds array other .made at test_lockstep.py:.*and array one .made"),
+        ("both", TypeError, "array 'other' .made at test_lockstep.py:.*and array 'one' .made"),
     ):
         with pytest.raises(error, match=message) as info:
             launch(kernel, 1, 8, np.zeros(8), which)

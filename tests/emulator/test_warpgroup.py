@@ -303,7 +303,7 @@ def test_what_may_be_touched(right):
         (
             "other rows",
             SharedHazard,
-            "sA[1024], which the part of warp 1 in a wgmma product read, with no",
+            "sA[1024], which warp 1, in a wgmma product, read, with no",
         ),
         (
             "write B",

@@ -97,7 +97,7 @@ REFUSED = {
     "more rows than pages": ({"kv_lens": [62, 3]},
         r"kv_lens plus the number of new rows must be .*got 62 \+ 3 for batch entry 0"),
     "a page there is not": ({"table": {(1, 0): 9}},
-        r"block_table must contain page numbers from 0 to 6 .*got 9 at block_table\[1, 0\]"),
+        r"block_table\[1, 0\] must be the number of a page of k_pages, from 0 to 6, .*got 9"),
     "a page of two sequences": ({"table": {(1, 0): 1}},
         r"a page into which new rows are .*got page 1 at block_table\[1, 0\], which batch"),
     "a page twice": (
@@ -305,7 +305,7 @@ def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
     integers["block_table"].values[0, 1] = 5
     with pytest.raises(
         ValueError,
-        match=r"block_table must contain page numbers from 0 to .*got 5 at block_table\[0, 1\]",
+        match=r"block_table\[0, 1\] must be the number of a page of k.*got 5",
     ):
         fa_numba.flash_attention_2(q, *pages, **integers)
     integers["kv_lens"].values[0] = 64
@@ -349,8 +349,10 @@ def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
         placement.check_grid(plan(2**25 + 1), "k_new")
 
 
-@pytest.mark.parametrize("new, most, name", [(MAX_SEQLEN + 1, 16, "k_new"), (1, 2**31, "block_t")])
+@pytest.mark.parametrize(
+    "new, most, name", [(MAX_SEQLEN + 1, 16, "k_new"), (1, 2**31, "block_table")]
+)
 def test_more_rows_than_32_bits_count(new, most, name):
     append.check_rows(MAX_SEQLEN, MAX_SEQLEN)
-    with pytest.raises(ValueError, match=f"^{name}.* must have at most {MAX_SEQLEN} rows .*per se"):
+    with pytest.raises(ValueError, match=f"{name}.* must have at most {MAX_SEQLEN} rows, got"):
         append.check_rows(new, most)

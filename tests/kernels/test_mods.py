@@ -423,6 +423,10 @@ def later(score, b, h, i, j):
     return score * of_later  # noqa: F821
 
 
+def not_imported(score, b, h, i, j):
+    return maths.tanh(score)  # noqa: F821
+
+
 class Callable_:
     def __call__(self, score, b, h, i, j):
         return score
@@ -434,7 +438,8 @@ REFUSED = {
     "a loop": (loop, f"a loop in line {LINE + 1}, which .* in loop .*line {LINE}.*A kernel supp"),
     "an if statement": (branches, "an if statement.* in branches"),
     "no result": (nothing_returned, "last statement instead of a return.* in nothing_returned"),
-    "a name without a value": (later, r"of_later \(a name without a value\)"),
+    "a name without a value": (later, r"of_later \(a name that is not defined; import or define"),
+    "a module not imported": (not_imported, r"contains maths \(a name that is not defined"),
     "another function": (lambda s, b, h, i, j: np.exp(s), r"a call of np\.exp, .* in a lambda"),
     "a function of one's own": (lambda s, b, h, i, j: several(s, b, h, i, j), "a call of several"),
     "float64": (lambda s, b, h, i, j: s + doubles[0, i], r"doubles \(an array of float64\)"),

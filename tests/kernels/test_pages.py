@@ -181,11 +181,11 @@ def test_sequences_share_the_pages_of_a_prefix():
 BAD = {
     "a page there is not": (
         {"table": {(1, 1): 7}},
-            r"block_table must contain page numbers from 0 to 6 .*got 7 at block_table\[1, 1\]",
+            r"block_table\[1, 1\] must be the number of a page of k, from 0 to 6, .*got 7",
     ),
     "a negative page": (
         {"table": {(0, 0): -1}},
-            r"block_table must contain page numbers from 0 to 6 .*got -1 at block_table\[0, 0\]",
+            r"block_table\[0, 0\] must be the number of a page of k, from 0 to 6, .*got -1",
     ),
     "more keys than pages": (
         {"kv_lens": [50, 65]},
