@@ -145,13 +145,14 @@ ORDERS_PANEL = Panel(
         ("visited", "tiles of S computed", "count"),
         ("blocks", "thread blocks", "count"),
     ),
-    note="The panel shows the forward pass of one head. S = Q Kᵀ are the scores. m is the "
-    "largest score of a row so far, l is the sum of the exponentials, and L = m + log l. K2 is "
-    "tile 2 of K. A step moves one tile, or O, l and m of one row tile together. At each step, "
-    "both sides have moved about the same number of bytes. The thread blocks of FA-2 run at the "
-    "same time on a GPU; the page shows them one after the other, in the order of the loop in the "
-    "code. FA-1's kernel loads the next tile of Q before it stores O of this one. In float16, "
-    "FA-1 keeps O in memory as a float32 sum until the last pass.",
+    note="The panel shows the forward pass of one head. S = Q Kᵀ are the scores. m is the largest "
+    "score of a row so far, l is the sum of the exponentials, and L = m + log l. K2 is tile 2 of "
+    "K. A step moves one tile, or O, l and m of one row tile together. At each step, both sides "
+    "have moved about the same number of bytes. The thread blocks of FA-2 run at the same time on "
+    "a GPU; the page shows them one after the other, in the order of the loop in the code. FA-1's "
+    "kernel loads the next tile of Q before it stores O of this one. In float16, FA-1 keeps O in "
+    "memory as a float32 sum until the last pass. With a window, FA-1 first stores O = 0, l = 0 "
+    "and m = -inf for all rows.",
 )  # fmt: skip
 
 
@@ -386,8 +387,9 @@ TRAFFIC = Panel(
     name="traffic",
     title="Memory traffic calculator",
     question="How many bytes does each algorithm move, and which matrix causes most of them?",
-    sentence="Standard attention moves the N x N matrices S and P. FA-1 moves O once for each "
-    "column tile, FA-2 moves K and V once for each row tile. Larger tiles move fewer bytes.",
+    sentence="Standard attention stores and loads the N x N matrices S and P. FA-1 loads and "
+    "stores O for each column tile. FA-2 loads K and V for each row tile. Larger tiles move fewer "
+    "bytes.",
     axes={
         "N": Axis("N, sequence length", _LENGTHS, 1, 1 << 20, first=4096),
         "batch": Axis("batch", _COUNTS, 1, 4096),
@@ -546,7 +548,7 @@ PLAN = Panel(
         ("tiles", "tiles, Br x Bc", "words"),
         ("why_tiles", "why these tiles", "words"),
         ("grid", "grid of thread blocks", "words"),
-        ("splits", "thread blocks that share a tile", "count"),
+        ("splits", "thread blocks that share the work of a tile", "count"),
         ("threads", "threads of a thread block", "count"),
         ("shared", "shared memory of a thread block", "bytes"),
         ("blocks", "thread blocks that a multiprocessor holds", "words"),

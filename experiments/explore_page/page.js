@@ -242,7 +242,7 @@ function numbers(name, now) {
 // Which arrays move most, and why.
 function most_moved(now, name, passes) {
   const group = now[`${name}.largest`], reason = (DATA.reasons[passes][name] || {})[group];
-  const because = reason ? ` ${reason.slice(0, 1).toUpperCase()}${reason.slice(1).replace("{Tr}", exact(now.Tr)).replace("{Tc}", exact(now.Tc))}.` : "";
+  const because = reason ? ` ${reason.slice(0, 1).toUpperCase()}${reason.slice(1).replace("{Tr}", exact(now.Tr)).replace("{Tc}", exact(now.Tc)).replace(" 1 passes", " 1 pass")}.` : "";
   return one("span", {}, `Most bytes: ${group}, `,
     one("b", { "data-key": `${name}.share` }, percent(now[`${name}.share`])), ".", because);
 }
@@ -314,12 +314,15 @@ function side(name, now) {
     picture.append(tiles[key]);
   };
   const label = (x, y, words, kind = "") => picture.append(svg("text", { x, y, "text-anchor": "middle", class: kind }, words));
-  const h = S / Tr, w = S / Tc, outlined = Math.min(h, w) > 9;
-  for (let i = 0; i < Tr; i++) tile(`Q${i}`, 20, y0 + i * h, 42, h);
-  for (let j = 0; j < Tc; j++) { tile(`K${j}`, x0 + j * w, 8, w, 28); tile(`V${j}`, x0 + j * w, 42, w, 28); }
-  for (let i = 0; i < Tr; i++) for (let j = 0; j < Tc; j++) tile(`S${i},${j}`, x0 + j * w, y0 + i * h, w, h);
+  const [N, Br, Bc] = ["N", "Br", "Bc"].map(axis => Number(state.orders[axis]));
+  const begin = row => (S * Math.min(row, N)) / N, outlined = S / Math.max(Tr, Tc) > 9;
+  const x = j => x0 + begin(j * Bc), y = i => y0 + begin(i * Br);
+  const w = j => x(j + 1) - x(j), h = i => y(i + 1) - y(i);
+  for (let i = 0; i < Tr; i++) tile(`Q${i}`, 20, y(i), 42, h(i));
+  for (let j = 0; j < Tc; j++) { tile(`K${j}`, x(j), 8, w(j), 28); tile(`V${j}`, x(j), 42, w(j), 28); }
+  for (let i = 0; i < Tr; i++) for (let j = 0; j < Tc; j++) tile(`S${i},${j}`, x(j), y(i), w(j), h(i));
   const places = { O: [276, 42], l: [330, 14], m: [352, 14], L: [330, 14] };
-  for (const array of wide) for (let i = 0; i < Tr; i++) tile(`${array}${i}`, places[array][0], y0 + i * h, places[array][1], h);
+  for (const array of wide) for (let i = 0; i < Tr; i++) tile(`${array}${i}`, places[array][0], y(i), places[array][1], h(i));
   label(41, y0 - 6, "Q");
   label(x0 - 10, 27, "K");
   label(x0 - 10, 61, "V");
@@ -372,7 +375,7 @@ function side(name, now) {
     }
     moved.textContent = size(clock[last]);
     block.textContent = done ? "(finished)" : name === "fa1" ? "(one thread block)" : `(thread block of row tile ${number})`;
-    const [first_move] = moves.split(" "), names = moves.replace(/[<>]/g, "").split(" ").join(", ");
+    const [first_move] = moves.split(" "), names = [...new Set(moves.replace(/[<>]/g, "").split(" "))].join(", ");
     return `${name === "fa1" ? "FA-1" : "FA-2"} ${done ? "has ended" : `${first_move[0] === ">" ? "stores" : "loads"} ${names}`}.`;
   };
   const chart = one("div", { class: "bars" }, ...bars.flatMap(({ row }) => row));
