@@ -172,6 +172,11 @@ class _Refused(Exception):
         self.line = getattr(node, "lineno", 0)
 
 
+def _undefined(name: str, node: ast.AST) -> _Refused:
+    """Return the refusal of a name that has no value."""
+    return _Refused(f"{name} (a name that is not defined; import or define it)", node)
+
+
 def written(
     option: str,
     source: Source,
@@ -565,7 +570,7 @@ class _Writer:
         """What a name from outside stands for."""
         kind = self.kinds.get(node.id)
         if kind is None:
-            raise _Refused(f"{node.id} (a name that is not defined; import or define it)", node)
+            raise _undefined(node.id, node)
         if kind.startswith("?"):
             raise _Refused(f"{node.id} ({kind[1:]})", node)
         return kind

@@ -63,7 +63,9 @@ def test_a_small_array_is_copied(kind):
     held.check({"score_mod": function})
 
 
-@pytest.mark.parametrize("kind", [lambda x: x, lambda x: x[::-1], OnlyDlpack], ids=str)
+@pytest.mark.parametrize(
+    "kind", [lambda x: x, lambda x: x[::-1], OnlyDlpack], ids=["array", "view", "DLPack"]
+)
 def test_a_large_array_must_not_change(kind):
     memory = np.zeros(LARGE + 1, np.float32)
     x = kind(memory)

@@ -77,7 +77,9 @@ def plan_of(arch, d, *options, heads=(1, 1), Nq=N, Nk=N, unit="simt", **how):
     planned, aligned = planning.plan_of, "unaligned" not in options
     with (
         planning_for(CAPABILITY[arch][:2], SHARED[arch]),
-        mock.patch.object(planning, "plan_of", lambda p, choices, _: planned(p, choices, aligned)),
+        mock.patch.object(
+            planning, "plan_of", lambda p, choices, _, mask: planned(p, choices, aligned, mask)
+        ),
     ):
         plan = fa_numba.plan(*shapes, **how)
         if "sparse" in options:

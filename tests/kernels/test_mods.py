@@ -439,7 +439,7 @@ REFUSED = {
     "an if statement": (branches, "an if statement.* in branches"),
     "no result": (nothing_returned, "last statement instead of a return.* in nothing_returned"),
     "a name without a value": (later, r"of_later \(a name that is not defined; import or define"),
-    "a module not imported": (not_imported, r"contains maths \(a name that is not defined"),
+    "a module not imported": (not_imported, r"maths \(a name that is not defined"),
     "another function": (lambda s, b, h, i, j: np.exp(s), r"a call of np\.exp, .* in a lambda"),
     "a function of one's own": (lambda s, b, h, i, j: several(s, b, h, i, j), "a call of several"),
     "float64": (lambda s, b, h, i, j: s + doubles[0, i], r"doubles \(an array of float64\)"),
