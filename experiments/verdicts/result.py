@@ -84,23 +84,28 @@ def sentences(found: Evidence) -> str:
         line("time, each order's own tiles, FA-1 on the paper's grid", took_own(0), ".1f"),
     ]
     return (
-        "Each cell has the smallest and the largest value of a ratio. The ratio is the number for "
-        "K/V outer (FlashAttention-1's order) divided by the number for Q outer "
-        "(FlashAttention-2's order). All numbers are for forward calls on the same unit, with and "
-        "without a causal mask, for N=512 to 16k. In the first five lines, both orders use the "
-        "same tiles. On CUDA cores and mma.sync, the first five lines use the fastest tiles of "
-        "FA-1. On wgmma, the first five lines use the fastest tiles of FA-2. In the last two "
-        "lines, each order uses its own fastest tiles. L2 and DRAM bytes were counted for "
-        f"{len(counted)} of the {len(timed)} problems, "
-        f"{masked or 'none'} of them with a causal mask.\n\n"
+        "Each cell of the table shows the smallest and the largest value of a ratio. Each ratio is "
+        "bytes or time of K/V outer (FlashAttention-1's order) divided by bytes or time of Q outer "
+        "(FlashAttention-2's order). All calls are forward calls with N=512 to 16k, with and "
+        "without a causal mask. The two calls of a ratio multiply matrices with equal "
+        "instructions. In the first five rows of the table, both loop orders use equal tile sizes. "
+        "On CUDA cores and with mma.sync, the equal tile sizes are the fastest tile sizes of FA-1. "
+        "With wgmma, the equal tile sizes are the fastest tile sizes of FA-2. In the last two "
+        "rows, each loop order uses its own fastest tile sizes. The accessed bytes are computed by "
+        "closed forms. L2 bytes, DRAM bytes and times are measured. L2 and DRAM bytes were "
+        "measured for "
+        f"{len(counted)} of the {len(timed)} combinations of N, head dimension and mask. Of these "
+        f"{len(counted)} combinations, {masked or 'none'} had a causal mask.\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
-        + f"\n\n- L2 moves {of_accesses()} times the bytes that the kernels access.\n"
-        "- For every column tile, K/V outer reads and writes O, l and m of all rows. O, l and m of "
-        "all rows do not fit in L2, so they move through DRAM each time.\n"
+        + f"\n\n- By the hardware counters, L2 moves {of_accesses()} times the bytes that the "
+        "kernels load and store by the closed forms.\n"
+        "- For every column tile, K/V outer reads and writes O and the softmax statistics l and m "
+        "of all rows. O, l and m of all rows do not fit in L2, so DRAM moves them each time.\n"
         "- For every row tile, Q outer reads K and V of a head again. K and V of the heads "
         "that run at the same time fit in L2.\n"
-        "- On the paper's grid, FA-1 has one thread block per batch entry and head. The fewer "
-        "heads there are, the longer FA-1 takes on the paper's grid.\n"
+        "- On the grid of FA-1's paper, FA-1 has one thread block per batch entry and head. At "
+        "equal work, FA-1 on the paper's grid takes longer the fewer batch entries and heads "
+        "there are.\n"
     )
 
 
@@ -124,15 +129,16 @@ def traffic(found: Evidence) -> str:
     ]
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
-        f"In K/V outer, DRAM moves {share} times the bytes that the kernel accesses. O, l and m of "
-        "all rows do not fit into L2, except at the shortest lengths.",
+        f"In K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. O, l "
+        "and m of all rows do not fit into L2, except at the shortest sequence lengths.",
         f"In Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
-        "and O at every N. Every row tile reads K and V of its head again, and K and V stay in L2.",
+        "and O together, for every N. Every row tile reads K and V of its head again, but K and V "
+        "stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
         f"attention, but moves {wide[1]} times as many bytes through DRAM. In fp32, registers "
-        "limit a tile to few columns, so K/V outer visits O many times.",
+        "limit a tile to few columns, so K/V outer reads and writes each row of O many times.",
     ]
-    head = "The list says what the figure shows for calls in fp32 without a mask.\n\n"
+    head = "The list compares bytes in the figure, for forward calls in fp32 without a mask.\n\n"
     return head + "".join(f"- {line}\n" for line in lines)
 
 

@@ -15,7 +15,8 @@ LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
 TRENDS = ("order", "shape", "words")
 
 TEXT = """\
-The rule compares our numbers with the published numbers, point by point.
+The rule compares our numbers with the published numbers, point by point. A point is one \
+published number and our number for the same quantity.
 
 | verdict | when it is given |
 | --- | --- |
@@ -25,7 +26,8 @@ The rule compares our numbers with the published numbers, point by point.
 least nine of ten points |
 | **refuted** | in all other cases |
 
-In the table above, "the setting" means the quantity, the precision, the pass and the sizes.
+In the table of the three verdicts, "the setting" means the quantity, the precision, the pass and \
+the sizes.
 
 | kind | numbers that are compared | factor |
 | --- | --- | --- |
@@ -36,18 +38,18 @@ In the table above, "the setting" means the quantity, the precision, the pass an
 
 | trend | a point agrees if |
 | --- | --- |
-| *order* | our numbers at this point, sorted by size, are in the order of the published numbers; \
-a ratio must also be on the same side of 1 |
+| *order* | our numbers for one setting (one number per kernel), sorted by size, are in the \
+order of the published numbers; a ratio must also be on the same side of 1 |
 | *shape* | from this point to the next, our curve rises, falls or stays level (within 2 %) as \
 the published curve does |
 | *words* | the words of the claim are true at this point; if they are true at all points, the \
 verdict is "reproduced" |
 
-- If the paper gives a range or a bound, our number must be in the range or within the bound. No \
-factor is allowed for ranges and bounds.
+- If the paper gives a range or a bound instead of a number, our number must be in the range or \
+within the bound. The factor does not widen ranges and bounds.
 - A claim about FlashAttention is checked for both loop orders. If the two \
-orders get different verdicts, each order has its own row.
-- If there are fewer than ten points, the trend must agree at all points."""
+loop orders get different verdicts, the table of claims has a row for each loop order.
+- If a figure or claim has fewer than ten points, the trend must agree at all points."""
 
 
 @dataclass(frozen=True)
