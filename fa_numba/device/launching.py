@@ -155,6 +155,7 @@ def launch(
         *rounded,
         shared_bytes=kernel.shared_bytes,
         time_limit=None,
+        wraparound=False,
         uncounted=uncounted,
     )
     for total in _counts.get():

@@ -10,7 +10,7 @@ from . import checks
 from .exits import Exits
 from .flow import Flow
 from .groups import WARP, Group, OneByOne, Parting
-from .lanes import Mask
+from .lanes import FromEnd, Mask
 
 MOST_KNOWN = 256
 
@@ -22,12 +22,13 @@ class Active(Flow):
     thread blocks that run at once, `threads` the number of threads of each.
     """
 
-    __slots__ = ("threads", "at_once", "several", "group", "_inside", "_known")
+    __slots__ = ("threads", "at_once", "several", "group", "_inside", "_known", "wraparound")
 
     def __init__(self, threads: int, at_once: int) -> None:
         super().__init__()
         self.threads, self.at_once, self.several = threads, at_once, False
         self.group: Group
+        self.wraparound = False
         self._inside: dict[int, tuple[np.ndarray, int, Any]] = {}  # indices known to be in bounds
         # What is known of two arrays or groups, by their identity: arrays are never changed.
         self._known: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
@@ -85,6 +86,17 @@ class Active(Flow):
                 self._inside[id(index)] = (index, extent, self.mask)
             return lane
         return -1 if 0 <= index < extent else self.first_lane()
+
+    def from_start(self, index: Any, extent: Any) -> Any:
+        """Return an index after a negative one is counted from the end of its axis, as by Numba.
+
+        With ``wraparound=False``, only a literal index is, such as the index of ``x[-1]``.
+        """
+        if not self.wraparound and index.__class__ is not FromEnd:
+            return index
+        if index.__class__ is np.ndarray:
+            return np.where(index < 0, index + extent, index)
+        return index + extent if index < 0 else index
 
     def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:
         """Return an index, or each index of a tuple, as it is for one lane."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import Unconverted, two_arrays
-from .lanes import FromEnd, merge
+from .lanes import merge
 
 if TYPE_CHECKING:
     from .context import Context
@@ -130,9 +130,10 @@ class Axes(Unconverted):
                     f"an index of {self.name} must be a number, got a slice. The emulator supports "
                     "slices of arrays in global memory only: use a loop over the elements"
                 )
-            if i.__class__ is FromEnd:
-                i = n + i
             lane = self.ctx.first_outside(i, n)
+            if lane >= 0:
+                i = self.ctx.from_start(i, n)
+                lane = self.ctx.first_outside(i, n)
             if lane >= 0:
                 raise self.ctx.outside(self.name, self.whole, place, lane)
             e = e * n + i

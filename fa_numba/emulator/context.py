@@ -315,7 +315,7 @@ class Context(Active):
             "the array's shape before the access"
         )
         if any(i < 0 for i in self.of_lane(index, lane, whole=True) if isinstance(i, int)):
-            text += ". On a GPU, Numba counts a negative index from the end of the axis"
+            text += ". Numba counts a negative index of at least -n from the end of n elements"
         return self.fault(OutOfBounds, text, name, lane)
 
     def race(self, error: EmulatorError) -> None:

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .groups import OneByOne
 from .in_turn import Update, in_turn
-from .lanes import FromEnd, Mask, merge, to_int
+from .lanes import Mask, merge, to_int
 from .trace import KINDS
 
 if TYPE_CHECKING:
@@ -434,9 +434,10 @@ class GlobalArray(Unconverted):
         for i, n, step in zip(index, self.shape, self._steps, strict=False):
             lane = self.ctx.first_outside(i, n)
             if lane >= 0:
-                if i.__class__ is not FromEnd or self.ctx.first_outside(n + i, n) >= 0:
+                i = self.ctx.from_start(i, n)
+                lane = self.ctx.first_outside(i, n)
+                if lane >= 0:
                     raise self._outside(index, lane)
-                i = n + i
             e = e + i * step
         return e
 

@@ -10,7 +10,7 @@ import numpy as np
 from . import checks
 from .conversions import converter
 from .errors import UNNAMED, Unconverted, UninitialisedRead, two_arrays
-from .lanes import FromEnd, Mask, fma
+from .lanes import Mask, fma
 
 if TYPE_CHECKING:
     from .context import Context
@@ -304,9 +304,10 @@ class LocalArray(Unconverted):
             raise TypeError(
                 f"the index of {self.name} must be one number for each axis (axes: 1), got {index}"
             )
-        if index.__class__ is FromEnd:
-            index = len(self.data) + index
         lane = self.ctx.first_outside(index, len(self.data))
+        if lane >= 0:
+            index = self.ctx.from_start(index, len(self.data))
+            lane = self.ctx.first_outside(index, len(self.data))
         if lane >= 0:
             raise self.ctx.outside(self.name, (len(self.data),), index, lane)
         if index.__class__ is np.ndarray and (index == index[0]).all():

@@ -129,8 +129,7 @@ class Rebinder:
         if isinstance(value, ModuleType):
             if value == cuda:  # as kernels know it
                 return self._known[id(cuda)]
-            known = value.__name__.split(".")[0] in ("fa_numba", "numba", "numpy")
-            return _Module(value, self) if known else value
+            return _Module(value, self)
         if isinstance(value, np.generic):
             return value if isinstance(value, np.inexact) else value.item()
         if isinstance(value, np.ndarray):
@@ -161,7 +160,7 @@ class Rebinder:
 
 
 class _Module:
-    """A module of this package of which a kernel reads attributes."""
+    """A module of which a kernel reads attributes, such as a module of device functions."""
 
     def __init__(self, module: ModuleType, rebinder: Rebinder) -> None:
         self._module, self._rebinder = module, rebinder

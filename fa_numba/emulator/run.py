@@ -381,7 +381,7 @@ RACES = ("raise", "report", "ignore")
 def launch(
     kernel: Callable[..., None], grid: int | tuple[int, ...], block: int | tuple[int, ...],
     *args: Any, shared_bytes: int = 0, races: str = "raise", time_limit: float | None = 30.0,
-    uncounted: Collection[str] = (),
+    wraparound: bool = True, uncounted: Collection[str] = (),
 ) -> Counts:  # fmt: skip
     """Run a Numba-CUDA kernel on the CPU, count its accesses to memory and find its faults.
 
@@ -412,6 +412,9 @@ def launch(
     time_limit : float or None, default 30.0
         Seconds after which the launch ends with an error. None: no limit. After two seconds, a
         progress bar appears if stderr is a terminal.
+    wraparound : bool, default True
+        Whether a negative index counts from the end of its axis, as in Numba. If False, a negative
+        index is reported as outside of the array, unless it is literal, as in ``x[-1]``.
     uncounted : collection of str, default ()
         Names of arrays that the counts leave out.
 
@@ -496,7 +499,7 @@ def launch(
     alone = function in _one_by_one or asked_for() or _seed.get() is not None
     at_once = 1 if alone else blocks_at_once(extent, shape)
     context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
-    context.races = races
+    context.races, context.wraparound = races, wraparound
     values = passed(context, function, args)
     track_owners(context.arrays, 1 if races == "ignore" else prod(extent))
     context.trace = started(context, function)

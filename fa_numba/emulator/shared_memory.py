@@ -181,8 +181,7 @@ class SharedArray(Unconverted):
     def __getitem__(self, e: Any) -> Any:
         if e.__class__ is slice:
             return self._slice(e)
-        if e.__class__ in (tuple, FromEnd):
-            e = self._only(e)
+        e = self._only(e)
         if e.__class__ is not np.ndarray:
             out = self._read(self.ctx.group.full(int(e)), 1)
             if self.ctx.several:
@@ -192,15 +191,18 @@ class SharedArray(Unconverted):
         return self._read(e, 1)[0]
 
     def _only(self, index: Any) -> Any:
-        """Return the index along the only axis, from 0 on if it is a literal negative number."""
-        index = index if index.__class__ is tuple else (index,)
-        if len(index) != 1:
+        """Return the index along the only axis, from 0 on if negative numbers are allowed."""
+        if index.__class__ is not tuple:
+            index = (index,)
+        elif len(index) != 1:
             raise TypeError(
                 f"the index of {self.name} must have one number for each axis (axes: 1), got "
                 f"{len(index)}"
             )
         (e,) = index
-        return self.length + e if e.__class__ is FromEnd else e
+        if self.ctx.wraparound or e.__class__ is FromEnd:
+            return self.ctx.from_start(e, self.length)
+        return e
 
     def _slice(self, part: slice) -> SharedArray:
         """Return a part of the array, on the same memory."""
@@ -214,8 +216,7 @@ class SharedArray(Unconverted):
         return SharedArray(ctx, self.name, length, self.dtype, self.buffer, self.first + start)
 
     def __setitem__(self, e: Any, value: Any) -> None:
-        if e.__class__ in (tuple, FromEnd):
-            e = self._only(e)
+        e = self._only(e)
         try:
             if value.__class__ is not np.ndarray:
                 value = np.full(self.ctx.group.count, self.convert(value))
@@ -364,7 +365,7 @@ class SharedArray(Unconverted):
         OutOfBounds
             If the element is outside of the array.
         """
-        ctx, buffer, group = self.ctx, self.buffer, self.ctx.group
+        ctx, buffer, group, e = self.ctx, self.buffer, self.ctx.group, self._only(e)
         if buffer.atomics is None or buffer.plain is None:
             buffer.atomics, buffer.plain = np.zeros((2, *buffer.written.shape), np.int64)
         e, active = group.lanes(e), ctx.active()

@@ -61,7 +61,7 @@ def ramp(*shape):
 def caught(kind, kernel, block, *args, **options):
     """The error of `kernel`, which must be of `kind` and say where it happened."""
     with pytest.raises(kind) as info:
-        launch(kernel, 1, block, *args, **options)
+        launch(kernel, 1, block, *args, wraparound=False, **options)
     error = info.value
     assert type(error) is kind
     assert error.block == (0, 0, 0)

@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numba_examples
 import numpy as np
 import pytest
 from numba import cuda, float32, int32
@@ -95,8 +96,11 @@ def test_an_index_outside_of_an_array():
         i = cuda.grid(1)
         out[i] = x[i - 1]
 
-    with pytest.raises(OutOfBounds, match="a negative index from the end of the axis"):
-        launch(left_neighbour, 1, 4, np.zeros(4), np.zeros(4))
+    x, out = np.arange(4.0), np.zeros(4)
+    launch(left_neighbour, 1, 4, x, out)
+    assert out.tolist() == [3, 0, 1, 2]  # as by Numba
+    with pytest.raises(OutOfBounds, match=r"x\[-1\] is outside .* Numba counts a negative index"):
+        launch(left_neighbour, 1, 4, x, out, wraparound=False)
 
     @cuda.jit
     def column_outside(out):
@@ -305,6 +309,17 @@ def test_atomics_race_with_other_accesses(when, error, said):
         launch(atomics_beside, 1, 64, x, out, when)
 
 
+def test_a_device_function_of_another_module():
+    @cuda.jit
+    def kernel(values, x, out):
+        i = cuda.grid(1)
+        out[i] = numba_examples.place_of(values, x[i]) + numba_examples.PRICES[0]
+
+    values, x, out = np.array([1.0, 3, 5]), np.arange(6.0), np.zeros(6)
+    launch(kernel, 1, 6, values, x, out)
+    assert out.tolist() == (np.searchsorted(values, x, "right") + 2).tolist()
+
+
 def test_complex_numbers_and_records():
     pairs = np.zeros(64, [("x", "f4"), ("n", "i4")])
     pairs["n"] = np.arange(64)
@@ -356,9 +371,28 @@ def test_literal_negative_indices_count_from_the_end():
         l[-3] = s[1, 1] + 1
         out[-1] = l[0] + x.shape[-1]
 
-    out = np.zeros(2)
-    launch(kernel, 1, 1, np.arange(4.0), out)
-    assert out.tolist() == [0, 8]
+    for wraparound in (False, True):
+        out = np.zeros(2)
+        launch(kernel, 1, 1, np.arange(4.0), out, wraparound=wraparound)
+        assert out.tolist() == [0, 8]
+
+
+def test_negative_indices_count_from_the_end():
+    @cuda.jit
+    def kernel(x, out):
+        s, l, t = cuda.shared.array((1, 4), float32), cuda.local.array(4, float32), cuda.threadIdx.x
+        flat = cuda.shared.array(4, int32)
+        s[t // 4 - 1, t - 4] = x[t]
+        flat[t] = 0
+        cuda.syncthreads()
+        cuda.atomic.add(flat, t - 4, t)
+        for k in range(4):
+            l[k - 4] = s[0, k]
+        out[t - 4] = s[0, t - 1] + 10 * l[t - 2] + 100 * flat[t - 4]
+
+    x, out = np.arange(5.0, 9.0), np.zeros(4)
+    launch(kernel, 1, 4, x, out)
+    assert (out == np.roll(x, 1) + 10 * np.roll(x, 2) + 100 * np.arange(4)).all()
 
 
 # ---- waiting for the grid
