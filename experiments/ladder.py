@@ -339,7 +339,7 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     caption = (
         "Each row of the table shows the speed and the hardware counters of the forward "
         f"kernel{mask} after one more optimisation step. All calls are in fp16, with 16k tokens "
-        "and a hidden dimension of 2048. The section "
+        "(batch x N) and a hidden dimension (heads x d) of 2048. The section "
         "[How to read these tables](#how-to-read-these-tables) explains the columns."
     )
     return tables.of(caption, header, lines)
@@ -359,8 +359,9 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         f"The calls are forward calls in fp16 with batch {p.batch}, {p.heads_q} heads, "
         f"N={p.seqlen_q} and d={p.head_dim}, as in Table 2 of the FlashAttention-3 paper. The gain "
-        "is the speed with all optimisations divided by the speed without *products during the "
-        "softmax*. A gain below 1 is a loss of speed."
+        "is the ratio *speed with all optimisations / speed with all optimisations except products "
+        "during the softmax*. If the gain is below 1, the kernel is slower with *products "
+        "during the softmax*."
     )
     return tables.of(caption, ["kernel on wgmma", "TFLOP/s", "gain", "predicted gain"], lines)
 

@@ -325,23 +325,24 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     first = tables.markdown(header, gains)
     example, steps = _example(plain)
     caption = (
-        "Each factor in the table is the time before a step / the time after this step. If a "
-        "factor is above 1, the step saves time. The calls have 16k tokens, hidden dimension 2048 "
-        "and no mask. Times "
+        "Each factor in the table is the ratio *time before a step / time after the step*. If a "
+        "factor is above 1, the step saves time. The calls have 16k tokens (batch x N), a hidden "
+        "dimension (heads x d) of 2048 and no mask. Times "
         f"are {tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
-        "The columns *causal skipping* contain the time without a mask / the time with a causal "
-        "mask."
+        "The columns *causal skipping* contain the ratio *time without a mask / time with a causal "
+        "mask*."
     )
     if HOPPER in units:
         caption = (
             f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} "
-            "On wgmma, all forward steps except the first use FA-2's tiles. The column *tiles* "
-            "contains the time of FA-1 with its own tiles / the time of FA-1 with FA-2's tiles. "
-            "The column *total* starts from FA-1 with its own tiles."
+            "On wgmma, all forward steps except the first step use FA-2's tiles. The column "
+            "*tiles* contains the ratio *time of FA-1 with FA-1's own tiles / time of FA-1 with "
+            "FA-2's tiles*. The column *total* contains the ratio *time of FA-1 with FA-1's own "
+            "tiles / time of FA-2*."
         )
     what = (
         f"The next table shows each step in detail ({_said(*example, units)}). A step without "
-        "a time has no kernel, and its numbers are closed forms"
+        "a time has no kernel, so its numbers are not measured, but computed from closed forms"
     )
     return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 

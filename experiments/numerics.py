@@ -250,11 +250,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["published RMSE, standard / FA-2", "largest error, FA-2"]
     header.append("relative error, FA-2, largest over N")
     caption = (
-        "The table has the errors of the forward result, compared with a float64 result from the "
-        f"same inputs, for {HEADS} heads and d={HEAD_DIM}. RMSE is the absolute root mean square "
-        "error at the longest measured N. In 16 bits, torch's fused kernel is FlashAttention-2, "
-        "and in fp32 it is torch's memory-efficient attention. The published ratio is from "
-        "FlashAttention-3, Table 3."
+        "The table has the measured errors of the forward result, compared with a float64 result "
+        f"from the same inputs, for {HEADS} heads and d={HEAD_DIM}. RMSE is the absolute root mean "
+        "square error at the longest measured N. In fp16 and bf16, *torch's fused kernel* is "
+        "torch's FlashAttention-2. In fp32, *torch's fused kernel* is torch's memory-efficient "
+        "attention. The ratio in the column *published RMSE, standard / FA-2* is from Table 3 of "
+        "the FlashAttention-3 paper."
     )
     return tables.of(caption, header, lines)
 
@@ -307,9 +308,10 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
     header += ["equal elements, longest N", "relative error of the first result"]
     header.append("relative error of the second result")
     caption = (
-        "The first column names two results. The columns *equal elements* contain the share of "
-        "elements that are equal bit for bit in both results. The relative errors are at the "
-        "longest N, compared with float64."
+        "Each row compares the results of the two methods that the first column names. The columns "
+        "*equal elements* contain the share of elements whose bits are all the same in both "
+        "results. The last two columns contain the relative errors of the two results at the "
+        "longest N, compared with a float64 result."
     )
     return tables.of(caption, header, lines)
 
@@ -339,9 +341,9 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header.append("torch's memory-efficient attention")
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (
-        "The table has relative errors of results in float32, computed on a GPU for "
-        f"{HEADS} heads and compared with float64. The name of each FA-2 column contains the value "
-        "of `precision`."
+        "The table has relative errors of float32 results that a GPU computed for "
+        f"{HEADS} heads. The errors are differences from a float64 result. The name of each FA-2 "
+        "column contains the value of the option `precision`."
     )
     return tables.of(caption, header, lines)
 

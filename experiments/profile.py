@@ -233,10 +233,11 @@ def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], table
             lines.append([str(HEAD_DIM), tables.yes_no(False), str(SEQLEN), label(place), *cells])
         caption = (
             f"The table shows the {what} of one call with one head, in fp32 and fp16. Each cell of "
-            "the table starts with the emulator's count. If Nsight Compute measured a different "
-            "number, brackets follow the count. For example, *(x 0.984)* means that the measured "
-            "number is 0.984 times the count. If the count is 0, the brackets contain the measured "
-            "number. *(?)* means that the number was not measured. "
+            "the table starts with the emulator's count. If the number that Nsight Compute "
+            "measured differs from the emulator's count, the ratio *measured / count* follows in "
+            "brackets. For example, *(x 0.984)* means that the measured number is 0.984 times the "
+            "emulator's count. If the emulator's count is 0, the brackets contain the measured "
+            "number instead of a ratio. *(?)* means that the number was not measured. "
             f"{ratios.count(1)} of {len(ratios)} measured numbers equal the emulator's counts."
         )
         return tables.of(caption, [*tables.PROBLEM, "kernel", *metrics], lines)

@@ -257,17 +257,19 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     link = ""
     if machine:
         link = (
-            f" The link between two GPUs carries {machine.link / 1e6:.0f} GB/s in each direction."
+            f" The measured bandwidth of the link between two GPUs is {machine.link / 1e6:.0f} "
+            "GB/s in each direction."
         )
     equal, number = _equal_bytes(rows)
     caption = (
         f"The table shows calls with one sequence of N rows over {ranks} GPUs, in fp16 with "
         f"{ring_ranks.HEADS} heads and d={HEAD_DIM}.{link} The time of a call is the time of the "
-        f"slowest GPU. A *gain* is the time on one GPU divided by the time on {ranks} GPUs. *Model "
-        "/ time* is the time that the model predicts divided by the measured time. *Sent* is the "
-        f"number of bytes that the GPU with the most traffic sends. {equal} of {number} counted "
-        "numbers of sent bytes equal the closed form. *Memory per GPU* is the peak memory of one "
-        "GPU, including the inputs."
+        f"slowest GPU. A *gain* is the ratio *measured time on one GPU / measured time on {ranks} "
+        "GPUs*. A column *model / time* contains the ratio *time that a model predicts / measured "
+        "time*. *Sent* is the number of bytes that the GPU with the most traffic sends. We counted "
+        f"the sent bytes of {number} calls, and {equal} of the {number} counts equal the number "
+        "that a closed form predicts. *Memory per GPU* is the measured peak memory of one GPU, "
+        "including the inputs."
     )
     return tables.of(caption, header, lines)
 
@@ -296,9 +298,10 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
     header = ["GPUs", "forward, Hk Nk / (Hq Nq)", "backward, Hk Nk / (Hq Nq)"]
     caption = (
         "The table shows the ratio Hk Nk / (Hq Nq) at which both loop orders send equally many "
-        "bytes. Above the ratio, sending Q takes fewer bytes than sending K and V. Hk and Hq are "
-        "the numbers of heads of K and of Q. Nk and Nq are the numbers of rows of K and of Q. The "
-        "ratios are computed from closed forms, for calls without a mask, with 16-bit inputs and "
+        "bytes. If a call's ratio Hk Nk / (Hq Nq) is larger than the ratio in the table, sending Q "
+        "takes fewer bytes than sending K and V. Hk and Hq are the numbers of heads of K and of Q. "
+        "Nk and Nq are the numbers of rows of K and of Q. The ratios are not measured, but "
+        "computed from closed forms, for calls without a mask, with 16-bit inputs and "
         f"d={HEAD_DIM}."
     )
     return tables.of(caption, header, by_ranks)
@@ -321,12 +324,12 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
     ]
     caption = (
-        "The table shows the share of the time in which the GPUs compute attention, for calls with "
-        "a causal mask. The shares come from a model and are not measured. For each part of the "
-        "sequence, the model takes the time that one GPU needed in the measurement. For parts that "
-        "are longer than the longest measured length, the time in the model grows in proportion to "
+        "The table shows during which share of a call the GPUs compute attention, for calls with a "
+        "causal mask. The shares come from a model and are not measured. The model uses the "
+        "measured duration of attention calls on one GPU. For sequences that are longer than the "
+        "longest measured sequence, the model extrapolates the measured duration in proportion to "
         "the work. The columns *measured link* use the measured bandwidth of the link between the "
-        f"GPUs. The columns *InfiniBand* use a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
+        f"GPUs. The columns *InfiniBand* assume a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 
