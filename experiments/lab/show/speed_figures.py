@@ -259,7 +259,7 @@ def table(
     timed = tables.runs(r for r in rows if r.metric == "time")
     return tables.of(
         f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data "
-        "file also contains speeds for other lengths and masks.",
+        "file also contains speeds for lengths and masks that the table does not show.",
         header,
         lines,
     )
