@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import html
-import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from .errors import EmulatorError
 
@@ -75,7 +74,12 @@ class Traffic:
     conflicts: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(operator.add, astuple(self), astuple(other)))
+        return Traffic(
+            self.requests + other.requests,
+            self.sectors + other.sectors,
+            self.wavefronts + other.wavefronts,
+            self.conflicts + other.conflicts,
+        )
 
 
 @dataclass
@@ -135,7 +139,8 @@ class Counts:
         for name in ("loads", "stores", "load_bytes", "store_bytes", "instructions"):
             getattr(self, name).update(getattr(other, name))
         for access, traffic in other.traffic.items():
-            self.traffic[access] = self.traffic.get(access, Traffic()) + traffic
+            known = self.traffic.get(access)
+            self.traffic[access] = traffic if known is None else known + traffic
         self.reports += other.reports
         return self
 

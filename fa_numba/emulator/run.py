@@ -525,6 +525,7 @@ def _is_number(value: Any) -> bool:
 
 def _counted(context: Launch, arrays: list[GlobalArray], uncounted: Collection[str]) -> Counts:
     counts = Counts(reports=list(context.reports.values()))
+    counts.instructions = Counter({"load": 0, "store": 0} | context._instructions)
     for a in arrays:
         if a.name in uncounted:
             continue
@@ -541,8 +542,8 @@ def _counted(context: Launch, arrays: list[GlobalArray], uncounted: Collection[s
         traffic = Traffic(*context._rows[row].tolist())
         if traffic.requests and (space != "global" or array not in uncounted):
             access = context.access_of(key)
-            counts.traffic[access] = counts.traffic.get(access, Traffic()) + traffic
-    counts.instructions = Counter(context._instructions)
-    for kind in ("load", "store"):
-        counts.instructions[kind] += counts.total(kind=kind).requests
+            known = counts.traffic.get(access)
+            counts.traffic[access] = traffic if known is None else known + traffic
+            if access.kind in ("load", "store"):
+                counts.instructions[access.kind] += traffic.requests
     return counts
