@@ -137,7 +137,7 @@ def _forward(
     for head in call.heads():
         Q, K, V = q[head.q], k[head.k], v[head.k]
         for rows in _row_blocks(head):
-            S, _ = call.scores(head, Q[rows], K, rows.start)
+            S, _ = call.scores(head, Q[rows], K, rows.start, sloped=False)
             P = softmax(S, L[head.lse][rows], call.sink(head))
             O[head.q][rows] = rounded(rounded(P * call.dropout(head, rows)) @ V)
     return O, L

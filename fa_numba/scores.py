@@ -89,8 +89,12 @@ class Call:
             if problem.packed:
                 row, column = rows.stop, columns.stop
 
-    def scores(self, head: Head, Qi: Array, K: Array, row: int) -> tuple[Array, Array | float]:
+    def scores(
+        self, head: Head, Qi: Array, K: Array, row: int, sloped: bool = True
+    ) -> tuple[Array, Array | float]:
         """S of the rows Qi of Q, the first of which is `row`, and its derivative by scale Qi K^T.
+
+        If not `sloped`, the derivative leaves out the factor of score_mod, which takes long.
 
         S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias, -inf where
         hidden.
@@ -100,7 +104,8 @@ class Call:
         diagonal = head.Nk - head.Nq
         S, derivative = self._capped(Qi, K)
         if "score_mod" in self.mods:
-            derivative = derivative * self._slope(S, head, rows, columns)
+            if sloped:
+                derivative = derivative * self._slope(S, head, rows, columns)
             S = self._of_each("score_mod", self.dtype, head, S, rows, columns)
         if self.slopes is not None:
             S -= self.slopes[b, h] * distance(rows, columns, diagonal).astype(self.dtype)
@@ -121,7 +126,7 @@ class Call:
 
     def captured_slopes(
         self, head: Head, Qi: Array, K: Array, row: int, places: Array, shift: float = 0.0
-    ) -> Iterator[tuple[str, tuple, tuple[int, int], float]]:
+    ) -> list[tuple[str, tuple, tuple[int, int], float]]:
         """Of a score at each of ``places`` (in Qi and K) the derivative by each element of what
         score_mod captures that it reads there: the array's name, the element, the place and the
         derivative, a central difference in float64. The score is ``shift`` more.
@@ -131,26 +136,33 @@ class Call:
         step: dict[tuple[str, tuple], float] = {}
         arrays = {name: _Read(name, x, read, step) for name, x in self.captured.items()}
         function = holding(self.mods["score_mod"], arrays)
-        for i, j in places:
-            at = S[i, j], head.entry, head.number, row + i, j
-            read.clear()
-            with np.errstate(all="ignore"):
+        found = []
+        with np.errstate(all="ignore"):
+            for (i, j), score in zip(places.tolist(), S[tuple(places.T)].tolist(), strict=True):
+                at = score, head.entry, head.number, row + i, j
+                read.clear()
                 function(*at)
                 for name, element in list(read):
-                    ends = []
-                    for step[name, element] in (-_STEP, _STEP):
-                        ends.append(function(*at))
-                    del step[name, element]
-                    yield name, element, (i, j), (ends[1] - ends[0]) / (2 * _STEP)
+                    step[name, element] = -_STEP
+                    below = function(*at)
+                    step[name, element] = _STEP
+                    slope = (function(*at) - below) / (2 * _STEP)
+                    step.clear()
+                    found.append((name, element, (i, j), slope))
+        return found
 
     def _of_each(self, name: str, dtype: DTypeLike, head: Head, *args: Array) -> Array:
         """A function of the caller's, of each element by itself: of a score, a row and a column."""
         function, b, h = self.mods[name], head.entry, head.number
 
-        def of_one(*args: Any) -> Any:
-            return function(*args[:-2], b, h, *args[-2:])
+        def of_place(i: int, j: int) -> Any:
+            return function(b, h, i, j)
+
+        def of_score(score: Any, i: int, j: int) -> Any:
+            return function(score, b, h, i, j)
 
         with np.errstate(all="ignore"):
+            of_one = of_place if len(args) == 2 else of_score
             return np.vectorize(of_one, otypes=[dtype])(*args)
 
     def _slope(self, S: Array, head: Head, rows: Array, columns: Array) -> Array:
@@ -285,12 +297,13 @@ class _Read:
         self.name, self.array, self.read, self.step, self.outer = name, array, read, step, outer
 
     def __getitem__(self, index: Any) -> Any:
-        place = (*self.outer, *(index if isinstance(index, tuple) else (index,)))
+        place = self.outer + (index if isinstance(index, tuple) else (index,))
         if len(place) < self.array.ndim:
             return _Read(self.name, self.array, self.read, self.step, place)
-        element = self.name, tuple(int(n) for n in place)
+        element = self.name, place
         self.read[element] = None
-        return self.array[place] + self.step.get(element, 0.0)
+        value = self.array.item(*place)
+        return value + self.step.get(element, 0.0) if self.step else value
 
     def __len__(self) -> int:
         return self.shape[0]

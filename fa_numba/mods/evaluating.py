@@ -25,12 +25,12 @@ _int32 = CASTS["int32"]
 _INTEGER = (int, np.integer)  # NumPy's are positions in an array, and elements of one
 
 
-def _wrapped(operation: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    def of_two(a: Any, b: Any) -> Any:
-        made = operation(a, b)
-        return _int32(made) if isinstance(made, _INTEGER) else made
+def _settled(made: Any) -> Any:
+    return _int32(made) if isinstance(made, _INTEGER) else made
 
-    return of_two
+
+def _wrapped(operation: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: _settled(operation(a, b))
 
 
 def _divide(a: Any, b: Any) -> Any:
@@ -59,20 +59,37 @@ _INSTEAD: dict[int, Any] = {id(getattr(math, name)): value for name, value in _M
 _INSTEAD |= {id(min): minimum, id(max): maximum, id(int): _int32}
 _INSTEAD[id(math)] = SimpleNamespace(**vars(math) | _MATH)
 _OPERATIONS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
-    ast.FloorDiv: _floor_divide, ast.Mod: _modulo, ast.Pow: _power, ast.LShift: operator.lshift,
+    ast.Div: _divide, ast.FloorDiv: _wrapped(_floor_divide), ast.Mod: _wrapped(_modulo),
+    ast.Pow: _wrapped(_power), ast.LShift: _wrapped(operator.lshift),
 }  # fmt: skip
 _NAMES = {kind: f"_fa_{kind.__name__}" for kind in _OPERATIONS}
-_KNOWN = {_NAMES[kind]: _wrapped(operation) for kind, operation in _OPERATIONS.items()}
+_KNOWN: dict[str, Any] = {_NAMES[kind]: operation for kind, operation in _OPERATIONS.items()}
+_KNOWN |= {"_fa_float": float, "_fa_settled": _settled}
 
 
 class _Operations(ast.NodeTransformer):
-    """Calls in the place of operators."""
+    """Calls in the place of operators.
+
+    Of sums and products, which are the most, only those that give no float: `made if (made := a +
+    b).__class__ is float else settled(made)`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
         name = _NAMES.get(type(node.op))
-        return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], []) if name else node
+        if name:
+            return ast.Call(ast.Name(name, ast.Load()), [node.left, node.right], [])
+        if not isinstance(node.op, (ast.Add, ast.Sub, ast.Mult)):
+            return node
+        self.count += 1
+        made = ast.Name(f"_fa_made{self.count}", ast.Load())
+        first = ast.NamedExpr(ast.Name(made.id, ast.Store()), node)
+        kind = ast.Attribute(first, "__class__", ast.Load())
+        usual = ast.Compare(kind, [ast.Is()], [ast.Name("_fa_float", ast.Load())])
+        return ast.IfExp(usual, made, ast.Call(ast.Name("_fa_settled", ast.Load()), [made], []))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         assert isinstance(node.target, ast.Name)
