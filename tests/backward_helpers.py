@@ -548,6 +548,7 @@ def assert_same(way, found, others):
 
 def check_gradients(device, way, dout, q, k, v, *, saved_values=None, **options):
     """`differentiate`, and its result against float64."""
+    saved_values = saved_values or saved_for(way, q, k, v, **options)
     found = differentiate(device, way, dout, q, k, v, saved_values=saved_values, **options)
     options = {**changing(options), "way": way, "saved_values": saved_values}
     assert_gradients(found, dout, q, k, v, **options)
