@@ -48,8 +48,8 @@ def _multiply_add(target: Any, *terms: Any) -> None:
 class Rebinder:
     """Rebinds a kernel and all functions that it calls.
 
-    `codes` has the code objects of the rewritten functions by id, `originals` the code objects from
-    which they were made.
+    `codes` has the code objects of the rewritten functions by id. `originals` has the code objects
+    from which they were made.
 
     The functions are rewritten (rewrite.py), and the values of their globals and closure variables
     are replaced:
@@ -64,8 +64,9 @@ class Rebinder:
 
     def __init__(self, context: Any) -> None:
         namespace, self._context = context._cuda, context
-        self.codes: dict[int, CodeType] = {}
-        self.originals: dict[int, CodeType] = {}
+        # The launch's own dictionaries: functions of a module are rebound when the kernel runs.
+        self.codes: dict[int, CodeType] = context._codes
+        self.originals: dict[int, CodeType] = context.originals
         self._modules: set[str] = set()
         self._functions: dict[int, FunctionType] = {}
         self._known: dict[int, Any] = dict(NUMPY_CASTS)

@@ -95,7 +95,7 @@ class Launch(Products):
     """A running launch: its thread blocks in turn, and the groups of each thread block in turn."""
 
     __slots__ = (
-        "args", "arrays", "function", "kernel_function", "partition", "_originals", "_random",
+        "args", "arrays", "function", "kernel_function", "partition", "originals", "_random",
         "_turns", "_whole", "_grid",
     )  # fmt: skip
 
@@ -108,15 +108,12 @@ class Launch(Products):
         self._random = None if seed is None else np.random.default_rng(seed)
         self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
         self._whole: dict[int, Group] = {}  # all lanes of so many blocks
-        self._originals: dict[int, CodeType] = {}
+        self.originals: dict[int, CodeType] = {}
         self._grid: Grid | None = None
 
     def rebind(self) -> None:
         """Rewrite the kernel, and all functions that it calls, for this launch."""
-        rebinder = Rebinder(self)
-        self.function = rebinder.function(self.kernel_function)
-        self._codes |= rebinder.codes
-        self._originals |= rebinder.originals
+        self.function = Rebinder(self).function(self.kernel_function)
 
     def agree(self, value: Any) -> Any:
         """Return a value on which a return, break or continue depends, if all lanes share it.
@@ -214,7 +211,7 @@ class Launch(Products):
 
     def _mask_out(self, leaving: Leaving) -> None:
         """Rewrite the kernel again: lanes of a function disagree on a return, break or continue."""
-        diverging.add(self._originals[id(leaving.code)])
+        diverging.add(self.originals[id(leaving.code)])
         self.rebind()
 
     def _run_block(self, number: int) -> None:

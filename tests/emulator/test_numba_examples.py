@@ -316,8 +316,10 @@ def test_a_device_function_of_another_module():
         out[i] = numba_examples.place_of(values, x[i]) + numba_examples.PRICES[0]
 
     values, x, out = np.array([1.0, 3, 5]), np.arange(6.0), np.zeros(6)
-    launch(kernel, 1, 6, values, x, out)
+    counts = launch(kernel, 1, 6, values, x, out)
     assert out.tolist() == (np.searchsorted(values, x, "right") + 2).tolist()
+    (access,) = (each for each in counts.traffic if each.array == "values")
+    assert access.line.startswith("numba_examples.py:")  # not the line of the call
 
 
 def test_complex_numbers_and_records():
