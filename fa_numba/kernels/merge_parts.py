@@ -37,8 +37,8 @@ from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
 from fa_numba.options import PLAIN
+from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.lanes import sum_of_lanes
-from fa_numba.parts.mma.chunks import conversions
 
 THREADS = 128
 WIDE = 8

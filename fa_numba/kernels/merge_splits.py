@@ -29,10 +29,10 @@ from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.options import Features
-from fa_numba.parts import bind, mma, simt
+from fa_numba.parts import bind, fragments, simt
 from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.fragments.pairs import make_read_floats
 from fa_numba.parts.lanes import FULL_WARP, max_of_lanes, sum_of_lanes
-from fa_numba.parts.mma.pairs import make_read_floats
 from fa_numba.parts.records import Head
 
 WARPS = 8
@@ -60,7 +60,7 @@ class MergeFacts(NamedTuple):
 def make_merge(facts):
     """The kernel for ``facts``; launched over (rows / (8 / row_warps), Hq, B) blocks."""
     grid, pairs = bind(
-        facts, grid_parts, mma.pairs if DTYPES[facts.dtype].matrix else simt.epilogue
+        facts, grid_parts, fragments.pairs if DTYPES[facts.dtype].matrix else simt.epilogue
     )
     d, W, heads = facts.head_dim, facts.row_warps, facts.tile_heads
     PAIRS = ceil_div(d, 64)  # that a lane has of a row

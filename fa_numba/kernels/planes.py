@@ -1,4 +1,5 @@
-"""Float32 matrices as sums of 16-bit ones, for products on tensor cores (``parts.mma.planes``).
+"""Float32 matrices as sums of 16-bit ones, for products on tensor cores
+(``parts.fragments.planes``).
 
 Each row of X becomes one of ``columns`` elements a plane, the planes side by side, zeros behind the
 head dimension. float16 has less range than float32, so that there X is multiplied by a power of two
@@ -24,9 +25,9 @@ from fa_numba.options import Features
 from fa_numba.parts import bind
 from fa_numba.parts import gradients as gradient_parts
 from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.fragments.pairs import make_read_floats
+from fa_numba.parts.fragments.planes import FINITE, make_split, power_of_two
 from fa_numba.parts.lanes import max_of_lanes, sum_of_lanes
-from fa_numba.parts.mma.pairs import make_read_floats
-from fa_numba.parts.mma.planes import FINITE, make_split, power_of_two
 from fa_numba.parts.namespace import part
 
 WARPS, ROWS = 8, 4  # of a block, and that a warp has on their way together

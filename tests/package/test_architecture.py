@@ -162,6 +162,24 @@ def test_an_import_that_goes_up_is_found(module, text):
     assert upward((module, name) for name in imported(module, text) if name in MODULES)
 
 
+def between_units(pairs):
+    """The pairs in which a part imports from the folder of a unit, and lies outside this folder."""
+    folders = {path.name for path in (ROOT / "fa_numba" / "kernels").iterdir() if path.is_dir()}
+    of_units = [f"fa_numba.parts.{name}" for name in folders]
+    return [
+        (module, name)
+        for module, name in pairs
+        for own in of_units
+        if room(module) == "parts" and name.startswith(own) and not module.startswith(own)
+    ]
+
+
+def test_no_part_imports_from_the_folder_of_another_unit():
+    assert between_units(edges()) == []
+    found = imported("fa_numba.parts.wgmma.load", "from fa_numba.parts.mma.load import make_rows")
+    assert between_units(("fa_numba.parts.wgmma.load", name) for name in found)
+
+
 @pytest.mark.parametrize("start", APART)
 def test_what_is_compared_with_the_kernels_reaches_none(start):
     todo = [module for module in MODULES if room(module) == start]

@@ -1,13 +1,13 @@
 """The parts of the kernels on tensor cores (``mma.sync``), a module an idea."""
 
 from fa_numba.parts import scores, values, visits
+from fa_numba.parts.fragments import pairs
 from fa_numba.parts.mma import (
     epilogue,
     fa1_state,
     gradients,
     grid,
     load,
-    pairs,
     products,
     row_tiles,
     softmax,

@@ -8,18 +8,12 @@ from dataclasses import dataclass
 from math import gcd
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.async_copy import copy8_async
 from fa_numba.intrinsics.global_memory import read8, write8
-from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import load8
+from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.namespace import part
-
-
-def conversions(dtype):
-    """(pack, unpack): two floats to a word of two 16-bit elements, and back."""
-    return CONVERSIONS[DTYPES[dtype].matrix]
 
 
 @dataclass(frozen=True)

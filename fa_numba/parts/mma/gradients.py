@@ -6,18 +6,18 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.intrinsics.shared import load2
-from fa_numba.parts.gradients import *  # noqa: F403
-from fa_numba.parts.gradients import make_less_dlse
-from fa_numba.parts.grid import head_after, make_query_rows
-from fa_numba.parts.lanes import sum_of_lanes
-from fa_numba.parts.mma.chunks import conversions
-from fa_numba.parts.mma.epilogue import write_halves
-from fa_numba.parts.mma.pairs import (
+from fa_numba.parts.fragments.pairs import (
+    conversions,
     make_add_two,
     make_read_floats,
     write_pairs_of,
     write_rounded_of,
 )
+from fa_numba.parts.fragments.rows import write_halves
+from fa_numba.parts.gradients import *  # noqa: F403
+from fa_numba.parts.gradients import make_less_dlse
+from fa_numba.parts.grid import head_after, make_query_rows
+from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.mma.products import make_dq
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread, Warp

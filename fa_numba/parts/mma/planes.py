@@ -1,12 +1,7 @@
 """Products of float32 matrices on tensor cores: an element is a sum of two or three 16-bit ones,
-its planes, x = x0 + x1 + ..., each the nearest to what those before it leave of x.
-
-    A B = A0 B0 + (A0 B1 + A1 B0) + (A0 B2 + A1 B1 + A2 B0) + ...
-
-Of n planes those products are made whose numbers add up to less than n: plane i is 2^-8 i of x in
-bfloat16, 2^-11 i in float16. A tensor core cuts off what a sum in its registers is too large for,
-so that errors grow with the number of additions: A0 B0 has sums of its own, which small products do
-not disturb, and so has every tile of P V; they meet in float32 additions.
+its planes (``parts.fragments.planes``). A tensor core cuts off what a sum in its registers is too
+large for, so that errors grow with the number of additions: A0 B0 has sums of its own, which small
+products do not disturb, and so has every tile of P V; they meet in float32 additions.
 
 In a row of a tile in shared memory, and in registers, plane p begins ``planes`` p-th parts on.
 """
@@ -19,73 +14,23 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import ONE, inverse_power, maximum
 from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
 from fa_numba.intrinsics.shared import shared_tile, store2
+from fa_numba.parts.fragments.planes import (
+    FINITE,
+    P_SCALE,
+    P_SCALE_BACKWARD,
+    make_split,
+    pairs_of_planes,
+    power_of_two,
+)
 from fa_numba.parts.lanes import max_of_lanes
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
-from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.mma_backward import UNITS
 
-# What a scaled plane of P is multiplied by: float16 has 2^-24 at the least, and P is at most 1; or
-# not much more backward, where L may be of other scores to a rounding.
-P_SCALE, P_SCALE_BACKWARD = float32(2.0**15), float32(2.0**13)
-# Of the largest element that float16 planes are scaled by, which they have from 2^13 to 2^14: it is
-# taken to lie between these, so that the powers are float32, and inf is not asked.
-TARGET, FINITE = float32(2.0**13), float32(3.4028234e38)
-_LEAST, _MOST = float32(2.0**-100), float32(2.0**126)
 # Turns of a loop over registers that is unrolled.
 UNROLLED = 2
-
-
-@part
-def make_units(spec):
-    """``units(scale, head)``: what Q KT is to be multiplied by for ``scale`` times the scores, and
-    P V for the output: planes of float16 are times powers of two.
-    """
-    scaled, packed = spec.features.scaled, spec.features.packed
-    drops = spec.features.dropout and spec.planes > 1
-    inverse = float32(1.0 / P_SCALE)
-
-    def units(scale, head):
-        unit = ONE
-        if drops:
-            unit = head.options.inverse_keep
-        if scaled:
-            options, b = head.options, uint32(0) if packed else head.b
-            scale *= options.q_power[b, head.h] * options.k_power[b, head.hk]
-            unit *= inverse * options.v_power[b, head.hk]
-        return scale, unit
-
-    return units
-
-
-@device_function
-def power_of_two(size):
-    """What planes of a matrix with this largest element are multiplied by: a power of two."""
-    return TARGET * inverse_power(min(maximum(size, _LEAST), _MOST))
-
-
-@cache
-def make_split(dtype, planes):
-    """``split(words, at, step, low, high)``: the planes of two numbers to words[at], [at + step],
-    ..., two 16-bit elements each.
-    """
-    return _make_split(dtype, planes)
-
-
-@part
-def _make_split(dtype, planes):
-    pack, unpack = conversions(dtype)
-    rest = _make_split(dtype, planes - 1) if planes > 1 else _nothing
-
-    def split(words, at, step, low, high):
-        word = pack(low, high)
-        words[at] = word
-        near = unpack(word)
-        rest(words, at + step, step, low - near[0], high - near[1])
-
-    return split
 
 
 @device_function
@@ -96,11 +41,6 @@ def _nothing(a, b, c, d, e):
 @device_function
 def _no_product(a, b, c, d, e, f, g):
     pass
-
-
-def pairs_of_planes(planes):
-    """The products that are made, of A's and B's planes, from the smallest on."""
-    return [(i, n - i) for n in range(planes - 1, -1, -1) for i in range(n + 1)]
 
 
 @part
@@ -262,20 +202,6 @@ def _make_add_columns_from(sums, first):
 
 
 # --- backward ----------------------------------------------------------------------------------
-
-
-@part
-def make_score_factor(spec):
-    """``score_factor(scale, head)``: what Q KT is to be multiplied by for ``scale`` times it."""
-    scaled, packed = spec.features.scaled, spec.features.packed
-
-    def score_factor(scale, head):
-        if scaled:
-            options, b = head.options, uint32(0) if packed else head.b
-            scale *= options.q_power[b, head.h] * options.k_power[b, head.hk]
-        return scale
-
-    return score_factor
 
 
 # Whose units these are, of a tile's, in shared memory; behind them lies each warp's largest |dS|.

@@ -7,13 +7,13 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
 from fa_numba.intrinsics.shared import store2
 from fa_numba.parts.dropout import kept_if
+from fa_numba.parts.fragments.pairs import conversions
+from fa_numba.parts.fragments.planes import make_score_factor as make_score_factor
+from fa_numba.parts.fragments.planes import make_units as make_units
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.layout import make_warp_column as make_warp_column
 from fa_numba.parts.mma import planes
-from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
-from fa_numba.parts.mma.planes import make_score_factor as make_score_factor
-from fa_numba.parts.mma.planes import make_units as make_units
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.mma_rows import CHUNK

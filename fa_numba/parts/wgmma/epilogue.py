@@ -11,8 +11,8 @@ from fa_numba.intrinsics.bulk_copy import (
 )
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import store2
+from fa_numba.parts.fragments.rows import make_write_fragments
 from fa_numba.parts.grid import make_query_rows
-from fa_numba.parts.mma.epilogue import make_write_fragments
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Head
 from fa_numba.parts.softmax import make_logsumexp, make_normalise_rows

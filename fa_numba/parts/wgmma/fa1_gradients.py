@@ -10,13 +10,13 @@ from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
 from fa_numba.intrinsics.shared import half_tile, index_tile, load8, shared_tile
-from fa_numba.parts.grid import make_heads_of_group, member
-from fa_numba.parts.mma.pairs import (
+from fa_numba.parts.fragments.pairs import (
     make_add_two,
     make_read_floats,
     write_pairs_of,
     write_rounded_of,
 )
+from fa_numba.parts.grid import make_heads_of_group, member
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Fa1BackwardShared, GroupThread, RowSlots, Tile
 from fa_numba.parts.visits import (

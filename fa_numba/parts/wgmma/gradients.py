@@ -28,10 +28,10 @@ from fa_numba.intrinsics.shared import (
 )
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP
 from fa_numba.parts.bias import make_add_bias
+from fa_numba.parts.fragments.pairs import make_write_floats
 from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
 from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import make_key_rows, make_query_rows
-from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.mods import (
     kept_sums,
     make_add_sums,

@@ -11,15 +11,15 @@ from fa_numba.intrinsics.arithmetic import ONE, anew, inverse_power, maximum
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy
 from fa_numba.intrinsics.shared import load4, shared_tile, store2
 from fa_numba.intrinsics.warpgroup import STEP
-from fa_numba.parts.grid import make_key_rows, make_query_rows
-from fa_numba.parts.lanes import max_of_lanes
-from fa_numba.parts.mma.pairs import make_add_two, make_write_two
-from fa_numba.parts.mma.planes import (
+from fa_numba.parts.fragments.pairs import make_add_two, make_write_two
+from fa_numba.parts.fragments.planes import (
     FINITE,
     P_SCALE_BACKWARD,
     make_split,
     power_of_two,
 )
+from fa_numba.parts.grid import make_key_rows, make_query_rows
+from fa_numba.parts.lanes import max_of_lanes
 from fa_numba.parts.namespace import part
 from fa_numba.parts.wgmma import planes
 from fa_numba.parts.wgmma.pingpong import make_sync_group

@@ -1,5 +1,5 @@
-"""A warpgroup's products of float32 matrices in planes (``parts.mma.planes``): those of two planes
-each, from the smallest on, add to one sum, which is of one tile.
+"""A warpgroup's products of float32 matrices in planes (``parts.fragments.planes``): those of
+two planes each, from the smallest on, add to one sum, which is of one tile.
 
 In shared memory a plane's panels lie behind those of the plane before, in P's registers its words.
 """
@@ -10,9 +10,9 @@ from fa_numba.device import device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP
+from fa_numba.parts.fragments.planes import P_SCALE, make_split, make_units, pairs_of_planes
+from fa_numba.parts.fragments.rows import make_write_fragments, make_write_rows
 from fa_numba.parts.grid import make_query_rows
-from fa_numba.parts.mma.epilogue import make_write_fragments, make_write_rows
-from fa_numba.parts.mma.planes import P_SCALE, make_split, make_units, pairs_of_planes
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.wgmma import PANEL
 

@@ -4,10 +4,16 @@ Of 16-bit arrays they are rounded; of float32 sums (``A``) rows start at 8-byte 
 """
 
 from fa_numba.device import float32, int64, uint32
+from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write_pair
+from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
-from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.namespace import part
+
+
+def conversions(dtype):
+    """Return (pack, unpack): two floats to a word of two 16-bit elements, and back."""
+    return CONVERSIONS[DTYPES[dtype].matrix]
 
 
 def _row(spec):
