@@ -28,7 +28,7 @@ PARTS = 48  # of all
 SHARES = 5  # of a unit's runs: a sample looks first at one, of which what it executes is found out
 PACKAGES, INTRINSICS = ("fa_numba.kernels", "fa_numba.parts"), "fa_numba.intrinsics"
 TORCH = "fa_numba.torch"  # imported by a stand-in for torch
-ON_HOST = ("fa_numba.host", "fa_numba.ring", TORCH)
+ON_HOST = ("fa_numba.host", "fa_numba.choices.copies", "fa_numba.ring", TORCH)
 
 
 @functools.cache
@@ -65,7 +65,8 @@ def units_of(site):
     words = site.module.split(".")
     if "intrinsics" in words:
         return ["intrinsics"]
-    units = ("host", "ring", "torch") if HOST.keys() & words else UNITS
+    on_host = HOST.keys() & words or site.module in ON_HOST
+    units = ("host", "ring", "torch") if on_host else UNITS
     return sorted(units, key=lambda unit: unit not in words)
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 from fa_numba import device
 from fa_numba.checks import did_you_mean
+from fa_numba.choices.units import UNITS
 
+# Instructions that tensor cores' peak takes, by the first number of a compute capability.
+_AT_PEAK = {9: "wgmma", 10: "tcgen05"}
 TABLE = Path(__file__).with_name("devices.csv")
 
 
@@ -47,6 +50,11 @@ class Device:
     present : bool, default False
         Whether the GPU is in this machine.
 
+    Attributes
+    ----------
+    peak_instruction : str
+        Instruction that tensor cores need for their peak speed; "" if any instruction does.
+
     Examples
     --------
     >>> gpu = DEVICES["A100"]
@@ -77,14 +85,19 @@ class Device:
         Parameters
         ----------
         unit : str
-            "simt" for the CUDA cores; "mma" or "wgmma" for the tensor cores.
+            Name of the unit, such as "simt" (CUDA cores) or "mma" (tensor cores).
 
         Returns
         -------
         float or None
             The peak; None if not known.
         """
-        return self.fp32 if unit == "simt" else self.fp16
+        return self.fp16 if UNITS[unit].on_tensor_cores else self.fp32
+
+    @property
+    def peak_instruction(self) -> str:
+        """Instruction that tensor cores need for their peak speed; "" if any instruction does."""
+        return _AT_PEAK.get(self.capability[0], "")
 
     def planning(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which `fa_numba.plan` plans for this GPU.

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fa_numba import device
-from fa_numba.checks import as_flag, as_size, as_splits, check_name
+from fa_numba.checks import as_flag, as_size, as_splits, check_name, one_of
 from fa_numba.dtypes import DTYPES, PRECISIONS, DType
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
+# The units by name, which ``fa_numba.choices.units`` fills.
+REGISTERED: dict[str, Any] = {}
 PASSES = ("fwd", "bwd")
 PARTITIONS = ("rows", "keys")
 # What one pass alone has a choice of.
@@ -70,7 +72,8 @@ class Choices:
             checked[name] = as_splits(name, getattr(self, name))
         check_name("warp_partition", self.warp_partition, PARTITIONS)
         if not isinstance(self.unit, str):
-            raise ValueError(f"unit must be 'auto', 'simt', 'mma' or 'wgmma', got {self.unit!r}")
+            allowed = one_of(map(repr, ("auto", *REGISTERED)))
+            raise ValueError(f"unit must be {allowed}, got {self.unit!r}")
         names = self.ablate if isinstance(self.ablate, (tuple, list)) else (self.ablate,)
         if not all(isinstance(name, str) for name in names):
             raise ValueError(

@@ -12,11 +12,11 @@ from fa_numba.choices.facts import measured
 from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Request
 from fa_numba.choices.tiles import Chosen
+from fa_numba.choices.units import UNITS
 from fa_numba.integers import ceil_div
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.spec import Spec
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 # Row tiles this high are computed for longer than their K and V take to come.
 HIGH = 64
@@ -101,7 +101,7 @@ def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[f
         return measured("column tiles whose time the sums of a split take, few rows"), 0.0
     there_and_back = 2 * 4 * splits * p.batch * p.heads_q * p.seqlen_q * p.d_v
     exponential = measured("products that take as long as an exponential")
-    rate = measured("products of an element of S with a head dimension a microsecond", request.unit)
+    rate = UNITS[request.unit].products_per_us
     tile = tiles.Br * tiles.Bc * ((p.head_dim + p.d_v) / 2 + exponential) / rate
     moved = there_and_back / measured("bytes of sums that move in a microsecond")
     return 0, (measured("microseconds until splits are merged") + moved) / tile
@@ -139,8 +139,7 @@ def check_group_splits(request: Request) -> None:
         raise ValueError(
             f"group_splits must be 1 or 'auto' with algorithm {request.choices.algorithm!r} and a "
             f"head_dim of {p.largest_dim} on unit {request.unit!r}, got {splits}; splitting the "
-            "query heads of a K/V head needs algorithm 'fa2' on unit 'wgmma', with a head_dim of "
-            f"at most {LARGEST_ATOMIC}"
+            f"query heads of a K/V head needs {_group_splitting()}"
         )
     if p.group % int(splits) and int(splits) % p.group:
         raise ValueError(
@@ -212,9 +211,17 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
 
 def _can_split_group(request: Request) -> bool:
     """Whether there is a kernel whose blocks share the query heads of a K/V head."""
-    split = (*request.kernel, request.unit) == ("fa2", "bwd", "wgmma")
-    split &= not request.features.precision
-    return split and request.problem.largest_dim <= LARGEST_ATOMIC
+    largest = UNITS[request.unit].splits_group.get(request.kernel, 0)
+    return not request.features.precision and request.problem.largest_dim <= largest
+
+
+def _group_splitting() -> str:
+    """Return which algorithms have such a kernel, in words."""
+    return one_of(
+        f"algorithm {algorithm!r} on unit {unit.name!r}, with a head_dim of at most {largest}"
+        for unit in UNITS.values()
+        for (algorithm, _), largest in unit.splits_group.items()
+    )
 
 
 def _can_split_rows(request: Request) -> bool:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from fa_numba import tiling
 from fa_numba.checks import one_of
+from fa_numba.choices.copies import BoxCopies, Copies
 from fa_numba.choices.facts import measured
-from fa_numba.choices.requests import Request
+from fa_numba.choices.requests import REGISTERED, Request
 from fa_numba.choices.tiles import (
     Chosen,
     chunk_tiles,
@@ -50,30 +51,48 @@ class Unit(ABC):
     """A unit of the GPU that computes the products, and its kernels.
 
     ``capability`` is the least of compute capability, ``newest`` the last that has the unit, if it
-    was given up. ``copies_boxes``: its kernels take the matrices by boxes, and a forward block
-    several row tiles. ``kernels`` has the modules standard, fa1_forward, fa2_forward,
-    standard_backward, fa1_backward and fa2_backward, or some of them, whose factories have one set
-    of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
-    K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_columns`` how
-    many share a row tile, ``splits_keys`` what the warps share, ``precisions`` of what planes
-    float32 is; ``measures`` names what its kernels can do without, and the algorithms.
+    was given up. ``copies`` says how the kernels take matrices, and over which grids. ``kernels``
+    has the modules standard, fa1_forward, fa2_forward, standard_backward, fa1_backward and
+    fa2_backward, or some of them, whose factories have one set of names. What an algorithm has a
+    choice of, by (algorithm, pass): ``staged`` how many tiles of K and V are in memory,
+    ``splits_queries`` how many blocks share a head, ``splits_columns`` how many share a row tile,
+    ``splits_keys`` what the warps share, ``precisions`` of what planes float32 is, ``splits_group``
+    up to which head dimension blocks share a column tile; ``measures`` names what its kernels can
+    do without, and the algorithms.
+
+    What it costs: ``on_tensor_cores`` names the peak speed that the unit is compared with, and
+    ``instruction`` what multiplies there. ``emulated_steps`` are the multiply-adds of tiles that
+    the emulator computes in a second at the least. What it is called and how figures show it:
+    ``title`` in plans, ``label`` in figures and tables, ``mark`` behind the name of an algorithm in
+    a label, ``looks`` colour and marker by what a series is called beside the unit.
 
     The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """
 
     name: str
     title: str
+    label: str
+    mark = ""
+    looks: Mapping[str, tuple[str, str]] = {}
+    on_tensor_cores = True
+    instruction = ""
+    emulated_steps = 4e7
     dtypes: tuple[str, ...]
     capability: tuple[int, int]
     newest: tuple[int, int] | None = None
     kernels: ModuleType
-    copies_boxes = False
+    copies = Copies()
     staged: Mapping[tuple[str, str], int] = {}
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     precisions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     splits_columns = frozenset({("fa2", "fwd")})
+    splits_group: Mapping[tuple[str, str], int] = {}
     measures: Mapping[str, tuple[str, ...]] = {}
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Return whether GPUs of a compute capability have the unit."""
+        return self.capability <= capability <= (self.newest or capability)
 
     def lacks(self, request: Request) -> str:
         """What this unit cannot do of a request, in words; an empty string if it can do all."""
@@ -114,6 +133,12 @@ class Unit(ABC):
         softmax) are given of the unit: the dtype and whether rows are aligned, or nothing.
         """
         return request.problem.dtype, request.aligned
+
+    @property
+    def products_per_us(self) -> float:
+        """Products of an element of S with a head dimension in a microsecond, as measured."""
+        what = "products of an element of S with a head dimension a microsecond"
+        return measured(what, self.name)
 
     def chosen_tiles(
         self, request: Request, select: Callable, rule: Callable[[], Chosen], plain: bool = True
@@ -163,7 +188,8 @@ def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
 class Simt(Unit):
     """CUDA cores, float32, every GPU; before 8.0 tiles are copied through registers."""
 
-    name, title = "simt", "CUDA cores"
+    name, title, label = "simt", "CUDA cores", "CUDA cores"
+    on_tensor_cores = False
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
     capability = (7, 5)
     kernels = simt
@@ -207,7 +233,8 @@ class Simt(Unit):
 class Mma(Unit):
     """Tensor cores by ``mma.sync``, in 16 bits, from compute capability 8.0 on."""
 
-    name, title = "mma", "tensor cores"
+    name, title, label = "mma", "tensor cores", "tensor cores (mma)"
+    instruction, emulated_steps = "mma.sync", 1e8
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is not None)
     capability = (8, 0)
     kernels = mma
@@ -276,11 +303,21 @@ _SCORES = ("score_mod", "score_mod_grad", "dcaptured")
 class Wgmma(Unit):
     """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: capability 9.0 alone."""
 
-    name, title = "wgmma", "Hopper's tensor cores"
+    name, title, label = "wgmma", "Hopper's tensor cores", "Hopper's tensor cores (wgmma)"
+    mark, instruction, emulated_steps = " (wgmma)", "wgmma", 1e8
+    looks: Mapping[str, tuple[str, str]] = {
+        "fa2": ("#6000E6", "h"),
+        "fa2-splits": ("#CE93D8", "p"),
+        "fa1": ("#330080", "H"),
+        "fa1-splits": ("#A48CFF", "8"),
+        "fa1-own": ("#0D1140", ""),
+        "fa2-one-block": ("#E1BEE7", ""),
+        "fa2-fa1-tiles": ("#AB6BC4", ""),
+    }
     dtypes = Mma.dtypes
     capability = newest = (9, 0)
     kernels = wgmma
-    copies_boxes = True
+    copies = BoxCopies()
     measures = tiling.WGMMA_MEASURES
     staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
@@ -297,6 +334,7 @@ class Wgmma(Unit):
         ),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
+    splits_group: Mapping[tuple[str, str], int] = {("fa2", "bwd"): LARGEST_ATOMIC}
     precisions = {**Mma.precisions, ("fa2", "bwd"): ("fp16x3", "bf16x3")}
 
     def lacks(self, request: Request) -> str:
@@ -498,7 +536,8 @@ def _flash_facts(request: Request) -> dict[str, Any]:
 
 
 # The last one that can compute a request, and suits it, is what "auto" takes.
-UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Mma(), Wgmma())}
+UNITS: dict[str, Unit] = REGISTERED
+UNITS |= {unit.name: unit for unit in (Simt(), Mma(), Wgmma())}
 
 
 class NoUnit(ValueError):
@@ -530,7 +569,7 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     least, here = (".".join(map(str, x)) for x in (taking[0].capability, capability))
     left: list[str] = []
     for unit in reversed(taking):
-        if not unit.capability <= capability <= (unit.newest or capability):
+        if not unit.runs_on(capability):
             left.append(f"not {unit.name}: GPUs of compute capability {here} do not have it")
             continue
         lacking = unit.lacks(request)
@@ -547,8 +586,10 @@ def unit_of(request: Request) -> tuple[Unit, str]:
             return unit, "; ".join(("chosen by the caller" if name != "auto" else last, *left))
         left.append(f"not {unit.name}: {unsuited}")
     newer = "" if taking[0].newest else " or newer"
-    old = capability < Mma.capability
-    there = f"; this GPU has unit {Simt.name!r}, which takes {one_of(Simt.dtypes)}" if old else ""
+    present = [unit for unit in UNITS.values() if unit.runs_on(capability)]
+    there = ""
+    if len(present) == 1:
+        there = f"; this GPU has unit {present[0].name!r}, which takes {one_of(present[0].dtypes)}"
     needs = f"unit {taking[0].name!r} needs"
     if name == "auto":
         needs = f"{dtype} needs unit {taking[0].name!r}, which needs"

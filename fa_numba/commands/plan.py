@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
-from fa_numba.choices.units import UNITS
+from fa_numba.choices.units import UNITS, Unit
 from fa_numba.commands.arguments import (
     MAX_SEQLEN,
     SHORT_DTYPES,
@@ -66,11 +66,9 @@ Speeds and sizes of the GPUs are from data sheets, see fa_numba/bounds/devices.c
 _WITHOUT_L2 = """\
 The L2 bandwidth of the {name} is not published, so the times leave L2 out. "L2 rate needed" is the
 rate at which L2 must deliver the accessed bytes."""
-# Instructions that tensor cores' peak takes, by the first number of a compute capability.
-_AT_PEAK = {9: "wgmma", 10: "tcgen05"}
 _BELOW_PEAK = """\
-Only {instruction} instructions reach the peak speed of the {name}'s tensor cores. The kernels
-computed on "tensor cores" use mma.sync instructions and stay below this speed."""
+Only {peak} instructions reach the peak speed of the {name}'s tensor cores. The kernels
+computed on "{unit.title}" use {unit.instruction} instructions and stay below this speed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,9 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unit",
         choices=("auto", *UNITS),
         default="auto",
-        help="where matrices are multiplied. simt: CUDA cores, float32 only; mma: tensor cores; "
-        "wgmma: Hopper's tensor cores; auto (default): the newest unit that supports the call, "
-        "unless an older unit is faster",
+        help=f"where matrices are multiplied. {'; '.join(map(_described, UNITS.values()))}; auto "
+        "(default): the newest unit that supports the call, unless an older unit is faster",
     )
     how.add_argument(
         "--tiles",
@@ -167,6 +164,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also print why this unit, these tiles and this number of splits were chosen",
     )
+
+
+def _described(unit: Unit) -> str:
+    """Return what the help says of a unit."""
+    only = f", {unit.dtypes[0]} only" if len(unit.dtypes) == 1 else ""
+    return f"{unit.name}: {unit.title}{only}"
 
 
 def run(args: argparse.Namespace) -> str:
@@ -206,7 +209,7 @@ class _Answer(NamedTuple):
 
 def default_dtype(gpu: Device) -> str:
     """Return the first of float16, bfloat16 and float32 that a unit of the GPU computes with."""
-    units = [u for u in UNITS.values() if u.capability <= gpu.capability <= (u.newest or (99, 0))]
+    units = [unit for unit in UNITS.values() if unit.runs_on(gpu.capability)]
     known = {name for unit in units for name in unit.dtypes}
     return next(name for name in _USUAL_DTYPES if name in known)
 
@@ -284,9 +287,10 @@ def _notes(gpu: Device, plans: Sequence[Plan]) -> list[str]:
     notes = [_HOW]
     if gpu.l2 is None:
         notes.append(_WITHOUT_L2.format(name=gpu.name))
-    instruction = _AT_PEAK.get(gpu.capability[0])
-    if instruction and any(plan.unit == "mma" for plan in plans):
-        notes.append(_BELOW_PEAK.format(name=gpu.name, instruction=instruction))
+    peak, units = gpu.peak_instruction, dict.fromkeys(UNITS[plan.unit] for plan in plans)
+    for unit in units:
+        if peak and unit.on_tensor_cores and unit.instruction != peak:
+            notes.append(_BELOW_PEAK.format(name=gpu.name, peak=peak, unit=unit))
     return "\n".join(notes).splitlines()
 
 

@@ -9,13 +9,14 @@ import numpy as np
 
 from fa_numba import device, mods
 from fa_numba.checks import check_grid_size
+from fa_numba.choices.arguments import Buffer
 from fa_numba.dtypes import INDEX, STATE
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import HOST, Operand, check_together, on_host, operand
 from fa_numba.host.binding import Binding
 from fa_numba.host.execution import execute
 from fa_numba.host.held import holding
-from fa_numba.host.plans import Buffer, Launch, LaunchPlan
+from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.integers import ceil_div
 from fa_numba.kernels.simt.blocks import LISTING, make_blocks, make_lists
 from fa_numba.mods.blocks import EMPTY, BlockMask, BlockSize, next_visited, states_of_tiles

@@ -9,19 +9,11 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
+from fa_numba.choices.arguments import Argument, Boxes, Buffer, Grouped, Untouched
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.binding import Binding, pack, score_scale
-from fa_numba.host.plans import (
-    Argument,
-    Boxes,
-    Buffer,
-    Grouped,
-    LaunchPlan,
-    Plan,
-    Untouched,
-    takes_options,
-)
+from fa_numba.host.plans import LaunchPlan, Plan, takes_options
 from fa_numba.options import POWERS, SPLIT_SUMS
 from fa_numba.problem import Problem
 

@@ -6,22 +6,19 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from fa_numba import device, io_model
+from fa_numba import io_model
 from fa_numba.choices import decisions
+from fa_numba.choices.arguments import Argument, Boxes, Buffer, Untouched
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import sinks
-from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Plan, Untouched
+from fa_numba.host.plans import Launch, Plan
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits, planes
 from fa_numba.options import PLAIN, POWERS, SPLIT_SUMS
-from fa_numba.parts.pages import common_rows
-from fa_numba.problem import Problem
-from fa_numba.tiling import Tiles
 from fa_numba.tiling.spec import FRAGMENT_ROWS
-from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
 def forward(request: Request) -> Plan:
@@ -33,28 +30,18 @@ def forward(request: Request) -> Plan:
         kernel = unit.kernels.fa2_forward.make_forward(spec)
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
         own: tuple[Buffer, ...] = () if return_lse else (Buffer("L", request.row_shape),)
-        if unit.copies_boxes:
-            bound: dict[str, Argument] = _forward_boxes(spec)
-            if spec.planes > 1:
-                del bound["O"]
-            grid = (_forward_blocks(request, spec, splits), 1, 1)
-            own += (Buffer("taken", (1,), "int32", zeroed=True),)
-        else:
-            bound, grid = {}, (Tr * splits, p.heads_q // spec.tile_heads, p.batch)
-            if spec.tile_heads > 1:
-                bound = {name: Grouped(name, spec.tile_heads) for name in "QOL"}
+        grid, bound, workspace = unit.copies.of_fa2_forward(request, spec, splits)
+        own += workspace
         merge: tuple[Launch, ...] = ()
         if splits > 1:
             merge = (_merge(request, spec.tile_heads, splits),)
             own += _split_sums(request, spec.tile_heads, splits)
-            if not unit.copies_boxes:
-                bound |= _unwritten(request, spec.tile_heads)
         before, of_planes, taken = _planes(request, spec)
         own += of_planes
         bound |= {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
         launches = (*before, Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
         how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
-        how["panels"] = unit.copies_boxes
+        how["boxes"] = unit.copies.by_boxes
         if p.pages is not None:
             how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
         count = functools.partial(io_model.fa2, p, tiles, **how)
@@ -62,21 +49,19 @@ def forward(request: Request) -> Plan:
     kernel = unit.kernels.fa1_forward.make_forward(spec)
     split_rows = ceil_div(Tr, request.choices.query_splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
-    workspace: tuple[Buffer, ...] = (Buffer("l", request.row_shape), Buffer("m", request.row_shape))
+    workspace = (Buffer("l", request.row_shape), Buffer("m", request.row_shape))
     if not request.dtype.sums_in_place:  # O between the passes
         workspace += (_sum("A", request.o_shape),)
     L: Argument = "L" if return_lse else Untouched(request.row_shape)
-    by_boxes: dict[str, Argument] = {}
-    if unit.copies_boxes:
-        by_boxes = _forward_boxes(spec) | {"A": Boxes("A", GROUP_ROWS, "float32")}
+    bound = unit.copies.of_fa1_forward(spec)
     before, of_planes, taken = _planes(request, spec)
-    taken = {name: _as_bound(by_boxes.get(name), of, spec) for name, of in taken.items()}
+    taken = {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
     if taken:
-        by_boxes |= taken | {"O": "O", "A": Untouched(request.o_shape)}
-    launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes))
+        bound |= taken | {"O": "O", "A": Untouched(request.o_shape)}
+    launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **bound))
     workspace += of_planes
     how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
-    how["whole_tiles"] = unit.copies_boxes
+    how["boxes"] = unit.copies.by_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
@@ -137,14 +122,6 @@ def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]
     return _sum(A, (*shape, request.problem.d_v)), Buffer(l, shape), Buffer(m, shape)
 
 
-def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
-    """O and L of a kernel that leaves them to the merge."""
-    batch, heads_q, rows = request.row_shape
-    shape = request.row_shape if heads == 1 else (batch, heads_q // heads, rows, heads)
-    d, dtype = request.problem.d_v, request.problem.dtype
-    return {"O": Untouched((*shape, d), dtype), "L": Untouched(shape)}
-
-
 def _merge(request: Request, heads: int, splits: int) -> Launch:
     """The second kernel of ``kv_splits``."""
     p = request.problem
@@ -155,25 +132,6 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
     facts = merge_splits.MergeFacts(features, p.d_v, p.dtype, request.aligned, heads, row_warps)
     grid = (ceil_div(p.seqlen_q, merge_splits.WARPS // row_warps), p.heads_q, p.batch)
     return Launch.of(merge_splits.make_merge(facts), grid)
-
-
-def _forward_boxes(spec: Any) -> dict[str, Argument]:
-    """What a forward kernel takes by boxes."""
-    page_size = spec.features.page_size
-    rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
-    keys = {name: Boxes(name, rows, ends=spec.key_ends) for name in "KV"}
-    Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
-    return {"Q": Q, **keys, "O": replace(Q, name="O", ends=spec.features.packed)}
-
-
-def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
-    """Blocks that are handed FA-2's forward row tiles, or splits (parts/wgmma/scheduler)."""
-    p = request.problem
-    tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
-    if p.packed:
-        tiles = _tiles_of_all(p.q_shape[0], spec.head_rows, p)
-    tiles *= p.heads_q // spec.tile_heads * splits
-    return min(device.multiprocessors() * spec.blocks, tiles) if spec.persistent else tiles
 
 
 def backward(request: Request) -> Plan:
@@ -195,7 +153,7 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
     in_place = splits == 1 or request.dtype.sums_in_place
     bound: dict[str, Argument] = {
         "scale_log2": "score_scale",
-        **_boxes(request, tiles, spec, in_place),
+        **unit.copies.of_backward(request, tiles, spec, in_place),
     }
     if in_place:
         launches: tuple[Launch, ...] = (Launch.of(kernel, grid, **bound),)
@@ -220,26 +178,20 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     p = request.problem
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
-    Tc, batch = ceil_div(p.seqlen_k, tiles.Bc), p.batch
-    if p.packed and unit.copies_boxes:
-        Tc, batch = _tiles_of_all(p.k_shape[0], tiles.Bc, p), 1
-    chunk = getattr(spec, "chunk_tiles", 0)
-    over_columns = (Tc, p.heads_k * splits, batch)
-    if chunk:
-        over_columns = (chunk * p.heads_k * splits, batch, ceil_div(Tc, chunk))
+    over_columns = unit.copies.over_columns(request, tiles, spec, splits)
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
     how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
-    how |= {"panels": unit.copies_boxes, "adders": getattr(spec, "adders", 1)}
+    how |= {"boxes": unit.copies.by_boxes, "adders": spec.adders}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place and spec.planes == 1 else "A"
     before, of_planes, taken = _planes(request, spec)
     workspace += of_planes
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
-    fragments = getattr(spec, "adds_fragments", False)
+    fragments = spec.adds_fragments
     row_sums = (
         sinks.row_sums(request, atomic, fragments) if not taken else _row_sums_of_planes(request)
     )
-    boxes = _boxes(request, tiles, spec, splits == 1)
+    boxes = unit.copies.of_backward(request, tiles, spec, splits == 1)
     taken = {name: _as_bound(boxes.get(name), of, spec) for name, of in taken.items()}
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
@@ -253,14 +205,9 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     ]
     if not atomic:
         dq_tiles, dq_spec = unit.dq_kernel(request, tiles, spec)
-        over_rows = (ceil_div(p.seqlen_q, dq_tiles.Br), p.heads_q, p.batch)
-        by_boxes: dict[str, Argument] = {}
-        if unit.copies_boxes:
-            by_boxes = _dq_boxes(dq_tiles, dq_spec)
-            if p.packed:
-                over_rows = (_tiles_of_all(p.q_shape[0], dq_tiles.Br, p), p.heads_q, 1)
+        over_rows, of_dq, _ = unit.copies.of_dq_kernel(request, dq_tiles, dq_spec)
         kernel = kernels.make_query_gradients(dq_spec)
-        launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **by_boxes))
+        launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **of_dq))
         how |= {"deterministic": True, "dq_tiles": dq_tiles}
     elif sums == "A":
         rounding, of_sum = _rounding(request, "A", "dQ", "scale"), _sum("A", request.q_shape)
@@ -276,42 +223,6 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     launches += sinks.gradients(request, has_d=True)[0]
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count)
-
-
-def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """Tiles of a head of packed sequences with so many rows, some empty (parts/wgmma/scheduler)."""
-    return rows // rows_of_tile + problem.batch
-
-
-def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> dict[str, Argument]:
-    """What a backward kernel takes by boxes; dK and dV if ``columns``, not their parts or sums."""
-    if not UNITS[request.unit].copies_boxes:
-        return {}
-    found = {name: Boxes(name, tiles.Br, ends=spec.query_ends) for name in ("Q", "dO")}
-    found |= {name: Boxes(name, tiles.Bc, ends=spec.key_ends) for name in "KV"}
-    if spec.planes > 1:  # results leave in float32
-        return {**found}
-    if columns:
-        packed = request.problem.packed
-        found |= {name: Boxes(name, GROUP_ROWS, ends=packed) for name in ("dK", "dV")}
-    if request.choices.algorithm == "fa1":
-        return {**found, "O": Boxes("O", tiles.Br)}
-    if spec.adds_fragments:
-        return {**found}
-    rows = FRAGMENT_ROWS if spec.late else GROUP_ROWS
-    return {**found, "A": Boxes("A", rows, "float32", ends=spec.query_ends)}
-
-
-def _dq_boxes(tiles: Tiles, spec: Any) -> dict[str, Argument]:
-    """What the kernel of dQ alone takes by boxes."""
-    Q = Boxes("Q", GROUP_ROWS, ends=spec.query_ends)
-    keys = {name: Boxes(name, tiles.Bc, ends=spec.key_ends) for name in "KV"}
-    return {
-        **keys,
-        "Q": Q,
-        "dO": replace(Q, name="dO"),
-        "dQ": replace(Q, name="dQ", ends=spec.features.packed),
-    }
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fa_numba.checks import LAYOUTS, PACKED_AXES, as_layout, kind_of
+from fa_numba.choices.arguments import Buffer
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
@@ -19,7 +20,7 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.host.execution import execute, heads_first
-from fa_numba.host.plans import Buffer, Launch, LaunchPlan
+from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.kernels.merge_parts import (
     blocks,
     make_add,

@@ -11,16 +11,17 @@ from typing import Any
 
 from fa_numba import device, io_model
 from fa_numba.checks import check_grid_size
+from fa_numba.choices.units import Unit
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.integers import round_up
 
 # The emulator's limit for one call. Its steps are the multiply-adds of tiles, padding included, and
-# STEPS_PER_THREAD for each thread; one core of a Xeon did so many a second of each unit's calls at
-# the least, backward passes and options among them, and six times as many at the most.
+# STEPS_PER_THREAD for each thread. A unit says how many steps one core of a Xeon computes in a
+# second at the least (``emulated_steps``), backward passes and options among them; it computes up
+# to six times as many. Kernels of no unit are counted as those of the slowest unit.
 EMULATOR_SECONDS = 30
-STEPS_PER_SECOND = {"simt": 4e7, "mma": 1e8, "wgmma": 1e8}
 STEPS_PER_THREAD = 100
 
 
@@ -62,7 +63,8 @@ def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") ->
     minutes: so many ``steps`` beside what every thread takes.
     """
     steps += sum(STEPS_PER_THREAD * math.prod(k.grid) * k.threads for k in plan.kernels)
-    seconds = steps / STEPS_PER_SECOND[plan.unit if isinstance(plan, Plan) else "simt"]
+    unit = plan.decided.unit if isinstance(plan, Plan) else Unit
+    seconds = steps / unit.emulated_steps
     if seconds > EMULATOR_SECONDS and not device.on_gpu():
         raise ValueError(
             f"{of} would take the emulator up to about {seconds:,.0f} s, which is more than the "

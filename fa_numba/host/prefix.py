@@ -19,12 +19,13 @@ import numpy as np
 
 from fa_numba import device, io_model
 from fa_numba.checks import LAYOUTS, as_shape, as_sizes
+from fa_numba.choices.arguments import Buffer
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.host import execution, launch_cache, merging, placement, planning
 from fa_numba.host.arrays import HOST, Operand, check_together, operand, operand_of_out
 from fa_numba.host.binding import Binding, sent
 from fa_numba.host.calls import aligned_rows
-from fa_numba.host.plans import Buffer, Launch, LaunchPlan, Plan, Reasons
+from fa_numba.host.plans import Launch, LaunchPlan, Plan, Reasons
 from fa_numba.kernels.merge_parts import width_of
 from fa_numba.kernels.simt.append import blocks, make_gather
 from fa_numba.options import FEATURES, PLAIN, argument_of

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fa_numba.choices.arguments import Argument, Buffer, Untouched
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
-from fa_numba.host.plans import Argument, Buffer, Launch, Untouched
+from fa_numba.host.plans import Launch
 from fa_numba.integers import ceil_div
 from fa_numba.kernels.sink_gradients import make_sink_gradients
 

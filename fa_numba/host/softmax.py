@@ -7,10 +7,11 @@ from typing import Any
 
 from fa_numba import io_model
 from fa_numba.checks import as_size
+from fa_numba.choices.arguments import Buffer
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import operand, operand_of_out
 from fa_numba.host.execution import execute
-from fa_numba.host.plans import Buffer, Launch, LaunchPlan
+from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.kernels.simt.softmax import MAKERS
 from fa_numba.problem import MAX_SEQLEN
 

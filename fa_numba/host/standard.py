@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from fa_numba import io_model
+from fa_numba.choices.arguments import Buffer, Untouched
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import DType
 from fa_numba.host import sinks
-from fa_numba.host.plans import Buffer, Launch, Plan, Untouched
+from fa_numba.host.plans import Launch, Plan
 from fa_numba.integers import ceil_div, power_of_two, round_up
 
 

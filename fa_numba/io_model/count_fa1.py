@@ -22,7 +22,7 @@ from fa_numba.problem import BlockSizes, Problem
 
 def fa1(
     problem: Problem, tiles: BlockSizes, *, query_splits: int = 1, return_lse: bool = False,
-    whole_tiles: bool = False, block_mask: Any = None,
+    boxes: bool = False, block_mask: Any = None,
 ) -> Accesses:  # fmt: skip
     """Return the accesses of FA-1 forward: K/V outer, Q inner.
 
@@ -41,11 +41,12 @@ def fa1(
     return_lse : bool, default False
         Whether L = m + log l is stored. Then l and m are loaded once more, N_q' elements each, and
         N_q' elements of L are stored.
-    whole_tiles : bool, default False
-        Whether rows of a tile past `q_lens` are moved too, as the copy engine of Hopper does it.
-        This applies to Q, and in 16-bit dtypes to O and its float32 sum A (see Notes). In packed
-        sequences, a tile ends where its sequence ends. With `whole_tiles`, and float32 split in
-        planes, each row of a plane has its columns rounded up to a multiple of 64.
+    boxes : bool, default False
+        Whether the kernel moves complete boxes, as Hopper's copy engine does. Then the rows of a
+        tile past `q_lens` are moved too. This applies to Q, and in 16-bit dtypes to O and its
+        float32 sum A (see Notes). In packed sequences, a tile ends where its sequence ends. With
+        `boxes`, and float32 split in planes, each row of a plane has its columns rounded up to a
+        multiple of 64.
     block_mask : array_like of bool, optional
         Tiles that are computed; see the package's docstring.
 
@@ -113,11 +114,11 @@ def fa1(
     run = ceil_div(problem.seqlen_q, tiles.Br * splits)
     starts = starts_in_first_pass(problem)
     visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
-    whole = whole_tiles and not problem.packed
+    whole = boxes and not problem.packed
     moved = visit_sums(problem, tiles, block_mask, takes_all=starts, whole=whole)
     by_split = visit_sums(problem, tiles, block_mask, takes_all=starts, run=run)
 
-    row, row_v = rows_loaded(problem, panels=whole_tiles)
+    row, row_v = rows_loaded(problem, boxes=boxes)
     read, started = rows_read(problem, visits), rows_started(problem, visits, head)
     written = visits.rows + started
     lse = head.all_rows if return_lse else 0
@@ -135,7 +136,7 @@ def fa1(
     if kept == "A":
         stores["A"] -= (moved.rows_once + started * problem.sparse) * d_v
         stores["O"] = (moved.rows_once + started) * d_v
-    return of_planes(problem, tiles, count(problem, loads, stores), panels=whole_tiles)
+    return of_planes(problem, tiles, count(problem, loads, stores), boxes=boxes)
 
 
 def fa1_backward(

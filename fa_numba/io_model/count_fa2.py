@@ -21,7 +21,7 @@ class _Block(NamedTuple):
 
 def fa2(
     problem: Problem, tiles: BlockSizes, *, block_mask: Any = None, tile_heads: int = 1,
-    kv_splits: int = 1, threads: int = 0, key_pieces: tuple[int, ...] = (), panels: bool = False,
+    kv_splits: int = 1, threads: int = 0, key_pieces: tuple[int, ...] = (), boxes: bool = False,
 ) -> Accesses:  # fmt: skip
     """Return the accesses of FA-2 forward: Q outer, K/V inner.
 
@@ -45,8 +45,8 @@ def fa2(
     key_pieces : tuple of int, default ()
         Two numbers, used with pages only: how many neighbouring threads load one row of K together,
         and how many load one row of V together.
-    panels : bool, default False
-        Whether planes are loaded in panels of 64 columns, as the unit "wgmma" does.
+    boxes : bool, default False
+        Whether planes are loaded in boxes of 64 columns, as Hopper's copy engine does.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def fa2(
     d_v, head = problem.d_v, whole_sums(problem, tiles, problem.heads_q)
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)
-    columns, (row, row_v) = visits.columns // tile_heads, rows_loaded(problem, panels=panels)
+    columns, (row, row_v) = visits.columns // tile_heads, rows_loaded(problem, boxes=boxes)
     loads = {
         "Q": kv_splits * head.rows * row,
         "K": columns * row,
@@ -126,7 +126,7 @@ def fa2(
     results, sums = {"O": rows * d_v, "L": rows}, {}
     if kv_splits > 1:
         sums = {"A": kv_splits * rows * d_v, "l": kv_splits * rows, "m": kv_splits * rows}
-    return of_planes(problem, tiles, count(problem, loads | sums, results | sums), panels=panels)
+    return of_planes(problem, tiles, count(problem, loads | sums, results | sums), boxes=boxes)
 
 
 def with_prefix(
@@ -194,7 +194,7 @@ def with_prefix(
 def fa2_backward(
     problem: Problem, tiles: BlockSizes, *, deterministic: bool = False,
     dq_tiles: BlockSizes | None = None, block_mask: Any = None, dbias: bool = False,
-    dlse: bool = False, dsinks: bool = False, group_splits: int = 1, panels: bool = False,
+    dlse: bool = False, dsinks: bool = False, group_splits: int = 1, boxes: bool = False,
     adders: int = 1,
 ) -> Accesses:  # fmt: skip
     """Return the accesses of FA-2 backward: D first, then a grid over column tiles.
@@ -223,8 +223,8 @@ def fa2_backward(
         elements each, and stores one element of dsinks per query head.
     group_splits : int, default 1
         Thread blocks that share the query rows of a column tile of a K/V head.
-    panels : bool, default False
-        Whether planes are loaded in panels of 64 columns, as the unit "wgmma" does.
+    boxes : bool, default False
+        Whether planes are loaded in boxes of 64 columns, as Hopper's copy engine does.
     adders : int, default 1
         Number of atomic adds to each element of dQ per visited tile. It is 2 if the columns of a
         tile are divided between two warpgroups and each adds the product of its own columns.
@@ -288,7 +288,7 @@ def fa2_backward(
     visits = visit_sums(problem, tiles, block_mask)
     split = PRECISIONS[problem.precision].planes > 1
     kept = "dQ" if DTYPES[problem.dtype].sums_in_place and not split else "A"
-    row, row_v = rows_loaded(problem, True, panels)
+    row, row_v = rows_loaded(problem, True, boxes)
     added = 0 if deterministic else adders * visits.rows * d
     adds = {kept: added, "dbias": visits.pairs if dbias else 0}
 
@@ -324,7 +324,7 @@ def fa2_backward(
         rounded = head.all_rows * d
         parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
     if splits == 1:
-        return of_planes(problem, tiles, add_up(problem, parts), backward=True, panels=panels)
+        return of_planes(problem, tiles, add_up(problem, parts), backward=True, boxes=boxes)
     summed = shared.all_columns * (d + d_v)
     parts.append(count(problem, {"A": splits * summed}, {"dQ": summed}))
     return replace(add_up(problem, parts), sums=("dK", "dV"))

@@ -11,12 +11,12 @@ from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
-def rows_loaded(problem: Problem, backward: bool = False, panels: bool = False) -> tuple[int, int]:
+def rows_loaded(problem: Problem, backward: bool = False, boxes: bool = False) -> tuple[int, int]:
     """Return the elements that a kernel loads of one row of Q or K, and of one row of V or dO.
 
     Without planes, these numbers are the head dimensions. With planes, they are the number of
     planes times the head dimension, rounded up to a multiple of 16. In the backward pass it is
-    rounded up to a multiple of 32 if a head dimension is above 64. If the kernel loads panels, it
+    rounded up to a multiple of 32 if a head dimension is above 64. If the kernel loads boxes, it
     is rounded up to a multiple of 64.
 
     Parameters
@@ -25,8 +25,8 @@ def rows_loaded(problem: Problem, backward: bool = False, panels: bool = False) 
         The problem; its head dimensions and its precision are used.
     backward : bool, default False
         Whether the kernel is of the backward pass.
-    panels : bool, default False
-        Whether the kernel loads panels of 64 columns.
+    boxes : bool, default False
+        Whether the kernel loads boxes of 64 columns.
 
     Returns
     -------
@@ -38,7 +38,7 @@ def rows_loaded(problem: Problem, backward: bool = False, panels: bool = False) 
     dims, planes = (problem.head_dim, problem.d_v), PRECISIONS[problem.precision].planes
     if planes == 1:
         return dims
-    to = 64 if panels else 32 if backward and problem.largest_dim > 64 else 16
+    to = 64 if boxes else 32 if backward and problem.largest_dim > 64 else 16
     of_keys, of_values = (planes * round_up(d, to) for d in dims)
     return of_keys, of_values
 
@@ -48,7 +48,7 @@ def of_planes(
     tiles: BlockSizes,
     kernel: Accesses,
     backward: bool = False,
-    panels: bool = False,
+    boxes: bool = False,
 ) -> Accesses:
     """Return the accesses of a kernel that loads planes and of the kernels that make the planes.
 
@@ -62,8 +62,8 @@ def of_planes(
         Accesses of the kernel that loads the planes.
     backward : bool, default False
         Whether dO is split too.
-    panels : bool, default False
-        Whether the planes have panels of 64 columns.
+    boxes : bool, default False
+        Whether the planes are loaded in boxes of 64 columns.
 
     Returns
     -------
@@ -88,6 +88,6 @@ def of_planes(
     both, times = queries + keys, 2 if precision.scaled else 1
     of_v = queries + keys if backward else keys  # and of dO
     loads = {"X": times * (both * problem.head_dim + of_v * problem.d_v)}
-    row, row_v = rows_loaded(problem, backward, panels)
+    row, row_v = rows_loaded(problem, backward, boxes)
     before = count(problem, loads, {"planes": both * row + of_v * row_v})
     return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "dO", "planes"))

@@ -260,6 +260,21 @@ class GradientSpec(ValuesSpec):
     splits_queries: bool = False
 
     @property
+    def chunk_tiles(self) -> int:
+        """Column tiles of each head that go before the next ones; 0: all of them."""
+        return 0
+
+    @property
+    def adders(self) -> int:
+        """Atomic adds to each element of dQ per visited tile."""
+        return 1
+
+    @property
+    def adds_fragments(self) -> bool:
+        """Whether dQ is added from registers, to a sum in fragments."""
+        return False
+
+    @property
     def row_tiles(self) -> int:
         """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
         return 3 if self.algorithm == "fa1" else 2

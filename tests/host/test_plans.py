@@ -14,12 +14,13 @@ import fa_numba
 from fa_numba import Tiles, bounds, io_model
 from fa_numba import device as devices
 from fa_numba.choices import units
+from fa_numba.choices.arguments import Untouched
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.device import Kernel, array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import execution, standard
-from fa_numba.host.plans import Launch, Untouched
+from fa_numba.host.plans import Launch
 from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
