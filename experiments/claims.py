@@ -90,7 +90,7 @@ def _paged(series: str, head_dim: int) -> Iterator[Row]:
     problem = Problem(1, 2, 2, PAGE, PAGE * PAGES, head_dim, dtype=dtype)
     q, k, v = (x.astype(dtype) for x in Inputs()(problem))
     exact = reference.attention(*(x.astype(np.float64) for x in (q, k, v)), scale=problem.scale)
-    options = {"algorithm": algorithm(series), "unit": unit(series)}
+    options: dict[str, Any] = {"algorithm": algorithm(series), "unit": unit(series)}
     with fa_numba.count_accesses():
         whole = fa_numba.attention(q, k, v, **options)
         pages = [

@@ -16,7 +16,7 @@ from fa_numba import device, emulator
 from fa_numba.problem import Problem
 
 from .lab.measure.moves import Move, Trace
-from .lab.measure.series import LABELS, columns, plan, unit
+from .lab.measure.series import LABELS, algorithm, columns, plan, unit
 from .lab.measure.workloads import Inputs
 from .lab.record import EMULATOR, MODEL, Bench, Options, Row
 from .lab.show import film, tables
@@ -121,7 +121,7 @@ def trace(
     with device.using("emulator"), emulator.trace() as accesses:
         fa_numba.attention(
             *(x.astype(problem.dtype) for x in inputs(problem)),
-            algorithm=series.split("-")[0],
+            algorithm=algorithm(series),
             unit=unit(series),
             causal=problem.causal,
             window=problem.window,

@@ -3,13 +3,19 @@
 ``append_kv`` writes to the cache. ``flash_attention_2`` with a ``block_table`` reads from it.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from fa_numba.host.append import append
+from fa_numba.typing import Array, Layout, Lengths, Stream
 
 
 def append_kv(
-    k_pages, v_pages, k_new, v_new, block_table, kv_lens, *, new_lens=None, layout=None,
-    check_table=False, stream=None,
-):  # fmt: skip
+    k_pages: Array, v_pages: Array, k_new: Array, v_new: Array,
+    block_table: Sequence[Sequence[int]] | Array, kv_lens: Lengths, *,
+    new_lens: Lengths | None = None, layout: Layout | None = None, check_table: bool = False,
+    stream: Stream = None,
+) -> None:  # fmt: skip
     """Write new keys and values into the pages of a cache.
 
     Row i of ``k_new[b]`` becomes row ``kv_lens[b] + i`` of sequence b. That row is in page
@@ -84,6 +90,7 @@ def append_kv(
     >>> bool((o == fa_numba.flash_attention_2(q, k, v)).all())
     True
     """
-    options = {"block_table": block_table, "kv_lens": kv_lens, "new_lens": new_lens}
+    options: dict[str, Any] = {"block_table": block_table, "kv_lens": kv_lens}
+    options |= {"new_lens": new_lens}
     options |= {"layout": layout, "check_table": check_table}
     append((k_pages, v_pages), (k_new, v_new), options, stream)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 from fa_numba.choices.requests import Request, check_algorithm, choices_of
 from fa_numba.host import planning
@@ -18,20 +18,32 @@ from fa_numba.host.prefix import attend as attend_prefix
 from fa_numba.host.prefix import plan_of as plan_of_prefix
 from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.mods.blocks import BlockMask
-from fa_numba.options import AttentionOptions, documents_options
+from fa_numba.options import AttentionOptions, PlanOptions, documents_options
 from fa_numba.tiling import Tiles
+from fa_numba.typing import (
+    A,
+    Algorithm,
+    Array,
+    Function,
+    Layout,
+    Passes,
+    Splits,
+    Stream,
+    UnitName,
+    WarpPartition,
+)
 
 
 @documents_options
 def plan(
     q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None = None, *,
-    algorithm: str = "fa2", dtype: str = "float32", tiles: Tiles | None = None,
-    return_lse: bool = False, query_splits: int = 1, warp_partition: str = "rows",
-    ablate: tuple[str, ...] = (), passes: str = "fwd", deterministic: bool = False,
+    algorithm: Algorithm = "fa2", dtype: str = "float32", tiles: Tiles | None = None,
+    return_lse: bool = False, query_splits: int = 1, warp_partition: WarpPartition = "rows",
+    ablate: tuple[str, ...] = (), passes: Passes = "fwd", deterministic: bool = False,
     return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
-    dlse: bool = False, unit: str = "auto", kv_splits: int | str = "auto",
-    group_splits: int | str = "auto", prefix_k: Sequence[int] | None = None,
-    **options: Unpack[AttentionOptions],
+    dlse: bool = False, unit: UnitName = "auto", kv_splits: Splits = "auto",
+    group_splits: Splits = "auto", prefix_k: Array | Sequence[int] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:  # fmt: skip
     """Return the plan of a call of attention, without running the call.
 
@@ -165,11 +177,30 @@ def plan_again(request: Request) -> Plan:
     return planning.again(request)
 
 
+@overload
+def standard_attention(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: Literal[False] = False, out: Array | None = None,
+    stream: Stream = None, unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> A: ...  # fmt: skip
+@overload
+def standard_attention(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: Literal[True], out: Array | None = None,
+    stream: Stream = None, unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> tuple[A, Any]: ...  # fmt: skip
+@overload
+def standard_attention(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: bool = False, out: Array | None = None,
+    stream: Stream = None, unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @documents_options
 def standard_attention(
-    q, k, v, *, tiles=None, return_lse=False, out=None, stream=None, unit="auto",
+    q: A, k: Array, v: Array, *, tiles: Tiles | None = None, return_lse: bool = False,
+    out: Array | None = None, stream: Stream = None, unit: UnitName = "auto",
     **options: Unpack[AttentionOptions],
-):  # fmt: skip
+) -> A | tuple[A, Any]:  # fmt: skip
     """Return attention by the standard algorithm, which stores S and P in global memory.
 
     Three kernels compute ``S = scale * q @ k.T``, ``P = softmax(S)`` and ``O = P @ v``. S and P
@@ -254,11 +285,34 @@ def standard_attention(
     return attend(choices, (q, k, v), options, stream, out)
 
 
+@overload
+def flash_attention_1(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: Literal[False] = False, out: Array | None = None,
+    stream: Stream = None, query_splits: int = 1, warp_partition: WarpPartition = "rows",
+    ablate: tuple[str, ...] = (), unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> A: ...  # fmt: skip
+@overload
+def flash_attention_1(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: Literal[True], out: Array | None = None,
+    stream: Stream = None, query_splits: int = 1, warp_partition: WarpPartition = "rows",
+    ablate: tuple[str, ...] = (), unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> tuple[A, Any]: ...  # fmt: skip
+@overload
+def flash_attention_1(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: bool = False, out: Array | None = None,
+    stream: Stream = None, query_splits: int = 1, warp_partition: WarpPartition = "rows",
+    ablate: tuple[str, ...] = (), unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @documents_options
 def flash_attention_1(
-    q, k, v, *, tiles=None, return_lse=False, out=None, stream=None, query_splits=1,
-    warp_partition="rows", ablate=(), unit="auto", **options: Unpack[AttentionOptions],
-):  # fmt: skip
+    q: A, k: Array, v: Array, *, tiles: Tiles | None = None, return_lse: bool = False,
+    out: Array | None = None, stream: Stream = None, query_splits: int = 1,
+    warp_partition: WarpPartition = "rows", ablate: tuple[str, ...] = (),
+    unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> A | tuple[A, Any]:  # fmt: skip
     """Return attention in FlashAttention-1's loop order, K/V outer.
 
     The outer loop goes over column tiles of k and v, the inner loop over row tiles of q. The output
@@ -363,11 +417,37 @@ def flash_attention_1(
     return attend(choices, (q, k, v), options, stream, out)
 
 
+@overload
+def flash_attention_2(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: Literal[False] = False, out: Array | None = None,
+    stream: Stream = None, ablate: tuple[str, ...] = (), unit: UnitName = "auto",
+    kv_splits: Splits = "auto", prefix_k: Array | None = None, prefix_v: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> A: ...  # fmt: skip
+@overload
+def flash_attention_2(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: Literal[True], out: Array | None = None,
+    stream: Stream = None, ablate: tuple[str, ...] = (), unit: UnitName = "auto",
+    kv_splits: Splits = "auto", prefix_k: Array | None = None, prefix_v: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[A, Any]: ...  # fmt: skip
+@overload
+def flash_attention_2(
+    q: A, k: Array, v: Array, *,
+    tiles: Tiles | None = None, return_lse: bool = False, out: Array | None = None,
+    stream: Stream = None, ablate: tuple[str, ...] = (), unit: UnitName = "auto",
+    kv_splits: Splits = "auto", prefix_k: Array | None = None, prefix_v: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @documents_options
 def flash_attention_2(
-    q, k, v, *, tiles=None, return_lse=False, out=None, stream=None, ablate=(), unit="auto",
-    kv_splits="auto", prefix_k=None, prefix_v=None, **options: Unpack[AttentionOptions],
-):  # fmt: skip
+    q: A, k: Array, v: Array, *, tiles: Tiles | None = None, return_lse: bool = False,
+    out: Array | None = None, stream: Stream = None, ablate: tuple[str, ...] = (),
+    unit: UnitName = "auto", kv_splits: Splits = "auto", prefix_k: Array | None = None,
+    prefix_v: Array | None = None, **options: Unpack[AttentionOptions],
+) -> A | tuple[A, Any]:  # fmt: skip
     """Return attention in FlashAttention-2's loop order, Q outer.
 
     The outer loop goes over row tiles of q, and each thread block takes row tiles. The inner loop
@@ -511,8 +591,37 @@ def flash_attention_2(
     return attend(choices, (q, k, v), options, stream, out)
 
 
+@overload
+def attention(
+    q: A, k: Array, v: Array, *,
+    algorithm: Algorithm = "fa2", tiles: Tiles | None = None, return_lse: Literal[False] = False,
+    out: Array | None = None, stream: Stream = None, unit: UnitName = "auto",
+    query_splits: int = 1, warp_partition: WarpPartition = "rows", kv_splits: Splits = "auto",
+    ablate: tuple[str, ...] = (), prefix_k: Array | None = None, prefix_v: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> A: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: Array, v: Array, *,
+    algorithm: Algorithm = "fa2", tiles: Tiles | None = None, return_lse: Literal[True],
+    out: Array | None = None, stream: Stream = None, unit: UnitName = "auto",
+    query_splits: int = 1, warp_partition: WarpPartition = "rows", kv_splits: Splits = "auto",
+    ablate: tuple[str, ...] = (), prefix_k: Array | None = None, prefix_v: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[A, Any]: ...  # fmt: skip
+@overload
+def attention(
+    q: A, k: Array, v: Array, *,
+    algorithm: Algorithm = "fa2", tiles: Tiles | None = None, return_lse: bool = False,
+    out: Array | None = None, stream: Stream = None, unit: UnitName = "auto",
+    query_splits: int = 1, warp_partition: WarpPartition = "rows", kv_splits: Splits = "auto",
+    ablate: tuple[str, ...] = (), prefix_k: Array | None = None, prefix_v: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @documents_options
-def attention(q, k, v, *, algorithm="fa2", **options):
+def attention(
+    q: A, k: Array, v: Array, *, algorithm: Algorithm = "fa2", **options: Any
+) -> A | tuple[A, Any]:
     """Return attention, ``softmax(scale * q @ k.T) @ v``, by one of three algorithms.
 
     The three algorithms compute the same output up to rounding. Arrays on a GPU are used in place.
@@ -657,7 +766,7 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     >>> packed.shape
     (5, 4, 16)
     """
-    functions: dict[str, Callable] = {
+    functions: dict[str, Callable[..., Any]] = {
         "standard": standard_attention,
         "fa1": flash_attention_1,
         "fa2": flash_attention_2,
@@ -668,9 +777,11 @@ def attention(q, k, v, *, algorithm="fa2", **options):
 
 @documents_options
 def standard_attention_backward(
-    dout, q, k, v, out, lse, *, tiles=None, stream=None, dlse=None, return_dbias=False,
-    return_dsinks=False, return_dcaptured=False, unit="auto", **options: Unpack[AttentionOptions],
-):  # fmt: skip
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+    tiles: Tiles | None = None, stream: Stream = None, dlse: Array | None = None,
+    return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
+    unit: UnitName = "auto", **options: Unpack[AttentionOptions],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of attention by the standard algorithm.
 
     The kernels compute P and dP again, and store both matrices in global memory.
@@ -769,10 +880,11 @@ def standard_attention_backward(
 
 @documents_options
 def flash_attention_1_backward(
-    dout, q, k, v, out, lse, *, tiles=None, stream=None, dlse=None, return_dbias=False,
-    return_dsinks=False, return_dcaptured=False, unit="auto", query_splits=1,
-    **options: Unpack[AttentionOptions],
-):  # fmt: skip
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+    tiles: Tiles | None = None, stream: Stream = None, dlse: Array | None = None,
+    return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
+    unit: UnitName = "auto", query_splits: int = 1, **options: Unpack[AttentionOptions],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of attention in FlashAttention-1's loop order, K/V outer.
 
     The outer loop goes over column tiles of k and v, the inner loop over row tiles of q. dq passes
@@ -881,10 +993,12 @@ def flash_attention_1_backward(
 
 @documents_options
 def flash_attention_2_backward(
-    dout, q, k, v, out, lse, *, tiles=None, stream=None, dlse=None, return_dbias=False,
-    return_dsinks=False, return_dcaptured=False, deterministic=False, unit="auto",
-    group_splits="auto", **options: Unpack[AttentionOptions],
-):  # fmt: skip
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+    tiles: Tiles | None = None, stream: Stream = None, dlse: Array | None = None,
+    return_dbias: bool = False, return_dsinks: bool = False, return_dcaptured: bool = False,
+    deterministic: bool = False, unit: UnitName = "auto", group_splits: Splits = "auto",
+    **options: Unpack[AttentionOptions],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of attention with FlashAttention-2's grid over column tiles.
 
     Each thread block has a column tile of k and v, and loops over the row tiles of q. dk and dv of
@@ -1011,8 +1125,26 @@ def flash_attention_2_backward(
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
+class BackwardArguments(AttentionOptions, total=False):
+    """The keyword arguments that ``attention_backward`` passes on to the algorithm's function."""
+
+    dlse: Array | None
+    return_dbias: bool
+    return_dsinks: bool
+    return_dcaptured: bool
+    deterministic: bool
+    group_splits: Splits
+    query_splits: int
+    tiles: Tiles | None
+    unit: UnitName
+    stream: Stream
+
+
 @documents_options
-def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
+def attention_backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+    algorithm: Algorithm = "fa2", **options: Unpack[BackwardArguments],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of ``attention`` by one of three algorithms.
 
     The three algorithms compute the same gradients up to rounding. The algorithm may differ from
@@ -1124,7 +1256,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     >>> dv.shape, dv.sum().round(3).item()
     ((1, 1, 4, 4), 4.0)
     """
-    functions: dict[str, Callable] = {
+    functions: dict[str, Callable[..., Any]] = {
         "standard": standard_attention_backward,
         "fa1": flash_attention_1_backward,
         "fa2": flash_attention_2_backward,
@@ -1133,7 +1265,10 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     return functions[algorithm](dout, q, k, v, out, lse, **options)
 
 
-def merge(outputs, lses, *, layout=None, stream=None):
+def merge(
+    outputs: Sequence[A], lses: Sequence[Array], *, layout: Layout | None = None,
+    stream: Stream = None,
+) -> tuple[A, Any]:  # fmt: skip
     """Combine attention over parts of the keys into attention over all keys.
 
     The parts are results of ``attention`` with ``return_lse=True`` for the same queries. The parts
@@ -1194,7 +1329,10 @@ def merge(outputs, lses, *, layout=None, stream=None):
     return merge_all(outputs, lses, layout, stream)
 
 
-def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, stream=None):
+def merge_backward(
+    dout: Array, outputs: Sequence[A], lses: Sequence[Array], out: Array, lse: Array, *,
+    dlse: Array | None = None, layout: Layout | None = None, stream: Stream = None,
+) -> tuple[tuple[A, ...], tuple[Any, ...]]:  # fmt: skip
     """Return the gradients of ``merge``.
 
     Parameters
@@ -1256,8 +1394,9 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
 
 
 def create_block_mask(
-    mask_mod, batch, heads, seqlen_q, seqlen_k, *, block_size="auto", tiles=None
-) -> BlockMask:
+    mask_mod: Function, batch: int, heads: int, seqlen_q: int, seqlen_k: int, *,
+    block_size: int | tuple[int, int] | Literal["auto"] = "auto", tiles: Tiles | None = None,
+) -> BlockMask:  # fmt: skip
     """Return the blocks of S that a ``mask_mod`` leaves empty, full or mixed.
 
     Pass the result to attention as ``block_mask``. In both passes, "fa1" and "fa2" then skip empty
@@ -1337,7 +1476,10 @@ def create_block_mask(
     return create(mask_mod, (batch, heads, seqlen_q, seqlen_k), block_size, tiles)
 
 
-def softmax(x, *, algorithm="online", out=None, stream=None):
+def softmax(
+    x: A, *, algorithm: str = "online", out: Array | None = None,
+    stream: Stream = None,
+) -> A:  # fmt: skip
     """Return the softmax of each row, by one of three algorithms.
 
     Parameters

@@ -4,7 +4,8 @@ An option is on only if a caller gives it. A kernel has arguments only for the o
 so a call without options runs a kernel without options. Three places in this file describe an
 option:
 
-1. its entry in ``AttentionOptions``: name, type and the text that ``help`` prints;
+1. its entry in ``AttentionOptions``: name, type and the text that ``help`` prints. The types are in
+   three base classes, because ``PlanOptions`` replaces one of them;
 2. the flag in ``Features`` that a kernel is compiled with;
 3. the entry in ``FEATURES``: when the flag is on, and which arguments the kernel takes for it.
 
@@ -19,9 +20,9 @@ import inspect
 import re
 import textwrap
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_overloads
 
 import numpy as np
 from numba import types
@@ -29,11 +30,52 @@ from numba import types
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.mods import Mod, Text, slope_of
-from fa_numba.mods.blocks import next_visited
+from fa_numba.mods.blocks import BlockMask, next_visited
 from fa_numba.problem import UNBOUNDED, Problem
+from fa_numba.typing import Array, Function, Layout, Lengths, Precision
 
 
-class AttentionOptions(TypedDict, total=False):
+class _OfScores(TypedDict, total=False):
+    scale: float | None
+    causal: bool | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    score_mod: Function | None
+    score_mod_grad: Function | None
+    mask_mod: Function | None
+
+
+class _Arrays(TypedDict, total=False):
+    bias: Array | None
+    attn_mask: Array | None
+    alibi_slopes: Array | None
+    sinks: Array | None
+    block_table: Sequence[Sequence[int]] | Array | None
+
+
+class _Shapes(TypedDict, total=False):
+    bias: Array | Sequence[int] | None
+    attn_mask: Array | Sequence[int] | None
+    alibi_slopes: Array | Sequence[int] | None
+    sinks: Array | Sequence[int] | None
+    block_table: Array | Sequence[int] | None
+
+
+class _Others(TypedDict, total=False):
+    q_lens: Lengths | None
+    kv_lens: Lengths | None
+    check_table: bool | None
+    cu_seqlens_q: Lengths | None
+    cu_seqlens_k: Lengths | None
+    block_mask: Array | BlockMask | None
+    dropout_p: float | None
+    seed: int | None
+    offset: int | None
+    layout: Layout | None
+    precision: Precision | None
+
+
+class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
     """The options of attention: keyword arguments that change the result.
 
     Every attention function takes these keyword arguments, in the forward and in the backward pass.
@@ -110,6 +152,17 @@ class AttentionOptions(TypedDict, total=False):
         The sink adds no value to the output. With a sink, a row that sees no column has output 0
         and logsumexp ``sink`` instead of -inf. A sink of -inf is no sink. ``return_dsinks=True``
         returns the gradient in the backward pass.
+    block_table : sequence or array of int, optional
+        Table of the pages of each sequence, shape (batch, pages per sequence). k and v are then the
+        pages of a cache: k is (pages, heads_k, page_size, head_dim), and v is (pages, heads_k,
+        page_size, head_dim_v). With ``layout="bnhd"``, they are (pages, page_size, heads_k, ...).
+        Page ``block_table[b, n]`` contains the rows n * page_size to (n + 1) * page_size - 1 of
+        sequence b. page_size must be a multiple of 16, at most 256. ``kv_lens`` is required; keys
+        after these lengths are not read. Only the forward pass of "fa2" takes pages.
+        If ``block_table`` and ``kv_lens`` are both on the host, their values are checked. If one of
+        them is on a GPU, it must be int32 and is used in place. The values are then checked only if
+        ``check_table`` is True. A CUDA graph of the call can be replayed after the values on the
+        GPU have changed.
     q_lens : sequence or array of int, optional
         Number of valid rows of q in each batch entry, shape (batch,), from 0 to seqlen_q. Later
         rows are padding and are not read. Padding rows have output 0, logsumexp -inf and gradients
@@ -123,17 +176,6 @@ class AttentionOptions(TypedDict, total=False):
         copied to the host to be checked. With a ``block_table``, lengths on a GPU are not copied
         (see ``block_table``). ``kv_lens`` can be combined with ``cu_seqlens_q`` only if there is a
         ``block_table``.
-    block_table : sequence or array of int, optional
-        Table of the pages of each sequence, shape (batch, pages per sequence). k and v are then the
-        pages of a cache: k is (pages, heads_k, page_size, head_dim), and v is (pages, heads_k,
-        page_size, head_dim_v). With ``layout="bnhd"``, they are (pages, page_size, heads_k, ...).
-        Page ``block_table[b, n]`` contains the rows n * page_size to (n + 1) * page_size - 1 of
-        sequence b. page_size must be a multiple of 16, at most 256. ``kv_lens`` is required; keys
-        after these lengths are not read. Only the forward pass of "fa2" takes pages.
-        If ``block_table`` and ``kv_lens`` are both on the host, their values are checked. If one of
-        them is on a GPU, it must be int32 and is used in place. The values are then checked only if
-        ``check_table`` is True. A CUDA graph of the call can be replayed after the values on the
-        GPU have changed.
     check_table : bool, default False
         Whether a ``block_table`` and ``kv_lens`` on a GPU are copied to the host and checked. The
         call then waits for the copy. True is allowed only with a ``block_table``.
@@ -203,29 +245,9 @@ class AttentionOptions(TypedDict, total=False):
     [1.0, 0.0, 0.0, 0.0]
     """
 
-    scale: float | None
-    causal: bool | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    score_mod: Any
-    score_mod_grad: Any
-    mask_mod: Any
-    bias: Any
-    attn_mask: Any
-    alibi_slopes: Any
-    sinks: Any
-    q_lens: Any
-    kv_lens: Any
-    block_table: Any
-    check_table: bool | None
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    block_mask: Any
-    dropout_p: float | None
-    seed: int | None
-    offset: int | None
-    layout: str | None
-    precision: str | None
+
+class PlanOptions(_OfScores, _Shapes, _Others, total=False):
+    """The options of ``plan``, which takes shapes in place of five arrays."""
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
@@ -253,12 +275,15 @@ _functions: list[Callable] = []  # public functions that take the options
 
 
 def documents_options(function: _Function) -> _Function:
-    """Add the options to the ``Parameters`` section of a public function that takes them.
+    """Add the options to the docstring and the signature of a public function that takes them.
 
-    The texts come from the docstring of ``AttentionOptions``, and follow the function's own
-    parameters. Without docstrings, as under ``python -OO``, the function stays as it is.
+    The texts come from the docstring of ``AttentionOptions``. They follow the function's own
+    parameters in the section ``Parameters``. Without docstrings, as under ``python -OO``, the
+    docstring stays as it is. ``help`` and editors read the signature. A call does not use the
+    signature, so calls take no longer.
     """
     _functions.append(function)
+    function.__signature__ = _signature(function)  # type: ignore[attr-defined]
     if function.__doc__ and AttentionOptions.__doc__:
         before, others = _sections(function.__doc__)
         about, options = _sections(AttentionOptions.__doc__)
@@ -270,6 +295,33 @@ def documents_options(function: _Function) -> _Function:
         text = [before, *(f"{name}\n{'-' * len(name)}\n{x}" for name, x in others.items())]
         function.__doc__ = "\n\n".join(text) + "\n"
     return function
+
+
+def _signature(function: Callable) -> inspect.Signature:
+    """Return the signature of a function with each option as a parameter of its own.
+
+    The parameters are those of the last overload, which takes any ``return_lse``, or else those of
+    the function. Each key of the class in ``**options: Unpack[...]`` becomes a keyword-only
+    parameter. None is the default of an option. A key that is no option has the default that other
+    functions have for it.
+    """
+    own = inspect.signature((get_overloads(function) or [function])[-1]).parameters
+    parameters = [p for p in own.values() if p.kind is not p.VAR_KEYWORD]
+    _, _, name = str(getattr(own.get("options"), "annotation", "")).strip("]").partition("[")
+    listed = function.__globals__.get(name, AttentionOptions).__annotations__
+    passed_on = {k: v for f in _functions for k, v in (f.__kwdefaults__ or {}).items()}
+    defaults = {k: passed_on[k] for k in listed if k not in NAMES} | dict.fromkeys(NAMES)
+    parameters += [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=getattr(listed[name], "__forward_arg__", listed[name]),
+        )
+        for name, default in defaults.items()
+    ]
+    returned = inspect.signature(function).return_annotation
+    return inspect.Signature(parameters, return_annotation=returned)
 
 
 def _sections(docstring: str) -> tuple[str, dict[str, str]]:
@@ -295,11 +347,10 @@ def _hint(name: str) -> str:
     """Return what the message of ``check_names`` adds about a name."""
     owners: dict[str, list[str]] = {}
     for function in _functions:
-        parameters = inspect.signature(function).parameters
+        own = function.__kwdefaults__ or {}
         # Only functions that launch kernels. The other functions pass their arguments on.
-        for parameter in parameters.values() if "stream" in parameters else ():
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                owners.setdefault(parameter.name, []).append(function.__name__)
+        for argument in own if "stream" in own else ():
+            owners.setdefault(argument, []).append(function.__name__)
     if name in owners:
         takes = "take" if owners[name][1:] else "takes"
         return f" of this function ({', '.join(owners[name])} {takes} it)"

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -215,6 +215,21 @@ def _backward(
     return dQ, dK, dV, *added, *([dsinks] if return_dsinks else []), *last
 
 
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
+    return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
+    return_lse: Literal[True], **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
+    return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @documents_options
 def attention(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, tiles: BlockSizes | None = None,
@@ -274,6 +289,24 @@ def attention(
     return (O, L) if return_lse else O
 
 
+@overload
+def unfused(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None, stored_scores: bool = False, tiles: BlockSizes | None = None,
+    return_lse: Literal[False] = False, **options: Unpack[AttentionOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def unfused(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None, stored_scores: bool = False, tiles: BlockSizes | None = None,
+    return_lse: Literal[True], **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def unfused(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None, stored_scores: bool = False, tiles: BlockSizes | None = None,
+    return_lse: bool = False, **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @documents_options
 def unfused(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dtype: DTypeLike = np.float32,
@@ -546,9 +579,10 @@ def unfused_backward(
 def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ...] | None:
     if not return_dbias:
         return None
-    if options.get("bias") is None:
+    bias: Any = options.get("bias")
+    if bias is None:
         raise ValueError("return_dbias must be False without a bias, got True; pass a bias")
-    return np.shape(options["bias"])
+    return np.shape(bias)
 
 
 def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:

@@ -209,9 +209,8 @@ class Call:
 
 def checked_call(
     q: ArrayLike, k: ArrayLike, v: ArrayLike, dtype: DTypeLike = np.float64, *,
-    tiles: BlockSizes | None = None, bias: ArrayLike | None = None,
-    attn_mask: ArrayLike | None = None, alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None, block_mask: ArrayLike | None = None, seed: int | None = None,
+    tiles: BlockSizes | None = None, bias: Any = None, attn_mask: Any = None,
+    alibi_slopes: Any = None, sinks: Any = None, block_mask: Any = None, seed: int | None = None,
     offset: int | None = None, **options: Any,
 ) -> tuple[Call, Array, Array, Array]:  # fmt: skip
     """The call, and q, k and v in its dtype.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fa_numba.ring import call as ring_call
 from fa_numba.ring import passes as ring_passes
 from fa_numba.ring.schedule import rows_of
 from fa_numba.tiling import Tiles
+from fa_numba.typing import Algorithm, Layout, Splits
 
 try:
     import torch
@@ -53,13 +54,34 @@ def _untraced(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, algorithm: Algorithm = "fa2",
+    return_lse: Literal[False] = False, deterministic: bool | None = False,
+    tiles: Tiles | None = None, backward_tiles: Tiles | None = None, kv_splits: Splits = "auto",
+    group_splits: Splits = "auto", **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, algorithm: Algorithm = "fa2",
+    return_lse: Literal[True], deterministic: bool | None = False,
+    tiles: Tiles | None = None, backward_tiles: Tiles | None = None, kv_splits: Splits = "auto",
+    group_splits: Splits = "auto", **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, algorithm: Algorithm = "fa2",
+    return_lse: bool = False, deterministic: bool | None = False,
+    tiles: Tiles | None = None, backward_tiles: Tiles | None = None, kv_splits: Splits = "auto",
+    group_splits: Splits = "auto", **options: Unpack[AttentionOptions],
+) -> Any: ...  # fmt: skip
 @_untraced
 @documents_options
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, algorithm: str = "fa2",
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, algorithm: Algorithm = "fa2",
     return_lse: bool = False, deterministic: bool | None = False, tiles: Tiles | None = None,
-    backward_tiles: Tiles | None = None, kv_splits: int | str = "auto",
-    group_splits: int | str = "auto", **options: Unpack[AttentionOptions],
+    backward_tiles: Tiles | None = None, kv_splits: Splits = "auto",
+    group_splits: Splits = "auto", **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return attention of torch tensors, differentiable by torch's automatic differentiation.
 
@@ -366,7 +388,7 @@ class _Attention(torch.autograd.Function):
 
 @_untraced
 def merge(
-    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, layout: str | None = None
+    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, layout: Layout | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Combine attention over parts of the keys, differentiable in all parts.
 
@@ -456,7 +478,7 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, travels: str = "kv",
     causal: bool = False, window: tuple[int | None, int | None] | None = None, q_lens: Any = None,
     kv_lens: Any = None, scale: float | None = None, softcap: float | None = None,
-    sinks: torch.Tensor | None = None, layout: str | None = None, algorithm: str = "fa2",
+    sinks: torch.Tensor | None = None, layout: Layout | None = None, algorithm: Algorithm = "fa2",
     return_lse: bool = False, deterministic: bool | None = False, tiles: Tiles | None = None,
     backward_tiles: Tiles | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

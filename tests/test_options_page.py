@@ -11,6 +11,7 @@ import pytest
 
 import fa_numba
 from fa_numba.bounds import as_gpu
+from fa_numba.options import NAMES
 
 PAGE = Path(__file__).resolve().parent.parent / "fa_numba" / "options.md"
 ALGORITHMS = {"standard": "standard", "fa1": "FA-1", "fa2": "FA-2"}
@@ -199,7 +200,7 @@ def test_every_option_has_an_entry_and_a_line_of_the_first_table():
     kinds = (inspect.Parameter.KEYWORD_ONLY,)
     wanted = {p.name for f in functions for p in inspect.signature(f).parameters.values()
               if p.kind in kinds}  # fmt: skip
-    wanted |= set(fa_numba.AttentionOptions.__annotations__) | {"algorithm"}
+    wanted |= {*NAMES, "algorithm"}
     assert wanted <= titles
     assert all(re.search(rf"^\| \[.*`{name}`.*\]\(#", lines, re.M) for name in wanted)
     assert {name for title in GIVEN for name in title.split(" and ")} - titles == {
@@ -216,12 +217,15 @@ def test_every_argument_of_a_function_is_in_the_table_of_functions():
     assert set(names) - {"show_config"} <= set(shown)
     titles = {name for title in sections() for name in title.split(" and ")}
     more = {"append_kv": sections()["append_kv"], "plan": " ".join(titles)}
+    for end in ("", "_backward"):
+        chosen = ("flash_attention_1", "flash_attention_2", "standard_attention")
+        more[f"attention{end}"] = " ".join(shown[f"{name}{end}"] for name in chosen)
     for name in set(names) - {"show_config"}:
         text = shown[name] + more.get(name, "")
         if name.endswith("attention_backward") or name.endswith("_backward") and "flash" in name:
             text += shown["attention_backward"]
         for parameter in inspect.signature(getattr(fa_numba, name)).parameters:
-            assert parameter == "options" or re.search(rf"\b{parameter}\b", text), (name, parameter)
+            assert parameter in NAMES or re.search(rf"\b{parameter}\b", text), (name, parameter)
 
 
 LENGTHS = ({"q_lens": [200, 100]}, {"kv_lens": [200, 100]}, PACKED)

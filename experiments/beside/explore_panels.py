@@ -24,14 +24,18 @@ from fa_numba.choices.tiles import paper_rule
 from fa_numba.commands import trace as worked
 from fa_numba.dtypes import DTYPES
 from fa_numba.problem import Problem
+from fa_numba.typing import Algorithm
 
 from ..lab.measure.moves import Trace, passes, steps
 from . import typed_mask
 from .panels import Answer, Axis, Panel
 from .walk import by_row_tile, walk
 
-ORDERS = (("fa1", "FA-1 (K/V outer)"), ("fa2", "FA-2 (Q outer)"))
-ALGORITHMS = (("standard", "standard attention"), *ORDERS)
+ORDERS: tuple[tuple[Algorithm, str], ...] = (
+    ("fa1", "FA-1 (K/V outer)"),
+    ("fa2", "FA-2 (Q outer)"),
+)
+ALGORITHMS: tuple[tuple[Algorithm, str], ...] = (("standard", "standard attention"), *ORDERS)
 YES_NO = ("no", "yes")
 MOST_SCORES = 64
 

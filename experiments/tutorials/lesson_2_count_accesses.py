@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fa_numba
+from fa_numba.typing import Algorithm
 
 HEAD_DIM = 16
 TILES = fa_numba.Tiles(Br=16, Bc=16)
@@ -44,10 +45,11 @@ assert counts.loads["O"] == (column_tiles - 1) * N * HEAD_DIM
 
 # %%
 figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
-for algorithm, colour, title in (
+curves: list[tuple[Algorithm, str, str]] = [
     ("fa1", "tab:red", "FA-1: K/V outer"),
     ("fa2", "tab:blue", "FA-2: Q outer"),
-):
+]
+for algorithm, colour, title in curves:
     formula, counted = [], []
     for N in LENGTHS:
         shape = (1, 1, N, HEAD_DIM)

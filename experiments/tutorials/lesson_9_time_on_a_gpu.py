@@ -7,6 +7,7 @@
 # %%
 import statistics
 import sys
+from typing import Literal
 
 import matplotlib.pyplot as plt
 
@@ -50,7 +51,7 @@ def calls(q, k, v):
     """Return the calls that are compared, by name. Both loop orders have the same tiles."""
     tiles = fa_numba.Tiles(64, 64)
     splits = q.shape[2] // 64  # FA-1: as many thread blocks as FA-2
-    unit = "mma" if q.dtype == torch.float16 else "simt"
+    unit: Literal["mma", "simt"] = "mma" if q.dtype == torch.float16 else "simt"
     return {
         "FA-1: K/V outer": lambda: fa_numba.flash_attention_1(
             q, k, v, tiles=tiles, query_splits=splits, unit=unit

@@ -231,11 +231,11 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
     q_shape = (args.batch, args.heads, args.seqlen, args.head_dim)
     heads_k, seqlen_k = args.heads_k or args.heads, args.seqlen_k or args.seqlen
     options: dict[str, Any] = {"dtype": args.dtype, "causal": args.causal, "tiles": args.tiles}
-    options |= {"unit": args.unit, "passes": "bwd" if args.backward else "fwd"}
+    options |= {"algorithm": name, "unit": args.unit, "passes": "bwd" if args.backward else "fwd"}
     with gpu.planning():
         k_shape = (args.batch, heads_k, seqlen_k, args.head_dim)
         v_shape = (*k_shape[:-1], args.head_dim_v or args.head_dim)
-        return fa_numba.plan(q_shape, k_shape, v_shape, algorithm=name, **options)
+        return fa_numba.plan(q_shape, k_shape, v_shape, **options)
 
 
 # --- output ------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def _mask_of(
 def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> None:
     """Raise the errors that attention over this rank's part would raise."""
     first, mask = operand("q", q.detach()), ring.mask
-    common = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
+    common: dict[str, Any] = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
     if mask is not None:
         sides = mask.left, None if ring.causal else mask.right
         common["window"] = tuple(-1 if side is None else side for side in sides)
@@ -208,7 +208,8 @@ def _check_plans(ring: Ring, q: Any, k: Any, v: Any, differentiable: bool) -> No
         of_lse = {"dlse": ring.dlse}
         for passes, own in (("fwd", ring.ahead), ("bwd", ring.backward | of_lse)):
             if passes == "fwd" or differentiable:
-                plan = fa_numba.plan(q.shape, k.shape, v.shape, passes=passes, **common, **own)
+                how = {**common, **own, "passes": passes}
+                plan = fa_numba.plan(q.shape, k.shape, v.shape, **how)
                 placement.check_size(plan)
 
 

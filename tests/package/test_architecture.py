@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A room may import the rooms of the lines above its own, and itself.
 FLOORS = (
-    ("emulator", "masks", "dtypes", "integers", "checks"),
+    ("emulator", "masks", "dtypes", "integers", "checks", "typing"),
     ("mods",),
     ("device", "problem"),
     ("intrinsics", "options"),
@@ -38,7 +38,7 @@ MODEL_ROOMS = {"checks", "io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "bounds", "choices", "commands", "device", "emulator"}
-PUBLIC |= {"io_model", "ops", "problem", "reference", "ring", "tiling", "torch"}
+PUBLIC |= {"io_model", "ops", "problem", "reference", "ring", "tiling", "torch", "typing"}
 # A bandwidth is measured by kernels of its own, of the widest accesses; a precision is a series.
 PUBLIC |= {"intrinsics", "dtypes"}
 # The rooms that name numba.cuda; the others take it from device.

@@ -5,7 +5,7 @@ A series is algorithm-unit or algorithm-unit-variant.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fa_numba import device
 from fa_numba.choices.makespan import makespan
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.problem import Problem
+from fa_numba.typing import Algorithm, UnitName
 
 from ..record import EMULATOR, MODEL
 from . import peers
@@ -73,7 +74,7 @@ for _names in (LABELS, BACKWARD_LABELS):
     _names |= {name: f"FA-2 (wgmma), {name.split('-')[2]}" for name in HOPPER_PLANES}
 
 
-def algorithm(series: str) -> str:
+def algorithm(series: str) -> Algorithm:
     """Return the algorithm of a series: "standard", "fa1" or "fa2".
 
     Parameters
@@ -91,10 +92,10 @@ def algorithm(series: str) -> str:
     >>> algorithm("fa2-mma-splits"), unit("fa2-mma-splits"), precision("fa2-mma-fp16x3")
     ('fa2', 'mma', 'fp16x3')
     """
-    return series.split("-")[0]
+    return cast(Algorithm, series.split("-")[0])
 
 
-def unit(series: str) -> str:
+def unit(series: str) -> UnitName:
     """Return the unit of a series: "simt", "mma" or "wgmma".
 
     Parameters
@@ -107,7 +108,7 @@ def unit(series: str) -> str:
     str
         The name for `fa_numba`.
     """
-    return series.split("-")[1]
+    return cast(UnitName, series.split("-")[1])
 
 
 def precision(series: str) -> str:
