@@ -384,7 +384,7 @@ def check_appended(
             f"of {page_size} rows in block_table), got {begin[b]} + {new_lens[b]} for batch entry "
             f"{b}"
         )
-    owners: dict[int, int] = {}
+    owners: dict[int, tuple[int, int]] = {}  # where the table has the page
     for b in np.flatnonzero(end > begin).tolist():
         for n in range(begin[b] // page_size, -(-end[b] // page_size)):
             page = int(table[b, n])
@@ -392,12 +392,12 @@ def check_appended(
                 why = f"new rows of sequence {b} are written to this page"
                 raise ValueError(_no_page(table, b, n, pages, "k_pages", why))
             if page in owners or page in table[b, :n]:
+                first = owners.get(page) or (b, table[b, :n].tolist().index(page))
                 raise ValueError(
-                    "a page into which new rows are written must be listed only once, got page "
-                    f"{page} at block_table[{b}, {n}], which batch entry {owners.get(page, b)} "
-                    "uses too"
+                    "a page into which new rows are written must be in block_table only once, but "
+                    f"page {page} is at block_table{list(first)} and at block_table[{b}, {n}]"
                 )
-            owners[page] = b
+            owners[page] = b, n
 
 
 def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:

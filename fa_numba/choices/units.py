@@ -361,8 +361,8 @@ class Wgmma(Unit):
             return f"a head_dim above {largest} (here {d}) in {pass_of(passes)} of {algorithm!r}"
         if not (request.aligned or (request.features.precision and algorithm == "fa2")):
             return (
-                "arrays with negative strides, or with rows that do not start at 16-byte addresses "
-                "(contiguous copies of q, k and v have neither)"
+                "arrays with negative strides, or with rows that do not start at multiples of 16 "
+                "bytes (pass contiguous copies of q, k and v)"
             )
         if passes == "fwd":
             return ""

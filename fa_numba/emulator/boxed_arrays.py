@@ -178,10 +178,11 @@ class BoxedArray:
         last = first + (columns.stop - columns.start - 1)
         if first.min() < 0 or last.max() >= self.array.span:
             text = (
-                f"the TMA box of {' x '.join(map(str, layout.box))} elements at {place} reaches "
-                f"outside the memory of {self.array.name}, which has shape {self.array.shape}. "
-                f"The tensor map has shape {layout.shape} and strides {layout.strides} bytes. "
-                "Check the coordinates of the box and the layout of the tensor map"
+                f"the TMA box of {' x '.join(map(str, layout.box))} elements at {place} is inside "
+                f"the tensor map of {self.array.name}, but outside the memory of "
+                f"{self.array.name}. The array has shape {self.array.shape}; its tensor map covers "
+                f"more memory, with shape {layout.shape} and strides {layout.strides} bytes. "
+                "Correct the coordinates of the box, or the shape and strides of the tensor map"
             )
             raise ctx.fault(OutOfBounds, text, self.array.name, lane)
         return rows, columns, first

@@ -315,7 +315,11 @@ class Context(Active):
             "the array's shape before the access"
         )
         if any(i < 0 for i in self.of_lane(index, lane, whole=True) if isinstance(i, int)):
-            text += ". Numba counts a negative index of at least -n from the end of n elements"
+            text += (
+                ". (Numba would count an index from -n to -1 from the end of the n elements)"
+                if not self.wraparound
+                else ". An index from -n to -1 counts from the end of the n elements"
+            )
         return self.fault(OutOfBounds, text, name, lane)
 
     def race(self, error: EmulatorError) -> None:

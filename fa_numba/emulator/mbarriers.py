@@ -286,10 +286,10 @@ class Mbarriers(Knowledge):
         if barrier.phase != meant + 1:
             which = f"phase {meant}" if meant >= 0 else "the phase before the first"
             text = (
-                f"this thread waits for {which} of {barrier.name}, which is in phase "
-                f"{barrier.phase} already. Either the parity is wrong, or the mbarrier can reach "
-                "later phases before this thread has waited for the end of this phase. Let other "
-                "threads go on only after this thread's wait"
+                f"this thread waits for the end of {which} of {barrier.name}, but {barrier.name} "
+                f"is already in phase {barrier.phase}. Either the parity is wrong, or other threads "
+                f"complete later phases too early: let them arrive only after this thread has "
+                f"waited for the end of {which}"
             )
             raise self.fault(BarrierMisuse, text)
         if barrier.arrived:

@@ -89,13 +89,14 @@ class Product:
         if touched.any():
             use = "writes" if array is self.C else "reads"
             text = (
-                f"{array.name} is accessed before wait_products was called for the wgmma product "
-                f"that {use} it. The product was started at {self.ctx.line_of(self.site)}"
+                f"{array.name} is accessed, but no wait_products call has named {array.name} since "
+                f"the wgmma product that {use} {array.name}. The product was started at "
+                f"{self.ctx.line_of(self.site)}"
             )
             if self.ended:
                 text += (
-                    ". A wait_products call has waited for the product, but it names another "
-                    f"array. Pass {array.name} to that call"
+                    ". A wait_products call has waited for the product, but with another array. "
+                    f"Pass {array.name} to that wait_products call"
                 )
             lane = int(np.flatnonzero(touched)[0])
             raise self.ctx.fault(RegisterHazard, text, array.name, lane)
@@ -147,10 +148,10 @@ class Products(Boxes):
         if not same and tids[-1] < self.threads:
             raise Together
         text = (
-            f"the {WARPGROUP} threads of warpgroup {warpgroup} must reach {operation} as one "
-            "group, but earlier waits or branches have separated the threads into several groups. "
-            "The emulator does not support this: move waits out of branches that only some of the "
-            f"threads take. The threads of the block:{self._waiters()}"
+            f"the {WARPGROUP} threads of warpgroup {warpgroup} must reach {operation} together, "
+            "but only some of them took an earlier branch that contains a barrier or a wait. A GPU may "
+            "run this, the emulator does not: move the barrier or wait out of that branch. The "
+            f"threads of the block:{self._waiters()}"
         )
         raise self.fault(EmulatorError, text)
 
@@ -250,13 +251,20 @@ class Products(Boxes):
                 f"got {array.dtype}"
             )
         byte = (array.first + at) * ITEM
-        if byte % 16 or byte % REPEAT >= ROW_BYTES or panel_rows % 8:
-            text = (
-                f"an operand of a wgmma product starts at {array._element(array.first + at)}, "
-                f"which is byte {byte} of shared memory, and has panels of {panel_rows} rows. The "
-                f"byte must be a multiple of 16, and byte % {REPEAT} must be less than "
-                f"{ROW_BYTES}. The number of rows of a panel must be a multiple of 8"
+        wrong = ""
+        if panel_rows % 8:
+            wrong = (
+                f"has panels of {panel_rows} rows, but the number of rows of a panel must be a "
+                "multiple of 8"
             )
+        elif byte % 16 or byte % REPEAT >= ROW_BYTES:
+            wrong = (
+                f"starts at {array._element(array.first + at)}, byte {byte} of shared memory, but "
+                f"must start at a multiple of 16 bytes that is in the first {ROW_BYTES} bytes of "
+                f"{REPEAT}"
+            )
+        if wrong:
+            text = f"operand {array.name} of a wgmma product {wrong}"
             raise self.fault(Misaligned, text, array.name, int(lanes[0]))
         column = byte % REPEAT
         places = operand_places(rows, panel_rows, bool(across), steps, column)

@@ -183,7 +183,10 @@ class _Function(Expressions):
     visit_FunctionDef = _refused("a function within")
     visit_Try, visit_With = _refused("a try statement"), _refused("a with statement")
     visit_NamedExpr = _refused("an assignment within an expression")
-    visit_Yield, visit_Lambda = _refused("a generator"), _refused("a function within")
+    visit_Yield, visit_Lambda = (
+        _refused("a yield statement or generator expression"),
+        _refused("a function within"),
+    )
     visit_AnnAssign = _refused("an annotation")
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:

@@ -55,8 +55,8 @@ def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, r
 
 def check_rows(new: int, most: int) -> None:
     """Raise ValueError for more rows of ``k_new``, or of a sequence's pages, than 32 bits count."""
-    pages = "the pages that block_table lists for a sequence"
-    for what, rows in (("the sequences of k_new", new), (pages, most)):
+    pages = "all pages that block_table lists for a sequence together"
+    for what, rows in (("each sequence of k_new", new), (pages, most)):
         if rows > MAX_SEQLEN:
             raise ValueError(f"{what} must have at most {MAX_SEQLEN} rows, got {rows}")
 

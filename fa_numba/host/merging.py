@@ -122,8 +122,8 @@ def _axes(x: Operand, layout: Any) -> tuple[str, ...]:
         return PACKED_AXES
     if len(x.shape) != 4:
         raise ValueError(
-            f"{x.name} must have the axes ({', '.join(axes)}), or without layout= the axes "
-            f"({', '.join(PACKED_AXES)}) of packed sequences, got shape {x.shape}"
+            f"{x.name} must have the 4 axes ({', '.join(axes)}), got shape {x.shape}; for packed "
+            f"sequences with the axes ({', '.join(PACKED_AXES)}), leave layout out"
         )
     return axes
 

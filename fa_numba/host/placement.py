@@ -82,12 +82,14 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
     pieces = kernel.grid[0] * kernel.threads
     if pieces > 2**32:
         raise ValueError(
-            f"{of} must need at most 2**32 threads per head, got {pieces}; pass fewer rows, or "
-            "an array whose rows start at 16-byte addresses (a thread then copies more elements)"
+            f"a launch over {of} can have at most 2**32 threads per head, but would need {pieces}; "
+            "pass fewer rows, or an array whose rows start at multiples of 16 bytes (each thread "
+            "then copies more elements)"
         )
     for name, size in ((f"heads of {of}", kernel.grid[1]), ("batch", kernel.grid[2])):
         check_grid_size(name, size)
-    check_steps(plan, f"{of} with {kernel.grid} blocks of {kernel.threads} threads")
+    launch = f"the launch over {of}, with {kernel.grid} thread blocks of {kernel.threads} threads,"
+    check_steps(plan, launch)
 
 
 def made_on(stream: Any, array: Any):

@@ -72,7 +72,7 @@ class Launch:
         for name in bound:
             if name not in names:
                 raise TypeError(
-                    f"{name} must be a parameter of kernel {kernel.name}; the parameters are "
+                    f"kernel {kernel.name} has no parameter {name}; the parameters are "
                     f"{', '.join(names)}"
                 )
         return cls(kernel, grid, {name: bound.get(name, name) for name in names})

@@ -277,8 +277,9 @@ def select_mma_spec(
         )
     if splits_keys and tiles.Bc % 32:
         raise ValueError(
-            "tiles.Bc must be a multiple of 32 with warp_partition='keys', because 2, 4 or 8 warps "
-            f"take 16 columns each or a multiple of 16, got {tiles.Bc}"
+            f"tiles.Bc must be a multiple of 32 with warp_partition='keys', got {tiles.Bc}; the "
+            "columns are divided among 2, 4 or 8 warps, and the part of each warp must be a "
+            "multiple of 16 columns"
         )
     counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
     if splits_keys:

@@ -432,7 +432,7 @@ def test_an_array_that_is_stored_as_a_number_is_refused():
         ("for j in range(2):\n        pass\n    else:\n        out[0] = 1", "else of a loop"),
         ("try:\n        out[0] = 1\n    finally:\n        pass", "a try statement"),
         ("if (n := t) > 1:\n        out[0] = n", "assignment within an expression"),
-        ("yield t", "a generator"),
+        ("yield t", "a yield statement"),
     ],
 )
 def test_what_kernels_do_not_have_is_refused(body, message):

@@ -152,7 +152,11 @@ def test_a_ring_of_places(stages):
         ("read late", SharedHazard, "no barrier between"),
         ("no wait", (SharedHazard, BarrierMisuse), ""),
         ("again", BarrierMisuse, "but the thread has not waited for the end of phase"),
-        ("parity", BarrierMisuse, "waits for the phase before the first of bars[0], which is in"),
+        (
+            "parity",
+            BarrierMisuse,
+            "waits for the end of the phase before the first of bars[0], but",
+        ),
         ("one forgets", Deadlock, "bars[2] is in phase 0, which still waits for 1 of 64 arrivals"),
         ("nobody empties", (SharedHazard, BarrierMisuse), ""),
     ],
@@ -181,7 +185,9 @@ def test_a_phase_that_may_be_over_when_somebody_looks():
 
     launch(kernel, 64, bits(1), True)
     error = caught(BarrierMisuse, kernel, 64, bits(1), False)
-    assert "waits for phase 0 of bars[0], which is in phase 2 already" in str(error)
+    assert "waits for the end of phase 0 of bars[0], but bars[0] is already in phase 2" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize(
@@ -525,7 +531,7 @@ def test_boxes_that_a_map_has_not():
     layout = TiledArray(x, 8, "float16", ends=True).layout
     kernel = _make_load(8, (WRAPS, 5, WRAPS - 10, 0))
     found = caught(OutOfBounds, kernel, 32, Boxed(x, 8, layout), y)
-    assert "reaches outside the memory of X" in str(found)
+    assert "is inside the tensor map of X, but outside the memory of X" in str(found)
 
 
 def _make_store(rows, place, wrong=""):

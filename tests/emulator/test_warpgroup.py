@@ -290,7 +290,7 @@ def test_what_may_be_touched(right):
         (
             "read C",
             RegisterHazard,
-            "rS is accessed before wait_products was called for the wgmma product that writes it",
+            "no wait_products call has named rS since the wgmma product that writes rS",
         ),
         ("write C", RegisterHazard, "rS is accessed"),
         ("add to C", RegisterHazard, "rS is accessed"),
@@ -299,7 +299,7 @@ def test_what_may_be_touched(right):
         ("other writes", SharedHazard, "sA[0]"),
         ("wait", RegisterHazard, "rS is accessed"),
         ("pending", RegisterHazard, "rS is accessed"),
-        ("another array", RegisterHazard, "it names another array. Pass rO to that call"),
+        ("another array", RegisterHazard, "with another array. Pass rO to that wait_products"),
         (
             "other rows",
             SharedHazard,
@@ -313,7 +313,7 @@ def test_what_may_be_touched(right):
         (
             "write words",
             RegisterHazard,
-            "rP is accessed before wait_products was called for the wgmma product that reads",
+            "no wait_products call has named rP since the wgmma product that reads",
         ),
         ("exit", RegisterHazard, "Call wait_products(rO, ...) before the thread ends"),
         (
@@ -397,9 +397,9 @@ def test_part_of_a_warpgroup():
 @pytest.mark.parametrize(
     "at, rows, error, message",
     [
-        (4, 64, Misaligned, "is byte 8 of shared memory, and has panels of 64 rows"),
-        (64, 64, Misaligned, "is byte 128 of shared memory"),
-        (0, 60, Misaligned, "and has panels of 60 rows"),
+        (4, 64, Misaligned, "byte 8 of shared memory, but must start at a multiple of 16 bytes"),
+        (64, 64, Misaligned, "starts at sA[64], byte 128 of shared memory"),
+        (0, 60, Misaligned, "has panels of 60 rows, but the number of rows of a panel"),
         (512, 64, OutOfBounds, "is outside the array of 4096"),
     ],
 )
@@ -509,6 +509,6 @@ def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
 
     error = caught(EmulatorError, kernel, 128, np.zeros(1, np.float32))
     text = (
-        "of warpgroup 0 must reach a wgmma product as one group, but earlier waits or branches have"
+        "of warpgroup 0 must reach a wgmma product together, but only some of them took an earlier"
     )
     assert text in str(error)

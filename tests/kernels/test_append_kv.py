@@ -99,14 +99,14 @@ REFUSED = {
     "a page there is not": ({"table": {(1, 0): 9}},
         r"block_table\[1, 0\] must be the number of a page of k_pages, from 0 to 6, .*got 9"),
     "a page of two sequences": ({"table": {(1, 0): 1}},
-        r"a page into which new rows are .*got page 1 at block_table\[1, 0\], which batch"),
+        r"a page into which .*page 1 is at block_table\[0, \d\] and at block_table\[1, 0\]"),
     "a page twice": (
         {"table": {(1, 1): 0}, "kv_lens": [0, 14]},
-        r"a page into which new rows are .*got page 0 at block_table\[1, 1\], which",
+        r"a page into which new rows are .*page 0 is at block_table\[1, 0\] and at .*\[1, 1\]",
     ),
     "a page with older rows": (
         {"table": {(1, 2): 0}, "kv_lens": [0, 32]},
-        r"a page into which new rows are .*got page 0 at block_table\[1, 2\], which",
+        r"a page into which new rows are .*page 0 is at block_table\[1, 0\] and at .*\[1, 2\]",
     ),
     "too many new rows": (
         {"new_lens": [4, 1]},
@@ -344,7 +344,7 @@ def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
 
     placement.check_grid(plan(2**25), "k_new")
     with pytest.raises(
-        ValueError, match=r"k_new must need at most 2\*\*32 threads per head, got 4294967424"
+        ValueError, match=r"over k_new can have at most 2\*\*32 threads .*would need 4294967424"
     ):
         placement.check_grid(plan(2**25 + 1), "k_new")
 

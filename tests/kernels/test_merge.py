@@ -215,7 +215,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"outputs\[0\] must have .*got shape \(3, 45, 16\)"):
         fa_numba.merge([x[0] for x in outputs], lses, layout="bhnd")
     many = np.broadcast_to(np.float32(0), (1, 1, 2**24, 8))
-    with pytest.raises(ValueError, match=r"outputs\[0\] with .* the emulator up to .* limit of"):
+    with pytest.raises(
+        ValueError, match=r"launch over outputs\[0\], with .* the emulator up to .* limit of"
+    ):
         fa_numba.merge([many] * 2, [many[..., 0]] * 2)
     with pytest.raises(ValueError, match="layout must be .*got 'nhd'"):
         fa_numba.merge(outputs, lses, layout="nhd")
