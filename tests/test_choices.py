@@ -88,6 +88,8 @@ def test_every_decision_has_a_reason(row):
     names = ["unit", "tiles"]
     if plan.algorithm == "fa2":
         names.append("kv_splits" if plan.passes == "fwd" else "group_splits")
+    if (plan.unit, plan.passes) == ("wgmma", "bwd"):
+        names.append("variant")
     assert list(plan.why) == names and all(plan.why.values())
     lines = str(plan.why).splitlines()
     assert [line.split()[0] for line in lines] == names

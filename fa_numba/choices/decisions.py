@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fa_numba.choices.requests import Request
@@ -30,7 +30,8 @@ class Decision:
         backward pass.
     why : mapping of str to str
         Reason for each choice. The keys are "tiles", and for FlashAttention-2 also "kv_splits" or
-        "group_splits".
+        "group_splits". A backward pass on unit "wgmma" also has "variant", the kernel's row of the
+        table of variants.
     """
 
     unit: Unit
@@ -56,12 +57,11 @@ def forward(request: Request) -> Decision:
 
 def backward(request: Request) -> Decision:
     """Return the decision for a backward pass of FlashAttention-1 or -2."""
-    unit, p = UNITS[request.unit], request.problem
-    tiles, spec, why = unit.backward(request)
+    unit = UNITS[request.unit]
     if request.choices.algorithm == "fa1":
-        return Decision(unit, tiles, spec, why={"tiles": why})
-    splits, why_splits = chosen_group_splits(request, tiles, spec)
-    if splits > 1:
-        shares: dict[str, Any] = {"grouped": p.group > splits, "splits_rows": p.group < splits}
-        spec = replace(spec, splits_group=True, **shares)
-    return Decision(unit, tiles, spec, splits, {"tiles": why, "group_splits": why_splits})
+        tiles, spec, why = unit.backward(request)
+        return Decision(unit, tiles, spec, why={"tiles": why, **spec.reasons})
+    splits, why_splits = chosen_group_splits(request)
+    tiles, spec, why = unit.backward(request.chosen(group_splits=splits))
+    reasons = {"tiles": why, "group_splits": why_splits, **spec.reasons}
+    return Decision(unit, tiles, spec, splits, reasons)

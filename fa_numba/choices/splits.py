@@ -5,7 +5,6 @@ column tile of its backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from fa_numba.checks import MAX_KV_SPLITS, one_of
 from fa_numba.choices.facts import measured
@@ -158,7 +157,7 @@ def check_group_splits(request: Request) -> None:
         )
 
 
-def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
+def chosen_group_splits(request: Request) -> Chosen:
     """The blocks that share a column tile of a K/V head: those that a request asks for, or for
     "auto" the number with which the parts of dK and dV are summed first, by ``makespan`` in visits
     of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
@@ -166,17 +165,19 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
     Blocks go to multiprocessors in their order; under a causal mask the first column tiles take
     longest. Several blocks have query heads each, or the rows of one; each loads Kj and Vj, and
     stores its parts in float32, which two more kernels add up. One where there are many rounds of
-    blocks, and on the emulator.
+    blocks, and on the emulator. The tiles are known before the splits, and the kernel's variant
+    after.
     """
     if request.choices.group_splits != "auto":
         return Chosen(int(request.choices.group_splits), "chosen by the caller")
+    if not _can_split_group(request):
+        return Chosen(1, "no split: this unit has no kernel that splits a column tile")
     p, multiprocessors = request.problem, request.multiprocessors
+    tiles, chunk = UNITS[request.unit].column_tiles(request)
     heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
     if p.packed:  # a head's blocks take one after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
     Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
-    if not _can_split_group(request):
-        return Chosen(1, "no split: this unit has no kernel that splits a column tile")
     if not multiprocessors or not Tc:
         return Chosen(1, "no split: the emulator has no idle multiprocessors, or no columns exist")
     most = max(1, _MOST_SHARES * multiprocessors // (heads * Tc))
@@ -203,7 +204,7 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
         if splits > 1:
             more = (p.head_dim + p.d_v) / 2 / stored
             sums = until + elements * (4 * splits + 2) / moved
-        order = _in_launch_order(Tc, heads * splits, spec.chunk_tiles)
+        order = _in_launch_order(Tc, heads * splits, chunk)
         return makespan(((1, each[j] + begun + more) for j in order), multiprocessors) + sums
 
     return _fewest("group_splits", tried, ends, "visits of a row tile", whose)

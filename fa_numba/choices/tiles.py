@@ -22,7 +22,7 @@ from fa_numba.tiling.mma_backward import MmaDqSpec, row_warps_of, select_mma_bac
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, splits
 from fa_numba.tiling.tiles import Tiles, is_valid
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SPARE, WgmmaSpec, spare_taken
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
+from fa_numba.tiling.wgmma_variants import LARGEST_ATOMIC, default_wgmma_backward_tiles
 
 
 def paper_rule(M: int, head_dim: int) -> tuple[int, int]:
@@ -292,6 +292,22 @@ def hopper_fa1_tiles(problem: Problem, features: Features) -> Chosen:
     return Chosen(Tiles(row.Br, row.Bc), str(row))
 
 
+def hopper_adds_dq(request: Request) -> bool:
+    """Return whether the backward kernel on Hopper's tensor cores adds dQ.
+
+    Otherwise a second kernel computes dQ.
+    """
+    choices = request.choices
+    apart = choices.deterministic or request.problem.largest_dim > LARGEST_ATOMIC
+    return choices.algorithm == "fa1" or not apart
+
+
+def hopper_backward_tiles(request: Request) -> Tiles:
+    """Return the ``Tiles`` of a backward pass on Hopper's tensor cores, the only ones possible."""
+    sizes = request.problem.largest_dim, hopper_adds_dq(request), request.features.planes
+    return default_wgmma_backward_tiles(*sizes, algorithm=request.choices.algorithm)
+
+
 MOST_CHUNKS = 65535  # blocks along the last axis of a grid
 _SMALL_HEAD = 64  # whose Q and dO of many columns each chunk would read from memory
 
@@ -299,10 +315,14 @@ _SMALL_HEAD = 64  # whose Q and dO of many columns each chunk would read from me
 def chunk_tiles(request: Request, Bc: int) -> int:
     """How many column tiles of each head go before the next ones in a backward pass on Hopper's
     tensor cores, causal or, of small heads, with a block mask: 0 for those of one head after the
-    other; all of a few K/V heads, whose long tiles begin at once; of many heads as many as read
-    Q and dO together. Twice as many, until the grid's last axis has no more chunks than it takes.
+    other, as in all other calls; all of a few K/V heads, whose long tiles begin at once; of many
+    heads as many as read Q and dO together. Twice as many, until the grid's last axis has no more
+    chunks than it takes.
     """
     p = request.problem
+    unequal = p.causal or (p.sparse and p.largest_dim <= PANEL)
+    if request.choices.algorithm == "fa1" or not unequal:
+        return 0
     columns, entries = (p.k_shape[0], 1) if p.packed else (p.seqlen_k, p.batch)
     few = entries * p.heads_k <= measured("heads of K and V that are few")
     small = p.largest_dim <= _SMALL_HEAD and columns > measured(

@@ -18,6 +18,8 @@ from fa_numba.choices.requests import REGISTERED, Request
 from fa_numba.choices.tiles import (
     Chosen,
     chunk_tiles,
+    hopper_adds_dq,
+    hopper_backward_tiles,
     hopper_fa1_tiles,
     hopper_tiles,
     lacks_together,
@@ -33,7 +35,7 @@ from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from fa_numba.tiling import Spec, Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
+from fa_numba.tiling.wgmma_variants import LARGEST_ATOMIC
 
 # Rows of the lowest tile of ``mma``.
 LOW = 16
@@ -109,6 +111,13 @@ class Unit(ABC):
     @abstractmethod
     def backward(self, request: Request) -> Shape:
         """FlashAttention's backward kernel."""
+
+    def column_tiles(self, request: Request) -> tuple[Tiles, int]:
+        """Return the tiles of FA-2's backward pass, and how many column tiles of each head go
+        before the next ones. The splits, and then the kernel, are chosen for these. Only units with
+        ``splits_group`` have this method.
+        """
+        raise NotImplementedError
 
     def adds_dq(self, request: Request) -> bool:
         """Whether blocks of FA-2's backward pass add to one dQ; else ``dq_kernel`` makes it."""
@@ -442,22 +451,30 @@ class Wgmma(Unit):
         return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
 
     def backward(self, request: Request) -> Shape:
-        p, choices, facts = request.problem, request.choices, _flash_facts(request)
-        first = choices.algorithm == "fa1"
-        facts["atomic"] = self.adds_dq(request) or first
-        facts["head_dim_v"] = p.head_dim_v or 0
-        sizes = p.largest_dim, facts["atomic"], request.features.planes
-        tiles = choices.tiles or tiling.default_wgmma_backward_tiles(*sizes)
-        facts["algorithm"] = request.choices.algorithm
+        p, choices, facts = request.problem, request.choices, _facts(request)
+        splits = 1 if choices.group_splits == "auto" else int(choices.group_splits)
+        call = tiling.BackwardCall(
+            head_dim=p.head_dim,
+            head_dim_v=p.head_dim_v or 0,
+            features=facts.pop("features"),
+            algorithm=choices.algorithm,
+            grouped=p.group > splits,
+            splits_group=splits > 1,
+            adds_dq=hopper_adds_dq(request),
+        )
+        facts |= {"positive_scale": p.scale > 0.0, "splits_rows": p.group < splits}
         facts["splits_queries"] = choices.query_splits > 1
-        if (p.causal or (p.sparse and p.largest_dim <= PANEL)) and not first:
-            facts["chunk_tiles"] = chunk_tiles(request, tiles.Bc)
-        spec = tiling.select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
+        tiles, facts["chunk_tiles"] = self.column_tiles(request)
+        spec = tiling.select_wgmma_backward_spec(tiles, call, request.shared_limit, **facts)
         why = "the only tiles that Hopper's backward kernels support at this head dimension"
         return Shape(replace(tiles, threads=spec.threads), spec, why)
 
+    def column_tiles(self, request: Request) -> tuple[Tiles, int]:
+        tiles = request.choices.tiles or hopper_backward_tiles(request)
+        return tiles, chunk_tiles(request, tiles.Bc)
+
     def adds_dq(self, request: Request) -> bool:
-        return super().adds_dq(request) and request.problem.largest_dim <= LARGEST_ATOMIC
+        return hopper_adds_dq(request)
 
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         p, facts = request.problem, {"stages": 2, **_flash_facts(request)}

@@ -180,7 +180,8 @@ class Reasons(dict[str, str]):
 
     ``print`` shows one line for each choice. The names are "unit" and "tiles". "fa2" also has
     "kv_splits" in a forward pass, and "group_splits" in a backward pass. With a prefix, the names
-    for the pass over the prefix begin with "prefix: ".
+    for the pass over the prefix begin with "prefix: ". A backward pass on unit "wgmma" also has
+    "variant", which describes the variant of the kernel and the reason for it.
     """
 
     def __str__(self) -> str:

@@ -18,9 +18,16 @@ from fa_numba.tiling.wgmma import WGMMA_MEASURES, WgmmaSpec, select_wgmma_spec
 from fa_numba.tiling.wgmma_backward import (
     WgmmaBackwardSpec,
     WgmmaDqSpec,
-    default_wgmma_backward_tiles,
     select_wgmma_backward_spec,
     select_wgmma_dq_spec,
     wgmma_dq_tiles,
 )
 from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, select_wgmma_fa1_spec
+from fa_numba.tiling.wgmma_variants import (
+    FA1_VARIANTS,
+    FA2_VARIANTS,
+    LARGEST_ATOMIC,
+    BackwardCall,
+    Variant,
+    default_wgmma_backward_tiles,
+)

@@ -61,6 +61,11 @@ class Spec(ABC):
         return self.threads, self.shared_bytes, self.min_blocks
 
     @property
+    def reasons(self) -> dict[str, str]:
+        """Reasons that a plan prints in addition to those for the unit, tiles and splits."""
+        return {}
+
+    @property
     def products(self) -> int:
         """Pairs of planes that are multiplied for one product."""
         return sum(range(1, self.planes + 1))

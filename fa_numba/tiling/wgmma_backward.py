@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.mods import Text
-from fa_numba.options import PLAIN, Features
+from fa_numba.options import Features
 from fa_numba.tiling.spec import GradientSpec, ValuesSpec, check_shared, with_threads
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import (
@@ -19,20 +19,17 @@ from fa_numba.tiling.wgmma import (
     WgmmaSpec,
     within_registers,
 )
+from fa_numba.tiling.wgmma_variants import (
+    ADDED_BESIDE,
+    BackwardCall,
+    Dq,
+    Variant,
+    slopes_alone,
+    variant_of,
+)
 
-CONSUMERS = 2
-COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
-STAGES = 2  # row tiles in shared memory
 WARP = 32
 KEY_TILE_WORDS = 9  # of a column tile that one thread finds for its block
-LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
-# Of a thread that produces, and of one that consumes; and where a function's slopes are made of
-# rows of more than a panel, or FlashAttention-1's consumers mask rows of up to one, whose heads
-# share no K and V, and producers do with fewer.
-REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
-CAP_REGISTERS = (56, 224)  # with a cap or slopes, at up to a panel: producers would spill
-# Up to which head dimension consumers can spare what slopes or a bias take without that.
-ADDED_BESIDE = 48
 # Registers of a consumer beside its parts of the tiles.
 _OTHERS = 32
 
@@ -68,7 +65,7 @@ class DqPipelines(NamedTuple):
 @dataclass(frozen=True)
 class WgmmaBackwardSpec(GradientSpec):
     """A backward kernel on Hopper's tensor cores: a warpgroup that produces, and two that take 64
-    columns of S each, and all rows.
+    columns of S each, and all rows. ``variant`` is the kernel's row of the table of variants.
 
     S and dP stand transposed in registers: a thread (ty, tx) of a consumer is place ty of 4 in
     column tx of the tile, and has of it all of that place's rows. dQ needs all columns: dST is in
@@ -86,6 +83,7 @@ class WgmmaBackwardSpec(GradientSpec):
     splits_rows: bool = False
     chunk_tiles: int = 0
     stays: Text | None = None
+    variant: Variant = field(kw_only=True)
 
     TN = 2
     row_width = 2
@@ -97,6 +95,10 @@ class WgmmaBackwardSpec(GradientSpec):
     wide = False
 
     @property
+    def reasons(self) -> dict[str, str]:
+        return {"variant": str(self.variant)}
+
+    @property
     def single_head(self) -> bool:
         """Whether a block takes rows of one query head, as the kernel knows."""
         return not self.grouped if self.algorithm == "fa1" else self.splits_rows
@@ -104,33 +106,30 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def late(self) -> bool:
         """Whether dQ's product is begun behind the next S (``WgmmaLateBackwardSpec``)."""
-        return False
+        return self.variant.late
 
     @property
     def adds_fragments(self) -> bool:
         """Whether a late dQ is added from registers, to a sum in fragments."""
-        return self.late and self.panels == 1
+        return self.variant.dq is Dq.FRAGMENTS_LATE
 
     @property
     def consumers(self) -> int:
-        return CONSUMERS
+        return self.variant.consumers
+
+    @property
+    def slots(self) -> int:
+        """Row tiles of Q and dO in shared memory."""
+        return self.variant.slots
 
     @property
     def threads(self) -> int:
-        return GROUP * (1 + CONSUMERS)
+        return GROUP * (1 + self.consumers)
 
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that produces, and of one that consumes."""
-        masks = self.features.causal or self.features.window
-        one = self.most_panels == 1
-        small = self.algorithm == "fa1" and one and not self.grouped
-        slopes = self.features.alibi and self.most_columns > ADDED_BESIDE
-        stay = self.features.scores_stay
-        if (self.features.softcap or slopes) and not stay and one:
-            return CAP_REGISTERS
-        more = (self.slopes_alone and not one) or (small and masks)
-        return MORE_REGISTERS if more else REGISTERS
+        return self.variant.registers
 
     @property
     def panels(self) -> int:
@@ -167,7 +166,7 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def query_columns(self) -> int:
         """Columns of a consumer's 64 rows of dQ: half a panel if V leaves no more registers."""
-        return PANEL // CONSUMERS if self.most_panels > self.panels == 1 else PANEL
+        return PANEL // self.consumers if self.most_panels > self.panels == 1 else PANEL
 
     @property
     def query_registers(self) -> int:
@@ -177,7 +176,7 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def query_floats(self) -> int:
         """Elements of a tile of dQ in shared memory, where FlashAttention-1's never is."""
-        return 0 if self.algorithm == "fa1" else CONSUMERS * GROUP_ROWS * self.query_columns
+        return 0 if self.algorithm == "fa1" else self.consumers * GROUP_ROWS * self.query_columns
 
     @property
     def p_registers(self) -> int:
@@ -187,9 +186,7 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def slopes_alone(self) -> bool:
         """Whether a function's slopes are made of scores that stay, and nothing beside."""
-        f = self.features
-        beside = f.dcaptured is not None or f.alibi or f.bias or f.dropout
-        return f.scores_stay and not beside
+        return slopes_alone(self.features)
 
     @property
     def slopes_early(self) -> bool:
@@ -213,8 +210,8 @@ class WgmmaBackwardSpec(GradientSpec):
 
     @property
     def block_columns(self) -> int:
-        """Columns of the whole tile, also where this is one consumer's part of it."""
-        return COLUMNS
+        """Columns of a block of a block mask: of the whole tile, also in one consumer's part."""
+        return self.consumers * GROUP_ROWS
 
     @property
     def part(self) -> WgmmaBackwardSpec:
@@ -276,29 +273,29 @@ class WgmmaBackwardSpec(GradientSpec):
         """
         (rows, columns, scores), (out, values, _) = self.tile_halves, self.of_values.tile_halves
         at_q = columns + values
-        at_do = at_q + STAGES * rows
-        at_ds = at_do + (self.row_tiles - 1) * STAGES * out
+        at_do = at_q + self.slots * rows
+        at_ds = at_do + (self.row_tiles - 1) * self.slots * out
         at_dq = (at_ds + 2 * scores) // 2
         at_l = at_dq + self.query_floats
-        return at_q, at_do, at_ds, at_dq, at_l, (at_l + 2 * STAGES * self.Br) // 2
+        return at_q, at_do, at_ds, at_dq, at_l, (at_l + 2 * self.slots * self.Br) // 2
 
     @property
     def offset_of_o(self) -> int:
         """Where O begins, as ``offsets``, behind dO."""
-        return self.offsets[1] + STAGES * self.of_values.tile_halves[0]
+        return self.offsets[1] + self.slots * self.of_values.tile_halves[0]
 
     @property
     def pipelines(self) -> BackwardPipelines:
         """Row tiles share the barriers of an empty slot. FlashAttention-1's have O and D too, and
         their K and V are loaded again in every pass.
         """
-        empty, more = 1 + 2 * STAGES, 1 + 3 * STAGES
+        empty, more = 1 + 2 * self.slots, 1 + 3 * self.slots
         return BackwardPipelines(
-            Pipeline(0, more + 2 * STAGES, 1),
-            Pipeline(1, empty, STAGES),
-            Pipeline(1 + STAGES, empty, STAGES),
-            Pipeline(more, empty, STAGES),
-            Pipeline(more + STAGES, empty, STAGES),
+            Pipeline(0, more + 2 * self.slots, 1),
+            Pipeline(1, empty, self.slots),
+            Pipeline(1 + self.slots, empty, self.slots),
+            Pipeline(more, empty, self.slots),
+            Pipeline(more + self.slots, empty, self.slots),
         )
 
     @property
@@ -308,17 +305,17 @@ class WgmmaBackwardSpec(GradientSpec):
         consumer warp empties one of Q, dO and O, every consumer that of K and V.
         """
         kv, q, do, o, d = self.pipelines
-        empty = (q.empty, 4 * CONSUMERS)
+        empty = (q.empty, 4 * self.consumers)
         if self.algorithm == "fa2":
             full = (q.full, self.fill_arrivals)
             of_rows: tuple[tuple[int, int], ...] = (full, (do.full, 1), empty)
-            return (1, ((kv.full, 1),)), (STAGES, of_rows)
+            return (1, ((kv.full, 1),)), (self.slots, of_rows)
         of_rows = ((q.full, 1 + WARP), (do.full, 1), (o.full, 1), (d.full, 2 * WARP), empty)
-        return (1, ((kv.full, 1), (kv.empty, CONSUMERS))), (STAGES, of_rows)
+        return (1, ((kv.full, 1), (kv.empty, self.consumers))), (self.slots, of_rows)
 
     @property
     def barriers(self) -> int:
-        return 1 + 3 * STAGES + (1 + 2 * STAGES if self.algorithm == "fa1" else 0)
+        return 1 + 3 * self.slots + (1 + 2 * self.slots if self.algorithm == "fa1" else 0)
 
     @property
     def key_tile_words(self) -> tuple[int, int]:
@@ -328,7 +325,7 @@ class WgmmaBackwardSpec(GradientSpec):
         """
         words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
         if self.algorithm == "fa1":
-            words = 2 * STAGES if self.features.sparse else 0
+            words = 2 * self.slots if self.features.sparse else 0
         return 2 * (self.offsets[-1] + self.barriers), words
 
     @property
@@ -346,7 +343,7 @@ class WgmmaBackwardSpec(GradientSpec):
     @property
     def drawn_span(self) -> tuple[int, int]:
         """In words: where the bits of what dropout drops begin, and how many words there are."""
-        return sum(self.key_tile_words), STAGES * self.drawing_threads * self.drawn_words
+        return sum(self.key_tile_words), self.slots * self.drawing_threads * self.drawn_words
 
     @property
     def shared_bytes(self) -> int:
@@ -377,18 +374,11 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 @dataclass(frozen=True)
 class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
-    """A backward kernel without options, but for masks (``_is_late``): dQ's product is begun behind
-    the next S, and dQ is added by each warp for itself. Where several blocks share a column tile,
-    which is decided later, dQ is not ``late`` after all.
+    """A backward kernel without options, but for masks: dQ's product is begun behind the next S,
+    and dQ is added by each warp for itself.
     """
 
-    @property
-    def late(self) -> bool:
-        return not self.splits_group
-
-    @property
-    def rounds_early(self) -> bool:
-        return self.adds_fragments or super().rounds_early
+    rounds_early = True
 
     @property
     def query_floats(self) -> int:
@@ -397,17 +387,16 @@ class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
     @property
     def ds_pipeline(self) -> Pipeline:
         """Full when each consumer warp has stored; stored to anew when both have read."""
-        return Pipeline(1 + 3 * STAGES, 0, STAGES)
+        return Pipeline(1 + 3 * self.slots, 0, self.slots)
 
     @property
     def arrivals(self) -> Arrivals:
         once, (slots, of_rows) = super().arrivals
-        stored = ((self.ds_pipeline.full, 4 * CONSUMERS),) if self.late else ()
-        return once, (slots, of_rows + stored)
+        return once, (slots, (*of_rows, (self.ds_pipeline.full, 4 * self.consumers)))
 
     @property
     def barriers(self) -> int:
-        return super().barriers + (STAGES if self.late else 0)
+        return super().barriers + self.slots
 
 
 @dataclass(frozen=True)
@@ -419,10 +408,6 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     wide = True
     rounds_early = True
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return REGISTERS
 
     @property
     def transposed(self) -> WgmmaSpec:
@@ -440,26 +425,26 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
         """
         (rows, _, scores), out = self.tile_halves, self.of_values.tile_halves[0]
         at_q = 2 * self.column_halves
-        at_s = (at_q + STAGES * (rows + out)) // 2
-        at_l = at_s + STAGES * scores
-        return at_q, at_q + STAGES * rows, at_s, at_l, (at_l + 2 * STAGES * self.Br) // 2
+        at_s = (at_q + self.slots * (rows + out)) // 2
+        at_l = at_s + self.slots * scores
+        return at_q, at_q + self.slots * rows, at_s, at_l, (at_l + 2 * self.slots * self.Br) // 2
 
     @property
     def pipelines(self) -> WidePipelines:  # type: ignore[override]
         """A slot of S is empty when that of Q is."""
         kv, q, do, _, _ = super().pipelines
-        return WidePipelines(kv, q, do, Pipeline(1 + 3 * STAGES, q.empty, STAGES))
+        return WidePipelines(kv, q, do, Pipeline(1 + 3 * self.slots, q.empty, self.slots))
 
     @property
     def arrivals(self) -> Arrivals:
         """A slot of S is full when each thread has stored its part."""
         kv, q, do, s = self.pipelines
-        of_rows = ((q.full, self.fill_arrivals), (do.full, 1), (q.empty, 4 * CONSUMERS))
-        return (STAGES, ((s.full, GROUP),)), (1, ((kv.full, 1),)), (STAGES, of_rows)
+        of_rows = ((q.full, self.fill_arrivals), (do.full, 1), (q.empty, 4 * self.consumers))
+        return (self.slots, ((s.full, GROUP),)), (1, ((kv.full, 1),)), (self.slots, of_rows)
 
     @property
     def barriers(self) -> int:
-        return 1 + 4 * STAGES
+        return 1 + 4 * self.slots
 
     @property
     def accumulators(self) -> int:
@@ -477,7 +462,7 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
 
     query_floats = 0
     query_columns = PANEL
-    adders = CONSUMERS  # to dQ, each of its own columns
+    adders = 2  # to dQ: each consumer adds its own columns
 
     @property
     def plane_panels(self) -> int:
@@ -496,7 +481,7 @@ class WgmmaPlanesBackwardSpec(WgmmaBackwardSpec):
     @property
     def largest_words(self) -> tuple[int, int]:
         """In words: where each consumer warp's largest |dS| lies, and how many there are."""
-        return round_up(sum(self.drawn_span), 4), 4 * CONSUMERS
+        return round_up(sum(self.drawn_span), 4), 4 * self.consumers
 
     @property
     def shared_bytes(self) -> int:
@@ -519,74 +504,43 @@ class _SharedRows(WgmmaSpec):
 
     consumer_rows = 0
     slots_name_next = False
-
-    @property
-    def consumers(self) -> int:
-        return CONSUMERS
+    consumers = 2
 
 
-def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True, planes: int = 1) -> Tiles:
-    """Block sizes of the backward kernel on Hopper's tensor cores, by the larger head dimension:
-    rows with which dQ has as many parts of 64 x 64 as there are consumers; without dQ 64, for P to
-    be rounded early, and of planes, for these to fit registers.
-    """
-    if head_dim > LARGEST_ATOMIC:
-        return Tiles(GROUP_ROWS, GROUP_ROWS)
-    if planes > 1:
-        return Tiles(GROUP_ROWS, COLUMNS if head_dim <= PANEL else GROUP_ROWS)
-    parts = ceil_div(head_dim, PANEL) if atomic else CONSUMERS
-    return Tiles(CONSUMERS * GROUP_ROWS // parts, COLUMNS)
+# The layout of shared memory and barriers, by the name of the consumers in a variant's row.
+_SPECS: dict[str, type[WgmmaBackwardSpec]] = {
+    "columns": WgmmaBackwardSpec,
+    "fa1": WgmmaBackwardSpec,
+    "late": WgmmaLateBackwardSpec,
+    "planes": WgmmaPlanesBackwardSpec,
+    "planes by product": WgmmaWidePlanesBackwardSpec,
+    "products": WgmmaWideBackwardSpec,
+}
 
 
 def select_wgmma_backward_spec(
-    tiles: Tiles, head_dim: int, shared_limit: int, atomic: bool = True, **facts: object
+    tiles: Tiles | None, call: BackwardCall, shared_limit: int, **facts: object
 ) -> WgmmaBackwardSpec:
-    """The specialisation of a backward kernel on Hopper's tensor cores for ``tiles``, with the
-    fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block. ``atomic``: it makes dQ.
+    """Return the spec of the variant that a call takes, with its other fields ``facts``.
 
-    Raises ValueError for other tiles than ``default_wgmma_backward_tiles``, another number of
-    threads, and what does not fit shared memory.
+    ``tiles`` are the caller's, or None. ``shared_limit`` is in bytes per thread block. Raise
+    ValueError for other tiles or another number of threads than the variant has, and for a spec
+    that does not fit shared memory.
     """
-    most = max(head_dim, facts.get("head_dim_v", 0))  # type: ignore[call-overload]
-    planes = facts.get("features", PLAIN).planes  # type: ignore[attr-defined]
-    allowed = default_wgmma_backward_tiles(most, atomic, planes)
-    Br, Bc = allowed.Br, allowed.Bc
+    variant = variant_of(call)
+    Br, Bc = variant.tiles.Br, variant.tiles.Bc
+    tiles = tiles or variant.tiles
     if (tiles.Br, tiles.Bc) != (Br, Bc):
         raise ValueError(
             f"tiles must be Br={Br}, Bc={Bc} in the backward pass on unit 'wgmma' at "
-            f"head_dim={head_dim}, got Br={tiles.Br}, Bc={tiles.Bc}"
+            f"head_dim={call.head_dim}, got Br={tiles.Br}, Bc={tiles.Bc}"
         )
-    kind = WgmmaBackwardSpec
-    if most > LARGEST_ATOMIC:
-        kind = WgmmaWideBackwardSpec
-    elif planes > 1:
-        kind = WgmmaPlanesBackwardSpec if most <= PANEL else WgmmaWidePlanesBackwardSpec
-    elif atomic and _is_late(head_dim, **facts):  # type: ignore[arg-type]
-        kind = WgmmaLateBackwardSpec
-    spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {**call._asdict(), **facts, "variant": variant}
+    del fields["adds_dq"]  # which the variant says
+    kind = _SPECS[variant.consumer]
+    spec = kind(Br=Br, Bc=Bc, tx_count=4, ty_count=GROUP_ROWS, **fields)
     check_shared(spec, shared_limit)
     return with_threads([spec], tiles, " in the backward pass on unit 'wgmma'")
-
-
-def _is_late(
-    head_dim: int,
-    features: Features = PLAIN,
-    algorithm: str = "fa2",
-    grouped: bool = False,
-    head_dim_v: int = 0,
-    **others: object,
-) -> bool:
-    """Whether dQ goes the late way: without options but a causal mask or a block mask, that of a
-    function too, where a block has one query head's rows, and V's are as long. Functions that read
-    arrays would spill at long rows.
-    """
-    masks: dict[str, Any] = {"causal": features.causal, "sparse": features.sparse}
-    mod = features.mask_mod
-    if features.sparse and mod and (head_dim <= PANEL or not mod.inside):
-        masks["mask_mod"] = mod
-    plain = features == replace(PLAIN, **masks)
-    plain = plain and not grouped and not head_dim_v
-    return algorithm == "fa2" and plain
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,10 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.kernels.wgmma.fa2_backward_late import make_late_consumer
-from fa_numba.kernels.wgmma.fa2_backward_planes import make_planes_consumer, make_wide_consumers
+from fa_numba.kernels.wgmma.fa2_backward_planes import (
+    make_planes_consumer,
+    make_planes_consumers_by_product,
+)
 from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
 from fa_numba.parts import bind, wgmma
 from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
@@ -94,24 +97,18 @@ def make_producers(spec):
 
 
 @cache
-def make_backward(spec, atomic=True):
-    """The kernel, launched over the grid of ``key_tiles``, a block a column tile or a share of it;
-    without ``atomic`` dQ is ``make_query_gradients``'s.
+def make_consumer(spec):
+    """``consume``, by a consumer warpgroup: its 64 columns of dK and dV, and its part of dQ, which
+    the copy engine adds; or, where ``make_query_gradients`` computes dQ, no dQ.
     """
-    producers = make_producers(spec)
-    if spec.wide:
-        return make_wide_backward(spec, *producers)
-    produce, produce_values, produce_drawing = producers
-    grid, gradients = bind(spec, wgmma.grid, wgmma.gradients)
-    pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
+    grid, gradients, pingpong = bind(spec, wgmma.grid, wgmma.gradients, wgmma.pingpong)
     key_tiles, drawing, visits = bind(spec, wgmma.key_tiles, wgmma.drawing, wgmma.visits)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
     (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, *_ = wgmma.pipelines(spec)
     RS, RP, RQ, RK, RV = spec.tile_registers
-    EARLY, (FEW, MANY) = spec.rounds_early, spec.registers
-    DROPS = spec.features.dropout
+    EARLY, DROPS, atomic = spec.rounds_early, spec.features.dropout, spec.variant.adds_dq
 
     @device_function
     def consume(shared, Q, K, results, scale, scale_log2, group, options):
@@ -195,18 +192,39 @@ def make_backward(spec, atomic=True):
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_dv(rdV, sV, results.dV, column0, head, thread)
 
-    # Other files' consumers take its place: where dQ is late, or float32 matrices are in planes.
-    APART = spec.planes > 1
-    if spec.late:
-        consume = make_late_consumer(spec)
-    if APART:
-        make_consume = make_planes_consumer if spec.panels == spec.planes else make_wide_consumers
-        consume = make_consume(spec)
+    return consume
+
+
+# What makes ``consume``, by the name of the consumers in the row of ``tiling.wgmma_variants``.
+CONSUMERS = {
+    "columns": make_consumer,
+    "late": make_late_consumer,
+    "planes": make_planes_consumer,
+    "planes by product": make_planes_consumers_by_product,
+}
+
+
+@cache
+def make_backward(spec, atomic=True):
+    """Return the kernel of the variant ``spec.variant``.
+
+    The grid is that of ``key_tiles``: a thread block for each column tile, or for each share of a
+    column tile. ``atomic`` says whether this kernel adds dQ, as the variant does. Otherwise
+    ``make_query_gradients`` computes dQ.
+    """
+    producers = make_producers(spec)
+    if spec.wide:
+        return make_wide_backward(spec, *producers)
+    produce, produce_values, produce_drawing = producers
+    consume = CONSUMERS[spec.variant.consumer](spec)
+    gradients, pipeline = bind(spec, wgmma.gradients, wgmma.pipeline)
+    (key_tiles,) = bind(spec, wgmma.key_tiles)
+    (FEW, MANY), DROPS = spec.registers, spec.features.dropout
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
-    sums = queries if atomic and not (spec.adds_fragments or APART) else array_type(4)
+    sums = queries if spec.variant.copies_dq else array_type(4)
     columns = tiled_type(4, spec.features.packed)
-    if spec.splits_group or APART:
+    if spec.splits_group or spec.planes > 1:  # parts of sums, or float32
         columns = array_type(4)
     arrays = [queries, keys, keys, queries, rows, rows, sums, columns, columns]
 

@@ -112,7 +112,7 @@ def make_planes_consumer(spec):
 
 
 @cache
-def make_wide_consumers(spec):
+def make_planes_consumers_by_product(spec):
     """``consume`` beyond d = 64: one warpgroup makes S, P and dV, the other dP, dS and dK."""
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pingpong, visits, planes = bind(spec, wgmma.pingpong, wgmma.visits, wgmma.plane_gradients)
