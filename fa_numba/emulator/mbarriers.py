@@ -287,9 +287,9 @@ class Mbarriers(Knowledge):
             which = f"phase {meant}" if meant >= 0 else "the phase before the first"
             text = (
                 f"this thread waits for the end of {which} of {barrier.name}, but {barrier.name} "
-                f"is already in phase {barrier.phase}. Either the parity is wrong, or other threads "
-                f"complete later phases too early: let them arrive only after this thread has "
-                f"waited for the end of {which}"
+                f"is already in phase {barrier.phase}. Either the parity is wrong, or other "
+                f"threads complete later phases too early: let them arrive only after this thread "
+                f"has waited for the end of {which}"
             )
             raise self.fault(BarrierMisuse, text)
         if barrier.arrived:

@@ -149,8 +149,8 @@ class Products(Boxes):
             raise Together
         text = (
             f"the {WARPGROUP} threads of warpgroup {warpgroup} must reach {operation} together, "
-            "but only some of them took an earlier branch that contains a barrier or a wait. A GPU may "
-            "run this, the emulator does not: move the barrier or wait out of that branch. The "
+            "but only some of them took an earlier branch that contains a barrier or a wait. A GPU "
+            "may run this, the emulator does not: move the barrier or wait out of that branch. The "
             f"threads of the block:{self._waiters()}"
         )
         raise self.fault(EmulatorError, text)
