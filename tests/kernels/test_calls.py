@@ -182,7 +182,7 @@ def test_head_dims_with_the_default_tiles(device, way, dtype, d):
     held(device, way, random_gradients(1, 1, 1, 21, 37, d, dtype=dtype), causal=causal)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @pytest.mark.parametrize("d", [1, 3, 7, 19, 20, 48, 64, 72, 96, 132, 192, 256])
@@ -203,7 +203,7 @@ def test_head_dims_of_mma_alone(device, way, d):
     held(device, way, arrays, causal=True, **tiles)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @pytest.mark.parametrize("d", [8, 6])
@@ -277,6 +277,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.in_turn("forward", share=3)
 @pytest.mark.parametrize("forward", ALL_FORWARD)
 @dtypes
 @pytest.mark.parametrize("change, causal", VALUES)
@@ -440,7 +441,7 @@ def alone(B, Hq, Nq, Nk, tiles):
 ALONE = list(alone(2, 2, 11, 21, Tiles(8, 16)))
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @dtypes
 @pytest.mark.parametrize("name", ALONE)
@@ -452,6 +453,7 @@ def test_an_option_alone(device, way, dtype, name):
     held(device, way, halves(arrays, dtype), **options)
 
 
+@pytest.mark.in_turn("way")
 @of_mma
 @pytest.mark.parametrize("name", ALONE)
 def test_an_option_of_mma_alone(device, way, name):
@@ -532,7 +534,7 @@ PAIRS = [
 PAIRED = (2, 1, 1, 9, 18, 4)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_two_options(way, pair):
