@@ -37,7 +37,7 @@ def test_against_float64(algorithm, dtype, d, d_v, causal):
     assert result.O.shape == (1, 4, 19, d_v)
 
 
-@pytest.mark.in_turn("causal")
+@pytest.mark.in_turn("way")
 @either_mask
 @pytest.mark.parametrize(
     "dtype, d, d_v",
