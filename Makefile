@@ -1,4 +1,5 @@
 # make figures   measure what this machine can measure, draw every figure, write every table
+# make quick     a minute: the tests for what differs from main, and ruff; BASE=revision: from there
 # make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
 # make test-all  every kernel for every architecture it is made for, with every option; all faults
 # make test-torch  with torch, its build for CPUs: gradients, rings of processes
@@ -32,12 +33,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := fa_numba experiments tests .ci
 
-.PHONY: figures test test-all test-torch test-mlir browser tutorials docs lint sanitize ptx clean
+.PHONY: figures quick test test-all test-torch test-mlir browser tutorials docs lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
 	@$(RUN) -m experiments all
 	@$(RUN) -m experiments report
+
+quick: $(VENV)/.lint-$(WHEELS)
+	@$(RUN) .ci/quick.py --jobs $(JOBS) $(addprefix --base ,$(BASE))
 
 test: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) $(TESTS)
