@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections import Counter
@@ -46,6 +47,49 @@ ROWS, COLUMNS = (16, 32, 64, 128, 192), (16, 32, 48, 64, 80, 96, 112, 128, 160)
 OPTIONS = tuple(name for name in DRAWS if name != "block_mask")
 
 
+def draw_scale(rng: np.random.Generator, shape: tuple[int, ...], tiles: Tiles) -> dict[str, float]:
+    """Return a scale, among them 0 and a negative one."""
+    return {"scale": float(rng.choice([0.0, -0.5, 0.1, 0.5]))}
+
+
+def draw_attn_mask(
+    rng: np.random.Generator, shape: tuple[int, ...], tiles: Tiles
+) -> dict[str, np.ndarray]:
+    """Return a mask, or numbers to add to the scores. Some axes are broadcast."""
+    B, Hq, _, Nq, Nk, _ = shape
+    sizes = [n if rng.random() < 0.7 else 1 for n in (B, Hq, Nq, Nk)]
+    if rng.random() < 0.5:
+        return {"attn_mask": rng.random(sizes) < 0.7}
+    return {"attn_mask": rng.standard_normal(sizes, np.float32)}
+
+
+def draw_score_mod_grad(
+    rng: np.random.Generator, shape: tuple[int, ...], tiles: Tiles
+) -> dict[str, Callable]:
+    """Return a function of the score and the derivative of the function."""
+    cap = float(rng.uniform(1, 4))
+    return {
+        "score_mod": lambda s, b, h, i, j: cap * math.tanh(s / cap),
+        "score_mod_grad": lambda s, b, h, i, j: 1 - math.tanh(s / cap) ** 2,
+    }
+
+
+def draw_check_table(
+    rng: np.random.Generator, shape: tuple[int, ...], tiles: Tiles
+) -> dict[str, bool]:
+    """Return whether a block table is checked."""
+    return {"check_table": bool(rng.random() < 0.5)}
+
+
+# Options that only these calls draw, each in a tenth of the kinds.
+MORE_DRAWS = {
+    "scale": draw_scale,
+    "attn_mask": draw_attn_mask,
+    "score_mod_grad": draw_score_mod_grad,
+    "check_table": draw_check_table,
+}
+
+
 # What no plan can be made of or the emulator finds too large, and what float64 says is wrong.
 REFUSED, WRONG = "refused", "wrong"
 
@@ -69,7 +113,7 @@ class Kind:
         """The options of a call of this shape (B, Hq, Hk, Nq, Nk, d)."""
         given = dict(self.chosen)
         for name in self.options:
-            draw = draw_created if name == "created" else DRAWS[name]
+            draw = draw_created if name == "created" else (DRAWS | MORE_DRAWS)[name]
             given |= draw(rng, shape, given.get("tiles", Tiles(64, 64)))
         return given
 
@@ -131,7 +175,22 @@ def kind_of(seed: int, number: int) -> Kind:
     if planes and unit == "simt" and rng.random() < 0.5:
         on = "wgmma" if rng.random() < 0.4 else "mma"
         chosen |= {"unit": on, "precision": one(SPLIT)}
+    options |= more_options(rng, options, prefix)
     return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse, prefix, d_v)
+
+
+def more_options(rng: np.random.Generator, options: set[str], prefix: str) -> set[str]:
+    """Return names from MORE_DRAWS that go with these options."""
+    more = {name for name in MORE_DRAWS if rng.random() < 0.1}
+    if not prefix.endswith("pages"):
+        more.discard("check_table")
+    if prefix:
+        more &= {"scale", "check_table"}
+    if "bias" in options:
+        more.discard("attn_mask")
+    if "score_mod" in options:
+        more.discard("score_mod_grad")
+    return more
 
 
 def call(kind: Kind, seed: list[int], device: str) -> str:
