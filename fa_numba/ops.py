@@ -138,11 +138,12 @@ def plan(
     >>> fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="standard").workspace_bytes
     8388608
     """
-    how: dict[str, Any] = {"return_lse": return_lse, "ablate": ablate, "kv_splits": kv_splits}
-    how |= {"query_splits": query_splits, "warp_partition": warp_partition}
-    how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
-    how |= {"return_dsinks": return_dsinks, "return_dcaptured": return_dcaptured}
-    choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
+    choices = choices_of(
+        algorithm, passes, tiles, unit, return_lse=return_lse, ablate=ablate, kv_splits=kv_splits,
+        query_splits=query_splits, warp_partition=warp_partition, deterministic=deterministic,
+        return_dbias=return_dbias, return_dsinks=return_dsinks, dlse=dlse,
+        return_dcaptured=return_dcaptured, group_splits=group_splits,
+    )  # fmt: skip
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, v_shape, dtype=dtype)
     if prefix_k is not None:
@@ -412,8 +413,10 @@ def flash_attention_1(
     >>> bool(abs(a - b).max() < 1e-6)
     True
     """
-    how = {"query_splits": query_splits, "warp_partition": warp_partition}
-    choices = choices_of("fa1", "fwd", tiles, unit, return_lse, ablate, **how)
+    choices = choices_of(
+        "fa1", "fwd", tiles, unit, return_lse, ablate,
+        query_splits=query_splits, warp_partition=warp_partition,
+    )  # fmt: skip
     return attend(choices, (q, k, v), options, stream, out)
 
 
@@ -872,9 +875,10 @@ def standard_attention_backward(
     >>> dv.sum().round(3).item()
     16.0
     """
-    how = {"return_dbias": return_dbias, "dlse": dlse is not None, "return_dsinks": return_dsinks}
-    how["return_dcaptured"] = return_dcaptured
-    choices = choices_of("standard", "bwd", tiles, unit, **how)
+    choices = choices_of(
+        "standard", "bwd", tiles, unit, return_dbias=return_dbias, return_dsinks=return_dsinks,
+        return_dcaptured=return_dcaptured, dlse=dlse is not None,
+    )  # fmt: skip
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
@@ -985,9 +989,10 @@ def flash_attention_1_backward(
     >>> dv.sum().round(3).item()
     16.0
     """
-    how = {"query_splits": query_splits, "return_dbias": return_dbias, "dlse": dlse is not None}
-    how |= {"return_dsinks": return_dsinks, "return_dcaptured": return_dcaptured}
-    choices = choices_of("fa1", "bwd", tiles, unit, **how)
+    choices = choices_of(
+        "fa1", "bwd", tiles, unit, return_dbias=return_dbias, return_dsinks=return_dsinks,
+        return_dcaptured=return_dcaptured, dlse=dlse is not None, query_splits=query_splits,
+    )  # fmt: skip
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
@@ -1119,9 +1124,11 @@ def flash_attention_2_backward(
     >>> dv.sum().round(3).item()
     32.0
     """
-    how = {"return_dbias": return_dbias, "dlse": dlse is not None, "return_dsinks": return_dsinks}
-    how |= {"return_dcaptured": return_dcaptured, "deterministic": deterministic}
-    choices = choices_of("fa2", "bwd", tiles, unit, group_splits=group_splits, **how)
+    choices = choices_of(
+        "fa2", "bwd", tiles, unit, return_dbias=return_dbias, return_dsinks=return_dsinks,
+        return_dcaptured=return_dcaptured, dlse=dlse is not None, deterministic=deterministic,
+        group_splits=group_splits,
+    )  # fmt: skip
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 

@@ -155,6 +155,13 @@ def test_the_tiles_of_a_block_mask_decide_its_unit(d, passes, tiles, unit):
         assert fa_numba.plan(shape, shape, **how).unit == "mma"
 
 
+def test_a_plan_keeps_the_reason_for_its_unit():
+    shape = (1, 2, 64, 64)
+    for algorithm in ("fa1", "fa2", "standard"):
+        plan = fa_numba.plan(shape, shape, algorithm=algorithm)
+        assert plan.why == plan.decided.why and "float32" in plan.decided.why["unit"]
+
+
 # --- a call's choices -------------------------------------------------------------------------
 
 

@@ -29,9 +29,9 @@ class Decision:
         Number of thread blocks that share a row tile in the forward pass, or a column tile in the
         backward pass.
     why : mapping of str to str
-        Reason for each choice. The keys are "tiles", and for FlashAttention-2 also "kv_splits" or
-        "group_splits". A backward pass on unit "wgmma" also has "variant", the kernel's row of the
-        table of variants.
+        Reason for each choice. The keys are "unit", which ``planned`` adds, "tiles", and for
+        FlashAttention-2 also "kv_splits" or "group_splits". A backward pass on unit "wgmma" also
+        has "variant", the kernel's row of the table of variants.
     """
 
     unit: Unit

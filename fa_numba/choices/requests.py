@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ParamSpec
 
 from fa_numba import device
 from fa_numba.checks import as_flag, as_size, as_splits, check_name, one_of
@@ -14,6 +15,7 @@ from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
+from fa_numba.typing import Algorithm, Passes, Splits, UnitName, WarpPartition
 
 # The units by name, which ``fa_numba.choices.units`` fills.
 REGISTERED: dict[str, Any] = {}
@@ -42,21 +44,21 @@ class Choices:
     or "bwd") has no choice of; what a unit has no choice of is found when a plan is made.
     """
 
-    algorithm: str
-    passes: str = "fwd"
+    algorithm: Algorithm
+    passes: Passes = "fwd"
     tiles: Tiles | None = None
-    unit: str = "auto"
+    unit: UnitName = "auto"
     return_lse: bool = False
     ablate: tuple[str, ...] = ()
-    kv_splits: int | str = "auto"
+    kv_splits: Splits = "auto"
     query_splits: int = 1
-    warp_partition: str = "rows"
+    warp_partition: WarpPartition = "rows"
     deterministic: bool = False
     return_dbias: bool = False
     return_dsinks: bool = False
     return_dcaptured: bool = False
     dlse: bool = False
-    group_splits: int | str = "auto"
+    group_splits: Splits = "auto"
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -97,17 +99,24 @@ class Choices:
         return self._hash
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
-def _checked(*given: Any, **named: Any) -> Choices:
-    return Choices(*given, **named)
+_P = ParamSpec("_P")
 
 
-def choices_of(*given: Any, **named: Any) -> Choices:
-    """The ``Choices`` of these arguments, checked once and one object for equal ones."""
-    try:
-        return _checked(*given, **named)
-    except TypeError:  # wrong, or without a hash
-        return Choices(*given, **named)
+def _once(make: Callable[_P, Choices]) -> Callable[_P, Choices]:
+    """Return a function with the parameters of ``Choices``, which checks equal arguments once."""
+    checked: Any = functools.lru_cache(maxsize=4096, typed=True)(make)
+
+    def choices_of(*given: _P.args, **named: _P.kwargs) -> Choices:
+        """Return the ``Choices`` of these arguments, one object for equal arguments."""
+        try:
+            return checked(*given, **named)
+        except TypeError:  # wrong, or without a hash
+            return make(*given, **named)
+
+    return choices_of
+
+
+choices_of = _once(Choices)
 
 
 @dataclass(frozen=True)

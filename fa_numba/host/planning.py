@@ -68,7 +68,7 @@ def planned(request: Request) -> Plan:
     """The plan of a request whose unit is not yet decided; raises as ``plan_of``."""
     _check_problem(request)
     asked = request
-    unit, _ = unit_of(request)
+    unit, reason = unit_of(request)
     request = replace(request, unit=unit.name)
     if request.choices.passes == "fwd":
         request = request.chosen(ablate=_check_forward(request, unit))
@@ -77,7 +77,8 @@ def planned(request: Request) -> Plan:
     algorithm = standard if request.choices.algorithm == "standard" else flash
     plan = (algorithm.forward if request.choices.passes == "fwd" else algorithm.backward)(request)
     _check_stages(plan.tiles, request)
-    return replace(plan, asked=asked)
+    decided = replace(plan.decided, why={"unit": reason, **plan.decided.why})
+    return replace(plan, asked=asked, decided=decided)
 
 
 # --- checks ------------------------------------------------------------------------------------

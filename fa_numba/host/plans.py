@@ -12,7 +12,6 @@ from fa_numba import device, io_model
 from fa_numba.choices.arguments import Argument, Buffer
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
-from fa_numba.choices.units import unit_of
 from fa_numba.device import Kernel
 from fa_numba.emulator.counts import columns, html_table
 from fa_numba.host.binding import LOG2E
@@ -365,7 +364,7 @@ class Plan(LaunchPlan):
     @property
     def why(self) -> Reasons:
         """Reasons for the unit, the tiles and the splits; ``print`` shows one line for each."""
-        return Reasons({"unit": unit_of(self.request)[1], **self.decided.why})
+        return Reasons(self.decided.why)
 
     @functools.cached_property
     def accesses(self) -> io_model.Accesses:
