@@ -289,10 +289,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         header += [f"{name}, ms", "share"]
     header.append("accesses / accesses without a mask, K/V outer, fwd+bwd")
     caption = (
-        "The table has times over the share of non-zero blocks. Our calls have "
-        f"N={SEQLEN}, d={HEAD_DIM}, {problem.heads_q} heads, batch {problem.batch} and blocks of "
-        f"{SIZE} x {SIZE}. Times are {tables.runs(measured)}. A column *share* contains the time "
-        "with the mask / the time without a mask, for the same kernel. The paper's times "
+        "The table has times of calls with a block mask, over the share of non-zero blocks. Our "
+        f"calls have N={SEQLEN}, d={HEAD_DIM}, {problem.heads_q} heads, batch {problem.batch} and "
+        f"blocks of {SIZE} x {SIZE}. Times are {tables.runs(measured)}. A column *share* contains "
+        "the time with the mask / the time without a mask, for the same kernel. The paper's times "
         "(FlashAttention, Figure 2 right) are for forward plus backward in fp16 on an A100. The "
         "paper does not give the batch size and the number of heads for its times."
     )

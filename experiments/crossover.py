@@ -209,8 +209,9 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "A column *wins from N* contains a sequence length N: from N to 4096, the kernel takes "
         "less time than standard attention at every measured length. In fp16, "
-        "torch's fused kernel is FlashAttention-2, and in fp32 it is torch's memory-efficient "
-        "attention. The table compares torch's fused kernel with torch's unfused attention, and "
-        "our kernels with our standard attention. Bytes are computed by the access model."
+        "torch's fused kernel is FlashAttention-2, and in fp32 torch's fused kernel is torch's "
+        "memory-efficient attention. The table compares torch's fused kernel with torch's unfused "
+        "attention, and our kernels with our standard attention. Bytes in the table are computed "
+        "by the access model."
     )
     return tables.of(caption, header, lines)

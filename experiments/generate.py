@@ -333,12 +333,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "The table has bytes and times per generated character. The language model has "
         f"{SIZES.layers} layers and {SIZES.heads} heads of d={SIZES.head_dim}. Each page of the "
-        f"K/V cache has {PAGE_SIZE} rows. The bytes are what attention loads and stores for one "
-        f"character of one sequence, by the closed form.{_equal(rows)} A time is the median over "
-        f"{WINDOW} characters. In the timed steps, {TIMED_SEQUENCES} sequences are continued at "
-        "the same time, and the host waits for the GPU after each character. The matrix products "
-        "outside attention are computed by torch in fp32. Attention is computed in fp16 on mma "
-        "and in fp32 on simt."
+        f"K/V cache has {PAGE_SIZE} rows. The bytes in the table are what attention loads and "
+        f"stores for one character of one sequence, by the closed form.{_equal(rows)} Each time in "
+        f"the table is the median over {WINDOW} characters. In the timed steps, {TIMED_SEQUENCES} "
+        "sequences are continued at the same time, and the host waits for the GPU after each "
+        "character. The matrix products outside attention are computed by torch in fp32. "
+        "Attention is computed in fp16 on mma and in fp32 on simt."
     )
     for row in texts:
         where = "on the emulator" if row.source == "counted" else "on a GPU"

@@ -276,11 +276,12 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"fewer elements than standard attention from M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
-        "Accesses are proportional to a power of M. The table has the exponents of M at "
-        f"d={d} (d² = {square}). After each exponent, the table has its standard error, and the "
-        "fitted range of M (in floats) in brackets. The tiles of measured calls have 8 to 128 rows "
-        "and 8 to 128 columns. The planner's tiles have at most 128 rows and 128 columns, because "
-        f"registers hold no larger tiles.{said}{scaling.equal(rows)}"
+        "The accesses of each algorithm are about proportional to a power of the on-chip memory "
+        f"M. The table has the exponents of M at d={d} (d² = {square}). After each exponent, the "
+        "table has the standard error of the exponent, and the fitted range of M (in floats) in "
+        "brackets. The tiles of measured calls have 8 to 128 rows and 8 to 128 columns. The "
+        "planner's tiles have at most 128 rows and 128 columns, because larger tiles do not fit "
+        f"into the registers.{said}{scaling.equal(rows)}"
     )
     header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

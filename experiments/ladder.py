@@ -338,9 +338,9 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
     mask = " with a causal mask" if causal else ""
     caption = (
         "Each row of the table shows the speed and the hardware counters of the forward "
-        f"kernel{mask} after one more optimisation step. All calls are in fp16, with 16k tokens "
-        "(batch x N) and a hidden dimension (heads x d) of 2048. The section "
-        "[How to read these tables](#how-to-read-these-tables) explains the columns."
+        f"kernel{mask} after one more optimisation step. All calls in the table are in fp16, with "
+        "16k tokens (batch x N) and a hidden dimension (heads x d) of 2048. The section [How to "
+        "read these tables](#how-to-read-these-tables) explains the columns of the table."
     )
     return tables.of(caption, header, lines)
 

@@ -326,10 +326,10 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
     example, steps = _example(plain)
     caption = (
         "Each factor in the table is the ratio *time before a step / time after the step*. If a "
-        "factor is above 1, the step saves time. The calls have 16k tokens (batch x N), a hidden "
-        "dimension (heads x d) of 2048 and no mask. Times "
-        f"are {tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. "
-        "The columns *causal skipping* contain the ratio *time without a mask / time with a causal "
+        "factor is above 1, the step saves time. The calls in the table have 16k tokens (batch x "
+        "N), a hidden dimension (heads x d) of 2048 and no mask. Times are "
+        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. The "
+        "columns *causal skipping* contain the ratio *time without a mask / time with a causal "
         "mask*."
     )
     if HOPPER in units:

@@ -352,8 +352,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "share the rows of Q of a head, so that FA-1 has enough thread blocks to fill the GPU. "
         "The last three columns contain the ratio *FA-1 with query splits / FA-2* for the number "
         "of accesses, L2 bytes and DRAM bytes. "
-        f"All {len(problems)} measured problems are in the data file and in the figures "
-        f"[{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
+        f"The numbers of all {len(problems)} measured problems are in the data file and in the "
+        f"figures [{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
         f"[{NAME}_heads.png](figures/{NAME}_heads.png)."
     )
     return tables.of(caption, header, lines)

@@ -308,10 +308,10 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
     header += ["equal elements, longest N", "relative error of the first result"]
     header.append("relative error of the second result")
     caption = (
-        "Each row compares the results of the two methods that the first column names. The columns "
-        "*equal elements* contain the share of elements whose bits are all the same in both "
-        "results. The last two columns contain the relative errors of the two results at the "
-        "longest N, compared with a float64 result."
+        "Each row of the table compares the results of the two methods that the first column "
+        "names. The columns *equal elements* contain the share of elements whose bits are all the "
+        "same in both results. The last two columns contain the relative errors of the two "
+        "results at the longest N, compared with a float64 result."
     )
     return tables.of(caption, header, lines)
 
@@ -342,8 +342,8 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"{name} / ieee" for name in names[:2]]
     caption = (
         "The table has relative errors of float32 results that a GPU computed for "
-        f"{HEADS} heads. The errors are differences from a float64 result. The name of each FA-2 "
-        "column contains the value of the option `precision`."
+        f"{HEADS} heads. The errors in the table are differences from a float64 result. The name "
+        "of each FA-2 column contains the value of the option `precision`."
     )
     return tables.of(caption, header, lines)
 

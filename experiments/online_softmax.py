@@ -320,7 +320,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"P on the chip. The column *NaN in softmax(x + {TOO_LARGE:g})* contains the number of NaN "
         f"in a result of {QUICK_LENGTHS[0]} elements. A column *fastest / safe* contains the "
         "largest ratio, over all vector lengths, of the softmax's speed to the speed of safe "
-        "softmax. The vector length V with the largest ratio is in brackets."
+        "softmax. After each ratio, brackets contain the vector length V at which the ratio is "
+        "largest."
     )
     return tables.of(caption, header, lines)
 
@@ -361,9 +362,10 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"{LABELS[PEER]} / online"]
     caption = (
         "The table has the time of a forward call of unfused attention in fp32, with "
-        f"{UNFUSED_HEADS} heads and d=64. The two matrix products are computed by torch. One of "
-        "three softmaxes is used between the two matrix products. The last two columns contain the "
-        "time with safe softmax or torch.softmax / the time with online softmax."
+        f"{UNFUSED_HEADS} heads and d=64. The two matrix products of unfused attention are "
+        "computed by torch. Between the two matrix products, the softmax is online softmax, safe "
+        "softmax or torch.softmax. The last two columns contain the time with safe softmax or "
+        "torch.softmax / the time with online softmax."
     )
     return tables.of(caption, header, lines)
 

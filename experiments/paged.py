@@ -235,14 +235,15 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     caption = (
         "The table compares calls whose K/V cache is in pages with calls whose K/V cache is "
         "contiguous. The columns *elements that differ* count the elements of O and L that are not "
-        "equal bit for bit. Elements and bytes are counted on the emulator, for two sequences of "
-        f"{LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. The columns "
-        "*table's share of bytes* contain the accessed bytes of the block table / the accessed "
-        "bytes of K and V. The columns *time / contiguous* contain the time with pages / the time "
-        "with a contiguous cache: the median and the largest ratio over several lengths. Each "
-        f"timed call is a decoding step of {BATCH} sequences. Each sequence of the timed calls has "
-        f"one row of Q, {HEADS} query heads and {KEY_HEADS} K/V heads. In the timed calls, the "
-        "block table and the lengths are on the GPU. Tiles and splits have their default values."
+        "equal bit for bit. Elements and bytes in the table are counted on the emulator, for two "
+        f"sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q and d={COUNTED_DIM}. "
+        "The columns *table's share of bytes* contain the accessed bytes of the block table / the "
+        "accessed bytes of K and V. The columns *time / contiguous* contain the time with pages / "
+        "the time with a contiguous cache: the median and the largest ratio over several lengths. "
+        f"Each timed call is a decoding step of {BATCH} sequences. Each sequence of the timed "
+        f"calls has one row of Q, {HEADS} query heads and {KEY_HEADS} K/V heads. In the timed "
+        "calls, the block table and the lengths are on the GPU. In the timed calls, the tiles and "
+        "the numbers of key splits have default values."
     )
     return tables.of(caption, header, lines)
 

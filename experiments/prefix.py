@@ -289,19 +289,19 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     errors = [row.number for row in rows if row.metric == "error"]
     caption = (
         "The table has bytes and times of a decoding step in fp16 with a shared prefix. Each "
-        f"sequence has one row of Q and {LARGE[2]} keys after the "
-        f"prefix, with {LARGE[0]} query heads, {LARGE[1]} K/V heads and d={LARGE[3]}. Each page of "
-        f"the K/V cache has {LARGE[4]} rows. If each sequence reads the prefix, all block tables "
-        "begin with the pages of the prefix. The columns *MB* contain what the kernels on mma load "
-        "and store in global memory, by the access model"
+        f"sequence in the table has one row of Q and {LARGE[2]} keys after the prefix, with "
+        f"{LARGE[0]} query heads, {LARGE[1]} K/V heads and d={LARGE[3]}. Each page of the K/V "
+        f"cache has {LARGE[4]} rows. If each sequence reads the prefix, all block tables begin "
+        "with the pages of the prefix. The columns *MB* contain what the kernels on mma load and "
+        "store in global memory, by the access model"
     )
     if errors:
         equal, counted = counts.equal(small)
         caption += (
             ". The emulator ran smaller decoding steps, with 1 to 8 sequences, on three units. In "
-            f"the smaller steps, {equal} of {counted} numbers counted by the emulator equal the "
-            "access model. The errors of the results, compared with float64, are at most "
-            f"{max(errors):.1e}"
+            f"the smaller decoding steps on the emulator, {equal} of {counted} numbers counted by "
+            "the emulator equal the access model. The errors of the emulator's results, compared "
+            f"with float64, are at most {max(errors):.1e}"
         )
     caption += "." if timed else ". Times are not recorded."
     return tables.of(caption, header, lines)

@@ -300,9 +300,9 @@ def break_even_table(rows: Sequence[Row]) -> tables.Table | None:
         "The table shows the ratio Hk Nk / (Hq Nq) at which both loop orders send equally many "
         "bytes. If a call's ratio Hk Nk / (Hq Nq) is larger than the ratio in the table, sending Q "
         "takes fewer bytes than sending K and V. Hk and Hq are the numbers of heads of K and of Q. "
-        "Nk and Nq are the numbers of rows of K and of Q. The ratios are not measured, but "
-        "computed from closed forms, for calls without a mask, with 16-bit inputs and "
-        f"d={HEAD_DIM}."
+        "Nk and Nq are the numbers of rows of K and of Q. The ratios in the table are not "
+        "measured, but computed from closed forms, for calls without a mask, with 16-bit inputs "
+        f"and d={HEAD_DIM}."
     )
     return tables.of(caption, header, by_ranks)
 
@@ -325,11 +325,12 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
     ]
     caption = (
         "The table shows during which share of a call the GPUs compute attention, for calls with a "
-        "causal mask. The shares come from a model and are not measured. The model uses the "
-        "measured duration of attention calls on one GPU. For sequences that are longer than the "
-        "longest measured sequence, the model extrapolates the measured duration in proportion to "
-        "the work. The columns *measured link* use the measured bandwidth of the link between the "
-        f"GPUs. The columns *InfiniBand* assume a bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
+        "causal mask. The shares in the table come from a model and are not measured. The model "
+        "of the shares uses the measured duration of attention calls on one GPU. For sequences "
+        "that are longer than the longest measured sequence, the model extrapolates the measured "
+        "duration in proportion to the work. The columns *measured link* use the measured "
+        "bandwidth of the link between the GPUs. The columns *InfiniBand* assume a bandwidth of "
+        f"{INFINIBAND / 1e9:.0f} GB/s."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 

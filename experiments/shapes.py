@@ -398,13 +398,14 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header.append("our time on mma / our time: median; worst")
     caption = (
         "Each ratio in the table is the time of another kernel / the time of our call, in fp16. "
-        "If the ratio is above 1, our call is faster. *Worst* is the smallest ratio of a class. "
+        "If a ratio in the table is above 1, our call is faster than the other kernel. *Worst* is "
+        "the smallest ratio of a class. "
         'Our calls use `unit="auto"`, which picks wgmma on Hopper if the wgmma kernels support '
         "the options of the call. The class *options* contains windows, softcap, ALiBi, bias, and "
-        "packed sequences of unequal lengths. We compile flex_attention for each problem, and its "
-        f"times exclude compiling. The dropout probability is {DROPOUT:g}. In the class "
-        f"*dropout and padding*, up to {PADDING} rows of each sequence are padding, which "
-        "torch's unfused attention hides by a mask."
+        "packed sequences of unequal lengths. We compile flex_attention for each problem, and the "
+        "times of flex_attention exclude compiling. In classes with dropout, the dropout "
+        f"probability is {DROPOUT:g}. In the class *dropout and padding*, up to {PADDING} rows of "
+        "each sequence are padding, which torch's unfused attention hides by a mask."
     )
     return tables.of(caption, header, lines)
 

@@ -61,7 +61,7 @@ def memory(rows: Sequence[Row]) -> tables.Table | None:
     header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
     caption = (
         "The table has the memory in MiB that a forward call uses in addition to inputs and "
-        f"outputs. The calls have 16k tokens, d={HEAD_DIM} and no mask."
+        f"outputs. The calls in the table have 16k tokens, d={HEAD_DIM} and no mask."
     )
     return tables.of(caption, header, lines)
 

@@ -123,10 +123,10 @@ def over_fp16(rows: Sequence[Row]) -> tables.Table | None:
     ours = [x for series in STUDY.ours for of in over.get(series, {}).values() for x in of]
     near, slower = _judged(ours)
     caption = (
-        "Speed in bf16 is divided by speed in fp16, at equal length, head dimension and "
-        "mask. Each cell has the smallest, the median and the largest ratio. For our kernels, "
-        f"{near} ratios are within {NEAR:.0%} of 1. In {slower} of the {len(ours)} ratios for our "
-        f"kernels, bf16 is slower by more than {NEAR:.0%}."
+        "The table has the ratio *speed in bf16 / speed in fp16*, at equal length, head dimension "
+        "and mask. Each cell of the table has the smallest, the median and the largest ratio. For "
+        f"our kernels, {near} ratios are within {NEAR:.0%} of 1. In {slower} of the {len(ours)} "
+        f"ratios for our kernels, bf16 is slower by more than {NEAR:.0%}."
     )
     header = ["series", *STUDY.passes, f"ratios within {NEAR:.0%} of 1"]
     header.append(f"ratios where bf16 is slower by more than {NEAR:.0%}")

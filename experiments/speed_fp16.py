@@ -143,9 +143,9 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
     ]
     caption = (
         "The table shows the speed of our FA-2 on wgmma in fp16, with 16k tokens (batch x N). "
-        "*Fastest* is the highest speed over all N. A column *speed / X* shows the speed of our "
-        "FA-2 on wgmma divided by the speed of X. Each cell of a column *speed / X* has the "
-        "smallest, the median and the largest ratio over all N."
+        "The column *fastest* has the highest speed of our FA-2 on wgmma over all N. A column "
+        "*speed / X* shows the speed of our FA-2 on wgmma divided by the speed of X. Each cell of "
+        "a column *speed / X* has the smallest, the median and the largest ratio over all N."
     )
     return tables.of(caption, header, lines)
 
@@ -177,9 +177,10 @@ def errors(rows: Sequence[Row]) -> tables.Table | None:
     header = ["dtype", "series", "largest relative error", "largest excess, roundings"]
     caption = (
         "The table shows the largest relative error of each series over all checked passes and "
-        "problems. The error is the difference from a float64 result for the same inputs. The "
-        "*excess* of a series is its error minus the error of torch's FlashAttention-2 on the same "
-        "problem. The unit of the excess is the error of rounding once to the dtype (fp16 or bf16)."
+        "problems. An error in the table is the difference from a float64 result for the same "
+        "inputs. The *excess* of a series is its error minus the error of torch's "
+        "FlashAttention-2 on the same problem. The unit of the excess is the error of rounding "
+        "once to the dtype (fp16 or bf16)."
     )
     return tables.of(caption, header, lines)
 

@@ -256,12 +256,16 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     accesses = [row for row in rows if row.metric in ("loads", "stores")]
     header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "FA-1 / FA-2"]
     header.append("relative error")
+    said = (
+        counts.said(accesses)
+        .replace(": ", ". ")
+        .replace("numbers equal the model", "counts of loads or stores equal the access model")
+    )
     caption = (
         "The table has the accesses (loads plus stores) of a forward call in elements, in fp32 "
         f"with {HEADS} heads and tiles of {TILES.Br} x {TILES.Bc}. Accesses are "
-        f"{counts.said(accesses).replace(': ', '. Of the loads and stores, ')}. The "
-        "column *relative error* contains the larger error of the two loop orders, compared with "
-        "float64."
+        f"{said}. The column *relative error* contains the larger error of the two loop orders, "
+        "compared with float64."
     )
     if not variant_times.times(rows):
         caption += " Times are not recorded."

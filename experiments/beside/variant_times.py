@@ -376,6 +376,6 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "FA-2* contain the time of torch's flex_attention / the time of "
         f"{LABELS[every[-2]]}. The column *tiles skipped* contains the share of tiles that "
         f"{LABELS[every[-2]]} skips in the forward pass. The columns *compiling* contain the time "
-        "to compile both passes."
+        "to compile the forward and the backward pass."
     )
     return tables.of(caption, header, lines)

@@ -122,11 +122,11 @@ def _table(found: Sequence[Row], seconds: Mapping[str, float]) -> Table | None:
         return None
     header = ["claim", "command", "needs", "minutes", "expected", "allowed variation"]
     caption = (
-        "Write `python -m experiments` before each command of the table. *Minutes* is how long the "
-        "complete command took when its data was recorded. *Allowed variation* is how far your "
-        "number may be from the expected number on an H200. The allowed variation of times and "
-        "speeds also applies to an H100. After a run, `git diff figures/data` shows which numbers "
-        "changed."
+        "Write `python -m experiments` before each command of the table below. *Minutes* is how "
+        "long the complete command took when the data was recorded. *Allowed variation* is how "
+        "far your number may be from the expected number on an H200. The allowed variation of "
+        "times and speeds also applies to an H100. After you run an experiment, `git diff "
+        "figures/data` shows which numbers changed."
     )
     return Table(caption, markdown(header, lines).replace("---:", "---"))
 

@@ -86,26 +86,27 @@ def sentences(found: Evidence) -> str:
     return (
         "Each cell of the table shows the smallest and the largest value of a ratio. Each ratio is "
         "bytes or time of K/V outer (FlashAttention-1's order) divided by bytes or time of Q outer "
-        "(FlashAttention-2's order). All calls are forward calls with N=512 to 16k, with and "
-        "without a causal mask. The two calls of a ratio multiply matrices with equal "
-        "instructions. In the first five rows of the table, both loop orders use equal tile sizes. "
-        "On CUDA cores and with mma.sync, the equal tile sizes are the fastest tile sizes of FA-1. "
-        "With wgmma, the equal tile sizes are the fastest tile sizes of FA-2. In the last two "
-        "rows, each loop order uses its own fastest tile sizes. The accessed bytes are computed by "
-        "closed forms. L2 bytes, DRAM bytes and times are measured. L2 and DRAM bytes were "
-        "measured for "
-        f"{len(counted)} of the {len(timed)} combinations of N, head dimension and mask. Of these "
-        f"{len(counted)} combinations, {masked or 'none'} had a causal mask.\n\n"
+        "(FlashAttention-2's order). All calls in the table are forward calls with N=512 to 16k, "
+        "with and without a causal mask. The two calls of a ratio multiply matrices with the same "
+        "instructions. In the first five rows of the table, both loop orders use equal tile "
+        "sizes. On CUDA cores and with mma.sync, the equal tile sizes are the fastest tile sizes "
+        "of FA-1. With wgmma, the equal tile sizes are the fastest tile sizes of FA-2. In the "
+        "last two rows, each loop order uses its own fastest tile sizes. The accessed bytes are "
+        "computed by closed forms. L2 bytes, DRAM bytes and times are measured. L2 and DRAM bytes "
+        f"were measured for {len(counted)} of the {len(timed)} combinations of N, head dimension "
+        f"and mask. L2 and DRAM bytes were measured for {masked or 'no'} calls with a causal "
+        "mask.\n\n"
         + markdown(["K/V outer / Q outer", *WORDS.values()], lines)
         + f"\n\n- By the hardware counters, L2 moves {of_accesses()} times the bytes that the "
         "kernels load and store by the closed forms.\n"
         "- For every column tile, K/V outer reads and writes O and the softmax statistics l and m "
-        "of all rows. O, l and m of all rows do not fit in L2, so DRAM moves them each time.\n"
+        "of all rows. O, l and m of all rows do not fit in L2, so DRAM moves O, l and m for every "
+        "column tile.\n"
         "- For every row tile, Q outer reads K and V of a head again. K and V of the heads "
         "that run at the same time fit in L2.\n"
         "- On the grid of FA-1's paper, FA-1 has one thread block per batch entry and head. At "
-        "equal work, FA-1 on the paper's grid takes longer the fewer batch entries and heads "
-        "there are.\n"
+        "equal work, the time of FA-1 on the paper's grid grows if there are fewer batch entries "
+        "and heads.\n"
     )
 
 
@@ -129,11 +130,12 @@ def traffic(found: Evidence) -> str:
     ]
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
-        f"In K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. O, l "
-        "and m of all rows do not fit into L2, except at the shortest sequence lengths.",
+        f"In K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. In "
+        "K/V outer, O, l and m of all rows do not fit into L2, except at the shortest sequence "
+        "lengths.",
         f"In Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
-        "and O together, for every N. Every row tile reads K and V of its head again, but K and V "
-        "stay in L2.",
+        "and O together, for every N. In Q outer, every row tile reads K and V of the tile's head "
+        "again, but K and V stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
         f"attention, but moves {wide[1]} times as many bytes through DRAM. In fp32, registers "
         "limit a tile to few columns, so K/V outer reads and writes each row of O many times.",

@@ -15,8 +15,8 @@ LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
 TRENDS = ("order", "shape", "words")
 
 TEXT = """\
-The rule compares our numbers with the published numbers, point by point. A point is one \
-published number and our number for the same quantity.
+The rule for verdicts compares our numbers with the published numbers, point by point. A point is \
+one published number and our number for the same quantity.
 
 | verdict | when it is given |
 | --- | --- |
@@ -46,10 +46,11 @@ the published curve does |
 verdict is "reproduced" |
 
 - If the paper gives a range or a bound instead of a number, our number must be in the range or \
-within the bound. The factor does not widen ranges and bounds.
+within the bound. The allowed factor does not widen published ranges and bounds.
 - A claim about FlashAttention is checked for both loop orders. If the two \
 loop orders get different verdicts, the table of claims has a row for each loop order.
-- If a figure or claim has fewer than ten points, the trend must agree at all points."""
+- If a figure or claim has fewer than ten points, our trend must agree with the published trend at \
+all points."""
 
 
 @dataclass(frozen=True)
@@ -209,4 +210,5 @@ def tally(verdicts: Iterable[str]) -> str:
     found = list(verdicts)
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f'{found.count(name)} are "{name}"' for name in known if name in found]
-    return f"Of {len(found)} verdicts, {', '.join([*shown[:-2], ' and '.join(shown[-2:])])}."
+    said = ", ".join([*shown[:-2], " and ".join(shown[-2:])])
+    return f"Of the {len(found)} verdicts in this section, {said}."

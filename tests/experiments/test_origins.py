@@ -67,14 +67,17 @@ def test_history_has_the_commit_that_is_checked_out():
 def test_clocks_are_said_in_words():
     assert provenance.clocks({"clocks": CLOCKS}) == (
         "While the GPU was busy, the SM clock was 1095 to 1980 MHz (median 1620 MHz) in 102 "
-        "samples. The power cap limited the SM clock in 94 of 102 samples"
+        "samples (one per second). In 94 of 102 samples of the SM clock, the power cap limited the "
+        "clock"
     )
     steady = {"SM clock, MHz": [1980.0] * 3, "busy": 2, "held by": {}}
     assert (
         provenance.clocks({"clocks": steady})
-        == "While the GPU was busy, the SM clock was 1980 MHz in 2 samples"
+        == "While the GPU was busy, the SM clock was 1980 MHz in 2 samples (one per second)"
     )
-    assert provenance.clocks({"clocks": steady | {"busy": 1}}).endswith("1980 MHz in 1 sample")
+    assert provenance.clocks({"clocks": steady | {"busy": 1}}).endswith(
+        "1980 MHz in 1 sample (one per second)"
+    )
     assert "not busy in any sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}})
     assert provenance.clocks({}) == "The GPU's clocks were not sampled"
 

@@ -182,10 +182,10 @@ def clocks(run: Mapping[str, Any]) -> str:
     span = f"was {low} MHz" if low == high else f"was {low} to {high} MHz (median {middle} MHz)"
     samples = "1 sample" if found["busy"] == 1 else f"{found['busy']} samples"
     held = "".join(
-        f". The {name} limited the SM clock in {n} of {samples}"
+        f". In {n} of {samples} of the SM clock, the {name} limited the clock"
         for name, n in found["held by"].items()
     )
-    return f"While the GPU was busy, the SM clock {span} in {samples}{held}"
+    return f"While the GPU was busy, the SM clock {span} in {samples} (one per second){held}"
 
 
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:

@@ -31,7 +31,7 @@ _L2 = re.compile(r"(?<!from )(?<!to )\bL2\b")
 # A table of times or speeds.
 _TIMED = re.compile(
     r"\b(ms|us)\b|T(FLOP|B)/s|[Tt]imes? (of|over|at|a|than)\b|[Mm]icroseconds|[Ff]astest|"
-    r"Speed (of|in)\b"
+    r"Speed (of|in)\b|speed in bf16"
 )
 
 
@@ -124,7 +124,9 @@ def text(name: str, store: Store) -> str:
     where = ", ".join([*sources[:-2], " and ".join(sources[-2:])])
     by = _l2_sentence(store, gpus) if _L2.search(table.body) else ""
     how = _how_timed(store, gpus) if _TIMED.search(table.caption + table.body) else ""
-    return f"{table.caption}\n\nThe numbers are from {where}.{by}\n\n{table.body}{how}"
+    what = "list" if table.body.lstrip().startswith("- ") else "table"
+    said = f"The numbers in the {what} are from {where}.{by}"
+    return f"{table.caption}\n\n{said}\n\n{table.body}{how}"
 
 
 def _seconds(store: Store, gpus: Mapping[str, str]) -> dict[str, float]:

@@ -258,8 +258,8 @@ def table(
         reach = f" For comparison, torch's matrix product reaches {peak.number:.0f} TFLOP/s."
     timed = tables.runs(r for r in rows if r.metric == "time")
     return tables.of(
-        f"{caption}{f' Values are {timed}.' if timed else ''}{reach} The data "
-        "file also contains speeds for lengths and masks that the table does not show.",
+        f"{caption}{f' Values in the table are {timed}.' if timed else ''}{reach} The data file "
+        "also contains speeds for lengths and masks that the table does not show.",
         header,
         lines,
     )
