@@ -423,4 +423,9 @@ def default_wgmma_backward_tiles(
     for variant in variants_of(algorithm):
         if variant.covers(largest_dim, planes > 1, adds_dq):
             return variant.tiles
-    raise ValueError(f"head_dim must be at most 256 in the backward pass, got {largest_dim}")
+    alike = (v for v in variants_of(algorithm) if v.covers(0, planes > 1, adds_dq))
+    most = max((v.largest_dim for v in alike), default=0)
+    raise ValueError(
+        f"head_dim must be at most {most} in the backward pass of {algorithm!r} on unit 'wgmma' "
+        f"with adds_dq={adds_dq} and {planes} planes, got {largest_dim}"
+    )

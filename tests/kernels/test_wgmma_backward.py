@@ -425,7 +425,7 @@ def test_column_tiles_in_chunks(monkeypatch, d, Hk, few, chunk, grid):
     Nq, Nk = 70, 300
     known, facts = rules.measured, {"heads of K and V that are few": few}
     columns = "columns of a head whose causal tiles go side by side"
-    facts[columns] = chunk * default_wgmma_backward_tiles(d).Bc
+    facts[columns] = chunk * default_wgmma_backward_tiles(d, adds_dq=d <= 128).Bc
     monkeypatch.setattr(rules, "measured", lambda fact, *of: facts.get(fact, known(fact, *of)))
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     monkeypatch.setattr(planning, "planned", uncached)

@@ -105,3 +105,5 @@ def test_tiles_are_known_before_options_and_splits():
 def test_a_head_dimension_without_a_row_is_refused():
     with pytest.raises(ValueError, match="^head_dim must be at most 128 in .* 'fa1' .* got 136$"):
         variant_of(BackwardCall(136, algorithm="fa1", features=PLAIN))
+    with pytest.raises(ValueError, match="^head_dim must be at most 128 .* adds_dq=True .* 192$"):
+        default_wgmma_backward_tiles(192)

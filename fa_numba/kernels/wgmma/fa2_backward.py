@@ -24,7 +24,7 @@ from fa_numba.kernels.wgmma.fa2_backward_planes import (
     make_planes_consumer,
     make_planes_consumers_by_product,
 )
-from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
+from fa_numba.kernels.wgmma.fa2_backward_wide import make_consumers_by_product
 from fa_numba.parts import bind, wgmma
 from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
 
@@ -201,6 +201,7 @@ CONSUMERS = {
     "late": make_late_consumer,
     "planes": make_planes_consumer,
     "planes by product": make_planes_consumers_by_product,
+    "products": make_consumers_by_product,
 }
 
 
@@ -212,10 +213,7 @@ def make_backward(spec, atomic=True):
     column tile. ``atomic`` says whether this kernel adds dQ, as the variant does. Otherwise
     ``make_query_gradients`` computes dQ.
     """
-    producers = make_producers(spec)
-    if spec.wide:
-        return make_wide_backward(spec, *producers)
-    produce, produce_values, produce_drawing = producers
+    produce, produce_values, produce_drawing = make_producers(spec)
     consume = CONSUMERS[spec.variant.consumer](spec)
     gradients, pipeline = bind(spec, wgmma.gradients, wgmma.pipeline)
     (key_tiles,) = bind(spec, wgmma.key_tiles)

@@ -10,19 +10,17 @@ producers are those of ``fa2_backward``.
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.device.signature import arguments, array_type, tiled_type
-from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts import bind, wgmma
-from fa_numba.parts.records import Head, RowTiles, Slot, Tile
+from fa_numba.parts.records import Head, Slot, Tile
 
 
 @cache
-def make_wide_backward(spec, produce, produce_values, produce_drawing):
-    """The kernel for ``spec`` and its producers, those of ``fa2_backward.make_producers``; launched
-    over the blocks of ``key_tiles``.
+def make_consumers_by_product(spec):
+    """``consume`` of ``fa2_backward.make_backward``: one warpgroup makes S, P and dV, the other dP,
+    dS and dK.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
-    pipeline, pingpong, wide = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.wide_gradients)
+    pingpong, wide = bind(spec, wgmma.pingpong, wgmma.wide_gradients)
     drawing, visits = bind(spec, wgmma.drawing, wgmma.visits)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT
     (of_values,) = bind(spec.of_values.transposed, wgmma.products)  # dPT = V dOT
@@ -30,8 +28,7 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
     (scores,), (hidden,) = bind(spec.part, wgmma.scores), bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, s_pipeline = wgmma.pipelines(spec)
     RS, RP, _, RK, RV = spec.tile_registers
-    (FEW, MANY), DROPS = spec.registers, spec.features.dropout
-    STAYS = spec.features.scores_stay
+    DROPS, STAYS = spec.features.dropout, spec.features.scores_stay
 
     @device_function
     def consume_values(shared, Q, K, dV, scale_log2, group, options):
@@ -146,33 +143,14 @@ def make_wide_backward(spec, produce, produce_values, produce_drawing):
         gradients.scale_columns(rdK, scale)
         gradients.write_columns(rdK, sV, dK, j0, head, thread)
 
-    queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
-    rows = array_type(3)
-    columns = tiled_type(4, spec.features.packed)
-    arrays = [queries, keys, keys, queries, rows, rows, array_type(4), columns, columns]
-
-    @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
-    def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
-        shared = wide.wide_shared_memory()
-        pipeline.begin(shared.bars)
-        key_tiles.write_key_tile(shared.words, Q, K, group, options)
-        cuda.syncthreads()
-        if cuda.threadIdx.x < 128:
-            give_registers(FEW)
-            if DROPS:
-                produce_drawing(shared, RowTiles(Q, dO, L, D), K, V, group, options)
-            elif cuda.threadIdx.x == 0:
-                produce(shared, Q, K, V, dO, group, options)
-            elif 32 <= cuda.threadIdx.x < 96:
-                produce_values(shared, Q, K, L, D, group, options)
+    @device_function
+    def consume(shared, Q, K, results, scale, scale_log2, group, options):
+        if cuda.threadIdx.x < 256:
+            consume_values(shared, Q, K, results.dV, scale_log2, group, options)
         else:
-            take_registers(MANY)
-            if cuda.threadIdx.x < 256:
-                consume_values(shared, Q, K, dV, scale_log2, group, options)
-            else:
-                consume_keys(shared, Q, K, dK, scale, scale_log2, group, options)
+            consume_keys(shared, Q, K, results.dK, scale, scale_log2, group, options)
 
-    return fa2_backward
+    return consume
 
 
 __doc__ = f"""{__doc__ or ""}

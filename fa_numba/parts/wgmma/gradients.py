@@ -49,6 +49,7 @@ from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_bo
 from fa_numba.parts.wgmma.load import make_tile
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.parts.wgmma.products import make_round_p, pack_p, wait_for, wait_with
+from fa_numba.parts.wgmma.wide_gradients import make_wide_shared_memory
 from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
@@ -60,8 +61,11 @@ VALUE_THREADS = 64  # that load L and D
 @part
 def make_backward_shared_memory(spec):
     """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, bits of what
-    dropout drops, the words of the key tile, and the barriers.
+    dropout drops, the words of the key tile, and the barriers; or ``wide_shared_memory``, where
+    consumers share columns beyond d = 128.
     """
+    if spec.wide:
+        return make_wide_shared_memory(spec)
     (NQ, NK, NS), (NO, NV, _) = spec.tile_halves, spec.of_values.tile_halves
     AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.offsets
     NQS, NOS, NSS, NDQ, NL = 2 * NQ, 2 * NO, 2 * NS, spec.query_floats, 4 * spec.Br
