@@ -179,7 +179,7 @@ def draw(ax: Any, rows: Sequence[Row]) -> None:
     fused = {LABELS[s]: (s, found[s, FUSED]) for s in FUSED_SERIES if (s, FUSED) in found}
     fused = {"FlashAttention, published (A100)": ("", paper[FUSED])} | fused
     for label, (series, value) in fused.items():
-        looks: dict[str, Any] = {"color": style.COLOURS.get(series)}
+        looks: dict[str, Any] = {"color": style.COLOURS.of(series)}
         if not series:
             looks = {"facecolor": "none", "edgecolor": style.COLOURS["published"], "linewidth": 1.6}
         ax.barh(len(names), value, 0.66, **looks)

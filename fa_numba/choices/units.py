@@ -244,6 +244,7 @@ class Mma(Unit):
 
     name, title, label = "mma", "tensor cores", "tensor cores (mma)"
     instruction, emulated_steps = "mma.sync", 1e8
+    looks: Mapping[str, tuple[str, str]] = {"fa2-splits": ("#8BC34A", "<")}
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is not None)
     capability = (8, 0)
     kernels = mma

@@ -12,12 +12,14 @@ import numpy as np
 import fa_numba
 from fa_numba import device
 from fa_numba.choices.makespan import makespan
+from fa_numba.choices.units import UNITS, Unit
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.problem import Problem
 from fa_numba.typing import Algorithm, UnitName
 
 from ..record import EMULATOR, MODEL
 from . import peers
+from .of_series import OfSeries
 
 # A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", tensor cores,
 # "mma", and those of Hopper by their own instruction, "wgmma".
@@ -36,12 +38,8 @@ HOPPER_PLANES = ("fa2-wgmma-fp16x3", "fa2-wgmma-bf16x3")
 # atomic adds to its dK and dV where several blocks share a head's queries, as measured on an H200.
 LOADING_KV, ADDING_DKV = 0.5, 2.6
 # What figures and tables call a unit, and a series.
-UNIT_NAMES = {
-    "simt": "CUDA cores",
-    "mma": "tensor cores (mma)",
-    "wgmma": "Hopper's tensor cores (wgmma)",
-}
-LABELS = {
+UNIT_NAMES = {name: unit.label for name, unit in UNITS.items()}
+_LABELS = {
     "standard-simt": "standard attention",
     "fa1-simt": "FA-1 (K/V outer)",
     "fa1-simt-splits": "FA-1, query splits",
@@ -50,6 +48,7 @@ LABELS = {
     "fa2-simt-fa1-tiles": "FA-2, FA-1's tiles",
     "fa2-simt-one-block": "FA-2, one block per head",
     "fa2-simt-deterministic": "FA-2, deterministic dQ",
+    "fa2-simt-splits": "FA-2, key splits",
     "torch-efficient": "torch's memory-efficient attention",
     "torch-fa2": "torch's FlashAttention-2",
     "torch-cudnn": "cuDNN",
@@ -59,19 +58,31 @@ LABELS = {
     "fa2-auto": 'FA-2, unit="auto"',
 }
 # In the backward pass both orders have K/V outside: what differs is the grid.
-BACKWARD_LABELS = LABELS | {
-    "fa1-simt": "FA-1 (one block per head)",
-    "fa2-simt": "FA-2 (grid over K/V)",
-}
+_BACKWARD = {"fa1-simt": "FA-1 (one block per head)", "fa2-simt": "FA-2 (grid over K/V)"}
+
+
+def _label(unit: Unit, rest: str, of_first: str) -> str:
+    """Return the label of a unit's series: that of the first unit's, marked with the unit.
+
+    The series of a precision is called by the precision.
+    """
+    order, *variant = rest.split("-")
+    name, comma, more = of_first.partition(", ")
+    if not of_first and variant and variant[0] in PRECISIONS:
+        name, comma, more = f"FA-{order[-1]}", ", ", variant[0]
+    if unit.mark:
+        name = name.partition(" (")[0] + unit.mark
+    return f"{name}{comma}{more}" if name and (of_first or more) else ""
+
+
+LABELS = OfSeries(_LABELS, _label)
+BACKWARD_LABELS = OfSeries(_LABELS | _BACKWARD, _label)
 for _names in (LABELS, BACKWARD_LABELS):
-    _names |= {name.replace("-simt", "-mma"): label for name, label in _names.items()}
-    _names[HOPPER] = "FA-2 (wgmma)"
-    _names[HOPPER_FA1] = "FA-1 (wgmma)"
-    _names[HOPPER_SPLITS] = "FA-1 (wgmma), query splits"
-    _names["fa2-mma-splits"] = "FA-2, key splits"
-    _names["fa2-wgmma-splits"] = "FA-2 (wgmma), key splits"
-    _names |= {name: f"FA-2, {name.split('-')[2]}" for name in PLANES}
-    _names |= {name: f"FA-2 (wgmma), {name.split('-')[2]}" for name in HOPPER_PLANES}
+    for _series in (*_LABELS, *PLANES, *HOPPER_PLANES):
+        if _names.of(_series.replace("-simt", "-mma")):
+            _names.add(_series.replace("-simt", "-mma"))
+    for _series in (HOPPER, HOPPER_FA1, HOPPER_SPLITS, "fa2-wgmma-splits"):
+        _names.add(_series)
 
 
 def algorithm(series: str) -> Algorithm:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..measure.of_series import OfSeries
 from ..record import write_if_changed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Mostly the Okabe-Ito set: those of a panel are told apart by people with any colour vision.
-COLOURS = {
+# Mostly the Okabe-Ito set: those of a panel are told apart by people with any colour vision. The
+# same algorithm on another unit looks the same, unless the unit has looks of its own.
+_COLOURS = {
     "standard-simt": "#D55E00",
     "fa1-simt": "#0072B2",
     "fa1-simt-splits": "#56B4E9",
@@ -40,7 +42,7 @@ COLOURS = {
     "triton": "#6B6ECF",
     "fa3": "#B22222",
 }
-MARKERS = {
+_MARKERS = {
     "standard-simt": "s",
     "fa1-simt": "o",
     "fa1-simt-splits": "D",
@@ -53,16 +55,12 @@ MARKERS = {
     "torch-flex": "D",
     "fa2-auto": "h",
 }
-# The same algorithm on tensor cores looks the same.
-for _looks in (COLOURS, MARKERS):
-    _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
-COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#6000E6", "h"
-COLOURS["fa2-mma-splits"], MARKERS["fa2-mma-splits"] = "#8BC34A", "<"
-COLOURS["fa2-wgmma-splits"], MARKERS["fa2-wgmma-splits"] = "#CE93D8", "p"
-COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#330080", "H"
-COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#A48CFF", "8"
-COLOURS |= {"fa1-wgmma-own": "#0D1140", "fa2-wgmma-one-block": "#E1BEE7"}
-COLOURS["fa2-wgmma-fa1-tiles"] = "#AB6BC4"
+COLOURS = OfSeries(
+    _COLOURS, lambda unit, rest, of_first: unit.looks[rest][0] if rest in unit.looks else of_first
+)
+MARKERS = OfSeries(
+    _MARKERS, lambda unit, rest, of_first: unit.looks[rest][1] if rest in unit.looks else of_first
+)
 QUIET = "#555555"  # explanations
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 PAD = 0.06  # inches about what is drawn: no ink at the border
@@ -210,7 +208,7 @@ def line(ax: Any, points: Mapping[Any, Any] | Iterable[Any], like: str = "", **l
         Options of matplotlib's `Axes.plot`.
     """
     pairs = list(points.items() if isinstance(points, Mapping) else points)
-    own = {"color": COLOURS[like], "marker": MARKERS.get(like)} if like else {}
+    own = {"color": COLOURS[like], "marker": MARKERS.of(like)} if like else {}
     if pairs:
         ax.plot(*zip(*pairs, strict=True), **own | look)
 
