@@ -32,7 +32,7 @@ from .errors import (
     never_written,
 )
 from .global_memory import BOX_ON_ITS_WAY, GlobalArray
-from .groups import Site
+from .groups import WARP, Site
 from .mbarriers import Mbarrier, Mbarriers, MbarrierTile
 from .shared_memory import SharedArray, SharedBuffer
 
@@ -244,6 +244,7 @@ class Boxes(Mbarriers):
         if bad >= 0:
             raise self.untouchable(dst, int(first + places[bad]), known, "overwrites")
         barrier.flying.append(BoxLoad(buffer, first, places, values))
+        self._acquired.pop(int(tid[0]) // WARP, None)
 
     def store_box(
         self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any,
@@ -370,6 +371,7 @@ class Boxes(Mbarriers):
                     f"thread call wait_mbarrier for {barrier.name}, the mbarrier of this load"
                 )
                 raise self.fault_at(SharedHazard, text, int(tid), site)
+        super().left_over()
 
 
 def _signed(value: int) -> int:

@@ -175,7 +175,8 @@ class BarrierMisuse(EmulatorError):
     """A wrong use of a named barrier or an mbarrier.
 
     One example is a wrong number of the barrier or of its threads. Another example is a thread that
-    arrives at a barrier whose earlier use may not have ended.
+    arrives at a barrier whose earlier use may not have ended. A third example is a slot of a
+    pipeline that is not released before the thread block ends.
     """
 
 

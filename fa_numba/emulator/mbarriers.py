@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from .checks import NOBODY, PRODUCT, SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence, two_arrays
-from .groups import AT_MBARRIER, READY, WARP, Group, Parting, warps_of
+from .groups import AT_MBARRIER, READY, WARP, Group, Parting, Site, warps_of
 from .knowledge import ALWAYS, WARPGROUP, Knowledge
 from .shared_memory import SharedArray
 
+Use = tuple[int, list[Site]]  # a thread, and where it was: see `Mbarriers.calls`
 MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
 
 
@@ -21,12 +24,15 @@ class Mbarrier:
     `phase` is the number of the current phase, from 0. `pending` arrivals and `bytes` bytes are
     still missing in it. `past` is what the threads that arrived know. `flying` are the copies that
     it counts. `ends` are the stamps at which its phases ended, `ended` is what was known at the
-    last end. `arrived` are copies of ended phases that no thread has waited for.
+    last end. `arrived` are copies of ended phases that no thread has waited for. `awaited` is the
+    last phase that a thread has waited for, and `acquired` says whether a thread has waited for the
+    phase before the first. `uses` has the thread and the instruction of the last wait and of the
+    last arrival.
     """
 
     __slots__ = (
         "name", "count", "column", "made", "maker", "fenced", "phase", "pending", "bytes", "past",
-        "ends", "ended", "waiting", "flying", "arrived",
+        "ends", "ended", "waiting", "flying", "arrived", "awaited", "acquired", "uses",
     )  # fmt: skip
 
     def __init__(self, name: str, count: int, column: int, made: int, maker: int) -> None:
@@ -39,6 +45,8 @@ class Mbarrier:
         self.waiting: list[Group] = []
         self.flying: list[Any] = []
         self.arrived: list[Any] = []
+        self.awaited, self.acquired = -2, False
+        self.uses: dict[str, Use] = {}
 
     def __str__(self) -> str:
         text = f"{self.name} is in phase {self.phase}, which still waits for {self.pending} of "
@@ -67,16 +75,18 @@ class MbarrierTile:
 class Mbarriers(Knowledge):
     """A context with mbarriers."""
 
-    __slots__ = ("_mbarriers",)
+    __slots__ = ("_mbarriers", "_acquired")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._mbarriers: dict[int, Mbarrier] = {}  # by the place of their element
+        # By warp, the slot that the warp has acquired last, unless the warp has loaded a box since.
+        self._acquired: dict[int, Mbarrier] = {}
 
     def begin_blocks(self, first: int, count: int) -> None:
         """Forget all mbarriers, for new thread blocks; see `Context.begin_blocks`."""
         super().begin_blocks(first, count)
-        self._mbarriers = {}
+        self._mbarriers, self._acquired = {}, {}
 
     def who(self, stamp: int) -> str:
         """Return the accessing thread, copy or product of a stamp as text."""
@@ -90,6 +100,16 @@ class Mbarriers(Knowledge):
             return f"warp {column}, in a wgmma product,"
         owner = next(b for b in self._mbarriers.values() if b.column == column)
         return f"a TMA load with mbarrier {owner.name}"
+
+    def calls(self) -> list[Site]:
+        """Return the current instruction, and the calls that led to it from the kernel."""
+        frame: FrameType | None = sys._getframe(1)
+        found = []
+        while frame is not None:
+            if id(frame.f_code) in self._codes:
+                found.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        return found
 
     def mbarrier_tile(self, offset: Any, length: int) -> MbarrierTile:
         """Return an array of mbarriers at a place of the dynamic shared memory."""
@@ -211,6 +231,7 @@ class Mbarriers(Knowledge):
                 text = f"expect_bytes: size must be from 0 to {MOST_BYTES}, got {sizes[wrong[0]]}"
                 raise self.fault(BarrierMisuse, text, None, int(wrong[0]))
             tids = group.tids[lanes]
+            barrier.uses["arrival"] = int(tids[0]), self.calls()
             self.in_phase(barrier, tids, "this thread arrives at")
             if tids.size > barrier.pending:
                 text = (
@@ -280,6 +301,11 @@ class Mbarriers(Knowledge):
         known = np.unique(self._column_known(self.group.tids[lanes], barrier.column))
         ended = np.searchsorted(barrier.ends, known)
         meant = int((ended - ((ended - 1) % 2 == parity)).min())
+        barrier.uses["wait"] = int(self.group.tids[lanes[0]]), self.calls()
+        barrier.awaited = max(barrier.awaited, meant)
+        barrier.acquired |= meant < 0
+        if barrier.acquired:
+            self._acquired |= dict.fromkeys(warps_of(self.group.tids[lanes]).tolist(), barrier)
         while barrier.phase == meant:  # the others of the group wait too, see `_stalled`
             barrier.waiting.append(self.group)
             self._wait(AT_MBARRIER, self.site(), f"wait_mbarrier of {barrier.name}", barrier)
@@ -298,6 +324,42 @@ class Mbarriers(Knowledge):
             barrier.arrived = []
         if meant >= 0:
             self._learn(barrier.ended)
+
+    def left_over(self) -> None:
+        """Raise if a thread block ends with an mbarrier at which arrivals are still missing.
+
+        A phase that has begun must end: threads have arrived or have announced bytes. A pipeline
+        slot that was acquired must be released. The mbarrier of empty slots is the one that a
+        thread waits for before any phase has ended: each wait for it has to be followed by one
+        more phase. One acquired slot of a warp needs no release: the last one, if the warp has
+        loaded no box afterwards. By such a slot, a producer tells its consumers to end.
+        """
+        last = set(map(id, self._acquired.values()))
+        for barrier in self._mbarriers.values():
+            begun = barrier.pending != barrier.count or barrier.bytes
+            kept = barrier.acquired and barrier.phase < barrier.awaited + 2
+            if begun or kept and id(barrier) not in last:
+                raise self._unreleased(barrier)
+
+    def _unreleased(self, barrier: Mbarrier) -> EmulatorError:
+        missing = f"{barrier.pending} of {barrier.count} arrivals"
+        if barrier.bytes:
+            missing += f" and {barrier.bytes} bytes"
+        text = (
+            f"the thread block ends, but phase {barrier.phase} of {barrier.name} still waits for "
+            f"{missing}. Release each slot of a pipeline after its last use too: let as many "
+            "threads call arrive_mbarrier as init_mbarrier was given"
+        )
+        for does, of in (("wait", "for"), ("arrival", "at")):
+            text += f"\n  last {does} {of} {barrier.name}: "
+            if does in barrier.uses:
+                tid, sites = barrier.uses[does]
+                lines = ", called at ".join(map(self.line_of, sites))
+                text += f"thread {self.thread_name(tid)}, {lines}"
+            else:
+                text += "none"
+        tid, sites = barrier.uses.get("wait") or barrier.uses["arrival"]
+        return self.fault_at(BarrierMisuse, text, tid, sites[0], barrier.name.partition("[")[0])
 
     def _stalled(self) -> EmulatorError:
         """Return the error for a thread block in which no group can run.

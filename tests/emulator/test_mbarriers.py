@@ -114,6 +114,7 @@ def _ring(X, Y, stages, wrong):
                 arrive_mbarrier(bars, uint32(stages + stage))
             Y[warp - 1, i, lane] = tile[uint32(place ^ 1)]
             comes = wrong != "one forgets" or warp == 1 or lane > 0
+            comes = comes and wrong != "no release"
             if comes and wrong != "read late" and wrong != "nobody empties":
                 arrive_mbarrier(bars, uint32(stages + stage))
         stage = uint32(stage + 1)
@@ -164,6 +165,62 @@ def test_a_ring_of_places(stages):
 def test_a_ring_that_is_wrong(wrong, error, message):
     x, y = np.zeros((7, 32), np.float32), np.zeros((2, 7, 32), np.float32)
     assert message in str(caught(error, _ring, 96, x, y, 2, wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong, rows, missing, arrived",
+    [("no release", 2, "64 of 64", False), ("one forgets", 1, "1 of 64", True)],
+)
+def test_a_slot_that_is_not_released_before_the_block_ends(wrong, rows, missing, arrived):
+    """With as many rows as slots, no thread waits for the release."""
+    x, y = np.zeros((rows, 32), np.float32), np.zeros((2, rows, 32), np.float32)
+    said = str(caught(BarrierMisuse, _ring, 96, x, y, 2, wrong))
+    assert f"the thread block ends, but phase 0 of bars[2] still waits for {missing} arr" in said
+    assert "last wait for bars[2]: none" not in said
+    if arrived:
+        assert "last wait for bars[2]: thread (0, 0, 0), test_mbarriers.py:" in said
+        assert "last arrival at bars[2]: thread (" in said and "arrive_mbarrier(bars, " in said
+    else:
+        assert "last arrival at bars[2]: none" in said
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_the_slot_by_which_a_producer_says_that_it_ends_needs_no_release(rows):
+    """The slot is acquired, and its consumers end."""
+
+    def kernel(y, rows):
+        words = shared_tile(0, 2)
+        bars = mbarrier_tile(BARRIERS, 4)
+        t = cuda.threadIdx.x
+        begin(bars, 1, 1)
+        stage, parity = uint32(0), uint32(0)
+        if t == 0:
+            init_mbarrier(bars, 2, 1)
+            init_mbarrier(bars, 3, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 0:
+            for i in range(rows + 1):
+                wait_mbarrier(bars, uint32(2 + stage), uint32(parity ^ 1))
+                words[stage] = float32(i)
+                arrive_mbarrier(bars, stage)
+                stage = uint32(stage ^ 1)
+                parity = uint32(parity ^ (stage == 0))
+        elif t == 32:
+            more = True
+            while more:
+                wait_mbarrier(bars, stage, parity)
+                i = words[stage]
+                more = i < rows
+                if more:
+                    y[int(i)] = i
+                    arrive_mbarrier(bars, uint32(2 + stage))
+                stage = uint32(stage ^ 1)
+                parity = uint32(parity ^ (stage == 0))
+
+    y = np.full(rows, -1, np.float32)
+    launch(kernel, 64, y, rows)
+    assert (y == np.arange(rows)).all()
 
 
 def test_a_phase_that_may_be_over_when_somebody_looks():
