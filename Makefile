@@ -7,7 +7,7 @@
 # make browser   the page explore.html in Chromium, where there is one
 # make tutorials a notebook of each tutorial, with its outputs, in build/tutorials
 # make docs      the guide, the option reference and the API reference, in build/docs
-# make lint      ruff, mypy, also over calls of users, and numpydoc's validation of public docstrings
+# make lint      ruff, mypy, also over calls of users, docstrings by numpydoc, commit subjects
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
 # make ptx       BASE=revision: whether every kernel has the PTX that it had there
 # make clean     remove .venv and everything generated that git does not track
@@ -70,6 +70,7 @@ lint: $(VENV)/.lint-$(WHEELS)
 	@$(RUN) -m mypy
 	@$(RUN) -m mypy .ci/user_calls.py
 	@$(RUN) .ci/check_docstrings.py
+	@$(RUN) .ci/check_subjects.py
 
 # The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
 # calls that fail: cuda.core makes one as it opens a memory pool.
