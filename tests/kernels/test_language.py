@@ -1,6 +1,7 @@
 """The kernels' language: few names and arguments, and each part has one name in a unit."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -73,3 +74,79 @@ def test_a_part_has_one_name_within_a_unit(unit):
                 where[node.name].add(f"{file.parent.name}/{file.stem}")
     assert len(where) > 50
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+# --- integers stay 32 bits wide ------------------------------------------------------------------
+
+
+def assigned(node):
+    """Yield (target, value) of an assignment, for a tuple each of its elements."""
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=True)
+        else:
+            for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+                yield name, node.value
+
+
+def is_of_compile_time(node):
+    """Return whether an expression has integers and capitalised names only, such as ``2 * Bc``."""
+    return all(
+        isinstance(x, (ast.BinOp, ast.operator, ast.expr_context))
+        or (isinstance(x, ast.Constant) and isinstance(x.value, int))
+        or (isinstance(x, ast.Name) and x.id[:1].isupper())
+        for x in ast.walk(node)
+    )
+
+
+def step_of(name, value):
+    """Return what an assignment adds to the name or subtracts from it, None if it does neither."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+        sides = (value.left, value.right)
+        for own, other in zip(sides, sides[::-1], strict=True):
+            if isinstance(own, ast.Name) and own.id == name:
+                return other
+    return None
+
+
+def is_int64(value):
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "int64"
+
+
+def widened(tree):
+    """Yield (line, name) of steps such as ``j0 = j0 + Bc``, without ``uint32(...)``.
+
+    A number of compile time is an int64, so that Numba would make the variable an int64 in the
+    whole kernel. Variables that are int64 from the beginning, or floats, may have such steps.
+    """
+    for function in functions(tree):
+        steps, wide = [], set()
+        for node in ast.walk(function):
+            if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                if isinstance(node.op, (ast.Add, ast.Sub)) and is_of_compile_time(node.value):
+                    steps.append((node.lineno, node.target.id))
+            elif isinstance(node, ast.Assign):
+                for target, value in assigned(node):
+                    name = ast.unparse(target)
+                    step = step_of(name, value)
+                    if step is not None and is_of_compile_time(step):
+                        steps.append((node.lineno, name))
+                    elif isinstance(value, (ast.BinOp, ast.Constant)) or is_int64(value):
+                        wide.add(name)
+        yield from (step for step in steps if step[1] not in wide)
+
+
+def test_steps_of_integers_have_a_type():
+    """Also where the step's type is removed, which the emulator does not notice."""
+    typed, found = re.compile(r"\b(\w+) = uint32\(\1 ([+-]) (\w+)\)\n"), 0
+    for file in (*KERNELS, *sorted(PARTS.rglob("*.py"))):
+        text = file.read_text("utf-8")
+        assert list(widened(ast.parse(text))) == [], file
+        if file.match("kernels/wgmma/fa*_forward.py"):
+            for step in typed.finditer(text):
+                bare = f"{step[1]} = {step[1]} {step[2]} {step[3]}\n"
+                tree = ast.parse(text[: step.start()] + bare + text[step.end() :])
+                line = text.count("\n", 0, step.start()) + 1
+                assert (line, step[1]) in widened(tree), (file, step[0])
+                found += 1
+    assert found
