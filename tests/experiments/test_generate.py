@@ -85,7 +85,7 @@ def test_a_cache_changes_no_character_and_the_model_has_its_accesses(small):
         assert len(rows[-1].note.partition("; ")[2]) == 20
         steps = range(generate.PROMPT + 1, generate.LENGTH)
         rows += [row for n in steps for row in generate._modelled(series, n)]
-        assert "22 of 22 counts of the emulator equal" in generate._equal(rows)
+        assert "Of 22 numbers of bytes that the emulator counted, 22 equal" in generate._equal(rows)
 
 
 @pytest.mark.parametrize("fault", ["a row is forgotten", "pages change places"])

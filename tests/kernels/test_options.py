@@ -659,7 +659,7 @@ REFUSED_CALLS = [
     ("plan", SHAPES, {"passes": "bwd", "warp_partition": "keys"}, ValueError,
      "warp_partition must be 'rows' with passes='bwd'", "got 'keys'"),
     ("flash_attention_1", HALVES, {"tiles": Tiles(16, 48), "warp_partition": "keys"}, ValueError,
-     "tiles.Bc must be a multiple of 32 with warp_partition='keys', because", "got 48"),
+     "tiles.Bc must be a multiple of 32 with warp_partition='keys', got 48;", "of 16 columns"),
     ("flash_attention_1", HALVES, {"tiles": Tiles(16, 64, 256), **KEYS}, ValueError,
      "tiles.threads must be 64 or 128, or None, for Br=16, Bc=64 on unit 'mma', got 256"),
     ("flash_attention_1",
