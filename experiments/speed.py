@@ -88,8 +88,8 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
         "The table has the speed of FA-2 in float32 for each value of `precision`. The columns "
         "*TFLOP/s* are at the longest N. A column that ends in */ torch's* contains the speed of "
         "FA-2 with the column's `precision` / the speed of torch's memory-efficient attention. "
-        "Each cell of a column */ torch's* has the median over N, and in brackets the smallest "
-        "and the largest ratio."
+        "Each cell of such a column has the median of this ratio over N, and in brackets the "
+        "smallest and the largest ratio."
     )
     return tables.of(caption, header, lines)
 

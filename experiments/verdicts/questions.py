@@ -198,7 +198,7 @@ def changed(questions: Sequence[Question]) -> Across:
         new = sum(not q.before for q in questions)
         caption = (
             f"The common rule changed {len(lines) - new} of {earlier} earlier verdicts. "
-            f"Another {new} figures and claims had no verdict before the common rule."
+            f"For {new} more figures and claims, the common rule gives the first verdict."
         )
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 
