@@ -39,10 +39,15 @@ def one_of(values: Iterable[Any]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def nearest(text: str, names: Iterable[str]) -> str:
+    """Return the name nearest to ``text``, or "" if none is near."""
+    return next(iter(difflib.get_close_matches(text, list(names), 1)), "")
+
+
 def did_you_mean(text: str, names: Iterable[str]) -> str:
     """Return "; did you mean 'causal'?" for the name nearest to ``text``, or "" if none is near."""
-    near = difflib.get_close_matches(text, list(names), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(text, names)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def check_unmasked(name: str, value: Any, instead: str = "") -> None:

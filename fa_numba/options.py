@@ -14,7 +14,6 @@ The value itself is a field of ``problem.Problem``, which checks it.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, get_overloads
 import numpy as np
 from numba import types
 
+from fa_numba.checks import nearest
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.mods import Mod, Text, slope_of
@@ -354,9 +354,8 @@ def _hint(name: str) -> str:
     if name in owners:
         takes = "take" if owners[name][1:] else "takes"
         return f" of this function ({', '.join(owners[name])} {takes} it)"
-    elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
-    near = elsewhere or difflib.get_close_matches(name, [*NAMES, *owners], n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    near = _ELSEWHERE.get(name) or nearest(name, [*NAMES, *owners])
+    return f" (did you mean {near}?)" if near else ""
 
 
 # --- what kernels are passed -----------------------------------------------------------------

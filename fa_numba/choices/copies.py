@@ -127,8 +127,10 @@ class BoxCopies(Copies):
 
 
 def _in_chunks(spec: Any, Tc: int, heads: int, batch: int) -> Grid:
-    """Return the grid over ``Tc`` column tiles of so many heads: with chunks, so many column tiles
-    of each head go before the next ones.
+    """Return the grid over ``Tc`` column tiles of each of ``heads`` heads.
+
+    With ``spec.chunk_tiles``, thread blocks take this number of column tiles of each head before
+    the next column tiles.
     """
     chunk = spec.chunk_tiles
     return (chunk * heads, batch, ceil_div(Tc, chunk)) if chunk else (Tc, heads, batch)
@@ -143,7 +145,7 @@ def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
 
 
 def _boxes(names: Iterable[str], rows: int, ends: bool) -> dict[str, Argument]:
-    """Return boxes of so many rows of these arrays."""
+    """Return boxes of ``rows`` rows of these arrays."""
     return {name: Boxes(name, rows, ends=ends) for name in names}
 
 
@@ -169,7 +171,8 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
-    """Return the tiles of a head of packed sequences with so many rows; some of them are empty
-    (parts/wgmma/scheduler).
+    """Return the number of tiles that cover a head of packed sequences with ``rows`` rows in all.
+
+    Some of the tiles are empty (parts/wgmma/scheduler).
     """
     return rows // rows_of_tile + problem.batch

@@ -66,7 +66,7 @@ class Unit(ABC):
     ``instruction`` what multiplies there. ``emulated_steps`` are the multiply-adds of tiles that
     the emulator computes in a second at the least. What it is called and how figures show it:
     ``title`` in plans, ``label`` in figures and tables, ``mark`` behind the name of an algorithm in
-    a label, ``looks`` colour and marker by what a series is called beside the unit.
+    a label, ``looks`` maps the rest of a series' name to colour and marker.
 
     The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """

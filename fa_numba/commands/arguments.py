@@ -10,6 +10,7 @@ from typing import Any
 
 from fa_numba import __version__
 from fa_numba.checks import did_you_mean, one_of
+from fa_numba.commands.ending import shortened
 from fa_numba.dtypes import DTYPES
 from fa_numba.tiling import Tiles
 
@@ -97,7 +98,7 @@ def file_to_write(text: str) -> Path:
             raise ValueError(f"must be a file that you may write, got {text!r}")
     except OSError as error:  # a name that is too long
         raise ValueError(
-            f"must be the name of a file, got {text[:40]!r}: {error.strerror}"
+            f"must be the name of a file, got {shortened(text)!r}: {error.strerror}"
         ) from None
     return path
 

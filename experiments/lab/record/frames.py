@@ -20,7 +20,8 @@ _NUMBERS = ("value", "p20", "p80")
 
 def load(experiment: str, machine: str | None = None, *, frame: bool | None = None) -> Any:
     """Return the recorded numbers of an experiment as a table; see `experiments.load`."""
-    if frame and importlib.util.find_spec("pandas") is None:
+    has_pandas = importlib.util.find_spec("pandas") is not None
+    if frame and not has_pandas:
         raise ImportError(
             "a DataFrame needs pandas; run pip install '.[data]', or pass frame=False for a "
             "dictionary of columns"
@@ -38,9 +39,7 @@ def load(experiment: str, machine: str | None = None, *, frame: bool | None = No
         for row in store.read(experiment, each)
     ]
     columns = _columns(experiment, found)
-    if frame is None:
-        frame = importlib.util.find_spec("pandas") is not None
-    if not frame:
+    if not (has_pandas if frame is None else frame):
         return columns
     import pandas
 
