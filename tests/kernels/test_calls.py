@@ -6,11 +6,13 @@ options alone and together. What a planted fault needs are `mutant_cases`.
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from backward_helpers import (
     ALL_WAYS,
+    UNORDERED,
     assert_same,
     check_gradients,
     differentiate,
@@ -19,7 +21,17 @@ from backward_helpers import (
     with_dlse,
 )
 from conftest import examples
-from helpers import GUARD, LAYOUTS, assert_close_to_float64, attend, check, numpy_dtype, to_numpy
+from helpers import (
+    EPS,
+    GUARD,
+    LAYOUTS,
+    ROUNDING,
+    assert_close_to_float64,
+    attend,
+    check,
+    numpy_dtype,
+    to_numpy,
+)
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mma_helpers import SLOW_BFLOAT16
@@ -353,10 +365,14 @@ def test_a_nan_in_an_output_gradient_reaches_its_head_alone(device, way, dtype):
     rows[1, 2, 5] = True
     assert np.isnan(dirty.dq[rows]).all() and not np.isnan(dirty.dq[~rows]).any()
     assert np.isnan(dirty.dk[1, 1]).all() and np.isnan(dirty.dv[1, 1, :, 3]).all()
+    same = np.array_equal
+    if device == "gpu" and "dk" in UNORDERED.get(way, ()):  # sums in another order
+        error = 2 * ROUNDING.get(dtype, EPS)
+        same = partial(np.allclose, rtol=error, atol=error)
     for got, was in ((dirty.dk, clean.dk), (dirty.dv, clean.dv)):
-        assert np.array_equal(got[0], was[0]) and np.array_equal(got[1, 0], was[1, 0])
+        assert same(got[0], was[0]) and same(got[1, 0], was[1, 0])
     others = np.arange(8) != 3
-    assert np.array_equal(dirty.dv[..., others], clean.dv[..., others])
+    assert same(dirty.dv[..., others], clean.dv[..., others])
 
 
 # --- options -----------------------------------------------------------------------------------
