@@ -25,10 +25,10 @@ from fa_numba.problem import MAX_HEAD_DIM
 from .beside import compare, spills
 from .lab.measure import tune
 from .lab.record import FIGURES, FILTERED, REPOSITORY, Options, Store, origins, outdated
-from .lab.record.drawing import side_by_side
 from .lab.record.options import CHOICES, QUICK
 from .lab.record.registry import load, names, needs, takes, words
-from .lab.record.runner import Runner
+from .lab.run.drawing import side_by_side
+from .lab.run.runner import Runner
 from .lab.show import report
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from .lab.measure import scaling
 from .lab.measure.scaling import FLOAT, PLANNED, RULED, Setting
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record import Bench, Options, Row
-from .lab.show import style, tables
+from .lab.show import scaling_figures, style, tables
 from .lab.show.tables import Across
 
 NAME = "io_vs_head_dim"
@@ -99,7 +99,7 @@ def draw(rows: Sequence[Row]) -> Any:
         at = ("model", shown[0].unit, shown[0].seqlen_q)
         forms = [r for r in rows if (r.source, r.unit, r.seqlen_q) == at]
         found = scaling.per_score([*forms, *shown], lambda row: row.head_dim)
-        scaling.draw(ax, found, tuple(scaling.KINDS))
+        scaling_figures.draw(ax, found, tuple(scaling.KINDS))
         drawn |= set(found)
         ax.set_title(f"{what}, fp32, N={shown[0].seqlen_q}")
         head_dims = sorted({d for points in found.values() for d in points})
@@ -111,7 +111,7 @@ def draw(rows: Sequence[Row]) -> Any:
     if fit is not None:
         exponent = f"$d^{{{fit.exponent:.2f}}}$"
         message = f"With line 1's tiles, FA-1's accesses are proportional to {exponent}"
-    style.legend(figure, scaling.handles(drawn), message, about=ABOUT)
+    style.legend(figure, scaling_figures.handles(drawn), message, about=ABOUT)
     return figure
 
 

@@ -21,7 +21,7 @@ from .lab.measure.series import BACKWARD_LABELS, columns
 from .lab.measure.series import LABELS as SERIES_LABELS
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record import MODEL, Bench, Options, Row
-from .lab.show import style, tables
+from .lab.show import scaling_figures, style, tables
 
 NAME = "io_vs_sram"
 TAKES: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ def draw(rows: Sequence[Row]) -> Any:
             N = max(row.seqlen_q for row in shown)
             ax.set_title(f"{what}, fp32, N={N}, d={HEAD_DIM}{back}")
             ours = {key: points for key, points in found.items() if key[0] in scaling.LABELS}
-            scaling.draw(ax, ours, tuple(scaling.KINDS))
+            scaling_figures.draw(ax, ours, tuple(scaling.KINDS))
             if ax is left:
                 for series, look in LOOKS.items():
                     of = style.COLOURS["standard-simt"] if series == BLOCKED else "#777777"
@@ -178,7 +178,7 @@ def draw(rows: Sequence[Row]) -> Any:
                 counts.annotate(ax, mine, 0.98)
             drawn |= set(ours)
             _axes(ax, found)
-    handles = [*scaling.handles(drawn), *style.handles(axes).values()]
+    handles = [*scaling_figures.handles(drawn), *style.handles(axes).values()]
     style.legend(figure, handles, _message(rows), about=ABOUT)
     return figure
 

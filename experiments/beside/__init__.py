@@ -2,8 +2,9 @@
 
 experiment or command    modules
 cache                    lru: a model of L2
-explore                  explore_page, explore_panels, panels, typed_mask, walk: the order in which
-                         tiles move; explore_server serves the page
+explore                  traced_calls: what the emulator traces; explore_page, explore_panels,
+                         panels, typed_mask, walk: the order in which tiles move; explore_server
+                         serves the page
 generate                 small_model: a language model, run with a K/V cache and without one
 gpt2_table               unfused_steps: the steps of standard attention, one by one
 ladder                   ceilings: what the hardware reaches for each resource

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import fa_numba
-from experiments import explore
 from fa_numba import algorithms, bounds, device, io_model
 from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.choices.tiles import paper_rule
@@ -27,7 +26,8 @@ from fa_numba.problem import Problem
 from fa_numba.typing import Algorithm
 
 from ..lab.measure.moves import Trace, passes, steps
-from . import typed_mask
+from ..lab.measure.workloads import Inputs
+from . import traced_calls, typed_mask
 from .panels import Answer, Axis, Panel
 from .walk import by_row_tile, walk
 
@@ -98,7 +98,7 @@ def orders(
     With a typed mask the traces are from the emulator. Raise ValueError if it would take long.
     """
     found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
-    problem = explore.problem_of(N, d, causal == "yes", window, unit)
+    problem = traced_calls.problem_of(N, d, causal == "yes", window, unit)
     for name, _ in ORDERS:
         series = f"{name}-{unit}"
         if mask.strip():
@@ -115,10 +115,10 @@ def _masked(
     series: str, problem: Problem, sizes: fa_numba.Tiles, mask: str
 ) -> tuple[Trace, io_model.Accesses]:
     """Return the emulator's trace of a call with a typed mask, and the accesses of its plan."""
-    explore.check(problem.seqlen_q, problem.head_dim, sizes.Br, sizes.Bc)
+    traced_calls.check(problem.seqlen_q, problem.head_dim, sizes.Br, sizes.Bc)
     blocks = typed_mask.blocks_of(mask, problem.seqlen_q, sizes)
-    trace = explore.trace(explore.Inputs(), series, problem, sizes, blocks)
-    return by_row_tile(trace), explore.planned(series, problem, sizes, blocks).accesses
+    trace = traced_calls.trace(Inputs(), series, problem, sizes, blocks)
+    return by_row_tile(trace), traced_calls.planned(series, problem, sizes, blocks).accesses
 
 
 WINDOW = "window, columns on each side (0: off)"

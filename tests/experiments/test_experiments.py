@@ -51,10 +51,11 @@ from experiments.lab.measure.series import (
     plan,
 )
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
-from experiments.lab.record import published, ran, registry, runner
+from experiments.lab.record import published, ran, registry
 from experiments.lab.record.options import CHOICES, FIGURES, REPOSITORY, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Store, StoreError
-from experiments.lab.show import report, style, tables
+from experiments.lab.run import runner
+from experiments.lab.show import report, style, tables, thumbs
 from fa_numba import bounds, io_model, reference
 from fa_numba.problem import Problem
 
@@ -441,7 +442,7 @@ def test_figures_come_out_byte_for_byte_the_same(names, tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     done = run("draw", *names, "--out", str(tmp_path / "one"))
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = {other for name in names for other in (name, *registry.figures(registry.load(name)))}
+    figures = {other for name in names for other in (name, *thumbs.figures(registry.load(name)))}
     figures -= {"io_vs_seqlen_small", "speed_fp16_small"}  # of sizes that made-up rows lack
     assert done.stdout.count(": drawn") == len(figures)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -507,7 +508,7 @@ def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     module = registry.load(name)
-    draw = registry.figures(module).get(f"{name}_detail", module.draw)
+    draw = thumbs.figures(module).get(f"{name}_detail", module.draw)
     style.save(draw(rows), tmp_path / name, "")
     lines = [line for ax in drawn[0].axes if ax.axison for line in ax.lines]
     single = [line for line in lines if len(line.get_xydata()) == 1]

@@ -12,9 +12,10 @@ from rich.console import Console
 from experiments import block_sparse, io_vs_seqlen, profile, timeline
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
-from experiments.lab.record import code_digest, kept, outdated, ran, registry, runner
+from experiments.lab.record import code_digest, kept, outdated, ran, registry
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.run import runner
 from fa_numba import device, emulator
 from fa_numba.choices.requests import Choices, Request
 from fa_numba.device import cuda, float32
@@ -61,7 +62,7 @@ def counting(tmp_path, monkeypatch):
         counted.clear()
         console = Console(record=True, width=120, file=io.StringIO())
         running = runner.Runner(Options(out=tmp_path, **options), [], console)
-        running._provenance._common["commit"] = run.commit
+        running._origin._common["commit"] = run.commit
         running.measure(NAME)
         if running.reports[NAME].error:
             raise RuntimeError(running.reports[NAME].error)

@@ -28,10 +28,10 @@ from experiments.lab.record import (
     ran,
     recorder,
     registry,
-    runner,
 )
 from experiments.lab.record.options import FIGURES, Options
 from experiments.lab.record.store import MODEL, Row, Store
+from experiments.lab.run import origin, runner
 from experiments.lab.show import report
 from fa_numba import device
 from fa_numba.choices.requests import Choices, Request
@@ -80,8 +80,8 @@ def bench(tmp_path, monkeypatch):
         console = Console(record=True, width=200, file=run.output or io.StringIO())
         running = runner.Runner(Options(out=tmp_path / "out", **options), list(command), console)
         running.machine, running.gpu = GPU, {"name": "Some GPU", "multiprocessors": 4}
-        running._provenance._gpu = running.gpu
-        running._provenance._common |= {"commit": run.commit, "dirty": False}
+        running._origin._gpu = running.gpu
+        running._origin._common |= {"commit": run.commit, "dirty": False}
         run.running, run.report = running, running.reports.setdefault(NAME, runner.Report())
         try:
             running.measure(NAME, again=again)
@@ -434,7 +434,7 @@ def test_a_new_card_is_recorded_and_drawn(card, capability, lacks, monkeypatch, 
     known = [
         x for x in Store(FIGURES).read(name, report.LATER) if x.series.split("-")[1] not in lacks
     ]
-    machine = provenance.slug(card)
+    machine = origin.slug(card)
     mine = [replace(x, machine=machine, run="", value=3 * x.value) for x in known if x.value]
     stops = [True]
 

@@ -332,7 +332,7 @@ def test_the_pages_tables_are_those_of_the_data():
     assert sorted(report.known()) == sorted(placed)
     for name in registry.names():
         page = report.TABLES / f"{name}.md"
-        assert set(registry.tables(name)) == set(report.tables(page.read_text()))
+        assert set(report.tables_of(name)) == set(report.tables(page.read_text()))
         assert "![" in page.read_text()
     stale = [names for names, _ in report.stale().values()]
     assert not stale, f"python -m experiments report would change: {stale}"

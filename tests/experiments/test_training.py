@@ -10,9 +10,9 @@ from experiment_helpers import cells, recorded
 from experiments import __main__ as command
 from experiments import char_model
 from experiments.char_model import AFTER, OURS, REFERENCE, SERIES, TRAINING, Text, generate
-from experiments.lab.record import runner
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store, dump
+from experiments.lab.run import runner
 from experiments.lab.show import report, style
 from fa_numba import device
 

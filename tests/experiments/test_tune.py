@@ -15,9 +15,9 @@ import fa_numba
 from experiments import __main__ as command
 from experiments.lab.measure import timing, tune, variants
 from experiments.lab.measure.workloads import fa2_setting, one_head
-from experiments.lab.record import runner
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Store
+from experiments.lab.run import runner
 from fa_numba import Tiles, reference
 from fa_numba.choices import tuned
 from fa_numba.choices.requests import Choices

@@ -36,6 +36,9 @@ APART = ("algorithms", "scores", "reference", "io_model")
 # The model judges the kernels, so that it takes nothing of what they are built from.
 MODEL_ROOMS = {"checks", "io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
+# Folders of experiments. A folder may import the folders before its own, and itself.
+EXPERIMENTS = ("lab.record", "lab.measure", "lab.show", "lab.run", "beside", "", "verdicts")
+EXPERIMENTS += ("tutorials", "__main__")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "bounds", "choices", "commands", "device", "emulator"}
 PUBLIC |= {"io_model", "ops", "problem", "reference", "ring", "tiling", "torch", "typing"}
@@ -233,6 +236,66 @@ def test_what_experiments_share_imports_none_of_them():
     assert beyond == set() and len(shared) > 100
 
 
+def folder_of_experiments(module):
+    """Return the entry of EXPERIMENTS that a module belongs to; None for packages of packages."""
+    inner = f"{module.removeprefix('experiments').removeprefix('.')}."
+    if inner == "lab.":
+        return None
+    return next((x for x in EXPERIMENTS if x and inner.startswith(f"{x}.")), "")
+
+
+def upward_in_experiments(pairs):
+    """Return the pairs of modules of experiments whose import does not go down."""
+    inside = [(m, n) for m, n in pairs if room(m) == room(n) == "experiments"]
+    floors = [tuple(map(folder_of_experiments, pair)) for pair in inside]
+    level = {name: n for n, name in enumerate(EXPERIMENTS)}
+    return [
+        pair
+        for pair, (own, other) in zip(inside, floors, strict=True)
+        if own != other and level[own] <= level[other]
+    ]
+
+
+def in_circles(pairs):
+    """Return the modules on a circle of imports, and those on the way between two circles."""
+    left = {name for pair in pairs for name in pair}
+    while True:
+        inside = [(m, n) for m, n in pairs if m != n and {m, n} <= left]
+        between = {m for m, _ in inside} & {n for _, n in inside}
+        if between == left:
+            return left
+        left = between
+
+
+def test_folders_of_experiments_import_in_one_direction():
+    found = {folder_of_experiments(m) for m in MODULES if room(m) == "experiments"}
+    assert found - {None} == set(EXPERIMENTS)
+    assert upward_in_experiments(edges()) == []
+    inside = [(m, n) for m, n in edges(with_types=False) if room(m) == room(n) == "experiments"]
+    assert in_circles(inside) == set()
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("experiments.lab.record.store", "def f():\n    from ..measure import peers"),
+        ("experiments.lab.record.registry", "import experiments"),
+        ("experiments.lab.measure.scaling", "from ..show import style"),
+        ("experiments.lab.show.report", "from ..run.runner import Runner"),
+        ("experiments.beside.explore_panels", "def f():\n    from experiments import explore"),
+        ("experiments.explore", "if TYPE_CHECKING:\n    from .verdicts import rule"),
+    ],
+)
+def test_an_import_that_closes_a_circle_of_experiments_is_found(module, text):
+    found = [(module, name) for name in imported(module, text) if name in MODULES]
+    assert upward_in_experiments(found) == found != []
+
+
+def test_modules_in_a_circle_are_found():
+    pairs = [("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("e", "a"), ("a", "a")]
+    assert in_circles(pairs) == {"a", "b", "c"} and in_circles([("a", "a"), ("a", "b")]) == set()
+
+
 def test_numba_cuda_has_one_door():
     naming = {
         room(module)
@@ -246,13 +309,9 @@ def test_numba_cuda_has_one_door():
 
 @pytest.mark.parametrize("folder", ["emulator", "device", "intrinsics", "choices", "host"])
 def test_files_of_a_room_import_in_one_direction(folder):
-    inside = [(m, n) for m, n in edges(with_types=False) if room(m) == room(n) == folder]
     package = f"fa_numba.{folder}"
-    left = {m for m in MODULES if room(m) == folder and m != package}
-    while left:
-        leaves = {m for m in left if not any(a == m and b in left and b != m for a, b in inside)}
-        assert leaves, f"these import each other: {sorted(left)}"
-        left -= leaves
+    inside = [(m, n) for m, n in edges(with_types=False) if room(m) == room(n) == folder]
+    assert in_circles([pair for pair in inside if package not in pair]) == set()
 
 
 def test_every_folder_is_a_package_that_the_wheel_takes():

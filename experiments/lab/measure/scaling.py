@@ -17,7 +17,6 @@ from fa_numba.choices.tiles import paper_rule, simt_tiles
 from fa_numba.problem import Problem
 
 from ..record import EMULATOR, MODEL, Bench, Row
-from ..show import style
 from . import counts, variants
 from .series import LABELS as SERIES_LABELS
 from .series import algorithm, call, columns, gradients, plan
@@ -365,12 +364,6 @@ def equal(rows: Sequence[Row]) -> str:
     return f" {same} of {counted} numbers that the emulator counted equal the closed form."
 
 
-LOOKS: dict[str, dict[str, Any]] = {
-    "model": {},
-    "counted": {"ls": "", "marker": "o", "ms": 7},
-    "l2": {"ls": "", "marker": "o", "ms": 5},
-    "dram": {"ls": "--", "lw": 1.2, "marker": "o", "ms": 5, "mfc": "white"},
-}
 KINDS = {
     "model": "closed form",
     "counted": "counted on the emulator",
@@ -380,51 +373,3 @@ KINDS = {
 
 # What exponents are fitted to: the counts, at small sizes, are the closed form's.
 FITTED = {source: label for source, label in KINDS.items() if source != "counted"}
-
-
-def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str]) -> None:
-    """Draw the curves of `per_score` that are from the given sources.
-
-    Parameters
-    ----------
-    ax : Axes
-        The panel.
-    found : dict
-        The curves.
-    sources : sequence of str
-        Sources, such as "model" and "counted".
-    """
-    for (series, source), points in found.items():
-        if source not in sources:
-            continue
-        base = series.removesuffix(RULE)
-        look = {"lw": 1.8, **LOOKS[source]}
-        if series != base:
-            look |= {"lw": 5 if source == "model" else look["lw"], "alpha": 0.5}
-        ax.plot(list(points), list(points.values()), color=style.COLOURS[base], **look)
-
-
-def handles(found: Iterable[tuple[str, str]]) -> list[Any]:
-    """Return the entries of a legend: one for each series, and one for each source.
-
-    Parameters
-    ----------
-    found : iterable of (str, str)
-        Series and source of each curve.
-
-    Returns
-    -------
-    list of Line2D
-        The entries.
-    """
-    there = list(found)
-    lines = []
-    for series, label in LABELS.items():
-        if any(series == name for name, _ in there):
-            base = series.removesuffix(RULE)
-            look: dict[str, Any] = {"lw": 5, "alpha": 0.5} if series != base else {"lw": 1.8}
-            lines.append(style.key(label, color=style.COLOURS[base], **look))
-    for source, label in KINDS.items():
-        if any(source == name for _, name in there):
-            lines.append(style.key(label, **{"lw": 1.8, **LOOKS[source]}))
-    return lines

@@ -23,7 +23,7 @@ from .options import REPOSITORY
 
 PACKAGE = "experiments"
 # Modules that no number comes from: they store rows and show them.
-NO_PART = ("experiments.lab.record", "experiments.lab.show", "experiments.verdicts")
+NO_PART = tuple(f"{PACKAGE}.{x}" for x in ("lab.record", "lab.show", "lab.run", "verdicts"))
 _BUILTINS = frozenset(dir(builtins))
 # Methods of `options.Bench` whose text arguments are shown beside a progress bar.
 _SHOWN = ("track", "each", "counted")

@@ -2,13 +2,11 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, Protocol, cast
 
-import experiments
-
-from ..show import thumbs
-from ..show.tables import Across, Make
+from .code_digest import PACKAGE
 from .options import CHOICES, Bench, Options
 from .store import Row
 
@@ -70,26 +68,23 @@ def names() -> list[str]:
     list of str
         Names of modules.
     """
-    found = pkgutil.iter_modules(experiments.__path__)
-    return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
+    return sorted(m.name for m in _found() if not m.ispkg and not m.name.startswith("_"))
 
 
-def shared_tables() -> dict[str, Across]:
-    """Return the tables that use rows of several experiments, by name.
-
-    A package of `experiments` gives them by a function `tables`, as `verdicts` does.
+def packages() -> list[ModuleType]:
+    """Import the packages in the folder of the experiments, such as `verdicts`.
 
     Returns
     -------
-    dict of str to Across
-        The tables.
+    list of module
+        The packages, sorted by name.
     """
-    found: dict[str, Across] = {}
-    for each in pkgutil.iter_modules(experiments.__path__):
-        if each.ispkg:
-            package = importlib.import_module(f"experiments.{each.name}")
-            found |= getattr(package, "tables", dict)()
-    return found
+    return [importlib.import_module(f"{PACKAGE}.{m.name}") for m in _found() if m.ispkg]
+
+
+def _found() -> Iterator[pkgutil.ModuleInfo]:
+    """Yield the files and folders in the folder of the experiments."""
+    return pkgutil.iter_modules(importlib.import_module(PACKAGE).__path__)
 
 
 def load(name: str) -> Experiment:
@@ -105,7 +100,7 @@ def load(name: str) -> Experiment:
     Experiment
         The module.
     """
-    return cast(Experiment, importlib.import_module(f"experiments.{name}"))
+    return cast(Experiment, importlib.import_module(f"{PACKAGE}.{name}"))
 
 
 def words(experiment: Experiment) -> tuple[str, str]:
@@ -143,23 +138,6 @@ def needs(experiment: Experiment) -> Sequence[str]:
     return tuple(getattr(experiment, "NEEDS", ()))
 
 
-def figures(experiment: Experiment) -> Mapping[str, Callable[[Sequence[Row]], Any]]:
-    """Return an experiment's further figures: its own, and the small one for the README.
-
-    Parameters
-    ----------
-    experiment : Experiment
-        The module.
-
-    Returns
-    -------
-    mapping of str to callable
-        File name to a function of the rows, like `draw`.
-    """
-    name = getattr(experiment, "__name__", "").rpartition(".")[2]
-    return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
-
-
 def sweeps(experiment: Experiment) -> Callable[[Row], str]:
     """Return the function that names the sweep of a row.
 
@@ -193,21 +171,3 @@ def takes(experiment: Experiment) -> set[str]:
         Some of `options.CHOICES`.
     """
     return set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))
-
-
-def tables(name: str) -> Mapping[str, Make]:
-    """Return the tables of an experiment by the names that the pages use.
-
-    Parameters
-    ----------
-    name : str
-        Name of the experiment.
-
-    Returns
-    -------
-    mapping of str to callable
-        Name to a function of the rows.
-    """
-    module = load(name)
-    own = {name: module.table} if hasattr(module, "table") else {}
-    return own | getattr(module, "TABLES", {})

@@ -50,7 +50,7 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
     """
     found: dict[str, tuple[Make, tuple[str, ...]]] = {}
     for experiment in registry.names():
-        for name, make in registry.tables(experiment).items():
+        for name, make in tables_of(experiment).items():
             if name in found:
                 others = ", ".join(found[name][1])
                 raise ValueError(
@@ -59,8 +59,42 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
                 )
             of = make.experiments if isinstance(make, Across) else (experiment,)
             found[name] = make, of
-    shared = registry.shared_tables()
+    shared = shared_tables()
     return found | {name: (make, make.experiments) for name, make in shared.items()}
+
+
+def tables_of(name: str) -> Mapping[str, Make]:
+    """Return the tables of an experiment by the names that the pages use.
+
+    Parameters
+    ----------
+    name : str
+        Name of the experiment.
+
+    Returns
+    -------
+    mapping of str to callable
+        Name to a function of the rows.
+    """
+    module = registry.load(name)
+    own = {name: module.table} if hasattr(module, "table") else {}
+    return own | getattr(module, "TABLES", {})
+
+
+def shared_tables() -> dict[str, Across]:
+    """Return the tables that use rows of several experiments, by name.
+
+    A package of `experiments` gives them by a function `tables`, as `verdicts` does.
+
+    Returns
+    -------
+    dict of str to Across
+        The tables.
+    """
+    found: dict[str, Across] = {}
+    for package in registry.packages():
+        found |= getattr(package, "tables", dict)()
+    return found
 
 
 def gpu(store: Store, experiment: str) -> str:

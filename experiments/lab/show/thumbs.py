@@ -1,12 +1,13 @@
 """Small figures for the README: one panel of an experiment's rows, a third of the page wide."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..measure.workloads import TOKENS
 from ..record import EMULATOR, Row, select
+from ..record.registry import Experiment
 from . import style
 
 SUFFIX = "_small"
@@ -106,20 +107,22 @@ THUMBS = {
 }  # fmt: skip
 
 
-def figures(experiment: str) -> dict[str, Any]:
-    """Return an experiment's small figure by the name of its file.
+def figures(experiment: Experiment) -> dict[str, Callable[[Sequence[Row]], Any]]:
+    """Return an experiment's further figures: its own, and the small one for the README.
 
     Parameters
     ----------
-    experiment : str
-        Name of the experiment.
+    experiment : Experiment
+        The module.
 
     Returns
     -------
-    dict
-        Empty if there is none.
+    dict of str to callable
+        File name to a function of the rows, like `draw`.
     """
-    return {experiment + SUFFIX: partial(draw, experiment)} if experiment in THUMBS else {}
+    name = getattr(experiment, "__name__", "").rpartition(".")[2]
+    small = {name + SUFFIX: partial(draw, name)} if name in THUMBS else {}
+    return {**getattr(experiment, "FIGURES", {}), **small}
 
 
 def draw(experiment: str, rows: Sequence[Row]) -> Any:

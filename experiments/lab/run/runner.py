@@ -16,12 +16,13 @@ from fa_numba.choices.units import NoUnit
 from fa_numba.commands.ending import reason
 
 from ..measure import clocks, counters, peers, tune, variants
-from ..show import style
-from . import kept, outdated, provenance, ran, registry
-from .options import FIGURES, Bench, Options, Refused
-from .recorder import Outcome, Recorder
-from .registry import Experiment, load
-from .store import EMULATOR, MODEL, Row, Store, StoreError, write_if_changed
+from ..record import kept, outdated, provenance, ran, registry
+from ..record.options import FIGURES, Bench, Options, Refused
+from ..record.recorder import Outcome, Recorder
+from ..record.registry import Experiment, load
+from ..record.store import EMULATOR, MODEL, Row, Store, StoreError, write_if_changed
+from ..show import style, thumbs
+from .origin import Origin, slug
 
 _NOT_GPUS = (EMULATOR, MODEL)
 
@@ -62,8 +63,8 @@ class Runner:
         self.options, self.console = options, console
         self.store = Store(options.out)
         self.gpu = dict(device.describe()) if device.gpu_available() else None
-        self.machine = provenance.slug(self.gpu["name"]) if self.gpu else None
-        self._provenance = provenance.Provenance(list(arguments), self.gpu)
+        self.machine = slug(self.gpu["name"]) if self.gpu else None
+        self._origin = Origin(list(arguments), self.gpu)
         self.reports: dict[str, Report] = {}
 
     def measure(self, name: str, *, again: bool = True) -> None:
@@ -99,14 +100,14 @@ class Runner:
             outcomes = self._record(
                 name,
                 lambda bench: module.measure(self.options, replace(bench, kept=counts or ())),
-                functools.partial(self._provenance.for_machine, own=own),
+                functools.partial(self._origin.for_machine, own=own),
                 self.options.complete,
             )
             counted, complete = outcomes.get(EMULATOR), self.options.complete
             rows = self.store.read(name, EMULATOR)
             if complete and counted and counted.measured == len(rows) and not counted.failed:
                 made = ran.merged(counted.made)
-                kept.keep(self.store, name, self._provenance.for_machine(EMULATOR), made)
+                kept.keep(self.store, name, self._origin.for_machine(EMULATOR), made)
 
     def recording(self, name: str, machine: str) -> Store:
         """Return the store with the machine's last recording: in --out, else the project's."""
@@ -214,7 +215,7 @@ class Runner:
             self._record(
                 tune.NAME,
                 lambda bench: variants.times(tune.NAME, work, bench, tune.SECONDS),
-                self._provenance.for_machine,
+                self._origin.for_machine,
                 complete=False,
             )
             rows, swept = self.store.read(tune.NAME, self.machine), tune.swept(work)
@@ -256,7 +257,7 @@ class Runner:
                 changed |= write_if_changed(stem.with_suffix(kind), made)
                 kinds.append(kind)
         self._say_drawn(name, kinds, changed)
-        for other, draw in registry.figures(module).items():
+        for other, draw in thumbs.figures(module).items():
             further = draw(rows)
             if further is not None:
                 changed = bool(style.save(further, self.options.out / other, note))

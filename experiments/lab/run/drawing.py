@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .options import Options
+from ..record import Options
 from .runner import Report, Runner
 
 # A child that is forked has matplotlib and the experiments already.

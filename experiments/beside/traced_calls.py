@@ -1,0 +1,85 @@
+"""Calls of one head whose loads and stores the emulator traces: limits, plans and traces."""
+
+from typing import Any
+
+import fa_numba
+from fa_numba import device, emulator
+from fa_numba.problem import Problem
+
+from ..lab.measure.moves import Move, Trace
+from ..lab.measure.series import algorithm, plan, unit
+from ..lab.measure.workloads import Inputs
+
+# The dtype of the traced calls of each unit.
+UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
+# The most tiles of S, since more are too small to see, and the most multiply-adds of a trace.
+MOST_TILES, MOST_STEPS = 400, 2**26
+
+
+def check(N: int, d: int, Br: int, Bc: int) -> None:
+    """Raise ValueError for sizes that would take the emulator long, or tiles too small to see."""
+    tiles, taken = -(-N // Br) * -(-N // Bc), 2 * N * N * max(d, 32)
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"the page shows at most {MOST_TILES} tiles of S, got {tiles} (N={N} in tiles of {Br} "
+            f"x {Bc}). Choose larger tiles or a smaller N"
+        )
+    if taken > MOST_STEPS:
+        raise ValueError(
+            f"the emulator computes at most {MOST_STEPS:,} multiply-adds here, got {taken:,} "
+            f"(N={N} with d={d}). Choose a smaller N or d"
+        )
+
+
+def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
+    """Return the problem of one head.
+
+    A row sees `window` columns on either side. If `window` is 0, a row sees all columns.
+    """
+    sides = (window, window) if window else (-1, -1)
+    return Problem(1, 1, 1, N, N, d, dtype=UNITS[on], causal=causal, window=sides)
+
+
+def planned(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
+) -> fa_numba.Plan:
+    """Return the plan on the emulated device, with a mask's `blocks`.
+
+    Raise ValueError like `check`.
+    """
+    check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
+    with device.using("emulator"):
+        return plan(series, problem, window=problem.window, **sizes(tiles, blocks))
+
+
+def sizes(tiles: fa_numba.Tiles, blocks: Any = None) -> dict[str, Any]:
+    """Return the options that give a call's tiles; with a block mask the mask gives them."""
+    return {"tiles": tiles} if blocks is None else {"block_mask": blocks}
+
+
+def trace(
+    inputs: Inputs, series: str, problem: Problem, tiles: fa_numba.Tiles, blocks: Any = None
+) -> Trace:
+    """Return the trace of a call; raise ValueError like `planned`."""
+    planned(series, problem, tiles, blocks)
+    with device.using("emulator"), emulator.trace() as accesses:
+        fa_numba.attention(
+            *(x.astype(problem.dtype) for x in inputs(problem)),
+            algorithm=algorithm(series),
+            unit=unit(series),
+            causal=problem.causal,
+            window=problem.window,
+            **sizes(tiles, blocks),
+        )
+    moves, clock = [], 0
+    for access in sorted(accesses, key=lambda access: (access.block[::-1], access.step)):
+        # In 16 bits O's sums pass through memory in an array of float32, A: it is O's tile.
+        array = "O" if access.array == "A" else access.array
+        if array not in "QKVOlmL":  # a counter of row tiles that Hopper's blocks take
+            continue
+        block, moved = access.block[0], access.bytes
+        moves.append(Move(array, access.kind, *access.rows, block, moved, clock, ""))
+        clock += access.bytes
+    shape = problem.seqlen_q, problem.head_dim, problem.causal, tiles.Br, tiles.Bc
+    seen = None if blocks is None else blocks.visited[0, 0]
+    return Trace(series, *shape, tuple(moves), max(problem.window[0], 0), seen)

@@ -1,0 +1,1 @@
+"""Commands: they run experiments, store what these yield, and draw what is stored."""
