@@ -22,6 +22,7 @@ from numba.cuda.extending import make_attribute_wrapper, register_model
 
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import WRAPS, BoxLayout
+from fa_numba.emulator.global_memory import used_strides
 
 MAP_BYTES = 128
 ROW_BYTES = 128  # of a box, which the engine swizzles
@@ -119,8 +120,9 @@ class TiledArray:
     def layout(self) -> BoxLayout:
         """Return the axes of the tensor map."""
         batches, heads, rows, columns = self.array.shape
-        of_batch, of_head, of_row, of_column = self.array.strides
-        if rows == 1:  # what nobody steps over need not be aligned
+        used = used_strides(self.array.shape, self.array.strides, DTYPES[self.dtype].bytes)
+        of_batch, of_head, of_row, of_column = used
+        if rows == 1:  # a map with ``ends`` has more rows
             of_row = STEP_BYTES
         shape, strides, box = [rows], [of_row], [self.rows // self.heads]
         if self.heads > 1:
@@ -130,8 +132,7 @@ class TiledArray:
         steps: tuple[int, ...] = ()
         if self.ends:
             most = batches - 1, shape[1] - 1, rows
-            # A sequence of a single batch entry, packed, has its number for b: no step.
-            moves = of_batch if batches > 1 else 0, strides[1], of_row
+            moves = of_batch, strides[1], of_row
             step = gcd(*moves)
             steps = tuple(move // step for move in moves)
             ends = 1 + sum(map(operator.mul, most, steps))

@@ -10,7 +10,7 @@ import numpy as np
 from . import async_checks
 from .checks import ATOMIC, LOAD, STORE
 from .errors import EmulatorError, MissingFence, OutOfBounds, two_arrays
-from .global_memory import DOES, GlobalArray
+from .global_memory import DOES, GlobalArray, without_unused_strides
 
 if TYPE_CHECKING:
     from .boxes import Boxes
@@ -63,7 +63,7 @@ class Boxed:
     ----------
     array : ndarray, four axes
         The array. Its last axis is contiguous; its address and the other strides are multiples of
-        16 bytes.
+        16 bytes. An axis of length 1 can have any stride.
     rows : int
         Rows of a box, 1 to 256. A row has 128 bytes.
     layout : BoxLayout, optional
@@ -84,6 +84,7 @@ class Boxed:
     __slots__ = ("array", "layout")
 
     def __init__(self, array: np.ndarray, rows: int, layout: BoxLayout | None = None) -> None:
+        array = without_unused_strides(array)
         address = array.__array_interface__["data"][0]
         if array.ndim != 4:
             raise ValueError(

@@ -110,7 +110,7 @@ class GlobalArray(Unconverted):
     TypeError
         If the dtype is not emulated.
     ValueError
-        If a stride is not a multiple of the itemsize.
+        If the stride of an axis of length 2 or more is not a multiple of the itemsize.
     """
 
     __slots__ = (
@@ -125,6 +125,7 @@ class GlobalArray(Unconverted):
                 f"{name} must have an integer, float, complex or bool dtype in native byte order, "
                 f"got {values.dtype}; pass a copy with such a dtype"
             )
+        values = without_unused_strides(values)
         if any(s % itemsize for s in values.strides):
             raise ValueError(
                 f"the strides of {name} must be multiples of its element size, {itemsize} bytes, "
@@ -629,10 +630,63 @@ class GlobalArray(Unconverted):
         return self.ctx.outside(self.name, self.shape, index, lane)
 
 
+def used_strides(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the strides of an array without the values that no index uses.
+
+    An axis of length 0 or 1 can have any stride, because only the index 0 is used. Its stride
+    becomes 0. If it is the last axis, its stride becomes the itemsize: the axis is contiguous.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Length of each axis.
+    strides : sequence of int
+        Bytes from one index of an axis to the next.
+    itemsize : int
+        Bytes of an element.
+
+    Returns
+    -------
+    tuple of int
+        The strides in bytes.
+
+    Examples
+    --------
+    >>> used_strides((1, 8, 64), (774, 128, 2), itemsize=2)
+    (0, 128, 2)
+    """
+    last = len(shape) - 1
+    axes = enumerate(zip(shape, strides, strict=True))
+    return tuple(s if n > 1 else itemsize if axis == last else 0 for axis, (n, s) in axes)
+
+
+def without_unused_strides(values: np.ndarray) -> np.ndarray:
+    """Return the same memory as an array with `used_strides`.
+
+    Parameters
+    ----------
+    values : ndarray
+        An array with any strides.
+
+    Returns
+    -------
+    ndarray
+        `values` itself if no stride differs, else a view.
+    """
+    strides = used_strides(values.shape, values.strides, values.itemsize)
+    if strides == values.strides:
+        return values
+    writeable = values.flags.writeable
+    return np.lib.stride_tricks.as_strided(values, values.shape, strides, writeable=writeable)
+
+
 def _owner(values: np.ndarray) -> np.ndarray:
     """Return the NumPy array whose memory this array is a part of."""
-    while isinstance(values.base, np.ndarray):
-        values = values.base
+    base = values.base
+    while base is not None:
+        if isinstance(base, np.ndarray):
+            values = base
+        base = getattr(base, "base", None)  # as_strided puts an object between the two arrays
     return values
 
 

@@ -14,6 +14,7 @@ from fa_numba import checks, device
 from fa_numba.checks import kind_of
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES, FLAG, INDEX, STORED
+from fa_numba.emulator.global_memory import used_strides, without_unused_strides
 from fa_numba.host.overlap import overlap, overlaps_itself
 from fa_numba.masks import numeric_mask
 
@@ -52,12 +53,17 @@ class Operand:
         """Whether every row starts at a 16-byte address and is contiguous, and no axis goes
         backwards, as tensor maps cannot.
         """
-        rows = zip(self.shape[:-1], self.strides[:-1], strict=True)
+        *rows, last = self._used_strides
         return (
-            self.strides[-1] == DTYPES[self.dtype].bytes
+            last == DTYPES[self.dtype].bytes
             and self.pointer % 16 == 0
-            and all(n == 1 or stride >= 0 == stride % 16 for n, stride in rows)
+            and all(stride >= 0 == stride % 16 for stride in rows)
         )
+
+    @property
+    def _used_strides(self) -> tuple[int, ...]:
+        """The strides without the values that no index uses, those of axes of length 1."""
+        return used_strides(self.shape, self.strides, STORED[self.dtype].bytes)
 
     @property
     def where(self) -> str:
@@ -66,10 +72,10 @@ class Operand:
     def argument(self) -> Any:
         """What ``device.launch`` takes."""
         if self.host is not None:
-            host = STORED[self.dtype].host
-            return self.host if self.dtype == host else self.host.view(host)
+            host, array = STORED[self.dtype].host, without_unused_strides(self.host)
+            return array if self.dtype == host else array.view(host)
         size = STORED[self.dtype].bytes
-        return DeviceArray(self.pointer, self.shape, self.strides, self.owner, size)
+        return DeviceArray(self.pointer, self.shape, self._used_strides, self.owner, size)
 
 
 def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: Callable) -> Operand:

@@ -33,6 +33,7 @@ from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.choices.requests import Choices
 from fa_numba.device import kernel_cache, launch_record
+from fa_numba.emulator.global_memory import used_strides
 from fa_numba.host import binding, launch_cache, overlap, planning
 from fa_numba.host.arrays import operand
 from fa_numba.intrinsics.reduction import add_pair, add_pair_vector
@@ -377,9 +378,10 @@ KERNEL_NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "lse": "
 
 
 def seen_as(values, axes=None):
-    """Address, shape and strides of an array, its axes in the order ``axes``."""
+    """Address, shape and used strides of an array, its axes in the order ``axes``."""
     values = values if axes is None or values.ndim != 4 else values.transpose(axes)
-    return values.ctypes.data, values.shape, values.strides
+    strides = used_strides(values.shape, values.strides, values.itemsize)
+    return values.ctypes.data, values.shape, strides
 
 
 @pytest.mark.parametrize("library", ["interface", "dlpack"])
