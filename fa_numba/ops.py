@@ -816,7 +816,8 @@ def standard_attention_backward(
         current stream of q's library. On the emulator, only None is allowed.
     dlse : array of float32, optional
         Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
-        has no effect in rows with logsumexp -inf.
+        has no effect in rows with logsumexp -inf. With ``sinks``, the logsumexp of a row that sees
+        no column is the sink, and ``dlse`` of that row counts in the gradient of ``sinks``.
     return_dbias : bool, default False
         Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
         with one of the two.
@@ -919,7 +920,8 @@ def flash_attention_1_backward(
         current stream of q's library. On the emulator, only None is allowed.
     dlse : array of float32, optional
         Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
-        has no effect in rows with logsumexp -inf.
+        has no effect in rows with logsumexp -inf. With ``sinks``, the logsumexp of a row that sees
+        no column is the sink, and ``dlse`` of that row counts in the gradient of ``sinks``.
     return_dbias : bool, default False
         Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
         with one of the two.
@@ -1034,7 +1036,8 @@ def flash_attention_2_backward(
         current stream of q's library. On the emulator, only None is allowed.
     dlse : array of float32, optional
         Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
-        has no effect in rows with logsumexp -inf.
+        has no effect in rows with logsumexp -inf. With ``sinks``, the logsumexp of a row that sees
+        no column is the sink, and ``dlse`` of that row counts in the gradient of ``sinks``.
     return_dbias : bool, default False
         Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
         with one of the two.
@@ -1180,7 +1183,8 @@ def attention_backward(
         and dP are in global memory.
     dlse : array of float32, optional
         Gradient of ``lse``, with the shape of ``lse``, for a loss that depends on the logsumexp. It
-        has no effect in rows with logsumexp -inf.
+        has no effect in rows with logsumexp -inf. With ``sinks``, the logsumexp of a row that sees
+        no column is the sink, and ``dlse`` of that row counts in the gradient of ``sinks``.
     return_dbias : bool, default False
         Whether the gradient of ``bias``, or of ``attn_mask``, is returned too. It can be True only
         with one of the two.

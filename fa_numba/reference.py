@@ -192,7 +192,7 @@ def _backward(
             P = softmax(S, L, sink)
             dP = (dOi @ V.T) * dropped
             D = (P * dP).sum(axis=1)
-            if dlse is not None:  # a row that sees no column has no L
+            if dlse is not None:  # a row without a column and without a sink
                 D -= np.where(L == -np.inf, 0, dL[head.lse][rows])
             if return_dsinks:
                 dsinks[head.number] -= (exp_minus(np.full_like(L, sink), L) * D).sum()

@@ -58,7 +58,8 @@ def make_of_scores(spec):
 @part
 def make_less_dlse(spec):
     """``less_dlse(D, l, head, row)``: with a gradient dL of the row's logsumexp l, D - dL in the
-    place of D, since dS = P o (dP - D + dL); of a row that sees no column D.
+    place of D, since dS = P o (dP - D + dL). In a row whose l is -inf, D stays. Such a row sees no
+    column and has no sink.
     """
     dlse, query_rows = spec.features.dlse, make_query_rows(spec)
 

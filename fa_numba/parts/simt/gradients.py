@@ -123,7 +123,7 @@ def _make_row_dots(spec):
 
 @part
 def _make_subtract_dlse(spec):
-    """``subtract_dlse(rD, rL, tile)``: D -= dL, the gradient of L, of rows that see a column."""
+    """``subtract_dlse(rD, rL, tile)``: D -= dL, the gradient of L, where L is above -inf."""
     TM, dlse = spec.TM, spec.features.dlse
     query_rows, read = make_query_rows(spec), make_read(spec)
 

@@ -235,8 +235,8 @@ def make_load_rows(spec):
 
 @part
 def make_load_lse(spec):
-    """``load_lse(shared, L, i0, head, slot)``: a warp loads L, in units of log2; 0 past the end,
-    and of rows that see no column. And L's gradient, to where D will be.
+    """``load_lse(shared, L, i0, head, slot)``: a warp loads L, in units of log2, and the
+    gradient of L, to where D will be. Both are 0 past the end and in rows whose L is -inf.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
     dlse = spec.features.dlse
