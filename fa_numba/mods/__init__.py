@@ -1,9 +1,23 @@
 """Functions of the caller's that run in kernels: ``score_mod``, ``mask_mod``, ``score_mod_grad``.
 
-A function is read, not run: ``source`` finds its syntax tree and what it captures, ``rewriting``
-makes of it the text of a function for kernels, with a type for every value, and that of its
-derivative. A ``Mod`` is these texts. Names do not occur in them, so that two functions of equal
-code, which capture values of equal types, share a kernel; what they capture is passed to it.
+A function is read, not run. A ``Mod`` is what kernels have of it: the text of a function for
+kernels, with a type for every value, and the texts of its derivatives. The caller's names do not
+occur in these texts. Two functions of equal code, which capture values of equal types, therefore
+share a kernel. The captured values are passed to the kernel. The modules between a function and its
+texts are:
+
+    source      the function's syntax tree, and the values that it captures
+    allowed     what a function may contain, and the error for anything else
+    reading     the walk over the syntax tree, which writes a statement for each operation
+    slopes      the rules of derivatives: of each operation, the value and its slope
+    kinds       the type of each value
+    sharing     the statements, and which values all scores of a tile share
+    needed      which statements a result needs
+    writing     the text of the value, of its slope by the score, or of both
+    gradients   the text that adds to the gradients of captured arrays
+    positions   where a function reads an element of a captured array
+    captures    numbers that are computed from captured numbers, before a call
+    evaluating  the same function evaluated in float64, for the reference
 """
 
 from __future__ import annotations
@@ -19,13 +33,16 @@ from typing import Any, NamedTuple
 
 from numba import float32, int32, uint32
 
+from .allowed import PARAMETERS as PARAMETERS
+from .captures import divisor as divisor
+from .captures import inverse_of, made_of
 from .evaluating import evaluating
-from .rewriting import ONE, Gradient, gradient_of, inverse_of, made_of, written
-from .rewriting import PARAMETERS as PARAMETERS
-from .rewriting import Text as Text
-from .rewriting import divisor as divisor
+from .gradients import Gradient, gradient_of
+from .slopes import ONE
 from .source import LEAST, Source, kind_of_capture, source_of
 from .source import is_array as is_array
+from .writing import Text as Text
+from .writing import written
 
 
 @dataclass(frozen=True)

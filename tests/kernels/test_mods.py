@@ -27,7 +27,8 @@ from fa_numba.choices.requests import Choices
 from fa_numba.emulator import EmulatorError, launch
 from fa_numba.host import planning
 from fa_numba.host.arrays import HOST
-from fa_numba.mods import rewriting
+from fa_numba.mods.allowed import STEPS
+from fa_numba.mods.slopes import OF_MATH
 from fa_numba.options import FEATURES, Bound, Features
 from fa_numba.parts import division
 from fa_numba.problem import Problem
@@ -329,7 +330,7 @@ def test_which_functions_are_called_inside_of_the_matrix_alone(function, alone):
 # --- where Python raises -------------------------------------------------------------------------
 
 CORNERS = [0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 1e3, 3e9, -3e9, 3e38, math.inf, -math.inf, math.nan]
-OF_CORNERS = [f"math.{name}(s)" for name in (*rewriting._SLOPES, *rewriting._STEPS)]
+OF_CORNERS = [f"math.{name}(s)" for name in (*OF_MATH, *STEPS)]
 OF_CORNERS += [f"{a} {op} {b}" for op in ("/", "//", "%") for a, b in ("si", "is", "1s", "ss")]
 OF_CORNERS += ["s ** -1", "s ** -1.5", "s ** 0.3", "s ** s", "(-2.0) ** s", "0.0 ** s", "s ** i"]
 OF_CORNERS += ["min(s, 2.0)", "max(2.0, s)", "int(s)", "i / (j - 1)", "(i > 0) / (j > 0)"]

@@ -36,13 +36,18 @@ from .store import EMULATOR
 PACKAGE = REPOSITORY / "fa_numba"
 # From a call to its launches. What a plan decides is not among them: it is compared.
 CALLS = ("ops.py", "host/calls.py", "host/execution.py", "device/launching.py")
+# Modules that write the code of a caller's function.
+_WRITERS = (
+    "allowed", "captures", "gradients", "kinds", "needed", "positions", "reading", "sharing",
+    "slopes", "source", "writing",
+)  # fmt: skip
 # What makes launches that no request describes, by the module of their kernels; and what writes the
 # code of a caller's function.
 _MAKERS = {
     "fa_numba.kernels.simt.append": ("fa_numba.host.append", "fa_numba.host.prefix"),
     "fa_numba.kernels.merge_parts": ("fa_numba.host.merging", "fa_numba.host.prefix"),
     "fa_numba.kernels.simt.softmax": ("fa_numba.host.softmax",),
-    "fa_numba.mods": ("fa_numba.mods.rewriting", "fa_numba.mods.source"),
+    "fa_numba.mods": tuple(f"fa_numba.mods.{name}" for name in _WRITERS),
 }
 EMULATION = ("emulator/*.py",)
 # Files of these that only say what went wrong.
