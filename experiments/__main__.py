@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         tuning.add_argument(option, help=f"{what} to time (default: all)", **which)
     for name, text in (
         ("spills", "compile Hopper's backward kernels with options that may spill registers, and "
-         "store for plans how many bytes the kernels spill. No GPU is needed"),
+         "store how many bytes the kernels spill. Plans use the stored numbers. No GPU is needed"),
         ("report", "write the tables in paper_repro.md and in figures/tables again, from the "
          "recordings in figures/data"),
         ("origins", "list recordings whose commit is not in the git history, and recordings that "

@@ -207,8 +207,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["time, standard / FA-2, N=1024", "time, standard / FA-2, N=4096"]
     header += ["FA-2 accesses fewer bytes from N", "bytes, standard / FA-2, N=2d"]
     caption = (
-        "A column *wins from N* contains a sequence length N: from N to 4096, the kernel takes "
-        "less time than standard attention at every measured length. In fp16, "
+        "A column *wins from N* contains the sequence length from which the kernel takes less "
+        "time than standard attention, at every measured length up to 4096. In fp16, "
         "torch's fused kernel is FlashAttention-2, and in fp32 torch's fused kernel is torch's "
         "memory-efficient attention. The table compares torch's fused kernel with torch's unfused "
         "attention, and our kernels with our standard attention. Bytes in the table are computed "

@@ -282,8 +282,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         "read bandwidth* contains the bytes of K and V per second / the bandwidth of a kernel that "
         f"only reads{f' ({read:.2f} TB/s)' if read else ' (not measured)'}. If K and V together "
         f"have less than {LARGE_BYTES >> 20} MiB, launching the kernels takes longer than reading "
-        "K and V. The column *key splits* lists the numbers of key splits that belong to the "
-        "times of FA-2 with key splits."
+        "K and V. The column *key splits* lists how many thread blocks share the columns of a row "
+        "tile in the calls of FA-2 with key splits."
     )
     if gains:
         caption += (

@@ -165,7 +165,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     ]
     caption = (
         "The table has the bytes that a forward call of one head loads and stores. A column "
-        "*traced* contains the sum over the emulator's trace of the call. With a window of w, each "
-        "row sees w columns to its left and w columns to its right."
+        "*traced* contains the bytes of all loads and stores in the emulator's trace of the call. "
+        "With a window of w, each row sees w columns to its left and w columns to its right."
     )
     return tables.of(caption, header, lines)

@@ -271,9 +271,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        " By the closed forms, FA-1 with line 1's tiles accesses fewer elements than standard "
-        f"attention with square blocks from M = {where[0]} on. In the backward pass, FA-1 accesses "
-        f"fewer elements than standard attention from M = {where[1]} on."
+        " The following comparison by closed forms is for FA-1 with the tiles by line 1 of its "
+        "algorithm, and for standard attention with square blocks. In the forward pass, FA-1 "
+        f"accesses fewer elements than standard attention from M = {where[0]} on. In the backward "
+        f"pass, FA-1 accesses fewer elements than standard attention from M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
         "The accesses of each algorithm are about proportional to a power of the on-chip memory "

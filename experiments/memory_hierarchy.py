@@ -312,7 +312,7 @@ def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, flo
     what = (
         "The column *bandwidth* contains the median bandwidth of reads of 16 bytes. A column "
         "*FLOP/byte at the roof* contains the speed of torch's matrix product / the bandwidth of "
-        "the memory. A kernel that computes fewer FLOP per byte than at the roof is limited by "
+        "the memory. A kernel with fewer FLOP per byte than *FLOP/byte at the roof* is limited by "
         "the bandwidth of the memory, not by the speed of computing."
     )
     return " ".join([what, *parts])
@@ -346,7 +346,7 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
         f"The table has forward kernels at N={SEQLEN}, d={HEAD_DIM} and 16k tokens. A roof is an "
         "upper limit of a kernel's speed. The roof of a memory is its bandwidth x the kernel's "
         "FLOP per byte. The speed of torch's matrix product is another roof, for all kernels. The "
-        "last column contains the kernel's speed / its lowest roof, and names the lowest roof."
+        "last column contains the kernel's speed / the kernel's lowest roof, and names the roof."
     )
     return tables.of(caption, header, lines)
 

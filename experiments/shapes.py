@@ -398,8 +398,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header.append("our time on mma / our time: median; worst")
     caption = (
         "Each ratio in the table is the time of another kernel / the time of our call, in fp16. "
-        "If a ratio in the table is above 1, our call is faster than the other kernel. *Worst* is "
-        "the smallest ratio of a class. "
+        "If a ratio in the table is above 1, our call is faster than the other kernel. The "
+        "*worst* ratio of a class is the smallest ratio. "
         'Our calls use `unit="auto"`, which picks wgmma on Hopper if the wgmma kernels support '
         "the options of the call. The class *options* contains windows, softcap, ALiBi, bias, and "
         "packed sequences of unequal lengths. We compile flex_attention for each problem, and the "

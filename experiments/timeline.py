@@ -260,7 +260,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     header += ["bytes, traced", "bytes, closed form"]
     caption = (
         "The table counts the moves of tiles between global memory and the chip, in a forward "
-        "call of one head in fp32. The table's columns of bytes are sums over all moves of an "
-        "array, in the emulator's trace and by the closed form."
+        "call of one head in fp32. The columns *bytes* contain the sum over all moves of "
+        "an array, as traced on the emulator and as computed by the closed form."
     )
     return tables.of(caption, header, lines)

@@ -299,11 +299,12 @@ def add(commands: Any) -> None:
             {"type": tiles, "metavar": "BRxBC"},
         ),
         "--device": (
-            f"compare for this GPU: {', '.join(bounds.DEVICES)} (default: the GPU of this machine, "
-            f"or {STAND_IN} if there is none). Times are measured only on the GPU of this machine",
+            f"GPU to compare the loop orders on: {', '.join(bounds.DEVICES)} (default: the GPU of "
+            f"this machine, or {STAND_IN} if there is none). Times are measured only on the GPU of "
+            "this machine",
             {"type": saying(bounds.named), "metavar": "GPU"}),
         "--csv": (
-            "also write the numbers to this file, one line per series and quantity",
+            "also write the numbers to the CSV file FILE, one line per series and quantity",
             {"type": file_to_write, "metavar": "FILE"}),
     }  # fmt: skip
     for option, (text, how) in sizes.items():

@@ -130,12 +130,12 @@ def traffic(found: Evidence) -> str:
     ]
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
-        f"In K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. In "
-        "K/V outer, O, l and m of all rows do not fit into L2, except at the shortest sequence "
+        f"With K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. "
+        "With K/V outer, O, l and m of all rows do not fit into L2, except at the shortest sequence "
         "lengths.",
-        f"In Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
-        "and O together, for every N. In Q outer, every row tile reads K and V of the tile's head "
-        "again, but K and V stay in L2.",
+        f"With Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
+        "and O together, for every N. With Q outer, every row tile reads K and V of the tile's "
+        "head again, but K and V stay in L2.",
         f"At d=128 and N={longest}, K/V outer accesses {wide[0]} times as many bytes as standard "
         f"attention, but moves {wide[1]} times as many bytes through DRAM. In fp32, registers "
         "limit a tile to few columns, so K/V outer reads and writes each row of O many times.",

@@ -211,4 +211,4 @@ def tally(verdicts: Iterable[str]) -> str:
     known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
     shown = [f'{found.count(name)} are "{name}"' for name in known if name in found]
     said = ", ".join([*shown[:-2], " and ".join(shown[-2:])])
-    return f"Of the {len(found)} verdicts in this section, {said}."
+    return f"Of the {len(found)} verdicts in the table, {said}."

@@ -32,8 +32,8 @@ DESCRIPTION = """\
 Show what a call of attention would launch, without running it: kernels, grids, tiles, memory,
 accesses of global memory and FLOPs. The table compares FlashAttention-1 (K/V outer),
 FlashAttention-2 (Q outer) and standard attention, which writes its score matrix to memory. The
-table also estimates what limits the speed of each algorithm on a GPU. This GPU can be the GPU of
-this machine or another GPU. The command needs no GPU and measures nothing.
+table also estimates what limits the speed of each algorithm on this machine's GPU, or on the GPU
+that you name with --device. The command needs no GPU and measures nothing.
 
 Example: python -m fa_numba plan --seqlen 16384 --head-dim 64 --heads 32 --device H200"""
 

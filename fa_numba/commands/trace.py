@@ -26,8 +26,8 @@ Each line shows the largest score so far (m), the sum of the exponentials (l) an
 Each line also shows the factor e^(old m - new m), which multiplies l and o of the earlier blocks.
 
 FlashAttention-2 (Q outer) keeps m, l and o in registers and divides o by l once, at the end.
-FlashAttention-1 (K/V outer) makes one pass for each block of keys. It divides o by l in every
-pass, and stores m, l and o in memory between two passes.
+FlashAttention-1 (K/V outer) makes one pass for each block of keys. FlashAttention-1 divides o by
+l in every pass, and stores m, l and o in memory between two passes.
 
 Without options, the command shows an example with 8 keys in blocks of 4, which is small enough to
 follow by hand."""
