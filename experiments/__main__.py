@@ -94,8 +94,8 @@ def _parser() -> argparse.ArgumentParser:
                      "both (default: the experiment's choice)", {"choices": CAUSAL}),
         "--tiles": (
             "tile sizes to measure or draw, such as 64x64,32x128; 32x128 means 32 rows of Q and "
-            "128 rows of K (default: the experiment's tile sizes). Only a few experiments have "
-            "this option, such as timeline",
+            "128 rows of K (default: the experiment's tile sizes). Only a few experiments, such as "
+            "timeline, support --tiles",
             {"type": _several(_tiles), "metavar": "BRxBC,..."}),
         "--recount": ("count accesses on the emulator again. Without this option, a complete run "
                       "uses stored counts if the experiment's code and its kernels have not "
@@ -104,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
                   "Complete runs are written to the folder figures by default. If FOLDER contains "
                   "no data of an experiment, the figure is drawn from the recording in "
                   "figures/data", {"type": _folder, "metavar": "FOLDER"}),
-        "--replace": ("replace a stored recording even if numbers from torch or ncu are then lost, "
-                      "because torch or ncu is missing on this machine", flag),
+        "--replace": ("replace a stored recording even if torch or ncu is missing on this machine, "
+                      "so that the stored numbers from torch or ncu are lost", flag),
     }  # fmt: skip
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():

@@ -271,18 +271,17 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             lines.append([f"{name}, {side}", theorem, *exponents])
     where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
     said = (
-        " The following comparison by closed forms is for FA-1 with the tiles by line 1 of its "
-        "algorithm, and for standard attention with square blocks. In the forward pass, FA-1 "
-        f"accesses fewer elements than standard attention from M = {where[0]} on. In the backward "
-        f"pass, FA-1 accesses fewer elements than standard attention from M = {where[1]} on."
+        " By the closed forms, FA-1 (tiles by line 1 of its algorithm) accesses fewer elements "
+        f"than standard attention (square blocks) from M = {where[0]} on. In the backward pass, "
+        f"FA-1 accesses fewer elements than standard attention from M = {where[1]} on."
     ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
         "The accesses of each algorithm are about proportional to a power of the on-chip memory "
         f"M. The table has the exponents of M at d={d} (d² = {square}). After each exponent, the "
         "table has the standard error of the exponent, and the fitted range of M (in floats) in "
         "brackets. The tiles of measured calls have 8 to 128 rows and 8 to 128 columns. The "
-        "planner's tiles have at most 128 rows and 128 columns, because larger tiles do not fit "
-        f"into the registers.{said}{scaling.equal(rows)}"
+        "tiles that fa_numba's planner chooses have at most 128 rows and 128 columns, because "
+        f"larger tiles do not fit into the registers.{said}{scaling.equal(rows)}"
     )
     header = ["algorithm", "exponent in the theorem", *scaling.FITTED.values()]
     return tables.of(caption, header, lines)

@@ -357,11 +357,11 @@ def ablation(rows: Sequence[Row]) -> tables.Table | None:
     ]
     p = ABLATED
     caption = (
-        f"The calls are forward calls in fp16 with batch {p.batch}, {p.heads_q} heads, "
-        f"N={p.seqlen_q} and d={p.head_dim}, as in Table 2 of the FlashAttention-3 paper. The gain "
-        "is the ratio *speed with all optimisations / speed with all optimisations except products "
-        "during the softmax*. If the gain is below 1, the kernel is slower with *products "
-        "during the softmax*."
+        f"The calls in the table are forward calls in fp16 with batch {p.batch}, {p.heads_q} "
+        f"heads, N={p.seqlen_q} and d={p.head_dim}, as in Table 2 of the FlashAttention-3 paper. "
+        "The gain is the ratio *speed with all optimisations / speed with all optimisations except "
+        "products during the softmax*. If the gain is below 1, the optimisation *products "
+        "during the softmax* makes the kernel slower."
     )
     return tables.of(caption, ["kernel on wgmma", "TFLOP/s", "gain", "predicted gain"], lines)
 

@@ -341,8 +341,9 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
             "tiles / time of FA-2*."
         )
     what = (
-        f"The next table shows each step in detail ({_said(*example, units)}). A step without "
-        "a time has no kernel, so its numbers are not measured, but computed from closed forms"
+        f"The next table shows each step in detail ({_said(*example, units)}). If the "
+        "table has no time for a step, the numbers of the step are computed from closed forms and "
+        "not measured, because no kernel computes the step"
     )
     return Table(caption, f"{first}\n{what}:\n\n{_steps(example[1], steps)}")
 

@@ -327,10 +327,10 @@ def model_table(rows: Sequence[Row]) -> tables.Table | None:
         "The table shows during which share of a call the GPUs compute attention, for calls with a "
         "causal mask. The shares in the table come from a model and are not measured. The model "
         "of the shares uses the measured duration of attention calls on one GPU. For sequences "
-        "that are longer than the longest measured sequence, the model extrapolates the measured "
-        "duration in proportion to the work. The columns *measured link* use the measured "
-        "bandwidth of the link between the GPUs. The columns *InfiniBand* assume a bandwidth of "
-        f"{INFINIBAND / 1e9:.0f} GB/s."
+        "that are longer than the longest measured sequence, the model of the shares extrapolates "
+        "the measured duration in proportion to the work. The columns *measured link* use the "
+        "measured bandwidth of the link between the GPUs. The columns *InfiniBand* assume a "
+        f"bandwidth of {INFINIBAND / 1e9:.0f} GB/s."
     )
     return tables.of(caption, ["N", "GPUs", *names], lines)
 

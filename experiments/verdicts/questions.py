@@ -197,8 +197,9 @@ def changed(questions: Sequence[Question]) -> Across:
         earlier = sum(bool(q.before) for q in questions)
         new = sum(not q.before for q in questions)
         caption = (
-            f"The common rule changed {len(lines) - new} of {earlier} earlier verdicts. "
-            f"For {new} more figures and claims, the common rule gives the first verdict."
+            f"The common rule for verdicts changed {len(lines) - new} of {earlier} earlier "
+            f"verdicts. For {new} more figures and claims, the common rule for verdicts gives the "
+            "first verdict."
         )
         return Table(caption, markdown(header, lines).replace("---:", "---"))
 

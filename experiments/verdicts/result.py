@@ -87,8 +87,8 @@ def sentences(found: Evidence) -> str:
         "Each cell of the table shows the smallest and the largest value of a ratio. Each ratio is "
         "bytes or time of K/V outer (FlashAttention-1's order) divided by bytes or time of Q outer "
         "(FlashAttention-2's order). All calls in the table are forward calls with N=512 to 16k, "
-        "with and without a causal mask. The two calls of a ratio multiply matrices with the same "
-        "instructions. In the first five rows of the table, both loop orders use equal tile "
+        "with and without a causal mask. In each ratio, both calls multiply matrices with the "
+        "same instructions. In the first five rows of the table, both loop orders use equal tile "
         "sizes. On CUDA cores and with mma.sync, the equal tile sizes are the fastest tile sizes "
         "of FA-1. With wgmma, the equal tile sizes are the fastest tile sizes of FA-2. In the "
         "last two rows, each loop order uses its own fastest tile sizes. The accessed bytes are "
@@ -100,10 +100,10 @@ def sentences(found: Evidence) -> str:
         + f"\n\n- By the hardware counters, L2 moves {of_accesses()} times the bytes that the "
         "kernels load and store by the closed forms.\n"
         "- For every column tile, K/V outer reads and writes O and the softmax statistics l and m "
-        "of all rows. O, l and m of all rows do not fit in L2, so DRAM moves O, l and m for every "
-        "column tile.\n"
-        "- For every row tile, Q outer reads K and V of a head again. K and V of the heads "
-        "that run at the same time fit in L2.\n"
+        "of all rows. With K/V outer, O, l and m of all rows do not fit in L2, so DRAM moves O, l "
+        "and m for every column tile.\n"
+        "- For every row tile, Q outer reads K and V of a head again. With Q outer, K and V of the "
+        "heads that run at the same time fit in L2.\n"
         "- On the grid of FA-1's paper, FA-1 has one thread block per batch entry and head. At "
         "equal work, the time of FA-1 on the paper's grid grows if there are fewer batch entries "
         "and heads.\n"
@@ -131,8 +131,8 @@ def traffic(found: Evidence) -> str:
     share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
     lines = [
         f"With K/V outer, DRAM moves {share} times the bytes that the kernel loads and stores. "
-        "With K/V outer, O, l and m of all rows do not fit into L2, except at the shortest sequence "
-        "lengths.",
+        "With K/V outer, O, l and m of all rows do not fit into L2, except at the shortest "
+        "sequence lengths.",
         f"With Q outer, DRAM moves {over(of('fa2-simt', 'dram'), once)} times the size of Q, K, V "
         "and O together, for every N. With Q outer, every row tile reads K and V of the tile's "
         "head again, but K and V stay in L2.",

@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why",
         action="store_true",
-        help="also print why this unit, these tiles and this number of splits were chosen",
+        help="also print the reasons for the unit, the tiles and the number of splits",
     )
 
 
