@@ -11,11 +11,13 @@ compiled kernel is stored.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
 import functools
 import hashlib
 import itertools
+import math
 import os
 import sys
 from importlib import metadata
@@ -116,7 +118,8 @@ def key_of(kernel: Any, capability: tuple[int, int]) -> bytes:
     """
     bounds = kernel.threads, kernel.min_blocks
     settings = sorted(x for x in os.environ.items() if x[0].startswith(("NUMBA_", mlir.VARIABLE)))
-    parts = (_sources(), _compilers(), settings, capability, bounds, str(kernel.signature))
+    arguments = list(map(_type, kernel.argument_types))
+    parts = (_sources(), _compilers(), settings, capability, bounds, arguments)
     text = repr((parts, _function(kernel.function, {})))
     return hashlib.sha256(text.encode()).hexdigest().encode()
 
@@ -144,6 +147,13 @@ def _compilers() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def _type(ty: Any) -> Any:
+    """Return the text of an argument's type; the text of a named tuple omits its fields' names."""
+    if isinstance(ty, types.NamedTuple):
+        return ty.fields, list(map(_type, ty.types))
+    return str(ty)
+
+
 def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
     """Return a hash of a function's code and of the values that it closes over.
 
@@ -158,10 +168,30 @@ def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
             _attributes(value, taken[name], seen) if _is_namespace(value) else _value(value, seen)
             for name, value in zip(free, cells, strict=True)
         ]
-        defaults = _value(function.__defaults__, seen)
-        text = repr((function.__qualname__, _code(function.__code__), defaults, values))
+        named = tuple((function.__kwdefaults__ or {}).items())
+        outside = (function.__defaults__, named), *_globals(function)
+        values += [_value(value, seen) for value in outside]
+        text = repr((function.__qualname__, _code(function.__code__), values))
         seen[function] = hashlib.sha256(text.encode()).hexdigest()
     return seen[function]
+
+
+def _globals(function: FunctionType) -> list[Any]:
+    """Return the names and values that a function takes from globals of its own.
+
+    The list is empty for a function that an imported module contains: ``_sources`` covers it.
+    Functions that were made of text have globals of their own, such as those of a ``score_mod``.
+    """
+    if function.__globals__ is vars(sys.modules.get(function.__module__, builtins)):
+        return []
+    own = function.__globals__
+    return [(name, own[name]) for name in sorted(_names(function.__code__)) if name in own]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in code, and in the functions inside it."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _code(code: CodeType) -> tuple:
@@ -170,11 +200,15 @@ def _code(code: CodeType) -> tuple:
 
 
 def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
-    """Return the attributes that a function uses of each variable that it closes over."""
+    """Return the attributes that a function uses of each variable that it closes over.
+
+    An empty name stands for a use of the variable itself, without an attribute.
+    """
     taken: dict[str, set[str]] = {name: set() for name in code.co_freevars}
     for value, attribute in itertools.pairwise(dis.get_instructions(code)):
-        if value.argval in taken and attribute.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            taken[value.argval].add(attribute.argval)
+        if value.opname == "LOAD_DEREF" and value.argval in taken:
+            of_attribute = attribute.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            taken[value.argval].add(attribute.argval if of_attribute else "")
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             for name, attributes in _attributes_taken(inner).items():
@@ -188,7 +222,12 @@ def _is_namespace(value: Any) -> bool:
 
 
 def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
-    """Return the names and values of the attributes that a function uses of a namespace."""
+    """Return the names and values of the attributes that a function uses of a namespace.
+
+    Raise _Unknown if the function uses the namespace itself, for instance by another name.
+    """
+    if "" in names:
+        raise _Unknown(namespace)
     found = [(name, getattr(namespace, name)) for name in sorted(names)]
     return "namespace", [(name, _value(value, seen)) for name, value in found]
 
@@ -205,4 +244,6 @@ def _value(value: Any, seen: dict[FunctionType, str]) -> Any:
         return _function(value._defn, seen)
     if isinstance(value, FunctionType):
         return _function(value, seen)
+    if value is math:
+        return "module", "math"
     raise _Unknown(value)

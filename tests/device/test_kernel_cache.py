@@ -1,19 +1,22 @@
 """Compiled kernels on disk: what makes one another kernel, and what becomes of bad places."""
 
+import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from collections import namedtuple
+from dataclasses import fields, replace
 from types import ModuleType, SimpleNamespace
 
 import numba.cuda
 import numpy as np
 import pytest
+from numba import types
 
 import fa_numba
 from experiments.lab.measure.workloads import one_head
 from fa_numba.choices.requests import Choices
-from fa_numba.device import device_function, kernel_cache
+from fa_numba.device import Kernel, device_function, kernel_cache
 from fa_numba.emulator import compiling
 from fa_numba.host import planning
 from fa_numba.kernels.mma import fa2_forward
@@ -81,17 +84,78 @@ def test_what_a_kernel_is_made_for_is_in_its_key(change):
     assert key(replace(SPEC, **change)) != key()
 
 
-def test_what_a_kernel_is_compiled_with_is_in_its_key(monkeypatch):
-    found = {key(), key(capability=(8, 0)), key(threads=32), key(min_blocks=2)}
-    kernel = fa2_forward.make_forward(SPEC)
-    found.add(key(argument_types=kernel.argument_types[::-1]))
-    monkeypatch.setenv("NUMBA_OPT", "0")
-    found.add(key())
+# Each field of a kernel with another value; or why the machine code does not depend on it.
+OF_KERNEL = {
+    "function": fa2_forward.make_forward(replace(SPEC, aligned=False)).function,
+    "argument_types": fa2_forward.make_forward(SPEC).argument_types[::-1],
+    "threads": 32,
+    "min_blocks": 2,
+}
+NOT_COMPILED = {"shared_bytes": "a number of the launch", "_compiled": "the kernels themselves"}
+
+
+def test_each_field_of_a_kernel_is_in_its_key():
+    assert {f.name for f in fields(Kernel)} == {*OF_KERNEL, *NOT_COMPILED}
+    found = [key(), key(capability=(8, 0)), *(key(**{n: x}) for n, x in OF_KERNEL.items())]
+    assert len(set(found)) == len(found)
+    assert key(shared_bytes=16) == key()
+
+
+def test_what_compiles_a_kernel_is_in_its_key(monkeypatch):
+    kernel = of_function(function_of_text("def made(A):\n    A[0] = 1"))
+
+    def key():
+        return kernel_cache.key_of(kernel, (9, 0))
+
+    found = [key()]
+    for name in ("NUMBA_OPT", kernel_cache.mlir.VARIABLE):
+        monkeypatch.setenv(name, "0")
+        found.append(key())
     monkeypatch.setattr(kernel_cache, "_sources", lambda: "other sources")
-    found.add(key())
-    monkeypatch.setattr(kernel_cache, "_compilers", lambda: (("numba", "0"),))
-    found.add(key())
-    assert len(found) == 8
+    found.append(key())
+    versions = dict.fromkeys(kernel_cache._COMPILERS, "1")
+    monkeypatch.setattr(kernel_cache.metadata, "version", lambda name: versions[name])
+    for name in (*versions, None):
+        kernel_cache._compilers.cache_clear()
+        found.append(key())
+        versions[name] = "2"
+    from cuda.bindings import driver, nvjitlink, nvvm
+
+    for module, name in (
+        (nvvm, "version"), (nvvm, "ir_version"), (nvjitlink, "version"),
+        (driver, "cuDriverGetVersion"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, dict)  # which says {}
+        kernel_cache._compilers.cache_clear()
+        found.append(key())
+    kernel_cache._compilers.cache_clear()
+    assert len(set(found)) == len(found)
+
+
+def test_each_file_of_the_package_is_in_the_key(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_cache, "PACKAGE", tmp_path)
+    texts = {"parts/one.py": "x", "parts/other.py": "y", "one.py": "x"}
+    found = []
+    for changed in (None, *texts):
+        for name, text in texts.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text + " = 1" * (name == changed))
+        found.append(kernel_cache._sources.__wrapped__())
+    (tmp_path / "parts/one.py").rename(tmp_path / "parts/renamed.py")
+    found.append(kernel_cache._sources.__wrapped__())
+    assert len(set(found)) == len(found)
+
+
+def test_the_names_of_a_records_fields_are_in_the_key():
+    """A kernel takes ``options.second`` by the number of the field."""
+
+    def key_of(*names):
+        record = types.NamedTuple([types.int32] * len(names), namedtuple("Options", names))
+        made = vars(of_function(function_of_text("def made(A):\n    A[0] = 1")))
+        return kernel_cache.key_of(SimpleNamespace(**made | {"argument_types": (record,)}), (9, 0))
+
+    found = {key_of("first", "second"), key_of("second", "first"), key_of("first", "third")}
+    assert len(found) == 3 and key_of("first", "second") in found
 
 
 def test_the_key_is_that_of_every_process():
@@ -109,7 +173,7 @@ def test_the_key_is_that_of_every_process():
 
 def of_function(function):
     """A kernel, as far as its key and what is kept of it go."""
-    return SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
+    return SimpleNamespace(function=function, threads=32, min_blocks=1, argument_types=())
 
 
 def key_made_with(p, body="A[0] = p.first(A[0]) + A.second"):
@@ -117,6 +181,71 @@ def key_made_with(p, body="A[0] = p.first(A[0]) + A.second"):
     scope = {"__name__": "fa_numba.made_up"}
     exec(f"def outer(p):\n    def made(A):\n        {body}\n    return made", scope)
     return kernel_cache.key_of(of_function(scope["outer"](p)), (9, 0))
+
+
+def function_of_text(text, **names):
+    """The function ``made`` of a text with these globals, as if the package contained it."""
+    scope = {"__name__": "fa_numba.made_up", **names}
+    exec(text, scope)
+    return scope["made"]
+
+
+# Two functions that differ in one thing: the texts, or the globals of one text.
+NEXT_TO = {
+    "the name of a called function": ("A[0] = math.sin(A[0])", "A[0] = math.cos(A[0])"),
+    "the name of an inner function's call": (
+        "A[0] = (lambda x: math.sin(x))(A[0])", "A[0] = (lambda x: math.cos(x))(A[0])",
+    ),
+    "the name of an attribute": ("A[0] = A.size", "A[0] = A.ndim"),
+    "a constant": ("A[0] = 1", "A[0] = 2"),
+    "the type of a constant": ("A[0] = 1", "A[0] = 1.0"),
+    "the sign of zero": ("A[0] = 0.0", "A[0] = -0.0"),
+    "an operator": ("A[0] = A[1] + A[2]", "A[0] = A[1] - A[2]"),
+    "a comparison": ("A[0] = A[1] < A[2]", "A[0] = A[1] <= A[2]"),
+    "the order of arguments": ("A[0] = max(A[1], A[2])", "A[0] = max(A[2], A[1])"),
+}  # fmt: skip
+OF_GLOBAL = {
+    "a number": (1, 2),
+    "a number's type": (1, True),
+    "a dtype": (types.float32, types.float64),
+    "a device function": tuple(
+        device_function(function_of_text(f"def made(x):\n    return math.{name}(x)", math=math))
+        for name in ("sin", "cos")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEXT_TO)
+def test_functions_that_differ_in_one_thing_have_different_keys(name):
+    texts = (f"def made(A):\n    {body}" for body in NEXT_TO[name])
+    one, other = (of_function(function_of_text(text, math=math)) for text in texts)
+    assert kernel_cache.key_of(one, (9, 0)) != kernel_cache.key_of(other, (9, 0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def made(A):\n    A[0] = value",
+        "def made(A):\n    A[0] = (lambda x: x + value)(A[0])",
+        "def made(A, given=value):\n    A[0] = given",
+        "def made(A, *, given=value):\n    A[0] = given",
+        "def outer(given):\n    def made(A):\n        A[0] = given\n    return made\n"
+        "made = outer(value)",
+    ],
+    ids=["global", "global of an inner function", "default", "default by name", "closure"],
+)
+@pytest.mark.parametrize("name", OF_GLOBAL)
+def test_functions_with_different_values_from_outside_have_different_keys(name, text):
+    one, other = (of_function(function_of_text(text, value=x)) for x in OF_GLOBAL[name])
+    assert kernel_cache.key_of(one, (9, 0)) != kernel_cache.key_of(other, (9, 0))
+
+
+def test_kernels_of_different_score_functions_have_different_keys():
+    shape, found = (1, 1, 64, 64), set()
+    for mod in (lambda s, b, h, i, j: math.sin(s), lambda s, b, h, i, j: math.cos(s)):
+        for kernel in fa_numba.plan(shape, shape, score_mod=mod).launched:
+            found.add(kernel_cache.key_of(kernel, (9, 0)))
+    assert len(found) == 2
 
 
 def test_code_and_values_count_one_by_one():
@@ -185,6 +314,11 @@ def test_a_namespace_that_holds_what_is_unknown_is_never_kept():
         key_made_with(namespace, "A[0] = p.first")
     with pytest.raises(kernel_cache._Unknown):
         key_made_with(os, "A[0] = p.first")  # a module that was imported
+
+
+def test_a_namespace_that_a_kernel_knows_by_another_name_is_never_kept():
+    with pytest.raises(kernel_cache._Unknown):
+        key_made_with(Parts(first="return x"), "q = p; A[0] = q.first(A[0])")
 
 
 @pytest.mark.parametrize(
