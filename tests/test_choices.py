@@ -24,7 +24,6 @@ from fa_numba.choices import facts, requests, splits, tiles, units
 from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Choices, choices_of
 from fa_numba.dtypes import PRECISIONS
-from fa_numba.host import planning
 
 PLANS = Path(__file__).with_name("data") / "plans.csv"
 CALL = ("gpu", "q", "k", "options")
@@ -269,13 +268,11 @@ def test_eight_warps_share_what_four_spill_on_blackwell(capability, d, threads):
 
 
 def test_what_spills_is_left_out_and_can_be_looked_for():
-    planning.planned.cache_clear()
     shape = (1, 4, 256, 64)
     how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma", "window": (9, 9), "q_lens": [200]}
     with bounds.DEVICES["H200"].planning():
         with facts.spills_allowed():
             assert fa_numba.plan(shape, shape, **how).unit == "wgmma"
-        planning.planned.cache_clear()
         with pytest.raises(
             ValueError, match="unit 'wgmma' does not support the option q_lens together"
         ):
@@ -295,10 +292,8 @@ def test_the_command_compiles_what_its_rows_are_about(tmp_path, monkeypatch):
         return "", "0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads"
 
     monkeypatch.setattr(spills.device, "assembled", assembled)
-    planning.planned.cache_clear()
     said = []
     assert spills.write(said.append, path) and not spills.write(said.append, path)
-    planning.planned.cache_clear()
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["bytes"] for row in rows} == {"12"} and len(said) == 2 * len(rows)

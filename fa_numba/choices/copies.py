@@ -167,7 +167,8 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
     if p.packed:
         tiles = _tiles_of_all(p.q_shape[0], spec.head_rows, p)
     tiles *= p.heads_q // spec.tile_heads * splits
-    return min(device.multiprocessors() * spec.blocks, tiles) if spec.persistent else tiles
+    multiprocessors = request.multiprocessors or device.EMULATED_MULTIPROCESSORS
+    return min(multiprocessors * spec.blocks, tiles) if spec.persistent else tiles
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:

@@ -93,7 +93,10 @@ _allowed: ContextVar[bool] = ContextVar("fa_numba_spills", default=False)
 
 @contextlib.contextmanager
 def spills_allowed() -> Iterator[None]:
-    """Plan inside what spills too, as who looks for its bytes does."""
+    """Plan inside what spills too, as who looks for its bytes does.
+
+    Requests that are made inside say so (``Request.spilling``).
+    """
     token = _allowed.set(True)
     try:
         yield
@@ -110,6 +113,11 @@ def _spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
     )
 
 
+def are_spills_allowed() -> bool:
+    """Return whether this is inside ``spills_allowed``."""
+    return _allowed.get()
+
+
 def spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
     """What spills of a unit's kernels; ``of`` is "fwd" or "bwd"."""
-    return () if _allowed.get() else tuple(x for x in _spills(unit, algorithm, of) if x.bytes)
+    return tuple(x for x in _spills(unit, algorithm, of) if x.bytes)

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 
 from fa_numba import device
 from fa_numba.checks import as_flag, as_size, as_splits, check_name, one_of
+from fa_numba.choices.facts import are_spills_allowed
 from fa_numba.dtypes import DTYPES, PRECISIONS, DType
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
@@ -128,7 +129,7 @@ class Request:
     ``shared_limit`` (bytes of shared memory a block) and ``capability`` are the device's,
     ``multiprocessors`` is how many there are to keep busy, 0 on the emulator. ``unit`` is the name
     of what computes, empty as long as it is not decided; measures to do without are in its order
-    then.
+    then. ``spilling``: kernels that spill registers may be planned too (``facts.spills_allowed``).
     """
 
     choices: Choices
@@ -138,13 +139,14 @@ class Request:
     capability: tuple[int, int]
     multiprocessors: int
     unit: str = ""
+    spilling: bool = False
 
     @classmethod
     def here(cls, choices: Choices, problem: Problem, aligned: bool) -> Request:
         """The request to the current device, or the one that plans are made for."""
         count = device.multiprocessors() if device.planned_for_gpu() else 0
         limits = device.shared_bytes_limit(), device.compute_capability(), count
-        return cls(choices, problem, aligned, *limits)
+        return cls(choices, problem, aligned, *limits, spilling=are_spills_allowed())
 
     def chosen(self, **changed: Any) -> Request:
         """The request with other choices, of these names."""

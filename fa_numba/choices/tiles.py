@@ -330,13 +330,13 @@ def chunk_tiles(request: Request, Bc: int) -> int:
     )
     many = "many" if small or p.largest_dim > LARGEST_ATOMIC else ""
     together = int(measured("columns of a head whose causal tiles go side by side", many))
-    spilling = ("alibi", "one chunk") in _spilling(p.largest_dim, request.features)
-    if not few and columns <= together and not spilling:
+    found = [] if request.spilling else _spilling(p.largest_dim, request.features)
+    if not few and columns <= together and ("alibi", "one chunk") not in found:
         return 0
-    found = 1 if few else together // Bc
-    while found * Bc * MOST_CHUNKS < columns:
-        found *= 2
-    return found
+    tiles = 1 if few else together // Bc
+    while tiles * Bc * MOST_CHUNKS < columns:
+        tiles *= 2
+    return tiles
 
 
 ADDED = ("alibi", "bias")
@@ -355,11 +355,11 @@ def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
     ]
 
 
-def lacks_together(head_dim: int, features: Features, dq_alone: bool) -> str:
+def lacks_together(head_dim: int, features: Features, dq_alone: bool, spilling: bool) -> str:
     """Options that the backward kernels on Hopper's tensor cores do not have together, in words;
     empty for none. With a cap alone dS is made of the scores as they come from the cap, before
     slopes or a bias, and before P, which dropout marks; so it is behind a function, in a kernel
-    that makes dQ alone (``dq_alone``); the others spill.
+    that makes dQ alone (``dq_alone``); the others spill, which they may with ``spilling``.
     """
     added = [name for name in ADDED if getattr(features, name)]
     if features.softcap and not features.scores_stay:
@@ -374,7 +374,7 @@ def lacks_together(head_dim: int, features: Features, dq_alone: bool) -> str:
     if len(added) == 2:
         return f"the option {argument_of(added[0])} together with bias"
     at = f"at a head_dim of {head_dim}"
-    for option, beside in _spilling(head_dim, features):
+    for option, beside in () if spilling else _spilling(head_dim, features):
         lengths = ("q_lens", "kv_lens", "packed") if beside == "lengths" else (beside,)
         on = [name for name in lengths if getattr(features, name, False)]
         if on:

@@ -381,7 +381,8 @@ class Wgmma(Unit):
                 "the option block_mask where dQ is computed by a kernel of its own "
                 f"(deterministic=True, or head_dim above {LARGEST_ATOMIC})"
             )
-        return lacks_together(d, request.features, not self.adds_dq(request))
+        dq_alone = not self.adds_dq(request)
+        return lacks_together(d, request.features, dq_alone, request.spilling)
 
     def unsuited(self, request: Request) -> str:
         p, choices = request.problem, request.choices

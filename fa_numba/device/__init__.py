@@ -64,6 +64,7 @@ from fa_numba.device.memory import (
     track_memory,
 )
 from fa_numba.device.select import (
+    EMULATED_MULTIPROCESSORS,
     EMULATED_SHARED_BYTES,
     MIN_COMPUTE_CAPABILITY,
     compute_capability,
@@ -77,6 +78,7 @@ from fa_numba.device.select import (
     on_gpu,
     ordinal_of,
     planned_for_gpu,
+    planned_limits,
     planning_for,
     shared_bytes_limit,
     using,

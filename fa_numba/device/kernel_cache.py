@@ -149,7 +149,7 @@ def _compilers() -> tuple[tuple[str, str], ...]:
 
 def _type(ty: Any) -> Any:
     """Return the text of an argument's type; the text of a named tuple omits its fields' names."""
-    if isinstance(ty, types.NamedTuple):
+    if hasattr(ty, "instance_class"):
         return ty.fields, list(map(_type, ty.types))
     return str(ty)
 

@@ -14,8 +14,9 @@ from numba import cuda
 from fa_numba.emulator.simulator import ASKED
 
 MIN_COMPUTE_CAPABILITY = (7, 5)
-# Shared memory of one thread block if there is no GPU: as on an H100 or H200.
+# Shared memory of one thread block and multiprocessors if there is no GPU: as on an H100 or H200.
 EMULATED_SHARED_BYTES = 227 * 1024
+EMULATED_MULTIPROCESSORS = 132
 
 
 def gpu_available() -> bool:
@@ -81,7 +82,7 @@ class Limits(NamedTuple):
     multiprocessors: int
 
 
-_EMULATED = Limits((9, 0), EMULATED_SHARED_BYTES, 132)  # an H100 or H200
+_EMULATED = Limits((9, 0), EMULATED_SHARED_BYTES, EMULATED_MULTIPROCESSORS)
 _planned: ContextVar[Limits | None] = ContextVar("fa_numba_planned_device", default=None)
 
 
@@ -145,6 +146,11 @@ def compute_capability() -> tuple[int, int]:
 def planned_for_gpu() -> bool:
     """Return whether plans made now are for a GPU, in this machine or inside ``planning_for``."""
     return on_gpu() or _planned.get() is not None
+
+
+def planned_limits() -> Limits | None:
+    """Return the limits of the GPU inside ``planning_for``; None outside of it."""
+    return _planned.get()
 
 
 def capability_of(ordinal: int) -> tuple[int, int]:

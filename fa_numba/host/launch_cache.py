@@ -2,7 +2,8 @@
 
 The first call of a kind checks its arguments, plans, and records its launches. The record is kept
 under a key of all that these depend on: what was asked for, and of each array the library, GPU,
-dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
+dtype, shape, strides and alignment. Inside ``planning_for`` the limits that are planned for are
+part of the key. A later call with an equal key skips all that and replays the
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
 refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
 for those beside a block table there, and so are arrays of blocks; of functions the code is, and the
@@ -121,7 +122,7 @@ def describe_call(
     """
     if not device.on_gpu():
         return None
-    key: list[Any] = [choices]
+    key: list[Any] = [choices, device.planned_limits()]
     pointers: list[int] = []
     paged = options.get("block_table") is not None
     if paged and options.get("check_table"):

@@ -3,13 +3,17 @@
 import contextvars
 import functools
 import gc
+import inspect
+import math
 import threading
 import time
 import weakref
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
+import stand_in_device
 from helpers import random_inputs
 from stand_in_device import Address, aligned, on_gpu, owner_of
 from stand_in_torch import Tensor
@@ -17,8 +21,10 @@ from stand_in_torch import Tensor
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
-from fa_numba.device import launch_record
+from fa_numba.choices.requests import Choices
+from fa_numba.device import launch_record, planning_for
 from fa_numba.host import binding, launch_cache, planning
+from fa_numba.options import AttentionOptions
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
 
@@ -349,6 +355,142 @@ def test_what_blocks_are_kept_by(gpu, torch, kept):
         for found in (mask, blocks(9, 2)):  # of equal blocks, elsewhere
             assert_same(attend(*there, block_mask=found, tiles=size), want)
             assert len(kept) == calls
+
+
+# --- the key -----------------------------------------------------------------------------------
+
+
+SLOPE, ARRAY = 0.5, np.arange(9, dtype=np.float32)
+
+
+def scored(score, b, h, i, j):
+    return score + SLOPE * j
+
+
+def seen(b, h, i, j):
+    return i >= j
+
+
+# Two values of each option. Each makes another call, but the words of a seed are no part of it.
+OF_OPTIONS = {
+    "scale": (0.5, 0.25), "causal": (True, False), "window": ((1, 0), (0, 1)),
+    "softcap": (1.0, 2.0), "score_mod": (scored, lambda score, b, h, i, j: score + 0.5 * i),
+    "score_mod_grad": (scored, lambda score, b, h, i, j: score * 2.0),
+    "mask_mod": (seen, lambda b, h, i, j: i > j),
+    **{n: (np.zeros((5, 9)), np.zeros((1, 9))) for n in ("bias", "attn_mask")},
+    **{n: (np.zeros(2), np.zeros((2, 2))) for n in ("alibi_slopes", "sinks")},
+    "block_table": (np.zeros((2, 3), np.int32), np.zeros((2, 4), np.int32)),
+    **{n: ((5, 2), (2, 5)) for n in ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")},
+    "check_table": (True, False), "dropout_p": (0.1, 0.2), "seed": (1, 2), "offset": (1, 2),
+    "block_mask": (np.ones((2, 2), bool), np.eye(2, dtype=bool)),
+    "layout": ("bhnd", "bnhd"), "precision": ("fp16x3", "bf16x3"),
+}  # fmt: skip
+PLAIN = Choices("fa2")
+ON_GPU = ("bias", "attn_mask", "alibi_slopes", "sinks", "block_table")
+WORDS = {"seed", "offset"}
+
+
+@pytest.fixture
+def key_of(gpu, torch):
+    """The key of a call with a plain q, k and v, but for what is given."""
+    q, k, v = map(on_gpu, inputs())
+
+    def key(choices=PLAIN, out=None, q=q, **options):
+        options = {n: on_gpu(x) if n in ON_GPU else x for n, x in options.items()}
+        call = launch_cache.describe_call(choices, (q, k, v), options, out)
+        return None if call is None else call.key
+
+    return key
+
+
+def test_everything_that_launches_depend_on_is_in_the_key(key_of):
+    names = AttentionOptions.__annotations__.keys()
+    assert names == OF_OPTIONS.keys(), "of a new option: two values that make two calls"
+    taken = inspect.signature(launch_cache.describe_call).parameters
+    assert [*taken] == ["choices", "arrays", "options", "out"]
+    found = [key_of()]
+    for name in names:
+        one, other = (key_of(**{name: x}) for x in OF_OPTIONS[name])
+        if name in WORDS:
+            assert one == other == found[0], name
+        elif name == "block_table":
+            assert one != other  # where it is given, lengths are its rows' neighbours
+            assert key_of(block_table=OF_OPTIONS[name][0], check_table=True) is None
+        else:
+            found += [one, other]
+    found += [key_of(choices=replace(PLAIN, **{n: x})) for n, x in CHOICES.items()]
+    q = inputs()[0]
+    found += [key_of(out=on_gpu(q)), key_of(out=on_gpu(np.float16(q)))]
+    for where in (planning_for((8, 0), 99 * 1024), planning_for((8, 0), 99 * 1024, 60)):
+        with where:
+            found.append(key_of())
+    assert len(set(found)) == len(found)
+
+
+CHOICES = {"algorithm": "fa1", "tiles": Tiles(16, 16), "unit": "simt", "return_lse": True}
+
+
+def test_everything_that_an_array_is_is_in_the_key(key_of, torch):
+    """Its library, GPU, dtype, shape, strides, alignment and whether it can be written."""
+    q = inputs()[0]
+    wide = aligned((*q.shape[:-1], 8))
+    arrays = {
+        "": on_gpu(q),
+        "GPU": on_gpu(q, gpu=1),
+        "dtype": on_gpu(np.float16(q)),
+        "shape": on_gpu(q[:, :, :4]),
+        "strides": stand_in_device.Array(wide[..., :4]),
+        "alignment": stand_in_device.Array(aligned(q.shape, offset=4)),
+        "another alignment": stand_in_device.Array(aligned(q.shape, offset=8)),
+        "library": Tensor.of(aligned(q.shape, values=q)),
+        "a tensor's dtype": Tensor.of(aligned(q.shape, np.float16)),
+        "a tensor's shape": Tensor.of(aligned((2, 2, 4, 4))),
+        "a tensor's strides": Tensor.of(wide[..., :4]),
+        "a tensor's alignment": Tensor.of(aligned(q.shape, offset=4)),
+    }
+    arrays["writable"] = stand_in_device.Array(aligned(q.shape, values=q), read_only=True)
+    found = [key_of(q=x) for x in arrays.values()]
+    assert None not in found
+    assert len(set(found)) == len(found)
+    assert key_of(q=on_gpu(q + 1)) == found[0]
+
+
+def test_functions_that_differ_in_one_thing_are_other_calls(key_of):
+    """In the name of a called function, a constant, a captured number, its type, an array."""
+
+    def of(captured, array):
+        return lambda score, b, h, i, j: score * captured + array[j]
+
+    array = on_gpu(ARRAY)
+    mods = [
+        lambda score, b, h, i, j: math.sin(score),
+        lambda score, b, h, i, j: math.cos(score),
+        lambda score, b, h, i, j: score + 1.0,
+        lambda score, b, h, i, j: score + 2.0,
+        lambda score, b, h, i, j: score + 1,
+        of(2.0, array),
+        of(3.0, array),
+        of(2, array),
+        of(True, array),
+        of(2.0, on_gpu(ARRAY[:5])),
+        of(2.0, on_gpu(np.int32(ARRAY))),
+    ]
+    found = [key_of(score_mod=mod) for mod in mods]
+    assert None not in found and len(set(found)) == len(found)
+    assert key_of(score_mod=of(2.0, on_gpu(ARRAY + 1))) == found[5]
+    before = key_of(score_mod=scored)
+    with mock.patch.dict(globals(), {"SLOPE": 0.75}):
+        assert key_of(score_mod=scored) != before
+
+
+def test_arrays_of_one_slot_have_addresses_of_their_own():
+    """Arrays of the workspace lie behind each other."""
+    record = launch_record.LaunchRecord()
+    one, other, again = (record.allocate((64,)) for _ in range(3))
+    words = [record._word(x) for x in (one, other, again, one)]
+    record.run([4096], 0)
+    assert [x.value - 4096 for x in words] == [0, 256, 512, 0]
+    assert words[0] is words[3]
 
 
 # --- streams, contexts, memory, threads ------------------------------------------------------
