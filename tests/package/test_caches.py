@@ -1,6 +1,6 @@
 """Every cache of the project, what its values depend on, and why its key has all of that.
 
-The file data/caches.csv lists the caches. A cache is a function or property that `functools`
+The file data/caches.csv lists the caches by folder. A cache is a function or property that `functools`
 caches, or a dictionary in which code looks before it stores. In `kernels` and `parts`, every cached
 function makes a kernel or a part of its arguments, so that these functions need no row.
 """
@@ -96,8 +96,12 @@ def rows():
 def test_every_cache_is_listed():
     # What may be a cache: the word, or something stored in what has a private name.
     pattern = r"\b(cache|lru_cache|cached_property)\b|\b_\w+(\[.*\] \|?= |\.setdefault\()"
-    found = {(name, x) for name, tree in files(pattern, MAKERS) for x in caches_of(tree)}
-    listed = [(row["file"], row["cache"]) for row in rows()]
+    found = {
+        (name.rpartition("/")[0], x)
+        for name, tree in files(pattern, MAKERS)
+        for x in caches_of(tree)
+    }
+    listed = [(row["folder"], row["cache"]) for row in rows()]
     assert found - set(listed) == set(), f"add a row to {LISTED.name}, with a proof"
     assert set(listed) - found == set(), f"remove the row from {LISTED.name}"
     assert len(set(listed)) == len(listed)
