@@ -19,6 +19,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What pytest, a compiler or the emulator makes is seldom in circles: look at it seldom.
 gc.set_threshold(50_000, 20, 20)
 
+import fresh_memory  # noqa: E402
 from stand_in_device import no_calls_kept, no_gpu_but_its_driver  # noqa: E402
 from stand_in_torch import no_torch_but_its_names  # noqa: E402
 
@@ -109,6 +110,10 @@ def numbered(items, names):
     numbers = {}
     values = ([id(item.callspec.params[name]) for name in names] for item in items)
     return [numbers.setdefault(tuple(each), len(numbers)) for each in values]
+
+
+def pytest_runtest_setup(item):
+    fresh_memory.begin(item.nodeid)
 
 
 def pytest_runtest_teardown(item, nextitem):

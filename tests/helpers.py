@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import fresh_memory
 import numba.np.arrayobj  # noqa: F401  Numba reads np.empty once: before `running` replaces it
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ class Memory:
     """An array of up to four axes inside a guarded buffer, on the emulator's host or on the GPU.
 
     The last axes are those of (B, H, N, d) in `layout`, or with `rows` of (B, H, N). Holds
-    `values`, or guard values of `dtype` where none are given. `argument` is what a call takes:
+    `values`, or those of `fresh_memory` where none are given. `argument` is what a call takes:
     NumPy's bfloat16 is on the host also when the GPU computes, since no array interface describes
     it.
     """
@@ -158,6 +159,8 @@ class Memory:
             view(self.inside, *shape, each)[...] = True
         if values is not None:
             self._fill(layout, values.reshape(shape))
+        else:
+            fresh_memory.fill(self.view)
         self.before = self.buffer.copy()
         self.view = self.view[axes]
         self.remote: Any = None
@@ -225,12 +228,13 @@ def to_numpy(array):
 
 
 def _filled(shape, dtype=float, **options):
-    """`np.empty` whose float32 and 16-bit arrays hold guard values: what is left out shows."""
+    """Return a new array, as `np.empty` does, with `fresh_memory.fill`'s values in it.
+
+    An element that a call does not write then differs from the wanted result.
+    """
     array = np.zeros(shape, dtype, **options)
-    if array.dtype == np.float32:
-        array[...] = GUARD
-    elif array.dtype.itemsize == 2:
-        array.view(np.uint16)[...] = 0x7FC5  # NaN in float16 and bfloat16
+    if array.dtype == np.float32 or array.dtype.itemsize == 2:
+        fresh_memory.fill(array)
     return array
 
 
@@ -254,7 +258,9 @@ def _filled_on_gpu(shape, dtype="float32"):
 
 @contextmanager
 def running(device, counted=True):
-    """`device` with every new array full of guard values; the counts, where there are any."""
+    """`device` with every new array full of `fresh_memory`'s values; the counts, where there are
+    any.
+    """
     if device == "gpu":
         with devices.using(device), mock.patch.object(devices, "empty", _filled_on_gpu):
             yield None

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import conftest
+import fresh_memory
 import numpy as np
 import pytest
 import rooms  # noqa: F401
@@ -643,6 +644,7 @@ class Run:
     quick: bool = True
 
     def __call__(self):
+        fresh_memory.begin(self.title)
         self.call()
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import fresh_memory
 import helpers
 import numpy as np
 import rooms  # noqa: F401
@@ -196,6 +197,7 @@ def more_options(rng: np.random.Generator, options: set[str], prefix: str) -> se
 def call(kind: Kind, seed: list[int], device: str) -> str:
     """One call of a kind; the unit that it ran on. Raises AssertionError where it is wrong."""
     rng = np.random.default_rng(seed)
+    fresh_memory.begin(repr(seed))
     lengths = (*LENGTHS, *LONG) if device == "gpu" else LENGTHS
     Nq, Nk = rng.choice(lengths, 2).tolist()
     heads, batch = rng.integers(1, 3, 2).tolist()

@@ -23,6 +23,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import cuda.core
+import fresh_memory
 import numpy as np
 from numba import cuda as numba_cuda
 from numba import types
@@ -406,7 +407,7 @@ class Gpu:
         if not self.knows(int(stream)):
             return RESULT.CUDA_ERROR_INVALID_HANDLE, 0
         assert pool == self.ordinal + 1
-        memory = aligned((size // 4,), gpu=self.ordinal)
+        memory = aligned((size // 4,), values=fresh_memory.value(), gpu=self.ordinal)
         self.live[memory.ctypes.data] = memory, int(stream)
         self.workspaces.append((size, int(stream)))
         self.note("take", size, int(stream))

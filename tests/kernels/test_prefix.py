@@ -1,5 +1,6 @@
 """A prefix that all sequences share: values, counts, what is read once, refusals, kept calls."""
 
+import fresh_memory
 import helpers
 import numpy as np
 import pytest
@@ -160,6 +161,13 @@ def test_values_and_counts(device, case):
     gathers = case[3] in ("bhnd", "pages") and 1 not in (case[1][1], case[1][3])
     padded_rows = "q_lens" in case[4] and not case[3].startswith("packed")
     assert (plan.gather is not None) == (gathers or padded_rows)
+
+
+def test_gathered_rows_behind_a_sequence_are_zeros():
+    """The powers of two of "fp16x3" follow from a head's largest element, padding included."""
+    options = {"precision": "fp16x3", "q_lens": [3, 1]}
+    with fresh_memory.filled("large"):
+        check("emulator", "float32", (2, 2, 2, 3, 9, 16), 20, "bhnd", options)
 
 
 @pytest.mark.parametrize("lies", ["bhnd", "one head", "bnhd", "transposed"])

@@ -409,6 +409,15 @@ def test_auto_leaves_fa1_backward_to_mma():
     assert on_h200(4096, 64, passes="bwd", algorithm="fa1")[0] == "mma"
 
 
+def take_chunks(monkeypatch, few, columns):
+    """Choose chunks of this many columns in calls of more than `few` K/V heads."""
+    known, facts = rules.measured, {"heads of K and V that are few": few}
+    facts["columns of a head whose causal tiles go side by side"] = columns
+    monkeypatch.setattr(rules, "measured", lambda fact, *of: facts.get(fact, known(fact, *of)))
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    monkeypatch.setattr(planning, "planned", uncached)
+
+
 @pytest.mark.parametrize(
     "d, Hk, few, chunk, grid",
     [
@@ -423,17 +432,27 @@ def test_column_tiles_in_chunks(monkeypatch, d, Hk, few, chunk, grid):
     chunk with one; of shared heads and, with a late dQ, of own ones.
     """
     Nq, Nk = 70, 300
-    known, facts = rules.measured, {"heads of K and V that are few": few}
-    columns = "columns of a head whose causal tiles go side by side"
-    facts[columns] = chunk * default_wgmma_backward_tiles(d, adds_dq=d <= 128).Bc
-    monkeypatch.setattr(rules, "measured", lambda fact, *of: facts.get(fact, known(fact, *of)))
-    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
-    monkeypatch.setattr(planning, "planned", uncached)
+    take_chunks(monkeypatch, few, chunk * default_wgmma_backward_tiles(d, adds_dq=d <= 128).Bc)
     shapes = (1, 4, Nq, d), (1, Hk, Nk, d)
     plan = fa_numba.plan(*shapes, dtype="float16", passes="bwd", causal=True, **UNIT)
     assert plan.kernels[1].grid == grid
     inputs = half_gradients("float16", 1, 4, Hk, Nq, Nk, d)
     check_gradients("emulator", "fa2", *inputs, **UNIT, causal=True)
+
+
+@pytest.mark.parametrize("tiles", [3, 4])
+def test_chunks_of_whole_tiles_with_a_block_mask(monkeypatch, tiles):
+    """The last chunk is full, or its second tile begins where K ends: behind the block mask."""
+    take_chunks(monkeypatch, 0, 256)
+    own = default_wgmma_backward_tiles(64)
+    mask = np.ones((1, tiles), bool)
+    mask[0, 1] = False
+    inputs = half_gradients("float16", 1, 1, 1, 5, 128 * tiles, 64)
+    options = {"block_mask": mask, "tiles": own, **UNIT}
+    shapes = [x.shape for x in inputs[1:3]]
+    plan = fa_numba.plan(*shapes, dtype="float16", passes="bwd", **options)
+    assert plan.kernels[1].grid == (2, 1, 2)
+    check_gradients("emulator", "fa2", *inputs, **options)
 
 
 def test_a_chunk_of_each_head_and_one_with_a_tile_and_nothing():
