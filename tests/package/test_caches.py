@@ -1,8 +1,9 @@
 """Every cache of the project, what its values depend on, and why its key has all of that.
 
-The file data/caches.csv lists the caches by folder. A cache is a function or property that `functools`
-caches, or a dictionary in which code looks before it stores. In `kernels` and `parts`, every cached
-function makes a kernel or a part of its arguments, so that these functions need no row.
+The file data/caches.csv lists the caches by folder. A cache is a function or property that
+`functools` caches, or a dictionary in which code looks before it stores. In `kernels` and `parts`,
+every cached function makes a kernel or a part of its arguments, so that these functions need no
+row.
 """
 
 import ast
