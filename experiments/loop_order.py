@@ -345,13 +345,13 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
     times = (r for mine in every.values() for r in mine if r.metric == "time")
     problems = {p for _, p in every}
     caption = (
-        "The table has forward calls with 16k tokens (batch x N) and a hidden dimension (heads x "
-        "d) of 2048. On CUDA cores and on mma, FA-2 uses FA-1's tiles. On wgmma, FA-1 uses FA-2's "
-        f"tiles. Times are {tables.runs(times)}. The column *time, full grid* contains the ratio "
-        "*time of FA-1 with query splits / time of FA-2*. With query splits, several thread blocks "
-        "share the rows of Q of a head, so that FA-1 has enough thread blocks to fill the GPU. "
-        "The last three columns contain the ratio *FA-1 with query splits / FA-2* for the number "
-        "of accesses, L2 bytes and DRAM bytes. "
+        "The table is about forward calls with 16k tokens (batch x N) and a hidden dimension "
+        "(heads x d) of 2048. On CUDA cores and on mma, FA-2 uses FA-1's tiles. On wgmma, FA-1 "
+        f"uses FA-2's tiles. Times are {tables.runs(times)}. The column *time, full grid* contains "
+        "the ratio *time of FA-1 with query splits / time of FA-2*. With query splits, several "
+        "thread blocks share the rows of Q of a head, so that FA-1 has enough thread blocks to "
+        "fill the GPU. The last three columns contain the ratio *FA-1 with query splits / FA-2* "
+        "for the number of accesses, L2 bytes and DRAM bytes. "
         f"The numbers of all {len(problems)} measured problems are in the data file and in the "
         f"figures [{NAME}_seqlen.png](figures/{NAME}_seqlen.png) and "
         f"[{NAME}_heads.png](figures/{NAME}_heads.png)."

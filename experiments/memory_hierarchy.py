@@ -343,8 +343,8 @@ def roofline(rows: Sequence[Row]) -> tables.Table | None:
     header = ["kernel", "dtype", "FLOP / byte accessed", "FLOP / byte of L2", "FLOP / byte of DRAM"]
     header += ["TFLOP/s", "speed / lowest roof"]
     caption = (
-        f"The table has forward kernels at N={SEQLEN}, d={HEAD_DIM} and 16k tokens. A roof is an "
-        "upper limit of a kernel's speed. The roof of a memory is its bandwidth x the kernel's "
+        f"The table is about forward kernels at N={SEQLEN}, d={HEAD_DIM} and 16k tokens. A roof is "
+        "an upper limit of a kernel's speed. The roof of a memory is its bandwidth x the kernel's "
         "FLOP per byte. The speed of torch's matrix product is another roof, for all kernels. The "
         "last column contains the kernel's speed / the kernel's lowest roof, and names the roof."
     )

@@ -311,7 +311,7 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
         "Each row of the table compares the results of the two methods that the first column "
         "names. The columns *equal elements* contain the share of elements whose bits are all the "
         "same in both results. The last two columns contain the relative errors of the two "
-        "results at the longest N, compared with a float64 result."
+        "results at the longest measured N, compared with a float64 result."
     )
     return tables.of(caption, header, lines)
 

@@ -362,10 +362,10 @@ def inside(rows: Sequence[Row]) -> tables.Table | None:
     header += [f"{LABELS[PEER]} / online"]
     caption = (
         "The table has the time of a forward call of unfused attention in fp32, with "
-        f"{UNFUSED_HEADS} heads and d=64. The two matrix products of unfused attention are "
-        "computed by torch. Between the two matrix products, the softmax is online softmax, safe "
-        "softmax or torch.softmax. The last two columns contain the time with safe softmax or "
-        "torch.softmax / the time with online softmax."
+        f"{UNFUSED_HEADS} heads and d=64. Torch computes the two matrix products of "
+        "unfused attention, Q K^T and P V. Between the two matrix products, the softmax is online "
+        "softmax, safe softmax or torch.softmax. The last two columns contain the time with safe "
+        "softmax or torch.softmax / the time with online softmax."
     )
     return tables.of(caption, header, lines)
 

@@ -403,7 +403,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         'Our calls use `unit="auto"`, which picks wgmma on Hopper if the wgmma kernels support '
         "the options of the call. The class *options* contains windows, softcap, ALiBi, bias, and "
         "packed sequences of unequal lengths. We compile flex_attention for each problem, and the "
-        "times of flex_attention exclude compiling. In classes with dropout, the dropout "
+        "times of flex_attention exclude compiling. In the classes with dropout, the dropout "
         f"probability is {DROPOUT:g}. In the class *dropout and padding*, up to {PADDING} rows of "
         "each sequence are padding, which torch's unfused attention hides by a mask."
     )

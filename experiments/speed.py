@@ -86,10 +86,10 @@ def precisions(rows: Sequence[Row]) -> tables.Table | None:
     header += [x for name in names for x in (f"{name}, TFLOP/s", f"{name} / torch's")]
     caption = (
         "The table has the speed of FA-2 in float32 for each value of `precision`. The columns "
-        "*TFLOP/s* are at the longest N. The ratio *speed of FA-2 / speed of torch's "
-        "memory-efficient attention* is in the column after each speed, for example in the column "
-        "*fp16x3 / torch's*. Each ratio is the median over N, followed by the smallest and the "
-        "largest ratio in brackets."
+        "*TFLOP/s* contain speeds at the longest measured N. The ratio *speed of FA-2 / speed of "
+        "torch's memory-efficient attention* is in the column after each speed, for example in the "
+        "column *fp16x3 / torch's*. Each ratio is the median over N, followed by the smallest and "
+        "the largest ratio in brackets."
     )
     return tables.of(caption, header, lines)
 

@@ -83,7 +83,7 @@ def _farthest(rows: Sequence[Row]) -> tuple[Any, float, str]:
 table = partial(
     speed_figures.table,
     STUDY,
-    caption="The table has the speed in TFLOP/s, in bf16 and at the longest N.",
+    caption="The table has speeds in TFLOP/s, in bf16 and at the longest measured N.",
 )
 
 

@@ -62,7 +62,7 @@ FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items(
 table = partial(
     speed_figures.table,
     STUDY,
-    caption="The table shows the speed in TFLOP/s, in fp16 and at the longest N.",
+    caption="The table has speeds in TFLOP/s, in fp16 and at the longest measured N.",
 )
 
 

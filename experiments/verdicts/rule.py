@@ -15,8 +15,8 @@ LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
 TRENDS = ("order", "shape", "words")
 
 TEXT = """\
-The rule for verdicts compares our numbers with the published numbers, point by point. A point is \
-one published number and our number for the same quantity.
+The rule for verdicts compares our numbers with the published numbers, point by point. In the \
+rule for verdicts, a point is one published number and our number for the same quantity.
 
 | verdict | when it is given |
 | --- | --- |
@@ -46,7 +46,7 @@ the published curve does |
 verdict is "reproduced" |
 
 - If the paper gives a range or a bound instead of a number, our number must be in the range or \
-within the bound. The allowed factor does not widen published ranges and bounds.
+within the bound. The allowed factor does not apply to published ranges and bounds.
 - A claim about FlashAttention is checked for both loop orders. If the two \
 loop orders get different verdicts, the table of claims has a row for each loop order.
 - If a figure or claim has fewer than ten points, our trend must agree with the published trend at \

@@ -86,9 +86,9 @@ def test_rows_of_few_runs_are_named():
     rows = [time(20), time(1, 128), time(4, 256, series="fa1-simt"), time(None)]
     assert (
         tables.fewer_runs(rows) == "2 of 3 recorded times are medians of only 1 to 4 runs. The "
-        "calls with fewer than 5 runs have N=128 to 256 and are in the series fa1-simt, fa2-simt"
+        "calls with fewer than 5 runs have N=128 to 256 and belong to the series fa1-simt, fa2-simt"
     )
     said = "1 of 1 recorded times are medians of only 1 run. The calls with fewer than 5 "
-    said += "runs have N=64 and are in the series fa2-simt"
+    said += "runs have N=64 and belong to the series fa2-simt"
     assert tables.fewer_runs([time(1)]) == said
     assert tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)]) == ""

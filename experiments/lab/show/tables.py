@@ -319,5 +319,5 @@ def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
     return (
         f"{len(few)} of {len(timed)} recorded times are medians of only {runs} "
         f"run{'s' if runs != '1' else ''}. The calls with fewer than {least} runs have "
-        f"N={lengths} and are in the series {names}"
+        f"N={lengths} and belong to the series {names}"
     )
