@@ -196,7 +196,8 @@ class AttentionOptions(_OfScores, _Arrays, _Others, total=False):
         calls with the sizes that it was made for. An array of bool has the shape (ceil(seqlen_q /
         Br), ceil(seqlen_k / Bc)), or this shape with leading axes that broadcast to (batch,
         heads_q). For an array, ``tiles`` must be given: its Br and Bc are the size of a block.
-        Blocks that are False are hidden.
+        Blocks that are False are hidden. With a block mask, seqlen_q and seqlen_k must be at most
+        2**28 - 1024.
     dropout_p : float, default 0
         Probability that an element of P becomes 0, from 0 to below 1. It is rounded to a multiple
         of 2**-16. The elements that are kept are multiplied by ``1 / (1 - dropout_p)``.

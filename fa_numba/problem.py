@@ -17,6 +17,9 @@ from fa_numba.mods import Mod, as_mod, slope_of
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
+# Rows and columns with a block mask: a word of 28 bits for a row and two flags lists visits
+# (parts/visits.py). There is room for a block of 1,024 rows.
+MAX_LISTED = 2**28 - 1024
 
 _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
@@ -201,10 +204,13 @@ class Problem:
                     f"got softcap {self.softcap!r} with scale {self.scale!r}; pass a "
                     f"{'larger' if inner > 1 else 'smaller'} softcap"
                 )
-        longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
+        longest, given = MAX_SEQLEN, ""
+        if self.window != (-1, -1):
+            longest, given = UNBOUNDED, " with a window"
+        if self.sparse:
+            longest, given = MAX_LISTED, " with a block mask"
         for name, size in (("q", self.seqlen_q), ("k", self.seqlen_k)):
             if size > longest:
-                given = "" if longest == MAX_SEQLEN else " with a window"
                 raise ValueError(f"seqlen of {name} must be at most {longest}{given}, got {size}")
         for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
             if own[name] is not None:
