@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 from fa_numba.device import device_function
 from fa_numba.device.function import DeviceFunction
@@ -48,7 +48,7 @@ class Parts(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         make = getattr(self._module, f"make_{name}", None)
-        if make is not None and _takes_a_spec_alone(make):
+        if make is not None and takes_a_spec_alone(make):
             part = make(self._spec)
         else:
             part = getattr(self._module, name, None)
@@ -61,7 +61,8 @@ class Parts(ModuleType):
 
 
 @cache
-def _takes_a_spec_alone(make: Callable[..., Any]) -> bool:
+def takes_a_spec_alone(make: Callable[..., Any]) -> bool:
+    """Return whether a factory can be called with nothing but a ``spec``."""
     required = [p for p in signature(make).parameters.values() if p.default is p.empty]
     return len(required) == 1
 
@@ -71,7 +72,20 @@ def _bound(spec: Any, module: ModuleType) -> Parts:
     return Parts(spec, module)
 
 
-def bind(spec: Any, *modules: ModuleType) -> tuple[Parts, ...]:
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+
+
+# Editors and mypy see the classes of the packages' ``__init__.pyi`` in place of modules, where each
+# part has the name that it has in kernels (.ci/part_names.py): what goes in comes out.
+@overload
+def bind(spec: Any, one: _A, /) -> tuple[_A]: ...
+@overload
+def bind(spec: Any, one: _A, two: _B, /) -> tuple[_A, _B]: ...
+@overload
+def bind(spec: Any, one: _A, two: _B, three: _C, /) -> tuple[_A, _B, _C]: ...
+def bind(spec: Any, *modules: Any) -> tuple[Any, ...]:
     """The parts of each of ``modules`` for ``spec``, an idea each: ``load, scores = bind(spec,
     simt.load, simt.scores)``, then ``load.q(...)``.
     """

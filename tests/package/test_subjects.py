@@ -31,6 +31,7 @@ def test_long_subjects_after_the_check_was_added_are_found(tmp_path):
     commit("é" * 72)
     assert check.too_long(tmp_path) == []
     commit("y" * 73)
+    git("tag", "v1.0")  # tags make no difference
     commit("Fix it")
     (line,) = check.too_long(tmp_path)
     assert "the subject must have at most 72 characters, got 73: 'yyyy" in line

@@ -6,7 +6,8 @@ from fa_numba.device import cuda, device_function, int32, int64, uint32
 from fa_numba.intrinsics.global_memory import write8
 from fa_numba.intrinsics.shared import load8, store2
 from fa_numba.parts.fragments.pairs import conversions, make_write_two
-from fa_numba.parts.fragments.rows import make_write_fragments, make_write_rows
+from fa_numba.parts.fragments.rows import make_write_fragments
+from fa_numba.parts.fragments.rows import make_write_rows as make_write_rows
 from fa_numba.parts.layout import make_column
 from fa_numba.parts.mma.chunks import ChunkMap, make_first_chunk, make_turn
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place, make_further

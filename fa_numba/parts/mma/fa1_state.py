@@ -5,7 +5,7 @@ planes, it is O itself.
 """
 
 from fa_numba.device import uint32
-from fa_numba.parts.fa1_state import *  # noqa: F403
+from fa_numba.parts.fa1_state import make_write_logsumexp as make_write_logsumexp
 from fa_numba.parts.fragments.rows import make_read_fragments, make_write_fragments, make_write_rows
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Tile

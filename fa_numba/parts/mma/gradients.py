@@ -14,8 +14,11 @@ from fa_numba.parts.fragments.pairs import (
     write_rounded_of,
 )
 from fa_numba.parts.fragments.rows import write_halves
-from fa_numba.parts.gradients import *  # noqa: F403
 from fa_numba.parts.gradients import make_less_dlse
+from fa_numba.parts.gradients import make_of_scores as make_of_scores
+from fa_numba.parts.gradients import make_row_less_dlse as make_row_less_dlse
+from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
+from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import head_after, make_query_rows
 from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.mma.products import make_dq

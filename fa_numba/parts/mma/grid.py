@@ -1,7 +1,13 @@
 """Where a thread is in its block, on tensor cores."""
 
 from fa_numba.device import cuda, uint32
-from fa_numba.parts.grid import *  # noqa: F403
+from fa_numba.parts.grid import head_after as head_after
+from fa_numba.parts.grid import make_head as make_head
+from fa_numba.parts.grid import make_heads_of_group as make_heads_of_group
+from fa_numba.parts.grid import make_key_rows as make_key_rows
+from fa_numba.parts.grid import make_query_head as make_query_head
+from fa_numba.parts.grid import make_query_rows as make_query_rows
+from fa_numba.parts.grid import make_row_tile as make_row_tile
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Thread
 

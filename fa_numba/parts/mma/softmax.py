@@ -5,8 +5,17 @@ from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.shared import load4, store4
 from fa_numba.parts.layout import make_owns
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import *  # noqa: F403
-from fa_numba.parts.softmax import make_scale_rows
+from fa_numba.parts.softmax import make_drop as make_drop
+from fa_numba.parts.softmax import make_from_lse as make_from_lse
+from fa_numba.parts.softmax import make_kept as make_kept
+from fa_numba.parts.softmax import make_logsumexp as make_logsumexp
+from fa_numba.parts.softmax import make_normalise_rows as make_normalise_rows
+from fa_numba.parts.softmax import make_online as make_online
+from fa_numba.parts.softmax import make_online_of_lanes as make_online_of_lanes
+from fa_numba.parts.softmax import make_rescale_rows as make_rescale_rows
+from fa_numba.parts.softmax import make_scale_rows as make_scale_rows
+from fa_numba.parts.softmax import make_start_of_lanes as make_start_of_lanes
+from fa_numba.parts.softmax import make_sum_lanes as make_sum_lanes
 
 
 @part

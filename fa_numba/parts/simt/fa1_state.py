@@ -1,7 +1,7 @@
 """What FlashAttention-1 passes through global memory: O, l and m of a row tile."""
 
 from fa_numba.device import uint32
-from fa_numba.parts.fa1_state import *  # noqa: F403
+from fa_numba.parts.fa1_state import make_write_logsumexp as make_write_logsumexp
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import Tile
 from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows

@@ -6,7 +6,10 @@ from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import load4_at_byte
-from fa_numba.parts.gradients import *  # noqa: F403
+from fa_numba.parts.gradients import make_of_scores as make_of_scores
+from fa_numba.parts.gradients import make_row_less_dlse as make_row_less_dlse
+from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
+from fa_numba.parts.gradients import make_start_columns as make_start_columns
 from fa_numba.parts.grid import head_after, make_query_rows
 from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import part

@@ -1,7 +1,8 @@
 """Where a thread is in its block, on Hopper's tensor cores."""
 
 from fa_numba.device import cuda, int32, uint32
-from fa_numba.parts.grid import *  # noqa: F403
+from fa_numba.parts.grid import make_query_rows as make_query_rows
+from fa_numba.parts.grid import member as member
 from fa_numba.parts.lanes import FULL_WARP
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import GroupThread

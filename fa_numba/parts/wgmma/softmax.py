@@ -4,8 +4,12 @@ from fa_numba.device import cuda, float32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2
 from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import *  # noqa: F403
+from fa_numba.parts.softmax import make_drop as make_drop
+from fa_numba.parts.softmax import make_online_of_lanes as make_online_of_lanes
 from fa_numba.parts.softmax import make_row_maximum
+from fa_numba.parts.softmax import make_scale_rows as make_scale_rows
+from fa_numba.parts.softmax import make_start_of_lanes as make_start_of_lanes
+from fa_numba.parts.softmax import make_sum_lanes as make_sum_lanes
 from fa_numba.parts.wgmma.products import make_round_pair
 
 
