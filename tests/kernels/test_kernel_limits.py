@@ -12,7 +12,9 @@ import pytest
 from numba import cuda
 
 import fa_numba
+from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba import parts as all_parts
 from fa_numba.checks import MAX_KV_SPLITS, UNBOUNDED
 from fa_numba.device import float32, uint32
 from fa_numba.dropout import kept
@@ -22,11 +24,15 @@ from fa_numba.integers import ceil_div
 from fa_numba.kernels import planes, sink_gradients
 from fa_numba.kernels.simt import blocks as block_kernels
 from fa_numba.options import PLAIN
-from fa_numba.parts import visits
+from fa_numba.parts import bind, visits
+from fa_numba.parts import dropout as dropout_parts
 from fa_numba.parts.dropout import keeps
+from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.records import Head, Schedule, Slot, Tile, WorkTile
 from fa_numba.parts.wgmma import listed, scheduler
 from fa_numba.problem import MAX_LISTED, MAX_SEQLEN
+from fa_numba.tiling.mma import select_mma_spec
+from fa_numba.tiling.simt import splits
 from fa_numba.tiling.wgmma import WORK_WORDS
 
 
@@ -101,11 +107,11 @@ def test_the_word_of_a_slot_holds_what_follows_and_the_state_of_a_block(state):
 
 def test_the_word_of_a_work_tile_holds_every_batch_entry_and_split():
     """The grid's limit is 65,535 batch entries, and there are at most 256 splits."""
-    splits = facts(features=replace(PLAIN, splits=True))
+    spec = facts(features=replace(PLAIN, splits=True))
     cases = [(b, split) for b in (0, 255, 256, 300, 65534) for split in (0, 1, MAX_KV_SPLITS - 1)]
     tiles = np.uint32([(MAX_SEQLEN & -64, 65534, b, split) for b, split in cases])
     words, out = np.zeros(WORK_WORDS * len(cases), np.uint32), np.zeros_like(tiles)
-    write, read = scheduler._make_write_work_tile(splits), scheduler.make_read_work_tile(splits)
+    write, read = scheduler._make_write_work_tile(spec), scheduler.make_read_work_tile(spec)
 
     def kernel(out, words, tiles):
         n = uint32(cuda.threadIdx.x)
@@ -125,8 +131,14 @@ def test_the_word_of_a_work_tile_holds_every_batch_entry_and_split():
 def test_a_draw_of_dropout_has_a_word_for_every_batch_entry_and_head():
     """The reference draws in NumPy. Rows beyond 2^16 have draws of their own."""
     entries = [(0, 1), (1, 0), (255, 256), (300, 65535), (65535, 300), (65535, 65535)]
-    rows, columns, seed, offset = [0, 70_001, MAX_SEQLEN - 1], 32, (1 << 63) + 5, (1 << 32) - 2
-    words = {"seed_low": 5, "seed_high": -(1 << 31), "offset": -2, "threshold": -(1 << 31)}
+    rows, columns = [0, 70_001, MAX_SEQLEN - 1], 32
+    seed, offset = (1 << 63) + (1 << 31) + 5, (1 << 32) - 2
+    words = {
+        "seed_low": 5 - (1 << 31),
+        "seed_high": -(1 << 31),
+        "offset": -2,
+        "threshold": -(1 << 31),
+    }
     given, out = options_of(**words), np.zeros((len(entries), len(rows), columns), bool)
 
     def kernel(out, entries, rows, options):
@@ -141,6 +153,43 @@ def test_a_draw_of_dropout_has_a_word_for_every_batch_entry_and_head():
         for r, row in enumerate(rows):
             assert np.array_equal(out[n, r], kept(b, h, range(row, row + 1), columns, **how)[0])
     assert len({x.tobytes() for x in out.reshape(-1, columns)}) == len(entries) * len(rows)
+
+
+TILES = [("simt", 64, 16), ("simt", 64, 64), ("simt", 32, 32), ("mma", 64, 128)]
+
+
+@pytest.mark.parametrize("unit, Br, Bc", TILES)
+def test_every_element_of_a_large_tile_is_dropped_by_its_own_bit(unit, Br, Bc):
+    """A word of 64 bits has those of 8 draws. A narrow tile has half of the columns of a draw."""
+    features = replace(PLAIN, dropout=True)
+    spec = splits(Br, Bc, 16, features=features)[0]
+    if unit == "mma":
+        spec = select_mma_spec(Tiles(Br, Bc), 64, 227 * 1024, features=features)
+    (grid, parts) = bind(spec, getattr(all_parts, unit).grid, dropout_parts)
+    TM, TN, (EI, EJ), RP = spec.TM, spec.TN, spec.element_steps, spec.TM * spec.TN
+    row_of, column_of = make_row(spec), make_column(spec)
+    i0, j0 = 1 << 20, 41 * Bc
+    given = options_of(seed_low=5, seed_high=7, offset=3, threshold=0x4000 << 16)
+    out = np.zeros((Br, Bc), np.float32)
+    warps = unit == "mma"
+
+    def kernel(out, options):
+        rP = cuda.local.array(RP, float32)
+        head = Head(uint32(2), uint32(3), uint32(3), uint32(0), uint32(0), options)
+        thread = grid.thread()
+        if warps:
+            thread = thread[1]
+        for e in range(RP):
+            rP[e] = float32(1.0)
+        parts.drop(rP, Tile(uint32(i0), uint32(j0), head, thread))
+        for i in range(TM):
+            for j in range(TN):
+                out[row_of(thread.ty, i), column_of(thread.tx, j)] = rP[i * EI + j * EJ]
+
+    launch(kernel, 1, spec.threads, out, given)
+    how = {"dropout_p": 0.25, "seed": 5 + (7 << 32), "offset": 3}
+    wanted = kept(2, 3, range(i0, i0 + Br), j0 + Bc, **how)[:, j0:]
+    assert np.array_equal(out, np.where(wanted, 1, -1))
 
 
 # --- sums of 32 bits ------------------------------------------------------------------------------
@@ -262,14 +311,14 @@ def test_the_largest_element_is_found_in_every_row():
     assert len(set(power.ravel().tolist())) == 1
 
 
-@pytest.mark.parametrize("splits", [1, 8, 9, 32, 33, 64, 255, MAX_KV_SPLITS])
-def test_all_splits_of_a_row_are_merged(splits):
+@pytest.mark.parametrize("count", [1, 8, 9, 32, 33, 64, 255, MAX_KV_SPLITS])
+def test_all_splits_of_a_row_are_merged(count):
     """Eight warps of 32 lanes read l and m of 256 splits; one warp reads few splits."""
-    plan = fa_numba.plan((1, 1, 1, 4), (1, 1, 4096, 4), kv_splits=max(2, splits), unit="simt")
+    plan = fa_numba.plan((1, 1, 1, 4), (1, 1, 4096, 4), kv_splits=max(2, count), unit="simt")
     merge = plan.launches[-1]
-    draw = np.random.default_rng(splits)
-    A = draw.standard_normal((splits, 1, 1, 1, 4)).astype(np.float32)
-    l, m = draw.uniform(1, 2, (splits, 1, 1, 1)), draw.uniform(-3, 3, (splits, 1, 1, 1))
+    draw = np.random.default_rng(count)
+    A = draw.standard_normal((count, 1, 1, 1, 4)).astype(np.float32)
+    l, m = draw.uniform(1, 2, (count, 1, 1, 1)), draw.uniform(-3, 3, (count, 1, 1, 1))
     O, L = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 1), np.float32)
     run(merge.kernel, merge.grid, A, np.float32(l), np.float32(m), O, L)
     weight = 2.0 ** (m - m.max())

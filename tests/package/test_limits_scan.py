@@ -5,8 +5,9 @@ of reductions, sums of 64 bits. The scan finds them in the syntax trees of the p
 the table:
 
     file, constant     where the constant is, and its name or its text
-    noticed by         the test that a smaller or larger constant, or a sum of 32 bits, makes fail
-    reason             why it bounds nothing, where no test notices it
+    test               a call beyond the constant, which fails if the constant is too small, or if
+                       what depends on it is, such as a mask or a loop; or the message of a refusal
+    reason             why the constant bounds nothing, where there is no such test
 """
 
 import ast
