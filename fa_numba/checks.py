@@ -110,10 +110,17 @@ def check_alone(mask_shape: Sequence[int], bias: Any) -> None:
         )
 
 
-def check_grid_size(name: str, size: int) -> None:
-    """Raise ValueError for more than a grid has places for along its second or third axis."""
-    if size > 65535:
-        raise ValueError(f"{name} must be at most 65535 (the limit of a CUDA grid), got {size}")
+MOST_BLOCKS = 2**31 - 1, 65535, 65535  # thread blocks along the axes of a grid
+
+
+def check_grid_size(name: str, size: int, axis: int = 1) -> None:
+    """Raise ValueError if an axis of a grid has fewer thread blocks than ``size`` at most.
+
+    The second and the third axis (``axis`` 1 and 2) have fewer thread blocks than the first axis.
+    """
+    most = MOST_BLOCKS[axis]
+    if size > most:
+        raise ValueError(f"{name} must be at most {most} (the limit of a CUDA grid), got {size}")
 
 
 MAX_KV_SPLITS = 256  # warps of eight read l and m of all splits of a row at once

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from fa_numba import io_model
-from fa_numba.checks import as_size
+from fa_numba.checks import as_size, check_grid_size
 from fa_numba.choices.arguments import Buffer
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import operand, operand_of_out
@@ -28,6 +28,7 @@ def softmax(x: Any, algorithm: str, out: Any, stream: Any) -> Any:
     batch, elements = map(as_size, ("batch", "elements"), given.shape)
     if elements > MAX_SEQLEN:
         raise ValueError(f"x must have at most {MAX_SEQLEN} elements per vector, got {elements}")
+    check_grid_size("the number of vectors in x", batch, axis=0)
     target = operand_of_out(out, given.shape, given, [given])
     launch = Launch.of(MAKERS[algorithm](), (batch, 1, 1), X="x", Y="y")
     plan = LaunchPlan(launches=(launch,), outputs=(Buffer("y", given.shape),))

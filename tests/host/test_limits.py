@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ import pytest
 import fa_numba
 from fa_numba import bounds, io_model
 from fa_numba import device as devices
-from fa_numba.checks import MAX_KV_SPLITS, PAGE_SIZES, as_table
+from fa_numba.checks import MAX_KV_SPLITS, MOST_BLOCKS, PAGE_SIZES, as_table
 from fa_numba.choices import splits, tiles
+from fa_numba.commands.arguments import MAX_SEQLEN as LONGEST_OF_COMMANDS
+from fa_numba.commands.arguments import whole
 from fa_numba.device.tensor_map import TiledArray
 from fa_numba.dropout import MAX_HEADS
 from fa_numba.emulator import WRAPS
@@ -26,9 +29,6 @@ from fa_numba.options import FEATURES, as_word, drop_threshold, signed
 from fa_numba.problem import MAX_HEAD_DIM, MAX_LISTED, MAX_SEQLEN, Problem
 from fa_numba.ring import agreement
 from fa_numba.tiling import Tiles
-
-# Blocks along the three axes of a CUDA grid.
-MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 
 SIZES = {
     "a long sequence": (1, 1, 1, 40_000_000),
@@ -64,7 +64,7 @@ def test_chunks_double_until_the_grid_has_them():
     with bounds.DEVICES["H200"].planning():
         plan = fa_numba.plan(*given, dtype="float16", passes="bwd", causal=True, unit="wgmma")
     assert plan.kernels[1].grid == (16, 1, ceil_div(312_500, 8))
-    assert tiles.MOST_CHUNKS == splits.MAX_SHARES == MOST_BLOCKS[1]
+    assert tiles.MOST_CHUNKS == splits.MAX_SHARES == 65535 and MOST_BLOCKS[0] == 2**31 - 1
 
 
 def test_splits_are_at_most_256():
@@ -88,6 +88,25 @@ def test_batch_and_heads_are_at_most_those_of_a_grid(name, size):
     with pytest.raises(ValueError, match=message):
         fa_numba.plan((*size, 1, 4), (*size, 1, 4))
     assert fa_numba.plan(*[tuple(n - (n > 1) for n in size) + (1, 4)] * 2)
+
+
+def test_vectors_of_a_softmax_are_at_most_those_of_the_first_axis_of_a_grid():
+    """A thread block takes a vector, and a vector of one element is small."""
+    message = "vectors in x must be at most 2147483647 .the limit of a CUDA grid., got 2147483648"
+    with pytest.raises(ValueError, match=message):
+        fa_numba.softmax(np.broadcast_to(np.float32(0), (2**31, 1)))
+    message = "x must have at most 2147482624 elements per vector, got 2147482625"
+    with pytest.raises(ValueError, match=message):
+        fa_numba.softmax(np.broadcast_to(np.float32(0), (1, MAX_SEQLEN + 1)))
+    with devices.using("emulator"), pytest.raises(ValueError, match="would take the emulator"):
+        fa_numba.softmax(np.broadcast_to(np.float32(0), (2**31 - 1, 1)))
+
+
+def test_commands_take_sequences_of_a_million_rows():
+    size = whole(1, LONGEST_OF_COMMANDS)
+    assert size("1M") == 2**20
+    with pytest.raises(ArgumentTypeError, match="integer from 1 to 1048576, got 1049600"):
+        size("1025k")
 
 
 def test_sequences_with_a_block_mask_are_shorter_than_the_word_of_a_visit():
