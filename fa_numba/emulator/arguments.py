@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -16,13 +17,19 @@ if TYPE_CHECKING:
     from .run import Launch
 
 
+# Of each kernel that was launched, which takes long to find out.
+_parameters: WeakKeyDictionary[Callable[..., None], list[str]] = WeakKeyDictionary()
+
+
 def passed(context: Launch, function: Callable[..., None], args: Sequence[Any]) -> list[Any]:
     """Return the arguments of a kernel as the kernel sees them.
 
     Every NumPy array becomes a `GlobalArray` in ``context.arrays``. Raise TypeError for a wrong
     number of arguments, and for an argument that numba.cuda does not accept.
     """
-    names = list(inspect.signature(function).parameters)
+    names = _parameters.get(function)
+    if names is None:
+        names = _parameters[function] = list(inspect.signature(function).parameters)
     if len(names) != len(args):
         hint = ""
         if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(names):

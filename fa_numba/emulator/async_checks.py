@@ -18,12 +18,21 @@ something is wrong.
 
 from __future__ import annotations
 
-from numba.extending import register_jitable
+from .checks import (
+    IN_FLIGHT,
+    NOBODY,
+    PRODUCT,
+    READING,
+    SEVERAL,
+    UNWRITTEN,
+    WARP,
+    compiled,
+    owned,
+    part_of_a_loop,
+)
 
-from .checks import IN_FLIGHT, NOBODY, PRODUCT, READING, SEVERAL, UNWRITTEN, WARP, compiled, owned
 
-
-@register_jitable
+@part_of_a_loop
 def before(stamp, known, warps):
     """Return whether an access happened before, according to `known`."""
     code = stamp & NOBODY
@@ -33,7 +42,10 @@ def before(stamp, known, warps):
         return stamp < known[code]
     if code >= PRODUCT:
         first = WARP * warps + code - PRODUCT - warps
-        return stamp < known[first : first + 4].min()
+        last = known[first]
+        for column in range(first + 1, first + 4):
+            last = min(last, known[column])
+        return stamp < last
     other = code - SEVERAL
     if other >= warps:
         return stamp < known[WARP * warps + other - warps]
@@ -43,7 +55,7 @@ def before(stamp, known, warps):
     return stamp < last
 
 
-@register_jitable
+@part_of_a_loop
 def _may_have(stamp, known, fences, warps, base):
     """Return whether a write happened before and has passed a fence. Copies need no fence."""
     if stamp >= base and not before(stamp, known, warps):
@@ -59,24 +71,39 @@ def depart_box(
     written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
 ):
     """Hand the elements at `places`, counted from `first`, to the copy engine for writing."""
+    free, used, allowed = places.size, False, UNWRITTEN  # neighbours mostly have the same stamp
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
-        if last != UNWRITTEN and not _may_have(last, known, fences, warps, base):
-            return n
-        if touched[0, p] >= base:
-            for row in range(reads.shape[1]):
-                r = reads[0, row, p]
-                if r >= base and not before(r, known, warps):
-                    return n
+        if last != allowed and last != UNWRITTEN:
+            if not _may_have(last, known, fences, warps, base):
+                free = n
+                break
+            allowed = last
+        used = used or touched[0, p] >= base
+    for row in range(reads.shape[1] if used else 0):  # along a row, whose elements are neighbours
+        allowed = UNWRITTEN
+        for n in range(free):
+            p = first + places[n]
+            r = reads[0, row, p]
+            if r >= base and r != allowed and touched[0, p] >= base:
+                if not before(r, known, warps):
+                    free = n
+                    break
+                allowed = r
+    if free < places.size:
+        return free
+    for row in range(reads.shape[1] if used else 0):
+        for n in range(places.size):
+            p = first + places[n]
+            if touched[0, p] >= base:
+                reads[0, row, p] = 0
     for n in range(places.size):
         p = first + places[n]
         written[0, p] = IN_FLIGHT
         copiers[0, p], sites[0, p] = tid, site
         if touched[0, p] >= base:
             touched[0, p] = 0
-            for row in range(reads.shape[1]):
-                reads[0, row, p] = 0
     return -1
 
 
@@ -89,7 +116,7 @@ def land_box(data, written, first, places, values, stamp):
         written[0, p] = stamp
 
 
-@register_jitable
+@part_of_a_loop
 def _give_back(reads, touched, row, parts, first, places, stamp):
     each = places.size // parts
     for part in range(parts):
@@ -116,11 +143,14 @@ def lend(
 
     No thread may write them before the read has ended.
     """
+    allowed = -1  # neighbours mostly have the same stamp
     for n in range(places.size):
         p = first + places[n]
         last = written[0, p]
-        if last == UNWRITTEN or not _may_have(last, known, fences, warps, base):
-            return n
+        if last != allowed:
+            if last == UNWRITTEN or not _may_have(last, known, fences, warps, base):
+                return n
+            allowed = last
         values[n] = data[0, p]
     _give_back(reads, touched, row, parts, first, places, READING)
     return -1

@@ -278,6 +278,8 @@ class Boxes(Mbarriers):
         if not array.owners.stamps.size:
             return
         stamps = array.owners.stamps[BOX, places]
+        if stamps.max(initial=0) < self.base[0]:
+            return
         for stamp in np.unique(stamps).tolist():
             if stamp < self.base[0] or self.ordered(stamp, lane):
                 continue

@@ -41,10 +41,15 @@ MANY = -1
 
 # Kept on disk; what they call is compiled into them, so that one process never reads what another
 # is about to write.
-compiled = compiling.compiled(error_model="numpy")
+compiled = compiling.compiled(error_model="numpy", _nrt=False)
+# What they work in, as they cannot allocate: each call may change all of it.
+SCRATCH = np.zeros((WARP + 1, WARP), np.int64)
+# What they call. Without Numba's runtime no array is counted as a reference, which would take most
+# of the time; nothing can be allocated then.
+part_of_a_loop = register_jitable(_nrt=False)
 
 
-@register_jitable
+@part_of_a_loop
 def ordered(stamp, tid, warp, seen):
     """Return whether an access happened before the present of thread `tid`."""
     code = stamp & NOBODY
@@ -53,32 +58,38 @@ def ordered(stamp, tid, warp, seen):
     if code == NOBODY:
         return False
     if code >= PRODUCT:
-        first = code - PRODUCT
-        return stamp < seen[warp, first : first + 4].min()
+        last = seen[warp, code - PRODUCT]
+        for column in range(code - PRODUCT + 1, code - PRODUCT + 4):
+            last = min(last, seen[warp, column])
+        return stamp < last
     other = code - SEVERAL if code >= SEVERAL else code >> 5
     return stamp < seen[warp, other]
 
 
-@register_jitable
+@part_of_a_loop
 def _in_pairs(e, start, stop, apart, mask, tids):
     """Return whether every lane shares its address with the lane `apart` away from it."""
     for k in range(start, stop):
         if mask[k]:
-            for n in range(start, stop):
-                if mask[n] and tids[n] & 31 == tids[k] & 31 ^ apart and e[n] != e[k]:
-                    return False
+            other = tids[k] ^ apart
+            n = k + other - tids[k]  # where it is, if no lane is missing
+            if not (start <= n < stop and tids[n] == other):
+                n = start
+                while n < stop and tids[n] != other:
+                    n += 1
+            if n < stop and mask[n] and e[n] != e[k]:
+                return False
     return True
 
 
-@register_jitable
-def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats):
+@part_of_a_loop
+def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats, scratch):
     """Count the wavefronts and conflicts of an access to shared memory; counts.py has the rule."""
     size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
     while size > 1 << shift:
         shift, group = shift + 1, group - 1
     last = (1 << group) - 1
-    units = np.empty((WARP, WARP), np.int64)
-    used = np.zeros(WARP, np.int64)
+    units, used = scratch, scratch[WARP]  # by bank: units, how many
     k, count = 0, e.size
     while k < count:
         warp = tids[k] >> 5
@@ -127,7 +138,7 @@ def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats):
 @compiled
 def shared_load(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
-    base, stats, out, pairs,
+    base, stats, scratch, out, pairs,
 ):  # fmt: skip
     """Copy elements e .. e + width - 1 of every lane to out[:, lane]."""
     for k in range(e.size):
@@ -151,11 +162,11 @@ def shared_load(
                 if reads[s, v, p] > touched[s, p]:
                     touched[s, p] = reads[s, v, p]
             out[n, k] = data[s, p]
-    _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats, scratch)
     return -1
 
 
-@register_jitable
+@part_of_a_loop
 def _may_write(written, reads, touched, s, p, base, t, w, seen):
     last = written[s, p]
     if last >= base[s] and last != UNWRITTEN and not ordered(last, t, w, seen):
@@ -171,7 +182,7 @@ def _may_write(written, reads, touched, s, p, base, t, w, seen):
 @compiled
 def shared_store(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
-    base, stats, values,
+    base, stats, scratch, values,
 ):  # fmt: skip
     """Store values[:, lane] to elements e .. e + width - 1 of every lane."""
     for k in range(e.size):
@@ -187,7 +198,7 @@ def shared_store(
                 return k
             written[s, p] = starts[w] + t
             data[s, p] = values[n, k]
-    _wavefronts(first, itemsize, e, width, mask, tids, False, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, False, stats, scratch)
     return -1
 
 
@@ -230,15 +241,15 @@ def shared_atomic(
 
 
 @compiled
-def count_wavefronts(first, itemsize, e, mask, tids, stats):
+def count_wavefronts(first, itemsize, e, mask, tids, stats, scratch):
     """Count an access of every lane to one element of shared memory."""
-    _wavefronts(first, itemsize, e, 1, mask, tids, False, stats)
+    _wavefronts(first, itemsize, e, 1, mask, tids, False, stats, scratch)
 
 
 @compiled
 def depart(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
-    base, stats, copiers, sites, site,
+    base, stats, scratch, copiers, sites, site,
 ):  # fmt: skip
     """Hand elements e .. e + width - 1 of every lane to the lane's asynchronous copy."""
     for k in range(e.size):
@@ -254,7 +265,7 @@ def depart(
         for p in range(first + i, first + i + width):
             written[s, p], reads[s, t >> 5, p] = IN_FLIGHT, 0
             copiers[s, p], sites[s, p] = t, site
-    _wavefronts(first, itemsize, e, width, mask, tids, False, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, False, stats, scratch)
     return -1
 
 
@@ -279,7 +290,7 @@ def outside(index, extent, mask):
     return -1
 
 
-@register_jitable
+@part_of_a_loop
 def owned(kind, start, stop, block, several, writers, readers, atomics):
     """Record that a thread block accesses the elements from `start` to `stop`; return if it may."""
     for p in range(start, stop):
@@ -298,7 +309,7 @@ def owned(kind, start, stop, block, several, writers, readers, atomics):
     return True
 
 
-@register_jitable
+@part_of_a_loop
 def _raced(kind, start, stop, me, t, w, stamps, seen, base):
     """Record that a thread accesses elements; return if it may race with a thread of its block."""
     for p in range(start, stop):
@@ -319,7 +330,7 @@ def _raced(kind, start, stop, me, t, w, stamps, seen, base):
 @compiled
 def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
-    atomics, stamps, starts, seen, base, stats,
+    atomics, stamps, starts, seen, base, stats, scratch,
 ):  # fmt: skip
     """Count the sectors of an access to global memory, and record which thread block makes it.
 
@@ -332,7 +343,7 @@ def global_access(
     Otherwise it returns -2 minus the first lane that may race with another thread of its thread
     block. Otherwise -1.
     """
-    sectors = np.empty(4 * WARP, np.int64)
+    sectors = scratch.reshape(-1)  # at most 4 a lane
     k, count = 0, e.size
     while k < count:
         warp = tids[k] >> 5

@@ -18,6 +18,7 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
     """
     mask, half = (1 << bits) - 1, 1 << (bits - 1)
     low, high = (-half, half - 1) if signed else (0, mask)
+    narrow = np.dtype(f"i{bits // 8}")
 
     def of_lanes(values: np.ndarray) -> np.ndarray:
         if values.dtype.kind == "f" and bits <= 32:
@@ -30,7 +31,7 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
         if bits == 64:
             return values if signed else values.astype(np.uint64)
         if signed:
-            return (values + half & mask) - half
+            return values.astype(narrow).astype(np.int64)  # the first wraps
         return values & mask
 
     def cast(value: Any) -> Any:

@@ -473,7 +473,7 @@ class GlobalArray(Unconverted):
             return checks.global_access(
                 kind, places, n, lengths, self.itemsize, self.start, beside, lanes, group.tids,
                 ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
-                ctx.base, statistics,
+                ctx.base, statistics, checks.SCRATCH,
             )  # fmt: skip
 
         lane = check(active, statistics)

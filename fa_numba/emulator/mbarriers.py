@@ -286,7 +286,7 @@ class Mbarriers(Knowledge):
             return
         outer, active, count = self.mask, self.active(), self.group.count
         pairs = np.stack([np.broadcast_to(x, count) for x in (index, parity)])
-        each = np.unique(pairs[:, active], axis=1).T.tolist()
+        each = sorted(set(zip(*pairs[:, active].tolist(), strict=True)))
         for one, which in each:
             if len(each) > 1:
                 self.mask = active & (pairs == [[one], [which]]).all(axis=0)
@@ -298,7 +298,8 @@ class Mbarriers(Knowledge):
             raise self.fault(BarrierMisuse, f"wait_mbarrier: parity must be 0 or 1, got {parity}")
         lanes = self.active_lanes()
         self.usable(barrier, lanes)
-        known = np.unique(self._column_known(self.group.tids[lanes], barrier.column))
+        known = self._column_known(self.group.tids[lanes], barrier.column)
+        known = known[:1] if (known == known[0]).all() else np.unique(known)
         ended = np.searchsorted(barrier.ends, known)
         meant = int((ended - ((ended - 1) % 2 == parity)).min())
         barrier.uses["wait"] = int(self.group.tids[lanes[0]]), self.calls()

@@ -37,11 +37,13 @@ class Together(BaseException):
 
 
 @lru_cache(maxsize=256)
-def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column: int) -> np.ndarray:
-    """Return an operand's elements as (rows, 16 steps), by the descriptor's addresses, swizzled.
+def operand_places(
+    rows: int, panel_rows: int, across: bool, steps: int, column: int
+) -> tuple[np.ndarray, int, int]:
+    """Return an operand's elements, (rows, 16 steps) in a row, and the least and greatest of them.
 
-    They count from the multiple of 1024 bytes before the operand. `column` is the byte of the row
-    at which the operand begins.
+    The elements follow the descriptor's addresses, swizzled. They count from the multiple of 1024
+    bytes before the operand. `column` is the byte of the row at which the operand begins.
     """
     row = np.arange(rows, dtype=np.int64)[:, None]
     k = np.arange(steps)[:, None]
@@ -54,7 +56,8 @@ def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column:
     else:
         first = column + k * STEP // PANEL * panel_rows * ROW_BYTES + k * STEP % PANEL * ITEM
         byte = row * ROW_BYTES + (first + within * ITEM).reshape(1, -1)
-    return swizzled(byte) // ITEM
+    places = (swizzled(byte) // ITEM).reshape(-1)
+    return places, int(places.min()), int(places.max())
 
 
 def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
@@ -267,17 +270,17 @@ class Products(Boxes):
             text = f"operand {array.name} of a wgmma product {wrong}"
             raise self.fault(Misaligned, text, array.name, int(lanes[0]))
         column = byte % REPEAT
-        places = operand_places(rows, panel_rows, bool(across), steps, column)
+        places, least, most = operand_places(rows, panel_rows, bool(across), steps, column)
         first = array.first + at - column // ITEM
-        low, high = int(places.min()) + first, int(places.max()) + first
+        low, high = least + first, most + first
         if low < array.first or high >= array.first + array.length:
             end = (low if low < array.first else high) - array.first
             raise self.outside(array.name, (array.length,), end, int(lanes[0]))
         bits = np.empty(places.size, np.int64)
         warps, row = WARPGROUP // WARP, self.warps + 2 * warpgroup + left
         code = (SEVERAL if left else PRODUCT) + self.warps + warps * warpgroup
-        flat, tids = places.reshape(-1), self.group.tids[lanes]
-        lent.append(self.lend(array, row, first, flat, tids, bits, code, warps if left else 1))
+        tids = self.group.tids[lanes]
+        lent.append(self.lend(array, row, first, places, tids, bits, code, warps if left else 1))
         return numbers[bits].reshape(rows, -1)
 
     def _of_registers(

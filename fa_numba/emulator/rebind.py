@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import builtins
 import math
-from functools import partial
+from collections.abc import Iterator
+from functools import partial, reduce
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -45,6 +46,34 @@ def _multiply_add(target: Any, *terms: Any) -> None:
         target[terms[n]] = lanes.fma(terms[n + 1], terms[n + 2], target[terms[n]])
 
 
+def _replacements(original: Any, emulated: Any) -> Iterator[tuple[Any, str]]:
+    """Return the values of a module that the emulator replaces, as `from ... import` finds them."""
+    for name in dir(emulated):
+        if name in original.__dict__ and not name.startswith("_") and name != "laneid":
+            yield original.__dict__[name], name
+
+
+_REPLACED: dict[int, Any] = NUMPY_CASTS | {id(math): MATH}
+_REPLACED |= {id(value): getattr(MATH, name) for value, name in _replacements(math, MATH)}
+
+
+# What numba.cuda has and the emulator replaces, by its id: the value, and its names in `cuda`.
+_in_cuda: dict[int, tuple[Any, tuple[str, ...]]] = {}
+
+
+def _note_names(namespace: Any) -> None:
+    """Fill `_in_cuda`, whose names are those of any launch."""
+    for value, name in _replacements(cuda, namespace):
+        _in_cuda[id(value)] = value, (name,)
+    for name in ("shared", "local", "const", "atomic", "cg"):  # for `cuda.atomic.add`
+        part = getattr(namespace, name)
+        for function in dir(part):
+            original = getattr(getattr(cuda, name), function, None)
+            if not function.startswith("_") and original is not None:
+                _in_cuda[id(original)] = original, (name, function)
+    _in_cuda[id(cuda)] = cuda, ()
+
+
 class Rebinder:
     """Rebinds a kernel and all functions that it calls.
 
@@ -63,24 +92,15 @@ class Rebinder:
     """
 
     def __init__(self, context: Any) -> None:
-        namespace, self._context = context._cuda, context
+        self._context = context
         # The launch's own dictionaries: functions of a module are rebound when the kernel runs.
         self.codes: dict[int, CodeType] = context._codes
         self.originals: dict[int, CodeType] = context.originals
         self._modules: set[str] = set()
         self._functions: dict[int, FunctionType] = {}
-        self._known: dict[int, Any] = dict(NUMPY_CASTS)
-        for original, emulated in ((cuda, namespace), (math, MATH)):
-            self._known[id(original)] = emulated
-            for name in dir(emulated):  # for `from numba.cuda import shared` and the like
-                if name in original.__dict__ and not name.startswith("_") and name != "laneid":
-                    self._known[id(original.__dict__[name])] = getattr(emulated, name)
-        for name in ("shared", "local", "const", "atomic", "cg"):  # and for `cuda.atomic.add`
-            part = getattr(namespace, name)
-            for function in dir(part):
-                original = getattr(getattr(cuda, name), function, None)
-                if not function.startswith("_") and original is not None:
-                    self._known[id(original)] = getattr(part, function)
+        if not _in_cuda:
+            _note_names(context._cuda)
+        self._known: dict[int, Any] = {}  # replacements by the id of what they replace
         names = {
             "C": context, "Split": Split, "array": np.ndarray, "LocalArray": LocalArray,
             "undefined": lanes.undefined, "merge": lanes.merge, "where": lanes.where,
@@ -125,11 +145,17 @@ class Rebinder:
         """Return what replaces `value`, a global or closure variable of a kernel."""
         if value.__class__ in _PLAIN:
             return np.float64(value) if value.__class__ is float else value
-        if id(value) in self._known:
-            return self._known[id(value)]
+        known = self._known.get(id(value))
+        if known is None:
+            known = _REPLACED.get(id(value))
+        if known is None and id(value) in _in_cuda:
+            known = reduce(getattr, _in_cuda[id(value)][1], self._context._cuda)
+            self._known[id(value)] = known
+        if known is not None:
+            return known
         if isinstance(value, ModuleType):
             if value == cuda:  # as kernels know it
-                return self._known[id(cuda)]
+                return self._context._cuda
             return _Module(value, self)
         if isinstance(value, np.generic):
             return value if isinstance(value, np.inexact) else value.item()

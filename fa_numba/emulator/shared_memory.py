@@ -304,7 +304,8 @@ class SharedArray(Unconverted):
         places, first, length = self._from(e, n)
         lane = check(
             buffer.bits, buffer.written, buffer.reads, buffer.touched, first, length, self.itemsize,
-            places, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, stats, *last,
+            places, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, stats, checks.SCRATCH,
+            *last,
         )  # fmt: skip
         if lane < 0:
             return ()
@@ -383,7 +384,9 @@ class SharedArray(Unconverted):
             self._updates(lane, self._vector(lane, int(e[lane]), 1))
             left = left & (np.arange(left.size) != lane)
         statistics = ctx.statistics(self.name, "shared", "atomic")
-        checks.count_wavefronts(first, self.itemsize, places, active, group.tids, statistics)
+        checks.count_wavefronts(
+            first, self.itemsize, places, active, group.tids, statistics, checks.SCRATCH
+        )
         ctx.instruction("atomic")
         data = buffer.data.reshape(-1)
         at = (group.blocks * buffer.data.shape[1] + first + places)[active]

@@ -259,10 +259,11 @@ class Waiting(Context):
         named: dict[int, NamedBarrier] = {}
 
         def arrive(values: list[np.ndarray], present: np.ndarray, mask: int) -> tuple[()]:
+            given = np.stack(values, -1)
             for n, warp in enumerate(self._as_warps.tolist()):
                 if not present[n].any():
                     continue
-                operands = {tuple(o) for o in np.stack(values, -1)[n][present[n]].tolist()}
+                operands = set(map(tuple, given[n][present[n]].tolist()))
                 if len(operands) > 1:
                     each = ", ".join(f"({a}, {b})" for a, b in sorted(operands))
                     text = (
@@ -281,9 +282,9 @@ class Waiting(Context):
 
     def _warps_agree(self, value: np.ndarray) -> bool:
         """Return whether the lanes of each warp have the same value."""
-        active, warps = self.active(), self.group.warp_of
-        pairs = np.stack([warps, value])[:, active]
-        return np.unique(pairs, axis=1).shape[1] == np.unique(pairs[0]).size
+        active = self.active()
+        warps, values = self.group.warp_of[active].tolist(), value[active].tolist()
+        return len(set(zip(warps, values, strict=True))) == len(set(warps))
 
     def _wait_named(self, operation: str, barrier: Any, named: dict[int, NamedBarrier]) -> None:
         group = self.group
