@@ -21,6 +21,7 @@ from helpers import (
     assert_within,
     changing,
     counted,
+    exact_attention,
     halves,
     in_halves,
     memories,
@@ -28,6 +29,7 @@ from helpers import (
     place_of,
     product_squares,
     random_inputs,
+    remembered,
     running,
     to_numpy,
 )
@@ -70,7 +72,7 @@ def with_dlse(arrays, options):
     """
     single = [x.astype(np.float32) for x in arrays[1:]]
     with np.errstate(all="ignore"):
-        _, L = reference.attention(*single, return_lse=True, **changing(options))
+        _, L = exact_attention(*single, **changing(options))
     dL = np.random.default_rng([2, *L.shape]).standard_normal(L.shape, dtype=np.float32)
     return {**options, "dlse": np.where(L == -np.inf, np.float32(np.nan), dL)}
 
@@ -83,7 +85,7 @@ def as_plan(options):
 def saved(q, k, v, *, dlse=None, **options):
     """O and L as a forward pass leaves them: float64, rounded once to float32."""
     with np.errstate(all="ignore"):
-        O, L = reference.attention(q, k, v, return_lse=True, **options)
+        O, L = exact_attention(q, k, v, **options)
         return O.astype(np.float32), L.astype(np.float32)
 
 
@@ -247,6 +249,7 @@ def gradient_roundings(
         dsinks   s log2(e) and the steps of P; times D; the sum over rows and batch entries
         dcaptured   the steps of dS, times the function's slope, of a score that is off; the sum
     """
+    given = q, k, v
     call, q, k, v = checked_call(q, k, v, tiles=tiles, **options)
     problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
     product = of_product(problem)
@@ -256,7 +259,7 @@ def gradient_roundings(
     if tiles is None:
         sizes = problem.seqlen_q, problem.seqlen_k, d
         tiles = simt_tiles("fa2", "bwd", *sizes, devices.EMULATED_SHARED_BYTES).value
-    O, L = reference.attention(q, k, v, return_lse=True, tiles=tiles, **options)
+    O, L = exact_attention(*given, tiles=tiles, **options)
     finite = np.isfinite(L)
     off_O, off_L = (out - O) / U, (np.where(finite, lse, 0.0) - np.where(finite, L, 0.0)) / U
     dL = np.where(finite, 0.0 if dlse is None else dlse, 0.0)
@@ -399,6 +402,7 @@ def adding_squares(terms, shape):
 # --- float64 ---------------------------------------------------------------------------------
 
 
+@remembered
 def true_gradients(
     dout, q, k, v, *, saved_values=None, tiles=None, return_dbias=False, return_dsinks=False,
     return_dcaptured=False, **options,
@@ -473,6 +477,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, dlse=None, **options):
     return gradients if not problem.bias else [*gradients, dbias]
 
 
+@remembered
 def expected(
     way, dout, q, k, v, *, dbias=False, dsinks=False, dcaptured=False, saved_values=None, **options
 ):
@@ -521,6 +526,7 @@ def wanted_gradients(asks, dout, q, k, v, *, way="fa2", **options):
     names = [*names_of(of["dbias"], of["dsinks"])]
     if of["dcaptured"]:
         names += [f"d{name}" for name in floats_of(options["score_mod"])]
+    way = way if way == "standard" else "fa2"  # all others are held alike
     found = zip(*expected(way, dout, q, k, v, **of, **options), strict=True)
     return dict(zip(names, found, strict=True))
 

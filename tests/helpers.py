@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
 import math
 from contextlib import contextmanager
@@ -17,9 +19,10 @@ import pytest
 from numba.extending import overload
 
 import fa_numba
+from fa_numba import Tiles, reference
 from fa_numba import device as devices
-from fa_numba import reference
 from fa_numba.choices.tiles import simt_tiles
+from fa_numba.emulator import compiling
 from fa_numba.masks import distance
 from fa_numba.mods import PARAMETERS, captured, holding
 from fa_numba.mods.blocks import BlockMask
@@ -355,6 +358,57 @@ def assert_counts(counts, plan):
         assert got == want, f"counts of {kind}: {got}, the closed form has {want}"
 
 
+# --- what is remembered ------------------------------------------------------------------------
+
+MOST_REMEMBERED, LARGEST = 256, 1 << 18  # results of a function, and bytes of a call's arrays
+
+
+def remembered(function):
+    """The function, which computes once what it returns of equal arguments: several ways to one
+    result are held against the same float64 arrays. A call with a function among its options is
+    made each time, as the arrays that the function captures may change.
+    """
+    known: dict = {}
+
+    @functools.wraps(function)
+    def of(*arguments, **options):
+        key = _as_key((arguments, sorted(options.items())))
+        if key is None:
+            return function(*arguments, **options)
+        if key not in known:
+            known[key] = _frozen(function(*arguments, **options))
+            if len(known) > MOST_REMEMBERED:
+                del known[next(iter(known))]
+        return known[key]
+
+    return of
+
+
+def _frozen(value):
+    """A result whose arrays cannot be changed."""
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    parts = vars(value) if isinstance(value, SimpleNamespace) else value
+    if isinstance(parts, (tuple, list, dict)):
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            _frozen(part)
+    return value
+
+
+def _as_key(value):
+    """A value that is equal for equal arguments, of any depth; None where there is none."""
+    if isinstance(value, np.ndarray):
+        if value.nbytes > LARGEST or value.dtype.hasobject:
+            return None
+        return value.dtype.name, value.shape, hashlib.blake2b(value.tobytes()).digest()
+    if isinstance(value, (tuple, list, dict)):
+        parts = value.items() if isinstance(value, dict) else value
+        keys = [_as_key(part) for part in parts]
+        return None if None in keys else (type(value), *keys)
+    plain = (bool, int, float, str, np.generic, Tiles, type(None))
+    return (type(value), repr(value)) if isinstance(value, plain) else None
+
+
 # --- the rounding of a float32 computation ---------------------------------------------------
 
 # The most that a rounding moves its result by, relative to it.
@@ -390,6 +444,18 @@ def halves(d):
     return (0,) if d <= 128 else (0, -(-d // 4) // 2 * 4)
 
 
+@compiling.compiled()
+def _running_sums(A, B, first, last, part, squares):
+    """Add A[:, n] B[n] to `part` for each n in turn, and the square of each sum to `squares`."""
+    for i in range(A.shape[0]):
+        for n in range(first, last):
+            a = A[i, n]
+            for j in range(B.shape[1]):
+                x = part[i, j] + a * B[n, j]
+                part[i, j] = x
+                squares[i, j] += x * x
+
+
 def product_squares(A, B, cuts, total=None, steps=0, off=1.0):
     """Squares of the roundings of A B in units of U^2, and A B plus `total`.
 
@@ -397,14 +463,12 @@ def product_squares(A, B, cuts, total=None, steps=0, off=1.0):
     `steps` more roundings of each sum before. A product is `off` by so many units: a GPU rounds a
     multiply-add once, the emulator its product too.
     """
+    rows = np.ascontiguousarray(A), np.ascontiguousarray(B)
     squares = np.zeros((len(A), B.shape[1]))
     for first, last in zip(cuts, (*cuts[1:], A.shape[1]), strict=True):
         squares += off**2 * (A[:, first:last] ** 2 @ B[first:last] ** 2)
         part = A[:, first, None] * B[first]
-        term = np.empty_like(part)
-        for n in range(first + 1, last):
-            part += np.multiply(A[:, n, None], B[n], out=term)
-            squares += np.multiply(part, part, out=term)
+        _running_sums(*rows, first + 1, last, part, squares)
         squares += steps * part**2
         if total is not None:
             part = part + total
@@ -556,13 +620,25 @@ def _size(a):
     return float(np.linalg.norm(np.where(np.isfinite(a), a, 0.0)))
 
 
+def exact_attention(q, k, v, *, tiles=None, **options):
+    """O and L in float64."""
+    blocks = {} if options.get("block_mask") is None else {"tiles": tiles}
+    return _exact_attention(q, k, v, **blocks, **options)
+
+
+@remembered
+def _exact_attention(q, k, v, **options):
+    return reference.attention(q, k, v, return_lse=True, **options)
+
+
 def truth(q, k, v, *, algorithm="fa2", **options):
     """O and L in float64, and how far a call's of this dtype may be from each."""
     if in_halves(q):
-        return _truth_of_halves(q, k, v, algorithm, options)
+        return _truth_of_halves(q, k, v, algorithm == "standard", options)
     return _truth_of_singles(q, k, v, **options)
 
 
+@remembered
 def _truth_of_singles(q, k, v, *, only_L=False, **options):
     """O and L in float64, and how far a float32 result may be from each, as Frobenius norms.
 
@@ -572,7 +648,7 @@ def _truth_of_singles(q, k, v, *, only_L=False, **options):
     `only_L` the bound of O is that of the unfused computation alone.
     """
     with np.errstate(all="ignore"):
-        O, L = reference.attention(q, k, v, return_lse=True, **options)
+        O, L = exact_attention(q, k, v, **options)
         O32, L32 = reference.unfused(q, k, v, return_lse=True, **options)
         of_O, of_L = roundings(q, k, v, only_L=only_L, **options)
     return SimpleNamespace(
@@ -584,15 +660,15 @@ def _truth_of_singles(q, k, v, *, only_L=False, **options):
     )
 
 
-def _truth_of_halves(q, k, v, algorithm, options):
+@remembered
+def _truth_of_halves(q, k, v, stored, options):
     """O: twice the error of the unfused computation with 16-bit matrices and float32 sums, plus one
-    rounding to 16 bits. L: as in float32. Of standard attention S is in 16 bits too, and L may also
-    be off by twice what that does to it. The scale of O is held too, within its rounding.
+    rounding to 16 bits. L: as in float32. Of standard attention S is `stored` in 16 bits too, and L
+    may also be off by twice what that does to it. The scale of O is held too, within its rounding.
     """
     dtype = q.dtype.name
     q, k, v = (a.astype(np.float32) for a in (q, k, v))
     single = _truth_of_singles(q, k, v, only_L=True, **options)
-    stored = algorithm == "standard"
     with np.errstate(all="ignore"):
         yardstick = {"matrix_dtype": dtype, "stored_scores": stored, "return_lse": True}
         near, near_L = reference.unfused(q, k, v, **yardstick, **options)
