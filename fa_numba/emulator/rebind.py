@@ -100,7 +100,8 @@ class Rebinder:
         self._functions: dict[int, FunctionType] = {}
         if not _in_cuda:
             _note_names(context._cuda)
-        self._known: dict[int, Any] = {}  # replacements by the id of what they replace
+        # What was replaced in this launch, by its id: the value, and what replaces it.
+        self._known: dict[int, tuple[Any, Any]] = {}
         names = {
             "C": context, "Split": Split, "array": np.ndarray, "LocalArray": LocalArray,
             "undefined": lanes.undefined, "merge": lanes.merge, "where": lanes.where,
@@ -112,8 +113,8 @@ class Rebinder:
             "modulo": partial(lanes.modulo, context),
             "multiply_add": _multiply_add, "double": np.float64,
         }  # fmt: skip
-        self._runtime = {PREFIX + name: value for name, value in names.items()}
-        self._runtime |= {"range": context.range, "print": context.show}
+        self._builtins = _BUILTINS | {PREFIX + name: value for name, value in names.items()}
+        self._builtins |= {"range": context.range, "print": context.show}
 
     def function(self, function: Any) -> Any:
         """Return `function` rewritten, with its globals and closure variables rebound."""
@@ -121,8 +122,7 @@ class Rebinder:
         if done is not None:
             return done
         code, taken = rewritten(function.__code__, function.__code__ in diverging)
-        names: dict[str, Any] = {"__builtins__": _BUILTINS, "__name__": function.__module__}
-        names |= self._runtime
+        names: dict[str, Any] = {"__builtins__": self._builtins, "__name__": function.__module__}
         done = FunctionType(code, names, function.__name__, function.__defaults__)
         done.__kwdefaults__ = function.__kwdefaults__
         done.__module__, done.__qualname__ = function.__module__, function.__qualname__
@@ -130,9 +130,11 @@ class Rebinder:
         self.codes[id(code)] = code
         self.originals[id(code)] = function.__code__
         self._modules.add(function.__module__)
+        outside = function.__globals__
         for name in taken:
-            if name in function.__globals__:
-                names[name] = self.value(function.__globals__[name], name)
+            if name in outside:
+                value = outside[name]
+                names[name] = value if value.__class__ is int else self.value(value, name)
         free = function.__code__.co_freevars
         for name, cell in zip(free, function.__closure__ or (), strict=True):
             try:
@@ -146,13 +148,19 @@ class Rebinder:
         if value.__class__ in _PLAIN:
             return np.float64(value) if value.__class__ is float else value
         known = self._known.get(id(value))
-        if known is None:
-            known = _REPLACED.get(id(value))
-        if known is None and id(value) in _in_cuda:
-            known = reduce(getattr, _in_cuda[id(value)][1], self._context._cuda)
-            self._known[id(value)] = known
         if known is not None:
-            return known
+            return known[1]
+        found = self._replaced(value, name)
+        if found is not value and not isinstance(value, (tuple, np.ndarray, np.generic)):
+            self._known[id(value)] = value, found
+        return found
+
+    def _replaced(self, value: Any, name: str) -> Any:
+        """Return what replaces a value that is not known yet and not plain."""
+        if id(value) in _REPLACED:
+            return _REPLACED[id(value)]
+        if id(value) in _in_cuda:
+            return reduce(getattr, _in_cuda[id(value)][1], self._context._cuda)
         if isinstance(value, ModuleType):
             if value == cuda:  # as kernels know it
                 return self._context._cuda
