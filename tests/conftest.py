@@ -20,6 +20,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 gc.set_threshold(50_000, 20, 20)
 
 import fresh_memory  # noqa: E402
+import launch_types  # noqa: E402, F401
 from stand_in_device import no_calls_kept, no_gpu_but_its_driver  # noqa: E402
 from stand_in_torch import no_torch_but_its_names  # noqa: E402
 

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import fresh_memory
+import launch_types  # noqa: F401  it checks every launch
 import numba.np.arrayobj  # noqa: F401  Numba reads np.empty once: before `running` replaces it
 import numpy as np
 import pytest

@@ -45,6 +45,7 @@ FA1_CASES = [
     (2, 2, 1, 70, 150, 128, {"causal": True}),
     (1, 2, 1, 150, 150, 80, {"window": (40, -1)}),
     (1, 1, 1, 70, 260, 40, {}),
+    (1, 1, 1, 1, 128, 64, {}),  # whole column tiles, behind which nothing may be loaded
 ]
 # Blocks that share a head
 SPLIT_CASES = [(1, 2, 1, 300, 140, 64, x) for x in ({"causal": True}, {"window": (30, 5)})]
