@@ -23,12 +23,13 @@ from fa_numba.host import binding, blocks, placement
 from fa_numba.host.arrays import _contiguous as dense
 from fa_numba.host.held import COPIED_BYTES
 from fa_numba.host.plans import Launch, LaunchPlan
-from fa_numba.integers import ceil_div, round_up
+from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.kernels.merge_parts import make_merge
 from fa_numba.options import FEATURES, as_word, drop_threshold, signed
 from fa_numba.problem import MAX_HEAD_DIM, MAX_LISTED, MAX_SEQLEN, Problem
 from fa_numba.ring import agreement
 from fa_numba.tiling import Tiles
+from fa_numba.tiling.wgmma import select_wgmma_spec
 
 SIZES = {
     "a long sequence": (1, 1, 1, 40_000_000),
@@ -146,6 +147,23 @@ def test_blocks_that_nobody_chose_double_until_there_are_few():
     assert 2**20 == blocks.MOST_ROWS**2 <= 2**24
     with pytest.raises(ValueError, match="an integer from 1 to 1024, or two of them"):
         blocks.block_size_of("block_size", (1025, 1024), Problem(1, 1, 1, 64, 64, 8))
+
+
+def test_a_multiprocessor_holds_the_blocks_that_its_registers_and_memory_allow():
+    """Registers go to warps by 256, and each block takes 1,024 bytes more than it has."""
+    cases = [((128, 0, 36), 12), ((128, 57_700, 32), 3), ((128, 0, None), 2), ((256, 0, 255), 1)]
+    for (threads, shared, registers), least in cases:
+        kernel = SimpleNamespace(threads=threads, shared_bytes=shared, min_blocks=1)
+        assert bounds.occupancy(bounds.DEVICES["H200"], kernel, registers).least == least
+    for Bc, stages, most, registers in ((96, 2, 3, 80), (48, 4, 2, 128), (240, 2, 1, 256)):
+        spec = select_wgmma_spec(Tiles(64, Bc, stages=stages), 64, 227 * 1024, shares=True)
+        assert (spec.blocks, spec.registers_at_first) == (most, registers), (Bc, spec.blocks)
+
+
+def test_the_power_of_two_that_holds_a_number():
+    assert list(map(power_of_two, (1, 2, 3, 4, 5, 2**31 - 1, 2**31, 2**40 + 1))) == [
+        1, 2, 4, 4, 8, 2**31, 2**31, 2**41
+    ]  # fmt: skip
 
 
 # --- words ---------------------------------------------------------------------------------------
