@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fa_numba.choices.facts import Size, measured, size, sizes, spills
 from fa_numba.choices.requests import Request
@@ -36,10 +36,13 @@ def _needed(size: int, seqlen: int, least: int = 16) -> int:
     return min(size, max(least, power_of_two(seqlen)))
 
 
-class Chosen(NamedTuple):
-    """Something that nobody chose, and why it is what it is."""
+_T = TypeVar("_T")
 
-    value: Any
+
+class Chosen(NamedTuple, Generic[_T]):
+    """What was chosen for a call, by the caller or by a rule, and the reason in words."""
+
+    value: _T
     why: str
 
 

@@ -563,7 +563,7 @@ class NoUnit(ValueError):
     """The device has no unit that computes a request."""
 
 
-def unit_of(request: Request) -> tuple[Unit, str]:
+def unit_of(request: Request) -> Chosen[Unit]:
     """The unit that a request names, or for "auto" the last that can compute it, and suits it; and
     why it is that one.
 
@@ -602,7 +602,8 @@ def unit_of(request: Request) -> tuple[Unit, str]:
         unsuited = lacking or (unit.unsuited(request) if name == "auto" else "")
         if not unsuited:
             last = f"the newest unit that takes {dtype} and suits the call"
-            return unit, "; ".join(("chosen by the caller" if name != "auto" else last, *left))
+            why = "chosen by the caller" if name != "auto" else last
+            return Chosen(unit, "; ".join((why, *left)))
         left.append(f"not {unit.name}: {unsuited}")
     newer = "" if taking[0].newest else " or newer"
     present = [unit for unit in UNITS.values() if unit.runs_on(capability)]

@@ -11,7 +11,8 @@ from fa_numba.choices import decisions
 from fa_numba.choices.arguments import Argument, Boxes, Buffer, Untouched
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
-from fa_numba.choices.units import UNITS
+from fa_numba.choices.tiles import Chosen
+from fa_numba.choices.units import UNITS, Unit
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import sinks
 from fa_numba.host.plans import Launch, Plan
@@ -21,9 +22,10 @@ from fa_numba.options import PLAIN, POWERS, SPLIT_SUMS
 from fa_numba.tiling.spec import FRAGMENT_ROWS
 
 
-def forward(request: Request) -> Plan:
+def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """Algorithm 1 of either paper: one kernel; and one that merges splits of the columns."""
-    decided, p, return_lse = decisions.forward(request), request.problem, request.choices.return_lse
+    decided, p = decisions.forward(request, chosen), request.problem
+    return_lse, paged = request.choices.return_lse, request.problem.pages is not None
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     Tr = ceil_div(p.seqlen_q, spec.head_rows)
     if request.choices.algorithm == "fa2":
@@ -38,13 +40,15 @@ def forward(request: Request) -> Plan:
             own += _split_sums(request, spec.tile_heads, splits)
         before, of_planes, taken = _planes(request, spec)
         own += of_planes
-        bound |= {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
-        launches = (*before, Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
-        how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
-        how["boxes"] = unit.copies.by_boxes
-        if p.pages is not None:
-            how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
-        count = functools.partial(io_model.fa2, p, tiles, **how)
+        in_planes = {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
+        main = Launch.of(kernel, grid, **{"scale": "score_scale", **bound, **in_planes})
+        launches = (*before, main, *merge)
+        count = functools.partial(
+            io_model.fa2, p, tiles,
+            tile_heads=spec.tile_heads, kv_splits=splits, boxes=unit.copies.by_boxes,
+            threads=spec.loading_threads if paged else 0,
+            key_pieces=spec.key_pieces if paged else (),
+        )  # fmt: skip
         return Plan.of(request, decided, launches, own, count)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
     split_rows = ceil_div(Tr, request.choices.query_splits) * tiles.Br
@@ -55,14 +59,16 @@ def forward(request: Request) -> Plan:
     L: Argument = "L" if return_lse else Untouched(request.row_shape)
     bound = unit.copies.of_fa1_forward(spec)
     before, of_planes, taken = _planes(request, spec)
-    taken = {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
-    if taken:
-        bound |= taken | {"O": "O", "A": Untouched(request.o_shape)}
-    launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **bound))
+    in_planes = {name: _as_bound(bound.get(name), of, spec) for name, of in taken.items()}
+    if in_planes:
+        in_planes = {**in_planes, "O": "O", "A": Untouched(request.o_shape)}
+    main = Launch.of(kernel, grid, **{"L": L, "scale": "score_scale", **bound, **in_planes})
+    launches = (*before, main)
     workspace += of_planes
-    how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
-    how["boxes"] = unit.copies.by_boxes
-    count = functools.partial(io_model.fa1, p, tiles, **how)
+    count = functools.partial(
+        io_model.fa1, p, tiles, query_splits=request.choices.query_splits,
+        return_lse=return_lse, boxes=unit.copies.by_boxes,
+    )  # fmt: skip
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
 
@@ -134,10 +140,10 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
     return Launch.of(merge_splits.make_merge(facts), grid)
 
 
-def backward(request: Request) -> Plan:
+def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """Algorithm 4 of the first paper, Algorithm 2 of the second."""
-    first = request.choices.algorithm == "fa1"
-    return (_fa1_backward if first else _fa2_backward)(request, decisions.backward(request))
+    make = _fa1_backward if request.choices.algorithm == "fa1" else _fa2_backward
+    return make(request, decisions.backward(request, chosen))
 
 
 def _fa1_backward(request: Request, decided: Decision) -> Plan:
@@ -165,11 +171,13 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
             Launch.of(kernel, grid, **(bound | sums)),
             *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
         )
-    how: dict[str, Any] = {"dbias": request.choices.return_dbias, "query_splits": splits}
-    how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
     of_sinks, beside = sinks.gradients(request, has_d=False)
     launches, workspace = (*launches, *of_sinks), (*workspace, *beside)
-    count = functools.partial(io_model.fa1_backward, p, tiles, **how)
+    asked = request.choices
+    count = functools.partial(
+        io_model.fa1_backward, p, tiles, query_splits=splits,
+        dbias=asked.return_dbias, dlse=asked.dlse, dsinks=asked.return_dsinks,
+    )  # fmt: skip
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
 
@@ -179,9 +187,6 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     p = request.problem
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
     over_columns = unit.copies.over_columns(request, tiles, spec, splits)
-    how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
-    how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
-    how |= {"boxes": unit.copies.by_boxes, "adders": spec.adders}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place and spec.planes == 1 else "A"
     before, of_planes, taken = _planes(request, spec)
@@ -193,22 +198,21 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     )
     boxes = unit.copies.of_backward(request, tiles, spec, splits == 1)
     taken = {name: _as_bound(boxes.get(name), of, spec) for name, of in taken.items()}
-    bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
-    if splits > 1:
-        # Heads of a share, or shares of a head.
-        bound |= parts | {"group": max(p.group // splits, splits // p.group)}
+    # Heads of a share, or shares of a head.
+    shared = {"group": max(p.group // splits, splits // p.group)} if splits > 1 else {}
+    bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken, **parts, **shared}
     launches = [
         row_sums,
         *before,
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
     ]
+    dq_tiles = None
     if not atomic:
         dq_tiles, dq_spec = unit.dq_kernel(request, tiles, spec)
         over_rows, of_dq, _ = unit.copies.of_dq_kernel(request, dq_tiles, dq_spec)
         kernel = kernels.make_query_gradients(dq_spec)
         launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **of_dq))
-        how |= {"deterministic": True, "dq_tiles": dq_tiles}
     elif sums == "A":
         rounding, of_sum = _rounding(request, "A", "dQ", "scale"), _sum("A", request.q_shape)
         if fragments:
@@ -221,7 +225,13 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         workspace.append(_sum(name, (batch, heads * splits, rows, columns)))
         launches.append(_rounding(request, name, out, 1.0, keys=True, splits=splits))
     launches += sinks.gradients(request, has_d=True)[0]
-    count = functools.partial(io_model.fa2_backward, p, tiles, **how)
+    asked = request.choices
+    count = functools.partial(
+        io_model.fa2_backward, p, tiles,
+        deterministic=not atomic, dq_tiles=dq_tiles,
+        dbias=asked.return_dbias, dlse=asked.dlse, dsinks=asked.return_dsinks,
+        group_splits=splits, boxes=unit.copies.by_boxes, adders=spec.adders,
+    )  # fmt: skip
     return Plan.of(request, decided, launches, workspace, count)
 
 
@@ -237,10 +247,8 @@ def _rounding(
     unit, p = UNITS[request.unit], request.problem
     d = p.d_v if out == "dV" else p.head_dim
     kernels, facts = unit.kernels.rows, (d, *unit.row_facts(request))
-    own: dict[str, Any] = {"splits": splits} if splits > 1 else {}
-    if request.features.precision:
-        own["precision"] = request.features.precision
-    kernel = kernels.make_round_rows(*facts, **own)
+    precision = request.features.precision
+    kernel = kernels.make_round_rows(*facts, splits=splits, precision=precision)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
 
 

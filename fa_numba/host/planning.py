@@ -68,17 +68,18 @@ def planned(request: Request) -> Plan:
     """The plan of a request whose unit is not yet decided; raises as ``plan_of``."""
     _check_problem(request)
     asked = request
-    unit, reason = unit_of(request)
+    chosen = unit_of(request)
+    unit = chosen.value
     request = replace(request, unit=unit.name)
     if request.choices.passes == "fwd":
         request = request.chosen(ablate=_check_forward(request, unit))
     else:
         _check_backward(request, unit)
     algorithm = standard if request.choices.algorithm == "standard" else flash
-    plan = (algorithm.forward if request.choices.passes == "fwd" else algorithm.backward)(request)
+    make = algorithm.forward if request.choices.passes == "fwd" else algorithm.backward
+    plan = make(request, chosen)
     _check_stages(plan.tiles, request)
-    decided = replace(plan.decided, why={"unit": reason, **plan.decided.why})
-    return replace(plan, asked=asked, decided=decided)
+    return replace(plan, asked=asked)
 
 
 # --- checks ------------------------------------------------------------------------------------

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 from fa_numba import io_model
 from fa_numba.choices.arguments import Buffer, Untouched
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
-from fa_numba.choices.units import UNITS
+from fa_numba.choices.tiles import Chosen
+from fa_numba.choices.units import Unit
 from fa_numba.dtypes import DType
 from fa_numba.host import sinks
 from fa_numba.host.plans import Launch, Plan
 from fa_numba.integers import ceil_div, power_of_two, round_up
 
 
-def forward(request: Request) -> Plan:
+def forward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """Algorithm 0: S = Q KT, P = softmax(S) in its place, O = P V."""
-    unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
+    (unit, why_unit), p, dtype = chosen, request.problem, request.dtype
     tiles, spec, why = unit.standard(request)
     return_lse = request.choices.return_lse
     features, kernels = request.features, unit.kernels.standard
@@ -34,22 +34,23 @@ def forward(request: Request) -> Plan:
     of_dtype = unit.row_facts(request)[:1]
     over_rows = kernels.make_standard_softmax(row, warps, return_lse, softmax, *of_dtype)
     output = kernels.make_standard_output(replace(spec, features=lengths))
-    how = {"return_lse": return_lse, "row_resident": row > 0}
     launches = (
         Launch.of(kernels.make_standard_scores(scores), row_tiles, scale="score_scale"),
         Launch.of(over_rows, rows, P="S", L=L),
         Launch.of(output, row_tiles, P="S"),
     )
-    count = functools.partial(io_model.standard, p, tiles, **how)
-    decided = Decision(unit, tiles, spec, why={"tiles": why})
+    count = functools.partial(
+        io_model.standard, p, tiles, return_lse=return_lse, row_resident=row > 0
+    )
+    decided = Decision(unit, tiles, spec, why={"unit": why_unit, "tiles": why})
     return Plan.of(request, decided, launches, [_matrix("S", request)], count)
 
 
-def backward(request: Request) -> Plan:
+def backward(request: Request, chosen: Chosen[Unit]) -> Plan:
     """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients. Each product
     is of one head dimension: block sizes are those of the larger one.
     """
-    unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
+    (unit, why_unit), p, dtype = chosen, request.problem, request.dtype
     larger = replace(p, head_dim=p.largest_dim, head_dim_v=None)
     (tiles, spec, why), across = unit.standard_backward(replace(request, problem=larger))
     spec, across = (replace(x, head_dim=p.head_dim) for x in (spec, across))
@@ -84,10 +85,13 @@ def backward(request: Request) -> Plan:
         Launch.of(gradients, rows, dS="dP"),
     ]
     if features.slopes:
-        kept: dict[str, Any] = {}
-        for name in ("softcap", "score_mod", "score_mod_grad"):
-            kept[name] = getattr(features, name)
-        changed = replace(plain, features=replace(lengths, **kept))
+        changing = replace(
+            lengths,
+            softcap=features.softcap,
+            score_mod=features.score_mod,
+            score_mod_grad=features.score_mod_grad,
+        )
+        changed = replace(plain, features=changing)
         slopes = shared.make_standard_scores(changed, slopes=True)
         launches.append(Launch.of(slopes, row_tiles, S="dP", scale="score_scale"))
     launches += [
@@ -96,11 +100,12 @@ def backward(request: Request) -> Plan:
         Launch.of(of_dk, column_tiles, P="dP", dO="Q", dV="dK"),
     ]
     of_sinks, beside = sinks.gradients(request, has_d=False)
-    how = {"row_resident": pair > 0, "forward_resident": row > 0}
-    how |= {"dbias": request.choices.return_dbias, "dlse": request.choices.dlse}
-    how["dsinks"] = request.choices.return_dsinks
-    count = functools.partial(io_model.standard_backward, p, tiles, **how)
-    decided = Decision(unit, tiles, spec, why={"tiles": why})
+    count = functools.partial(
+        io_model.standard_backward, p, tiles,
+        row_resident=pair > 0, forward_resident=row > 0,
+        dbias=asked.return_dbias, dlse=asked.dlse, dsinks=asked.return_dsinks,
+    )  # fmt: skip
+    decided = Decision(unit, tiles, spec, why={"unit": why_unit, "tiles": why})
     matrices = [_matrix(name, request) for name in ("P", "dP")]
     return Plan.of(request, decided, launches + of_sinks, matrices + beside, count)
 
