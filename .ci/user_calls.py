@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import fa_numba
 from fa_numba import reference
+from fa_numba.problem import Problem
 from fa_numba.typing import Algorithm, Array
 
 Halves = NDArray[np.float16]
@@ -28,6 +29,7 @@ def right(q: Halves, lse: NDArray[np.float32], tensor: Any, flag: bool) -> None:
     assert_type(fa_numba.flash_attention_2(q, q, q, kv_splits="auto", scale=None), Halves)
     assert_type(fa_numba.standard_attention(q, q, q, return_lse=True), tuple[Halves, Any])
     assert_type(fa_numba.softmax(lse), NDArray[np.float32])
+    assert_type(Problem.from_shapes(q.shape, q.shape, causal=True, scale=None), Problem)
     assert_type(fa_numba.merge([q, q], [lse, lse]), tuple[Halves, Any])
     assert_type(reference.attention(q, q, q), NDArray[Any])
     assert_type(reference.attention(q, q, q, return_lse=True), tuple[NDArray[Any], NDArray[Any]])
@@ -81,6 +83,8 @@ def wrong(q: Halves, lse: NDArray[np.float32]) -> None:
     fa_numba.merge(q, lse)  # type: ignore[arg-type]
     reference.attention(q, q, q, is_causal=True)  # type: ignore[call-overload]
     fa_numba.AttentionOptions(is_causal=True)  # type: ignore[typeddict-unknown-key]
+    Problem.from_shapes(q.shape, q.shape, is_causal=True)  # type: ignore[call-arg]
+    Problem.from_shapes(q.shape, q.shape, causal="yes")  # type: ignore[arg-type]
 
 
 def of_literals(flag: Literal[True], q: Halves) -> tuple[Halves, Any]:

@@ -694,10 +694,17 @@ class Features:
     scaled_dout: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, **of_call: Any) -> Features:
-        """Return the features of ``problem``, together with features of the call by name."""
+    def of(
+        cls, problem: Problem, *, splits: bool, dbias: bool, dcaptured: Mod | None, dlse: bool,
+        scaled_dout: bool,
+    ) -> Features:  # fmt: skip
+        """Return the features of ``problem``, together with these features of the call."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
-        return cls(**on | of_call)
+        of_problem = cls(**on)
+        return replace(
+            of_problem, splits=splits, dbias=dbias, dcaptured=dcaptured, dlse=dlse,
+            scaled_dout=scaled_dout,
+        )  # fmt: skip
 
     @property
     def planes(self) -> int:

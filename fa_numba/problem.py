@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -41,6 +41,33 @@ def check_blocks(tiles: BlockSizes) -> None:
         )
     checks.as_size("tiles.Br", tiles.Br, axis=False)
     checks.as_size("tiles.Bc", tiles.Bc, axis=False)
+
+
+class OptionFields(TypedDict, total=False):
+    """The fields of a ``Problem`` that are options of attention, with the same names and values."""
+
+    scale: float | None
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    score_mod: Callable[..., Any] | Mod | None
+    score_mod_grad: Callable[..., Any] | Mod | None
+    mask_mod: Callable[..., Any] | Mod | None
+    q_lens: Sequence[int] | np.ndarray | None
+    kv_lens: Sequence[int] | np.ndarray | None
+    dropout_p: float | None
+    layout: str | None
+    precision: str | None
+
+
+class ProblemFields(OptionFields, total=False):
+    """The fields of a ``Problem`` that ``Problem.from_shapes`` takes besides the shapes."""
+
+    dtype: str
+    bias: Sequence[int] | None
+    alibi: bool
+    sinks: bool
+    sparse: bool
 
 
 @dataclass(frozen=True)
@@ -231,7 +258,7 @@ class Problem:
     def from_shapes(
         cls, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None = None,
         *, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, attn_mask: Any = None,
-        block_table: Any = None, **options: Any,
+        block_table: Any = None, **options: Unpack[ProblemFields],
     ) -> Problem:  # fmt: skip
         """Return the problem of q, k and v with these shapes.
 
@@ -252,8 +279,8 @@ class Problem:
             Shape of a mask. It becomes the field ``bias``, so both cannot be given.
         block_table : sequence of int, optional
             Shape of a block table, (batch, pages per sequence). k and v are then pages.
-        **options : Any
-            Other fields of ``Problem``, such as ``causal``.
+        **options : ProblemFields
+            Other fields of ``Problem``, such as ``causal``. None stands for the default.
 
         Returns
         -------
@@ -274,14 +301,15 @@ class Problem:
         """
         if attn_mask is not None:
             checks.check_alone(attn_mask, options.get("bias"))
-            lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-            lens |= {"block_table": block_table}
-            found = cls.from_shapes(q_shape, k_shape, v_shape, **lens, **options)
+            found = cls.from_shapes(
+                q_shape, k_shape, v_shape, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                block_table=block_table, **options,
+            )  # fmt: skip
             bias = checks.added_shape("attn_mask", attn_mask, found.score_shape)
             return replace(found, bias=bias)
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        options = {name: value for name, value in options.items() if value is not None}
-        layout = checks.as_layout(options.get("layout"))
+        own: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        layout = checks.as_layout(own.get("layout"))
         if packed and layout != "bhnd":
             turned = " and pass the pages as k.transpose(0, 2, 1, 3)" if block_table else ""
             raise ValueError(
@@ -289,8 +317,13 @@ class Problem:
                 f"have the axes (seqlen, heads, head_dim), got {layout!r}; leave layout out{turned}"
             )
         if packed and block_table is not None:
-            lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-            return cls._of_packed_on_pages(q_shape, k_shape, v_shape, block_table, lens, options)
+            if cu_seqlens_k is not None:
+                raise ValueError(
+                    "cu_seqlens_k cannot be given with block_table; pass kv_lens instead, the "
+                    "number of keys that each sequence has in its pages"
+                )
+            shapes = q_shape, k_shape, v_shape
+            return cls._of_packed_on_pages(shapes, block_table, cu_seqlens_q, options)
         axes = PACKED_AXES if packed else LAYOUTS[layout]
         q, k = checks.as_sizes("q", q_shape, axes), checks.as_sizes("k", k_shape, axes)
         heads, seqlen = axes.index("heads"), axes.index("seqlen")
@@ -320,12 +353,12 @@ class Problem:
         if block_table is not None:
             table = checks.as_table_shape(block_table, q[0])
             page_size = checks.as_page_size(k[seqlen], k)
-            if options.get("kv_lens") is not None:
-                options["kv_lens"] = checks.table_lengths(options["kv_lens"], table, page_size)
+            if own.get("kv_lens") is not None:
+                own["kv_lens"] = checks.table_lengths(own["kv_lens"], table, page_size)
             sizes |= {"pages": k[0], "page_size": page_size, "seqlen_k": table[1] * page_size}
-            return cls(batch=q[0], seqlen_q=q[seqlen], **sizes, **options)
+            return cls(batch=q[0], seqlen_q=q[seqlen], **sizes, **own)
         if not packed:
-            return cls(batch=q[0], seqlen_q=q[seqlen], seqlen_k=k[seqlen], **sizes, **options)
+            return cls(batch=q[0], seqlen_q=q[seqlen], seqlen_k=k[seqlen], **sizes, **own)
         if cu_seqlens_q is None or cu_seqlens_k is None:
             given, other = ("q", "k") if cu_seqlens_k is None else ("k", "q")
             raise ValueError(
@@ -333,7 +366,7 @@ class Problem:
                 f"cu_seqlens_{given} alone"
             )
         for name in ("q_lens", "kv_lens"):
-            if options.get(name) is not None:
+            if own.get(name) is not None:
                 raise ValueError(
                     f"{name} cannot be given with cu_seqlens_q and cu_seqlens_k, which already say "
                     f"how long each sequence is; leave {name} out"
@@ -345,28 +378,24 @@ class Problem:
                 "cu_seqlens_k must describe the same number of sequences as cu_seqlens_q "
                 f"({len(q_lens)}), got {len(kv_lens)}"
             )
-        options |= {"q_lens": q_lens, "kv_lens": kv_lens, "packed": True}
+        own |= {"q_lens": q_lens, "kv_lens": kv_lens, "packed": True}
         longest: dict[str, Any] = {"seqlen_q": max(q_lens), "seqlen_k": max(kv_lens)}
-        return cls(batch=len(q_lens), **longest, **sizes, **options)
+        return cls(batch=len(q_lens), **longest, **sizes, **own)
 
     @classmethod
     def _of_packed_on_pages(
-        cls, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int] | None,
-        block_table: Any, lens: Mapping[str, Any], options: Mapping[str, Any],
+        cls, shapes: tuple[Sequence[int], Sequence[int], Sequence[int] | None], block_table: Any,
+        cu_seqlens_q: Any, options: ProblemFields,
     ) -> Problem:  # fmt: skip
         """Return the problem of packed queries over K and V in pages."""
-        if lens["cu_seqlens_k"] is not None:
-            raise ValueError(
-                "cu_seqlens_k cannot be given with block_table; pass kv_lens instead, the number "
-                "of keys that each sequence has in its pages"
-            )
+        q_shape, k_shape, v_shape = shapes
         if options.get("q_lens") is not None:
             raise ValueError(
                 "q_lens cannot be given with cu_seqlens_q, which already says how long each "
                 "sequence is; leave q_lens out"
             )
         total, heads, head_dim = checks.as_sizes("q", q_shape, PACKED_AXES)
-        q_lens = checks.packed_lengths("cu_seqlens_q", lens["cu_seqlens_q"], "q", total)
+        q_lens = checks.packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", total)
         padded = (len(q_lens), heads, max(q_lens), head_dim)
         found = cls.from_shapes(padded, k_shape, v_shape, block_table=block_table, **options)
         return replace(found, q_lens=q_lens, packed=True)

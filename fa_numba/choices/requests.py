@@ -63,16 +63,16 @@ class Choices:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {}
+        own = vars(self)  # what a frozen class sets its fields by
         for name in ("return_lse", "deterministic", *_GRADIENTS, "dlse"):
-            checked[name] = as_flag(name, getattr(self, name))
+            own[name] = as_flag(name, own[name])
         check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
         if self.tiles is not None and not isinstance(self.tiles, Tiles):
             raise TypeError(f"tiles must be a Tiles(Br=..., Bc=...) or None, got {self.tiles!r}")
-        checked["query_splits"] = as_size("query_splits", self.query_splits, axis=False)
+        own["query_splits"] = as_size("query_splits", self.query_splits, axis=False)
         for name in ("kv_splits", "group_splits"):
-            checked[name] = as_splits(name, getattr(self, name))
+            own[name] = as_splits(name, own[name])
         check_name("warp_partition", self.warp_partition, PARTITIONS)
         if not isinstance(self.unit, str):
             allowed = one_of(map(repr, ("auto", *REGISTERED)))
@@ -83,16 +83,15 @@ class Choices:
                 "ablate must be a tuple of names of optimisations, such as ('swizzle',), or () to "
                 f"leave none out, got {self.ablate!r}"
             )
-        vars(self).update(checked)
         (other,) = (name for name in PASSES if name != self.passes)
-        for own in (f for f in fields(self) if f.name in _OF_PASS[other]):
-            value = getattr(self, own.name)
-            if value != own.default:
+        for field_ in (f for f in fields(self) if f.name in _OF_PASS[other]):
+            name, value = field_.name, own[field_.name]
+            if value != field_.default:
                 raise ValueError(
-                    f"{own.name} must be {own.default!r} with passes={self.passes!r}, got "
-                    f"{value!r}; {own.name} is only for passes={other!r}"
+                    f"{name} must be {field_.default!r} with passes={self.passes!r}, got "
+                    f"{value!r}; {name} is only for passes={other!r}"
                 )
-        compared = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
+        compared = tuple(own[x.name] for x in fields(self) if x.compare)
         with contextlib.suppress(TypeError):  # measures in a list
             object.__setattr__(self, "_hash", hash(compared))
 
@@ -163,12 +162,15 @@ class Request:
         choices = self.choices
         splits = choices.kv_splits not in ("auto", 1)
         # What else takes D from memory takes it with dL.
-        of_call = {"splits": splits, "dlse": choices.dlse and choices.algorithm == "fa1"}
         scaled = PRECISIONS[self.problem.precision].scaled
-        of_call["scaled_dout"] = scaled and choices.passes == "bwd"
-        captured = self.problem.score_mod if choices.return_dcaptured else None
-        asked = {"dbias": choices.return_dbias, "dcaptured": captured}
-        found = Features.of(self.problem, **asked, **of_call)
+        found = Features.of(
+            self.problem,
+            splits=splits,
+            dbias=choices.return_dbias,
+            dcaptured=self.problem.score_mod if choices.return_dcaptured else None,
+            dlse=choices.dlse and choices.algorithm == "fa1",
+            scaled_dout=scaled and choices.passes == "bwd",
+        )
         # Backward L has them.
         return replace(found, sinks=found.sinks and choices.passes == "fwd")
 

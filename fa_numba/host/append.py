@@ -12,7 +12,6 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement
 from fa_numba.host.arrays import (
     INTEGERS,
-    Operand,
     all_aligned,
     check_shape,
     check_together,
@@ -21,7 +20,7 @@ from fa_numba.host.arrays import (
     on_host,
     operand,
 )
-from fa_numba.host.binding import PAGING, paging, sent
+from fa_numba.host.binding import paging, sent
 from fa_numba.host.execution import execute, heads_first
 from fa_numba.host.plans import Launch, LaunchPlan
 from fa_numba.kernels.simt.append import blocks, make_append
@@ -46,8 +45,8 @@ def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, r
     batch, heads, N, *columns = sizes
     kernel = make_append(*columns, dtype, page_size, aligned, ragged)
     bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))
-    # Where all have all rows nobody reads how many.
-    bound |= {} if ragged else {"new_lens": "kv_lens"}
+    if not ragged:  # all sequences get all rows, so the kernel does not read how many
+        bound["new_lens"] = "kv_lens"
     launch = Launch.of(kernel, (blocks(N, max(columns), dtype, aligned), heads, batch), **bound)
     uncounted = (*UNIFORM, "new_lens", "block_table")
     return LaunchPlan(launches=(launch,), updated=NAMES[:2], uncounted=uncounted)
@@ -77,18 +76,17 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     page_size = checks.as_page_size(sizes[rows], sizes, "k_pages")
     batch, N, d = new[0], new[rows], new[-1]
 
-    facts: dict[str, Any] = {}
-    arrays: dict[str, Operand] = {}
-    asked = {n: options[n] for n in (*PAGING, "check_table") if options[n] is not None}
-    if "block_table" not in asked:
+    block_table, kv_lens, counts = (options[name] for name in _INTEGERS)
+    if block_table is None:
         raise TypeError(
             "block_table must be an array of integers of shape (batch, pages per sequence), got "
             "None"
         )
-    table, checked = paging(asked, facts, arrays, False)
-    shape = checks.as_table_shape(facts["block_table"], batch)
+    check_table = False if options["check_table"] is None else options["check_table"]
+    paged = paging(block_table, kv_lens, check_table)
+    arrays, checked = dict(paged.arrays), paged.checked
+    shape = checks.as_table_shape(paged.shape, batch)
     check_rows(N, shape[1] * page_size)
-    counts = options["new_lens"]
     host_counts: Any = (N,) * batch
     if counts is not None:
         on_gpu = lies_on_gpu(counts)
@@ -100,7 +98,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         host_counts = checks.as_lengths("new_lens", host_counts, batch, N, "the rows of k_new")
     lens = None
     if "kv_lens" not in arrays:
-        lens = checks.table_lengths(on_host("kv_lens", options["kv_lens"]), shape, page_size)
+        lens = checks.table_lengths(on_host("kv_lens", kv_lens), shape, page_size)
     for name in ("kv_lens", "new_lens"):
         if name in arrays:
             checks.check_shape(name, arrays[name].shape, (batch,), of=checks.PER_ENTRY)
@@ -115,7 +113,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         of_new = (batch, new[heads], N, d, d_v)
         plan = plan_of(k_pages.dtype, of_new, page_size, aligned, counts is not None)
         placement.check_grid(plan, "k_new")
-        values = dict(zip(_INTEGERS, (table, lens, host_counts), strict=True))
+        values = dict(zip(_INTEGERS, (paged.table, lens, host_counts), strict=True))
 
         def run(found: dict[str, Any], stream: Any) -> None:
             found |= {name: heads_first(found[name], heads != 1) for name in NAMES}

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,42 +24,59 @@ from fa_numba.host.arrays import (
 )
 from fa_numba.mods.blocks import BlockMask, BlockSize
 from fa_numba.options import Bound, Features, as_word, check_names, score_unit, signed
-from fa_numba.problem import Problem, check_block_mask
+from fa_numba.problem import OptionFields, Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
 LOG2E = math.log2(math.e)
 
 _SEEDS = ("seed_low", "seed_high", "offset")
-LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
+LENGTHS = ("q_lens", "kv_lens", *_STARTS)
 # Options that are arrays on the call's device, always in float32, and what kernels know them by.
 ARRAYS = {"bias": "bias", "attn_mask": "bias"} | {n: n for n in ("alibi_slopes", "sinks")}
-_SHAPES = {"alibi_slopes": "alibi_shape", "sinks": "sinks_shape"}  # facts that are checked with q's
 # Integer arrays that are used where they lie on a GPU, and else go there by value.
 PAGING = ("block_table", "kv_lens")
+
+
+@dataclass(frozen=True)
+class Paging:
+    """Where the block table and the lengths beside it are.
+
+    ``shape`` is the table's, None without a table. ``table`` is on the host. ``arrays`` are the
+    table and the lengths that are on a GPU, by name. ``checked`` are a table and lengths whose
+    values have to be compared with the pages.
+    """
+
+    shape: tuple[int, ...] | None = None
+    table: np.ndarray | None = None
+    arrays: Mapping[str, Operand] = field(default_factory=dict)
+    checked: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
 class Binding:
     """The options of one call, checked as far as they can be without q.
 
-    ``facts`` are what ``Problem.from_shapes`` takes of them, ``arrays`` the operands among the
-    options, and ``numbers`` what functions of the caller's capture beside, by the kernels' names.
-    ``block_mask`` is on the host, or a ``BlockMask``. ``block_table`` is on the host too, unless it
-    is among the arrays; ``checked`` are a table and lengths whose values have to be looked at.
+    ``fields`` are those that ``Problem.from_shapes`` takes unchanged. ``shapes`` are the shapes of
+    the arrays among the options, and ``starts`` cumulative lengths, both by the caller's names.
+    ``arrays`` are the operands among the options, and ``numbers`` what functions of the caller
+    capture besides arrays, both by the kernels' names. ``block_mask`` is on the host, or a
+    ``BlockMask``. ``paged`` says where a block table is.
     """
 
-    facts: dict[str, Any]
-    arrays: dict[str, Operand]
+    fields: OptionFields
+    shapes: Mapping[str, tuple[int, ...]]
+    starts: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Operand]
     block_mask: np.ndarray | BlockMask | None
     seed: int
     offset: int
-    block_table: np.ndarray | None = None
-    checked: tuple[np.ndarray, Any] | None = None
+    paged: Paging
     numbers: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
-        """What ``options`` ask for; with ``shapes`` arrays may be given as their shapes.
+        """Return the binding of ``options``; with ``shapes`` arrays may be given as their shapes.
 
         None stands for an option that is not given. Raises TypeError or ValueError for a name that
         is no option, and for a value that an option cannot have.
@@ -67,17 +84,17 @@ class Binding:
         check_names(options)
         given = {name: value for name, value in options.items() if value is not None}
         arrays: dict[str, Operand] = {}
-        facts: dict[str, Any] = {}
+        shapes_of: dict[str, tuple[int, ...]] = {}
         for name, known_as in ARRAYS.items():
             if name not in given:
                 continue
             array = given.pop(name)
             if shapes:
                 check_unmasked(name, array)
-                facts[name] = as_shape(name, getattr(array, "shape", array))
+                shapes_of[name] = as_shape(name, getattr(array, "shape", array))
             else:
                 found = operand(name, array, MASKS if name == "attn_mask" else SUMS)
-                facts[name] = found.shape
+                shapes_of[name] = found.shape
                 # Given both, bias and mask are refused by what follows.
                 arrays[known_as] = found
         mask: Any = given.pop("block_mask", None)
@@ -94,37 +111,49 @@ class Binding:
         for name in mods.PARAMETERS:
             if name not in given:
                 continue
-            mod, values = mods.captured(name, given.pop(name))
-            facts[name] = mod
+            mod, values = mods.captured(name, given[name])
+            given[name] = mod
             for known_as, (own, value) in zip(mod.fields, values, strict=True):
                 if not mods.is_array(value) or isinstance(value, np.generic):
                     numbers[known_as] = value
                 elif not shapes:
                     arrays[known_as] = operand(_used(own, name, mod), value, CAPTURED)
-        for name, shape in _SHAPES.items():
-            facts[shape] = facts.pop(name, None)
-        facts["sparse"] = mask is not None
         seed = as_word("seed", given.pop("seed", 0), 64)
         offset = as_word("offset", given.pop("offset", 0), 32)
-        table, checked = paging(given, facts, arrays, shapes)
-        for name in LENGTHS:
-            if name in given:
-                facts[name] = on_host(name, given.pop(name))
-        facts |= given
-        return cls(facts, arrays, mask, seed, offset, table, checked, numbers)
+        table, check = given.pop("block_table", None), given.pop("check_table", False)
+        paged = paging(table, given.get("kv_lens"), check, shapes=shapes)
+        arrays.update(paged.arrays)
+        on_host_alone = [n for n in LENGTHS if n in given and n not in paged.arrays]
+        lengths = {name: on_host(name, given[name]) for name in on_host_alone}
+        starts = {name: lengths.pop(name) for name in _STARTS if name in lengths}
+        others = {name: value for name, value in given.items() if name not in LENGTHS}
+        # These names are fields of a Problem, which checks the values.
+        named = cast(OptionFields, others | lengths)
+        return cls(named, shapes_of, starts, arrays, mask, seed, offset, paged, numbers)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
         """The Problem of q, k and v with these shapes."""
-        facts = dict(self.facts)
-        slopes, sinks = (facts.pop(name) for name in _SHAPES.values())
-        facts |= {"alibi": slopes is not None, "sinks": sinks is not None}
-        problem = Problem.from_shapes(*shapes, dtype=dtype, **facts)
+        own = self.shapes
+        slopes, sinks = own.get("alibi_slopes"), own.get("sinks")
+        problem = Problem.from_shapes(
+            *shapes,
+            dtype=dtype,
+            cu_seqlens_q=self.starts.get("cu_seqlens_q"),
+            cu_seqlens_k=self.starts.get("cu_seqlens_k"),
+            attn_mask=own.get("attn_mask"),
+            block_table=self.paged.shape,
+            bias=own.get("bias"),
+            alibi=slopes is not None,
+            sinks=sinks is not None,
+            sparse=self.block_mask is not None,
+            **self.fields,
+        )
         checks.check_heads(problem.batch, problem.heads_q, slopes, sinks)
         if "kv_lens" in self.arrays:
             shape = self.arrays["kv_lens"].shape
             checks.check_shape("kv_lens", shape, (problem.batch,), of=checks.PER_ENTRY)
-        if self.checked is not None:
-            table, lens = self.checked
+        if self.paged.checked is not None:
+            table, lens = self.paged.checked
             check_table(table, lens, problem.pages or 0, problem.page_size or 0)
         if isinstance(self.block_mask, BlockMask):
             self.block_mask.check(problem)
@@ -163,14 +192,17 @@ class Binding:
     def values(self, problem: Problem, given: Mapping[str, Any], unit: float) -> dict[str, Any]:
         """What kernels are passed for options that are on, by name (``options.Bound``)."""
         given = {**given, **self.numbers}
-        call = Bound(problem, given, unit, self.block_mask, self.block_table)  # type: ignore[arg-type]
+        call = Bound(problem, given, unit, self.block_mask, self.paged.table)  # type: ignore[arg-type]
         values: dict[str, Any] = {}
-        of_call = {"dbias": "dbias", "dlse": "dL", "splits": "kv_splits"}
-        of_call["scaled_dout"] = "dout_power"
-        on: dict[str, Any] = {flag: name in given for flag, name in of_call.items()}
         mod = problem.score_mod
-        on["dcaptured"] = mod if mod and any(x in given for x in mod.differentiated) else None
-        features = Features.of(problem, **on)
+        features = Features.of(
+            problem,
+            splits="kv_splits" in given,
+            dbias="dbias" in given,
+            dcaptured=mod if mod and any(x in given for x in mod.differentiated) else None,
+            dlse="dL" in given,
+            scaled_dout="dout_power" in given,
+        )
         for name, passed in features.passed.items():
             value = passed.value(call)
             if isinstance(value, np.ndarray):
@@ -186,41 +218,35 @@ def _used(name: str, option: str, mod: Any) -> str:
     return f"{name} in {option}, {mod},"
 
 
-def paging(
-    given: dict[str, Any], facts: dict[str, Any], arrays: dict[str, Operand], shapes: bool
-) -> tuple[np.ndarray | None, tuple[np.ndarray, Any] | None]:
-    """Take the block table out of ``given``, and lengths on a GPU beside one.
+def paging(block_table: Any, kv_lens: Any, check_table: Any, *, shapes: bool = False) -> Paging:
+    """Return where a block table and lengths are; with ``shapes`` the table may be its shape.
 
-    Gives the table if it is on the host, and table and lengths as far as they are to be checked.
+    Raises TypeError or ValueError for a table without lengths, and for a wrong ``check_table``.
     """
-    reads_back = as_flag("check_table", given.pop("check_table", False))
-    if "block_table" not in given:
+    reads_back = as_flag("check_table", check_table)
+    if block_table is None:
         if reads_back:
             raise ValueError("check_table must be False without a block_table, got True")
-        return None, None
-    table, lens = given.pop("block_table"), given.get("kv_lens")
+        return Paging()
     if shapes:
-        check_unmasked("block_table", table)
-        facts["block_table"] = as_shape("block_table", getattr(table, "shape", table))
-        return None, None
-    if lens is None:
+        check_unmasked("block_table", block_table)
+        return Paging(as_shape("block_table", getattr(block_table, "shape", block_table)))
+    if kv_lens is None:
         raise ValueError(
             "block_table needs kv_lens, integers of shape (batch,): the number of keys of each "
             "sequence; pass both"
         )
-    host, on_gpu = None, {"block_table": lies_on_gpu(table), "kv_lens": lies_on_gpu(lens)}
-    if on_gpu["block_table"]:
-        arrays["block_table"] = operand("block_table", table, INTEGERS)
-        facts["block_table"] = arrays["block_table"].shape
-    else:
-        host = as_table(on_host("block_table", table))
-        facts["block_table"] = host.shape
-    if on_gpu["kv_lens"]:
-        arrays["kv_lens"] = operand("kv_lens", given.pop("kv_lens"), INTEGERS)
-    if any(on_gpu.values()) and not reads_back:
-        return host, None
-    read = as_table(on_host("block_table", table)) if host is None else host
-    return host, (read, on_host("kv_lens", lens))
+    given = {"block_table": block_table, "kv_lens": kv_lens}
+    on_gpu = [name for name, array in given.items() if lies_on_gpu(array)]
+    host = None
+    if "block_table" not in on_gpu:
+        host = as_table(on_host("block_table", block_table))
+    arrays = {name: operand(name, given[name], INTEGERS) for name in on_gpu}
+    shape = arrays["block_table"].shape if host is None else host.shape
+    if on_gpu and not reads_back:
+        return Paging(shape, host, arrays)
+    read = as_table(on_host("block_table", block_table)) if host is None else host
+    return Paging(shape, host, arrays, (read, on_host("kv_lens", kv_lens)))
 
 
 def score_scale(problem: Problem, unit: float) -> float:

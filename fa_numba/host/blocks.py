@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -124,7 +124,7 @@ def create(
         block_size = tiles.Br, tiles.Bc
     binding = Binding.of({"mask_mod": mask_mod})
     B, H, Nq, Nk = sizes
-    problem = Problem(B, H, H, Nq, Nk, 1, mask_mod=binding.facts.get("mask_mod"))
+    problem = Problem(B, H, H, Nq, Nk, 1, mask_mod=cast(Any, binding.fields.get("mask_mod")))
     replace(problem, sparse=True)  # refuses what no call takes with a block mask
     if problem.mask_mod is None:
         raise TypeError("mask_mod must be a function of (b, h, i, j), got None")

@@ -87,7 +87,7 @@ def _first_attend(
         arguments.check_mask(problem, choices.tiles, plan.tiles)
         placement.check_size(plan)
         arguments = arguments.at(matrices[0].ordinal, plan.tiles)
-        named = dict(zip(names.values(), inputs, strict=True)) | arguments.arrays
+        named = {**dict(zip(names.values(), inputs, strict=True)), **arguments.arrays}
         run = functools.partial(execution.attend, plan, arguments)
         return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
 

@@ -123,7 +123,8 @@ def _first_attend(
         for copying in (plan.merge, plan.gather):
             if copying is not None:
                 placement.check_grid(copying, "q")
-        named = dict(zip((*"QKV", "prefix K", "prefix V"), inputs, strict=True)) | arguments.arrays
+        known_as = (*"QKV", "prefix K", "prefix V")
+        named = {**dict(zip(known_as, inputs, strict=True)), **arguments.arrays}
         run = functools.partial(_execute, plan, arguments)
         return launch_cache.run_and_keep(plan, named, stream, call, run, target, arguments.seeds)
 
