@@ -7,6 +7,7 @@ so that the text of a value has no slopes, and the text of a slope has only the 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -21,12 +22,15 @@ def alone(name: str, lines: list[str]) -> tuple[str, str]:
 
     Both are empty if several assignments read the name, or if one does under an ``if``.
     """
-    needed_lines = (
-        line.strip().partition(" = ") for line in needed("def mod():", lines)[0].splitlines()
-    )
-    found = [(own, value) for own, _, value in needed_lines if name in READ.findall(value or own)]
+    parted = (line.strip().partition(" = ") for line in _needed_lines(tuple(lines)))
+    found = [(own, value) for own, _, value in parted if name in READ.findall(value or own)]
     own, value = found[0] if len(found) == 1 else ("", "")
     return (own, value) if f"{own} = {value}" in lines else ("", "")
+
+
+@functools.lru_cache(maxsize=4)  # the same lines are asked about the score, and what is made of it
+def _needed_lines(lines: tuple[str, ...]) -> list[str]:
+    return needed("def mod():", list(lines))[0].splitlines()
 
 
 def replaced(new: str, name: str, value: str, lines: list[str]) -> list[str]:
@@ -56,21 +60,20 @@ def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
     """
     kept: list[ast.stmt] = []
     for node in reversed(statements):
-        found: list[ast.AST] = [node]
+        if isinstance(node, ast.Pass):
+            continue
         if isinstance(node, ast.If):
             node.orelse = _read_later(node.orelse, read)
             node.body = _read_later(node.body, read)
             if not (node.body or node.orelse):
                 continue
-            node.body, found = node.body or [ast.Pass()], [node.test]
-        elif (
-            isinstance(node, ast.Pass)
-            or isinstance(node, ast.Assign)
-            and (own := _names(node))
-            and not own & read
-        ):
-            continue
-        read |= {name for each in found for name in _names(each, ast.Load)}
+            node.body = node.body or [ast.Pass()]
+            read |= _names(node.test)[1]
+        else:
+            assigned, own = _names(node)
+            if isinstance(node, ast.Assign) and assigned and not assigned & read:
+                continue
+            read |= own
         kept.append(node)
     return kept[::-1]
 
@@ -78,13 +81,25 @@ def _read_later(statements: list[ast.stmt], read: set[str]) -> list[ast.stmt]:
 def _without_tests(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements; in the place of an ``if`` around positions, what is under it."""
     for node in statements:
-        if isinstance(node, ast.If) and any(name.startswith("p") for name in _names(node)):
+        if isinstance(node, ast.If) and any(name.startswith("p") for name in _names(node)[0]):
             yield from _without_tests([*node.body, *node.orelse])
         else:
             yield node
 
 
-def _names(node: ast.AST, how: type[ast.expr_context] = ast.Store) -> set[str]:
-    """Return the names that ``node`` assigns, or with ``Load`` the names that it reads."""
-    names = (x for x in ast.walk(node) if isinstance(x, ast.Name))
-    return {x.id for x in names if isinstance(x.ctx, how)}
+def _names(node: ast.AST) -> tuple[set[str], set[str]]:
+    """Return the names that ``node`` assigns, and the names that it reads."""
+    assigned: set[str] = set()
+    read: set[str] = set()
+    left = [node]
+    while left:  # as ast.walk, which takes three times as long
+        each = left.pop()
+        if isinstance(each, ast.Name):
+            (read if isinstance(each.ctx, ast.Load) else assigned).add(each.id)
+            continue
+        for value in vars(each).values():
+            if isinstance(value, (ast.expr, ast.stmt)):
+                left.append(value)
+            elif isinstance(value, list):
+                left += value
+    return assigned, read

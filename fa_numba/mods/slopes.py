@@ -118,7 +118,7 @@ class Slopes(Conversions):
 
     def repeated(self, a: Term, times: int) -> Term:
         """Return the power of ``a`` whose exponent is ``times``, as products."""
-        found = Term(a.kind, self.integer(a), a.slope) if a.kind != "float" else a
+        found = a if a.kind == "float" else Term("int", self.integer(a))
         for _ in range(times - 1):
             found = self.product(found, a)
         return found

@@ -86,7 +86,8 @@ class _Writer(Reader):
         of_score = () if self.option == "mask_mod" else ("given",)
         head = f"def mod({', '.join((*of_score, b, h, i, j, 'origin', 'options'))}):"
         factor, lines = self.led([*self.lines, f"return {found}"])
-        lead = needed("def mod(scale, options):", [*self.lines, f"return {factor}"])[0]
+        before = self.lines if factor != "scale" else []
+        lead = needed("def mod(scale, options):", [*before, f"return {factor}"])[0]
         first, lines = self.begun(lines) if value and slope else ("", lines)
         text = needed(head, ["score, unit = given", *lines] if of_score else lines)[0]
         return Text(text, lead, first), steady
