@@ -6,6 +6,7 @@ kernels have of the function. Values stay moderate, divisors stay away from 0 an
 logarithms and roots stay positive, because a difference quotient needs a smooth function.
 """
 
+import ast
 import linecache
 import math
 import random
@@ -18,7 +19,7 @@ from scipy import special
 from fa_numba import mods
 
 ROWS, COLUMNS, BATCH, HEADS = 7, 9, 2, 3  # indices b, h, i, j are below these
-SHAPES = {"v": (24,), "m": (HEADS, 24), "c": (BATCH, HEADS, 12)}
+SHAPES = {"u": (24,), "m": (HEADS, 24), "c": (BATCH, HEADS, 12)}
 INTEGERS = ("i", "j", "h", "b", "i", "j")
 FLOATS = (0.5, 1.0, 1.5, 2.0, 0.25, 3.0)
 # Functions of math, and an argument x as the function can take it.
@@ -88,7 +89,7 @@ class Grammar:
         if self.arrays:
             forms += [
                 lambda: f"p[{self.index(depth - 1)}]",
-                lambda: self.pick("len(v)", "len(m)", "m.shape[1]", "c.shape[2]", "p.shape[0]"),
+                lambda: self.pick("len(u)", "len(m)", "m.shape[1]", "c.shape[2]", "p.shape[0]"),
             ]
         if not self.smooth or not self.score:
             x = f"{self.pick('math.floor', 'math.ceil', 'math.trunc', 'int')}"
@@ -115,9 +116,9 @@ class Grammar:
     def element(self, depth):
         if not self.arrays:
             return self.number()
-        head = self.pick("h", "h", "0", "b", "h % 2")
+        head = self.pick("h", "h", "0", "b", "h % 2", "i % 2", "(j + h) % 2")
         return self.pick(
-            f"v[{self.index(depth)}]",
+            f"u[{self.index(depth)}]",
             f"m[{head}, {self.index(depth)}]",
             f"m[{head}][{self.index(depth)}]",
             f"c[b, {head}, {self.pick('i', 'j', 'p[i]', '3', 'i // 2 + j // 2')}]",
@@ -146,6 +147,7 @@ class Grammar:
             lambda: f"({self.integer(depth - 1)} / {self.pick('7', '3.5', '(j + 1)', 'n')})",
             lambda: f"-{a()}",
             lambda: f"float({self.pick(a(), self.integer(depth - 1))})",
+            lambda: f"({a()} if {self.shape(depth - 1)} else {self.integer(depth - 1)})",
             lambda: f"({a()} * {self.pick('(i > 2)', f'({self.shape(depth - 1)})')})",
             lambda: f"{self.pick('math.sin', 'math.tanh', 'math.atan')}({a()})",
             lambda: f"({a()} ** {self.pick('1', '2', '2', '3', '4')})",
@@ -161,6 +163,7 @@ class Grammar:
             forms += [
                 lambda: f"{self.pick('min', 'max')}({a()}, {b()})",
                 lambda: f"{self.pick('min', 'max')}({a()}, {b()}, {c()})",
+                lambda: f"{self.pick('min', 'max')}({self.integer(depth - 1)}, {a()})",
                 lambda: f"abs({a()})",
                 lambda: f"({a()} if {self.truth(depth - 1)} else {b()})",
                 lambda: f"({a()} % {self.positive(b)})",
@@ -216,6 +219,7 @@ class Grammar:
             "h == 1",
             "b < 1",
         ]
+        leaves += ["i > x0", "w <= j", "j > score" if self.score else "n > i"]
         leaves += [f"f[{self.index(1)}]", f"g[h, {self.index(1)}]"] * 2 * self.arrays
         if depth <= 0 and form is None:
             return self.rng.choice(leaves + self.own["bool"] * 2)
@@ -245,8 +249,8 @@ class Grammar:
         if self.arrays:
             forms += [
                 lambda: f"0 <= i - j < p[i - j] {op()} {self.integer(low)}",
-                lambda: f"i >= j and {self.pick('f[i - j]', 'v[i - j] > 0', 'p[i - j] > j')}",
-                lambda: f"i < j or {self.pick('f[i - j]', 'v[i - j] > 0', 'p[i - j] > j')}",
+                lambda: f"i >= j and {self.pick('f[i - j]', 'u[i - j] > 0', 'p[i - j] > j')}",
+                lambda: f"i < j or {self.pick('f[i - j]', 'u[i - j] > 0', 'p[i - j] > j')}",
             ]
         return (self.rng.choice(forms) if form is None else forms[form % len(forms)])()
 
@@ -321,38 +325,85 @@ def text_of(option, seed, depth=4, moderate=False, **how):
     return "\n".join([head, *(f"    {line}" for line in [*lines, f"return {result}"]), ""])
 
 
-def bounded_text_of(seed, depth=3):
+def bounded_text_of(seed):
     """Return the source of a function of few rules, of which each may keep a slope finite."""
     rng = random.Random(f"bounded {seed}")
-    leaves = (
-        "score",
-        "score",
-        "score",
-        "w",
-        "x0",
-        "2.0",
-        "big",
-        "v[0]",
-        "v[j]",
-        "huge[i]",
-        "huge[0]",
-    )
+    numbers = "big", "big", "w", "2.0", "-x0"
+    leaves = *["score"] * 5, "w", "u[j]", "huge[i]", "huge[0]", "huge[0]", "big"
 
     def grown(depth):
         if depth == 0:
             return rng.choice(leaves)
         a, b = (grown(max(0, depth - rng.choice([1, 1, 2]))) for _ in range(2))
-        number = rng.choice(["w", "x0", "2.0", "big"])
-        return rng.choice([
-            f"math.{rng.choice(['tanh', 'atan', 'erf'])}({a})", f"math.tanh({a})",
-            f"math.{rng.choice(['sin', 'exp', 'sqrt', 'fabs'])}({a})",
-            f"({a} {rng.choice('+-')} {b})",
-            f"({a} {rng.choice('+-')} {b})", f"({a} * {b})", f"({a} * {number})",
-            f"({a} * {number})", f"({a} / {number})", f"({a} / {b})", f"-{a}", f"abs({a})",
-            f"max({a}, {b})", f"({a} if i > j else {b})",
-        ])  # fmt: skip
+        number = rng.choice(numbers)
+        return rng.choice(
+            [
+                f"math.{rng.choice(BOUNDED)}({a})",
+                f"math.{rng.choice(['sin', 'exp', 'sqrt', 'fabs', 'tan'])}({a})",
+                f"({a} + {b})",
+                f"({a} - {b})",
+                f"({number} * {a} - {rng.choice(numbers)} * {b})",
+                f"({a} * {b})",
+                f"({a} * {number} * {rng.choice(numbers)})",
+                f"({number} * {a})",
+                f"({a} / {number})",
+                f"({a} / {b})",
+                f"-{a}",
+                f"max({a}, {b})",
+                f"({a} if i > j else {b})",
+            ]
+        )
 
-    return f"def mod(score, b, h, i, j):\n    return {grown(depth)}\n"
+    outer = rng.choice([f"math.{rng.choice(BOUNDED)}", f"math.{rng.choice(BOUNDED)}", ""])
+    factor = rng.choice(["", "", "", "w * ", "huge[0] * ", "u[j] * "])
+    return f"def mod(score, b, h, i, j):\n    return {factor}{outer}({grown(3)})\n"
+
+
+BOUNDED = ("tanh", "atan", "erf")
+
+
+def product_text_of(seed):
+    """Return the source of a function of products, some of whose factors all scores share."""
+    rng = random.Random(f"product {seed}")
+    leaves = (
+        "w",
+        "x0",
+        "2.0",
+        "n",
+        "i",
+        "j",
+        "u[0]",
+        "u[j]",
+        "m[h, 1]",
+        "(w > 0.5)",
+        "(on and i > 2)",
+    )
+    leaves += "(x0 < w <= i)", "(w * x0 + 1)", "(w + i)", "(n * j - x0)", "(n + h) / w"
+
+    def factors(score, depth):
+        chosen = [rng.choice(leaves) for _ in range(rng.choice([1, 2, 2, 3]))]
+        if score:
+            chosen.insert(rng.randrange(len(chosen) + 1), score)
+        if depth:
+            chosen.insert(rng.randrange(len(chosen) + 1), f"({grown('', depth - 1)})")
+        text = chosen[0]
+        for each in chosen[1:]:
+            text += (
+                f" * {each}"
+                if rng.random() < 0.8
+                else f" * {each} / {rng.choice(['w', 'x0', 'n'])}"
+            )
+        return text
+
+    def grown(score, depth):
+        product = factors(score, depth)
+        outer = rng.choice(["", "", "", "math.tanh", "math.sin", "-", "abs"])
+        more = rng.choice(
+            ["", f" + {factors('', 0)}", f" - {factors(score, 0)}", f" * {factors('', 0)}"]
+        )
+        return f"{outer}({product}){more}"
+
+    return f"def mod(score, b, h, i, j):\n    return {grown('score', rng.choice([0, 1, 1]))}\n"
 
 
 def function_of(text, values, name="mod"):
@@ -437,6 +488,29 @@ IN_DOUBLE = {"int32": int, "uint32": int, "float32": float, "math": math}
 IN_SINGLE = {"int32": wrapped, "uint32": int, "float32": np.float32, "math": Single()}
 
 
+def check_assigned(text):
+    """Check that a function reads only names which each way to them has assigned, as Numba asks."""
+    (function,) = ast.parse(text).body
+    known = {"int32", "uint32", "float32", "math", "divisor", "floor_divide", "modulo"}
+    known |= {"add_global", "min", "max", "abs", *(each.arg for each in function.args.args)}
+
+    def names(node, how):
+        found = (x for x in ast.walk(node) if isinstance(x, ast.Name))
+        return {x.id for x in found if isinstance(x.ctx, how)}
+
+    def after(statements, known):
+        for node in statements:
+            of = node.test if isinstance(node, ast.If) else node
+            assert names(of, ast.Load) <= known, (text, names(of, ast.Load) - known)
+            if isinstance(node, ast.If):
+                known = after(node.body, known) & after(node.orelse, known)
+            else:
+                known = known | names(node, ast.Store)
+        return known
+
+    after(function.body, known)
+
+
 class Executed:
     """The texts that a kernel has of a function, executed by Python in float64 or in float32."""
 
@@ -460,6 +534,7 @@ class Executed:
     def of_text(self, text):
         if not text:
             return None
+        check_assigned(text)
         exec(text, known := dict(self.known))
         return known["mod"]
 

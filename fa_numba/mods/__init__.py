@@ -10,6 +10,8 @@ texts are:
     allowed     what a function may contain, and the error for anything else
     reading     the walk over the syntax tree, which writes a statement for each operation
     slopes      the rules of derivatives: of each operation, the value and its slope
+    growth      the rules for values that grow like an exponential function and overflow
+    chain       sums and products of slopes
     kinds       the type of each value
     sharing     the statements, and which values all scores of a tile share
     needed      which statements a result needs
@@ -36,9 +38,9 @@ from numba import float32, int32, uint32
 from .allowed import PARAMETERS as PARAMETERS
 from .captures import divisor as divisor
 from .captures import inverse_of, made_of
+from .chain import ONE
 from .evaluating import evaluating
 from .gradients import Gradient, gradient_of
-from .slopes import ONE
 from .source import LEAST, Source, kind_of_capture, source_of
 from .source import is_array as is_array
 from .writing import Text as Text

@@ -10,6 +10,16 @@ from typing import NamedTuple
 from .sharing import Statements
 
 
+class Growth(NamedTuple):
+    """How a float grows, see ``growth``: its slope is ``scale`` times ``slope``, and the float is
+    about ``scale`` where it is infinite. ``log`` is its logarithm there, empty if not known.
+    """
+
+    scale: str
+    slope: str | None
+    log: str = ""
+
+
 class Term(NamedTuple):
     """A value in the text of a function.
 
@@ -18,6 +28,7 @@ class Term(NamedTuple):
     for an integer whether it depends on "i", on "j", on neither ("") or maybe on both ("?").
     ``real`` is a text for the integer as a float, if there is a shorter one than a conversion.
     ``apart``: the integer differs between neighbouring rows, and between neighbouring columns.
+    ``growth`` is about a float that grows like an exponential function.
     """
 
     kind: str
@@ -26,6 +37,7 @@ class Term(NamedTuple):
     of: str = "?"
     real: str = ""
     apart: bool = False
+    growth: Growth | None = None
 
 
 class Conversions(Statements):
@@ -36,6 +48,10 @@ class Conversions(Statements):
         if term.kind == "float":
             return term.text
         return self.put(term.real or f"float32({self.integer(term)})")
+
+    def as_float(self, term: Term) -> Term:
+        """Return the value as a float, with its slope."""
+        return term if term.kind == "float" else Term("float", self.real(term))
 
     def integer(self, term: Term) -> str:
         """Return the value of an integer or of a truth as an integer."""

@@ -24,9 +24,10 @@ from .allowed import (
     undefined,
     what,
 )
+from .chain import ONE
 from .kinds import Term
 from .positions import Position, position_of
-from .slopes import OF_MATH, ONE, Slopes
+from .slopes import OF_MATH, Slopes
 from .source import LEAST, Source
 
 # By an integer that all scores share: functions of parts/division.py.
@@ -230,7 +231,7 @@ class Reader(Slopes):
                 return Term("bool", self.put(f"{a.text} {symbol} {b.text}"))
         if "float" not in (a.kind, b.kind):
             return self.of_integers(a, symbol, b)
-        left, right = Term("float", self.real(a), a.slope), Term("float", self.real(b), b.slope)
+        left, right = self.as_float(a), self.as_float(b)
         if symbol in ("//", "%"):
             return self.remainder(left, right, symbol)
         return self.product(left, right) if symbol == "*" else self.sum_of(left, right, symbol)
@@ -347,7 +348,7 @@ class Reader(Slopes):
         one = len(node.args) == 1
         if of_math and name == "pow" and len(node.args) == 2:
             left, right = map(self.visit, node.args)
-            return self.raised(Term("float", self.real(left), left.slope), right, node)
+            return self.raised(self.as_float(left), right, node)
         if of_math and one and name in STEPS:
             x = self.real(self.visit(node.args[0]))
             return Term("int", self.put(f"int32(math.{name}({x}))"))
@@ -383,7 +384,7 @@ class Reader(Slopes):
         if name == "bool":
             return Term("bool", self.truth(term))
         if name == "float":
-            return Term("float", self.real(term), term.slope)
+            return self.as_float(term)
         if name == "int":
             return Term("int", self.put(f"int32({term.text})"))
         return self.absolute(term)

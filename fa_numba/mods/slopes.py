@@ -1,8 +1,8 @@
 """The rules of derivatives: of each operation, the value and its slope.
 
-A slope is the derivative of a value by the score or by one element of a captured array. Each value
-has its slope next to it, in forward mode: the slope of a result is made of the slopes of what the
-operation takes. A slope of None is 0 and costs nothing.
+Each value has its slope next to it, in forward mode: the slope of a result is made of the slopes of
+what the operation takes. Values that grow like an exponential function have rules of their own,
+which stay right where these values overflow (see ``growth``).
 
 A library of symbolic mathematics would have to call the function with symbols. Conditional
 expressions, indices and ``and`` refuse symbols, and the result would have to be written as Python
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 
-from .kinds import Conversions, Term
+from .chain import ONE
+from .growth import LOGARITHMS, Growing
+from .kinds import Growth, Term
 
-ONE = "float32(1.0)"
 # Functions of math: the slope by the argument {x}, as a text of {x} and of the value {y}.
 OF_MATH = {
     "exp": "{y}",
@@ -37,9 +38,11 @@ OF_MATH = {
 }
 # Functions whose values and slopes are finite for any number, and for infinity.
 _BOUNDED = ("tanh", "atan", "erf")
+# Functions whose slopes are 0 far from 0, on one side at least.
+_SATURATED = (*_BOUNDED, "exp", "expm1")
 
 
-class Slopes(Conversions):
+class Slopes(Growing):
     """Statements that compute the value of an operation, and the slope.
 
     ``inside`` becomes True where an operation gives inf or NaN, or reads outside of an array, for a
@@ -48,29 +51,11 @@ class Slopes(Conversions):
 
     inside = False
 
-    # --- slopes alone ------------------------------------------------------------------------
-
-    def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
-        """Return the slope times a factor. ``finite``: the factor is finite, though not shared."""
-        if slope is None:
-            return None
-        finite = self.steady_slope(slope) and (finite or self.is_shared(factor))
-        made = factor if slope == ONE else self.multiplied(slope, factor, slope)
-        self.names[made].steady |= finite
-        return made
-
-    def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
-        """Return the sum of two slopes, or with the sign "-" their difference."""
-        if a is None:
-            return b if b is None or sign == "+" else self.put(f"-{b}")
-        return a if b is None else self.put(f"{a} {sign} {b}")
-
-    # --- operations --------------------------------------------------------------------------
-
     def negative(self, term: Term) -> Term:
         kind = self.number_kind(term)
         value = self.put(f"{kind}32(-{self.of_kind(kind, term)})")
-        return Term(kind, value, self.plus(None, term.slope, "-"))
+        growth = term.growth and Growth(self.put(f"-{term.growth.scale}"), term.growth.slope)
+        return Term(kind, value, self.plus(None, term.slope, "-"), growth=growth)
 
     def absolute(self, term: Term) -> Term:
         kind = self.number_kind(term)
@@ -89,23 +74,31 @@ class Slopes(Conversions):
         slope = self.plus(a.slope, b.slope, sign)
         if slope is not None and self.steady_slope(a.slope) and self.steady_slope(b.slope):
             self.names[slope].steady = True
-        return Term("float", value, slope)
+        return Term("float", value, slope, growth=self.growth_of_sum(a, b, sign))
 
     def product(self, a: Term, b: Term) -> Term:
         if a.kind != "float":
             return Term("int", self.put(f"int32({a.text} * {self.integer(b)})"))
         slope = self.plus(self.times(a.slope, b.text), self.times(b.slope, a.text))
-        return Term("float", self.multiplied(a.text, b.text), slope)
+        value = self.multiplied(a.text, b.text)
+        return Term("float", value, slope, growth=self.growth_of_product(a, b, value))
 
     def quotient(self, a: Term, b: Term) -> Term:
-        left, right = self.real(a), self.real(b)
-        if self.is_shared(right) and self.depends(left):  # a number's inverse is made once
-            inverse = Term("float", self.put(f"{ONE} / {right}", inverse_of=right))
-            return self.product(Term("float", left, a.slope), inverse)
+        a, b = self.as_float(a), self.as_float(b)
+        if self.is_shared(b.text) and self.depends(a.text):  # a number's inverse is made once
+            inverse = Term("float", self.put(f"{ONE} / {b.text}", inverse_of=b.text))
+            return self.product(a, inverse)
         self.inside = True
-        value = self.put(f"{left} / {right}")
-        slope = self.plus(a.slope, self.times(b.slope, value), "-")
-        return Term("float", value, None if slope is None else self.put(f"{slope} / {right}"))
+        value = self.put(f"{a.text} / {b.text}")
+        if b.growth is None:
+            slope = self.plus(a.slope, self.chained(b.slope, value), "-")
+            return Term("float", value, None if slope is None else self.put(f"{slope} / {b.text}"))
+        if a.growth is None:
+            above = None if a.slope is None else self.put(f"{a.slope} / {b.text}")
+        else:
+            value = self.of_infinities(value, a, b)
+            above = self.chained(a.growth.slope, self.ratio(a.growth.scale, b.text, value))
+        return Term("float", value, self.plus(above, self.chained(self.relative(b), value), "-"))
 
     def remainder(self, a: Term, b: Term, symbol: str) -> Term:
         """Return a // b or a % b of floats, as ``symbol`` says. The slope of a // b is 0."""
@@ -128,14 +121,21 @@ class Slopes(Conversions):
         self.inside = True
         left, right = self.real(a), self.real(b)
         value = self.put(f"float32(math.pow({left}, {right}))")
-        slope = None
+        slope = growth = None
         if a.slope is not None:
             less = f"float32(math.pow({left}, {right} - float32(1.0)))"
-            slope = self.times(a.slope, self.put(f"{right} * {less}"))
+            own, inner = self.put(f"{right} * {less}"), a.slope
+            if a.growth is not None and a.growth.slope is not None:
+                scaled = self.chained(a.growth.scale, own)
+                own, inner = scaled or own, a.growth.slope
+            slope = self.chained(inner, own)
         if b.slope is not None:
-            more = self.times(b.slope, self.put(f"{value} * float32(math.log({left}))"))
+            more = self.chained(b.slope, self.put(f"{value} * float32(math.log({left}))"))
             slope = self.plus(slope, more)
-        return Term("float", value, slope)
+        if self.fixed(a) and not self.fixed(b):
+            log = self.put(f"float32(math.log({left}))")
+            growth = Growth(value, self.times(b.slope, log), self.put(f"{right} * {log}"))
+        return Term("float", value, slope, growth=growth)
 
     def of_math(self, name: str, term: Term) -> Term:
         """Return the value of a function that ``OF_MATH`` names."""
@@ -143,10 +143,16 @@ class Slopes(Conversions):
         self.inside = self.inside or name.startswith(("log", "sqrt"))
         bounded = name in _BOUNDED and self.rank(x) < 2
         y = self.put(f"float32(math.{name}({x}))", rank=0 if bounded else 2)
+        if term.growth is not None and name in LOGARITHMS:
+            grown = self.sum_of(term, Term("float", ONE), "+") if name == "log1p" else term
+            y = self.logarithm(name, y, grown)
+            return Term("float", y, self.logarithm_slope(name, grown))
+        growth = self.growth_of_math(name, x, y, term.slope)
         if term.slope is None:
-            return Term("float", y)
+            return Term("float", y, growth=growth)
         own = self.put(OF_MATH[name].format(x=x, y=y))
-        return Term("float", y, self.times(term.slope, own, finite=bounded))
+        by = self.chained if name in _SATURATED else self.times
+        return Term("float", y, by(term.slope, own, finite=bounded), growth=growth)
 
     def extreme(self, name: str, terms: list[Term]) -> Term:
         """Return the least or the largest of several numbers; ``name`` is "min" or "max"."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from .allowed import ALLOWED, PARAMETERS, Refused
 from .captures import OF_NUMBERS
+from .chain import ONE
 from .needed import alone, needed, replaced
 from .reading import Reader
-from .slopes import ONE
 from .source import Source
 
 # Functions of math whose slope is a function of the value, which is above -2.

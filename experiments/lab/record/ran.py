@@ -38,8 +38,8 @@ PACKAGE = REPOSITORY / "fa_numba"
 CALLS = ("ops.py", "host/calls.py", "host/execution.py", "device/launching.py")
 # Modules that write the code of a caller's function.
 _WRITERS = (
-    "allowed", "captures", "gradients", "kinds", "needed", "positions", "reading", "sharing",
-    "slopes", "source", "writing",
+    "allowed", "captures", "chain", "gradients", "growth", "kinds", "needed", "positions",
+    "reading", "sharing", "slopes", "source", "writing",
 )  # fmt: skip
 # What makes launches that no request describes, by the module of their kernels; and what writes the
 # code of a caller's function.

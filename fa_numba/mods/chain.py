@@ -1,0 +1,42 @@
+"""Sums and products of slopes, by the chain rule.
+
+A slope is the derivative of a value by the score or by one element of a captured array. A slope of
+None is 0 and costs nothing.
+"""
+
+from __future__ import annotations
+
+from .kinds import Conversions
+
+ONE = "float32(1.0)"
+ZERO = "float32(0.0)"
+
+
+class Chained(Conversions):
+    """Statements that combine slopes."""
+
+    def times(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
+        """Return the slope times a factor. ``finite``: the factor is finite, though not shared."""
+        if slope is None:
+            return None
+        finite = self.steady_slope(slope) and (finite or self.is_shared(factor))
+        made = factor if slope == ONE else self.multiplied(slope, factor, slope)
+        self.names[made].steady |= finite
+        return made
+
+    def chained(self, slope: str | None, factor: str, finite: bool = False) -> str | None:
+        """Return the slope times a factor, but 0 where the factor is 0.
+
+        A factor is 0 where a function is saturated, such as tanh far from 0. The slope of the
+        function's argument may be infinite there, and 0 times infinity is NaN.
+        """
+        made = self.times(slope, factor, finite)
+        if made is None or made == factor or self.steady_slope(slope):
+            return made
+        return self.put(f"{made} if {factor} != {ZERO} else {ZERO}")
+
+    def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
+        """Return the sum of two slopes, or with the sign "-" their difference."""
+        if a is None:
+            return b if b is None or sign == "+" else self.put(f"-{b}")
+        return a if b is None else self.put(f"{a} {sign} {b}")

@@ -1,0 +1,110 @@
+"""Values that grow like an exponential function, and overflow before what is made of them does.
+
+In float32, exp(89) is infinite. The sigmoid 1 / (1 + exp(89)) is then 0, which is right. By the
+usual rule its slope is made of 0 * inf / inf, which is NaN. A value that grows therefore has a
+``Growth``: its slope as a product of a scale and a moderate slope, and its logarithm. The rules of
+quotients and logarithms use these:
+
+    b' / b   is  slope * (scale / b), where scale / b is 1 if b is infinite
+    log(b)   is  the logarithm of the growth, if b is infinite
+    a / b    is  exp(log(a) - log(b)), if both are infinite
+
+All other values have the usual rules.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .chain import ONE, Chained
+from .kinds import Growth, Term
+
+INFINITE = "float32(math.inf)"
+# Logarithms of math: their slope is this number times the slope of the natural logarithm.
+LOGARITHMS = {"log": 1.0, "log1p": 1.0, "log2": 1 / math.log(2), "log10": 1 / math.log(10)}
+# Functions of math that grow: the scale, the slope divided by scale and {x}', and the logarithm.
+_OF_MATH = {
+    "exp": ("{y}", "", "{x}"),
+    "expm1": ("{y} + float32(1.0)", "", "{x}"),
+    "cosh": (
+        "{y}",
+        "float32(math.tanh({x}))",
+        f"float32(abs({{x}})) - float32({math.log(2)!r})",
+    ),
+}
+
+
+class Growing(Chained):
+    """Statements about values that grow."""
+
+    def growth_of_math(self, name: str, x: str, y: str, slope: str | None) -> Growth | None:
+        """Return the growth of y, a function of math of x, whose slope is ``slope``."""
+        if name not in _OF_MATH or not (slope or self.depends(x)):
+            return None
+        scale, factor, log = (text.format(x=x, y=y) for text in _OF_MATH[name])
+        if factor:
+            slope = self.times(slope, self.put(factor))
+        scale, log = (text if text in (x, y) else self.put(text) for text in (scale, log))
+        return Growth(scale, slope, log)
+
+    def relative(self, term: Term) -> str | None:
+        """Return the slope of a value that grows, divided by the value."""
+        assert term.growth is not None
+        scale, slope, _ = term.growth
+        if slope is None or scale == term.text:
+            return slope
+        return self.chained(slope, self.ratio(scale, term.text, ONE))
+
+    def ratio(self, scale: str, text: str, limit: str) -> str:
+        """Return ``scale / text``, or ``limit`` where ``text`` is infinite."""
+        made = self.put(f"{scale} / {text}")
+        return self.put(f"{limit} if float32(abs({text})) == {INFINITE} else {made}")
+
+    def logarithm(self, name: str, y: str, term: Term) -> str:
+        """Return y, a logarithm of a value that grows, and the right one where that is infinite."""
+        if term.growth is None or not term.growth.log:
+            return y
+        log, factor = term.growth.log, LOGARITHMS[name]
+        if factor != 1.0:
+            log = self.put(f"float32({factor!r}) * {log}")
+        return self.put(f"{log} if {term.text} == {INFINITE} else {y}")
+
+    def logarithm_slope(self, name: str, term: Term) -> str | None:
+        """Return the slope of a logarithm of a value that grows, plus 1 for log1p."""
+        slope, factor = self.relative(term), LOGARITHMS[name]
+        return slope if factor == 1.0 else self.times(slope, f"float32({factor!r})")
+
+    def fixed(self, term: Term) -> bool:
+        """Return whether the value neither depends on the score nor has a slope."""
+        return term.slope is None and not self.depends(term.text)
+
+    def growth_of_sum(self, a: Term, b: Term, sign: str) -> Growth | None:
+        """Return the growth of a sum or difference of a value that grows and a fixed one."""
+        if a.growth is not None and self.fixed(b):
+            return a.growth
+        if b.growth is not None and self.fixed(a):
+            scale, slope, log = b.growth
+            return b.growth if sign == "+" else Growth(self.put(f"-{scale}"), slope)
+        return None
+
+    def growth_of_product(self, a: Term, b: Term, value: str) -> Growth | None:
+        """Return the growth of the product ``value`` of a value that grows and a fixed one."""
+        if b.growth is not None and self.fixed(a):
+            a, b = b, a
+        if a.growth is None or not self.fixed(b):
+            return None
+        scale, slope, log = a.growth
+        scale = value if scale == a.text else self.put(f"{scale} * {b.text}")
+        if log:
+            log = self.put(f"{log} + float32(math.log(float32(abs({b.text}))))")
+        return Growth(scale, slope, log)
+
+    def of_infinities(self, value: str, a: Term, b: Term) -> str:
+        """Return the quotient ``value`` of values that grow, right where both are infinite too."""
+        assert a.growth is not None and b.growth is not None
+        if not (a.growth.log and b.growth.log):
+            return value
+        size = self.put(f"float32(math.exp({a.growth.log} - {b.growth.log}))")
+        made = self.put(f"float32(math.copysign({size}, {a.text} * {b.text}))")
+        infinite = self.put(f"float32(min(abs({a.text}), abs({b.text})))")
+        return self.put(f"{made} if {infinite} == {INFINITE} else {value}")
