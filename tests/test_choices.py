@@ -1,6 +1,7 @@
 """What "auto" decides: plans as they were, their reasons, a call's choices, what was measured.
 
-`python tests/test_choices.py` writes data/plans.csv anew, the plans of its calls.
+`python tests/test_choices.py` writes data/plans.csv again, and asks for the reason of each changed
+plan.
 """
 
 import ast
@@ -11,6 +12,7 @@ import io
 import itertools
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,11 @@ from fa_numba.choices import facts, requests, splits, tiles, units
 from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Choices, choices_of
 from fa_numba.dtypes import PRECISIONS
+from fa_numba.host import binding, planning
 
 PLANS = Path(__file__).with_name("data") / "plans.csv"
 CALL = ("gpu", "q", "k", "options")
+WANTED = ("unit", "tiles", "splits", "workspace", "kernels", "refused")
 
 
 # --- plans as they were -----------------------------------------------------------------------
@@ -37,18 +41,41 @@ def stored():
         return list(csv.DictReader(file))
 
 
+LOOKED_UP = np.zeros(1 << 16, np.float32)
+# The functions that rows name.
+FUNCTIONS = {
+    "scaled": lambda score, b, h, i, j: 2.0 * score,
+    "looked_up": lambda score, b, h, i, j: score + LOOKED_UP[j],
+}
+
+
 def plan_of(row):
     gpu = row["gpu"]
     where = bounds.DEVICES[gpu].planning() if gpu else devices.using("emulator")
+    options = _options(json.loads(row["options"]))
+    aligned = options.pop("aligned", True)
     with where:
-        return fa_numba.plan(
-            json.loads(row["q"]), json.loads(row["k"]), **_options(json.loads(row["options"]))
-        )
+        if aligned:
+            return fa_numba.plan(json.loads(row["q"]), json.loads(row["k"]), **options)
+        # Plans are of contiguous arrays; a call may have others.
+        named = [f.name for f in fields(Choices) if f.name in options]
+        choices = Choices(**{"algorithm": "fa2"} | {n: options.pop(n) for n in named})
+        dtype, v_shape = options.pop("dtype"), options.pop("v_shape", None)
+        shapes = json.loads(row["q"]), json.loads(row["k"]), v_shape
+        problem = binding.Binding.of(options, shapes=True).problem(*shapes, dtype=dtype)
+        return planning.plan_of(problem, choices, aligned=False)
 
 
 def _options(given):
-    """JSON has lists where a call has tuples."""
-    return {n: tuple(x) if n in ("window", "bias", "alibi_slopes") else x for n, x in given.items()}
+    """JSON has lists where a call has tuples, and names of functions."""
+    tuples = ("window", "bias", "alibi_slopes", "sinks", "ablate")
+    found = {n: tuple(x) if n in tuples else x for n, x in given.items()}
+    made = {
+        "tiles": lambda x: Tiles(*x),
+        "block_mask": lambda x: np.ones(x, bool),
+        "score_mod": FUNCTIONS.get,
+    }
+    return found | {n: make(given[n]) for n, make in made.items() if n in given}
 
 
 def outcome(plan):
@@ -61,27 +88,41 @@ def outcome(plan):
         "splits": str(max(plan.kv_splits, plan.group_splits)),
         "workspace": str(plan.workspace_bytes),
         "kernels": "; ".join(kernels),
+        "refused": "",
     }
+
+
+def found(row):
+    """What is wanted of a row's call: its plan, or why it is refused."""
+    try:
+        return outcome(plan_of(row))
+    except ValueError as error:
+        return dict.fromkeys(WANTED, "") | {"refused": str(error)}
 
 
 @pytest.mark.parametrize("row", stored(), ids=lambda row: f"{row['gpu']} {row['options']}")
 def test_plans_are_as_they_were(row):
-    assert outcome(plan_of(row)) == {n: x for n, x in row.items() if n not in CALL}
+    """And why: a changed plan needs a new reason, for which the command asks."""
+    assert found(row) == {n: row[n] for n in WANTED}, row["reason"]
 
 
 def test_the_stored_plans_are_of_every_kind():
     rows = stored()
-    assert {row["gpu"] for row in rows} == {"", "A100", "H200", "RTX 4090"}
-    assert {row["unit"] for row in rows} == set(units.UNITS)
+    assert {row["gpu"] for row in rows} >= {"", "T4", "A100", "RTX 4090", "H200", "B200"}
+    assert {row["unit"] for row in rows} == {*units.UNITS, ""}
     assert sum(row["splits"] != "1" for row in rows) >= 10
     kinds = {row["kernels"].split(" ")[0] for row in rows}
     assert {"fa1_forward", "fa2_forward", "standard_scores"} < kinds
 
 
+def planned_rows():
+    return [row for row in stored() if not row["refused"]]
+
+
 # --- reasons ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", stored(), ids=lambda row: f"{row['gpu']} {row['options']}")
+@pytest.mark.parametrize("row", planned_rows(), ids=lambda row: f"{row['gpu']} {row['options']}")
 def test_every_decision_has_a_reason(row):
     plan = plan_of(row)
     names = ["unit", "tiles"]
@@ -204,6 +245,12 @@ def test_choices_that_no_call_has(given, message):
         Choices(**{"algorithm": "fa2"} | given)
 
 
+def test_tiles_are_halved_until_nothing_is_left():
+    """No GPU has so little memory: the loop ends all the same."""
+    assert tiles.simt_tiles("fa2", "fwd", 100, 100, 256, 1024).value == Tiles(4, 8)
+    assert tiles.simt_tiles("fa2", "bwd", 100, 100, 256, 1024).value == Tiles(4, 8)
+
+
 # --- schedules --------------------------------------------------------------------------------
 
 
@@ -302,14 +349,68 @@ def test_the_command_compiles_what_its_rows_are_about(tmp_path, monkeypatch):
     assert (48, ("window", "q_lens")) in lengths and (64, ("window", "packed")) in lengths
 
 
+# --- the command ------------------------------------------------------------------------------
+
+
+def rewritten(rows, ask):
+    """Return the rows with today's plans; ``ask`` gives the reason of a row whose plan changed.
+
+    A new row has its call and its reason, and nothing of ``WANTED``. Raise ValueError for a reason
+    of fewer than four words, and for a changed row with the old one.
+    """
+    made = []
+    for row in rows:
+        now, reason = found(row), row["reason"]
+        new = not any(row[n] for n in WANTED)
+        if not new and now != {n: row[n] for n in WANTED}:
+            call = " ".join(row[n] for n in CALL)
+            changes = (f"  {n}: {row[n]} -> {now[n]}" for n in WANTED if row[n] != now[n])
+            reason = ask(
+                "\n".join((call, *changes, f"  was wanted because: {reason}", "why now? "))
+            )
+            if reason.strip() == row["reason"]:
+                raise ValueError(f"a changed plan needs a new reason, got the old one: {call}")
+        if len(reason.split()) < 4:
+            raise ValueError(f"a reason must have at least four words, got {reason!r}")
+        made.append({n: row[n] for n in CALL} | {"reason": reason.strip()} | now)
+    return made
+
+
 def main():
-    """Write the table anew: its calls, and what their plans are now."""
-    rows = [{n: row[n] for n in CALL} | outcome(plan_of(row)) for row in stored()]
+    """Write the table again: its calls, and what their plans are now."""
+    rows = rewritten(stored(), input)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     PLANS.write_text(text.getvalue())
+
+
+def test_each_row_has_a_reason():
+    assert all(len(row["reason"].split()) >= 4 for row in stored())
+
+
+def test_the_command_asks_for_a_reason_for_each_changed_row():
+    rows = stored()[:3]
+    assert rewritten(rows, None) == rows
+    asked = []
+
+    def ask(question):
+        asked.append(question)
+        return "the GPU has become faster"
+
+    before = [rows[0], rows[1] | {"tiles": "1x1x1x1"}, rows[2]]
+    made = rewritten(before, ask)
+    assert made == [rows[0], rows[1] | {"reason": "the GPU has become faster"}, rows[2]]
+    (question,) = asked
+    assert f"tiles: 1x1x1x1 -> {rows[1]['tiles']}" in question and rows[1]["reason"] in question
+    for answer, message in ((rows[1]["reason"], "needs a new reason"), ("so", "at least four")):
+        with pytest.raises(ValueError, match=message):
+            rewritten(before, lambda question, answer=answer: answer)
+    new = rows[2] | dict.fromkeys(WANTED, "")
+    assert rewritten([new], None) == [rows[2]]
+    with pytest.raises(ValueError, match="at least four words, got ''"):
+        rewritten([new | {"reason": ""}], None)
 
 
 if __name__ == "__main__":
