@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +25,14 @@ from fa_numba import device as devices
 from fa_numba.choices import facts, requests, splits, tiles, units
 from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Choices, choices_of
+from fa_numba.device.program_digest import digest_of
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import binding, planning
+from fa_numba.mods import Mod
 
 PLANS = Path(__file__).with_name("data") / "plans.csv"
 CALL = ("gpu", "q", "k", "options")
-WANTED = ("unit", "tiles", "splits", "workspace", "kernels", "refused")
+WANTED = ("unit", "tiles", "splits", "workspace", "kernels", "details", "refused")
 
 
 # --- plans as they were -----------------------------------------------------------------------
@@ -88,22 +90,52 @@ def outcome(plan):
         "splits": str(max(plan.kv_splits, plan.group_splits)),
         "workspace": str(plan.workspace_bytes),
         "kernels": "; ".join(kernels),
+        "details": digest_of(repr(details(plan))),
         "refused": "",
     }
 
 
+def details(plan):
+    """What else decides the launches: the main kernel's specialisation, and the arguments."""
+    launches = [
+        (x.kernel.name, x.kernel.shared_bytes, x.kernel.min_blocks, facts_of(dict(x.arguments)))
+        for x in plan.launches
+    ]
+    arrays = list(map(facts_of, (*plan.workspace, *plan.outputs)))
+    spec = facts_of(getattr(plan.decided, "spec", None))
+    return spec, launches, arrays, plan.split_rows, plan.score_unit
+
+
+def facts_of(value):
+    """Fields that have no default value, or another one, so that a new field changes nothing."""
+    if isinstance(value, Mod):
+        return value.option, value.value.text, value.slope.text
+    if is_dataclass(value):
+        own = ((f, getattr(value, f.name)) for f in fields(value) if f.compare)
+        return type(value).__name__, [(f.name, facts_of(x)) for f, x in own if x != f.default]
+    if isinstance(value, dict):
+        return [(name, facts_of(x)) for name, x in sorted(value.items())]
+    if isinstance(value, (tuple, list)):
+        return list(map(facts_of, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
 def found(row):
-    """What is wanted of a row's call: its plan, or why it is refused."""
+    """The plan of a row's call, None if it is refused; and what a row says of it."""
     try:
-        return outcome(plan_of(row))
+        plan = plan_of(row)
     except ValueError as error:
-        return dict.fromkeys(WANTED, "") | {"refused": str(error)}
+        return None, dict.fromkeys(WANTED, "") | {"refused": str(error)}
+    return plan, outcome(plan)
 
 
 @pytest.mark.parametrize("row", stored(), ids=lambda row: f"{row['gpu']} {row['options']}")
 def test_plans_are_as_they_were(row):
     """And why: a changed plan needs a new reason, for which the command asks."""
-    assert found(row) == {n: row[n] for n in WANTED}, row["reason"]
+    plan, now = found(row)
+    assert now == {n: row[n] for n in WANTED}, row["reason"]
+    if plan is not None:
+        assert_every_decision_has_a_reason(plan, json.loads(row["options"]))
 
 
 def test_the_stored_plans_are_of_every_kind():
@@ -115,16 +147,10 @@ def test_the_stored_plans_are_of_every_kind():
     assert {"fa1_forward", "fa2_forward", "standard_scores"} < kinds
 
 
-def planned_rows():
-    return [row for row in stored() if not row["refused"]]
-
-
 # --- reasons ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", planned_rows(), ids=lambda row: f"{row['gpu']} {row['options']}")
-def test_every_decision_has_a_reason(row):
-    plan = plan_of(row)
+def assert_every_decision_has_a_reason(plan, options):
     names = ["unit", "tiles"]
     if plan.algorithm == "fa2":
         names.append("kv_splits" if plan.passes == "fwd" else "group_splits")
@@ -134,7 +160,7 @@ def test_every_decision_has_a_reason(row):
     lines = str(plan.why).splitlines()
     assert [line.split()[0] for line in lines] == names
     newer = [name for name in units.UNITS if list(units.UNITS).index(name) > _number(plan.unit)]
-    named = json.loads(row["options"]).get("unit")
+    named = options.get("unit")
     # Whatever takes the dtype and comes before it is said to be left, and why.
     p = plan.problem
     dtype = p.dtype if p.precision == "ieee" else PRECISIONS[p.precision].dtype
@@ -355,20 +381,20 @@ def test_the_command_compiles_what_its_rows_are_about(tmp_path, monkeypatch):
 def rewritten(rows, ask):
     """Return the rows with today's plans; ``ask`` gives the reason of a row whose plan changed.
 
-    A new row has its call and its reason, and nothing of ``WANTED``. Raise ValueError for a reason
-    of fewer than four words, and for a changed row with the old one.
+    A new row has its call and its reason, and nothing of ``WANTED``. An empty answer repeats the
+    answer before. Raise ValueError for a reason of fewer than four words, and for a changed row
+    with the old one.
     """
-    made = []
+    made, last = [], ""
     for row in rows:
-        now, reason = found(row), row["reason"]
+        (_, now), reason = found(row), row["reason"]
         new = not any(row[n] for n in WANTED)
         if not new and now != {n: row[n] for n in WANTED}:
             call = " ".join(row[n] for n in CALL)
             changes = (f"  {n}: {row[n]} -> {now[n]}" for n in WANTED if row[n] != now[n])
-            reason = ask(
-                "\n".join((call, *changes, f"  was wanted because: {reason}", "why now? "))
-            )
-            if reason.strip() == row["reason"]:
+            about = call, *changes, f"  was wanted because: {reason}", "why now? "
+            last = reason = ask("\n".join(about)).strip() or last
+            if reason == row["reason"]:
                 raise ValueError(f"a changed plan needs a new reason, got the old one: {call}")
         if len(reason.split()) < 4:
             raise ValueError(f"a reason must have at least four words, got {reason!r}")

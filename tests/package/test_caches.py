@@ -316,7 +316,9 @@ def launched(plan):
 @pytest.mark.parametrize("where", ELSEWHERE)
 def test_a_plan_depends_on_its_request_alone(where):
     """It is the same wherever it is made."""
-    asked = [plan_of(row).asked for row in stored()[::9]]
+    rows = [row for row in stored() if not row["refused"]]
+    emulated = [row for row in rows if not row["gpu"]]
+    asked = [plan_of(row).asked for row in (*rows[::30], *emulated[:3])]
     assert {request.multiprocessors for request in asked} >= {0, 132}
     for request in asked:
         wanted = planning.planned(request)
