@@ -14,7 +14,8 @@ import hashlib
 import importlib
 import importlib.util
 import symtable
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fa_numba.device.program_digest import digest_of, template
@@ -29,6 +30,16 @@ _BUILTINS = frozenset(dir(builtins))
 _SHOWN = ("track", "each", "counted")
 # Fields of statements that have statements, and what stands there for none.
 _BLOCKS: dict[str, list[ast.stmt]] = {"body": [ast.Pass()], "orelse": [], "finalbody": []}
+# Fields of nodes that have no nodes, or operators and contexts.
+_WITHOUT_NODES = frozenset(
+    ("arg", "asname", "attr", "ctx", "id", "name", "op", "ops", "type_comment")
+)
+# The fields of each kind of node that may have further nodes.
+_PARTS: dict[type, tuple[str, ...]] = {
+    kind: tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
 # Methods of the emulator that raise: all but the first argument is words.
 _FAULTS = ("fault", "fault_at")
 # What only makes text of values, so that it may be left out where nothing uses the text.
@@ -88,7 +99,7 @@ def of_text(text: str) -> str:
 def _wordless(text: str) -> list[ast.stmt]:
     """Return the statements of a program without words."""
     tree, functions = ast.parse(text), []
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Raise):
             node.exc = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
             node.cause = None
@@ -114,6 +125,8 @@ def _wordless(text: str) -> list[ast.stmt]:
 
 def _leave_out(node: ast.AST, unwanted: Callable[[ast.stmt], bool]) -> None:
     """Remove the unwanted statements from the blocks of a node."""
+    if "body" not in node._fields:
+        return
     for name, empty in _BLOCKS.items():
         block = getattr(node, name, None)
         if isinstance(block, list) and block:
@@ -149,24 +162,25 @@ def _leave_out_unused(tree: ast.FunctionDef | ast.Module) -> None:
     and imports.
     """
     in_module = isinstance(tree, ast.Module)
+    nodes = list(_nodes(tree))
     candidates = {
         id(x): targets
-        for x in (tree.body if in_module else ast.walk(tree))
+        for x in (tree.body if in_module else nodes)
         if isinstance(x, (ast.Assign, ast.AugAssign))
         and (_is_sentence(x.value) if in_module else _is_pure(x.value))
         and (targets := _names_of(x))
     }
     if not candidates and not in_module:
         return
-    used: set[str] = set()
-    while True:
-        loaded = set(_loaded(tree, {n for n, names in candidates.items() if not names & used}))
-        if loaded <= used:
-            break
-        used |= loaded
-    unused = {n for n, names in candidates.items() if not names & used}
-    for node in ast.walk(tree):
-        _leave_out(node, lambda each: id(each) in unused)
+    # No candidate contains another one: assignments have no blocks.
+    left = {id(x): Counter(_loaded(_nodes(x))) for x in nodes if id(x) in candidates}
+    used = set(Counter(_loaded(nodes)) - sum(left.values(), Counter()))
+    while found := [n for n in left if candidates[n] & used]:
+        used.update(*(left.pop(n) for n in found))
+    if not left and not in_module:
+        return
+    for node in nodes:
+        _leave_out(node, lambda each: id(each) in left)
         if in_module:
             _leave_out(node, lambda each: _is_import_of_none(each, used))
 
@@ -180,13 +194,26 @@ def _names_of(node: ast.Assign | ast.AugAssign) -> set[str]:
     return {x.id for x in targets if isinstance(x, ast.Name)}
 
 
-def _loaded(node: ast.AST, without: Collection[int]) -> Iterator[str]:
-    """Yield the names that are used in a tree, without the nodes in `without`."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id
-    for each in ast.iter_child_nodes(node):
-        if id(each) not in without:
-            yield from _loaded(each, without)
+def _loaded(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that are used in nodes."""
+    return (x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load))
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree, without operators and contexts such as `ast.Load`.
+
+    A node comes before the nodes in it. This is several times as fast as `ast.walk`.
+    """
+    left = [tree]
+    while left:
+        node = left.pop()
+        for name in _PARTS[type(node)]:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                left += [x for x in value if isinstance(x, ast.AST)]
+            elif isinstance(value, ast.AST):
+                left.append(value)
+        yield node
 
 
 def _is_import_of_none(node: ast.stmt, used: set[str]) -> bool:
