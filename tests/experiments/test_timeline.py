@@ -41,6 +41,11 @@ def measured(*shape):
     return [row for part in timeline.measure(options(*shape), Bench()) for row in part]
 
 
+def synthetic():
+    """The rows of both orders with two tiles each way: a film of few frames."""
+    return measured(16, 4, 8, 8, False)
+
+
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def traced(request):
     """The rows of both orders at a shape, and the traces in them."""
