@@ -208,11 +208,13 @@ def paper(*by: By, **wanted: Any) -> Quantity:
         return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
 
     def find(_: Evidence) -> Numbers:
-        found: dict[Place, float] = {}
-        for line in published.lookup():
-            if all(line[n] in (x if isinstance(x, tuple) else (x,)) for n, x in wanted.items()):
-                place = tuple(cell(line, part) for part in by)
-                found[place] = found.get(place, 0.0) + float(line["value"])
+        lines, found = published.lookup(), dict[Place, float]()
+        for name, want in wanted.items():  # one column after another, as in `select`
+            allowed = want if isinstance(want, tuple) else (want,)
+            lines = [line for line in lines if line[name] in allowed]
+        for line in lines:
+            place = tuple(cell(line, part) for part in by)
+            found[place] = found.get(place, 0.0) + float(line["value"])
         return found
 
     return Quantity(find)

@@ -255,8 +255,11 @@ def select(rows: Iterable[Row], **fields: Any) -> list[Row]:
     >>> [row.value for row in select(rows, series=("fa1-simt", "fa2-simt"), seqlen_q=64)]
     [10, 20]
     """
-    wanted = [(n, want if isinstance(want, tuple) else (want,)) for n, want in fields.items()]
-    return [r for r in rows if not r.failed and all(getattr(r, n) in want for n, want in wanted)]
+    found = list(rows)
+    for name, want in fields.items():  # one column after another: few rows are left after the first
+        of_row, allowed = attrgetter(name), want if isinstance(want, tuple) else (want,)
+        found = [row for row in found if of_row(row) in allowed]
+    return [row for row in found if not row.failed]
 
 
 def values(rows: Iterable[Row], *names: str, **fields: Any) -> dict[Any, Any]:
