@@ -43,7 +43,6 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
-from scipy import special
 
 from .algorithms import divide_rows, exp_minus, logsumexp
 from .checks import as_real, check_shape
@@ -85,6 +84,8 @@ def _exact_softmax(S: Array, L: Array | None = None) -> Array:
 
     A row that has only -inf, for which SciPy returns NaN, has P = 0 and L = -inf.
     """
+    from scipy import special  # here: every import of fa_numba would wait for it
+
     empty = S.max(axis=1) == -np.inf
     S[empty] = 0
     P = special.softmax(S, axis=1)
