@@ -422,9 +422,10 @@ def lay_out(figure: Figure, footnote: str) -> None:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     _show_single_points(figure)
-    if not any("L2" in text.get_text() for text in texts(figure)):
-        said = footnote.splitlines()
-        footnote = "\n".join(line for line in said if not line.startswith("L2 is "))
+    said = footnote.splitlines()
+    others = [line for line in said if not line.startswith("L2 is ")]
+    if others != said and not any("L2" in text.get_text() for text in texts(figure)):
+        footnote = "\n".join(others)
     if figure.get_figwidth() < WIDTH:
         footnote = ""
     lines = footnote.count("\n") + bool(footnote)
