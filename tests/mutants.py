@@ -194,13 +194,15 @@ def _nodes(name):
 @functools.cache
 def sites_of(name, rules=RULES):
     """All sites of a module's functions."""
-    text = source(name)
-    starts = [0, *itertools.accumulate(len(line.encode()) for line in text.splitlines(True))]
+    text = source(name).encode()
+    starts = [0, *itertools.accumulate(map(len, text.splitlines(True)))]
+    plain = text.isascii()
     seen: dict[tuple, int] = defaultdict(int)
     found = []
 
     def place(line, column):
-        return len(text.encode()[: starts[line - 1] + column].decode())
+        at = starts[line - 1] + column
+        return at if plain else len(text[:at].decode())
 
     for node, function, key, tests in _nodes(name):
         for rule in rules:
@@ -294,11 +296,13 @@ def functions_of(name):
 
 @functools.cache
 def caches():
-    """Whatever keeps results of the package's functions; the emulator's and the device's may."""
+    """Whatever keeps results of the package's functions; the emulator's and the device's may, and
+    what is read of the source of a caller's function: no mutant is in these.
+    """
     found = {}
     for name, module in list(sys.modules.items()):
         if name.startswith("fa_numba.") and not name.startswith(
-            ("fa_numba.emulator", "fa_numba.device")
+            ("fa_numba.emulator", "fa_numba.device", "fa_numba.mods.source")
         ):
             for value in _all_behind(module):
                 if hasattr(value, "cache_clear"):

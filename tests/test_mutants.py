@@ -25,7 +25,9 @@ SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
 UNITS = {"simt": 8, "mma": 5, "wgmma": 3}  # and of how many sites by default
 HOST = {"host": 4, "ring": 4, "torch": 2, "intrinsics": 16}  # and of what is no kernel
 PARTS = 48  # of all
-SHARES = 5  # of a unit's runs: a sample looks first at one, of which what it executes is found out
+# Into how many shares a unit's runs are divided. A sample looks at one share after another: a small
+# share takes less time, but leaves more mutants to the next share.
+SHARES = {"simt": 12, "mma": 5, "wgmma": 5, "intrinsics": 5}
 PACKAGES, INTRINSICS = ("fa_numba.kernels", "fa_numba.parts"), "fa_numba.intrinsics"
 TORCH = "fa_numba.torch"  # imported by a stand-in for torch
 ON_HOST = ("fa_numba.host", "fa_numba.choices.copies", "fa_numba.ring", TORCH)
@@ -318,10 +320,11 @@ def test_quick_runs_notice_most_of_a_sample(unit):
 def test_a_sample_is_noticed(unit):
     """And a few by what they are; each unit in one process, which finds out what runs what."""
     of_unit = (site for site in sites() if units_of(site)[0] == unit)
-    all_noticed(sorted(of_unit, key=by_number)[: (UNITS | HOST)[unit]], SHARES)
+    all_noticed(sorted(of_unit, key=by_number)[: (UNITS | HOST)[unit]], SHARES[unit])
     of_all = diagnosed() if unit in UNITS else ()
     of_unit = [(site, wanted) for site, wanted, first in of_all if first]
-    all_diagnosed([(site, wanted) for site, wanted in of_unit if units_of(site)[0] == unit], SHARES)
+    of_unit = [(site, wanted) for site, wanted in of_unit if units_of(site)[0] == unit]
+    all_diagnosed(of_unit, SHARES[unit])
 
 
 @pytest.mark.slow
