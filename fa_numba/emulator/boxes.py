@@ -116,12 +116,13 @@ class BoxStore:
 class Boxes(Mbarriers):
     """A context with copies of boxes."""
 
-    __slots__ = ("begun", "_stores", "_groups_of_boxes")
+    __slots__ = ("begun", "_stores", "_groups_of_boxes", "_marked")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.begun = 0
         self._stores: list[BoxStore] = []
+        self._marked = False  # whether the last thread block may have left marks of reads
         self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
 
     def begin_blocks(self, first: int, count: int) -> None:
@@ -131,7 +132,8 @@ class Boxes(Mbarriers):
             box.array.owners.stamps[BOX, box.at] = 0
         self._stores, self._groups_of_boxes = [], {}
         self.begun = (self.clock + 1) * STAMP  # the block's first stamp
-        for buffer in self._pool.values():
+        marked, self._marked = self._marked, True
+        for buffer in self._pool.values() if marked else ():
             if buffer.reads.shape[1] > self.warps:  # marks that a block has left
                 buffer.touched[0] = 0
                 buffer.reads[0, self.warps :] = 0
@@ -374,6 +376,7 @@ class Boxes(Mbarriers):
                 )
                 raise self.fault_at(SharedHazard, text, int(tid), site)
         super().left_over()
+        self._marked = False  # all reads have ended, or a thread would not have exited
 
 
 def _signed(value: int) -> int:

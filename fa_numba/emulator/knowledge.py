@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from .active import MOST_KNOWN
 from .async_checks import before
 from .checks import NOBODY, STAMP
 from .groups import WARP, NamedBarrier, OneByOne, warps_of
@@ -28,13 +29,14 @@ ALWAYS = 1 << 58  # above the stamp of any access
 class Knowledge(Waiting):
     """A context that records, for single threads, which accesses happened before their present."""
 
-    __slots__ = ("_heard", "_columns", "_fences")
+    __slots__ = ("_heard", "_columns", "_fences", "_taking_part")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._heard: np.ndarray | None = None
         self._columns = 0  # taken by mbarriers
         self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # of threads, their last ones
+        self._taking_part: dict[tuple[int, int], Any] = {}  # see `_whole_and_others`
 
     def begin_blocks(self, first: int, count: int) -> None:
         """Forget the threads' knowledge, for new thread blocks; see `Context.begin_blocks`."""
@@ -123,19 +125,38 @@ class Knowledge(Waiting):
 
     def _learn(self, known: np.ndarray) -> None:
         """Record that `known` happened before the next accesses of the lanes that take part."""
-        tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
-        counts = np.bincount(tids // WARP, minlength=self.warps)
-        sizes = np.minimum(WARP, self.threads - WARP * np.arange(self.warps))
-        whole = np.flatnonzero(counts == sizes)
+        tids, whole, others = self._whole_and_others()
         by_warp = self._by_warp(known)
         self.seen[whole] = np.maximum(self.seen[whole], by_warp)
-        if (by_warp[: self.warps].repeat(WARP) == known[: self.warps * WARP]).all():
-            tids = tids[(counts != sizes)[tids // WARP]]
+        threads = known[: self.warps * WARP].reshape(-1, WARP)
+        if (threads == by_warp[: self.warps, None]).all():
+            tids = others
         if tids.size:
             if self._heard is None:
                 shape = (self.warps * WARP, known.size)
                 self._heard = np.zeros(shape, np.int64)
             self._heard[tids] = np.maximum(self._heard[tids], known)
+
+    def _whole_and_others(self) -> tuple[np.ndarray, Any, np.ndarray]:
+        """Return the threads that take part, their whole warps, and the threads of other warps.
+
+        The result is remembered for each group and mask, which do not change.
+        """
+        group, mask = self.group, self.mask
+        found = self._taking_part.get((id(group), id(mask)))
+        if found is None:
+            tids = group.tids if mask is None else group.tids[mask]
+            counts = np.bincount(tids // WARP, minlength=self.warps)
+            sizes = np.minimum(WARP, self.threads - WARP * np.arange(self.warps))
+            whole: Any = np.flatnonzero(counts == sizes)
+            if whole.size and whole[-1] - whole[0] + 1 == whole.size:
+                whole = slice(int(whole[0]), int(whole[-1]) + 1)
+            others = tids[(counts != sizes)[tids // WARP]]
+            if len(self._taking_part) > MOST_KNOWN:
+                self._taking_part.clear()
+            # The group and the mask are kept, so that no other one has their identity.
+            found = self._taking_part[id(group), id(mask)] = group, mask, (tids, whole, others)
+        return found[2]
 
     def synced(self, warps: np.ndarray) -> None:
         """Give all lanes of each warp the knowledge of all lanes of the warp."""

@@ -217,19 +217,23 @@ class Mbarriers(Knowledge):
         """Let the lanes that take part arrive; each announces `size` bytes."""
         self.alone()
         self.instruction("barrier")
-        group = self.group
-        places = np.broadcast_to(index, group.count)
-        sizes = np.broadcast_to(0 if size is None else size, group.count)
-        active = self.active()
+        group, every = self.group, self.active_lanes()
         single = index.__class__ is not np.ndarray
-        for one in [index] if single else np.unique(places[active]).tolist():
-            lanes = np.flatnonzero(active & (places == one))
+        for one in [index] if single else np.unique(index[every]).tolist():
+            lanes = every if single else every[index[every] == one]
             barrier = self.mbarrier(tile, one)
             self.usable(barrier, lanes)
-            wrong = lanes[(sizes[lanes] < 0) | (sizes[lanes] > MOST_BYTES)]
-            if wrong.size:
-                text = f"expect_bytes: size must be from 0 to {MOST_BYTES}, got {sizes[wrong[0]]}"
-                raise self.fault(BarrierMisuse, text, None, int(wrong[0]))
+            announced = 0 if size is None else size
+            if announced.__class__ is np.ndarray or not 0 <= announced <= MOST_BYTES:
+                sizes = np.broadcast_to(announced, group.count)
+                wrong = lanes[(sizes[lanes] < 0) | (sizes[lanes] > MOST_BYTES)]
+                if wrong.size:
+                    got = sizes[wrong[0]]
+                    text = f"expect_bytes: size must be from 0 to {MOST_BYTES}, got {got}"
+                    raise self.fault(BarrierMisuse, text, None, int(wrong[0]))
+                announced = sizes[lanes].sum()
+            else:
+                announced = announced * lanes.size
             tids = group.tids[lanes]
             barrier.uses["arrival"] = int(tids[0]), self.calls()
             self.in_phase(barrier, tids, "this thread arrives at")
@@ -249,7 +253,7 @@ class Mbarriers(Knowledge):
                 np.maximum(past, self._heard[tids].max(axis=0), out=past)
             past[tids] = np.maximum(past[tids], self.starts[tids // WARP])
             barrier.pending -= tids.size
-            barrier.bytes += int(sizes[lanes].sum())
+            barrier.bytes += int(announced)
             self.advance(barrier)
 
     def advance(self, barrier: Mbarrier) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import dis
 from types import CodeType
 from typing import Any
 
@@ -82,15 +81,17 @@ def _rewrite(code: CodeType, masked: bool) -> tuple[CodeType, frozenset[str]]:
     ast.fix_missing_locations(module)
     whole = compile(module, code.co_filename, "exec", dont_inherit=True)
     (function,) = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
-    return function, frozenset(_names(function))
+    mentioned = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return function, frozenset(_names(function, mentioned))
 
 
-def _names(code: CodeType) -> set[str]:
-    loads = (i for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    names = {str(each.argval) for each in loads}
+def _names(code: CodeType, mentioned: set[str]) -> set[str]:
+    """Return those of the mentioned names that the code takes from outside."""
+    names = mentioned.intersection(code.co_names).difference(code.co_varnames, code.co_cellvars)
+    names = names.difference(code.co_freevars)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names |= _names(constant)
+            names |= _names(constant, mentioned)
     return names
 
 
