@@ -410,9 +410,16 @@ def _differ(a, b):
 class Calls(set):
     """The code of the package's functions that are called while this is entered."""
 
+    def __init__(self):
+        super().__init__()
+        self._seen = {}  # code by its id, as a code's hash takes long
+
     def _trace(self, frame, *_):
-        if frame.f_globals.get("__name__", "").startswith("fa_numba."):
-            self.add(frame.f_code)
+        code = frame.f_code
+        if id(code) not in self._seen:
+            self._seen[id(code)] = code
+            if frame.f_globals.get("__name__", "").startswith("fa_numba."):
+                self.add(code)
 
     def __enter__(self):
         self.before = sys.gettrace()
