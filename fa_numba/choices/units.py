@@ -167,16 +167,11 @@ class Unit(ABC):
                 return Chosen(found, why)
         return rule()
 
-    def shaped(
-        self, request: Request, select: Callable, rule: Callable[[], Chosen], facts: dict[str, Any]
-    ) -> Shape:
-        """The shape of the chosen tiles, whose specialisation ``select`` makes with ``facts``."""
-        return _shape(*self.chosen_tiles(request, select, rule), select, facts)
 
-
-def _shape(tiles: Tiles, why: str, select: Callable, facts: dict[str, Any]) -> Shape:
-    spec = select(tiles, **facts)
-    return Shape(replace(tiles, threads=spec.threads), spec, why)
+def _shape(chosen: Chosen[Tiles], select: Callable[[Tiles], Any]) -> Shape:
+    """Return the shape of chosen tiles, with the specialisation that ``select`` makes of them."""
+    spec = select(chosen.value)
+    return Shape(replace(chosen.value, threads=spec.threads), spec, chosen.why)
 
 
 def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
@@ -206,16 +201,20 @@ class Simt(Unit):
     def forward(self, request: Request) -> Shape:
         choices = request.choices
         return_lse = choices.return_lse and choices.algorithm == "fa1"
-        facts = {"return_lse": return_lse, "positive_scale": request.problem.scale > 0.0}
-        return self._shaped(request, facts)
+        positive = request.problem.scale > 0.0
+        select = functools.partial(
+            tiling.select_spec, return_lse=return_lse, positive_scale=positive
+        )
+        return self._shaped(request, select)
 
     def standard(self, request: Request) -> Shape:
-        return self._shaped(request, {})
+        return self._shaped(request, tiling.select_spec)
 
     def backward(self, request: Request) -> Shape:
         splits = request.choices.query_splits > 1
-        facts = {"kind": tiling.SimtBackwardSpec, "splits_queries": splits}
-        return self._shaped(request, facts)
+        kind = tiling.SimtBackwardSpec
+        select = functools.partial(tiling.select_spec, kind=kind, splits_queries=splits)
+        return self._shaped(request, select)
 
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         return tiles, replace(spec, features=spec.features.without_sums)
@@ -223,20 +222,25 @@ class Simt(Unit):
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         tiles, across, why = self.backward(request)
         size = Tiles(tiles.Br, tiles.Bc)  # the forward kernels have a thread count of their own
-        own = {"features": request.features, "aligned": request.aligned}
-        return Shape(tiles, _selecting(tiling.select_spec, request, **own)(size), why), across
+        select = _selecting(tiling.select_spec, request)
+        spec = select(size, features=request.features, aligned=request.aligned)
+        return Shape(tiles, spec, why), across
 
     def row_facts(self, request: Request) -> tuple:
         return ()
 
-    def _shaped(self, request: Request, facts: dict[str, Any]) -> Shape:
-        facts |= {"features": request.features, "aligned": request.aligned}
-        facts["grouped"] = request.problem.group > 1
-        select, rule = _selecting(tiling.select_spec, request), _by_table(simt_tiles, request)
+    def _shaped(self, request: Request, select: Callable[..., Any]) -> Shape:
+        sized, rule = _selecting(tiling.select_spec, request), _by_table(simt_tiles, request)
         # Of fewer keys the last tile's columns beyond them cost what a wider tile gains.
         least = measured("keys from which the tuned tiles are the fastest")
         long = request.problem.seqlen_k >= least
-        return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
+        complete = functools.partial(
+            _selecting(select, request),
+            features=request.features,
+            aligned=request.aligned,
+            grouped=request.problem.group > 1,
+        )
+        return _shape(self.chosen_tiles(request, sized, rule, plain=long), complete)
 
 
 class Mma(Unit):
@@ -266,20 +270,29 @@ class Mma(Unit):
         if "prefetch" in choices.ablate:
             tiles = replace(tiles, stages=1)
         heads = math.gcd(heads, tiles.Br)
-        facts = {"splits_keys": keys, "ablated": choices.ablate, **_flash_facts(request)}
-        facts["return_lse"] = choices.return_lse and choices.algorithm == "fa1"
-        return _shape(tiles, why, select, facts | {"tile_heads": heads, "grouped": group > heads})
+        complete = functools.partial(
+            _of_flash(select, request),
+            splits_keys=keys,
+            ablated=choices.ablate,
+            return_lse=choices.return_lse and choices.algorithm == "fa1",
+            tile_heads=heads,
+            grouped=group > heads,
+        )
+        return _shape(Chosen(tiles, why), complete)
 
     def backward(self, request: Request) -> Shape:
         algorithm = request.choices.algorithm
         select = _selecting(tiling.select_mma_backward_spec, request, algorithm=algorithm)
-        facts = {"splits_queries": request.choices.query_splits > 1, **_flash_facts(request)}
-        facts["vector_adds"] = request.capability >= (9, 0)
+        complete = functools.partial(
+            _of_flash(select, request),
+            splits_queries=request.choices.query_splits > 1,
+            vector_adds=request.capability >= (9, 0),
+        )
         precision = replace(PLAIN, precision=request.features.precision)
         rule = _by_table(mma_tiles, request, 1, precision)
         if algorithm == "fa2":
             rule = functools.partial(unspilled, request, rule)
-        return self.shaped(request, select, rule, facts)
+        return _shape(self.chosen_tiles(request, select, rule), complete)
 
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         if request.problem.sparse:  # the blocks of a mask are those of the tiles
@@ -287,17 +300,18 @@ class Mma(Unit):
         else:
             sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.largest_dim, request.shared_limit)
             tiles = mma_tiles("fa2", "dQ", *sizes).value
-        facts = _flash_facts(request) | {"features": request.features.without_sums}
-        return tiles, _select(request, tiling.MmaDqSpec)(tiles, **facts)
+        select = _of_flash(_select(request, tiling.MmaDqSpec), request)
+        return tiles, select(tiles, features=request.features.without_sums)
 
     def standard(self, request: Request) -> Shape:
         select = _select(request, tiling.StandardSpec)
-        return self.shaped(request, select, _by_table(mma_tiles, request), _facts(request))
+        chosen = self.chosen_tiles(request, select, _by_table(mma_tiles, request))
+        return _shape(chosen, _of_products(select, request))
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         shape = self.standard(request)
         across = Tiles(shape.tiles.Bc, shape.tiles.Br)  # the rows of PT are the columns of P
-        return shape, _select(request, tiling.StandardSpec)(across, **_facts(request))
+        return shape, _of_products(_select(request, tiling.StandardSpec), request)(across)
 
 
 # Why short calls are left to another unit.
@@ -438,36 +452,48 @@ class Wgmma(Unit):
         return ""
 
     def forward(self, request: Request) -> Shape:
-        p, choices, facts = request.problem, request.choices, _flash_facts(request)
+        p, choices = request.problem, request.choices
         if choices.algorithm == "fa1":
             select = _selecting(tiling.select_wgmma_fa1_spec, request)
             rule = functools.partial(hopper_fa1_tiles, p, request.features)
-            own = {"return_lse": choices.return_lse}
-            return _shape(*self.chosen_tiles(request, select, rule, False), select, facts | own)
+            complete = functools.partial(_of_flash(select, request), return_lse=choices.return_lse)
+            return _shape(self.chosen_tiles(request, select, rule, False), complete)
         heads = p.group if heads_share_tiles(request) else 1
-        facts |= {"tile_heads": heads, "ablated": choices.ablate}
-        facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_slots(request.features)
         select = _selecting(tiling.select_wgmma_spec, request)
-        rule = functools.partial(hopper_tiles, request, heads, functools.partial(select, **facts))
+        complete = functools.partial(
+            _of_flash(select, request),
+            tile_heads=heads,
+            ablated=choices.ablate,
+            shares=p.seqlen_q > GROUP_ROWS and takes_slots(request.features),
+        )
+        rule = functools.partial(hopper_tiles, request, heads, complete)
         long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")
-        return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
+        return _shape(self.chosen_tiles(request, select, rule, plain=long), complete)
 
     def backward(self, request: Request) -> Shape:
-        p, choices, facts = request.problem, request.choices, _facts(request)
+        p, choices = request.problem, request.choices
         splits = 1 if choices.group_splits == "auto" else int(choices.group_splits)
         call = tiling.BackwardCall(
             head_dim=p.head_dim,
             head_dim_v=p.head_dim_v or 0,
-            features=facts.pop("features"),
+            features=request.features,
             algorithm=choices.algorithm,
             grouped=p.group > splits,
             splits_group=splits > 1,
             adds_dq=hopper_adds_dq(request),
         )
-        facts |= {"positive_scale": p.scale > 0.0, "splits_rows": p.group < splits}
-        facts["splits_queries"] = choices.query_splits > 1
-        tiles, facts["chunk_tiles"] = self.column_tiles(request)
-        spec = tiling.select_wgmma_backward_spec(tiles, call, request.shared_limit, **facts)
+        tiles, chunk = self.column_tiles(request)
+        spec = tiling.select_wgmma_backward_spec(
+            tiles,
+            call,
+            request.shared_limit,
+            aligned=request.aligned,
+            dtype=request.matrix_dtype,
+            positive_scale=p.scale > 0.0,
+            splits_rows=p.group < splits,
+            splits_queries=choices.query_splits > 1,
+            chunk_tiles=chunk,
+        )
         why = "the only tiles that Hopper's backward kernels support at this head dimension"
         return Shape(replace(tiles, threads=spec.threads), spec, why)
 
@@ -479,9 +505,9 @@ class Wgmma(Unit):
         return hopper_adds_dq(request)
 
     def dq_kernel(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        p, facts = request.problem, {"stages": 2, **_flash_facts(request)}
-        facts["features"] = request.features.without_sums
-        spec = tiling.select_wgmma_dq_spec(p.head_dim, head_dim_v=p.head_dim_v or 0, **facts)
+        p, select = request.problem, _of_flash(tiling.select_wgmma_dq_spec, request)
+        features = request.features.without_sums
+        spec = select(p.head_dim, head_dim_v=p.head_dim_v or 0, features=features, stages=2)
         return replace(tiling.wgmma_dq_tiles(p.largest_dim), threads=spec.threads), spec
 
 
@@ -543,15 +569,20 @@ def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
     return _selecting(tiling.select_mma_spec, request, kind=kind)
 
 
-def _facts(request: Request) -> dict[str, Any]:
-    """Fields of every specialisation on tensor cores."""
-    facts: dict[str, Any] = {"features": request.features, "aligned": request.aligned}
-    return facts | {"dtype": request.matrix_dtype}
+def _of_products(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
+    """Return ``select`` with what every specialisation on tensor cores takes of a request."""
+    return functools.partial(
+        select, features=request.features, aligned=request.aligned, dtype=request.matrix_dtype
+    )
 
 
-def _flash_facts(request: Request) -> dict[str, Any]:
+def _of_flash(select: Callable[..., Any], request: Request) -> Callable[..., Any]:
+    """Return ``select`` with what FlashAttention on tensor cores takes of a request."""
     p = request.problem
-    return _facts(request) | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
+    positive, grouped = p.scale > 0.0, p.group > 1
+    return functools.partial(
+        _of_products(select, request), positive_scale=positive, grouped=grouped
+    )
 
 
 # The last one that can compute a request, and suits it, is what "auto" takes.
