@@ -48,6 +48,7 @@ LOOKED_UP = np.zeros(1 << 16, np.float32)
 FUNCTIONS = {
     "scaled": lambda score, b, h, i, j: 2.0 * score,
     "looked_up": lambda score, b, h, i, j: score + LOOKED_UP[j],
+    "by_head": lambda score, b, h, i, j: score * LOOKED_UP[h],
 }
 
 
@@ -323,6 +324,8 @@ def test_every_size_is_one_of_its_unit_and_says_where_it_is_from():
             assert facts.size(unit, algorithm, of, d, "no such option") == plain
             said = f"tiles.csv has {plain.Br} x {plain.Bc} for head_dim <= {plain.head_dim}"
             assert str(plain) == f"{said} ({plain.source})"
+    rows_alone = str(facts.Size("planes", 64, 0, 192, 0, 2, "measured"))
+    assert rows_alone == "tiles.csv has 192 rows for head_dim <= 64, case 'planes' (measured)"
 
 
 @pytest.mark.parametrize(
