@@ -140,6 +140,17 @@ class Grammar:
             lambda: f"({self.number()} / (2.5 + math.sin({a()})))",
             lambda: f"({a()} * {self.number()} * {self.number()} / {self.number()})",
             lambda: f"({a()} / {self.within()})",
+            lambda: f"({a()} / ({self.weight()} + {self.grown(b)}))",
+            lambda: f"({self.grown(a)} / ({self.grown(b)} + {self.weight()}))",
+            lambda: f"({self.weight()} / ({self.grown(a)} * {self.weight()}))",
+            lambda: f"math.{self.pick('log', 'log2', 'log10')}({self.weight()} + {self.grown(b)})",
+            lambda: f"math.log1p({self.grown(a)} * {self.weight()})",
+            lambda: f"(({self.weight()} + {self.grown(a)}) ** {self.pick('-1.0', '-2', '0.5')})",
+            lambda: f"({a()} / (-{self.grown(b)} - {self.weight()}))",
+            lambda: f"({a()} / (4 - {self.grown(b)}))",
+            lambda: f"({self.grown(a)} / (4 - {self.grown(b)}))",
+            lambda: f"math.log(({a()}) ** 2 + {self.grown(b)})",
+            lambda: f"({self.weight()} / ({self.grown(b)} + ({a()}) ** 2))",
             lambda: f"{self.pick('math.log', 'math.sqrt', 'math.log2')}({self.within()})",
             lambda: f"({self.within()} ** {self.pick('0.5', '-1.5', 'w')})",
             lambda: f"({a()} % {self.within()})",
@@ -187,6 +198,15 @@ class Grammar:
         more = self.real(depth - 2)
         self.score, self.own = score, own
         return f"{first}({product}) {self.pick('+', '-', '*')} {more}"
+
+    def grown(self, argument):
+        """An exponential, of a moderate argument."""
+        text = self.pick("math.exp({})", "math.exp({})", "math.cosh({})", "2.0 ** {}", "w ** {}")
+        return text.format(f"math.sin({argument()})")
+
+    def weight(self):
+        """A number above 0."""
+        return self.pick("1", "w", "1.5", "abs(x0)", f"({self.element(0)} ** 2 + 0.1)", "(i + 1)")
 
     def within(self):
         """A number that is above 0 for rows and columns of the matrix alone."""
@@ -291,7 +311,7 @@ class Grammar:
         return f"{name} {op} {'1' if op in ('<<=', '>>=') else value}"
 
 
-def text_of(option, seed, depth=4, moderate=False, **how):
+def text_of(option, seed, depth=3, moderate=False, **how):
     """Return the source of the function of this seed.
 
     With ``moderate``, a score changes by less than 1, and its slope stays moderate too.
@@ -302,6 +322,7 @@ def text_of(option, seed, depth=4, moderate=False, **how):
     parameters = ("score, " if score else "") + "b, h, i, j"
     lines = grammar.statements(rng.choice([0, 0, 1, 2, 4]), depth - 1)
     if score and rng.random() < 0.2:
+        grammar.own = {"int": [], "float": [], "bool": []}
         result = grammar.once(depth)
         return "\n".join([f"def mod({parameters}):", f"    return {result}", ""])
     kind = "float" if score else rng.choice(["bool", "bool", "bool", "int"])
@@ -344,6 +365,8 @@ def bounded_text_of(seed):
                 f"({a} - {b})",
                 f"({number} * {a} - {rng.choice(numbers)} * {b})",
                 f"({a} * {b})",
+                f"(big * {a} {rng.choice('+-')} big * {b})",
+                "(big * score - big * score)",
                 f"({a} * {number} * {rng.choice(numbers)})",
                 f"({number} * {a})",
                 f"({a} / {number})",

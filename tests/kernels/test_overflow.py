@@ -13,7 +13,7 @@ from fa_numba import Tiles
 W = 0.7
 SCORES = [0.0, 0.5, -2.0, 20.0, -20.0, 43.5, 60.0, -60.0, 88.2, -88.2, 88.5, -88.5, 88.7, -88.7]
 SCORES += [89.0, -89.0, 126.4, -126.7, 127.5, -127.5, 300.0, -300.0, 1e4, -1e4, 1e10, -1e10]
-SCORES += [1e20, -1e20]
+SCORES += [1e20, -1e20, 22.17, -22.17, 21.9, -21.9]  # and where 4 times the score is near 88.7
 
 
 def sigmoid(x):
@@ -59,6 +59,11 @@ FORMS = {
         lambda x: sigmoid(x) + x * bell(x),
     ),
     "softplus": ("math.log(1 + math.exp(score))", lambda x: np.logaddexp(0, x), sigmoid),
+    "softplus of a multiple": (
+        "math.log(1 + math.exp(score) * 3.0)",
+        lambda x: np.logaddexp(0, x + math.log(3)),
+        lambda x: sigmoid(x + math.log(3)),
+    ),
     "softplus of log1p": (
         "math.log1p(math.exp(score * w)) / w",
         lambda x: np.logaddexp(0, W * x) / W,
@@ -148,6 +153,16 @@ def test_values_and_slopes_where_float32_overflows(name):
             found = both(score, 0, 0, 0, 0)
             size = 1 + abs(np.array(wanted))
             assert (abs(np.subtract(found, wanted)) < 1e-5 * size).all(), (x, found, wanted)
+
+
+def test_a_power_of_an_exponential_has_a_finite_slope_while_it_is_finite():
+    """The slope of the exponential overflows before the exponential does."""
+    text = "def mod(score, b, h, i, j):\n    return (1 + math.exp(4 * score)) ** 0.25\n"
+    executed = Executed("score_mod", random_functions.function_of(text, {"math": math}), True)
+    slope = executed.of_score(executed.mod.slope, np.float32(1), np.float32(1))
+    with np.errstate(all="ignore"):
+        found = slope(np.float32(22.17), 0, 0, 0, 0)
+    assert abs(found / math.exp(22.17) - 1) < 1e-4
 
 
 def test_slopes_by_elements_where_exp_overflows():
