@@ -16,6 +16,7 @@ import fresh_memory
 import launch_types  # noqa: F401  it checks every launch
 import numba.np.arrayobj  # noqa: F401  Numba reads np.empty once: before `running` replaces it
 import numpy as np
+import numpy.ma  # noqa: F401  it reads the docstring of np.empty when it is first used
 import pytest
 from numba.extending import overload
 
