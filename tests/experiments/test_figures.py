@@ -1,6 +1,7 @@
 """What is stored can be read: nothing lies on the border, colours of a panel are apart."""
 
 import re
+from functools import cache
 from itertools import combinations
 
 import numpy as np
@@ -84,10 +85,15 @@ def drawn():
 
 
 def rows_of(name):
-    owner = next(e for e in registry.names() if name in (e, *thumbs.figures(registry.load(e))))
+    owners = (e for e in registry.names() if name in (e, *thumbs.figures(registry.load(e))))
+    return [*recorded(next(owners))]
+
+
+@cache
+def recorded(experiment):
     store = Store(FIGURES)
-    machines = (MODEL, EMULATOR, report.gpu(store, owner))
-    return [r for machine in machines for r in store.read(owner, machine)]
+    machines = (MODEL, EMULATOR, report.gpu(store, experiment))
+    return [r for machine in machines for r in store.read(experiment, machine)]
 
 
 def colour(handle):
