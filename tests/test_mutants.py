@@ -1,7 +1,12 @@
 """Faults planted by rule in kernels, parts and emulations: a call notices each, or it is none.
 
-`survivors.csv` has those that nothing notices, each with the reason why it is no fault. By default
-a sample is tried; `python tests/test_mutants.py NAME ...` tries those whose name has one of these.
+`survivors.csv` lists the faults that no test call notices, each with the reason why it is no fault.
+Random calls prove the reasons (`proofs`). By default a sample of the faults and of the reasons is
+tried. Two commands try some of them:
+
+    python tests/test_mutants.py NAME ...         try the faults whose name contains a NAME
+    python tests/test_mutants.py prove NAME ...   prove the reasons of the survivors whose name
+                                                  contains a NAME, and write them to the file
 """
 
 import ast
@@ -10,6 +15,7 @@ import functools
 import importlib
 import itertools
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,6 +24,7 @@ from unittest import mock
 import mutant_cases
 import mutants
 import numpy as np
+import proofs
 import pytest
 import stand_in_torch
 
@@ -25,6 +32,8 @@ SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
 UNITS = {"simt": 8, "mma": 5, "wgmma": 3}  # and of how many sites by default
 HOST = {"host": 4, "ring": 4, "torch": 2, "intrinsics": 16}  # and of what is no kernel
 PARTS = 48  # of all
+SAMPLED_REASONS = 3  # that are proved by default
+FALSE_REASON = "drop", "products.scale_and_add(rO, rf, rT)"
 # Into how many shares a unit's runs are divided. A sample looks at one share after another: a small
 # share takes less time, but leaves more mutants to the next share.
 SHARES = {"simt": 12, "mma": 5, "wgmma": 5, "intrinsics": 5}
@@ -33,16 +42,37 @@ TORCH = "fa_numba.torch"  # imported by a stand-in for torch
 ON_HOST = ("fa_numba.host", "fa_numba.choices.copies", "fa_numba.ring", TORCH)
 
 
+# Columns of the file. The first ones name a fault, as `named` does. `proof` says what random calls
+# show (`proofs.Proof.kind`); `calls` is how many calls ran the changed code, `differed` in how many
+# of these calls the changed value was another one; `revision` is the commit that was tried.
+NAMES = ("module", "function", "rule", "text", "occurrence")
+COLUMNS = (*NAMES, "reason", "proof", "calls", "differed", "revision")
+
+
+@functools.cache
+def rows():
+    """Return the rows of the file by `named`: each a dict by column."""
+    with SURVIVORS.open() as file:
+        found = list(csv.DictReader(file))
+    return {(*(row[n] for n in NAMES[:-1]), int(row["occurrence"])): row for row in found}
+
+
 @functools.cache
 def survivors():
     """Why each is no fault, by `named`."""
-    with SURVIVORS.open() as file:
-        _, *rows = csv.reader(file)
-    return {(*site, int(occurrence)): reason for *site, occurrence, reason in rows}
+    return {name: row["reason"] for name, row in rows().items()}
 
 
 def named(site):
     return site.module, site.function, site.rule, site.text, site.occurrence
+
+
+@functools.cache
+def listed():
+    """Return the faults that the file lists, by `named`."""
+    others = mutants.modules_of(*PACKAGES)
+    found = [site for name in others for site in mutants.sites_of(name, tuple(OTHERS))]
+    return {named(site): site for site in (*found, *sites()) if named(site) in rows()}
 
 
 @functools.cache
@@ -156,6 +186,12 @@ def all_noticed(chosen, shares=1):
     chosen = [site for site in chosen if named(site) not in survivors()]
     unnoticed = [site.name for site in chosen if tried(site, shares=shares)[0] is None]
     assert not unnoticed, "\n".join(("nothing notices", *unnoticed))
+
+
+def not_proved(chosen, **how):
+    """Return a sentence for each of these survivors that random calls notice."""
+    tried = ((site, proofs.prove(site, **how)) for site in chosen)
+    return [f"{proof.noticed}: {site.name}" for site, proof in tried if proof.noticed]
 
 
 # --- what the diagnosis is --------------------------------------------------------------------
@@ -336,12 +372,56 @@ def test_all_are_noticed(part):
 
 def test_a_survivor_is_a_site_and_has_a_reason():
     assert all(survivors().values())
-    others = mutants.modules_of(*PACKAGES)
-    found = {named(site) for name in others for site in mutants.sites_of(name, tuple(OTHERS))}
-    assert survivors().keys() <= {named(site) for site in sites()} | found
+    assert rows().keys() <= listed().keys()
+
+
+def test_a_sample_of_reasons_is_proved():
+    """Of the survivors in kernels for CUDA cores, whose calls are short."""
+    chosen = sorted(listed().values(), key=by_number)
+    chosen = [x for x in chosen if "simt" in x.module.split(".") and rows()[named(x)]["calls"]]
+    wrong = not_proved(chosen[:SAMPLED_REASONS], wanted=1, most=1, pool=8, seconds=1)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_reasons_are_proved(part):
+    chosen = sorted(listed().values(), key=by_number)
+    wrong = not_proved([x for x in chosen if rows()[named(x)]["calls"]][part::PARTS])
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_false_reason_is_noticed():
+    """As that O need not be rescaled and added to."""
+    (site,) = (
+        site
+        for site in mutants.sites_of("fa_numba.kernels.simt.fa2_forward")
+        if (site.rule, site.text) == FALSE_REASON
+    )
+    assert not_proved([site], wanted=1, most=2, pool=8)
+
+
+def prove(asked):
+    """Prove the reasons of some survivors and write what was found to the file."""
+    revision = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    for name, site in listed().items():
+        if any(text in site.name for text in asked):
+            proof, row = proofs.prove(site), rows()[name]
+            print(f"{proof.kind}\t{proof.reached}\t{proof.noticed}\t{site.name}", flush=True)
+            row |= {"proof": proof.kind, "calls": proof.reached or "", "revision": revision}
+            row["differed"] = proof.differed if proof.reached else ""
+            with SURVIVORS.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows().values())
 
 
 def main(asked):
+    if asked[:1] == ["prove"]:
+        prove(asked[1:])
+        return
     for site in sites():
         if any(text in site.name for text in asked):
             how, run, count = tried(site)

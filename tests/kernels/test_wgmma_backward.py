@@ -40,11 +40,13 @@ CASES = [
     (1, 2, 2, 150, 150, 64, BIAS),
     (1, 1, 1, 384, 384, 64, {"causal": True}),  # no ragged edge, in three row tiles
 ]
+FA1_TILES = default_wgmma_backward_tiles(64, algorithm="fa1")
 FA1_CASES = [
     *OF_BOTH,
     (2, 2, 1, 70, 150, 128, {"causal": True}),
     (1, 2, 1, 150, 150, 80, {"window": (40, -1)}),
     (1, 1, 1, 70, 260, 40, {}),
+    (1, 1, 1, 128, 2, 64, {"block_mask": np.ones((1, 1), bool), "tiles": FA1_TILES}),
     (1, 1, 1, 1, 128, 64, {}),  # whole column tiles, behind which nothing may be loaded
 ]
 # Blocks that share a head
@@ -69,6 +71,7 @@ CAPPED = {"causal": True, "softcap": 2.0, "layout": "transposed"}
 WAYS = [
     # way, dtype, B, Hq, Hk, Nq, Nk, d, options
     ("fa2-deterministic", "float16", 1, 1, 1, 1, 1, 64, {}),
+    ("fa2-deterministic", "float16", 1, 1, 1, 1, 128, 64, {}),
     ("fa2-deterministic", "float16", 1, 1, 1, 77, 300, 64, {}),
     ("fa2-deterministic", "float16", 1, 1, 1, 200, 77, 128, {"causal": True}),
     (*("fa2-deterministic", "float16"), 1, 2, 1, 70, 150, 80, {"window": (40, 8), "softcap": 2.0}),
