@@ -421,3 +421,9 @@ def test_rows_of_standard_attention_in_shared_memory():
     assert max(k.shared_bytes for k in long.kernels) <= devices.shared_bytes_limit()
     shapes = (((1, 1, 9, d), (1, 1, 9, d), (1, 1, 9, 256)) for d in (8, 256))
     assert len({fa_numba.plan(*each, **how).tiles for each in shapes}) == 1
+
+
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_standard_attention_says_why_it_has_its_unit_and_tiles(passes):
+    plan = fa_numba.plan((1, 1, 8, 8), (1, 1, 8, 8), algorithm="standard", passes=passes)
+    assert {"unit", "tiles"} <= plan.why.keys()
