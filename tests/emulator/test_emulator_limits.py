@@ -109,3 +109,18 @@ def test_what_is_remembered_changes_no_result_and_no_count(monkeypatch):
         monkeypatch.setattr(module, constant, least)
     again, now = called()
     assert np.array_equal(found, again) and counted == now
+
+
+def test_bits_are_those_of_words_of_32_and_64_bits():
+    ends = (-(2**63), -(2**31) - 1, -(2**31), -1, 0, 2**31, 2**32 - 1, 2**32, 2**63 - 1)
+    for value in ends:
+        found = np.zeros(2, np.int64)
+
+        def kernel(found, value):
+            found[0] = cuda.popc(value)
+            found[1] = cuda.clz(value)
+
+        launch(kernel, 1, 1, found, value)
+        width = 32 if -(2**31) <= value < 2**32 else 64
+        word = value % 2**width
+        assert found.tolist() == [word.bit_count(), width - word.bit_length()], value

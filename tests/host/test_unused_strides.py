@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from helpers import random_inputs
+from numba import cuda
 from stand_in_device import Array, aligned
 
 import fa_numba
 from fa_numba import device as devices
 from fa_numba.device.tensor_map import STEP_BYTES, TiledArray
-from fa_numba.emulator import Boxed
+from fa_numba.emulator import Boxed, launch
 from fa_numba.emulator.global_memory import used_strides
 from fa_numba.host.arrays import operand
 
@@ -121,6 +122,18 @@ def test_a_tensor_map_has_no_stride_that_no_box_uses(seed):
     assert found == want
     assert all(step % STEP_BYTES == 0 for step in found.strides[:-1])
     assert Boxed(odd(dense, seed), 8, found).array.strides == used_strides(shape, dense.strides, 2)
+
+
+def test_a_kernel_of_ones_own_may_have_any_stride_there():
+    def doubled(x, y):
+        t = cuda.threadIdx.x
+        y[t, 0] = 2 * x[0, t]
+
+    x, y = rows(1, 5), np.zeros((5, 1), np.float32)
+    counts = launch(doubled, 1, 5, odd(x), odd(y))
+    assert (
+        np.array_equal(y[:, 0], 2 * x[0]) and counts.total() == launch(doubled, 1, 5, x, y).total()
+    )
 
 
 def test_a_launch_gets_no_stride_that_no_index_uses(gpu):
