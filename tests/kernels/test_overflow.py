@@ -166,8 +166,14 @@ def test_a_power_of_an_exponential_has_a_finite_slope_while_it_is_finite():
 
 
 def test_slopes_by_elements_where_exp_overflows():
-    text = "def mod(score, b, h, i, j):\n    return score / (1 + math.exp(-score * rates[h]))\n"
     values = {"math": math, "rates": np.float32([0.5, 4.0])}
+    text = "def mod(score, b, h, i, j):\n    return score / (1 + math.exp(rates[h] * j))\n"
+    executed = Executed("score_mod", random_functions.function_of(text, values), single=True)
+    with np.errstate(all="ignore"):
+        one = np.float32(1)
+        found = executed.gradients([(one, one, 0, 1, 0, j) for j in (22, 400)])["rates"]
+    assert found[0] == 0 and abs(found[1]) < 1e-30
+    text = "def mod(score, b, h, i, j):\n    return score / (1 + math.exp(-score * rates[h]))\n"
     function = random_functions.function_of(text, values)
     executed = Executed("score_mod", function, single=True)
     places = [(np.float32(s), np.float32(1), 0, 1, 0, n) for n, s in enumerate([-88.5, -21.9, -22])]
