@@ -195,3 +195,22 @@ def test_gradients_of_a_call_where_exp_overflows(way):
         tiles=Tiles(8, 16),
         score_mod=lambda score, b, h, i, j: score / (1 + math.exp(-score * w)),
     )
+
+
+def test_a_logarithm_that_is_not_known_stays_as_it_is():
+    """Of two exponentials of the score, and of a difference, whose infinity is negative."""
+    one = np.float32(1)
+    for form, score, wanted in (
+        ("math.log(math.exp(score) + math.exp(2 * score))", 60.0, math.inf),
+        ("math.log(4 - math.exp(score))", 1.0, math.log(4 - math.e)),
+    ):
+        text = f"def mod(score, b, h, i, j):\n    return {form}\n"
+        executed = Executed("score_mod", random_functions.function_of(text, {"math": math}), True)
+        mod = executed.mod
+        values = executed.of_score(mod.value, one, one), executed.of_score(mod.both, one, one)
+        with np.errstate(all="ignore"):
+            found = [
+                values[0](np.float32(score), 0, 0, 0, 0),
+                values[1](one * score, 0, 0, 0, 0)[0],
+            ]
+        assert found == pytest.approx([wanted, wanted], rel=1e-6)
