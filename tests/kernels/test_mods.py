@@ -182,6 +182,8 @@ def test_a_value_and_its_derivative_are_made_at_once_of_a_scaled_score_in_any_un
         (lambda s, b, h, i, j: slope * math.atan(math.erf(s * cap) + 1) - s, True),
         (lambda s, b, h, i, j: s * table[h, j], False),
         (lambda s, b, h, i, j: s * table[0, 3], False),
+        (lambda s, b, h, i, j: s * table[h, j] + s, False),
+        (lambda s, b, h, i, j: s + s * table[h, j], False),
         (lambda s, b, h, i, j: math.tanh(s * cap * slope), False),
         (lambda s, b, h, i, j: math.tanh(s * s), False),
         (lambda s, b, h, i, j: math.exp(s), False),
