@@ -253,6 +253,7 @@ RING = [
         {"q_lens": (12, 7, 1), "kv_lens": (9, 11, 0), "sinks": True, "dlse": True},
     ),
     (4, "kv", False, "float32", None, {"window": (7, 0), "dlse": True}),
+    (2, "kv", True, "float16", None, {"window": (5, -1), "heads_k": 2}),  # computed at once too
     # v of another head dimension
     (2, "kv", True, "float16", "bnhd", {"head_dim_v": 5, "dlse": True}),
     (3, "q", False, "float16", None, {"head_dim_v": 12, "sinks": True}),
@@ -270,8 +271,8 @@ def test_both_passes_are_those_of_one_device(torch, case):
     masked = any(name in options for name in ("window", "q_lens", "kv_lens"))
     batch = max(map(len, (options.get("q_lens", [0]), options.get("kv_lens", [0]))))
     # A single K/V head is computed at once, of more some in the last step.
-    Hk = 2 + (ranks == 2) if dtype == "float16" and not masked else 1
     options = dict(options)
+    Hk = options.pop("heads_k", 2 + (ranks == 2) if dtype == "float16" and not masked else 1)
     d_v = options.pop("head_dim_v", 8)
     sizes = {"q": (2 * Hk, Nq, 8), "k": (Hk, Nk, 8), "v": (Hk, Nk, d_v), "dout": (2 * Hk, Nq, d_v)}
     whole = {
