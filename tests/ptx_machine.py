@@ -259,6 +259,18 @@ class Machine:
                 tile = tile.T if "trans" in rest else tile
                 i, j = lane // 4, lane % 4 * 2
                 self.put(part, tile[i, j] | tile[i, j + 1] << 16)
+        elif first == "stmatrix":
+            assert rest == ["sync", "aligned", "m8n8", "x4", "shared", "b16"]
+            at = self.address(given[0])
+            for m, part in enumerate(several[1]):
+                words = self.get(part).reshape(8, 4)
+                for row, a in enumerate(at[8 * m : 8 * m + 8]):
+                    self.memory[a : a + 16].view(np.uint32)[:] = words[row]
+        elif name == "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32":
+            target, source, size = self.address(given[0]), self.address(given[1]), given[2]
+            for lane, count in enumerate(self.get(size)):
+                values = self.memory[source[lane] :][:count].view(np.float32)
+                self.memory[target[lane] :][:count].view(np.float32)[:] += values
         elif first == "mma":
             self.mma(rest, several)
         else:

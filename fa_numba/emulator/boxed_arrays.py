@@ -221,71 +221,11 @@ class BoxedArray:
             If a thread of this thread block stored one of the elements.
         """
         rows, columns, starts = self.inside(ctx, place, lane)
-        array = self.array
         height, width = rows.size, columns.stop - columns.start
         if not height:
             return rows, columns, np.zeros((0, 0), np.int64)
-        if kind != STORE:
-            array.tally.loads += height * width
-        if kind != LOAD:
-            array.tally.stores += height * width
-        named = {LOAD: "box load", STORE: "box store", ATOMIC: "box add"}[kind]
-        owners = array.owners
-        bad = async_checks.box_access(
-            kind, starts, width, array.itemsize, array.start, ctx.block_number,
-            *owners.blocks, ctx.statistics(array.name, "global", named),
-        )  # fmt: skip
-        if bad >= 0:
-            where = tuple(int(i[bad]) for i in self.index(starts))
-            raise array._conflict(kind, lane, int(starts[bad]), width, where)
-        if owners.stamps.size:
-            self._require_fence(ctx, kind, starts, width, lane)
-        if ctx.trace is not None:
-            whole = np.full(height, width), np.ones(height, bool)
-            ctx.trace.note(array, kind, self.index(starts), *whole)
+        note_copy(ctx, self.array, kind, starts, width, lane)
         return rows, columns, starts[:, None] + np.arange(width)
-
-    def _require_fence(
-        self, ctx: Boxes, kind: int, starts: np.ndarray, width: int, lane: int
-    ) -> None:
-        """Raise if a thread stored one of the elements since the thread block began.
-
-        Only the end of a launch orders such a store before the copy engine.
-        """
-        array, places = self.array, (starts[:, None] + np.arange(width)).reshape(-1)
-        stamps = array.owners.stamps[STORE, places]
-        stored = np.flatnonzero(stamps >= ctx.begun)
-        if stored.size:
-            first = int(stored[0])
-            (index,) = zip(*self.index(places[first : first + 1]), strict=True)
-            text = (
-                f"this TMA copy {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
-                f"{ctx.who(int(stamps[first]))} stored earlier in the same launch. Within a "
-                "launch, a TMA copy can run before an earlier store of a thread to global memory: "
-                "start the copy in a later launch"
-            )
-            raise ctx.fault(MissingFence, text, array.name, lane)
-
-    def index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return the (batch, head, row, column) indices of elements of the array's memory.
-
-        Parameters
-        ----------
-        starts : ndarray of int
-            Elements of the array's memory.
-
-        Returns
-        -------
-        tuple of ndarray of int
-            One array of indices per axis.
-        """
-        array = self.array
-        rest, found = starts - array._offset, {}
-        for axis in sorted(range(array.ndim), key=lambda n: -array._steps[n]):
-            step = array._steps[axis]
-            found[axis] = rest // step if step and array.shape[axis] > 1 else np.zeros_like(rest)
-            rest = rest - found[axis] * step
-        return tuple(found[axis] for axis in range(array.ndim))
 
     def merged(self, mask: Any, other: Any) -> BoxedArray:
         """Return this array, which all lanes must hold.
@@ -310,3 +250,96 @@ class BoxedArray:
         if other is not self:
             raise TypeError(two_arrays(self, other))
         return self
+
+
+def index_of(array: GlobalArray, places: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the indices of elements of an array's memory, one array of indices per axis.
+
+    Parameters
+    ----------
+    array : GlobalArray
+        The array.
+    places : ndarray of int
+        Elements of the array's memory.
+
+    Returns
+    -------
+    tuple of ndarray of int
+        One array of indices per axis.
+    """
+    rest, found = places - array._offset, {}
+    for axis in sorted(range(array.ndim), key=lambda n: -array._steps[n]):
+        step = array._steps[axis]
+        found[axis] = rest // step if step and array.shape[axis] > 1 else np.zeros_like(rest)
+        rest = rest - found[axis] * step
+    return tuple(found[axis] for axis in range(array.ndim))
+
+
+def note_copy(
+    ctx: Boxes, array: GlobalArray, kind: int, starts: np.ndarray, width: int, lane: int
+) -> None:
+    """Count what the copy engine accesses, and check it for conflicts.
+
+    Parameters
+    ----------
+    ctx : Boxes
+        The launch.
+    array : GlobalArray
+        The array.
+    kind : int
+        LOAD, STORE or ATOMIC of `checks`.
+    starts : ndarray of int
+        Element of the array's memory at which each row of the copy begins.
+    width : int
+        Elements of a row.
+    lane : int
+        Lane that starts the copy, for errors.
+
+    Raises
+    ------
+    GlobalHazard
+        If another thread block accesses one of the elements and one of the two writes.
+    MissingFence
+        If a thread of this thread block stored one of the elements.
+    """
+    height = starts.size
+    if kind != STORE:
+        array.tally.loads += height * width
+    if kind != LOAD:
+        array.tally.stores += height * width
+    named = {LOAD: "box load", STORE: "box store", ATOMIC: "box add"}[kind]
+    owners = array.owners
+    bad = async_checks.box_access(
+        kind, starts, width, array.itemsize, array.start, ctx.block_number,
+        *owners.blocks, ctx.statistics(array.name, "global", named),
+    )  # fmt: skip
+    if bad >= 0:
+        where = tuple(int(i[bad]) for i in index_of(array, starts))
+        raise array._conflict(kind, lane, int(starts[bad]), width, where)
+    if owners.stamps.size:
+        _require_fence(ctx, array, kind, starts, width, lane)
+    if ctx.trace is not None:
+        whole = np.full(height, width), np.ones(height, bool)
+        ctx.trace.note(array, kind, index_of(array, starts), *whole)
+
+
+def _require_fence(
+    ctx: Boxes, array: GlobalArray, kind: int, starts: np.ndarray, width: int, lane: int
+) -> None:
+    """Raise if a thread stored one of the elements since the thread block began.
+
+    Only the end of a launch orders such a store before the copy engine.
+    """
+    places = (starts[:, None] + np.arange(width)).reshape(-1)
+    stamps = array.owners.stamps[STORE, places]
+    stored = np.flatnonzero(stamps >= ctx.begun)
+    if stored.size:
+        first = int(stored[0])
+        (index,) = zip(*index_of(array, places[first : first + 1]), strict=True)
+        text = (
+            f"this TMA copy {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
+            f"{ctx.who(int(stamps[first]))} stored earlier in the same launch. Within a "
+            "launch, a TMA copy can run before an earlier store of a thread to global memory: "
+            "start the copy in a later launch"
+        )
+        raise ctx.fault(MissingFence, text, array.name, lane)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import async_checks
-from .boxed_arrays import CHUNK, ROW_BYTES, BoxedArray
+from .boxed_arrays import CHUNK, ROW_BYTES, BoxedArray, index_of, note_copy
 from .checks import ATOMIC, BOX, IN_FLIGHT, LOAD, READING, STAMP, STORE, UNWRITTEN
 from .errors import (
     NO_BARRIER,
@@ -227,7 +227,7 @@ class Boxes(Mbarriers):
             values = np.full(places.shape, src.layout.fill, dst.buffer.data.dtype)
             rows, columns, found = src.access(self, LOAD, where, lane)
             if found.size:
-                self._behind_stores(src, found.reshape(-1), lane, "reads")
+                self._behind_stores(src.array, found.reshape(-1), lane, "reads")
                 values[rows, columns] = src.array._memory[found]
             self._depart(dst, first, places.reshape(-1), values.reshape(-1), tid, barrier)
             barrier.bytes -= places.size * dst.itemsize
@@ -263,20 +263,53 @@ class Boxes(Mbarriers):
             taken, to = places[rows, columns].reshape(-1), found.reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
             if not adds:  # which come behind each other in any order
-                self._behind_stores(dst, to, lane, "overwrites")
-            dst.array.owners.stamps[BOX, to] = IN_FLIGHT
-            tid = int(self.group.tids[lane])
-            values = np.zeros(taken.size, src.buffer.data.dtype)
-            tids = self.group.tids[lane : lane + 1]
-            lent = self.lend(src, self.rows_of_boxes, first, taken, tids, values)
-            element = src._element(first)
-            number = self._groups_of_boxes.get(tid, 0)
-            box = BoxStore(lent, dst.array, to, values, tid, number, element, self.site(), adds)
-            self._stores.append(box)
+                self._behind_stores(dst.array, to, lane, "overwrites")
+            self._send(dst.array, to, src, first, taken, lane, adds)
 
-    def _behind_stores(self, boxed: BoxedArray, places: np.ndarray, lane: int, does: str) -> None:
+    def add_bulk(
+        self, dst: GlobalArray, row: Any, col: Any, src: SharedArray, index: Any, count: Any
+    ) -> None:
+        """Start adding `count` floats from src[index] on to dst[row, col] and its neighbours."""
+        self.alone()
+        self.instruction("tma")
+        for lane in self.active_lanes().tolist():
+            i, j, at, size = self._of_lane(lane, row, col, index, count)
+            if at < 0 or at + size > src.length:
+                raise self.outside(src.name, (src.length,), max(at + size - 1, at), lane)
+            if not (0 <= i < dst.shape[0] and 0 <= j and j + size <= dst.shape[1]):
+                raise dst._outside((i, j + size - 1), lane)
+            to = int(dst._offset) + i * dst._steps[0] + j * dst._steps[1]
+            first = src.first + at
+            bytes_of = {
+                "address in global memory": dst.address + to * dst.itemsize,
+                "address in shared memory": first * src.itemsize,
+                "size": size * src.itemsize,
+            }
+            for name, value in bytes_of.items():
+                if value % CHUNK:
+                    text = f"the {name} of a bulk copy must be a multiple of {CHUNK} bytes, got"
+                    raise self.fault(Misaligned, f"{text} {value}", dst.name, lane)
+            note_copy(self, dst, ATOMIC, np.array([to]), size, lane)
+            along = np.arange(size)
+            dst._keep(along[:0])
+            self._send(dst, to + along, src, first, along, lane, True)
+
+    def _send(
+        self, array: GlobalArray, to: np.ndarray, src: SharedArray, first: int, taken: np.ndarray,
+        lane: int, adds: bool,
+    ) -> None:  # fmt: skip
+        """Read elements of shared memory asynchronously, and store or add them to an array."""
+        array.owners.stamps[BOX, to] = IN_FLIGHT
+        tid = int(self.group.tids[lane])
+        values = np.zeros(taken.size, src.buffer.data.dtype)
+        tids = self.group.tids[lane : lane + 1]
+        lent = self.lend(src, self.rows_of_boxes, first, taken, tids, values)
+        number = self._groups_of_boxes.get(tid, 0)
+        element, site = src._element(first), self.site()
+        self._stores.append(BoxStore(lent, array, to, values, tid, number, element, site, adds))
+
+    def _behind_stores(self, array: GlobalArray, places: np.ndarray, lane: int, does: str) -> None:
         """Raise unless the boxes that were stored at these positions are visible to this lane."""
-        array = boxed.array
         if not array.owners.stamps.size:
             return
         stamps = array.owners.stamps[BOX, places]
@@ -285,7 +318,7 @@ class Boxes(Mbarriers):
         for stamp in np.unique(stamps).tolist():
             if stamp < self.base[0] or self.ordered(stamp, lane):
                 continue
-            first = boxed.index(places[stamps == stamp][:1])
+            first = index_of(array, places[stamps == stamp][:1])
             element = ", ".join(str(int(i[0])) for i in first)
             text = f"this thread {does} {array.name}[{element}]"
             if stamp == IN_FLIGHT:

@@ -7,7 +7,15 @@ from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import emulated_by, ptx, shared_address, statement, to_i32
+from fa_numba.intrinsics._build import (
+    emulated_by,
+    global_pointer,
+    is_float32_array,
+    ptx,
+    shared_address,
+    statement,
+    to_i32,
+)
 
 _I64 = ir.IntType(64)
 
@@ -94,6 +102,32 @@ def add_box(typingctx, dst, batch, head, row, col, src, index):
     """Start adding a box from src[index] to ``dst``, atomically: a load and a store each."""
     code = _store(4, "cp.reduce.async.bulk.tensor", "add.tile")
     return types.void(dst, batch, head, row, col, src, index), code
+
+
+def _add_bulk(array, row, col, src, index, count):
+    emulator.current().add_bulk(array, row, col, src, index, count)
+
+
+@emulated_by(_add_bulk)
+@intrinsic
+def add_bulk(typingctx, array, row, col, src, index, count):
+    """Start adding ``count`` floats from src[index] on to array[row, col] and its neighbours.
+
+    Each addition is atomic, a load and a store. Both addresses and the size are multiples of 16
+    bytes: ``cp.reduce.async.bulk``, without a tensor map.
+    """
+    if not is_float32_array(array, 2) or not is_float32_array(src, 1):
+        return None
+
+    def codegen(context, builder, signature, args):
+        place = (args[1], row, args[2], col)
+        target = global_pointer(context, builder, array, args[0], *place, contiguous=True)
+        source = shared_address(context, builder, src, args[3], args[4], index)
+        size = builder.mul(to_i32(context, builder, args[5], count), ir.IntType(32)(4))
+        text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;"
+        ptx(builder, text, [target, source, size])
+
+    return types.void(array, row, col, src, index, count), codegen
 
 
 @emulated_by(_store_box)

@@ -1,5 +1,6 @@
-"""Tensor cores: 8 x 8 tiles from shared memory (``ldmatrix``), 16 x 8 x 16 products (``mma.sync``)
-and conversions to pairs of 16-bit floats (``cvt``). PTX ISA, sm_80 and later.
+"""Tensor cores: 8 x 8 tiles from shared memory (``ldmatrix``) and to it (``stmatrix``, sm_90),
+16 x 8 x 16 products (``mma.sync``) and conversions to pairs of 16-bit floats (``cvt``). PTX ISA,
+sm_80 and later.
 
 Lane l of a warp has group g = l // 4 and place t = l % 4. A register of two 16-bit floats holds the
 lower index in its lower half. Fragments (PTX ISA, "Matrix fragments for mma.m16n8k16"):
@@ -23,6 +24,7 @@ from fa_numba.intrinsics._build import (
     I32,
     WORDS,
     emulated_by,
+    halves_of,
     is_half_array,
     of_registers,
     ptx,
@@ -89,6 +91,37 @@ def ldmatrix(typingctx, array, index):
 def ldmatrix_transposed(typingctx, array, index):
     """``ldmatrix`` with every tile transposed: the lane gets its elements [2t .. 2t+1, g]."""
     return _ldmatrix(".trans")(typingctx, array, index)
+
+
+def _rows_of_tiles(values, present, mask):
+    """By lane, the four words of the row that the lane stores: of row l % 8 of tile l // 8."""
+    tiles = np.stack(values).reshape(4, -1, 8, 4)  # tile, warp, row, word of the row
+    return tuple(tiles.transpose(3, 1, 0, 2).reshape(4, -1, _WARP))
+
+
+def _stmatrix(array, index, w0, w1, w2, w3):
+    words = emulator.current().collective("stmatrix", _FULL, (w0, w1, w2, w3), _rows_of_tiles)
+    array.store(index, halves_of(words))
+
+
+@emulated_by(_stmatrix)
+@intrinsic
+def stmatrix(typingctx, array, index, w0, w1, w2, w3):
+    """Store four 8 x 8 tiles of 16-bit elements: ``stmatrix.x4`` (PTX ISA, "stmatrix"), sm_90.
+
+    Lane l gives the place ``index`` of row l % 8 of tile l // 8, a multiple of 8 elements in a 1-D
+    shared uint16 array. Each word contains the lane's elements [g, 2t .. 2t+1] of one tile.
+    """
+    words = (w0, w1, w2, w3)
+    if not is_half_array(array, 1) or any(word != types.uint32 for word in words):
+        return None
+    instruction = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+
+    def codegen(context, builder, signature, args):
+        address = shared_address(context, builder, array, args[0], args[1], index)
+        ptx(builder, instruction, [address, *args[2:]])
+
+    return types.void(array, index, *words), codegen
 
 
 def _float16(words):

@@ -3,6 +3,7 @@ values, counts, and a planted fault for each thing that is checked.
 """
 
 import contextlib
+import re
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from fa_numba.emulator import (
     UninitialisedRead,
 )
 from fa_numba.intrinsics.bulk_copy import (
+    add_bulk,
     commit_boxes,
     fence_async_proxy,
     load_box,
@@ -671,6 +673,56 @@ def test_a_thread_that_leaves_its_box_behind():
     found = caught(SharedHazard, _make_store(64, (0, 0, 0, 0), "wait"), 64, *arrays, False)
     assert "exits while its TMA store may still read sX[0]" in str(found)
     assert found.thread == (0, 0, 0) and "store(" in found.line
+
+
+def _add_bulk(wrong):
+    """A contiguous part of shared memory is added to rows 1 and 2 of Y, twice."""
+    at, col, size = {"address": (2, 0, 64), "place": (0, 2, 64), "size": (0, 0, 62),
+                     "source": (68, 0, 64), "end": (0, 32, 64)}.get(wrong, (0, 0, 64))  # fmt: skip
+
+    def kernel(Y):
+        tile = shared_tile(0, 128)
+        t = uint32(cuda.threadIdx.x)
+        for n in range(4):
+            tile[uint32(32 * n + t)] = float32(32 * n + t)
+        if wrong != "fence":
+            fence_async_proxy()
+        cuda.syncwarp()
+        if t == uint32(0):
+            for row in range(1, 3):
+                add_bulk(Y, row, col, tile, at, size)
+            commit_boxes()
+            if wrong != "read":
+                wait_boxes_read()
+
+    return kernel
+
+
+def test_contiguous_parts_are_added():
+    y = np.full((3, 64), 0.5, np.float32)
+    counts = emulator.launch(_add_bulk(""), 2, 32, y, shared_bytes=512)
+    assert np.array_equal(y[1:], np.full((2, 64), 0.5) + 2 * np.arange(64))
+    assert (y[0] == 0.5).all()
+    assert counts.loads["Y"] == counts.stores["Y"] == 2 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        ("address", Misaligned, "the address in shared memory of a bulk copy must be a multiple"),
+        ("place", Misaligned, "the address in global memory of a bulk copy must be a multiple"),
+        ("size", Misaligned, "the size of a bulk copy must be a multiple of 16 bytes, got 248"),
+        ("source", OutOfBounds, "tile"),
+        ("end", OutOfBounds, "Y"),
+        ("fence", MissingFence, "fence_async_proxy"),
+        ("read", SharedHazard, "wait_boxes_read"),
+    ],
+)
+def test_a_wrong_addition_of_a_part_is_refused(wrong, error, says):
+    y = np.zeros((3, 80), np.float32)
+    with pytest.raises(error, match=re.escape(says)):
+        emulator.launch(_add_bulk(wrong), 1, 32, y, shared_bytes=512)
+    assert not y.any()
 
 
 def _there_and_back(wrong):

@@ -15,6 +15,7 @@ from fa_numba.intrinsics import (
     _build,
     arithmetic,
     async_copy,
+    bulk_copy,
     global_memory,
     halfwords,
     matrix,
@@ -93,8 +94,24 @@ def async_copy_(dst, index, src, place, width, count):
         dst.flat[index[lane] : index[lane] + width] = np.where(some, src.flat[at : at + width], 0)
 
 
+def add_bulk_(array, row, col, src, index, count):
+    for lane in range(32):
+        at = array.place((row[lane], col[lane]))
+        array.flat[at : at + count[lane]] += src.flat[index[lane] : index[lane] + count[lane]]
+
+
+def collective(operation, mask, values, resolve):
+    found = resolve([value.reshape(1, 32) for value in values], None, mask)
+    return tuple(value.reshape(32) for value in found)
+
+
 STAND_IN = SimpleNamespace(
-    instruction=lambda *_: None, whole_warps=lambda: True, under=under, async_copy=async_copy_
+    add_bulk=add_bulk_,
+    collective=collective,
+    instruction=lambda *_: None,
+    whole_warps=lambda: True,
+    under=under,
+    async_copy=async_copy_,
 )
 
 
@@ -201,6 +218,8 @@ CASES = {
     "unpack_bf16": (matrix, "w"),
     "ldmatrix": (matrix, "si"),
     "ldmatrix_transposed": (matrix, "si"),
+    "stmatrix": (matrix, "siwwww"),
+    "add_bulk": (bulk_copy, "f|FrcSi5"),
     "mma_f16": (matrix, "C02wwwwww"),
     "mma_bf16": (matrix, "C02wwwwww"),
     "read_pair": (global_memory, "f|Frcb"),
@@ -259,6 +278,10 @@ FAULTS = [
     ("ldmatrix", "$0,$1,$2,$3", "$0,$2,$1,$3"),
     ("ldmatrix", "x4.", "x4.trans."),
     ("ldmatrix_transposed", ".trans", ""),
+    ("stmatrix", "{$1,$2,$3,$4}", "{$1,$3,$2,$4}"),
+    ("stmatrix", "x4.", "x4.trans."),
+    ("add_bulk", ".add", ".min"),
+    ("add_bulk", "[$0], [$1]", "[$1], [$0]"),
     ("mma_f16", "$4,$5,$6,$7", "$4,$6,$5,$7"),
     ("mma_f16", "$8,$9", "$9,$8"),
     ("mma_bf16", "bf16", "f16"),
