@@ -18,7 +18,6 @@ from fa_numba.integers import ceil_div
 from fa_numba.parts.pages import common_rows
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
-from fa_numba.tiling.spec import FRAGMENT_ROWS
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
 # Blocks along the three axes of a grid.
@@ -108,8 +107,7 @@ class BoxCopies(Copies):
             return {**found, "O": Boxes("O", tiles.Br)}
         if spec.adds_fragments:
             return found
-        rows = FRAGMENT_ROWS if spec.late else GROUP_ROWS
-        return {**found, "A": Boxes("A", rows, "float32", ends=spec.query_ends)}
+        return {**found, "A": Boxes("A", GROUP_ROWS, "float32", ends=spec.query_ends)}
 
     def over_columns(self, request: Request, tiles: Tiles, spec: Any, splits: int) -> Grid:
         p = request.problem

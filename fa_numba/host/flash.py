@@ -253,12 +253,13 @@ def _rounding(
 
 
 def _rounding_of_fragments(request: Request) -> tuple[Launch, Buffer]:
-    """The same of an A in fragments, and that."""
+    """Return the launch that rounds a sum of dQ in fragments, and this sum's buffer."""
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
-    kernel = kernels.make_round_fragments(p.head_dim, *UNITS[request.unit].row_facts(request))
+    kernel = kernels.make_round_fragments(p.head_dim, p.dtype)
     batch, heads, rows, d = request.q_shape
     groups = ceil_div(rows, FRAGMENT_ROWS)
-    launch = Launch.of(kernel, (groups, heads, batch))
+    blocks = ceil_div(groups, kernels.groups_of_rounding(p.head_dim))
+    launch = Launch.of(kernel, (blocks, heads, batch))
     return launch, Buffer("A", (batch, heads, groups, FRAGMENT_ROWS * d))
 
 

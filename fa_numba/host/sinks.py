@@ -13,12 +13,18 @@ from fa_numba.kernels.sink_gradients import make_sink_gradients
 
 
 def row_sums(request: Request, clears: bool, fragments: bool = False) -> Launch:
-    """D = rowsum(dO o O), less dL; clears what dQ is summed in, in ``fragments`` or not."""
+    """Return the launch for D = rowsum(dO o O), less dL.
+
+    With ``clears`` the launch clears the sum of dQ, which can lie in ``fragments``.
+    """
     kernels, p = UNITS[request.unit].kernels.rows, request.problem
-    facts = (p.head_dim, p.d_v, *UNITS[request.unit].row_facts(request))
-    own = {"fragments": True} if fragments else {}
-    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows, **own)
     batch, heads, rows, _ = request.q_shape
+    if fragments:
+        of_groups = kernels.make_group_row_sums(p.head_dim, p.dtype, request.lengths_of_rows)
+        _, per_block = kernels.rows_of_sums(p.head_dim)
+        return Launch.of(of_groups, (ceil_div(rows, per_block), heads, batch))
+    facts = (p.head_dim, p.d_v, *UNITS[request.unit].row_facts(request))
+    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows)
     sums = "dQ" if request.dtype.sums_in_place else "A"
     bound: dict[str, Argument] = {} if clears else {sums: Untouched(request.q_shape)}
     return Launch.of(kernel, (ceil_div(rows, kernels.WARPS), heads, batch), **bound)

@@ -276,7 +276,7 @@ class GradientSpec(ValuesSpec):
 
     @property
     def adds_fragments(self) -> bool:
-        """Whether dQ is added from registers, to a sum in fragments."""
+        """Whether dQ is added to a sum in fragments."""
         return False
 
     @property

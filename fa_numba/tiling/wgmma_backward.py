@@ -104,14 +104,14 @@ class WgmmaBackwardSpec(GradientSpec):
         return not self.grouped if self.algorithm == "fa1" else self.splits_rows
 
     @property
-    def late(self) -> bool:
-        """Whether dQ's product is begun behind the next S (``WgmmaLateBackwardSpec``)."""
-        return self.variant.late
-
-    @property
     def adds_fragments(self) -> bool:
-        """Whether a late dQ is added from registers, to a sum in fragments."""
-        return self.variant.dq is Dq.FRAGMENTS_LATE
+        """Whether dQ is added to a sum in fragments."""
+        return self.variant.dq is Dq.FRAGMENTS
+
+    # Whether dS is made of P in 16 bits, which leaves the registers of P in float32 to others.
+    rounds_before_ds = False
+    # Whether dS goes to shared memory by tiles of 8 x 8 elements.
+    stores_tiles = False
 
     @property
     def consumers(self) -> int:
@@ -373,16 +373,16 @@ def hidden_alone(spec: _Specialised) -> _Specialised:
 
 
 @dataclass(frozen=True)
-class WgmmaLateBackwardSpec(WgmmaBackwardSpec):
-    """A backward kernel without options, but for masks: dQ's product is begun behind the next S,
-    and dQ is added by each warp for itself.
-    """
+class WgmmaMasksBackwardSpec(WgmmaBackwardSpec):
+    """A backward kernel without options, but for masks: each warp adds its own part of dQ."""
 
     rounds_early = True
+    stores_tiles = True
 
     @property
-    def query_floats(self) -> int:
-        return 0 if self.adds_fragments else super().query_floats
+    def rounds_before_ds(self) -> bool:  # type: ignore[override]
+        """Beyond a head dimension of 64, dK and dV leave no registers for P in float32."""
+        return self.panels > 1
 
     @property
     def ds_pipeline(self) -> Pipeline:
@@ -511,7 +511,7 @@ class _SharedRows(WgmmaSpec):
 _SPECS: dict[str, type[WgmmaBackwardSpec]] = {
     "columns": WgmmaBackwardSpec,
     "fa1": WgmmaBackwardSpec,
-    "late": WgmmaLateBackwardSpec,
+    "masks": WgmmaMasksBackwardSpec,
     "planes": WgmmaPlanesBackwardSpec,
     "planes by product": WgmmaWidePlanesBackwardSpec,
     "products": WgmmaWideBackwardSpec,

@@ -5,9 +5,9 @@ their order, and ``variant_of`` returns the first row that fits a call. The spec
 contains its row (``WgmmaBackwardSpec.variant``), and the kernel takes its consumers from the row.
 ``plan.why`` prints the row.
 
-A gain is a ratio of times that were measured on an H100. The file tests/data/h100_trials.csv has
-the times, under the name of the trial. "Compiled, not timed" means that the assembler's log
-decided, which reports spilled registers.
+A gain is a ratio of times that were measured on an H100 or H200. The files h100_trials.csv and
+h200_trials.csv in tests/data have the times, under the name of the trial. "Compiled, not timed"
+means that the assembler's log decided, which reports spilled registers.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class Dq(Enum):
     """Who adds the dQ of a row tile to the sum in global memory, and when."""
 
     COPIED = "in the same iteration, by the copy engine, one copy per warpgroup"
-    COPIED_LATE = "one iteration later, by the copy engine, one copy per warp"
-    FRAGMENTS_LATE = "one iteration later, by the consumer threads from registers, in fragments"
+    FRAGMENTS = "in the same iteration, by the copy engine, in fragments, one copy per warp"
     PAIRS = "in the same iteration, by the consumer threads from registers, two elements at a time"
     CARRIED = "in the same iteration, by the consumer threads, which read and write dQ in each pass"
     APART = "by no thread of this kernel: a second kernel computes dQ, with Q outer"
@@ -167,13 +166,8 @@ class Variant:
 
     @property
     def copies_dq(self) -> bool:
-        """Whether the copy engine adds dQ."""
-        return self.dq in (Dq.COPIED, Dq.COPIED_LATE)
-
-    @property
-    def late(self) -> bool:
-        """Whether dQ is added one iteration later."""
-        return self.dq in (Dq.COPIED_LATE, Dq.FRAGMENTS_LATE)
+        """Whether the copy engine adds dQ by boxes of a tensor map."""
+        return self.dq is Dq.COPIED
 
     def covers(self, largest_dim: int, planes: bool, adds_dq: bool) -> bool:
         """Return whether the row is for these head dimensions, inputs and sums of dQ."""
@@ -228,16 +222,16 @@ FA2_VARIANTS = (
         "as fast as mma at d=128 (trial 'planes backward')",
     ),
     Variant(
-        name="late-fragments",
-        consumer="late",
+        name="masks-64",
+        consumer="masks",
         largest_dim=64,
         takes=_MASKS_ALONE,
         tiles=_WIDE_TILE,
         registers=(40, 232),
-        dq=Dq.FRAGMENTS_LATE,
-        why="dQ does not pass through shared memory, and its product runs during the next "
-        "exponentials; 1.16 times as fast as columns-64 at d=64, median over N=512 to 16k (trial "
-        "'late dQ')",
+        dq=Dq.FRAGMENTS,
+        why="dP is computed during the exponentials, and dQ is copied while dK is computed; "
+        "1.05 times as fast as the kernel that it replaced, "
+        "median over N=512 to 16k (trial 'dQ by contiguous copies')",
     ),
     Variant(
         name="columns-64-cap",
@@ -260,16 +254,15 @@ FA2_VARIANTS = (
         "'dropout 0.1')",
     ),
     Variant(
-        name="late-copies",
-        consumer="late",
+        name="masks-128",
+        consumer="masks",
         largest_dim=128,
         takes=_MASKS_ALONE,
         tiles=_LONG_TILE,
         registers=(40, 232),
-        dq=Dq.COPIED_LATE,
-        why="dQ's product runs during the next exponentials; 1.07 times as fast as columns-128 at "
-        "d=128, median over N=512 to 16k (trial 'late dQ'); dQ in fragments was 0.98 times as fast "
-        "as this row (trial 'fragments at d=128')",
+        dq=Dq.FRAGMENTS,
+        why="as masks-64, with dS made of P in 16 bits; 1.08 times as fast as the kernel that it "
+        "replaced, median over N=512 to 16k (trial 'dQ by contiguous copies')",
     ),
     Variant(
         name="columns-128-slopes",

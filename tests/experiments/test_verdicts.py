@@ -332,7 +332,8 @@ def of(trial, **fields):
     """The rows of a trial with these fields, tuples allowing several."""
     fields = {"trial": trial} | fields
     wanted = {name: x if isinstance(x, tuple) else (x,) for name, x in fields.items()}
-    return [r for r in trials() if all(r[name] in some for name, some in wanted.items())]
+    every = [*trials(), *trials("h200_trials")]
+    return [r for r in every if all(r[name] in some for name, some in wanted.items())]
 
 
 def over(ones, others, *by):
@@ -575,21 +576,60 @@ def rows_of_value_dim():
     return said
 
 
-def rows_of_late_dq():
-    """dQ written late, and the speed of cuDNN."""
-    theirs = of("late dQ", series="torch-cudnn")
-    kept64, kept128, before = (
-        over(theirs, of("late dQ", series="fa2-wgmma", note=note, d=d), "d", "N", "causal")
-        for note, d in (("dQ late, in fragments", "64"), ("dQ late, boxes by warps", "128"),
-                        ("as it is", DIMS))
-    )  # fmt: skip
-    assert [len(x) for x in (kept64, kept128, before)] == [12, 12, 24]
+# The trial of today's kernel for calls with masks alone, and what its file calls this kernel.
+COPIES = "dQ by contiguous copies"
+COPIED = "S and dP together, dQ copied in fragments, dS by stmatrix, row kernels by 16 bytes"
+
+
+def rows_of_backward():
+    """The speed of cuDNN over that of the backward kernels for masks alone and for any option."""
+    peer = of(COPIES, series="torch-cudnn")
+    masks64, masks128 = (over(peer, of(COPIES, note=COPIED, d=d), "d", "N", "causal") for d in DIMS)
+    peer = of("late dQ", series="torch-cudnn")
+    plain = of("late dQ", series="fa2-wgmma", note="as it is", d=DIMS)
+    others = over(peer, plain, "d", "N", "causal")
+    assert [len(x) for x in (masks64, masks128, others)] == [12, 12, 24]
     return [
-        f"no option, or only `causal` or `block_mask` | 64 | {span(kept64)}",
-        f"no option, or only `causal` or `block_mask` | 128 | {span(kept128)}",
+        f"no option, or only `causal` or `block_mask` | 64 | {span(masks64)}",
+        f"no option, or only `causal` or `block_mask` | 128 | {span(masks128)}",
         "any other option, fewer heads of k and v than of q, or a `head_dim_v` other than "
-        f"`head_dim` | 64 and 128 | {span(before)}",
+        f"`head_dim` | 64 and 128 | {span(others)}",
     ]
+
+
+def test_what_the_ladder_says_of_contiguous_copies():
+    page, said = (FIGURES / "tables" / "ladder.md").read_text(), []
+
+    def cells(ones, others):
+        """The medians and ranges without and with a causal mask; `ones` over `others`."""
+        pairs = (over([r for r in ones if r["causal"] == c], others, "d", "N", "causal")
+                 for c in ("false", "true"))  # fmt: skip
+        return "; ".join(f"{np.median(x):.2f}, {span(x)}" for x in pairs)
+
+    at = partial(of, COPIES)
+    for base in ("as it is", COPIED):
+        other = COPIED if base == "as it is" else "the same, and the next S behind dK"
+        said.append(" | ".join(cells(at(note=base, d=d), at(note=other, d=d)) for d in DIMS))
+    for series in ("torch-cudnn", "fa4"):
+        said.append(" | ".join(cells(at(series=series, d=d), at(note=COPIED, d=d)) for d in DIMS))
+    late = "dQ late, copied in fragments"
+    at, kept = partial(of, "dS by stmatrix", d="128"), f"{late}, dS by stmatrix"
+    said.append(cells(at(note=late), at(note=kept)))
+    said.append(cells(at(note=kept), at(note=f"{kept}, dP before dV")))
+    at, together = partial(of, "order of products", d="128"), "S and dP together"
+    for note in ("", ", dV before dS", ", dS from P in 16 bits"):
+        said.append(cells(at(note=kept), at(note=together + note)))
+    at, base = partial(of, "order of products at d=64"), "dQ late, in fragments from registers"
+    for note in ("", " and from P in 16 bits"):
+        found = at(note=f"{together}, dQ copied, dS by stmatrix{note}")
+        said.append(cells(at(note=base), found))
+    at, rows = partial(of, "steps to contiguous copies"), "row kernels by 16 bytes"
+    said.append(cells(at(note="as it is", d="64"), at(note=rows, d="64")))
+    for d in DIMS:
+        found = at(note=f"{rows}, dQ copied in fragments at d={d}", d=d)
+        said.append(cells(at(note=rows, d=d), found))
+    missing = [text for text in said if f"| {text} |" not in page]
+    assert not missing, missing
 
 
 # The rows of the option reference's tables that follow from recorded numbers.
@@ -601,7 +641,7 @@ MEASURED = {
     "flex": rows_of_flex,
     "captured": rows_of_captured,
     "value_dim": rows_of_value_dim,
-    "late": rows_of_late_dq,
+    "backward": rows_of_backward,
 }
 
 

@@ -25,10 +25,12 @@ CHANGES = {
     "fa_numba/guide.md": {"tests/test_readme.py", "fa_numba/guide.md"},
     "fa_numba/options.md": {
         "tests/test_readme.py", "tests/test_options_page.py", "fa_numba/options.md",
+        "tests/host/test_limits.py",
     },
     "fa_numba/host/binding.py": {
         "tests/host/test_launch_cache.py", "tests/host/test_recorded_launches.py",
-        "tests/kernels/test_calls.py",
+        "tests/kernels/test_calls.py", "tests/host/test_limits.py",
+        "tests/package/test_caches.py",
     },
     "fa_numba/parts/wgmma/pipeline.py": {
         "tests/kernels/test_compile.py", "tests/kernels/test_wgmma_emulated.py",

@@ -10,45 +10,34 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import cuda, device_function, float32, int64, uint32
+from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.device.signature import array_type, half_type, result_type
-from fa_numba.intrinsics.global_memory import read4, read_pair, write4, write_pair
+from fa_numba.intrinsics.global_memory import (
+    read4,
+    read8,
+    read_pair,
+    write4,
+    write8,
+    write_pair,
+)
 from fa_numba.options import PLAIN
 from fa_numba.parts import bind, mma
+from fa_numba.parts.fragments.pairs import conversions
 from fa_numba.parts.lanes import sum_of_lanes
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.tiling.spec import FRAGMENT, FRAGMENT_ROWS
 
 WARPS = 4
+THREADS = 32 * WARPS
 
 
 @cache
-def make_clear_fragments(head_dim):
-    """``clear_fragments(Ah, row, rows, lane)``: a row's share of A = 0: of 16 rows neighbours, of
-    fewer that are left what is this row's.
-    """
-
-    @device_function
-    def clear_fragments(Ah, row, rows, lane):
-        group, r, zero = uint32(row // FRAGMENT_ROWS), uint32(row % FRAGMENT_ROWS), float32(0.0)
-        if uint32(FRAGMENT_ROWS * group + FRAGMENT_ROWS) <= rows:
-            if uint32(4 * lane) < uint32(head_dim):
-                write4(Ah, group, uint32(r * head_dim + 4 * lane), zero, zero, zero, zero)
-        elif uint32(2 * lane) < uint32(head_dim):
-            place = uint32(lane // 4 * FRAGMENT + r % 8 * 16 + lane % 4 * 4 + r // 8 * 2)
-            write_pair(Ah, int64(group), int64(place), zero, zero, True)
-
-    return clear_fragments
-
-
-@cache
-def make_row_sums(head_dim, d_v, dtype, aligned, clear, features, fragments=False):
-    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0, which may lie in
-    ``fragments``. Over (Nq / 4, Hq, B) blocks; a warp takes a row.
+def make_row_sums(head_dim, d_v, dtype, aligned, clear, features):
+    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
+    blocks; a warp takes a row.
     """
     facts = RowFacts(features, d_v, dtype, aligned)
     grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
-    clear_fragments = make_clear_fragments(head_dim)
 
     halves = half_type(4)
     arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
@@ -68,9 +57,7 @@ def make_row_sums(head_dim, d_v, dtype, aligned, clear, features, fragments=Fals
                 o, g = pairs.read_two(Oh, row, col), pairs.read_two(dOh, row, col)
                 dot += o[0] * g[0] + o[1] * g[1]
                 col = uint32(col + 64)
-        if fragments and row < rows:
-            clear_fragments(Ah, row, rows, lane)
-        elif clear and row < rows:
+        if clear and row < rows:
             col = lane
             while col < uint32(head_dim):
                 Ah[row, col] = float32(0.0)
@@ -119,28 +106,115 @@ def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
     return round_rows
 
 
-@cache
-def make_round_fragments(head_dim, dtype, aligned):
-    """dQ = scale A in 16 bits, of an A in fragments. Over (N / 16, H, B) blocks."""
-    (pairs,) = bind(RowFacts(PLAIN, head_dim, dtype, aligned), mma.pairs)
-    arrays = array_type(4), result_type(1, 4)
+def rows_of_sums(head_dim):
+    """Return (lanes, rows): the lanes of a row in ``make_group_row_sums``, and the rows of a block.
 
-    @cuda.jit((*arrays, types.float32, PLAIN.argument_type), 32 * WARPS, 0)
-    def round_fragments(A, dQ, scale, options):
-        b, h, group = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.x)
-        Ah, dQh = A[b, h], dQ[b, h]
-        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
-        rows, row = uint32(dQh.shape[0]), uint32(FRAGMENT_ROWS * group + lane // 4)
-        n = uint32(uint32(cuda.threadIdx.x) // uint32(32))
-        while n < uint32(head_dim // 8):
-            place, col = uint32(FRAGMENT * n + 4 * lane), uint32(8 * n + 2 * (lane % 4))
+    A lane takes 8 elements of O and of dO. The rows are a multiple of 16, a group of fragments.
+    """
+    lanes = 1
+    while 8 * lanes < head_dim:
+        lanes *= 2
+    return lanes, max(FRAGMENT_ROWS, THREADS // lanes)
+
+
+@cache
+def make_group_row_sums(head_dim, dtype, features):
+    """Alg. 2 lines 3 and 4, where A lies in fragments: A = 0, D = rowsum(dO o O), less dL.
+
+    The grid is (Nq / rows, Hq, B), with the rows of ``rows_of_sums``. O and dO are read, and A is
+    written, by 16 bytes per thread.
+    """
+    (grid, gradients) = bind(RowFacts(features, head_dim, dtype, True), mma.grid, mma.gradients)
+    _, unpack = conversions(dtype)
+    LANES, ROWS = rows_of_sums(head_dim)
+    AT_ONCE = THREADS // LANES
+    PASSES, VECTORS, PIECES = ROWS // AT_ONCE, ROWS * head_dim // 4, 4 * head_dim
+    WORDS = 4 * PASSES
+
+    halves = half_type(4)
+    arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
+
+    @cuda.jit(arguments, THREADS, 0)
+    def row_sums_of_groups(O, dO, D, A, options):
+        rO = cuda.local.array(WORDS, uint32)
+        rdO = cuda.local.array(WORDS, uint32)
+        head = grid.query_head(O.shape[2], 0, options)
+        thread, row0 = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x * ROWS)
+        Oh, dOh = grid.query_rows(O, head), grid.query_rows(dO, head)
+        Dh, Ah = grid.query_rows(D, head), grid.query_rows(A, head)
+        rows, zero = uint32(Oh.shape[0]), float32(0.0)
+        first, col = uint32(row0 + thread // LANES), uint32(8 * (thread % LANES))
+        for n in range(PASSES):
+            row = uint32(first + AT_ONCE * n)
+            for e in range(4 * n, 4 * n + 4):
+                rO[e], rdO[e] = uint32(0), uint32(0)
+            if row < head.Nq and col < uint32(head_dim):
+                rO[4 * n], rO[4 * n + 1], rO[4 * n + 2], rO[4 * n + 3] = read8(Oh, row, col)
+                words = read8(dOh, row, col)
+                rdO[4 * n], rdO[4 * n + 1], rdO[4 * n + 2], rdO[4 * n + 3] = words
+        vector = thread
+        while vector < uint32(VECTORS):
+            group = uint32(row0 // FRAGMENT_ROWS + vector // PIECES)
+            piece = uint32(vector % PIECES)
+            row = uint32(FRAGMENT_ROWS * group + piece % 32 // 4)
             if uint32(row + 8) < rows:
-                x = read4(Ah, group, place)
-                pairs.write_two(dQh, row, col, scale * x[0], scale * x[1])
-                pairs.write_two(dQh, uint32(row + 8), col, scale * x[2], scale * x[3])
+                write4(Ah, group, uint32(4 * piece), zero, zero, zero, zero)
             elif row < rows:
-                y = read_pair(Ah, int64(group), int64(place), True)
-                pairs.write_two(dQh, row, col, scale * y[0], scale * y[1])
-            n = uint32(n + WARPS)
+                write_pair(Ah, int64(group), int64(4 * piece), zero, zero, True)
+            vector = uint32(vector + THREADS)
+        for n in range(PASSES):
+            dot = float32(0.0)
+            for e in range(4 * n, 4 * n + 4):
+                o0, o1 = unpack(rO[e])
+                g0, g1 = unpack(rdO[e])
+                dot += o0 * g0 + o1 * g1
+            dot = sum_of_lanes(dot, LANES, 1)
+            row = uint32(first + AT_ONCE * n)
+            if col == uint32(0) and row < head.Nq:
+                Dh[row] = gradients.row_less_dlse(dot, head, row)
+
+    return row_sums_of_groups
+
+
+def groups_of_rounding(head_dim):
+    """Return the groups of 16 rows that a block of ``make_round_fragments`` takes."""
+    return max(1, THREADS // head_dim)
+
+
+@cache
+def make_round_fragments(head_dim, dtype):
+    """dQ = scale A in 16 bits, of an A in fragments.
+
+    The grid is (groups of 16 rows / ``groups_of_rounding``, H, B). A thread has 8 columns of a row
+    and of the row 8 below: 64 neighbouring bytes of A. It writes them by 16 bytes.
+    """
+    pack, _ = conversions(dtype)
+    arrays = array_type(4), result_type(1, 4)
+    TILES, GROUPS = head_dim // 8, groups_of_rounding(head_dim)
+
+    @cuda.jit((*arrays, types.float32, PLAIN.argument_type), THREADS, 0)
+    def round_fragments(A, dQ, scale, options):
+        rTop, rBelow = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        b, h, thread = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y), uint32(cuda.threadIdx.x)
+        Ah, dQh = A[b, h], dQ[b, h]
+        rows, tile = uint32(dQh.shape[0]), uint32(thread % TILES)
+        line = uint32(thread // TILES)  # of the 8 in each group
+        group, line = uint32(cuda.blockIdx.x * GROUPS + line // 8), uint32(line % 8)
+        row, col = uint32(FRAGMENT_ROWS * group + line), uint32(8 * tile)
+        place = uint32(FRAGMENT * tile + 16 * line)
+        inside = thread < uint32(8 * TILES * GROUPS)
+        if inside and uint32(row + 8) < rows:
+            for n in range(4):
+                x = read4(Ah, group, uint32(place + 4 * n))
+                rTop[n] = pack(scale * x[0], scale * x[1])
+                rBelow[n] = pack(scale * x[2], scale * x[3])
+            write8(dQh, row, col, rTop[0], rTop[1], rTop[2], rTop[3], True)
+            below = uint32(row + 8)
+            write8(dQh, below, col, rBelow[0], rBelow[1], rBelow[2], rBelow[3], True)
+        elif inside and row < rows:
+            for n in range(4):
+                y = read_pair(Ah, int64(group), int64(place + 4 * n), True)
+                rTop[n] = pack(scale * y[0], scale * y[1])
+            write8(dQh, row, col, rTop[0], rTop[1], rTop[2], rTop[3], True)
 
     return round_fragments

@@ -5,8 +5,8 @@ One thread block takes one column tile: the outer loop is the grid. Its producer
 once, and row tiles with their L and D to two slots in turn. A consumer warpgroup has 64 columns of
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
 Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by atomic adds, of
-the copy engine or of threads (``fa2_backward_late``), in no fixed order, then rounded; or by a
-kernel of its own, with Q outer, in one order.
+the copy engine, in no fixed order, then rounded (``fa2_backward_masks``: for calls with masks
+alone); or by a kernel of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
 one (``group_splits``). Where a block's number does not say which rows these are, or batch entries
 have lengths of their own, one thread finds them for the whole block (``parts.wgmma.key_tiles``).
@@ -19,7 +19,7 @@ from functools import cache
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
-from fa_numba.kernels.wgmma.fa2_backward_late import make_late_consumer
+from fa_numba.kernels.wgmma.fa2_backward_masks import make_masks_consumer
 from fa_numba.kernels.wgmma.fa2_backward_planes import (
     make_planes_consumer,
     make_planes_consumers_by_product,
@@ -198,7 +198,7 @@ def make_consumer(spec):
 # What makes ``consume``, by the name of the consumers in the row of ``tiling.wgmma_variants``.
 CONSUMERS = {
     "columns": make_consumer,
-    "late": make_late_consumer,
+    "masks": make_masks_consumer,
     "planes": make_planes_consumer,
     "planes by product": make_planes_consumers_by_product,
     "products": make_consumers_by_product,
@@ -363,10 +363,10 @@ def make_query_gradients(spec):
 
 __doc__ = f"""{__doc__ or ""}
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
-    bytes for dQ, none for fragments, and the barriers; in bytes:  165960 (d=64, 128 x 128),
-    197704 (d=128, 64 x 128) with a late dQ, without one 198712 and 197688; with lengths, or rows
-    split, 36 more; with dropout Br Bc / 4. Where V's head dimension alone is above 64 dQ takes
-    16384 bytes: a consumer makes 32 columns of it
+    bytes for dQ, and the barriers; in bytes:  198728 (d=64, 128 x 128) and 197704 (d=128,
+    64 x 128) with masks alone, 16 fewer otherwise; with lengths, or rows split, 36 more; with
+    dropout Br Bc / 4. Where V's head dimension alone is above 64 dQ takes 16384 bytes: a consumer makes 32
+    columns of it
 Accesses: those of the kernel on ``mma``, Q and dO by TMA. Of S blocks that share a column tile
     each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
     up in one order: S Nk d loads and Nk d stores of dK, and of dV.

@@ -59,13 +59,13 @@ class fa1_state:
     from fa_numba.parts.wgmma.fa1_state import make_write_state as write_state
 class gradients:
     from fa_numba.parts.wgmma.gradients import make_add_dq as add_dq
-    from fa_numba.parts.wgmma.gradients import make_add_late_dq as add_late_dq
     from fa_numba.parts.wgmma.gradients import make_backward_shared_memory as backward_shared_memory
     from fa_numba.parts.wgmma.gradients import make_begin_dq as begin_dq
     from fa_numba.parts.wgmma.gradients import cap_slope as cap_slope
+    from fa_numba.parts.wgmma.gradients import make_copy_dq as copy_dq
     from fa_numba.parts.wgmma.gradients import make_ds_of_columns as ds_of_columns
     from fa_numba.parts.wgmma.gradients import make_ds_of_kept as ds_of_kept
-    from fa_numba.parts.wgmma.gradients import make_end_dq as end_dq
+    from fa_numba.parts.wgmma.gradients import make_end_copies as end_copies
     from fa_numba.parts.wgmma.gradients import make_load_columns as load_columns
     from fa_numba.parts.wgmma.gradients import make_load_do as load_do
     from fa_numba.parts.wgmma.gradients import make_load_q as load_q
@@ -82,7 +82,6 @@ class gradients:
     from fa_numba.parts.wgmma.gradients import value_place as value_place
     from fa_numba.parts.wgmma.gradients import make_wait_columns as wait_columns
     from fa_numba.parts.wgmma.gradients import make_wait_dq as wait_dq
-    from fa_numba.parts.wgmma.gradients import make_wait_late_dq as wait_late_dq
     from fa_numba.parts.wgmma.gradients import make_write_columns as write_columns
     from fa_numba.parts.wgmma.gradients import make_write_dv as write_dv
 class grid:

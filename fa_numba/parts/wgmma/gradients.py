@@ -9,12 +9,13 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
 from fa_numba.intrinsics.bulk_copy import (
     add_box,
+    add_bulk,
     commit_boxes,
     fence_async_proxy,
     load_box,
     wait_boxes_read,
 )
-from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.matrix import CONVERSIONS, stmatrix
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile
 from fa_numba.intrinsics.reduction import add_four_vector, add_pair_vector
 from fa_numba.intrinsics.shared import (
@@ -24,7 +25,7 @@ from fa_numba.intrinsics.shared import (
     load_pair,
     shared_tile,
     store2,
-    store_pair,
+    store4,
 )
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP
 from fa_numba.parts.bias import make_add_bias
@@ -304,7 +305,7 @@ def make_ds_of_columns(spec):
     With a cap, or a function whose slope is not 1, rS still has ST: slopes and PT are made of it
     here. By few rows at a time: what was rounded leaves its registers to others.
     """
-    if spec.adds_fragments or spec.slopes_early:
+    if spec.rounds_before_ds or spec.slopes_early:
         return _make_ds_of_dp(spec)
     if spec.slopes_alone:
         return _make_ds_of_pairs(spec)
@@ -350,7 +351,7 @@ def _make_ds_of_dp(spec):
     """``ds_of_columns`` of PT in 16 bits, in rP: the registers of ST are free; or of PT times its
     slopes, in rS.
     """
-    TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.adds_fragments
+    TM, TN, Br, rounded = spec.TM, spec.TN, spec.Br, spec.rounds_before_ds
     times_slope = make_times_slope(spec.features)
     pack, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
@@ -468,6 +469,8 @@ def make_store_ds(spec):
     """``store_ds(sdS, at, rdS, thread)``: dST in 16 bits, for all consumers; a row for a column of
     S, in panels of 64 rows of S, as the copy engine would swizzle it.
     """
+    if spec.stores_tiles:
+        return _make_store_tiles(spec)
     TM, TN, Bc = spec.TM, spec.TN, spec.Bc
 
     def store_ds(sdS, at, rdS, thread):
@@ -483,6 +486,30 @@ def make_store_ds(spec):
         fence_async_proxy()
 
     return store_ds
+
+
+@part
+def _make_store_tiles(spec):
+    """``store_tiles(sdS, at, rdS, thread)``: ``store_ds`` by tiles of 8 columns and 8 rows of S,
+    four of which go in one instruction.
+    """
+    TN, TILES, Bc = spec.TN, spec.TM // 2, spec.Bc
+
+    def store_tiles(sdS, at, rdS, thread):
+        line = uint32(4 * (thread.tx % 2) + thread.ty)  # the column of a tile that this lane stores
+        column = uint32(GROUP_ROWS * thread.w + thread.tx // 8 * 8 + line)
+        exchange = uint32(uint32(thread.tx % 8 // 2) ^ line)  # the copy engine's swizzle
+        first = uint32(at + PANEL * column + 8 * exchange)
+        for j in range(TN):
+            for n in range(0, TILES, 4):
+                e = j * TILES + n
+                place = uint32(
+                    uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8))
+                )
+                stmatrix(sdS, place, rdS[e], rdS[e + 1], rdS[e + 2], rdS[e + 3])
+        fence_async_proxy()
+
+    return store_tiles
 
 
 # --- dQ, dK and dV ---------------------------------------------------------------------------
@@ -512,12 +539,6 @@ def make_begin_dq(spec):
 def make_wait_dq(spec):
     """``wait_dq(rdQ)``: dQ is there, and all but the last product have ended."""
     return wait_for(spec.query_registers, 1)
-
-
-@cache
-def make_wait_late_dq(spec):
-    """``wait_late_dq(rdQ)``: dQ is there, and no other product is on its way."""
-    return wait_for(spec.query_registers, 0)
 
 
 @part
@@ -580,83 +601,63 @@ def make_add_dq(spec):
 
 
 @part
-def make_add_late_dq(spec):
-    """``add_late_dq(rdQ, sdQ, A, row0, head, thread)``: A += each warp's part of dQ, by boxes of 16
-    rows; or from registers, A in fragments (``kernels.mma.rows``), with no shared memory.
-    """
-    return (_make_add_fragments if spec.adds_fragments else _make_add_boxes_of_warp)(spec)
+def make_end_copies(spec):
+    """``end_copies()``: the copies of each warp have been read, before the warp's threads end."""
+
+    def end_copies():
+        if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
+            wait_boxes_read()
+
+    return end_copies
 
 
 @part
-def _make_add_boxes_of_warp(spec):
-    find, BOX = make_read_query_box(spec), FRAGMENT_ROWS * FLOATS
+def make_copy_dq(spec):
+    """``copy_dq(rdQ, sdQ, A, row0, head, thread)``: A += each warp's part of dQ, 16 rows and 64
+    columns, by one contiguous copy: A lies in fragments (``kernels.mma.rows``). The part of a group
+    of 16 rows that ends beyond the sequence is added from registers.
+    """
+    query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
+    OF_PANEL, by_rows, WHOLE = PANEL // 8, spec.Br > GROUP_ROWS, spec.head_dim % PANEL == 0
+    PART = OF_PANEL * FRAGMENT
 
-    def add_boxes_of_warp(rdQ, sdQ, A, row0, head, thread):
-        w, first = thread.w, uint32(cuda.threadIdx.x) % uint32(32) == uint32(0)
+    def copy_dq(rdQ, sdQ, A, row0, head, thread):
+        Ah, first = query_rows(A, head), uint32(cuda.threadIdx.x) % uint32(32) == uint32(0)
         if first:
             wait_boxes_read()
         cuda.syncwarp()  # the last part has been read
         # Anew: no registers are kept for the places all through the loop.
         within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
         lane, warp = uint32(within % 32), uint32(within // 32)
-        row, col = uint32(lane // 4), uint32(lane % 4)
-        own = uint32(2 * BOX * uint32(4 * w + warp))
-        chunk = uint32(uint32(col // 2) ^ row)
-        place0 = uint32(own + FLOATS * row + 4 * chunk + 2 * (col % 2))
-        for i in range(2):
-            for n in range(PANEL // 8):
-                e = i * (PANEL // 4) + 2 * n
-                place = uint32(
-                    uint32(place0 + FLOATS * 8 * i + BOX * (n // 4)) ^ uint32(8 * (n % 4))
-                )
-                store_pair(sdQ, place, rdQ[e], rdQ[e + 1])
-        fence_async_proxy()
-        cuda.syncwarp()
-        if first:
-            col = uint32(PANEL * w)
-            box = find(A, uint32(row0 + FRAGMENT_ROWS * warp), head)
-            add_box(A, box.outer, box.inner, box.row, col, sdQ, own)
-            further = uint32(col + FLOATS)
-            add_box(A, box.outer, box.inner, box.row, further, sdQ, uint32(own + BOX))
-            commit_boxes()
+        own = uint32(PART * uint32(4 * thread.w + warp))
+        group, tile0 = uint32(row0 // uint32(FRAGMENT_ROWS) + warp), uint32(OF_PANEL * thread.w)
+        if by_rows:
+            group, tile0 = uint32(group + 4 * thread.w), uint32(0)
+        row = uint32(FRAGMENT_ROWS * group + lane // 4)
+        if uint32(FRAGMENT_ROWS * group + FRAGMENT_ROWS) <= head.Nq:
+            place = int64(uint32(own + 4 * lane))
+            for n in range(OF_PANEL):
+                e, at = 2 * n, place + FRAGMENT * n
+                store4(sdQ, at, rdQ[e], rdQ[e + 1], rdQ[HALF + e], rdQ[HALF + e + 1])
+            fence_async_proxy()
+            cuda.syncwarp()
+            if first:
+                size = uint32(PART)
+                if not WHOLE:
+                    size = uint32(FRAGMENT * min(uint32(OF_PANEL), uint32(TILES - tile0)))
+                add_bulk(Ah, group, uint32(FRAGMENT * tile0), sdQ, own, size)
+                commit_boxes()
+        else:
+            for n in range(OF_PANEL):
+                e, at = 2 * n, int64(FRAGMENT * uint32(tile0 + n) + 4 * lane)
+                if WHOLE or uint32(tile0 + n) < uint32(TILES):
+                    if uint32(row + 8) < head.Nq:
+                        x2, x3 = rdQ[HALF + e], rdQ[HALF + e + 1]
+                        add_four_vector(Ah, group, at, rdQ[e], rdQ[e + 1], x2, x3)
+                    elif row < head.Nq:
+                        add_pair_vector(Ah, group, at, rdQ[e], rdQ[e + 1], True)
 
-    return add_boxes_of_warp
-
-
-@part
-def make_end_dq(spec):
-    """``end_dq()``: what each warp adds by boxes has been read, before its threads end."""
-    boxes = not spec.adds_fragments
-
-    def end_dq():
-        if boxes and uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
-            wait_boxes_read()
-
-    return end_dq
-
-
-@part
-def _make_add_fragments(spec):
-    query_rows, TILES, HALF = make_query_rows(spec), spec.head_dim // 8, PANEL // 4
-
-    def add_fragments(rdQ, sdQ, A, row0, head, thread):
-        Ah = query_rows(A, head)
-        # Anew: no registers are kept for the places all through the loop.
-        within = anew(uint32(uint32(cuda.threadIdx.x) % uint32(GROUP)))
-        lane, warp = uint32(within % 32), uint32(4 * thread.w + within // 32)
-        group = uint32(row0 // uint32(FRAGMENT_ROWS) + warp)
-        row, place = uint32(FRAGMENT_ROWS * group + lane // 4), int64(anew(uint32(4 * lane)))
-        if uint32(row + 8) < head.Nq:
-            for n in range(TILES):
-                e, at = 2 * n, int64(place + FRAGMENT * n)
-                x2, x3 = rdQ[HALF + e], rdQ[HALF + e + 1]
-                add_four_vector(Ah, group, at, rdQ[e], rdQ[e + 1], x2, x3)
-        elif row < head.Nq:
-            for n in range(TILES):
-                at = int64(place + FRAGMENT * n)
-                add_pair_vector(Ah, group, at, rdQ[2 * n], rdQ[2 * n + 1], True)
-
-    return add_fragments
+    return copy_dq
 
 
 @cache
