@@ -365,8 +365,8 @@ __doc__ = f"""{__doc__ or ""}
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, and the barriers; in bytes:  198728 (d=64, 128 x 128) and 197704 (d=128,
     64 x 128) with masks alone, 16 fewer otherwise; with lengths, or rows split, 36 more; with
-    dropout Br Bc / 4. Where V's head dimension alone is above 64 dQ takes 16384 bytes: a consumer makes 32
-    columns of it
+    dropout Br Bc / 4. Where V's head dimension alone is above 64 dQ takes 16384 bytes: a consumer
+    makes 32 columns of it
 Accesses: those of the kernel on ``mma``, Q and dO by TMA. Of S blocks that share a column tile
     each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
     up in one order: S Nk d loads and Nk d stores of dK, and of dV.
