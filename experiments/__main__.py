@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
                   "no data of an experiment, the figure is drawn from the recording in "
                   "figures/data", {"type": _folder, "metavar": "FOLDER"}),
         "--replace": ("replace a stored recording even if torch or ncu is missing on this machine, "
-                      "so that the stored numbers from torch or ncu are lost", flag),
+                      "and lose the stored numbers from torch or ncu", flag),
     }  # fmt: skip
     group = choices.add_argument_group("options")
     for option, (text, how) in options.items():

@@ -320,8 +320,8 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
         f"P on the chip. The column *NaN in softmax(x + {TOO_LARGE:g})* contains the number of NaN "
         f"in a result of {QUICK_LENGTHS[0]} elements. A column *fastest / safe* contains the "
         "largest ratio, over all vector lengths, of the softmax's speed to the speed of safe "
-        "softmax. After each ratio, brackets contain the vector length V at which the ratio is "
-        "largest."
+        "softmax. The brackets after a ratio contain the vector length V at which the series "
+        "reaches this largest ratio."
     )
     return tables.of(caption, header, lines)
 

@@ -334,9 +334,9 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> tables.Table | No
     header = ["setting", "pass", "published standard / FA-1", "torch's unfused / FA-1"]
     header += ["our standard / FA-1", "torch's unfused / FA-2"]
     caption = (
-        f"The table has ratios of times at N={seqlen} in four settings, in fp16 with batch 16, 8 "
-        "heads and d=64. A column *A / B* contains the time of A / the time of B. The setting "
-        "*plain* has neither dropout nor a mask."
+        f"The table compares the times of two kernels at N={seqlen}, in fp16 with batch 16, 8 "
+        "heads and d=64. A column *A / B* contains the time of A divided by the time of B. The "
+        "setting *plain* has neither dropout nor a mask."
     )
     return tables.of(caption, header, lines)
 

@@ -292,9 +292,10 @@ def test_other_kernels_and_launches_are_measured(bench, monkeypatch):
     (line,) = about["ran"]["plans"].values()
     assert line.startswith("fa2_forward ") and outdated.state(bench.store, NAME, GPU).why == ()
     first = planned(REQUEST).launches[0]
+    backward = planned(replace(REQUEST, choices=Choices("fa2", "bwd")))
     others = {
         "fa2_forward of fa2 fwd": replace(first.kernel, threads=first.kernel.threads * 2),
-        "row_sums of fa2 fwd": planned(replace(REQUEST, choices=Choices("fa2", "bwd"))).launched[0],
+        "row_sums_of_groups of fa2 fwd": backward.launched[0],
     }
     for why, kernel in others.items():
         now["launches"] = (replace(first, kernel=kernel),)
