@@ -824,10 +824,11 @@ def runs():
         test_value_dim.test_gradients_in_one_order,
         test_value_dim.test_rows_of_v_that_end_amid_16_bytes,
     )
-    # Hopper's sums in fragments or of several blocks are rounded by kernels of mma's.
+    # Hopper's sums in fragments or of several blocks are rounded by kernels of mma's. The kernel of
+    # row sums takes two passes at head_dim 72, and blocks of several groups of rows at head_dim 8.
     calls = [partial(test_group_splits.test_gradients_and_counts, *test_group_splits.CASES[0])]
-    for Nq in (77, 70):
-        given = ("fa2", 1, 1, 1, Nq, 60, 40, {})
+    for Nq, d in ((77, 40), (70, 40), (35, 72), (150, 8)):
+        given = ("fa2", 1, 1, 1, Nq, 60, d, {})
         calls.append(partial(backward_on_hopper.test_gradients_and_counts, *given))
     found += [Run("mma", f"rounded-{n}", call) for n, call in enumerate(calls)]
     found += runs_of(
