@@ -165,7 +165,7 @@ BLOCKS = [
     ("fa2", 3, 1, 192, 260, 128, LOW, 0.3, {"causal": True}),
     ("fa2", 2, 1, 330, 150, 128, LOW, 0.5, {"group_splits": 4}),
     ("fa2", 1, 1, 200, 260, 64, SQUARE, 0.0, {}),
-    ("fa2", 3, 3, 500, 150, 8, SQUARE, 0.5, {}),  # with a late dQ
+    ("fa2", 3, 3, 500, 150, 8, SQUARE, 0.5, {}),  # by the consumer for masks alone
     ("fa2", 1, 1, 330, 150, 72, LOW, 0.6, {"causal": True}),
     ("fa1", 3, 1, 200, 260, 64, SQUARE, 0.4, {"causal": True}),
     ("fa1", 1, 1, 330, 150, 128, LOW, 0.5, TURNS),
@@ -433,7 +433,7 @@ def take_chunks(monkeypatch, few, columns):
 )
 def test_column_tiles_in_chunks(monkeypatch, d, Hk, few, chunk, grid):
     """The same gradients, counted alike: one tile of each head after the other, or two, the last
-    chunk with one; of shared heads and, with a late dQ, of own ones.
+    chunk with one; of shared heads and, with masks alone, of own ones.
     """
     Nq, Nk = 70, 300
     take_chunks(monkeypatch, few, chunk * default_wgmma_backward_tiles(d, adds_dq=d <= 128).Bc)
