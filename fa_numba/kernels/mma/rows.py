@@ -1,8 +1,8 @@
-"""Rows of 16-bit arrays, a warp a row: D = rowsum(dO o O); and float32 sums, rounded.
+"""Kernels of rows of 16-bit arrays: D = rowsum(dO o O), and float32 sums that are rounded.
 
-Sums in fragments lie as the accumulators of ``wgmma`` do: of 16 rows and 8 columns one behind the
-other what a warp's lanes have, four each: two columns of row g = lane // 4, and of row g + 8. So a
-warp adds its part of 512 bytes at once. A is of (batch, heads, groups of 16 rows, 16 d) then.
+A sum of dQ may lie in fragments, as the accumulators of ``wgmma`` do. A fragment has 16 rows and 8
+columns, 512 contiguous bytes. Lane l has four of its elements: two columns of row g = l // 4, and
+the same columns of row g + 8. The sum A has the shape (batch, heads, groups of 16 rows, 16 d).
 """
 
 from dataclasses import replace
