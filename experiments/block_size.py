@@ -14,7 +14,7 @@ from fa_numba.problem import Problem
 from .lab.measure import counts, scaling, variants
 from .lab.measure.scaling import Setting
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record import PUBLISHED, Bench, Options, Row, published
+from .lab.record import PUBLISHED, Bench, Options, Row, published_numbers
 from .lab.show import style, tables
 
 NAME = "block_size"
@@ -121,7 +121,7 @@ def paper(metric: str) -> Points:
     `metric` is "runtime", in ms; or "hbm_accesses", in N d per head as the paper counts.
     """
     unit = {"runtime": 1.0, "hbm_accesses": 2e-9 * ELEMENTS}[metric]  # it says GB
-    lines = published.lookup(paper="fa1", item="Fig. 2 middle", metric=metric)
+    lines = published_numbers.lookup(paper="fa1", item="Fig. 2 middle", metric=metric)
     return {int(line["block_c"]): float(line["value"]) / unit for line in lines}
 
 

@@ -22,7 +22,7 @@ from .lab.measure.series import LABELS, call, columns, gradients, plan
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
-from .lab.record import EMULATOR, MODEL, PUBLISHED, Bench, Options, Row, published, select
+from .lab.record import EMULATOR, MODEL, PUBLISHED, Bench, Options, Row, published_numbers, select
 from .lab.show import style, tables
 
 NAME = "block_sparse"
@@ -208,7 +208,7 @@ def _time(case: Case, pass_: str, arrays: Sequence[Any], wrong: str, machine: st
 def paper() -> Points:
     """Return the paper's points in ms, in fp16 on an A100. It does not give batch, heads and d."""
     found: Points = {}
-    for line in published.lookup(paper="fa1", item="Fig. 2 right"):
+    for line in published_numbers.lookup(paper="fa1", item="Fig. 2 right"):
         share = line["metric"].removeprefix("runtime at ").partition("%")[0]
         dense = line["method"] == "FlashAttention"
         found[None if dense else int(share)] = float(line["value"])

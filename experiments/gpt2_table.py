@@ -21,7 +21,7 @@ from .lab.measure.series import algorithm, columns, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published_numbers
 from .lab.show import style, tables
 
 NAME = "gpt2_table"
@@ -146,7 +146,7 @@ def printed_gflop(problem: Problem, products: int) -> float:
 
 def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
     """Return the number that the paper prints for "Standard" or "FlashAttention"."""
-    return published.value(paper="fa1", item=item, method=method, metric=metric)
+    return published_numbers.value(paper="fa1", item=item, method=method, metric=metric)
 
 
 CORRECTED = "Fig. 2 left corrected (flash-attention issue 741)"

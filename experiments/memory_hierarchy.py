@@ -16,7 +16,7 @@ from .lab.measure import bandwidth, peers, variants
 from .lab.measure.series import LABELS, columns, query_splits
 from .lab.measure.timing import SECONDS, Timing, attempt, number
 from .lab.measure.workloads import fa2_setting
-from .lab.record import Bench, Options, Row, published, select, values
+from .lab.record import Bench, Options, Row, published_numbers, select, values
 from .lab.show import style, tables
 
 NAME = "memory_hierarchy"
@@ -165,8 +165,8 @@ def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 def paper() -> dict[tuple[str, str], float]:
     """Return the A100's numbers that FlashAttention's papers print, by (what, metric)."""
-    lines = published.lookup(paper="fa1", item="Fig. 1 left")
-    lines += published.lookup(paper="fa2", item="Section 3.1")
+    lines = published_numbers.lookup(paper="fa1", item="Fig. 1 left")
+    lines += published_numbers.lookup(paper="fa2", item="Section 3.1")
     return {(line["method"], line["metric"]): float(line["value"]) for line in lines}
 
 

@@ -22,7 +22,7 @@ from .lab.measure.series import LABELS, PLANES, columns, precision
 from .lab.measure.speeds import DTYPES
 from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
-from .lab.record import Bench, Options, Row, nested, published
+from .lab.record import Bench, Options, Row, nested, published_numbers
 from .lab.show import style, tables
 
 NAME = "numerics"
@@ -235,7 +235,9 @@ def _alike(found: Found) -> bool:
 def paper_ratio() -> float:
     """Return standard attention's RMSE over FlashAttention-2's in FA-3's Table 3."""
     where = {"paper": "fa3", "item": "Table 3", "metric": "rmse"}
-    standard, ours = (published.value(method=m, **where) for m in ("Standard", "FlashAttention-2"))
+    standard, ours = (
+        published_numbers.value(method=m, **where) for m in ("Standard", "FlashAttention-2")
+    )
     return standard / ours
 
 

@@ -23,7 +23,7 @@ from .lab.measure.series import LABELS as ATTENTION_LABELS
 from .lab.measure.series import call, columns, plan
 from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
-from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published, select, values
+from .lab.record import EMULATOR, MODEL, Bench, Options, Row, published_numbers, select, values
 from .lab.show import style, tables
 
 NAME = "online_softmax"
@@ -216,7 +216,7 @@ def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
 
 def paper() -> dict[str, float]:
     """Return the published accesses per element by series."""
-    lines = published.lookup(paper="online-softmax", metric="memory accesses per element")
+    lines = published_numbers.lookup(paper="online-softmax", metric="memory accesses per element")
     named = {f"softmax-{line['method']}": float(line["value"]) for line in lines}
     return {series: named[series] for series in SERIES if series in named}
 

@@ -19,7 +19,7 @@ from .lab.measure import calls, check, peers
 from .lab.measure.series import LABELS, columns
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
 from .lab.measure.workloads import Inputs, padded_lengths
-from .lab.record import Bench, Options, Row, published, select
+from .lab.record import Bench, Options, Row, published_numbers, select
 from .lab.show import style, tables
 
 NAME = "runtime_memory"
@@ -214,7 +214,7 @@ UNITS = {"time": "runtime", "memory": "memory"}
 def paper(metric: str, pass_: str, name: str, method: str) -> dict[int, float]:
     """Return the published numbers by sequence length."""
     wanted = {"metric": UNITS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
-    found = published.lookup(paper="fa1", **wanted)
+    found = published_numbers.lookup(paper="fa1", **wanted)
     return {int(line["seqlen"]): float(line["value"]) for line in found}
 
 

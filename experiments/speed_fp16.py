@@ -14,7 +14,7 @@ from .lab.measure import peers, speeds
 from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.measure.workloads import HEAD_DIMS
-from .lab.record import Row, published, select, values
+from .lab.record import Row, published_numbers, select, values
 from .lab.show import speed_figures, tables
 from .lab.show.tables import Across
 
@@ -78,7 +78,7 @@ def paper_figures(rows: Sequence[Row]) -> tables.Table | None:
         return None
     lines = []
     for item in STUDY.figures:
-        about = published.lookup(paper="fa2", item=item)[0]
+        about = published_numbers.lookup(paper="fa2", item=item)[0]
         gpu, pass_ = about["hardware"].split("-")[0], about["pass"]
         for d in sorted({key[1] for key in speed if key[1] in HEAD_DIMS}):
             ratios: list[list[float]] = [[] for _ in range(5)]
@@ -130,7 +130,7 @@ def hopper(rows: Sequence[Row]) -> tables.Table | None:
             for series in (HOPPER, "torch-cudnn", "torch-fa2", "fa2-mma")
         )
         there = {"pass": pass_, "head_dim": str(d), "causal": str(causal).lower()}
-        fa3 = published.lookup(paper="fa3", method="FA-3", metric="speed", **there)
+        fa3 = published_numbers.lookup(paper="fa3", method="FA-3", metric="speed", **there)
         others.append({int(line["seqlen"]): float(line["value"]) for line in fa3})
         cells = [tables.spread([own[N] / of[N] for N in own if N in of]) for of in others]
         fastest = max(own.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..lab.measure import peers
 from ..lab.measure.speeds import DTYPES, PASSES
-from ..lab.record import Row, published
+from ..lab.record import Row, published_numbers
 from ..lab.show import style
 
 Curve = dict[int, float]
@@ -80,7 +80,7 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
     Figure or None
         None if no row belongs to the figure.
     """
-    lines = published.lookup(paper=paper, item=item, metric="speed")
+    lines = published_numbers.lookup(paper=paper, item=item, metric="speed")
     pass_ = lines[0]["pass"]
     speeds = [r for r in rows if r.metric == "speed" and not r.failed and r.series != peers.MATMUL]
     mine = [r for r in speeds if r.pass_ == pass_]
@@ -91,7 +91,7 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
     curves = {}
     for d, causal in panels:
         at = {"head_dim": str(d), "causal": str(causal).lower()}
-        theirs = published.lookup(paper=paper, item=item, metric="speed", **at)
+        theirs = published_numbers.lookup(paper=paper, item=item, metric="speed", **at)
         here = [r for r in mine if (r.head_dim, r.causal) == (d, causal)]
         every = {bar: _curve(bar, theirs, here) for bar in BARS[paper]}
         curves[f"d={d}, {'causal' if causal else 'not causal'}"] = every

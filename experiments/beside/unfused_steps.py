@@ -10,7 +10,7 @@ from ..lab.measure import calls, check, counters, peers
 from ..lab.measure.series import LABELS, columns, plan
 from ..lab.measure.timing import REPEATS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
-from ..lab.record import Bench, Row, published
+from ..lab.record import Bench, Row, published_numbers
 from ..lab.show import style, tables
 
 DROPOUT, SEED = 0.1, 7
@@ -135,7 +135,9 @@ _HATCHED = {
 def published_steps() -> dict[str, float]:
     """Return the milliseconds of each step, and of FUSED, in FA-1's Fig. 1 right."""
     where = {"paper": "fa1", "item": "Fig. 1 right", "metric": "runtime"}
-    return {step: published.value(method=name, **where) for step, name in _PUBLISHED.items()}
+    return {
+        step: published_numbers.value(method=name, **where) for step, name in _PUBLISHED.items()
+    }
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:

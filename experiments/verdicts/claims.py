@@ -14,9 +14,9 @@ from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from .evidence import Quantity, rows
-from .published import AT, DRAM, EXPONENTS, MEMORIES, MODEL, SOFTMAXES, TIMES
+from .paper_figures import AT, DRAM, EXPONENTS, MEMORIES, MODEL, SOFTMAXES, TIMES
 
-from .published import memory, softmax_over_online, speed, training  # isort: skip
+from .paper_figures import memory, softmax_over_online, speed, training  # isort: skip
 from .questions import Pair, Pairs, declared, table
 from .rule import Bounds
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from experiments.lab.record import Row, published, select
+from experiments.lab.record import Row, published_numbers, select
 
 from .rule import Place
 
@@ -208,7 +208,7 @@ def paper(*by: By, **wanted: Any) -> Quantity:
         return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
 
     def find(_: Evidence) -> Numbers:
-        lines, found = published.lookup(), dict[Place, float]()
+        lines, found = published_numbers.lookup(), dict[Place, float]()
         for name, want in wanted.items():  # one column after another, as in `select`
             allowed = want if isinstance(want, tuple) else (want,)
             lines = [line for line in lines if line[name] in allowed]

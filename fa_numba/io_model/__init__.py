@@ -65,7 +65,7 @@ from fa_numba.io_model.count_fa1 import fa1, fa1_backward
 from fa_numba.io_model.count_fa2 import fa2, fa2_backward, with_prefix
 from fa_numba.io_model.count_softmax import check_softmax, softmax
 from fa_numba.io_model.count_standard import standard, standard_backward
-from fa_numba.io_model.published import (
+from fa_numba.io_model.paper_formulas import (
     fa1_paper,
     li_liang,
     saha_ye,

@@ -51,7 +51,7 @@ from experiments.lab.measure.series import (
     plan,
 )
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
-from experiments.lab.record import published, ran, registry
+from experiments.lab.record import published_numbers, ran, registry
 from experiments.lab.record.options import CHOICES, FIGURES, REPOSITORY, Bench, Options, Refused
 from experiments.lab.record.store import EMULATOR, MODEL, Store, StoreError
 from experiments.lab.run import runner
@@ -1077,7 +1077,7 @@ def test_the_papers_figures_are_drawn_as_the_papers_draw_them():
                          ("cuDNN, published", "cuDNN, measured")):  # fmt: skip
         assert bars[theirs][0].get_edgecolor() == bars[ours][0].get_facecolor()
     # The number of each bar is on it, those of FA-3 at d=64 as published.
-    (line,) = published.lookup(
+    (line,) = published_numbers.lookup(
         paper="fa3", item="Fig. 5", method="FA-3", head_dim="64", causal="false", seqlen="512"
     )
     numbers = {text.get_text().strip() for text in ax.texts}
@@ -1090,7 +1090,7 @@ def test_the_papers_figures_are_drawn_as_the_papers_draw_them():
         for patch in bar
         if bar.get_label() == "FA-2 (wgmma), measured"
     }
-    fa3 = published.lookup(paper="fa3", item="Fig. 5", method="FA-3", causal="false")
+    fa3 = published_numbers.lookup(paper="fa3", item="Fig. 5", method="FA-3", causal="false")
     theirs = [float(x["value"]) for x in fa3 if x["head_dim"] in ("64", "256")
               and x["seqlen"] in ("512", "1024")]  # fmt: skip
     ratio = np.median([ours / value for value in theirs])
@@ -1123,7 +1123,8 @@ def test_of_another_gpu_ratios_are_drawn():
         assert (theirs.get_label(), ours.get_label()) == ("published, A100", "measured here")
         assert list(ours.get_ydata()) == [speed["fa2-mma"] / speed[series]] * 2
         over, under = (
-            published.value(method=m, seqlen="512", **where) for m in ("FlashAttention-2", method)
+            published_numbers.value(method=m, seqlen="512", **where)
+            for m in ("FlashAttention-2", method)
         )
         assert theirs.get_ydata()[0] == over / under and theirs.get_markerfacecolor() == "white"
     message = figure.legends[0].get_title().get_text().splitlines()[0]
@@ -1134,7 +1135,7 @@ def test_of_another_gpu_ratios_are_drawn():
 def test_a_published_speed_stands_before_ours():
     """Six bars: each published method that there is a kernel of here, and the kernel."""
     for paper, item in speed_fp16.PAPERS.values():
-        methods = {line["method"] for line in published.lookup(paper=paper, item=item)}
+        methods = {line["method"] for line in published_numbers.lookup(paper=paper, item=item)}
         bars = paper_bars.BARS[paper]
         assert len(bars) == 6 and {bar.method for bar in bars[::2]} <= methods
         # FA-3 has a colour of its own: our kernel is FA-2's.

@@ -57,7 +57,7 @@ def test_the_papers_tables():
     for _, metric, pass_, name, item in runtime_memory.PANELS:
         for method in runtime_memory.METHODS:
             found = paper(metric, pass_, name, method)
-            lines = runtime_memory.published.lookup(paper="fa1", item=item, method=method)
+            lines = runtime_memory.published_numbers.lookup(paper="fa1", item=item, method=method)
             assert found == {int(x["seqlen"]): float(x["value"]) for x in lines} and found
 
 

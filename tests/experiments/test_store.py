@@ -9,7 +9,7 @@ import resource
 import pytest
 
 from experiments import speed_bf16, speed_fp16
-from experiments.lab.record import published, registry
+from experiments.lab.record import published_numbers, registry
 from experiments.lab.record.options import FIGURES
 from experiments.lab.record.recorder import Recorder
 from experiments.lab.record.store import COLUMNS, Row, Store, StoreError, dump
@@ -190,23 +190,26 @@ def test_what_no_measurement_gives_is_kept_as_a_failure(tmp_path):
 
 
 def test_published_figures_are_whole():
-    lines = published._lines()
+    lines = published_numbers._lines()
     assert len({tuple(line) for line in lines}) == 1
     assert all(math.isfinite(float(line["value"])) and None not in line.values() for line in lines)
     with pytest.raises(
-        StoreError, match=f"{published.FILE} has no line with paper='fa2', item='Fig. 99'"
+        StoreError, match=f"{published_numbers.FILE} has no line with paper='fa2', item='Fig. 99'"
     ):
-        published.lookup(paper="fa2", item="Fig. 99")
+        published_numbers.lookup(paper="fa2", item="Fig. 99")
 
 
 def test_a_published_number_is_one_line():
     wanted = {"paper": "fa3", "item": "Table 3", "metric": "rmse"}
-    (line,) = (x for x in published.lookup(**wanted) if x["method"] == "Standard")
-    assert published.value(method="Standard", **wanted) == float(line["value"])
-    for less, count in ((wanted, len(published.lookup(**wanted))), (wanted | {"method": "?"}, 0)):
+    (line,) = (x for x in published_numbers.lookup(**wanted) if x["method"] == "Standard")
+    assert published_numbers.value(method="Standard", **wanted) == float(line["value"])
+    for less, count in (
+        (wanted, len(published_numbers.lookup(**wanted))),
+        (wanted | {"method": "?"}, 0),
+    ):
         said = f"exactly one line with paper='fa3', item='Table 3', .*, but it has {count or 'no'} "
         with pytest.raises(StoreError, match=f"{said}such line"):
-            published.value(**less)
+            published_numbers.value(**less)
 
 
 @pytest.mark.parametrize("experiment", registry.names())

@@ -18,10 +18,10 @@ from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record import registry
 from experiments.lab.record.options import FIGURES
-from experiments.lab.record.published import lookup
+from experiments.lab.record.published_numbers import lookup
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.show import report
-from experiments.verdicts import QUESTIONS, artefact, claims, published, questions, rule
+from experiments.verdicts import QUESTIONS, artefact, claims, paper_figures, questions, rule
 from experiments.verdicts.evidence import Evidence, MissingRows, rows
 from experiments.verdicts.questions import Question
 from experiments.verdicts.rule import NOT_MEASURED, REFUTED, REPRODUCED, TREND, Bounds, Point
@@ -197,7 +197,7 @@ def test_every_question_has_words_and_quantities():
     """A line of the file and a pair, of one experiment at least that there is."""
     with open(questions.WORDS, newline="") as file:
         keys = [line["key"] for line in csv.DictReader(file)]
-    assert keys == IDS and set(keys) == published.PAIRS.keys() | claims.PAIRS.keys()
+    assert keys == IDS and set(keys) == paper_figures.PAIRS.keys() | claims.PAIRS.keys()
     assert {name for q in QUESTIONS for name in q.experiments} <= set(registry.names())
     assert all(q.experiments and q.kind in rule.FACTORS and q.trend in rule.TRENDS
                for q in QUESTIONS)  # fmt: skip

@@ -7,7 +7,7 @@ from ..measure import peers
 from ..measure.series import BACKWARD_LABELS, LABELS, UNIT_NAMES, unit
 from ..measure.speeds import DTYPES, PASSES, UNSPLIT, Study
 from ..measure.workloads import HEAD_DIMS
-from ..record import Row, published
+from ..record import Row, published_numbers
 from . import style, tables
 
 
@@ -156,7 +156,7 @@ def published_speeds(
     found: dict[tuple[str, str], dict[int, float]] = {}
     wanted = {"pass": pass_, "head_dim": str(head_dim), "causal": str(causal).lower()}
     for item in figures:
-        for line in published.lookup(paper="fa2", item=item, metric="speed", **wanted):
+        for line in published_numbers.lookup(paper="fa2", item=item, metric="speed", **wanted):
             gpu = line["hardware"].split("-")[0]
             curve = found.setdefault((line["method"], gpu), {})
             curve[int(line["seqlen"])] = float(line["value"])
