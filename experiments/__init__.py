@@ -1,19 +1,20 @@
-"""Experiments: each module measures rows, draws a figure of stored rows, and makes a table of them.
+"""The experiments. Each module measures numbers, draws a figure and makes a table.
 
-An experiment is one file in this folder. The command line finds it automatically. The file has
+An experiment is one file in this folder. `python -m experiments` finds the file automatically. The
+file contains
 
-    a docstring               `list` prints its first sentence, `list NAME` prints all of it
-    measure(options, bench)   measures and yields rows
-    draw(rows)                draws the figure of stored rows
-    table(rows)               makes the table of stored rows, if the experiment has a table
+    a docstring               `list` prints the first sentence, `list NAME` the complete docstring
+    measure(options, bench)   measures, and yields rows
+    draw(rows)                draws the figure from stored rows
+    table(rows)               makes the table from stored rows (optional)
 
-`lab.record.registry.Experiment` describes these functions, and what else an experiment may have.
-The table is written to figures/tables/NAME.md between the markers `<!-- table: NAME -->` and `<!--
-end: NAME -->`, where NAME is the module's name.
+`lab.record.registry.Experiment` describes these functions, and the further parts that an experiment
+may have. The table is written to figures/tables/NAME.md, between the markers `<!-- table: NAME -->`
+and `<!-- end: NAME -->`, where NAME is the module's name.
 
-`python -m experiments --help` lists the commands. `load` returns recorded numbers as a table. `lab`
-contains what experiments share, `beside` helpers of single experiments, and `verdicts` the
-comparison with the papers.
+`python -m experiments --help` lists the commands. `load` returns recorded numbers as a table. The
+folder `lab` contains code that several experiments share. The folder `beside` contains code of
+single experiments. The folder `verdicts` compares our numbers with the papers' numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def load(experiment: str, machine: str | None = None, *, frame: bool | None = No
     experiment : str
         Name of the experiment, such as "loop_order".
     machine : str, optional
-        Machine whose numbers are wanted: a GPU such as "nvidia-h200", "emulator" for counts, or
+        Machine whose numbers are returned: a GPU such as "nvidia-h200", "emulator" for counts, or
         "model" for closed forms. Default: all machines.
     frame : bool, optional
         Whether the table is a pandas DataFrame. Default: a DataFrame if pandas is installed, else a
@@ -43,10 +44,10 @@ def load(experiment: str, machine: str | None = None, *, frame: bool | None = No
     Returns
     -------
     pandas.DataFrame or dict of str to numpy.ndarray
-        The columns of the CSV files, after the columns ``machine`` and ``sweep``. A sweep is a part
-        of the experiment in which one quantity varies, such as "heads". An experiment with one
-        sweep has its own name there. A missing number is NaN (in integer columns of a DataFrame:
-        NA).
+        The columns ``machine`` and ``sweep``, followed by the columns of the CSV files. A sweep is
+        a part of the experiment in which one quantity varies, such as "heads". If an experiment
+        has only one sweep, the column ``sweep`` contains the name of the experiment. A missing
+        number is NaN (in integer columns of a DataFrame: NA).
 
     Raises
     ------

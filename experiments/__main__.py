@@ -1,4 +1,4 @@
-"""The command line: ``python -m experiments --help`` lists its commands."""
+"""The command line. `python -m experiments --help` lists the commands."""
 
 import argparse
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # until all is imported, an interrupt ends it without a traceback
+    # During the imports, an interrupt ends the program without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 try:
@@ -41,12 +41,15 @@ For the full description of an experiment, run python -m experiments list NAME""
 
 
 def _several(one: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a parser of values separated by commas, which drops repeated values."""
+    """Return a parser of values that are separated by commas.
+
+    `one` parses a single value. The parser returns a tuple, in which each value occurs once.
+    """
     return lambda text: tuple(dict.fromkeys(one(part) for part in text.split(",")))
 
 
 def _tiles(text: str) -> tuple[int, int]:
-    """Parse block sizes such as "64x32" into (Br, Bc)."""
+    """Parse block sizes such as "64x32" (rows x columns) into (Br, Bc)."""
     found = tiles(text)
     return found.Br, found.Bc
 
@@ -55,7 +58,10 @@ _experiment = name_of(names)
 
 
 def _folder(text: str) -> Path:
-    """Parse the path of a folder that exists or can be made."""
+    """Parse the path of a folder that exists or can be created.
+
+    Raise ArgumentTypeError if the text is no path, or if a part of the path is a file.
+    """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"must be the name of a folder, got {text!r}")
     try:
@@ -185,7 +191,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(console: Console, chosen: Sequence[str], verbose: bool) -> None:
-    """Print a line for each experiment, or the complete text of the chosen experiments."""
+    """Print one line for each experiment, or the complete descriptions of experiments.
+
+    `chosen` contains the names of the experiments to describe completely. If `verbose` is true and
+    `chosen` is empty, every experiment is described completely.
+    """
     for name in chosen or names():
         try:
             module = load(name)
@@ -209,9 +219,10 @@ def _list(console: Console, chosen: Sequence[str], verbose: bool) -> None:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """Return the choices of the command line.
+    """Return the options that the command line selects.
 
-    Raises ValueError if --out names the folder of complete runs, but the run is not complete.
+    Raise ValueError if the run is a part of an experiment, but --out names the folder of complete
+    runs.
     """
     given = {name: getattr(args, name) for name in ("quick", "recount", "replace", *CHOICES)}
     options = Options(**given | {"causal": CAUSAL.get(args.causal)})
@@ -226,10 +237,10 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _report(console: Console) -> int:
-    """Write the tables of all pages; return the exit status, 1 for an error."""
+    """Write the tables of all pages again. Return the exit status: 0, or 1 for an error."""
     try:
         changed = report.update()
-    except (OSError, ValueError) as error:  # a file, a marker, or stored rows: it says which
+    except (OSError, ValueError) as error:  # the message names the file, marker or stored rows
         what = escape(str(error))
         console.print(f"[red]no table was changed: {what}[/]", soft_wrap=True)
         return 1
@@ -238,7 +249,10 @@ def _report(console: Console) -> int:
 
 
 def _origins(console: Console) -> int:
-    """Print recordings of unknown origin; return 1 if the commit of a recording is lost."""
+    """Print the recordings whose origin is not known for certain. Return the exit status.
+
+    The exit status is 1 if the commit of a recording is not in the git history, else 0.
+    """
     found = list(origins.unknown(Store(FIGURES), origins.history()))
     for line, _ in found:
         console.print(line, soft_wrap=True, highlight=False)
@@ -246,7 +260,7 @@ def _origins(console: Console) -> int:
 
 
 def _outdated(console: Console) -> int:
-    """Print the state of every recording. Return 1 if a recording is outdated."""
+    """Print the state of every recording. Return the exit status: 1 if one is outdated, else 0."""
     found = list(outdated.states(Store(FIGURES)))
     for each in found:
         console.print(str(each), soft_wrap=True, highlight=False)
@@ -266,13 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         0 for success, 1 for an error, 130 if interrupted.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set above
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set at the top of this file
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return ended(lambda: _command(arguments))
 
 
 def _command(arguments: Sequence[str] | None) -> int:
-    """Run one command and return its exit status; see `main`."""
+    """Run the command that the arguments name, and return the exit status, as `main` does."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -285,7 +299,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "compare":
         return compare.run(args, parser)
     if args.command == "explore":
-        from .beside import explore_server  # draws nothing, and needs the colours of what does
+        from .beside import explore_server  # only this command needs these imports
 
         return explore_server.serve(args.port, console.print)
 
@@ -328,7 +342,7 @@ def _command(arguments: Sequence[str] | None) -> int:
     try:
         for name in chosen if args.command != "draw" else ():
             runner.measure(name, again=args.command == "run")
-            if runner.machine is not None:  # minutes may pass before the next is done
+            if runner.machine is not None:  # the next experiment may take minutes
                 runner.draw(name)
         if args.command == "draw" or runner.machine is None:
             side_by_side(runner, chosen)
@@ -344,7 +358,7 @@ def _command(arguments: Sequence[str] | None) -> int:
         for line in failed:
             console.print(f"[red]{escape(line)}[/]", soft_wrap=True)
         return 1 if failed else 0
-    # What was asked for by name and is not there is an error.
+    # If a named experiment is not measured or not drawn, the command fails.
     unable = [name for name in reports if reports[name].not_measured]
     for what, which in (("not measured", unable), ("not drawn", missing)):
         if which:

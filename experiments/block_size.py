@@ -1,8 +1,8 @@
 """Shows how the tile size changes accesses and runtime (FlashAttention-1 paper, Fig. 2 middle).
 
-Both loop orders run at the paper's sizes, and at head dimensions from 32 to 256 with an equal
-number of elements. The sweeps are over Bc and over Br, in fp32 and fp16. Each point has its
-accesses, its L2 and DRAM bytes, and its runtime.
+A tile has Br rows and Bc columns. Both loop orders run with several values of Br and of Bc, in fp32
+and fp16. The sizes are the paper's, and head dimensions from 32 to 256 with equally many elements.
+Each point has accesses, L2 and DRAM bytes, and a runtime.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,44 +21,48 @@ NAME = "block_size"
 TAKES: tuple[str, ...] = ()
 
 HEADS, SEQLEN, HEAD_DIM = 16, 1024, 64
-# Batch times head dimension, so that every head dimension has as many elements as the paper's 64
-# sequences of 64 dimensions.
+# Batch size times head dimension: at every head dimension, there are as many elements as in the
+# paper, which has batch size 64 and head dimension 64.
 WIDTH = 64 * 64
 HEAD_DIMS = (32, 64, 128, 256)
 UNITS = {"float32": "simt", "float16": "mma"}
 SIZES = (16, 32, 64, 128, 256, 512)
-# Of other head dimensions than the paper's, and over the block size that governs the accesses.
+# Block sizes at other head dimensions than the paper's.
 FEWER_SIZES = (32, 64, 128, 256)
-# The block size that stays while the other one varies.
+# Br while Bc varies, and Bc while Br varies.
 FIXED = 64
 
-# A sweep: algorithm, the block size that varies, line, what it is called.
+# A sweep: algorithm, the block size that varies, line style, label.
 SWEEPS = (
     ("fa1", "Bc", "-", "FA-1 (K/V outer) over $B_c$"),
     ("fa1", "Br", ":", "FA-1 over $B_r$"),
     ("fa2", "Br", "-", "FA-2 (Q outer) over $B_r$"),
     ("fa2", "Bc", ":", "FA-2 over $B_c$"),
 )
-# Those over the block size that governs the accesses.
+# The sweeps over the block size on which the accesses depend.
 GOVERNING = (SWEEPS[0], SWEEPS[2])
 Points = dict[int, float]
-# Counted too: a size where the blocks do not divide the length, nor each other.
+# A small problem that is counted too. Some block sizes do not divide the sequence length.
 SMALL, SMALL_SIZES, SMALL_FIXED = one_head(96, 16), (16, 32, 48, 64), 32
 FA1, FA2 = "fa1-simt", "fa2-simt"
-# There are many block sizes: about so much time of each, or five calls.
+# Seconds for the timed calls of one block size. At least five calls are timed.
 SECONDS = 0.1
 
 
 def setting(head_dim: int, dtype: str = "float32") -> Problem:
-    """Return the paper's problem; for another head dimension a problem with as many elements."""
+    """Return the problem with the paper's sizes and the given head dimension.
+
+    The batch size is WIDTH / head_dim. Q, K and V therefore have equally many elements at every
+    head dimension.
+    """
     batch = WIDTH // head_dim
     return Problem(batch, HEADS, HEADS, SEQLEN, SEQLEN, head_dim, dtype=dtype)
 
 
 def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
-    """Yield calls over block sizes: both loop orders over Bc, Q outer over Br.
+    """Return calls as (series, Br, Bc), in which one block size varies over `sizes`.
 
-    The other size is `fixed`.
+    The other block size is `fixed`. Both loop orders run over Bc. Only FA-2 (Q outer) runs over Br.
     """
     over_bc = [(series, fixed, size) for series in (FA1, FA2) for size in sizes]
     over_br = [(FA2, size, fixed) for size in sizes]
@@ -66,10 +70,10 @@ def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
 
 
 def wanted(problem: Problem, quick: bool = False) -> list[Setting]:
-    """Return the calls of a problem.
+    """Return the calls to measure for a problem: a series and block sizes each.
 
-    At the paper's head dimension both loop orders run over both block sizes. At other head
-    dimensions each loop order runs over the block size that its accesses depend on.
+    At the paper's head dimension, both loop orders run over both block sizes. At other head
+    dimensions, only the block size on which the accesses depend varies: Bc for FA-1, Br for FA-2.
     """
     if problem.head_dim != HEAD_DIM:
         found = [(FA1, FIXED, n) for n in FEWER_SIZES] + [(FA2, n, FIXED) for n in FEWER_SIZES]
@@ -82,7 +86,11 @@ def wanted(problem: Problem, quick: bool = False) -> list[Setting]:
 
 
 def counted(quick: bool) -> list[Setting]:
-    """Return the calls that the emulator counts: one head, tiles that fit into shared memory."""
+    """Return the calls that the emulator counts. They have one head.
+
+    Block sizes for which there is no kernel are left out, such as tiles too large for shared
+    memory.
+    """
     tiles = {SMALL: sweep(SMALL_SIZES[: 2 if quick else None], SMALL_FIXED)}
     if not quick:
         tiles[one_head(SEQLEN, HEAD_DIM)] = sweep(SIZES, FIXED)
@@ -91,7 +99,7 @@ def counted(quick: bool) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure accesses in closed form and counted; on a GPU time, and L2 and DRAM bytes."""
+    """Yield accesses by closed forms and counted; on a GPU also times, L2 bytes and DRAM bytes."""
     head_dims = (HEAD_DIM,) if options.quick else HEAD_DIMS
     problems = [setting(d, dtype) for dtype in UNITS for d in head_dims]
     tiles = {problem: wanted(problem, options.quick) for problem in problems}
@@ -107,26 +115,34 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep of a row: tile sizes on one head, or on enough heads for a GPU."""
+    """Return the sweep, the part of the experiment, to which a row belongs.
+
+    The name of the sweep is "tiles, one head" or "tiles, full GPU" (several heads).
+    """
     return "tiles, one head" if row.heads_q == 1 else "tiles, full GPU"
 
 
-# Q, K, V or O of any of the head dimensions: N d of all heads.
+# Elements of one of Q, K, V and O, over all heads: equal for all head dimensions.
 ELEMENTS = WIDTH * HEADS * SEQLEN
 
 
 def paper(metric: str) -> Points:
-    """Return the paper's points over Bc, in fp16 on an A100.
+    """Return the numbers that the paper published for an A100 in fp16, as {Bc: number}.
 
-    `metric` is "runtime", in ms; or "hbm_accesses", in N d per head as the paper counts.
+    If `metric` is "runtime", the numbers are in ms. If `metric` is "hbm_accesses", they are
+    elements per head, divided by N d. The paper gives accesses in GB.
     """
-    unit = {"runtime": 1.0, "hbm_accesses": 2e-9 * ELEMENTS}[metric]  # it says GB
+    divisor = {"runtime": 1.0, "hbm_accesses": 2e-9 * ELEMENTS}[metric]  # GB of 2-byte elements
     lines = published_numbers.lookup(paper="fa1", item="Fig. 2 middle", metric=metric)
-    return {int(line["block_c"]): float(line["value"]) / unit for line in lines}
+    return {int(line["block_c"]): float(line["value"]) / divisor for line in lines}
 
 
 def points(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
-    """Return the sum of the rows by block size, where the other block size is FIXED."""
+    """Return the values of an algorithm over one block size, as {block size: value}.
+
+    `varied` names the block size that varies, "Br" or "Bc". The other block size is FIXED. Values
+    of several rows with the same block sizes, such as loads and stores, are added.
+    """
     found: Points = {}
     other = "Br" if varied == "Bc" else "Bc"
     for row in rows:
@@ -138,9 +154,10 @@ def points(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
 
 
 def accesses(rows: Iterable[Row], algorithm: str, varied: str) -> Points:
-    """Return loads plus stores in closed form by block size, in N d per head.
+    """Return loads plus stores per head by closed forms, divided by N d, as {block size: number}.
 
-    The numbers are counted in float32. They are equal in every dtype.
+    `varied` is as for `points`. The rows in float32 are used. The other dtypes have the same
+    numbers.
     """
     mine = [r for r in at_papers_size(rows) if (r.source, r.unit) == ("model", "elements")]
     single = [r for r in mine if r.dtype == "float32"]
@@ -153,7 +170,10 @@ def at_papers_size(rows: Iterable[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw accesses and time over the block sizes, with the paper's points; None without rows."""
+    """Draw accesses and times over the block size, next to the paper's numbers.
+
+    Return None if there are no accesses to draw.
+    """
     if not accesses(rows, *SWEEPS[0][:2]):
         return None
     figure, ((left, right),) = style.new(1, 2, 4.7)
@@ -189,7 +209,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of accesses and times at the paper's sizes."""
+    """Return the table of accesses and times at the paper's sizes, or None without rows."""
     moved = [accesses(rows, *swept[:2]) for swept in GOVERNING]
     if not moved[0]:
         return None

@@ -1,8 +1,8 @@
 """Shows how a block mask shortens the runtime (FlashAttention-1 paper, Fig. 2 right).
 
-Both loop orders run at N=4096, forward alone and forward with backward, with several shares of
-non-zero blocks. The published points are drawn next to the measured points. The accesses are from
-the model, and counted on the emulator at a small size.
+A block mask says which blocks (tiles of S) are computed. Both loop orders run at N=4096, forward
+alone and forward with backward, with 10 % to 100 % of the blocks. The figure contains the paper's
+numbers too. The accesses are from the model, and counted on the emulator at a small size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,20 +32,21 @@ PROTOCOL = (
     "either pass is timed"
 )
 
-# The paper says N alone. Heads and head dimension are those of its Fig. 2 left and middle, the
-# batch an eighth of theirs.
+# The paper gives N only. The number of heads and the head dimension are as in Fig. 2 left and
+# middle of the paper. The batch size is 8, an eighth of the batch size in these figures.
 SEQLEN, HEADS, HEAD_DIM, TOKENS = 4096, 16, 64, 8 * 4096
 SHARES = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)  # percent of all blocks
 QUICK_SEQLEN, QUICK_SHARES = 1024, (10, 50, 100)
-# Block sizes that every kernel takes: one mask for both passes and orders.
+# Rows and columns of a block. Every kernel supports this size, so that both passes and both loop
+# orders use the same mask.
 SIZE = 64
 PASSES = ("fwd+bwd", "fwd")
-# On CUDA cores, which the emulator counts, and on tensor cores.
+# Series on CUDA cores, which the emulator counts too, and on tensor cores.
 SERIES, HALF = ("fa1-simt", "fa2-simt"), ("fa1-mma", "fa2-mma")
 UNITS = {"float32": SERIES, "float16": HALF}
-# There are many shares: calls of about so much time of each, or five.
+# Seconds for the timed calls of one share. At least five calls are timed.
 SHARE_SECONDS = 0.2
-# Checked against float64, and counted where the emulator takes a second.
+# Longest sequence that is checked against float64, and the problem that the emulator counts.
 CHECKED_SEQLEN = 1024
 SMALL, SMALL_SIZE, SMALL_SHARES = one_head(96, 16), 16, (20, 60)
 
@@ -54,14 +55,15 @@ Points = dict[int | None, float]
 
 
 def share_of(row: Row) -> int | None:
-    """Return the percent of blocks that a row's call computes; None without a mask."""
+    """Return how many percent of the blocks the call of a row computes; None without a mask."""
     return None if row.place == NO_MASK else int(row.place.split()[0])
 
 
 def curve(rows: Sequence[Row], series: str, *metrics: str) -> Points:
-    """Return the sum of metrics by percent of blocks (None: no mask).
+    """Return the values of a series as {percent of blocks: value}. The key None means no mask.
 
-    The rows are of one source and problem.
+    If several metrics are named, such as "loads" and "stores", their values are added. All rows
+    must be of one source and of one problem.
     """
     points: Points = {}
     for row in select(rows, series=series, metric=metrics):
@@ -70,28 +72,35 @@ def curve(rows: Sequence[Row], series: str, *metrics: str) -> Points:
 
 
 def relative(points: Points) -> Points:
-    """Return a curve divided by its value without a mask; empty if that value is missing."""
+    """Return the values of a curve divided by the curve's value without a mask.
+
+    Return an empty dictionary if the curve has no value without a mask.
+    """
     dense = points.get(None)
     return {share: value / dense for share, value in points.items()} if dense else {}
 
 
 def deviations(points: Points) -> dict[int, float]:
-    """Return by percent how far `relative` is above it: 0.03 is 3 % of the time without a mask."""
+    """Return how far a curve is above the share of computed blocks, as {percent of blocks: number}.
+
+    The number 0.03 at 50 percent means: the call takes 53 % of the time without a mask.
+    """
     over = relative(points).items()
     return {share: value - share / 100 for share, value in over if share is not None}
 
 
 def setting(seqlen: int, dtype: str = "float32") -> Problem:
-    """Return the problem of a sequence length: TOKENS tokens in all."""
+    """Return the problem for a sequence length. It has TOKENS tokens (batch x seqlen)."""
     batch = max(1, TOKENS // seqlen)
     return Problem(batch, HEADS, HEADS, seqlen, seqlen, HEAD_DIM, dtype=dtype)
 
 
 def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
-    """Return a mask (T, T) of blocks of `size` that keeps `share` percent of them.
+    """Return a random mask of shape (T, T) that keeps `share` percent of all blocks.
 
-    It keeps the diagonal and random blocks. A mask with a larger share also keeps all blocks of a
-    mask with a smaller share.
+    A block has `size` rows and columns, and T is seqlen / size, rounded up. The mask keeps the
+    blocks on the diagonal, and random other blocks. A mask with a larger share keeps all blocks of
+    a mask with a smaller share.
     """
     T = -(-seqlen // size)
     mask = np.eye(T, dtype=bool)
@@ -102,9 +111,10 @@ def block_mask(seqlen: int, size: int, share: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Case:
-    """A call with `share` percent of its blocks, which have `size` rows and columns.
+    """A call of a series, with a block mask or without.
 
-    None without a mask.
+    `share` is the percentage of blocks that the mask keeps; None means no mask. A block has `size`
+    rows and `size` columns, and so has a tile.
     """
 
     series: str
@@ -114,21 +124,21 @@ class Case:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Return the options of the call."""
+        """Return the options of the call: the tiles and, if there is one, the block mask."""
         found: dict[str, Any] = {"tiles": fa_numba.Tiles(self.size, self.size)}
         if self.share is not None:
             found["block_mask"] = block_mask(self.problem.seqlen_q, self.size, self.share)
         return found
 
     def fields(self, pass_: str, machine: str) -> dict[str, Any]:
-        """Return the columns of this call's rows, except metric, unit and number."""
+        """Return the columns of the rows of this call, except metric, unit and value."""
         note = NO_MASK if self.share is None else f"{self.share} % of blocks"
         own = {"pass_": pass_, "Br": self.size, "Bc": self.size, "note": note}
         return columns(NAME, self.series, self.problem, machine, **own)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure accesses in closed form and counted; on a GPU the time over the share of blocks."""
+    """Yield accesses by closed forms and counted; on a GPU also times, over the share of blocks."""
     N, shares = (QUICK_SEQLEN, QUICK_SHARES) if options.quick else (SEQLEN, SHARES)
     cases = [
         Case(series, setting(N, dtype), share, SIZE)
@@ -173,7 +183,10 @@ def _count(case: Case, inputs: Inputs) -> Iterator[Row]:
 
 
 def _run(case: Case, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that returns O, or dq, dk and dv; both compute the logsumexp too."""
+    """Return a function that computes O, or for other passes dq, dk and dv, and returns them.
+
+    The forward pass computes the logsumexp too, as a training step does.
+    """
     if pass_ == "fwd":
         forward = call(case.series, case.problem, *arrays[:3], return_lse=True, **case.given)
         return lambda out=None: forward(out=out)[0]
@@ -181,7 +194,11 @@ def _run(case: Case, pass_: str, arrays: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _check(case: Case, inputs: Inputs) -> None:
-    """Check O and the gradients of a call against float64; raise WrongResult if they are wrong."""
+    """Compare O and the gradients of a shorter call with float64.
+
+    The call has at most CHECKED_SEQLEN rows, one batch entry and two heads. Raise WrongResult if a
+    result is wrong.
+    """
     N = min(CHECKED_SEQLEN, case.problem.seqlen_q)
     sizes: dict[str, Any] = {"batch": 1, "heads_q": 2, "heads_k": 2, "seqlen_q": N, "seqlen_k": N}
     small = replace(case, problem=replace(case.problem, **sizes))
@@ -206,7 +223,10 @@ def _time(case: Case, pass_: str, arrays: Sequence[Any], wrong: str, machine: st
 
 
 def paper() -> Points:
-    """Return the paper's points in ms, in fp16 on an A100. It does not give batch, heads and d."""
+    """Return the paper's times in ms, as {percent of blocks: time}. The key None means no mask.
+
+    The times are in fp16 on an A100. The paper does not give batch size, heads and head dimension.
+    """
     found: Points = {}
     for line in published_numbers.lookup(paper="fa1", item="Fig. 2 right"):
         share = line["metric"].removeprefix("runtime at ").partition("%")[0]
@@ -216,7 +236,11 @@ def paper() -> Points:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw both passes' time over the share of blocks, and its deviation from the diagonal."""
+    """Draw the time of forward plus backward over the share of blocks.
+
+    A second panel shows the difference between the share of time and the share of blocks. Return
+    None if there are no times.
+    """
     mine = select(rows, heads_q=HEADS, pass_="fwd+bwd", metric="time")
     if not mine:
         return None
@@ -249,7 +273,11 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _lines(left: Any, right: Any, points: Points, color: str, **look: Any) -> None:
-    """Draw the points over the share, and how far they are above the share, in percent."""
+    """Draw a curve on two panels, over the percentage of computed blocks.
+
+    The panel `left` shows the values. The panel `right` shows the results of `deviations` in
+    percent.
+    """
     masked = sorted((share, value) for share, value in points.items() if share is not None)
     style.line(left, masked, color=color, **look)
     above = sorted((share, 100 * by) for share, by in deviations(points).items())
@@ -257,7 +285,7 @@ def _lines(left: Any, right: Any, points: Points, color: str, **look: Any) -> No
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of times by share of blocks."""
+    """Return the table of times by share of blocks, or None without measured times."""
     problem = setting(SEQLEN)
     wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
     here = [r for r in rows if (r.batch, *tables.sizes(r)) == wanted]

@@ -1,8 +1,9 @@
 """Explains by an LRU model of L2 why DRAM moves less than kernels access.
 
-The model is a least-recently-used cache. It is fed with the tile accesses of thread blocks in
-launch order. The model runs over N for the L2 of an H200, over the size of the cache, and for an
-A100, an H100 and a GPU without L2. The figure compares modelled bytes with measured bytes.
+The model simulates a cache that replaces the least recently used data. The model gets the tiles
+that thread blocks load and store, in launch order. It computes DRAM bytes over N for the L2 of an
+H200, and over the size of L2. It also computes them for an A100, an H100 and a GPU without L2. The
+figure compares the model's DRAM bytes with measured DRAM bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +33,10 @@ OTHERS = (lru.Device("A100", 40 * MIB, 108), lru.Device("H100", 50 * MIB, 132), 
 SIZES = (0, 2, 4, 8, 12, 16, 24, 32, 40, 44, 48, 52, 56, 60, 64, 80, 96, 128)
 SERIES = {"float32": ("fa1-simt", "fa2-simt"), "float16": ("fa1-mma-splits", "fa2-mma-fa1-tiles")}
 DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores (mma)"}
-# Where the size is varied: working sets about that of L2, and far beyond.
+# Sequence lengths at which the size of L2 varies: the working set is about as large as L2, or far
+# larger.
 OVER_SIZE = {"float32": (512, 4096), "float16": (1024, 4096)}
-# (dtype, d, N) of the table.
+# (dtype, d, N) of the rows of the table.
 SHOWN = (
     ("float32", 64, 512),
     ("float32", 64, 16384),
@@ -42,16 +44,16 @@ SHOWN = (
     ("float16", 64, 1024),
     ("float16", 64, 16384),
 )
-# Where both orders' bytes were measured.
+# Experiments that measured DRAM bytes of both loop orders.
 RECORDINGS = ("io_vs_seqlen", "loop_order")
 NEAR = 0.05
 
 
 @cache
 def planned(series: str, problem: Problem) -> tuple[Any, int]:
-    """Return the plan of a forward call as it is launched on an H200, and its query splits.
+    """Return the plan of a series' forward call on an H200, and the number of query splits.
 
-    The block sizes are chosen for the emulated device, an H100. An H200 has the same block sizes.
+    The tiles are planned for the emulated device, an H100. On an H200 the plan has the same tiles.
     """
     base, splits = f"{algorithm(series)}-{unit(series)}", 1
     own: dict[str, Any] = {}
@@ -65,9 +67,9 @@ def planned(series: str, problem: Problem) -> tuple[Any, int]:
 
 
 def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
-    """Return the bytes that a call moves with a cache of `capacity` bytes.
+    """Return the DRAM bytes of a call on `gpu`, by the model with a cache of `capacity` bytes.
 
-    With 0 bytes of cache, these are all accessed bytes.
+    If `capacity` is 0, these are the bytes of all accesses.
     """
     made, splits = planned(series, problem)
     if not capacity:
@@ -77,7 +79,7 @@ def dram(series: str, problem: Problem, gpu: lru.Device, capacity: int) -> int:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Compute the model's DRAM bytes over N, for other GPUs, and over the size of L2."""
+    """Yield the model's DRAM bytes over N, on several GPUs, and over the size of L2."""
     calls = [
         (series, fa2_setting(N, d, dtype=dtype))
         for dtype, shown in SERIES.items()
@@ -101,29 +103,36 @@ Key = tuple[Any, ...]
 
 
 def key(row: Row) -> Key:
-    """Return the columns that identify a row's call."""
+    """Return the columns of a row that identify the row's call."""
     names = ("series", "dtype", "batch", "seqlen_q", "head_dim", "causal", "Br", "Bc")
     return tuple(getattr(row, name) for name in names)
 
 
 def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
-    """Return the model's bytes by call, then by GPU or size of L2."""
+    """Return the model's DRAM bytes as {call: {place: bytes}}.
+
+    The key of a call is the result of `key`. A place is a GPU such as "H200", or a size of L2 such
+    as "40 MiB".
+    """
     return nested(rows, key, "place", experiment=NAME, metric="dram")
 
 
 def measured(rows: Sequence[Row]) -> dict[Key, float]:
-    """Return the DRAM bytes that a GPU moved, by call, from rows of other experiments."""
+    """Return the measured DRAM bytes as {call: bytes}, from rows of the experiments in RECORDINGS.
+
+    The key of a call is the result of `key`.
+    """
     return {key(row): row.number for row in select(rows, experiment=RECORDINGS, source="dram")}
 
 
 def recorded() -> list[Row]:
-    """Return the rows that Nsight Compute measured on an H200 for other experiments."""
+    """Return the stored rows of the experiments in RECORDINGS, measured on an H200."""
     store = Store(RECORDED)
     return [row for name in RECORDINGS for row in store.read(name, report.MACHINE)]
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the model's DRAM bytes next to the measured bytes; None without rows."""
+    """Draw the model's DRAM bytes next to the measured bytes. Return None without rows."""
     found, known = predicted(rows), measured(recorded())
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
     if not dtypes:
@@ -165,7 +174,10 @@ def _message(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
 
 
 def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict[Key, float]:
-    """Return, by call, how far the model's bytes are from the bytes that an H200 moved."""
+    """Return the relative error of the model's DRAM bytes for an H200, as {call: error}.
+
+    An error of -0.1 means that the model's bytes are 10 % below the measured bytes.
+    """
     return {
         at: places["H200"] / known[at] - 1
         for at, places in found.items()
@@ -217,14 +229,18 @@ def _over_size(ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, flo
 
 
 def sizes_of(places: dict[str, float]) -> dict[int, float]:
-    """Return the bytes of a call by the size of L2 in MiB."""
+    """Return the bytes by size of L2, as {MiB: bytes}, from {place: bytes} of one call.
+
+    Places that are GPUs are left out.
+    """
     found = {int(p.removesuffix(" MiB")): v for p, v in places.items() if p.endswith(" MiB")}
     return dict(sorted(found.items()))
 
 
 def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
-    """Return the two neighbouring sizes of L2 between which the model gives the bytes.
+    """Return the neighbouring sizes of L2 between which the model gives a number of bytes.
 
+    `sizes` maps sizes in MiB to the model's bytes. The result is (smaller size, larger size), or
     None if there are no such sizes.
     """
     for (small, more), (large, less) in pairwise(sizes.items()):

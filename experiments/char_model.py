@@ -1,8 +1,8 @@
 """Trains a small language model with our attention and with torch's, and compares the loss.
 
 The model has two layers and learns generated text character by character. It trains for 200 steps
-in fp32. With torch's attention it starts from the same weights and sees the same batches. The
-figure also shows how much the loss differs between seeds.
+in fp32. With each attention, training starts from the same weights and sees the same batches. The
+figure also shows how much the loss differs between random seeds.
 """
 
 from __future__ import annotations
@@ -44,17 +44,22 @@ STEPS, QUICK_STEPS, EVERY = 200, 20, 5
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 LEARNING_RATE, WARMUP, LARGEST_GRADIENT = 3e-4, 20, 1.0
 CHARACTERS = 2**19
-HELD_OUT = 8  # one in so many characters, the last ones; and as many batches of them
-# The others' losses are compared with this one's.
+# 1 / HELD_OUT of the text is held out. The loss of held-out text is over HELD_OUT batches.
+HELD_OUT = 8
+# The series with whose losses the losses of the other series are compared.
 REFERENCE = "torch-efficient"
 OURS = "fa2-simt"
 SERIES = (REFERENCE, "torch-unfused", OURS)
-# The loss of training batches, and that of held-out text after the last step.
+# The column "pass" of two losses: of training batches, and of held-out text after the last step.
 TRAINING, AFTER = "fwd+bwd", "fwd"
 
 
 def attention_of(series: str) -> Callable[..., Any]:
-    """Return a series' causal attention of q, k and v, each (batch, heads, context, head_dim)."""
+    """Return the function that computes causal attention by the given series.
+
+    The function takes q, k and v of shape (batch, heads, context, head_dim), and returns the
+    output.
+    """
     if series == OURS:
         return lambda q, k, v: attention(q, k, v, causal=True)
     backend = {
@@ -62,11 +67,11 @@ def attention_of(series: str) -> Callable[..., Any]:
         "torch-unfused": SDPBackend.MATH,
     }[series]
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
+    def torch_attention(q: Any, k: Any, v: Any) -> Any:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    return attend
+    return torch_attention
 
 
 BRACKETS = ("()", "[]", "<>")
@@ -79,7 +84,10 @@ ALPHABET = "\n0123456789=" + "".join(BRACKETS) + "".join(OPERATIONS)
 
 
 def expression(rng: random.Random, depth: int) -> tuple[str, int]:
-    """Return a random expression of digits in nested brackets, and its value modulo 10."""
+    """Return a random expression of digits in nested brackets, and the value modulo 10.
+
+    `depth` is the largest number of nested brackets.
+    """
     if depth == 0 or rng.random() < 0.2:
         digit = rng.randrange(10)
         return str(digit), digit
@@ -90,9 +98,10 @@ def expression(rng: random.Random, depth: int) -> tuple[str, int]:
 
 
 def generate(characters: int, seed: int = SEED) -> str:
-    """Return random lines such as "<(3+4)*2>=4".
+    """Return random text of the given length, in lines such as "<(3+4)*2>=4".
 
-    A model must learn to close each bracket with the right kind, and to find the value.
+    A model must learn to close each bracket with a bracket of the same kind, and to compute the
+    value of the expression modulo 10.
     """
     rng, lines, length = random.Random(seed), [], 0
     while length < characters:
@@ -104,27 +113,36 @@ def generate(characters: int, seed: int = SEED) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """Characters as numbers: characters to learn from, and held-out characters."""
+    """A text as numbers, divided into a part for training and a part for evaluation.
+
+    `training` and `held_out` are arrays with one number per character.
+    """
 
     training: np.ndarray
     held_out: np.ndarray
 
     @classmethod
     def of(cls, text: str) -> Text:
-        """Return a text's characters, with the last part held out."""
+        """Return a text as numbers. The last part of the text (1 / HELD_OUT) is held out."""
         numbers = np.array([ALPHABET.index(character) for character in text], np.int64)
         last = len(numbers) // HELD_OUT
         return cls(numbers[:-last], numbers[-last:])
 
     def batches(self, problem: Problem, seed: int, steps: int) -> np.ndarray:
-        """Return training text (steps, batch, context + 1) from places drawn with the seed."""
+        """Return random pieces of the training text, shape (steps, batch, context + 1).
+
+        The seed decides where the pieces begin.
+        """
         rng = np.random.default_rng([SEED, seed])
         size = (steps, problem.batch, 1)
         starts = rng.integers(0, len(self.training) - problem.seqlen_q, size)
         return self.training[starts + np.arange(problem.seqlen_q + 1)]
 
     def to_evaluate(self, problem: Problem) -> np.ndarray:
-        """Return held-out text (HELD_OUT, batch, context + 1) from places at equal distances."""
+        """Return pieces of the held-out text, shape (HELD_OUT, batch, context + 1).
+
+        The pieces begin at equal distances.
+        """
         last = len(self.held_out) - problem.seqlen_q - 1
         starts = np.linspace(0, last, HELD_OUT * problem.batch).astype(int)
         starts = starts.reshape(HELD_OUT, problem.batch, 1)
@@ -132,13 +150,16 @@ class Text:
 
 
 def setting(context: int, head_dim: int) -> Problem:
-    """Return the attention problem of one layer: D_MODEL / head_dim heads, at least one."""
+    """Return the attention problem of one layer, with D_MODEL / head_dim heads (at least one)."""
     heads = max(1, D_MODEL // head_dim)
     return Problem(BATCH, heads, heads, context, context, head_dim, causal=True)
 
 
 def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
-    """Return the model's parameters: pre-norm, no biases, normal with deviation 0.02."""
+    """Return the initial parameters of the model by name, drawn with the seed.
+
+    Matrices are normal with standard deviation 0.02. Norms are 1. There are no biases.
+    """
     D, N = problem.heads_q * problem.head_dim, problem.seqlen_q
     shapes: dict[str, tuple[int, ...]] = {"characters": (len(ALPHABET), D), "places": (N, D)}
     for layer in range(LAYERS):
@@ -159,8 +180,12 @@ def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
     return found
 
 
-def logits(w: dict[str, Any], characters: Any, problem: Problem, attend: Callable) -> Any:
-    """Return logits (batch, context, alphabet) from characters (batch, context)."""
+def logits(w: dict[str, Any], characters: Any, problem: Problem, causal_attention: Callable) -> Any:
+    """Return the model's logits (batch, context, alphabet) for characters (batch, context).
+
+    `w` contains the parameters. `causal_attention` computes the attention of a layer from q, k and
+    v.
+    """
     H, d = problem.heads_q, problem.head_dim
     x = F.embedding(characters, w["characters"]) + w["places"]
     B, N, D = x.shape
@@ -171,36 +196,35 @@ def logits(w: dict[str, Any], characters: Any, problem: Problem, attend: Callabl
     for layer in range(LAYERS):
         qkv = F.linear(norm(x, f"{layer}.norm"), w[f"{layer}.qkv"])
         q, k, v = qkv.view(B, N, 3, H, d).permute(2, 0, 3, 1, 4)
-        heads = attend(q, k, v).transpose(1, 2).reshape(B, N, D)
+        heads = causal_attention(q, k, v).transpose(1, 2).reshape(B, N, D)
         x = x + F.linear(heads, w[f"{layer}.out"])
         hidden = F.gelu(F.linear(norm(x, f"{layer}.norm_mlp"), w[f"{layer}.up"]))
         x = x + F.linear(hidden, w[f"{layer}.down"])
     return F.linear(norm(x, "norm"), w["head"])
 
 
-def _loss(w: dict[str, Any], window: Any, problem: Problem, attend: Callable) -> Any:
-    found = logits(w, window[:, :-1], problem, attend)
+def _loss(w: dict[str, Any], window: Any, problem: Problem, causal_attention: Callable) -> Any:
+    found = logits(w, window[:, :-1], problem, causal_attention)
     return F.cross_entropy(found.flatten(0, 1), window[:, 1:].flatten())
 
 
 def train(
     series: str, problem: Problem, text: Text, seed: int, steps: int, device: str = "cuda"
 ) -> tuple[np.ndarray, float]:
-    """Train the model.
+    """Train the model from the beginning, with the attention of one series.
 
-    Return the training losses (steps,) and the held-out loss afterwards, in nats.
-
-    Raises WrongResult for a loss that is not finite.
+    Return the training losses, shape (steps,), and the loss of held-out text after the last step.
+    Losses are in nats per character. Raise WrongResult if a loss is not finite.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    attend, w = attention_of(series), weights(problem, seed, device)
+    causal_attention, w = attention_of(series), weights(problem, seed, device)
     batches = torch.as_tensor(text.batches(problem, seed, steps), device=device)
     optimizer = torch.optim.AdamW(w.values(), lr=LEARNING_RATE)
     losses = []
     for step, window in enumerate(batches, 1):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP)
-        loss = _loss(w, window, problem, attend)
+        loss = _loss(w, window, problem, causal_attention)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(w.values(), LARGEST_GRADIENT)
@@ -208,7 +232,9 @@ def train(
         losses.append(loss.detach())
     with torch.no_grad():
         windows = torch.as_tensor(text.to_evaluate(problem), device=device)
-        held_out = torch.stack([_loss(w, window, problem, attend) for window in windows]).mean()
+        held_out = torch.stack(
+            [_loss(w, window, problem, causal_attention) for window in windows]
+        ).mean()
     found = torch.stack([*losses, held_out]).double().cpu().numpy()
     if not np.isfinite(found).all():
         raise WrongResult(f"the loss is not finite from step {np.isfinite(found).argmin()} on")
@@ -216,7 +242,7 @@ def train(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Train with each series and seed; yield losses, and their differences to the reference's."""
+    """Train with each series and seed. Yield losses and their differences from REFERENCE."""
     problem, steps = setting(CONTEXT, HEAD_DIM), QUICK_STEPS if options.quick else STEPS
     text = Text.of(generate(CHARACTERS))
     runs = list(itertools.product(QUICK_SEEDS if options.quick else SEEDS, SERIES))
@@ -234,9 +260,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
-    """Yield losses and their differences to `expected`, the reference's losses.
+    """Yield the losses of one training run, and the differences from `expected`.
 
-    These are the first loss, every EVERY-th loss, and the held-out loss.
+    `found` and `expected` are results of `train`; `expected` is of REFERENCE with the same seed.
+    The first loss, every EVERY-th loss and the held-out loss are yielded.
     """
     losses, held_out = found
     steps = len(losses)
@@ -252,18 +279,18 @@ def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
 
 
 def place(seed: int, step: int) -> str:
-    """Return the text by which rows name a seed and a step."""
+    """Return the beginning of a row's note, which names the seed and the step."""
     return f"seed {seed}, step {step:03d}"
 
 
 def seed_and_step(row: Row) -> tuple[int, int]:
-    """Return the seed and the step that a row names."""
+    """Return the seed and the step that a row's note names."""
     seed, step = row.place.removeprefix("seed ").split(", step ")
     return int(seed), int(step)
 
 
 def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[int, list[float]]:
-    """Return the values of all seeds by step, for one series, metric and pass."""
+    """Return the values of one series, metric and pass, as {step: values of all seeds}."""
     found: dict[int, list[float]] = {}
     wanted = select(rows, series=series, metric=metric, pass_=pass_)
     for row in sorted(wanted, key=seed_and_step):
@@ -272,13 +299,16 @@ def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[in
 
 
 def after(rows: Sequence[Row], series: str, metric: str = "loss") -> list[float]:
-    """Return the numbers of all seeds after the last step, in nats. The rows are of one problem."""
+    """Return the values of all seeds after the last step, in nats.
+
+    All rows must be of one problem.
+    """
     found = curves(rows, series, metric, AFTER)
     return found[max(found)] if found else []
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the losses over the steps; None without rows."""
+    """Draw the losses over the training steps. Return None without rows."""
     rows = [row for row in rows if not row.failed]
     if not rows:
         return None
@@ -289,7 +319,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for series in SERIES:
         _band(left, curves(rows, series, "loss", TRAINING), series, lw=_WIDTHS[series])
         signed = curves(rows, series, "loss_difference", TRAINING)
-        # A difference of nothing has no place on a log axis.
+        # A difference of 0 cannot be drawn on a logarithmic axis.
         away = {step: [abs(x) for x in values if x] for step, values in signed.items()}
         _band(right, {step: x for step, x in away.items() if x}, series)
     losses = curves(rows, REFERENCE, "loss", TRAINING)
@@ -311,12 +341,15 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-# Ours above torch's, which it covers: thinner, so that both are seen.
+# Line widths: the line of our series is on top and thinner, so that all lines are visible.
 _WIDTHS = {REFERENCE: 4.5, "torch-unfused": 3.0, OURS: 1.4}
 
 
 def _band(ax: Any, points: dict[int, list[float]], series: str, **look: Any) -> None:
-    """Draw the mean over the seeds, in a band from the smallest to the largest value."""
+    """Draw the mean over the seeds as a line, and the range from smallest to largest as a band.
+
+    `points` maps a step to the values of all seeds.
+    """
     x = sorted(points)
     if x:
         colour = style.COLOURS[series]
@@ -326,7 +359,7 @@ def _band(ax: Any, points: dict[int, list[float]], series: str, **look: Any) -> 
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of losses after training."""
+    """Return the table of losses after training, or None without rows."""
     lines = []
     for series in (s for s in SERIES if after(rows, s)):
         losses, away = after(rows, series), after(rows, series, "loss_difference")

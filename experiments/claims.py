@@ -1,8 +1,8 @@
 """Checks claims about FlashAttention in settings that no other experiment measures.
 
-The settings are: accesses by array, counted on the emulator; one query with contiguous keys and
-with keys in pages; the bytes of 32 heads at N=8192, d=128, fp16; one head at N=131072; and the
-numbers of multiplications and additions.
+The settings are: accesses by array, counted on the emulator; keys in one piece, and keys in pages
+whose results are merged; the bytes of 32 heads at N=8192, d=128, fp16; one head at N=131072; and
+the numbers of multiplications and additions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ PROTOCOL = "memory: peak of what one call allocates"
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
 COUNTED_SEQLEN, COUNTED_DIM, COUNTED_TILE = 128, 64, 32
 DROPOUT = 0.1
-# "fp16, T=8192, h=32, d=128", and what the document says of it, in GB.
+# The forward call "fp16, T=8192, h=32, d=128", and the GB that articles claim for the call.
 LAYER = Problem(1, 32, 32, 8192, 8192, 128, dtype="float16")
 QUICK_LAYER = Problem(1, 4, 4, 1024, 1024, 128, dtype="float16")
 CLAIMED_GB = {"standard-mma": (17.4, 17.8), "fa2-mma": (0.27, 0.27)}
@@ -42,7 +42,7 @@ OPERATIONS = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure the numbers of the claims: counts by array; on a GPU bytes, memory and time."""
+    """Yield the numbers that the claims need: counts by array; on a GPU bytes, memory and times."""
     problems = [one_head(COUNTED_SEQLEN, COUNTED_DIM, mask) for mask in (False, True)]
     cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
@@ -63,7 +63,7 @@ def _options(dropout: float = 0.0) -> dict[str, Any]:
 
 
 def _model(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
-    if not dropout:  # the model's counts know no dropout: it costs no access
+    if not dropout:  # the model ignores dropout, because dropout makes no accesses
         accesses = plan(series, problem, **_options()).accesses
         yield from _by_array(problem, series, dropout, accesses, MODEL)
 
@@ -107,9 +107,9 @@ def _paged(series: str, head_dim: int) -> Iterator[Row]:
 
 
 def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Return O over all keys from (O, L) over parts of the keys, in float64.
+    """Return O over all keys, in float64, from the results (O, L) over parts of the keys.
 
-    A part n has the weight e^(L_n - L), where L is the logsumexp over all keys.
+    The weight of part n is e^(L_n - L), where L is the logsumexp over all keys.
     """
     lse = np.stack([np.asarray(L, np.float64) for _, L in parts])
     weights = np.exp(lse - np.logaddexp.reduce(lse, axis=0))
@@ -143,7 +143,7 @@ def _long(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """Return the rows of the layer's bytes by series and source."""
+    """Return the rows with the bytes of the forward call in fp16, by (series, source)."""
     wanted = [r for r in rows if r.metric == "traffic" and r.dtype == "float16"]
     return {(r.series, r.source): r for r in wanted if r.value is not None}
 
@@ -152,7 +152,10 @@ _SOURCES = {"model": "accesses (model)", "l2": "L2 (measured)", "dram": "DRAM (m
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the bytes of the layer, measured and in closed form; None without rows."""
+    """Draw the bytes of the forward call in fp16 (LAYER), by closed forms and measured.
+
+    Return None without rows.
+    """
     found, shown = _layer_rows(rows), []
     for name in MMA:
         for source, label in _SOURCES.items():
@@ -176,7 +179,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def layer(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the layer's bytes."""
+    """Return the table of the bytes of the forward call in fp16 (LAYER), or None without rows."""
     found = _layer_rows(rows)
     lines = []
     for name in MMA:
@@ -197,5 +200,5 @@ def layer(rows: Sequence[Row]) -> tables.Table | None:
     return tables.of(caption, header, lines)
 
 
-# The page's table of this experiment's name has the verdicts.
+# The page's table `claims` contains the verdicts; see experiments.verdicts.claims.
 TABLES = {"claims_layer": layer}
