@@ -1,8 +1,8 @@
 """Finds from which sequence length FlashAttention is faster than standard attention (claim C9).
 
-The figure shows the time of standard attention divided by the time of each loop order, and torch's
-unfused attention divided by torch's fused kernel. N goes from 64 to 4096 in fine steps, in fp16 and
-fp32, with few and with many heads. The bytes are from the model.
+The figure shows two ratios: the time of standard attention over the time of each loop order, and
+the time of torch's unfused attention over the time of torch's fused kernel. N goes from 64 to 4096
+in fine steps, in fp16 and fp32, with few and with many heads. The bytes are from the model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ TAKES: tuple[str, ...] = ()
 SECONDS = 0.05
 PROTOCOL = f"repeats cut to {SECONDS:g} s of calls, {FEWEST} at least"
 
-# Every power of two and the length half-way to the next.
+# Every power of two, and the length half-way to the next power of two.
 SEQLENS = tuple(sorted([64 << n for n in range(7)] + [96 << n for n in range(6)]))
 QUICK_SEQLENS = (64, 256, 1024)
 PASS_NAMES = ("fwd", "fwd+bwd")
-# (dtype, head dimension, batch, heads): few heads, and as many as fill a large GPU.
+# (dtype, head dimension, batch, heads), with few heads or with enough heads to fill a large GPU.
 CASES: tuple[tuple[str, int, int, int], ...] = (
     ("float16", 64, 16, 8),
     ("float16", 64, 1, 8),
@@ -35,7 +35,7 @@ CASES: tuple[tuple[str, int, int, int], ...] = (
     ("float32", 64, 16, 8),
     ("float32", 64, 1, 8),
 )
-# A flash series -> what it is held against.
+# Fused series -> the unfused series with which it is compared.
 OVER = {
     "float16": {"fa1-mma": "standard-mma", "fa2-mma": "standard-mma", peers.FLASH: peers.UNFUSED},
     "float32": {
@@ -44,25 +44,25 @@ OVER = {
         peers.EFFICIENT: peers.UNFUSED,
     },
 }
-# Where the claim has the gain open.
+# The claim says that the gain begins between these sequence lengths.
 CLAIMED = (1024, 2048)
-FEW = 64  # heads: fewer leave a large GPU idle
+FEW = 64  # With fewer heads (batch x heads), a part of a large GPU is idle.
 
 
 def series_of(dtype: str) -> tuple[str, ...]:
-    """Return the series of a dtype: standard attention first, then the fused series."""
+    """Return the series for a dtype: unfused attention first, then the fused series."""
     over = OVER[dtype]
     return tuple(dict.fromkeys((*over.values(), *over)))
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure times over the length in fine steps, and bytes in closed form."""
+    """Yield bytes by closed forms over the sequence length; on a GPU also times."""
     problems = [
         Problem(batch, heads, heads, N, N, d, dtype=dtype)
         for dtype, d, batch, heads in (CASES[::3] if options.quick else CASES)
         for N in (QUICK_SEQLENS if options.quick else SEQLENS)
     ]
-    with device.using("emulator"):  # its tiles: the same on every machine
+    with device.using("emulator"):  # so that the tiles are the same on every machine
         for problem in bench.track(problems, "closed forms"):
             yield from _model(problem)
     if bench.machine is None:
@@ -85,7 +85,11 @@ def _model(problem: Problem) -> Iterator[Row]:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep of a row: the sequence length varies with few heads or with many heads."""
+    """Return the sweep, the part of the experiment, to which a row belongs.
+
+    The sequence length varies in both sweeps. The sweeps differ in the number of heads: few or
+    many.
+    """
     return "seqlen, few heads" if row.batch * row.heads_q < FEW else "seqlen, many heads"
 
 
@@ -95,9 +99,11 @@ Curves = dict[str, dict[int, float]]
 
 
 def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
-    """Return standard attention's time (or the model's bytes) divided by a fused series'.
+    """Return how much faster fused attention is, as {case: {fused series: {N: ratio}}}.
 
-    The result maps a case to {fused series: {N: ratio}}.
+    A ratio is the time of unfused attention (see OVER) over the time of the fused series. With the
+    source "model", it is the ratio of their bytes. A case is (dtype, head dimension, batch x heads,
+    pass).
     """
     metric = "traffic" if source == "model" else "time"
 
@@ -116,13 +122,20 @@ def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
 
 
 def crossing(gain: Mapping[int, float]) -> int | None:
-    """Return the length from which on the gain is above 1 at every length; None without one."""
+    """Return the shortest N from which the gain is above 1 at every measured N; None without one.
+
+    `gain` maps N to a ratio.
+    """
     last = max((N for N in gain if gain[N] <= 1), default=0)
     return min((N for N in gain if N > last), default=None)
 
 
 def in_words(gain: Mapping[int, float] | None) -> str:
-    """Return the crossing as a cell: a length, "all, from 64", or "none to 4096"."""
+    """Return the text of a cell: the result of `crossing` for the ratios {N: ratio}.
+
+    If the gain is above 1 at every N, the text is like "all, from 64". If it is not above 1 at the
+    longest N, the text is like "none to 4096".
+    """
     if not gain:
         return tables.MISSING
     won = crossing(gain)
@@ -150,7 +163,7 @@ def _look(heads: int) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the gains over the length; None without rows."""
+    """Draw the ratios over the sequence length. Return None without times."""
     timed = gains(rows)
     if not timed:
         return None
@@ -190,7 +203,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of crossings."""
+    """Return the table of sequence lengths from which fused attention is faster."""
     timed, moved = gains(rows), gains(rows, "model")
     lines = []
     for case in sorted({**moved, **timed}, key=lambda c: (c[0], c[1], -c[2], c[3])):

@@ -1,9 +1,10 @@
 """Measures decoding: few query rows on a long cache, columns split over blocks (claim C21).
 
-The setting is Flash-Decoding's micro-benchmark. A forward call in fp16 has 1 to 16 rows of Q, 1k to
-128k keys, batch size 1 to 64, and one to eight query heads for each K/V head. The series are one
-thread block per row tile, columns split over several thread blocks, and torch's kernels. The speed
-is the bytes of K and V, read once, divided by the time. A kernel that only reads gives the limit.
+The setting is Flash-Decoding's micro-benchmark, with forward calls in fp16. The calls have 1 to 16
+rows of Q, 1k to 128k keys and batch size 1 to 64. Each K/V head has one to eight query heads. The
+series are: one thread block per row tile, columns split over several thread blocks, and torch's
+kernels. The speed is the bytes of K and V, read once, divided by the time. A kernel that only reads
+gives the upper limit of the speed.
 """
 
 import itertools
@@ -36,7 +37,7 @@ PROTOCOL = (
 HEADS = 32
 GROUPS = (1, 4, 8)
 TOKENS = 65536  # batch times keys
-# (batch, keys): so many tokens, then one sequence, shorter and longer.
+# (batch, keys) with TOKENS keys together; then the keys of one sequence alone.
 CACHES = tuple((TOKENS // N, N) for N in (1024, 4096, 16384, 65536))
 ALONE = (1024, 4096, 16384, 131072)
 ROWS, ROWS_AT = (1, 2, 4, 8, 16), (4, 16384)
@@ -44,7 +45,8 @@ SPLITS = {"fa2-mma": "fa2-mma-splits", HOPPER: "fa2-wgmma-splits"}
 OURS = tuple(itertools.chain(*SPLITS.items()))
 PEERS = (peers.FLASH, peers.CUDNN)
 READ, READ_BYTES = "read", 2**32
-# From here on K and V do not stay in the L2 cache, and a call is longer than its launches.
+# If K and V have at least this size, they do not fit into the L2 cache, and a call takes longer
+# than launching its kernels.
 LARGE_BYTES = 64 * 2**20
 
 
@@ -55,7 +57,16 @@ def _problem(
 
 
 def problems(options: Options) -> list[Problem]:
-    """Return the problems: equal caches, one sequence, more rows, d=64, Flash-Decoding's own."""
+    """Return the problems to measure; for a quick run only two.
+
+    | problems | batch | rows of Q | keys |
+    |---|---|---|---|
+    | caches of equal size | 65536 / keys | 1 | 1024 to 65536 |
+    | one sequence | 1 | 1 | 1024 to 131072 |
+    | more rows of Q | 4 | 1 to 16 | 16384 |
+    | caches of equal size, d=64 | 65536 / keys | 1 | 1024 to 65536 |
+    | Flash-Decoding's own setting | DECODING | 1 | DECODING |
+    """
     if options.quick:
         return [_problem(2, group, 1, 2048) for group in (1, 8)]
     found = [_problem(B, group, 1, N) for group in GROUPS for B, N in CACHES]
@@ -68,7 +79,10 @@ def problems(options: Options) -> list[Problem]:
 
 
 def cache_bytes(row: Row | Problem) -> int:
-    """Return the bytes of a row's K and V, in 16 bits."""
+    """Return the bytes of K and V together, with 2 bytes per element.
+
+    `row` is a row of data or a problem.
+    """
     return 4 * row.batch * row.heads_k * row.seqlen_k * row.head_dim
 
 
@@ -77,7 +91,7 @@ def _own(series: str) -> dict[str, Any]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure calls with few rows of Q, and the bandwidth of a kernel that only reads."""
+    """Yield times of calls with few rows of Q, and the bandwidth of a kernel that only reads."""
     peers.say_missing(bench.say)
     every = problems(options)
     hopper = device.compute_capability() == (9, 0)
@@ -94,7 +108,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep of a row: the quantity that varies, and what is held."""
+    """Return the sweep, the part of the experiment, to which a row belongs.
+
+    The name of the sweep contains the quantity that varies, and which other quantities are fixed.
+    """
     if row.series == READ:
         return "read"
     at = row.batch, row.seqlen_k
@@ -113,12 +130,16 @@ def _read(options: Options, machine: str) -> Row:
         return bandwidth.measure_global(bandwidth.ones(nbytes), nbytes, REPEATS // 2)
 
     speed, failure = attempt(work)
-    common = columns(NAME, READ, _problem(1, 1, 1, 1), machine, note=failure)  # of no problem
+    # The row has sizes of 1, because reading has no problem.
+    common = columns(NAME, READ, _problem(1, 1, 1, 1), machine, note=failure)
     return Row(metric="bandwidth", unit="TB/s", **number(speed), **common)
 
 
 def _arrays(problem: Problem, inputs: Inputs) -> tuple[Any, ...]:
-    """Return q, k and v on the GPU. All queries are random; K and V are two heads, repeated."""
+    """Return q, k and v on the GPU.
+
+    Every row of q is random. k and v are two random heads, repeated over all heads and sequences.
+    """
     heads = min(2, problem.heads_k)
     (q, _, _) = inputs(replace(problem, heads_k=problem.heads_q, seqlen_k=1))
     (_, k, v) = inputs(replace(problem, batch=1, heads_q=heads, heads_k=heads))
@@ -154,20 +175,23 @@ def _timed(
     yield Row(metric="bandwidth", unit="TB/s", value=value, note=note, **common)
 
 
-Place = tuple[int, int, int, int, int, int]  # batch, Hq, Hk, rows, keys, d
+Place = tuple[int, int, int, int, int, int]  # batch, Hq, Hk, rows of Q, keys, head dimension
 place: Callable[[Row], Place] = attrgetter(
     "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim"
 )
 
 
 def read_bandwidth(rows: Sequence[Row]) -> float | None:
-    """Return the bandwidth in TB/s of the kernel that only reads; None if it was not measured."""
+    """Return the bandwidth of the kernel that only reads, in TB/s; None if it was not measured."""
     found = [row.value for row in rows if row.series == READ and row.value]
     return found[-1] if found else None
 
 
 def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
-    """Return the measured rows of a metric by place, then by series."""
+    """Return the measured rows of a metric, as {place: {series: row}}.
+
+    A place is (batch, heads of Q, heads of K, rows of Q, keys, head dimension).
+    """
     found: dict[Place, dict[str, Row]] = {}
     for row in rows:
         if row.metric == metric and row.source == "measured" and row.series != READ:
@@ -175,7 +199,7 @@ def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
     return found
 
 
-# On which unit: all labels of a figure say it.
+# Labels that contain the unit, as all labels of this figure do.
 NAMES = {"fa2-mma": "FA-2 (mma)", "fa2-mma-splits": "FA-2 (mma), key splits"}
 ABOUT = (
     "Key splits: several thread blocks share the keys of a row tile. One query per sequence, fp16, "
@@ -186,7 +210,10 @@ ABOUT = (
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the bandwidth at which K and V are read over the number of keys; None without rows."""
+    """Draw the bandwidth at which K and V are read, over the number of keys.
+
+    Return None without rows.
+    """
     found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
     lines = (
         (f"{TOKENS // 1024}k keys in all", lambda p: p[0] * p[4] == TOKENS),
@@ -233,8 +260,8 @@ def _message(found: dict[tuple, dict[str, Row]]) -> str:
     return f"With key splits, one query is up to {max(gains):.1f} times as fast"
 
 
-# Of the problems those that the page shows, by batch, query heads a K/V head, rows, keys and d; all
-# are in the data file.
+# The problems that the page shows: (batch, query heads per K/V head, rows of Q, keys, d). The data
+# file contains all problems.
 SHOWN = (
     *((B, 4, 1, N, 128) for B, N in CACHES),
     *((1, 4, 1, N, 128) for N in (4096, 131072)),
@@ -243,10 +270,10 @@ SHOWN = (
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of times in microseconds for some problems.
+    """Return the table of times in microseconds for the problems in SHOWN.
 
-    The table also shows the share of the read bandwidth, and torch's best time divided by our best
-    time. The caption is about all problems.
+    The table also contains the share of the read bandwidth, and torch's best time divided by our
+    best time. The caption is about all problems.
     """
     times, read = by_place(rows, "time"), read_bandwidth(rows)
     series = [s for s in (*OURS, *PEERS) if any(s in found for found in times.values())]

@@ -1,8 +1,8 @@
 """Makes an interactive page of both loop orders, the softmax, tiles and memory traffic.
 
-The page is figures/explore.html. Its scripts compute the memory traffic and the order of the tiles
-for any size. The traces that are recorded here check this order. `python -m experiments explore`
-serves the page with masks of your own.
+The page is figures/explore.html. Scripts in the page compute the memory traffic and the order of
+the tiles for any size. This experiment records traces, with which tests compare the scripts' order
+of tiles. `python -m experiments explore` serves the page and lets readers type masks.
 """
 
 import itertools
@@ -29,7 +29,11 @@ SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128, 256), (16, 32), (16, 32, 64), (0
 
 
 def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
-    """Return whether the stored page has the trace. The page leaves out long traces."""
+    """Return whether the trace of a call with these sizes is recorded.
+
+    `on` is the unit ("simt", "mma" or "wgmma"). Long traces are left out, and so are traces of many
+    combinations of sizes.
+    """
     tiles = N // Br * (N // Bc)
     if on == "wgmma":
         return Br == 64 and 4 <= tiles <= 16 and (window == 0 or d == 16)
@@ -40,7 +44,7 @@ def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Yield the bytes of each call in closed form, then the traced calls."""
+    """Yield the bytes of each call by closed forms, and then the traced calls."""
     few = 1 if options.quick else None
     work = [
         (f"{algorithm}-{on}", problem_of(N, d, causal, window, on), fa_numba.Tiles(Br, Bc))
@@ -70,10 +74,11 @@ def _traced(series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
 
 
 def pack(found: Trace) -> str:
-    """Return the moves of a trace as text.
+    """Return the moves of a trace as text, with a blank between two moves.
 
-    "<Q0:1024" loads 1024 bytes of Q's tile 0, ">" stores, "|" is the next thread block. Bytes are
-    written if they differ from the bytes of the array's last move.
+    <Q0:1024   load 1024 bytes of Q's tile 0
+    >O0        store tile 0 of O; the number of bytes is the same as in the last move of O
+    |          the moves of the next thread block follow
     """
     words, block, last = [], 0, dict[str, int]()
     for move in found.moves:
@@ -87,7 +92,10 @@ def pack(found: Trace) -> str:
 
 
 def unpack(row: Row) -> Trace:
-    """Return the trace of a stored row; raise ValueError for a note that is not a trace."""
+    """Return the trace whose moves `pack` wrote into the note of a row.
+
+    Raise ValueError if the note is not the text of a trace, or if the row has no tiles.
+    """
     if row.Br is None or row.Bc is None:
         raise ValueError(f"a row of a trace must have tiles, got none for series {row.series}")
     moves: list[Move] = []
@@ -114,7 +122,10 @@ def unpack(row: Row) -> Trace:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return sizes, tiles, mask, window and unit of a row, which both loop orders share."""
+    """Return what both loop orders of one call share.
+
+    The result is (sequence length, head dimension, Br, Bc, "yes" or "no" for causal, window, unit).
+    """
     window = int(row.place.removeprefix("window "))
     causal = "yes" if row.causal else "no"
     return row.seqlen_q, row.head_dim, row.Br, row.Bc, causal, window, unit(row.series)
@@ -129,14 +140,20 @@ def _counted(rows: Iterable[Row], source: str = "counted") -> dict[tuple[Any, ..
 
 
 def page(rows: Sequence[Row], note: str) -> str | None:
-    """Return the page as an HTML file that needs no other file; None without traces."""
+    """Return the page as the text of an HTML file that needs no other file; None without traces.
+
+    `note` is a text that the page shows.
+    """
     from .beside import explore_page
 
     return explore_page.html(explore_page.PANELS, note) if _counted(rows) else None
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw a picture of the page's first panel; None without traces."""
+    """Draw one recorded call in both loop orders, as the page's first panel does.
+
+    Return None without traces.
+    """
     found = _counted(rows)
     if not found:
         return None
@@ -146,7 +163,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of bytes by loop order for some states."""
+    """Return the table of bytes by loop order, for the calls that are traced."""
     model = _counted(rows, "model")
     lines = []
     for key, both in sorted(_counted(rows).items()):

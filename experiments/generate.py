@@ -1,8 +1,8 @@
 """Generates text with a small language model, with and without a paged K/V cache.
 
-Each step takes the likeliest character, and both ways give the same text. The table has the
-accesses of attention for one character, counted and in closed form. On a GPU it also has the time
-for one character.
+Each step appends the likeliest character. Both ways give the same text. The table has the accesses
+of attention for one character, counted and by closed forms. On a GPU, the time for one character is
+measured too.
 """
 
 import time
@@ -37,10 +37,10 @@ CHARACTERS = 2**16
 PAGE_SIZE, PROMPT = 16, 8
 SEQUENCES, LENGTH, SPLITS = 2, 36, 2
 DTYPES = {"fa2-simt": "float32", "fa2-mma": "float16"}
-# Of the closed form, and of what is timed.
+# Lengths of the closed forms, and sequences and lengths of the timed steps.
 LENGTHS = tuple(2**n for n in range(5, 13))
 TIMED_SEQUENCES, TIMED_LENGTHS, QUICK_LENGTHS = 32, (64, 256, 1024, 4096), (64, 128)
-# Characters whose time is taken, the last ones before each length.
+# The number of timed characters: the last ones before each length.
 WINDOW = 16
 CACHE, WHOLE, TEXT = "with a cache", "without one", "text"
 PROTOCOL = (
@@ -50,31 +50,34 @@ PROTOCOL = (
 )
 
 
-# float32, by name: of 150 steps of Adam in NumPy, each on 16 windows of 48 characters, by
-# `small_model.train` of commit e9ff510.
+# The trained weights in float32, by name. They are the result of 150 steps of Adam in NumPy, each
+# on 16 windows of 48 characters, by `small_model.train` in commit e9ff510.
 WEIGHTS = RECORDED / "data" / NAME / "weights.npz"
 
 
 @cache
 def learned() -> np.ndarray:
-    """Return the text that the model was trained on, with characters as numbers."""
+    """Return the text on which the model was trained, as one number per character."""
     return np.array([ALPHABET.index(character) for character in lines_of(CHARACTERS)], np.int64)
 
 
 @cache
 def model() -> dict[str, np.ndarray]:
-    """Return the stored weights of the trained model."""
+    """Return the stored weights of the trained model by name."""
     with np.load(WEIGHTS) as stored:
         return {name: x for name, x in stored.items() if name != "sources"}
 
 
 def words(characters: Any) -> str:
-    """Return characters as text, with blanks for line ends."""
+    """Return characters, given as numbers, as text. Line ends become blanks."""
     return "".join(ALPHABET[int(n)] for n in characters).replace("\n", " ")
 
 
 def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
-    """Return (sequences, length) of characters; the first PROMPT of each are from the text."""
+    """Return arrays of characters in which the text is to be generated: (sequences, length).
+
+    The first PROMPT characters of each sequence are taken from `text`. The other characters are 0.
+    """
     characters = np.zeros((sequences, length), np.int64)
     starts = np.linspace(0, len(text) - PROMPT, sequences).astype(int)
     characters[:, :PROMPT] = text[starts[:, None] + np.arange(PROMPT)]
@@ -82,7 +85,10 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure the same text with a cache and without: differences, bytes, and on a GPU time."""
+    """Generate the same text with a cache and without.
+
+    Yield how many characters differ, the bytes of attention and, on a GPU, the times.
+    """
     yield from bench.counted([(series,) for series in DTYPES], "generating", _counted)
     for series in DTYPES:
         for n in sorted({*LENGTHS, *range(PROMPT + 1, LENGTH)}):
@@ -105,9 +111,9 @@ def _columns(series: str, place: str, sequences: int, keys: int, machine: str) -
 
 
 def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row:
-    """Return the row of bytes per sequence for the character after n.
+    """Return the row with the bytes of one sequence for the character that follows n characters.
 
-    `moved` are the bytes of all sequences.
+    `place` is CACHE or WHOLE. `moved` is the number of bytes for all SEQUENCES sequences.
     """
     common = _columns(series, place, SEQUENCES, n, machine)
     return Row(metric="traffic", unit="bytes", value=moved / SEQUENCES, note=place, **common)
@@ -116,14 +122,20 @@ def _traffic(series: str, place: str, n: int, machine: str, moved: float) -> Row
 def _difference(
     series: str, sequences: int, keys: int, machine: str, differing: int, text: str
 ) -> Row:
-    """Return the row with the number of characters that differ, and a text's beginning."""
+    """Return the row with the number of characters that differ with and without a cache.
+
+    `text` is the beginning of a generated text, for the row's note.
+    """
     common = _columns(series, CACHE, sequences, keys, machine)
     common |= {"metric": "difference", "unit": "characters", "note": f"{TEXT}; {text}"}
     return Row(value=differing, n=sequences * (keys - PROMPT), **common)
 
 
 def _counted(series: str) -> Iterator[Row]:
-    """Yield the counted bytes with a cache and without; raise WrongResult if the texts differ."""
+    """Yield the bytes of attention for each character, counted with a cache and without.
+
+    Raise WrongResult if the texts with a cache and without differ.
+    """
     dtype = DTYPES[series]
     w, text = model(), learned()
     options: dict[str, Any] = {"unit": unit(series), "alibi_slopes": SIZES.slopes}
@@ -145,7 +157,7 @@ def _counted(series: str) -> Iterator[Row]:
             with device.using("emulator"), fa_numba.count_accesses() as counts:
                 next(each)
             moved = sum(counts.load_bytes.values()) + sum(counts.store_bytes.values())
-            if n > PROMPT:  # the first step takes the prompt
+            if n > PROMPT:  # the first step computes the prompt, not a single character
                 rows.append(_traffic(series, place, n, EMULATOR, moved))
     differing = int((found[CACHE] != found[WHOLE]).sum())
     if differing:
@@ -159,7 +171,10 @@ def _counted(series: str) -> Iterator[Row]:
 
 
 def _modelled(series: str, n: int) -> Iterator[Row]:
-    """Yield the bytes of the character after n from the plans on the emulated device."""
+    """Yield the bytes of attention for the character that follows n characters, by closed forms.
+
+    There is one row with a cache and one row without. The plans are for the emulated device.
+    """
     H, d, dtype = SIZES.heads, SIZES.head_dim, DTYPES[series]
     table = (SEQUENCES, -(-max(n, LENGTH) // PAGE_SIZE))
     pages = (table[0] * table[1], H, PAGE_SIZE, d)
@@ -177,10 +192,11 @@ def _modelled(series: str, n: int) -> Iterator[Row]:
 
 
 def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
-    """Yield milliseconds per character, after a check of the text.
+    """Yield the milliseconds per character, and how many characters differ without a cache.
 
-    The text is compared with the likeliest character after each beginning of the text. A causal
-    model computes all these characters at once.
+    The text is generated with a cache. Then one call of the model without a cache computes the
+    likeliest next character for each beginning of the text. These characters are compared with the
+    text.
     """
     taken, failure = attempt(_generated, series, DTYPES[series], sorted(lengths))
     if taken is None:
@@ -197,7 +213,11 @@ def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
 def _generated(
     series: str, dtype: str, lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
-    """Return times by place and length, how many characters differ, and the first text."""
+    """Generate text on the GPU with a cache, and repeat the last steps before each length without.
+
+    Return three values: milliseconds as {(CACHE or WHOLE, length): times of the last WINDOW
+    characters}, the number of characters that differ, and the beginning of the first text.
+    """
     trained, text = model(), learned()
 
     def put(x: np.ndarray, dtype: str) -> Any:
@@ -217,7 +237,7 @@ def _generated(
         if n in windows:
             times.setdefault((CACHE, windows[n]), []).append(1e3 * spent)
     for length in lengths:
-        for _ in range(2):  # the second time nothing is planned or compiled
+        for _ in range(2):  # the first time includes planning and compiling
             again = characters[:, :length] + 0
             last = steps(w, SIZES, again, anew, first=length - WINDOW, cached=False)
             times[WHOLE, length] = [1e3 * _seconds(last) for _ in range(WINDOW)]
@@ -238,7 +258,10 @@ def _seconds(each: Iterator[int]) -> float:
 def by_length(
     rows: Sequence[Row], metric: str, source: str
 ) -> dict[tuple[str, str], dict[int, float]]:
-    """Return numbers of a metric: {(series, cached or not): {characters before: number}}."""
+    """Return the numbers of a metric as {(series, CACHE or WHOLE): {characters before: number}}.
+
+    "Characters before" is the number of characters to which the new character is appended.
+    """
     rows = sorted(rows, key=lambda row: row.seqlen_k)
     return nested(rows, attrgetter("series", "place"), "seqlen_k", metric=metric, source=source)
 
@@ -248,7 +271,7 @@ _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the bytes and the time of a character over the length; None without rows."""
+    """Draw the bytes and the time of one character over the length. Return None without rows."""
     modelled = by_length(rows, "traffic", "model")
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
     if not modelled:
@@ -291,7 +314,10 @@ def _message(
     modelled: Mapping[tuple[str, str], Mapping[int, float]],
     timed: Mapping[tuple[str, str], Mapping[int, float]],
 ) -> tuple[str, str]:
-    """Return the title, about the bytes, and the line below it, about the time."""
+    """Return the title of the figure, about bytes, and the line below it, about time.
+
+    Both arguments are results of `by_length`.
+    """
     parts = []
     for numbers in (modelled, timed):
         last = {key: max(by) for key, by in numbers.items() if by}
@@ -312,7 +338,7 @@ def _message(
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of bytes and times per character."""
+    """Return the table of bytes and times per character, or None without rows."""
     modelled = by_length(rows, "traffic", "model")
     timed = by_length(rows, "time", "measured")
     lengths = [n for n in LENGTHS if any(n in by for by in (*modelled.values(), *timed.values()))]
@@ -352,7 +378,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _equal(rows: Sequence[Row]) -> str:
-    """Return a sentence on how many of the counted numbers equal the closed form."""
+    """Return a sentence about how many counted numbers equal the closed form.
+
+    The sentence is empty if nothing was counted.
+    """
     same, counted = counts.equal([row for row in rows if row.metric == "traffic"])
     if not counted:
         return ""

@@ -2,8 +2,8 @@
 
 The sizes are N=1024, d=64, 16 heads and batch size 64, forward and backward, in fp16 and fp32. The
 table has the FLOPs as published and as corrected, accesses, L2 and DRAM bytes. The steps of
-standard attention are timed one by one (Fig. 1 right), with torch and with our kernels, next to
-the fused kernels.
+standard attention are timed one by one, with torch and with our kernels (Fig. 1 right). The fused
+kernels are timed too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,17 +38,20 @@ SERIES = {
     "float32": ("standard-simt", "fa1-simt", "fa2-simt"),
 }
 PEERS = {"float16": peers.HALF, "float32": peers.FLOAT32}
-# The emulator counts one head of this length in seconds; 1024, backward, is beyond it.
+# The emulator counts one head of this length in seconds. N=1024 backward would take too long.
 COUNTED_SEQLEN, QUICK_COUNTED = 256, 128
-SECONDS = 0.2  # of calls, where 20 take longer
+SECONDS = 0.2  # for the timed calls of a series, if 20 calls would take longer
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure the layer in both passes, and the steps of standard attention one by one."""
+    """Yield the layer's accesses and, on a GPU, its times and bytes in every pass.
+
+    On a GPU, the steps of standard attention are timed one by one too.
+    """
     sizes = (QUICK_BATCH, QUICK_SEQLEN) if options.quick else (BATCH, SEQLEN)
     problems = [setting(*sizes, dtype) for dtype in SERIES]
     for problem in problems:
-        with device.using("emulator"):  # its tiles: the same on every machine
+        with device.using("emulator"):  # so that the tiles are the same on every machine
             yield from _model(problem, MODEL)
     head = one_head(QUICK_COUNTED if options.quick else COUNTED_SEQLEN, HEAD_DIM, dtype="float16")
     heads = [(head, series) for series in SERIES["float16"]]
@@ -69,13 +72,16 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def setting(batch: int, seqlen: int, dtype: str, causal: bool = False) -> Problem:
-    """Return the problem of the layer."""
+    """Return the problem of the attention layer, with HEADS heads of HEAD_DIM columns."""
     sizes = (batch, HEADS, HEADS, seqlen, seqlen, HEAD_DIM)
     return Problem(*sizes, dtype=dtype, causal=causal)
 
 
 def _plans(problem: Problem, series: str) -> dict[str, fa_numba.Plan]:
-    """Return the plans of a training step: a forward pass that stores L too, and a backward."""
+    """Return the plans of a training step by pass, "fwd" and "bwd".
+
+    The forward pass stores the logsumexp too, which the backward pass needs.
+    """
     return {
         "fwd": plan(series, problem, return_lse=True),
         "bwd": plan(series, problem, passes="bwd"),
@@ -123,29 +129,36 @@ def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         yield from counters.traffic(result, **common)
 
 
-# Matrix products of a training step: FlashAttention makes S again in the backward pass.
+# Matrix products of a training step. FlashAttention computes S again in the backward pass.
 PRODUCTS = {"Standard": 6, "FlashAttention": 7}
-# Ours make S again in any backward pass; torch's unfused attention keeps P.
+# Our backward passes compute S again, standard attention's too. torch's unfused attention keeps P.
 OUR_PRODUCTS = {"torch-unfused": 6}
 
 
 def gflop(problem: Problem, products: int) -> float:
-    """Return 10^9 FLOPs of `products` products of N x N by d in every head: the corrected count."""
+    """Return the GFLOP (10^9 FLOPs) of `products` matrix products in every head.
+
+    A product takes 2 N^2 d FLOPs. This is the corrected count of the paper's figure.
+    """
     heads = problem.batch * problem.heads_q
     return 2 * products * heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim / 1e9
 
 
 def printed_gflop(problem: Problem, products: int) -> float:
-    """Return 10^9 FLOPs as the paper printed them.
+    """Return the GFLOP (10^9 FLOPs) as the paper printed them.
 
-    These are the products of one head instead of all, and 14 FLOPs per score.
+    The paper counted the matrix products of one head instead of all heads, and 14 FLOPs for each
+    score (element of S) of all heads.
     """
     scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
     return gflop(problem, products) / problem.heads_q + 14 * scores / 1e9
 
 
 def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
-    """Return the number that the paper prints for "Standard" or "FlashAttention"."""
+    """Return the number that the paper prints for a method, "Standard" or "FlashAttention".
+
+    `metric` names the number, such as "runtime", and `item` the figure.
+    """
     return published_numbers.value(paper="fa1", item=item, method=method, metric=metric)
 
 
@@ -156,9 +169,14 @@ Found = dict[tuple[str, str, str], float]
 
 
 def whole(rows: Iterable[Row], problem: Problem) -> Found:
-    """Return ms of each pass and GB of both passes, by (series, source, quantity).
+    """Return the numbers of a problem as {(series, source, quantity): number}.
 
-    The model's bytes are for the GPU's tiles.
+    | source | quantity | number |
+    |---|---|---|
+    | "measured" | a pass, such as "fwd+bwd" | time in ms |
+    | "model", "l2", "dram" | "GB" | bytes of forward plus backward in GB |
+
+    The model's bytes are for the tiles on the GPU if there are such rows.
     """
     found: Found = {}
     wanted = row_fields(problem)
@@ -187,7 +205,7 @@ _BARS = (
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw FLOPs, bytes and times next to the paper's; None without rows."""
+    """Draw FLOPs, bytes and times next to the paper's numbers. Return None without rows."""
     sizes = [(r.batch, r.seqlen_q) for r in rows if r.heads_q == HEADS and not r.place]
     if not sizes:
         return None
@@ -270,7 +288,7 @@ _COLUMNS = ("standard-mma", peers.UNFUSED, "fa1-mma", "fa2-mma", peers.FLASH)
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the paper's figure with our numbers."""
+    """Return the table of the paper's figure with our numbers, or None without rows in fp16."""
     half, single = whole(rows, SETTING), whole(rows, replace(SETTING, dtype="float32"))
     if not half:
         return None

@@ -1,6 +1,6 @@
 """Measures the time that a call takes on the host before the GPU can start.
 
-The call has one head with N=128, d=64, and its arrays are on the GPU. Many calls follow each other
+The call has one head with N=128 and d=64, and arrays on the GPU. Many calls follow each other
 without waiting for the GPU. The series are both loop orders, forward and backward, in fp32 and
 fp16, and torch's attention.
 """
@@ -29,7 +29,8 @@ PROTOCOL = (
 )
 
 SEQLEN, HEAD_DIM = 128, 64
-# Calls between two waits for the GPU, which keep its queue of launches short, and rounds of them.
+# Calls between two waits for the GPU, and the number of rounds of such calls. The waits keep the
+# GPU's queue of launches short.
 CALLS, ROUNDS, QUICK_ROUNDS = 100, 10, 2
 WARMUP = 20
 SERIES = {
@@ -39,7 +40,7 @@ SERIES = {
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure how long calls take to return, without waiting for the GPU."""
+    """Yield how long calls take on the host to return, without waiting for the GPU."""
     peers.say_missing(bench.say)
     cases = [
         (one_head(SEQLEN, HEAD_DIM, dtype=dtype), pass_, series)
@@ -70,9 +71,9 @@ def _row(
 
 
 def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
-    """Return the milliseconds that a call takes to return, for each of several rounds.
+    """Return the milliseconds that each call takes to return, without waiting for the GPU.
 
-    A round has CALLS calls.
+    There are `rounds` rounds with CALLS calls each. The GPU is waited for before each round.
     """
     for _ in range(WARMUP):
         run()
@@ -88,20 +89,23 @@ def host_ms(run: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def label(row: Row) -> str:
-    """Return the label of a row's series, with its dtype."""
+    """Return the name of a row's series, followed by the dtype."""
     names = LABELS if row.pass_ == "fwd" else BACKWARD_LABELS
     return f"{names[row.series]}, {DTYPES[row.dtype]}"
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows in the order of SERIES, forward before backward."""
+    """Return the rows in the order of the figure.
+
+    The forward pass is before the backward pass. In a pass, the order is as in SERIES.
+    """
     of = {(row.pass_, row.dtype, row.series): row for row in rows}
     order = [(p, dtype, s) for p in ("fwd", "bwd") for dtype in SERIES for s in SERIES[dtype]]
     return [of[at] for at in order if at in of]
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw a bar for each series; None without rows."""
+    """Draw a bar with the host time of each series and pass. Return None without rows."""
     mine = [row for row in shown(rows) if not row.failed]
     if not mine:
         return None
@@ -121,7 +125,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of times."""
+    """Return the table of host times in microseconds."""
     lines = [
         [
             label(row),

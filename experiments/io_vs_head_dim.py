@@ -1,8 +1,9 @@
 """Shows how accesses grow with head dimension and length (FlashAttention's Theorems 2 and 5).
 
-The tiles are those of Algorithm 1, line 1, for a fixed on-chip memory M, and those of the planner.
-The accesses are in closed form and counted on the emulator. On a GPU the L2 and DRAM bytes are
-measured too. Exponents of N and d are fitted to each series.
+There are two choices of tiles: by line 1 of FlashAttention's Algorithm 1 for an on-chip memory of M
+floats, and by fa_numba's planner. The accesses are computed by closed forms and counted on the
+emulator. On a GPU the L2 and DRAM bytes are measured too. The exponents of N and d are fitted to
+each series.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,18 +24,19 @@ NAME = "io_vs_head_dim"
 TAKES: tuple[str, ...] = ()
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-# On-chip floats of line 1: M = d^2 lies between d = 64 and 128.
+# The on-chip memory in floats, for which line 1 computes tiles. M = d^2 is between d = 64 and 128.
 M = 8192
 SEQLEN, QUICK_SEQLEN = 4096, 512
 COUNTED_SEQLEN, COUNTED_HEAD_DIMS = 144, HEAD_DIMS[:4]
-# Of the exponent of N: where and at which head dimension.
+# The sequence lengths and the head dimension for the exponent of N.
 SEQLENS, OF_N = tuple(1 << n for n in range(9, 17)), 64
 
 
 def settings(problem: Problem) -> list[Setting]:
-    """Return the calls of a problem: every series at its tiles.
+    """Return the calls of a problem: a series and tiles each.
 
-    The planner chooses its tiles for the emulated device, an H100.
+    Every series has a call with the planner's tiles, chosen for the emulated device (an H100). FA-1
+    and FA-2 also have a call with the tiles of line 1 of FlashAttention's Algorithm 1 for M floats.
     """
     with device.using("emulator"):
         limit = device.shared_bytes_limit() // FLOAT
@@ -43,7 +45,7 @@ def settings(problem: Problem) -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure accesses in closed form and counted; on a GPU L2 and DRAM bytes."""
+    """Yield accesses by closed forms and counted; on a GPU also L2 and DRAM bytes."""
     head_dims = HEAD_DIMS[: 3 if options.quick else None]
     problems = [one_head(SEQLEN, d) for d in head_dims] + [one_head(N, OF_N) for N in SEQLENS]
     for problem in dict.fromkeys(problems):
@@ -69,9 +71,9 @@ ABOUT = (
 
 
 def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
-    """Return one source's rows at the length that has most head dimensions.
+    """Return the rows of one source at the sequence length with the most head dimensions.
 
-    Closed forms in elements.
+    Of closed forms, only rows in elements are returned.
     """
     mine = [r for r in rows if r.source == source and not r.failed]
     mine = [r for r in mine if source != "model" or r.unit == "elements"]
@@ -83,7 +85,7 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the accesses over the head dimension; None without rows."""
+    """Draw the accesses over the head dimension. Return None without rows."""
     if not rows:
         return None
     figure, (axes,) = style.new(1, 2, 4.8)
@@ -116,7 +118,11 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | None]:
-    """Return the exponents of closed form, L2 and DRAM, over "N" or "d"."""
+    """Return the fitted power laws of one series, in the order of the sources in scaling.FITTED.
+
+    `over` is "N" or "d", the size with which the accesses grow. An entry is None if there are too
+    few points.
+    """
     fits = []
     for source in scaling.FITTED:
         mine = [r for r in rows if (r.series, r.source) == (series, source)]
@@ -131,7 +137,7 @@ def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | Non
 
 def _table(rows: Sequence[Row]) -> tables.Table | None:
     own = [row for row in rows if row.experiment == NAME]
-    # Closed forms of our own: the other experiment's are at the same lengths.
+    # Closed forms are taken from this experiment only: both experiments have the same lengths.
     of_n = [r for r in rows if r.experiment != NAME and r.source in ("l2", "dram")]
     of_n += [r for r in own if (r.source, r.unit) == ("model", "elements")]
     if not own:
