@@ -1,6 +1,6 @@
 """Shows accesses over the sequence length, for standard attention and both loop orders.
 
-The closed form goes to N=64k, and the counts of the emulator go to N=1024. The figure also has the
+The closed forms go to N=64k, and the counts of the emulator go to N=1024. The figure also has
 published bounds. On a GPU with Nsight Compute, the L2 and DRAM bytes are measured in FA-2's
 setting.
 """
@@ -30,8 +30,8 @@ BOUNDS = {
 }
 WIDTHS = {"standard-simt": 1.8, "fa1-simt": 3.8, "fa2-simt": 1.8}
 ORDER = {"fa1-simt": 2.0, "standard-simt": 2.1, "fa2-simt": 2.2}
-# Drawn like the algorithm they bound. Saha and Ye's bound is FA-1's wherever M >= d^2, as it is
-# for every head dimension here, so it has rows but no line.
+# Bound -> (the series whose colour the bound has, label). Saha and Ye's bound has no line: it
+# equals FA-1's bound for M >= d^2, which holds for all head dimensions here.
 BOUND_STYLES = {
     "theta-standard": ("standard-simt", "bound $Nd+N^2$"),
     "theta-flash": ("fa1-simt", "bound $N^2d^2/M$, {M}"),
@@ -39,13 +39,13 @@ BOUND_STYLES = {
 
 
 def at(problem: Problem) -> list[Setting]:
-    """Return each series' call at the tiles that are chosen for it."""
+    """Return one call per series for a problem, with the tiles of the series' plan."""
     tiles = {series: plan(series, problem).tiles for series in SERIES}
     return [Setting(series, problem, of.Br, of.Bc) for series, of in tiles.items()]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure accesses in closed form and counted; on a GPU L2 and DRAM bytes."""
+    """Yield accesses by closed forms and counted; on a GPU also L2 and DRAM bytes."""
     lengths = MODEL_SEQLENS[: 6 if options.quick else None]
     cases = options.grid(one_head, lengths, HEAD_DIMS)
     for problem in bench.track(cases, "closed forms"):
@@ -55,7 +55,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     cases = counts.countable(options.grid(one_head, lengths, HEAD_DIMS), bench)
     with device.using("emulator"):
         settings = [(setting,) for problem in cases for setting in at(problem)]
-    count = partial(scaling.count, NAME, inputs=Inputs())  # the closed forms are the plans'
+    count = partial(scaling.count, NAME, inputs=Inputs())  # _model yields the closed forms
     yield from bench.counted(settings, "counting on the emulator", count)
 
     if bench.machine is not None:
@@ -65,10 +65,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
 
 def _model(problem: Problem) -> Iterator[Row]:
-    """Yield closed forms at the tiles for the emulated device, which are equal on every machine."""
+    """Yield the accesses of each series by closed forms, and the published bounds.
+
+    The tiles are planned for the emulated device, so that the numbers are equal on every machine.
+    """
     with device.using("emulator"):
         M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
-        for series in SERIES:  # a plan knows whether a row of S fits in shared memory
+        for series in SERIES:  # the plan says whether a row of S fits into shared memory
             made = plan(series, problem)
             common = columns(NAME, series, problem, MODEL, made.tiles)
             yield from counts.totals(made.accesses, **common)
@@ -80,7 +83,7 @@ def _model(problem: Problem) -> Iterator[Row]:
 
 
 ABOUT = "fp32, CUDA cores. Right: 16k tokens, hidden dimension 2048."
-# What is drawn of a source, one look each; bounds have another, without marks.
+# The line style of each source. Bounds have a line style of their own, without marks.
 LOOKS = {
     "model": {},
     "counted": {"ls": ""},
@@ -91,7 +94,7 @@ _BOUND: dict[str, Any] = {"ls": ":", "lw": 1.4}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the accesses over the sequence length; None without rows."""
+    """Draw the accesses over the sequence length. Return None without rows."""
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})
     if not panels:
@@ -112,7 +115,7 @@ def draw(rows: Sequence[Row]) -> Any:
         right.set_ylabel("bytes moved")
     notes = {row.series: row.note for row in rows}
     drawn = {row.series for row in rows}
-    # The bounds are rows of the model too, but dotted lines of their own.
+    # Bounds have the source "model" too, but get legend entries of their own.
     sources = {row.source for row in rows if row.series in SERIES}
     colours = {s: style.COLOURS[s] for s in SERIES if s in drawn}
     handles = [
@@ -133,7 +136,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _message(rows: Sequence[Row]) -> tuple[str, int, str]:
-    """Return the title, the number of the legend's columns, and the lines below the title."""
+    """Return the title, the number of columns of the legend, and the lines below the title."""
     at = {"source": "dram", "metric": "traffic", "causal": False}
     grown: dict[bool, list[float]] = {}
     for series, by_d in nested(rows, "series", "head_dim", "seqlen_q", **at).items():
@@ -165,7 +168,10 @@ def _panel(ax: Any, rows: Sequence[Row], sources: Sequence[str]) -> None:
 
 
 def _over_n(rows: Sequence[Row]) -> list[tuple[int, float]]:
-    """Return loads plus stores, or bytes, by sequence length."""
+    """Return (N, sum of the rows' values) for each sequence length N, sorted.
+
+    For accesses the sum is loads plus stores. For bytes there is one row per N.
+    """
     totals: dict[int, float] = {}
     for row in rows:
         totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + row.number
@@ -173,9 +179,9 @@ def _over_n(rows: Sequence[Row]) -> list[tuple[int, float]]:
 
 
 def _look(series: str, source: str) -> dict[str, Any]:
-    """Return the look of a line.
+    """Return the colour, width and marker of the line for a series and a source.
 
-    FA-1's line is behind the others and broader, so that it stays visible.
+    FA-1's line is broader and behind the other lines, so that it stays visible.
     """
     look = {"color": style.COLOURS[series], "zorder": ORDER[series], "lw": WIDTHS[series]}
     if source != "model":
@@ -183,7 +189,7 @@ def _look(series: str, source: str) -> dict[str, Any]:
     return look | LOOKS[source]
 
 
-# Of the lengths measured, those that the page shows.
+# The measured sequence lengths that the page shows.
 SHOWN_SEQLENS = (512, 1024, 4096, 16384)
 
 
@@ -191,7 +197,7 @@ _KINDS = ("accessed, GB", "L2, GB", "DRAM, GB")
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of accesses."""
+    """Return the table of the bytes of a forward call, or None without rows."""
     found = {
         (r.head_dim, r.seqlen_q, r.series, r.source): r
         for r in rows

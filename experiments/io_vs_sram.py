@@ -1,9 +1,10 @@
 """Shows how accesses fall with more on-chip memory, and what changes at M = d^2.
 
-The theory is FlashAttention's Theorem 2, Saha and Ye (arXiv 2402.07443), and for the backward pass
-Li et al. (arXiv 2410.09397). The tiles are those of Algorithm 1, line 1, for M floats, and those of
-the planner. The figure has the closed form, counts, L2 and DRAM bytes, the published bounds, and
-the range where square blocks need fewer accesses.
+M is the size of the on-chip memory in floats. The theory is FlashAttention's Theorem 2, Saha and Ye
+(arXiv 2402.07443), and for the backward pass Li et al. (arXiv 2410.09397). There are two choices of
+tiles for each M: by line 1 of FlashAttention's Algorithm 1, and by fa_numba's planner. The figure
+has closed forms, counts, L2 and DRAM bytes, the published bounds, and the range in which standard
+attention with square blocks needs fewer accesses.
 """
 
 import math
@@ -28,7 +29,7 @@ TAKES: tuple[str, ...] = ()
 
 SEQLEN, HEAD_DIM = 4096, 64
 MODEL_EXPONENTS = range(4, 21)
-# Where kernels have the tiles of line 1, at d = 64: 8 to 128 rows or columns.
+# The M for which kernels support line 1's tiles at d = 64: 8 to 128 rows or columns.
 MEMORIES = (2048, 4096, 8192, 16384, 32768)
 GPU_SEQLEN, QUICK_SEQLEN = 2048, 512
 COUNTED_SEQLEN = 96
@@ -41,7 +42,7 @@ ABOUT = (
     "Planner's tiles: fa_numba's choice. "
     "d is the head dimension. An access is a load or a store of one element of global memory."
 )
-# How the bounds are drawn, and square blocks.
+# Line styles of the bounds and of standard attention with square blocks.
 LOOKS: dict[str, dict[str, Any]] = {
     BLOCKED: {"label": "standard attention, square blocks, $\\sqrt{M/3}$", "lw": 1.8},
     "theta-flash": {"label": "bound $N^2d^2/M$", "ls": "--", "lw": 1.2},
@@ -51,21 +52,21 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def blocked_standard(problem: Problem, M: float, pass_: str = "fwd") -> float:
-    """Return the accesses of standard attention by products of square blocks.
+    """Return the accesses of standard attention whose matrix products use square blocks.
 
-    Three blocks fit into M floats: they have b = sqrt(M / 3) rows and columns. Elements per head,
-    forward:
+    Three blocks fit into M floats. A block has b = sqrt(M / 3) rows and columns. These are the
+    elements that one head accesses in the forward pass:
 
         S        loads 2 N^2 d / b                                      stores N^2
         softmax  loads N^2                                              stores N^2
         O        loads N^2 max(1, d / b) of P, N^2 d / b of V           stores N d
 
-    Below M = d^2 this attains Saha and Ye's N^2 d / sqrt(M). Backward (FA-1's Algorithm 3), with P
-    given:
+    Below M = d^2 the sum is proportional to N^2 d / sqrt(M), the bound of Saha and Ye. In the
+    backward pass (FA-1's Algorithm 3), P is in global memory:
 
         dP          loads 2 N^2 d / b                                   stores N^2
         dS          loads 2 N^2 of P and dP, 2 N d and N for row sums   stores N^2, N of row sums
-        dQ, dK, dV  as O forward, each
+        dQ, dK, dV  each: as many loads and stores as O in the forward pass
     """
     N, d = problem.seqlen_q, problem.head_dim
     b, heads = math.sqrt(M / 3), problem.batch * problem.heads_q
@@ -74,7 +75,7 @@ def blocked_standard(problem: Problem, M: float, pass_: str = "fwd") -> float:
     return heads * (N * N * (5 * d / b + 3 * max(1.0, d / b) + 4) + 5 * N * d + 2 * N)
 
 
-# By pass: what the closed forms have beside both orders.
+# The published bounds by pass.
 BOUNDS = {
     "fwd": {"theta-flash": io_model.theta_flash, "saha-ye": io_model.saha_ye},
     "bwd": {BACKWARD_BOUND: io_model.li_liang},
@@ -82,20 +83,21 @@ BOUNDS = {
 
 
 def memory(row: Row) -> int:
-    """Return the on-chip memory M, in floats, that a row's note names."""
+    """Return the on-chip memory M, in floats, that the note of a row names."""
     return int(row.place.removeprefix("M="))
 
 
 def fits(setting: Setting, M: int) -> bool:
-    """Return whether the planner found tiles that need at most M floats of shared memory."""
+    """Return whether the call has a plan that needs at most M floats of shared memory."""
     made = scaling.made(setting)
     return made is not None and max(k.shared_bytes for k in made.launched) <= M * FLOAT
 
 
 def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
-    """Return both loop orders' calls at line 1's tiles for M.
+    """Return the calls of both loop orders for an on-chip memory of M floats.
 
-    Forward also at the planner's tiles, if any.
+    There are calls with line 1's tiles in both passes. In the forward pass there are also calls
+    with the planner's tiles, if these fit into M floats and line 1's tiles have at least 8 columns.
     """
     by_rule = [scaling.ruled(name, problem, M, f"M={M}", pass_) for name in RULED]
     if pass_ == "bwd":
@@ -107,7 +109,7 @@ def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure accesses in closed form and counted, and the bounds; on a GPU L2 and DRAM bytes."""
+    """Yield accesses by closed forms and counted, and bounds; on a GPU also L2 and DRAM bytes."""
     for M in [1 << n for n in MODEL_EXPONENTS]:
         for pass_ in BOUNDS:
             yield from _closed_forms(one_head(SEQLEN, HEAD_DIM), M, pass_)
@@ -141,14 +143,17 @@ def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]
 
 
 def _large(rows: Sequence[Row]) -> list[Row]:
-    """Return the closed forms over all M, for the longest sequence that has the bounds."""
+    """Return the closed forms for the longest sequence that has published bounds, over all M."""
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
     bounds = [row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)]
     return [row for row in models if row.seqlen_q == max(bounds, default=0)]
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the accesses over the on-chip memory; None without rows."""
+    """Draw the accesses over the on-chip memory, with a row of panels per pass.
+
+    Return None without rows.
+    """
     rows = [row for row in rows if not row.failed]
     passes = [pass_ for pass_ in BOUNDS if any(row.pass_ == pass_ for row in rows)]
     if not passes:
@@ -215,10 +220,10 @@ def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]]) -> None:
 
 
 def crossing(rows: Sequence[Row]) -> float | None:
-    """Return the M from which on FA-1 with line 1's tiles has no more accesses than square blocks.
+    """Return the M from which FA-1 (line 1's tiles) has at most as many accesses as square blocks.
 
-    It is interpolated as a power law between the two neighbouring sizes. None if the two do not
-    cross.
+    "Square blocks" is `blocked_standard`. M is interpolated by a power law between the two
+    neighbouring sizes. Return None if the curves do not cross.
     """
     found = scaling.per_score(_large(rows), memory)
     flash, blocked = found.get((RULED[0], "model"), {}), found.get((BLOCKED, "model"), {})
@@ -230,7 +235,7 @@ def crossing(rows: Sequence[Row]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of accesses and bounds over the on-chip memory."""
+    """Return the table of the exponents with which accesses and bounds depend on M."""
     d, large = HEAD_DIM, {pass_: _large([r for r in rows if r.pass_ == pass_]) for pass_ in BOUNDS}
     if not large["fwd"]:
         return None
@@ -257,7 +262,7 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
             measured = [r for r in rows if r.source == source and r.pass_ == pass_]
             mine = large[pass_] if source == "model" else measured
             points = scaling.per_score(mine, memory).get((series, source), {})
-            # What was run has few M: all of them count for the larger regime.
+            # Measured calls have few values of M: above d^2, all of them are fitted.
             whole = source != "model" and low >= square
             fitted.append(scaling.fit(points, *(() if whole else (low, high))))
         if any(fitted):

@@ -1,9 +1,10 @@
 """Measures what each optimisation of the tensor-core kernels gains, one after the other.
 
-FA-2 runs forward in fp16 at N=4096, from a plain kernel to the complete kernel in steps. FA-1 runs
-with the rows or the keys of a tile split over the warps. On Hopper, further steps use wgmma and the
-copy engine, also with a causal mask. Each step has its time, instructions, bank conflicts, sectors
-from L2, and its shares of the fastest possible products and exponentials.
+FA-2 runs forward in fp16 at N=4096, in steps from a plain kernel to the complete kernel. FA-1 runs
+with the rows or the keys of a tile divided over the warps. On Hopper, further steps use wgmma and
+the copy engine, also with a causal mask. For each step, the time, the instructions, the bank
+conflicts and the sectors from L2 are measured. The speed is compared with the fastest matrix
+products and exponentials.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,12 +36,18 @@ PEER = "torch-fa2"
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the ladder: one more measure of the kernel.
+    """A step of the ladder: a kernel with one more optimisation than the step before.
 
-    It has a series, the label in the figure, and the gain that was predicted before the first run
-    (`causal` with a mask, if it differs). `kept` are the measures that are on. None means all
-    measures, and the plan's tiles. `threads`, `size` (rows, columns) and `stages` of K and V give
-    the tiles.
+    | field | meaning |
+    |---|---|
+    | series | name of the series |
+    | label | text in the figure |
+    | predicted | gain over the step before, predicted before the first run |
+    | kept | the optimisations that are on; None: all of them, with the plan's tiles |
+    | threads | threads of a thread block |
+    | stages | pipeline slots of K and V |
+    | size | rows and columns of the tiles |
+    | causal | predicted gain with a causal mask, if it differs from `predicted` |
     """
 
     series: str
@@ -54,7 +61,7 @@ class Step:
 
     @property
     def tiles(self) -> fa_numba.Tiles:
-        """Return the step's tiles."""
+        """Return the tiles of the step. They are used only if `kept` is not None."""
         return fa_numba.Tiles(*self.size, self.threads, self.stages)
 
 
@@ -70,7 +77,7 @@ LADDER = (
     Step(f"{BASE}-32-rows", "+ 32 rows a warp", 1.25, _ORDER, 128),
     Step(BASE, "+ planned tiles", 1.04),
 )
-# Beside the step of 32 rows, over which its gain is.
+# An alternative to the step with 32 rows a warp. The gain is over that step.
 TWO_STAGES = replace(
     LADDER[-2],
     series=f"{BASE}-two-stages",
@@ -87,8 +94,8 @@ def _hopper(name: str, label: str, predicted: float | None, kept: int, rows: int
     return Step(f"{HOPPER}-{name}", label, predicted, _MEASURES[:kept], None, 2, (rows, 128))
 
 
-# The same on Hopper's own instructions: a producer's thread starts the copies, so that whatever
-# comes after the first step has the next tiles on their way.
+# The ladder for Hopper's own instructions. A thread of the producer warpgroup starts the copies.
+# From the second step on, the next tiles are copied while a tile is computed.
 HOPPER_LADDER = (
     replace(_hopper("tma", "plain kernel, copies by TMA", None, 0, 64), stages=1),
     _hopper("one", "+ tiles prefetched, one consumer warpgroup", 1.4, 0, 64),
@@ -101,7 +108,8 @@ HOPPER_LADDER = (
     replace(_hopper("late", "+ row tiles taken late", 1.0, 6), causal=1.05),
     Step(HOPPER, "+ planned tiles", 1.02),
 )
-# FA-3's ablation (arXiv 2407.08608, Table 2): its problem, and all measures but one.
+# The problem of FA-3's ablation (arXiv 2407.08608, Table 2), computed with all optimisations and
+# with all but one.
 ABLATED = Problem(4, 16, 16, 8448, 8448, 128, dtype="float16")
 NO_OVERLAP = f"{HOPPER}-no-overlap"
 ABLATIONS = {
@@ -110,15 +118,15 @@ ABLATIONS = {
 }
 PREDICTED_OVERLAP = 1.14
 HOPPER_LABELS = {step.series: step.label for step in HOPPER_LADDER}
-# What bounds a kernel, as measured beside: the fastest products, torch's and those of wgmma whose
-# operands stay in shared memory, and exponentials.
+# Measured limits of a kernel's speed: matrix products by torch, wgmma products whose operands stay
+# in shared memory, and exponentials.
 LIMITS = {
     peers.MATMUL: "speed / cuBLAS",
     "wgmma-resident": "speed / resident wgmma",
     "exponentials": "exponentials / measured limit",
 }
-# FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
-# the plan's tiles.
+# FA-1 with the keys or the rows of a tile divided over the warps. The first two series have equal
+# tiles, and the third has the tiles of its own plan.
 PARTITIONS = {
     "fa1-mma-keys": "FA-1, keys over the warps",
     "fa1-mma-rows": "FA-1, rows over the warps",
@@ -129,13 +137,13 @@ LABELS = {step.series: step.label for step in STEPS} | PARTITIONS
 LABELS |= {PEER: "torch's FlashAttention-2"}
 PROFILED = {
     "instructions": "smsp__inst_executed.sum",
-    # wavefronts of shared memory beyond those that the requests need
+    # wavefronts of shared memory, in addition to the wavefronts that the accesses need at least
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # of 32 bytes, read from L2
 }
-# Share of the call's cycles in which a multiprocessor has a block, and its tensor cores work;
-# where Nsight Compute has these counters.
+# Shares of the call's cycles in which a multiprocessor has a thread block, and in which its tensor
+# cores are busy. They are measured only if Nsight Compute has these counters.
 OCCUPIED = {
     "busy": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -143,7 +151,12 @@ OCCUPIED = {
 
 
 def configurations(problem: Problem, hopper: bool = False) -> list[variants.Variant]:
-    """Return the steps on mma.sync and FA-1's partitions, or the steps for Hopper."""
+    """Return the calls to measure for a problem.
+
+    If `hopper` is true, these are the steps of HOPPER_LADDER. Otherwise they are the steps on
+    mma.sync, and FA-1 with the rows or the keys of a tile divided over the warps. If the plan of
+    the last step has the tiles of the step before, the last step is a copy of that step.
+    """
     steps, before = (HOPPER_LADDER, HOPPER_LADDER[-2]) if hopper else (STEPS, LADDER[-2])
     own, measures = plan(HOPPER if hopper else BASE, problem).tiles, _MEASURES if hopper else _ORDER
     own = replace(own, threads=None) if hopper else own
@@ -166,7 +179,7 @@ def configurations(problem: Problem, hopper: bool = False) -> list[variants.Vari
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure time, instructions, bank conflicts and sectors of each step."""
+    """Yield the time, instructions, bank conflicts and sectors of each step."""
     hopper = fa_numba.device.compute_capability() == (9, 0)
     N = QUICK_SEQLEN if options.quick else SEQLEN
     problems = [
@@ -193,9 +206,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
-    """Yield the speeds that products and exponentials reach by themselves.
+    """Yield the speeds of matrix products alone and of exponentials alone.
 
-    The size columns have the matrices' sizes.
+    The columns with sizes contain the sizes of the matrices.
     """
     if peers.available():
         yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)
@@ -210,9 +223,10 @@ def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
 
 
 def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]:
-    """Return the share of each measured limit that a speed in TFLOP/s is.
+    """Return the share of each measured limit that a speed reaches, as {limit: share}.
 
-    A score takes one exponential and 4 d FLOPs.
+    `speed` is in TFLOP/s. The keys are the series in LIMITS. Attention computes one exponential for
+    every 4 d FLOPs.
     """
     limits = values(rows, "series", series=tuple(LIMITS))
     found = {name: speed / limit for name, limit in limits.items()}
@@ -222,7 +236,7 @@ def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the time before each step divided by the time after it, by series."""
+    """Return the gain of each step as {series: time of the step before / time of the step}."""
     times = values(rows, "series", metric="time")
     pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     for ladder in (LADDER, HOPPER_LADDER):
@@ -231,7 +245,7 @@ def gains(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def predictions(causal: bool = False) -> dict[str, float]:
-    """Return the gain that was predicted for each series, with a causal mask or without."""
+    """Return the predicted gain of each step by series, with a causal mask or without."""
     steps = (*STEPS, *HOPPER_LADDER)
     found = {step.series: step.predicted for step in steps if step.predicted is not None}
     if causal:
@@ -240,7 +254,10 @@ def predictions(causal: bool = False) -> dict[str, float]:
 
 
 def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
-    """Return the rows of calls by problem, and labels of what was tried."""
+    """Return the rows of calls by problem, and the labels of the measured series.
+
+    Rows of LIMITS and of the problem ABLATED are left out.
+    """
     calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
     calls = [r for r in calls if r.seqlen_q != ABLATED.seqlen_q]
     tried, every = {r.series for r in calls}, LABELS | HOPPER_LABELS
@@ -249,7 +266,7 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw a bar for each step; None without rows."""
+    """Draw a bar with the speed of each step, without a mask. Return None without rows."""
     problems, labels = _split(rows, False)
     if not problems:
         return None
@@ -265,12 +282,12 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _looks(series: str) -> str:
-    """Return the series whose colour a step has."""
+    """Return the name of the series whose colour a step's bar has."""
     return PEER if series == PEER else "-".join(series.split("-")[:2])
 
 
 def _group(series: str) -> str:
-    """Return the names of the steps of a colour in the figure's legend."""
+    """Return the legend's text for the colour of a series: loop order and unit."""
     if series == PEER:
         return LABELS[PEER]
     order = {"fa1": "FA-1 (K/V outer)", "fa2": "FA-2 (Q outer)"}[algorithm(series)]
@@ -278,7 +295,7 @@ def _group(series: str) -> str:
 
 
 def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -> str:
-    """Return the title: the largest gain of a step over the step before, among the drawn steps."""
+    """Return the title, which names the step with the largest gain over the step before."""
     found = {
         (gain, labels[series].removeprefix("+ "))
         for rows in problems.values()
@@ -303,7 +320,7 @@ def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, s
     ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}")
 
 
-# Metric -> its column and format.
+# Metric -> (header of its column, format of its cells).
 _MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
     "instructions": ("warp instructions, 10^9", lambda v: f"{v / 1e9:.2f}"),
     "wavefronts": ("shared-memory wavefronts, 10^9", lambda v: f"{v / 1e9:.2f}"),
@@ -346,7 +363,10 @@ def table(rows: Sequence[Row], causal: bool = False) -> tables.Table | None:
 
 
 def ablation(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the gains by overlapping products and softmax on Hopper."""
+    """Return the table of what computing products during the softmax gains on Hopper.
+
+    Return None unless both speeds were measured.
+    """
     speeds = values(rows, "series", seqlen_q=ABLATED.seqlen_q, metric="speed")
     if set(speeds) != set(ABLATIONS):
         return None

@@ -1,10 +1,12 @@
 """Changes FA-1 into FA-2 in single steps, and measures what each step gains.
 
-The steps follow section 3 of the FlashAttention-2 paper: warps over Q, O unnormalised, one
-logsumexp, Q outer with one thread block per head, the grid over the sequence, FA-2's tiles, and
-causal skipping. FA-1 with query splits is measured too. The setting is FA-2's at N=4096, forward
-and backward, in fp32 and fp16, on Hopper also by wgmma. Each step has its time, accesses,
-operations other than matrix products, instructions, L2 and DRAM bytes.
+The steps follow section 3 of the FlashAttention-2 paper. The rows of Q are divided over the warps;
+O is not normalised between passes; one logsumexp replaces l and m; Q becomes the outer loop, with
+one thread block per head; the grid covers the sequence; FA-2's own tiles are used; a causal mask
+skips tiles. FA-1 with query splits is measured too. The setting is FA-2's at N=4096, forward and
+backward, in fp32 and fp16, on Hopper also by wgmma. For each step, the time, accesses,
+instructions, L2 and DRAM bytes are measured or computed. The operations other than matrix products
+are computed too.
 """
 
 import functools
@@ -35,20 +37,20 @@ PROTOCOL = (
 
 SEQLEN, QUICK_SEQLEN = 4096, 512
 UNITS = ("simt", "mma")
-# Where there is such a GPU: in 16 bits too, with a figure and a table of its own.
+# The third unit, in 16 bits too. It is measured on Hopper only, and has its own figure and table.
 HOPPER = "wgmma"
 DTYPES_OF = {"simt": "float32", "mma": "float16", HOPPER: "float16"}
-# Our metric -> ncu's; all are sums, so that calls of several kernels have them.
+# Our metric -> Nsight Compute's counter. All counters are sums, which can be added over kernels.
 PROFILED = {
     # warp instructions executed
     "instructions": "smsp__inst_executed.sum",
-    # cycles in which a scheduler issued an instruction, had a warp, and passed
+    # cycles in which a scheduler issued an instruction; cycles in which the schedulers were active
     "issuing": "smsp__issue_active.sum",
     "active": "smsp__cycles_active.sum",
 }
 
 
-# The steps in their order, by what follows a series' "fa1-simt" or "fa2-mma".
+# The steps in order: the name of a series without the unit -> description.
 STEPS = {
     "fa1-keys": "FA-1, one block per head, keys over the warps",
     "fa1-own": "FA-1, one block per head, its own tiles",
@@ -60,29 +62,37 @@ STEPS = {
     "fa2-fa1-tiles": "Q outer, grid over the sequence (FA-2)",
     "fa2": "FA-2 with its own tiles",
 }
-# Of these there is no kernel, and so no time: at whose tiles the closed forms are.
+# Steps without a kernel, and therefore without a time -> the step whose tiles their closed forms
+# use.
 COUNTED_ONLY = {"fa1-unnormalised": "fa1", "fa2-statistics": "fa2-one-block"}
 
 
 def series_of(step: str, unit: str) -> str:
-    """Return a step's series on a unit: "fa1-splits" on "mma" is "fa1-mma-splits"."""
+    """Return the name of a step's series on a unit.
+
+    For example, the step "fa1-splits" on "mma" has the name "fa1-mma-splits".
+    """
     algorithm, _, variant = step.partition("-")
     return "-".join(part for part in (algorithm, unit, variant) if part)
 
 
 def step_of(series: str) -> str:
-    """Return the step of a series: its name without the unit."""
+    """Return the step of a series: the name of the series without the unit."""
     algorithm, _, *variant = series.split("-")
     return "-".join((algorithm, *variant))
 
 
 def beside_products(step: str, problem: Problem, tiles: Any) -> int:
-    """Return the operations on S and O of a forward step that are not matrix products.
+    """Return the number of operations on S and O in a forward step, without matrix products.
 
-    Each visited tile counts in full: 5 Br Bc operations for scaling, row maxima, differences,
-    exponentials and row sums. Each time that O is multiplied adds Br d. FA-1 multiplies by l,
-    e^(m_old - m_new) and 1 / l (Algorithm 1 line 12). If O stays unnormalised, it is multiplied by
-    e^(m_old - m_new) only, and by 1 / l once at the end (FA-2 line 12).
+    Each visited tile of S takes 5 Br Bc operations: scaling, row maxima, differences, exponentials
+    and row sums. Multiplying the rows of a tile of O by one number each takes Br d operations. How
+    often O is multiplied depends on the step:
+
+        FA-1            3 times per tile: l, e^(m_old - m_new) and 1 / l (Algorithm 1 line 12)
+        all other steps once per tile: e^(m_old - m_new); once at the end: 1 / l (FA-2 line 12)
+
+    "All other steps" are FA-2, and FA-1 with O not normalised between passes.
     """
     algorithm = step.split("-")[0]
     rows = problem.batch * problem.heads_q * problem.seqlen_q
@@ -96,12 +106,15 @@ Steps = Mapping[tuple[str, str, str], float]
 
 
 def by_step(rows: Iterable[Row]) -> Steps:
-    """Return values by (step, source, metric), for the rows of one problem and pass."""
+    """Return the values of the rows as {(step, source, metric): value}.
+
+    The rows must be of one problem, pass and unit.
+    """
     found = values(rows, "series", "source", "metric")
     return {(step_of(series), *at): value for (series, *at), value in found.items()}
 
 
-# A gain: its column, and of which metric, over which step's which step's.
+# Gain -> (header of its column, metric, step in the numerator, step in the denominator).
 GAINS = {
     "total": ("total, FA-1 / FA-2", "time", "fa1", "fa2"),
     "warps": ("FA-1, rows over the warps", "time", "fa1-keys", "fa1"),
@@ -117,16 +130,21 @@ GAINS = {
 
 
 def factors(found: Steps) -> dict[str, float | None]:
-    """Return how many times faster each step is, and the factors of the loop order's gain.
+    """Return the factors of the gain from FA-1 to FA-2, by the names in GAINS.
 
-    `total`, from FA-1 to FA-2, is `order_one_block` x `grid` x `tiles`, or `splits` x `order` x
-    `tiles`: the loop order changes with one thread block per head, or with a full grid. `warps`
-    comes before both. If FA-1 is measured at FA-2's tiles, `tiles` is the gain of FA-1 by these
-    tiles, and the total starts from FA-1's own tiles.
+    A factor is the time before a change divided by the time after the change. It is None if a
+    number is missing. The factors satisfy these equations:
 
-    A kernel runs for instructions / (issue x schedulers) of the active cycles of its
-    multiprocessors. Therefore `order` = `instructions` x `waiting` x `rest`, where `rest` is due to
-    idle multiprocessors and the clock. A factor is None if a number is missing.
+        total = order_one_block x grid x tiles   the loop order changes at one thread block per head
+        total = splits x order x tiles           the loop order changes on a full grid
+        order = instructions x waiting x rest
+
+    `warps` is the gain of a step before these. `instructions` is FA-1's number of instructions
+    divided by FA-2's. `waiting` is FA-2's rate of issued instructions per cycle divided by FA-1's.
+    `rest` is the remaining factor: idle multiprocessors and the clock.
+
+    If FA-1 was also measured at FA-2's tiles, `tiles` is FA-1's gain by these tiles. `total` then
+    starts from FA-1 with its own tiles.
     """
 
     def number(step: str, metric: str) -> float | None:
@@ -151,10 +169,11 @@ def factors(found: Steps) -> dict[str, float | None]:
 def configurations(
     problem: Problem, multiprocessors: int, passes: str, on: str
 ) -> list[variants.Variant]:
-    """Return the steps of a pass that have kernels on a unit. Copies follow their originals.
+    """Return the steps that have kernels on the unit `on`, for one problem and pass.
 
-    FA-2 has FA-1's tiles up to the last step. On Hopper registers hold fewer columns: there FA-1
-    runs at FA-2's tiles, after its own.
+    A step that makes the same call as an earlier step is a copy, and follows that step. Before the
+    last step, FA-2 has FA-1's tiles. On Hopper ("wgmma") registers hold fewer columns of FA-1.
+    There FA-1 runs with its own tiles first, and then with FA-2's tiles.
     """
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))
@@ -187,7 +206,7 @@ def configurations(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure each step's time, bytes and instructions, in both passes."""
+    """Yield the time, bytes and instructions of each step, in both passes."""
     problems = fa2_problems(options, dict.fromkeys(DTYPES_OF.values()), (SEQLEN,), (QUICK_SEQLEN,))
     multiprocessors = bench.describe["multiprocessors"]
     hopper = fa_numba.device.compute_capability() == (9, 0)
@@ -204,7 +223,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def gigabytes(number: float) -> str:
-    """Return bytes as text in GB, with about three digits, such as 13.0 or 0.53."""
+    """Return a number of bytes as text in GB: one decimal from 10 GB on, else two decimals."""
     return f"{number / 1e9:.{1 if number >= 1e10 else 2}f}"
 
 
@@ -212,7 +231,7 @@ Problems = dict[tuple[str, Problem], list[Row]]
 
 
 def problems_of(rows: Iterable[Row], units: Sequence[str] = UNITS) -> Problems:
-    """Return the rows on the units by (pass, problem), forward first."""
+    """Return the rows of series on the given units as {(pass, problem): rows}, forward first."""
     rows = [row for row in rows if unit(row.series) in units]
     return {
         (passes, problem): mine
@@ -225,7 +244,7 @@ def _plain(found: Problems) -> Problems:
     return {at: mine for at, mine in found.items() if not at[1].causal}
 
 
-# The waterfall: step -> what the change from the one before is called.
+# The bars of the waterfall chart: step -> label of the change from the step before.
 WATERFALL = {
     "fa1-own": "",
     "fa1": "FA-2's tiles, {tiles}",
@@ -236,7 +255,10 @@ WATERFALL = {
 
 
 def draw(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Any:
-    """Draw the steps of one problem as a waterfall; None without rows."""
+    """Draw the times of the steps for one problem as a waterfall chart.
+
+    Return None without rows.
+    """
     found = _plain(problems_of(rows, units))
     if not found:
         return None
@@ -270,7 +292,7 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
     found = by_step(rows)
     known = {step_of(row.series): row for row in rows}
     steps = [s for s in WATERFALL if (s, "measured", "time") in found]
-    if "fa1-own" in steps and "fa2-fa1-tiles" in steps:  # which are FA-2's own
+    if "fa1-own" in steps and "fa2-fa1-tiles" in steps:  # both last steps have FA-2's own tiles
         steps.remove("fa2")
     if not steps:
         style.empty(ax, "no time")
@@ -287,7 +309,7 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
         names.append(WATERFALL[step].format(tiles=tiles[at]) if at else first)
         ax.barh(at, abs(time - before), left=min(time, before), height=0.62, color=colours[at])
         ax.text(max(time, before), at, f"  {text}", va="center", fontsize=10)
-        if at:  # where the change begins is where the one before ended
+        if at:  # connect the end of the bar before with the beginning of this bar
             ax.plot([before, before], [at - 1, at], color="#777777", lw=0.8, zorder=0)
     last = known.get("fa2", known[steps[-1]])
     ax.barh(len(steps), times[-1], height=0.62, color=style.COLOURS[last.series])
@@ -298,17 +320,21 @@ def _waterfall(ax: Any, rows: Sequence[Row]) -> None:
     ax.grid(False, axis="y")
 
 
-# What the tables show: metric -> its column and format; source of bytes, and factor, -> column.
+# Metric -> (header of its column, format of its cells).
 _MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
     "time": ("ms", lambda v: f"{v:.2f}"),
     "speed": ("TFLOP/s", lambda v: f"{v:.1f}"),
     "instructions": ("warp instructions, 10^9", lambda v: f"{v / 1e9:.2f}"),
 }
+# Source of bytes -> header of its column.
 _TRAFFIC = {"model": "accesses, GB", "l2": "L2, GB", "dram": "DRAM, GB"}
 
 
 def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
-    """Return the table of the factors of each problem."""
+    """Return the table of the factors of each problem, or None without rows.
+
+    Below it is a second table with all steps of one problem.
+    """
     every = problems_of(rows, units)
     plain = _plain(every)
     if not plain:
@@ -349,7 +375,7 @@ def table(rows: Sequence[Row], units: Sequence[str] = UNITS) -> Table | None:
 
 
 def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str]:
-    """Return the time without a mask divided by the time with a causal mask, for FA-1 and FA-2."""
+    """Return two cells, for FA-1 and FA-2: time without a mask / time with a causal mask."""
     whole = by_step(every[passes, problem])
     skipped = by_step(every.get((passes, replace(problem, causal=True)), ()))
     at = [(step, "measured", "time") for step in ("fa1", "fa2")]
@@ -358,7 +384,11 @@ def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str
 
 
 def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:
-    """Return the problem to show: forward, 16 bits, smallest or largest head dimension."""
+    """Return the problem that is shown in detail, as ((pass, problem), rows).
+
+    It is forward if possible, in fp16 if possible, and has the smallest head dimension, or the
+    largest if `largest` is true.
+    """
 
     def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:
         (_, p), _ = item  # forward comes first
@@ -382,7 +412,7 @@ def _steps(problem: Problem, rows: Sequence[Row]) -> str:
         moved = {source: of.get((step, source, "traffic")) for source in _TRAFFIC}
         if run != step and (same := of.get((run, MODEL, "traffic"))):
             more = 4 * problem.batch * problem.heads_q * problem.seqlen_q
-            own = same.number + more * (step == "fa2-statistics")  # l and m where FA-2 has L
+            own = same.number + more * (step == "fa2-statistics")  # l and m are stored instead of L
             moved[MODEL] = replace(same, value=own)
         beside = beside_products(step, problem, found)
         cells += [*(tables.cell(row, gigabytes) for row in moved.values()), f"{beside / 1e9:.1f}"]
@@ -393,6 +423,6 @@ def _steps(problem: Problem, rows: Sequence[Row]) -> str:
     return tables.markdown(header, lines)
 
 
-# The steps by Hopper's own instructions.
+# The figure and the table for Hopper's own instructions (wgmma).
 FIGURES = {"loop_cost_hopper": functools.partial(draw, units=(HOPPER,))}
 TABLES = {"loop_cost_hopper": functools.partial(table, units=(HOPPER,))}

@@ -1,8 +1,8 @@
 """Compares time and accesses of both loop orders at equal unit, dtype, tiles and work.
 
-FA-1's order, on the paper's grid and with query splits, is divided by FA-2's order at the same
-tiles, on every unit. The figure has time, accesses, L2 and DRAM bytes over N in FA-2's setting, and
-over batch size times heads.
+The numbers of FA-1 (K/V outer) are divided by the numbers of FA-2 (Q outer) at equal tiles, on
+every unit. FA-1 runs on the paper's grid and with query splits. The figure shows time, accesses, L2
+and DRAM bytes over N in FA-2's setting, and over batch size times heads.
 """
 
 import itertools
@@ -29,24 +29,27 @@ TAKES = ("seqlens", "head_dims")
 
 UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
 UNIT_NAMES = {unit: f"{DTYPES[dtype]}, {NAMES_OF_UNITS[unit]}" for unit, dtype in UNITS.items()}
-# Batch x heads at one length: from one head to as many as fill a large GPU.
+# Batch x heads at one sequence length: from one head to enough heads to fill a large GPU.
 HEADS_SEQLEN, QUICK_SEQLEN = 4096, 512
 HEADS = (1, 4, 16, 32, 64, 128)
-# Where the counters are read: the smallest of these runs long enough to be worth it.
+# Sequence lengths at which hardware counters are read.
 COUNTED_SEQLENS = (1024, 4096, 16384)
 
 
 def series_of(unit: str) -> tuple[str, str, str]:
-    """Return three series: FA-1, FA-1 with query splits, and FA-2 at FA-1's tiles.
+    """Return the three series that are compared on a unit: FA-1, FA-1 with query splits, and FA-2.
 
-    On wgmma all three have FA-2's tiles.
+    All three have equal tiles: FA-2's tiles on wgmma, and FA-1's tiles on the other units.
     """
     q_outer = "fa2-wgmma" if unit == "wgmma" else f"fa2-{unit}-fa1-tiles"
     return f"fa1-{unit}", f"fa1-{unit}-splits", q_outer
 
 
 def configurations(problem: Problem, multiprocessors: int, unit: str) -> list[variants.Variant]:
-    """Return the three calls of a unit that are compared at a problem."""
+    """Return the three calls that are compared on a unit, for one problem.
+
+    On wgmma, the list is empty if the problem has no plan.
+    """
     k_outer, _, q_outer = series_of(unit)
     own: dict[str, Any] = {}
     if unit == "wgmma":
@@ -67,15 +70,15 @@ def configurations(problem: Problem, multiprocessors: int, unit: str) -> list[va
 
 
 def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN) -> Problem:
-    """Return a problem with one batch entry and many heads.
+    """Return a problem with one batch entry and the given number of heads.
 
-    Kernels depend on the product of batch and heads only.
+    Only the product of batch size and heads matters to the kernels.
     """
     return Problem(1, heads, heads, seqlen, seqlen, head_dim, dtype=dtype)
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure times of both loop orders over N and over the number of heads, and bytes."""
+    """Yield times and bytes of both loop orders, over N and over the number of heads."""
     dtypes = dict.fromkeys(UNITS.values())
     problems = fa2_problems(options, dtypes, SEQLENS, SEQLENS[:2])
     if options.seqlens is None:
@@ -100,24 +103,31 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def units_of(dtype: str) -> list[str]:
-    """Return the units of a dtype, in order."""
+    """Return the units on which problems of a dtype are measured, in order."""
     return [unit for unit, own in UNITS.items() if own == dtype]
 
 
 def in_setting(problem: Problem) -> bool:
-    """Return whether a problem is of the FA-2 paper's benchmark, and not one of `many_heads`."""
+    """Return whether a problem is one of the FA-2 paper's benchmark, with 16k tokens.
+
+    The other problems are results of `many_heads`.
+    """
     sizes = problem.seqlen_q, problem.head_dim, problem.causal, problem.dtype
     return problem == fa2_setting(*sizes)
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep of a row: "seqlen" in FA-2's setting, "heads" at one sequence length."""
+    """Return the sweep, the part of the experiment, to which a row belongs.
+
+    It is "seqlen" (over N in the FA-2 paper's setting) or "heads" (over the number of heads at one
+    N).
+    """
     sizes = row.seqlen_q, row.head_dim, row.causal, row.dtype
     setting = fa2_setting(*sizes)
     return "seqlen" if (row.batch, row.heads_q) == (setting.batch, setting.heads_q) else "heads"
 
 
-# A ratio: its column, of which of FA-1's series, their source and metric.
+# Ratio -> (header of its column, index of FA-1's series in `series_of`, source, metric).
 RATIOS = {
     "grid": ("time, paper's grid", 0, "measured", "time"),
     "splits": ("time, full grid", 1, "measured", "time"),
@@ -128,7 +138,11 @@ RATIOS = {
 
 
 def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
-    """Return FA-1 divided by FA-2 at one problem: times on both grids, bytes with query splits."""
+    """Return FA-1's numbers divided by FA-2's numbers, by the names in RATIOS.
+
+    The rows must be of one problem. `grid` is the ratio of times on the paper's grid. The other
+    ratios are for FA-1 with query splits.
+    """
     found, of = values(rows, "series", "source", "metric"), series_of(unit)
     pairs = {
         name: (found.get((of[n], *at)), found.get((of[2], *at)))
@@ -137,7 +151,7 @@ def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
     return {name: over / under for name, (over, under) in pairs.items() if over and under}
 
 
-# A problem on a unit.
+# A unit and a problem.
 Place = tuple[str, Problem]
 
 
@@ -151,7 +165,10 @@ def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw FA-1 over FA-2 over N, without a mask: DRAM bytes, and time on a full grid."""
+    """Draw two ratios of FA-1 to FA-2 over N, without a mask: DRAM bytes, and time on a full grid.
+
+    Return None without rows.
+    """
     found = {
         (unit, problem): values
         for (unit, problem), values in _every(rows).items()
@@ -184,7 +201,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-# A unit's colour, which no series has; a head dimension's mark and line.
+# Colours of the units, which no series has. Marks and line styles of the head dimensions.
 _UNITS = {"simt": "#999933", "mma": "#CC6677", "wgmma": "#332288"}
 _LOOKS = {64: ("o", "-"), 128: ("s", "--")}
 
@@ -205,7 +222,7 @@ def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str) -> Non
     style.sizes(ax, sorted({p.seqlen_q for _, p in found}), "sequence length N (tokens)")
 
 
-# What a panel shows of `ratios`: colour of, marker, line, label.
+# Ratio -> (series whose colour the line has, marker, line style, label).
 _LINES = {
     "grid": ("fa1-simt", "o", "-", "time, the paper's grid"),
     "splits": ("fa1-simt-splits", "D", "-", "time, full grid (marks: query splits)"),
@@ -215,7 +232,10 @@ _LINES = {
 
 
 def detail(rows: Sequence[Row], over_heads: bool) -> Any:
-    """Draw all ratios over N, or over batch x heads: a row of panels per unit, on one scale."""
+    """Draw all ratios of FA-1 to FA-2 over N or, if `over_heads`, over batch x heads.
+
+    There is a row of panels per unit and a column per head dimension. Return None without rows.
+    """
     found = {
         place: ratio for place, ratio in _every(rows).items() if in_setting(place[1]) != over_heads
     }
@@ -256,7 +276,7 @@ def detail(rows: Sequence[Row], over_heads: bool) -> Any:
 
 
 _CHANGE = "#B22222"
-# The tiles of FA-1 and FA-2, and whether query splits give FA-1 several blocks per head.
+# The tiles (Br, Bc) of both orders, and whether FA-1 has query splits.
 Planned = tuple[tuple[int, int], bool]
 
 
@@ -287,7 +307,7 @@ def _panel(
             look |= {"lw": 1.8, "ms": 6, "label": label}
             if causal:
                 look |= {"ls": line and ":", "lw": 1.2, "ms": 4, "label": None}
-            if name == "splits":  # elsewhere it is the run on the paper's grid
+            if name == "splits":  # without query splits, the point is on the paper's grid: no mark
                 split = [splits for _, values, _, splits in mine if name in values]
                 look["markevery"] = [n for n, splits in enumerate(split) if splits]
             style.line(ax, points, **look)
@@ -298,7 +318,10 @@ def _panel(
 
 
 def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_heads: bool) -> None:
-    """Write the tiles of a panel in its free corner; draw a line where they change."""
+    """Write the tile sizes into a corner of a panel. Draw a line where they change.
+
+    `found` maps (causal, x) to (Br, Bc), where x is N or the number of heads.
+    """
     said = []
     for causal in sorted({causal for causal, _ in found}):
         mine = sorted((x, tiles) for (mask, x), tiles in found.items() if mask == causal)
@@ -319,7 +342,7 @@ def _tiles(ax: Any, found: Mapping[tuple[bool, int], tuple[int, int]], over_head
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of ratios."""
+    """Return the table of times and ratios at the shortest and the longest N."""
     every = {
         (unit, p): mine
         for p, mine in variants.problems_of(rows).items()
