@@ -132,8 +132,8 @@ GAINS = {
 def factors(found: Steps) -> dict[str, float | None]:
     """Return the factors of the gain from FA-1 to FA-2, by the names in GAINS.
 
-    A factor is the time before a change divided by the time after the change. It is None if a
-    number is missing. The factors satisfy these equations:
+    A factor is None if a number is missing. Except for the three parts of `order`, a factor is the
+    time before a change divided by the time after the change. The factors satisfy these equations:
 
         total = order_one_block x grid x tiles   the loop order changes at one thread block per head
         total = splits x order x tiles           the loop order changes on a full grid

@@ -1,8 +1,8 @@
 """Measures the bandwidth of each memory level and draws a roofline with every kernel.
 
-The figure extends the FlashAttention paper's Fig. 1 left: DRAM, L2 and shared memory. Kernels that
-only read give the bandwidths, over the number of bytes that they read. Matrix products by torch
-give the peak speed. Each attention kernel is placed between these limits by its FLOPs, its
+The memory levels are DRAM, L2 and shared memory, as in the FlashAttention paper's Fig. 1 left.
+Kernels that only read give the bandwidths, over the number of bytes that they read. Matrix products
+by torch give the peak speed. Each attention kernel is placed between these limits by its FLOPs, its
 measured bytes and its time.
 """
 
@@ -40,7 +40,7 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure bandwidths, matrix products, and every attention kernel's time and bytes."""
+    """Yield bandwidths, speeds of matrix products, and time and bytes of the attention kernels."""
     N = QUICK_SEQLEN if options.quick else SEQLEN
     problems = [fa2_setting(N, HEAD_DIM, dtype=dtype) for dtype in UNITS.values()]
     yield from _ceilings(problems[0], options, bench)
@@ -51,7 +51,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[variants.Variant]:
-    """Return the calls: standard attention, FA-1, FA-1 with query splits if any, FA-2."""
+    """Return the calls of a pass: standard attention, FA-1, FA-1 with query splits, and FA-2.
+
+    The call with query splits is left out in the backward pass, and if one thread block per head is
+    best.
+    """
     unit = next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
     names = [f"{algorithm}-{unit}" for algorithm in ("standard", "fa1", "fa2")]
     found = [variants.Variant(name, passes=passes) for name in names]
@@ -62,7 +66,10 @@ def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[
 
 
 def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]:
-    """Yield rows of bandwidths, capacities and matrix products, with this problem's sizes."""
+    """Yield the bandwidths and capacities of the memories, and the speeds of matrix products.
+
+    The columns with sizes contain the sizes of `problem`.
+    """
     footprints = QUICK_FOOTPRINTS if options.quick else FOOTPRINTS
     repeats = QUICK_REPEATS if options.quick else REPEATS
     about = dict(bench.describe or {})
@@ -97,32 +104,32 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
 
 
 def memory_bytes() -> int:
-    """Return the bytes of the GPU's memory."""
+    """Return the size of the GPU's memory in bytes."""
     return int(device.cuda.current_context().get_memory_info()[1])
 
 
 def footprint(row: Row) -> int:
-    """Return the bytes that a row's kernel reads repeatedly."""
+    """Return the size in bytes of the array that a row's kernel reads repeatedly."""
     return int(row.place.removesuffix(" MiB")) * MIB
 
 
 def curve(rows: Sequence[Row]) -> dict[int, Row]:
-    """Return the rows of the bandwidth of global memory by footprint in bytes."""
+    """Return the rows with the bandwidth of global memory, as {bytes of the array: row}."""
     found = select(rows, series=GLOBAL, metric="bandwidth")
     return {footprint(row): row for row in sorted(found, key=footprint)}
 
 
 def capacities(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the bytes of "shared", "L2" and "DRAM"."""
+    """Return the size in bytes of "shared" (of all multiprocessors together), "L2" and "DRAM"."""
     names = {SHARED: "shared", "l2": "L2", GLOBAL: "DRAM"}
     return {names[s]: size for s, size in values(rows, "series", metric="capacity").items()}
 
 
 def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the bandwidth of "shared", "L2" and "DRAM" in TB/s.
+    """Return the bandwidth of "shared", "L2" and "DRAM" in TB/s, as far as measured.
 
-    The bandwidth of L2 is the greatest of all footprints up to half the size of L2. The bandwidth
-    of DRAM is measured at the largest footprint, if this is at least twice the size of L2.
+    The bandwidth of L2 is the largest bandwidth of arrays up to half the size of L2. The bandwidth
+    of DRAM is the bandwidth of the largest array, which must have at least twice the size of L2.
     """
     found = values(rows, "series", metric="bandwidth")
     result = {"shared": found[SHARED]} if SHARED in found else {}
@@ -136,7 +143,7 @@ def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def products(rows: Sequence[Row]) -> dict[str, float]:
-    """Return TFLOP/s of torch's matrix products by dtype."""
+    """Return the speed of torch's matrix products as {dtype: TFLOP/s}."""
     return values(rows, "dtype", series=MATMUL, metric="speed")
 
 
@@ -144,10 +151,13 @@ Place = tuple[str, str, str]  # series, pass, dtype
 
 
 def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
-    """Return the numbers of each call: "speed" in TFLOP/s, and three numbers of FLOPs per byte.
+    """Return the speed and the FLOPs per byte of each call, by (series, pass, dtype).
 
-    These are "L2" and "DRAM" for measured bytes, and "model" for the bytes that the kernel
-    accesses.
+    | key | value |
+    |---|---|
+    | "speed" | TFLOP/s |
+    | "L2", "DRAM" | FLOPs per measured byte |
+    | "model" | FLOPs per byte that the kernel accesses |
     """
     names = {"l2": "L2", "dram": "DRAM", "model": "model"}
     found: dict[Place, dict[str, float]] = {}
@@ -164,14 +174,17 @@ def points(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def paper() -> dict[tuple[str, str], float]:
-    """Return the A100's numbers that FlashAttention's papers print, by (what, metric)."""
+    """Return the numbers of an A100 that FlashAttention's papers print, by (memory, metric).
+
+    An example of a key is ("SRAM", "bandwidth").
+    """
     lines = published_numbers.lookup(paper="fa1", item="Fig. 1 left")
     lines += published_numbers.lookup(paper="fa2", item="Section 3.1")
     return {(line["method"], line["metric"]): float(line["value"]) for line in lines}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the bandwidths and the rooflines; None without rows."""
+    """Draw the bandwidths and the rooflines. Return None without rows."""
     found, over = points(rows), curve(rows)
     if not found and not over:
         return None
@@ -246,7 +259,7 @@ def _roofline(
     every = [of[level] for of in shown.values() for level in ("DRAM", "L2")]
     low, high = min(every) / 2, max(every) * 3
     for level, ls in (("DRAM", "-"), ("L2", "--"), ("shared", ":")):
-        if level in speeds:  # min(bandwidth times FLOP a byte, peak)
+        if level in speeds:  # roof: min(bandwidth x FLOP per byte, peak)
             ridge = min(max(low, peak / speeds[level]), high)
             roof = {x: min(speeds[level] * x, peak) for x in (low, ridge, high)}
             label = f"roof of {ROOFS.get(level, level)}"
@@ -260,7 +273,11 @@ def _roofline(
 
 
 def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
-    """Write the names at the large marks: above the faster pass of a series, below the slower."""
+    """Write the name of each kernel at its large mark.
+
+    The name is above the mark of the faster pass of a series, and below the mark of the slower
+    pass.
+    """
     for (series, pass_, dtype), of in shown.items():
         other = shown.get((series, "fwd" if pass_ == "bwd" else "bwd", dtype), {})
         faster = of["speed"] >= other.get("speed", 0)
@@ -275,7 +292,7 @@ def _names(ax: Any, shown: Mapping[Place, Mapping[str, float]]) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of bandwidths and capacities."""
+    """Return the table of bandwidths and sizes of the memories, or None without bandwidths."""
     speeds, room, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
     if not speeds:
         return None
@@ -325,7 +342,7 @@ def _size(size: float | None) -> str:
 
 
 def roofline(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of every forward kernel and the limits that apply to it."""
+    """Return the table of all forward kernels, with the limit of each kernel's speed."""
     found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
     lines = []
     for (series, pass_, dtype), of in found.items():

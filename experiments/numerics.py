@@ -1,8 +1,9 @@
 """Measures the error of every kernel against float64 (claims C1, C2; FlashAttention-3 paper).
 
 N goes from 128 to 16384, in fp32 (also by planes of 16 bits), fp16 and bf16. The inputs are normal,
-or have outliers as in FlashAttention-3. The table has the RMSE, the largest error, and the share of
-elements whose bits equal those of standard attention, for online and ordinary softmax.
+or have outliers as in the FlashAttention-3 paper. The tables have the root mean square error (RMSE)
+and the largest error. A further table compares results bit for bit: flash attention with standard
+attention, and online softmax with safe softmax.
 """
 
 import itertools
@@ -32,9 +33,10 @@ HEADS, HEAD_DIM, VECTORS = 4, 64, 64
 SEQLENS = tuple(128 << n for n in range(8))
 QUICK_SEQLENS = (128, 1024)
 NORMAL, OUTLIERS, LARGE = "normal", "outliers", "scores of 10^4"
-# FA-3: N(0, 1), and with a chance of 0.001 N(0, 100) added, whose standard deviation is 10.
+# Outliers as in FA-3: a number from N(0, 1), to which with probability 0.001 a number with standard
+# deviation 10 is added. SCORES is the factor of q for large scores.
 CHANCE, DEVIATION, SCORES = 0.001, 10.0, 1e4
-# What float32 by planes of 16 bits is held against float32 at, beside the lengths: (kind, d, N).
+# Further problems (kind of inputs, d, N) for float32 by planes of 16 bits and plain float32.
 PLANES_AT = ((NORMAL, 64, 65536), (NORMAL, 256, 4096), (OUTLIERS, 256, 4096), (LARGE, 64, 4096))
 SAMPLED = 128  # rows of a head that are computed in float64
 PROTOCOL = (
@@ -52,10 +54,13 @@ SAFE, ONLINE = "softmax-safe", "softmax-online"
 
 
 def inputs(kind: str, problem: Problem) -> tuple[np.ndarray, ...]:
-    """Return q, k and v in float32, with numbers that the problem's dtype represents exactly."""
+    """Return random q, k and v in float32 that the problem's dtype represents exactly.
+
+    `kind` is NORMAL, OUTLIERS, or LARGE: then q is multiplied by SCORES.
+    """
     rng = np.random.default_rng([SEED, problem.seqlen_q, problem.head_dim])
     q, k, v = (_drawn(rng, kind, s) for s in (problem.q_shape, problem.k_shape, problem.k_shape))
-    if kind == LARGE:  # the deviation of q k^T / sqrt(d) is that of q
+    if kind == LARGE:  # the standard deviation of q k^T / sqrt(d) equals the one of q
         q *= np.float32(SCORES)
     return tuple(held(x, problem.dtype) for x in (q, k, v))
 
@@ -69,14 +74,20 @@ def _drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
 
 
 def series_of(problem: Problem, kind: str) -> tuple[str, ...]:
-    """Return our series for a problem; only FA-2's series if precisions alone are compared."""
+    """Return our series that are measured for a problem with inputs of a kind.
+
+    For the problems in PLANES_AT, these are FA-2's series only, which differ in their precision.
+    """
     if (kind, problem.head_dim, problem.seqlen_q) in PLANES_AT:
         return ("fa2-simt", *PLANES)
     return OURS[problem.dtype] + (PLANES if problem.dtype == "float32" else ())
 
 
 def errors_of(got: np.ndarray, right: np.ndarray) -> dict[str, float]:
-    """Return the relative error (of norms), the root mean square error and the largest error."""
+    """Return three errors of a result: relative, root mean square, and largest.
+
+    The relative error is the norm of the difference divided by the norm of `right`.
+    """
     off = np.abs(got - right)
     return {
         "error": reference.relative_error(got, right),
@@ -86,7 +97,7 @@ def errors_of(got: np.ndarray, right: np.ndarray) -> dict[str, float]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Measure the errors of every kernel and softmax against float64."""
+    """Yield the errors of every attention kernel and softmax against float64."""
     long = QUICK_SEQLENS if options.quick else SEQLENS
     dtypes = tuple(OURS)
     if not peers.available():
@@ -167,19 +178,23 @@ Found = dict[tuple[str, str, str, str], dict[int, float]]
 
 
 def curves(rows: Sequence[Row]) -> Found:
-    """Return values by N, for each (dtype, inputs, series, metric), at d=64."""
+    """Return the errors as {(dtype, kind of inputs, series, metric): {N: value}}, at d=64.
+
+    The softmaxes of vectors are included. Their N is the length of a vector.
+    """
     mine = [r for r in rows if r.head_dim in (1, HEAD_DIM)]
     mine.sort(key=lambda row: row.seqlen_q)
     return nested(mine, lambda row: (row.dtype, row.place, row.series, row.metric), "seqlen_q")
 
 
 _KINDS = {NORMAL: "normal inputs", OUTLIERS: "inputs with outliers"}
-# Of torch's kernels the fused one: the others lie on it or on our standard attention.
+# The torch kernel that is drawn. The lines of the other torch kernels would lie on this kernel's
+# line or on the line of our standard attention.
 _DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.FLASH}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the errors over the sequence length; None without rows."""
+    """Draw the errors over the sequence length. Return None without rows."""
     found = curves(rows)
     dtypes = [d for d, ours in OURS.items() if (d, NORMAL, ours[2], "error") in found]
     if not dtypes:
@@ -222,7 +237,10 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def _alike(found: Found) -> bool:
-    """Return whether the fused kernels' 16-bit errors are within 5 %, too close to see apart."""
+    """Return whether the errors of the fused kernels in 16 bits differ by at most 5 %.
+
+    Such lines look like one line in the figure.
+    """
     fused = (*OURS["float16"][1:], peers.FLASH)
     errors: dict[tuple[str, str, int], list[float]] = {}
     for (dtype, kind, series, metric), line in found.items():
@@ -233,7 +251,7 @@ def _alike(found: Found) -> bool:
 
 
 def paper_ratio() -> float:
-    """Return standard attention's RMSE over FlashAttention-2's in FA-3's Table 3."""
+    """Return the RMSE of standard attention / the RMSE of FlashAttention-2, from FA-3's Table 3."""
     where = {"paper": "fa3", "item": "Table 3", "metric": "rmse"}
     standard, ours = (
         published_numbers.value(method=m, **where) for m in ("Standard", "FlashAttention-2")
@@ -242,7 +260,7 @@ def paper_ratio() -> float:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of errors."""
+    """Return the table of errors by dtype and kind of inputs."""
     found = curves(rows)
     every = [_line(found, dtype, kind) for dtype in OURS for kind in (NORMAL, OUTLIERS)]
     lines = [line for line in every if line]
@@ -263,7 +281,10 @@ def table(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def _line(found: Found, dtype: str, kind: str) -> list[str]:
-    """Return the cells of a line of the table; empty without FA-2's errors."""
+    """Return the cells of one line of the table, for a dtype and a kind of inputs.
+
+    The list is empty if FA-2's errors were not measured.
+    """
     ours, fused = OURS[dtype], THEIRS[dtype][1]
     if not (of := found.get((dtype, kind, ours[2], "rmse"))):
         return []
@@ -286,7 +307,7 @@ def _line(found: Found, dtype: str, kind: str) -> list[str]:
     ]
 
 
-# What is held against what, bit for bit: dtype, series, what it is, the ordinary one.
+# Results that are compared bit for bit: dtype, series, its name, the other series, its name.
 PAIRS = (
     ("float32", ONLINE, "online softmax", SAFE, "safe softmax"),
     ("float32", "fa1-simt", "FA-1", "standard-simt", "standard attention"),
@@ -297,7 +318,7 @@ PAIRS = (
 
 
 def identical(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of the number of elements that are equal bit for bit."""
+    """Return the table of the share of elements that are equal bit for bit in two results."""
     lines, found = [], curves(rows)
     for dtype, series, name, ordinary, other in PAIRS:
         for kind in (NORMAL, OUTLIERS):
@@ -319,7 +340,7 @@ def identical(rows: Sequence[Row]) -> tables.Table | None:
 
 
 def precisions(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of FA-2's relative error in float32 for each precision."""
+    """Return the table of FA-2's relative error in float32 for each value of `precision`."""
     found = nested(
         [r for r in rows if r.head_dim > 1],
         lambda r: (r.place, r.head_dim, r.seqlen_q),

@@ -1,9 +1,9 @@
 """Compares naive, safe and online softmax, and attention in two passes and in one.
 
-The experiment repeats arXiv 1805.02867 with 4000 and with 10 vectors, over the length of a vector.
-It has accesses per element, in closed form and counted. On a GPU it has the time, next to torch's,
-of softmax alone and inside unfused attention. The accesses of standard attention are compared with
-those of both flash orders.
+The experiment repeats arXiv 1805.02867: softmaxes of 4000 and of 10 vectors, over the length of a
+vector. The accesses per element are computed by closed forms and counted. On a GPU, the softmaxes
+and torch's softmax are timed, alone and inside unfused attention. The accesses of standard
+attention are compared with the accesses of both flash orders.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,18 +42,18 @@ LABELS = {
     "softmax-online": "online",
     PEER: "torch.softmax",
 }
-BATCHES = (4000, 10)  # the paper's
+BATCHES = (4000, 10)  # numbers of vectors, as in the paper
 LENGTHS = tuple(1 << n for n in range(6, 18))
 QUICK_LENGTHS = (256, 1024)
 COUNTED_LENGTHS, COUNTED_BATCH = (256, 1000, 4096), 10
-# Where e^x is beyond the largest float32.
+# A number x for which e^x is beyond the largest float32.
 TOO_LARGE = 100.0
 ATTENTION = ("standard-simt", "fa1-simt", "fa2-simt")
 COUNTED_SEQLENS = (128, 256)
-# Longer than what a block's shared memory holds of a row of S.
+# A length at which one row of S does not fit into the shared memory of a thread block.
 LONG_SEQLEN = 65536
 MATRICES = ("S", "P")
-# Unfused attention, its softmax one of these between torch's two products.
+# Series of unfused attention -> the softmax between torch's two matrix products.
 UNFUSED = {f"unfused-{name}": f"softmax-{name}" for name in ALGORITHMS[1:]} | {
     "unfused-torch": PEER
 }
@@ -61,24 +61,31 @@ UNFUSED_SEQLENS, UNFUSED_HEADS = tuple(1 << n for n in range(9, 14)), 16
 
 
 def of_vectors(series: str, batch: int, elements: int, machine: str | None) -> dict[str, Any]:
-    """Return the columns of a softmax's rows: batch vectors, whose length is the seqlen."""
+    """Return the columns of a row about the softmax of vectors, except metric, unit and value.
+
+    `batch` is the number of vectors. `elements` is the length of a vector, which becomes the
+    sequence length of the row.
+    """
     return columns(NAME, series, Problem(batch, 1, 1, elements, elements, 1), machine)
 
 
 def sweep_of(row: Row) -> str:
-    """Return the sweep of a row: lengths of vectors, or sequence lengths of attention."""
+    """Return the sweep, the part of the experiment, to which a row belongs.
+
+    In the sweeps, the length of vectors varies, or the sequence length of attention.
+    """
     if row.series in LABELS:
         return f"length of {row.batch} vectors"
     return "seqlen, unfused" if row.series in UNFUSED else "seqlen, one head"
 
 
 def algorithm(series: str) -> str:
-    """Return the algorithm of a series: "naive", "safe" or "online"."""
+    """Return the softmax algorithm of a series: "naive", "safe" or "online"."""
     return series.removeprefix("softmax-")
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure accesses of softmaxes and of attention; on a GPU the times."""
+    """Yield the accesses of softmaxes and of attention; on a GPU also the times."""
     counted = QUICK_LENGTHS if options.quick else COUNTED_LENGTHS
     problems = [one_head(N, 64) for N in COUNTED_SEQLENS[: 1 if options.quick else None]]
     softmaxes = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES]
@@ -116,7 +123,7 @@ def _count(series: str, batch: int, V: int) -> Iterator[Row]:
 
 
 def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
-    """Yield the number of elements of softmax(x + 100) that are NaN."""
+    """Yield a row with the number of elements of softmax(x + 100) that are NaN."""
     x = np.clip(vectors(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
     with device.using("emulator"), np.errstate(all="ignore"):
         y = fa_numba.softmax(x, algorithm=algorithm(series))
@@ -135,7 +142,7 @@ def _count_attention(series: str, problem: Problem, inputs: Inputs) -> Iterator[
 def _attention(
     series: str, problem: Problem, tiles: Any, accesses: Any, machine: str
 ) -> Iterator[Row]:
-    """Yield loads and stores of all arrays, and of the arrays that have an element per score."""
+    """Yield the loads and stores of all arrays, and the loads and stores of S and P alone."""
     fields = columns(NAME, series, problem, machine, tiles)
     yield from counts.totals(accesses, **fields)
     for metric in ("loads", "stores"):
@@ -145,13 +152,13 @@ def _attention(
 
 
 def vectors(size: int) -> np.ndarray:
-    """Return normal numbers, repeated from 2^20 on."""
+    """Return `size` normal random numbers in float32. After 2^20 numbers, they repeat."""
     drawn = np.random.default_rng(SEED).standard_normal(min(size, 1 << 20), dtype=np.float32)
     return np.resize(drawn, size)
 
 
 def vector_gate(x: Any) -> Gate:
-    """Return the check of a softmax of the rows of x: the first and the last row."""
+    """Return the check of a softmax of the rows of x. It compares the first and the last row."""
 
     def ends(y: Any) -> list[np.ndarray]:
         return [np.stack([to_host(y[row]) for row in (0, x.shape[0] - 1)])]
@@ -195,14 +202,21 @@ def _rows(series: str, S: Any) -> Any:
 
 
 def _call(series: str, x: Any) -> Callable[..., Any]:
-    """Return a function that runs the series once; it takes the argument `out`."""
+    """Return a function that computes the softmax of the rows of x once, by the given series.
+
+    The function takes the argument `out`.
+    """
     if series == PEER:
         return peers.softmax(x)
     return partial(fa_numba.softmax, x, algorithm=algorithm(series))
 
 
 def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
-    """Return loads plus stores by series, per element or score, at the largest size."""
+    """Return accesses per element as {series: {"loads": number, "stores": number}}.
+
+    For a softmax, the elements are of the vectors. For attention, these are the accesses of S and P
+    per element of S. The numbers are from the largest problem, except LONG_SEQLEN.
+    """
     found: dict[str, dict[str, float]] = {}
     for row in sorted(select(rows, source=source), key=lambda r: r.seqlen_q):
         vectors = row.series in SERIES
@@ -215,7 +229,7 @@ def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
 
 
 def paper() -> dict[str, float]:
-    """Return the published accesses per element by series."""
+    """Return the published accesses per element as {series: number}."""
     lines = published_numbers.lookup(paper="online-softmax", metric="memory accesses per element")
     named = {f"softmax-{line['method']}": float(line["value"]) for line in lines}
     return {series: named[series] for series in SERIES if series in named}
@@ -225,12 +239,18 @@ Times = dict[tuple[str, int, int], float]
 
 
 def times(rows: Sequence[Row]) -> Times:
-    """Return milliseconds by (series, batch, length)."""
+    """Return times in ms as {(series, number of vectors, length): time}.
+
+    For attention, the number of vectors is the batch size, and the length is N.
+    """
     return values(rows, "series", "batch", "seqlen_q", metric="time")
 
 
 def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
-    """Return the safe softmax's time divided by the series' time, by length."""
+    """Return the time of the safe softmax / the time of a series, as {length: ratio}.
+
+    `batch` is the number of vectors.
+    """
     return {
         V: found[SERIES[1], batch, V] / ms
         for (name, vectors, V), ms in sorted(found.items())
@@ -239,7 +259,10 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the accesses and the speeds over the safe softmax; None without rows."""
+    """Draw the accesses per element, and the speeds of the softmaxes over the length of a vector.
+
+    Return None without accesses or without times.
+    """
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)
     if not counted or not found:
@@ -262,7 +285,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-# None of a kernel of attention: these are others.
+# Colours of the softmaxes. No attention kernel has one of the first three colours.
 COLOURS = dict(zip(SERIES, ("#999999", "#E69F00", "#56B4E9"), strict=True))
 COLOURS[PEER] = style.COLOURS["torch-efficient"]
 
@@ -294,7 +317,7 @@ def _speeds(ax: Any, found: Times, batch: int) -> None:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of accesses and times."""
+    """Return the table of accesses and times, or None without rows."""
     model, counted = an_element(rows, "model"), an_element(rows, "counted")
     if not model:
         return None
@@ -334,7 +357,10 @@ def _best(speed: dict[int, float]) -> str:
 
 
 def _long(rows: Sequence[Row]) -> str:
-    """Return a sentence on the cost of a row too long for shared memory in standard attention."""
+    """Return a sentence about standard attention whose rows of S do not fit into shared memory.
+
+    The sentence is empty if there is no such row of data.
+    """
     for row in rows:
         if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
             loads = row.number / (row.seqlen_q * row.seqlen_k)
@@ -346,7 +372,7 @@ def _long(rows: Sequence[Row]) -> str:
 
 
 def inside(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of unfused attention with each softmax."""
+    """Return the table of the times of unfused attention with each softmax."""
     found = times(rows)
     lengths = sorted({N for series, _, N in found if series in UNFUSED})
     lines = []

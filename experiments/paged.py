@@ -1,8 +1,8 @@
 """Compares K and V in cache pages with contiguous K and V (claim C22).
 
-FlashAttention-2 reads pages of 16 to 256 rows in random order. The table has the number of bits
-that differ at the same tiles, and the accesses that the block table adds, counted on the emulator.
-On a GPU it has the time of a decoding step with 1k to 64k keys in fp16.
+FlashAttention-2 reads pages of 16 to 256 rows in random order. On the emulator, the elements whose
+bits differ from contiguous K and V at the same tiles are counted, and the accesses that the block
+table adds. On a GPU, a decoding step in fp16 with 1k to 64k keys is timed.
 """
 
 import itertools
@@ -36,7 +36,7 @@ TIMED = ("fa2-mma", HOPPER)
 CONTEXTS, QUICK_CONTEXTS = (1024, 4096, 16384, 65536), (1024,)
 HEAD_DIM, BATCH, HEADS, KEY_HEADS = 128, 4, 16, 4
 ONE_PIECE = "one piece"
-# By which pages may be slower.
+# The share by which calls with pages may be slower than calls without pages.
 ALLOWED = 0.05
 PROTOCOL = (
     f"a decoding step of {BATCH} sequences with one row of Q each, {HEADS} query heads, "
@@ -45,21 +45,23 @@ PROTOCOL = (
 
 
 def place(page_size: int) -> str:
-    """Return the text by which rows name a page size; 0 means no pages."""
+    """Return the beginning of a row's note, which names the page size; 0 means no pages."""
     return f"pages of {page_size} rows" if page_size else ONE_PIECE
 
 
 def page_size_of(row: Row) -> int:
-    """Return the page size that a row names; 0 for no pages."""
+    """Return the page size that the note of a row names; 0 means no pages."""
     return 0 if row.place == ONE_PIECE else int(row.place.split()[2])
 
 
 def in_pages(
     k: np.ndarray, v: np.ndarray, page_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return k and v (B, Hk, N, d) as pages in random order, and the block table.
+    """Return the pages of k, the pages of v, and the block table.
 
-    N is rounded up to a multiple of the page size.
+    k and v have shape (batch, heads_k, N, d). The pages have shape (pages, heads_k, page_size, d)
+    and are in random order. The block table has shape (batch, pages of a sequence). The last page
+    of a sequence is filled with zeros.
     """
     each = -(-k.shape[2] // page_size)
     table = np.random.default_rng(SEED).permutation(len(k) * each)
@@ -68,7 +70,7 @@ def in_pages(
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure how many bits differ and the accesses of the block table; on a GPU the time."""
+    """Yield how many elements differ, and the block table's share of bytes; on a GPU also times."""
     work = [(series, page_size) for series in COUNTED for page_size in PAGE_SIZES]
     yield from bench.counted(work, "counting", _counted)
     if bench.machine is None:
@@ -86,7 +88,11 @@ def _step(N: int, d: int) -> Problem:
 
 
 def _counted(series: str, page_size: int) -> Iterator[Row]:
-    """Yield how many elements of O and L differ in a small call, and the block table's share."""
+    """Yield two numbers of a small call with pages on the emulator.
+
+    The first is the number of elements of O and L that differ from a call without pages. The second
+    is the bytes of the block table / the bytes of K and V.
+    """
     dtype = COUNTED[series]
     B, N = len(LENGTHS), max(LENGTHS)
     problem = Problem(B, 4, 2, ROWS, N, COUNTED_DIM, dtype=dtype, kv_lens=LENGTHS)
@@ -141,9 +147,9 @@ def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str)
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
-    """Return the time over pages divided by the time over contiguous K and V.
+    """Return the time with pages / the time with contiguous K and V.
 
-    The result maps a series to {page size: {context: ratio}}.
+    The result is {series: {page size: {number of keys: ratio}}}.
     """
     times = nested(rows, "series", page_size_of, "seqlen_k", metric="time")
     found: dict[str, dict[int, dict[int, float]]] = {}
@@ -157,18 +163,21 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
 
 
 def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
-    """Return counted numbers by series, then by page size."""
+    """Return the counted values of a metric, as {series: {page size: value}}."""
     return nested(rows, "series", page_size_of, source="counted", metric=metric)
 
 
 UNIT_NAMES = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}
-# None is a page size's colour.
+# Colours of the units. No page size has one of these colours.
 _SHARES = {"simt": "#8B5A2B", "mma": "#E69F00", "wgmma": "#6000E6"}
 _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256: ("#000000", "D")}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the times over the context and the block table's share; None without rows."""
+    """Draw the times over the number of keys, and the block table's share of bytes.
+
+    Return None without counts.
+    """
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not shares:
         return None
@@ -210,7 +219,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table by page size."""
+    """Return the table of differences, bytes and times by page size."""
     differing, shares = counted(rows, "difference"), counted(rows, "table_share")
     timed = ratios(rows)
     sizes = sorted(

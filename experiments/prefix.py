@@ -1,7 +1,8 @@
 """Compares reading a shared prefix once for all sequences with reading it for each.
 
-A decoding step has 1 to 256 sequences that begin with the same 1k to 16k keys, in fp16 at d=128.
-The bytes are from the model and counted on the emulator. On a GPU the time is measured too.
+A prefix is the keys and values with which all sequences begin. In a decoding step, 1 to 256
+sequences share a prefix of 1k to 16k keys, in fp16 at d=128. The bytes are from the model and
+counted on the emulator. On a GPU the time is measured too.
 """
 
 import itertools
@@ -27,8 +28,8 @@ TAKES: tuple[str, ...] = ()
 
 ONCE, BY_EACH = "read once", "read by each"
 WAYS = (ONCE, BY_EACH)
-# Of a step that is counted, and of one that is timed: heads, heads of K and V, keys of a sequence's
-# own, head dimension, rows of a page.
+# Sizes of the counted decoding steps and of the timed steps: query heads, K/V heads, keys of each
+# sequence after the prefix, head dimension, rows of a page.
 SMALL, LARGE = (4, 2, 24, 64, 16), (32, 8, 128, 128, 64)
 COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16", "fa2-wgmma": "float16"}
 COUNTED_STEPS = tuple(itertools.product((1, 3, 8), (40, 130)))
@@ -42,18 +43,25 @@ PROTOCOL = (
 
 
 def step(sequences: int, prefix: int, sizes: Sequence[int], dtype: str = "float16") -> Problem:
-    """Return the problem of a decoding step over the prefix and each sequence's own keys."""
+    """Return the problem of a decoding step: one row of Q for each sequence.
+
+    Each sequence has the keys of the prefix and keys of its own. `sizes` is SMALL or LARGE.
+    """
     heads, heads_k, own, d, _ = sizes
     return Problem(sequences, heads, heads_k, 1, prefix + own, d, dtype=dtype)
 
 
 def prefix_of(row: Row | Problem, sizes: Sequence[int]) -> int:
-    """Return the keys of the prefix in a row's problem."""
+    """Return the number of keys of the prefix in a problem or a row. `sizes` is SMALL or LARGE."""
     return row.seqlen_k - sizes[2]
 
 
 class Behind:
-    """K or V (B, Hk, N, d) of sequences that begin with a prefix, read by entry, head and rows."""
+    """K or V of sequences that begin with a prefix, of shape (batch, heads_k, N, d).
+
+    The object is indexed by batch entry, head and rows. It joins the prefix and the sequence's own
+    rows only for the requested part.
+    """
 
     def __init__(self, prefix: np.ndarray, own: np.ndarray) -> None:
         self._prefix, self._own = prefix, own
@@ -64,16 +72,23 @@ class Behind:
 
 
 def arrays(problem: Problem, sizes: Sequence[int], inputs: Inputs) -> tuple[np.ndarray, ...]:
-    """Return q, the prefix's k and v (Hk, N, d), and the sequences' own k and v (B, Hk, N, d)."""
+    """Return q, the prefix's k and v, and the k and v of the sequences' own keys.
+
+    The prefix's arrays have shape (heads_k, N, d), and the other arrays (batch, heads, N, d).
+    """
     prefix = prefix_of(problem, sizes)
     q, k, v = inputs(replace(problem, seqlen_k=sizes[2]))
     _, *first = inputs(replace(problem, batch=1, seqlen_k=prefix))
-    # Other numbers than the first ones of the same streams.
+    # The prefix's rows are in reverse order, so that they differ from the sequences' own rows.
     return q, *(np.ascontiguousarray(x[0, :, ::-1]) for x in first), k, v
 
 
 def pages_of(x: np.ndarray, rows: int) -> np.ndarray:
-    """Return (B, Hk, N, d) as pages of `rows` rows, in order."""
+    """Return an array (batch, heads_k, N, d) as pages of `rows` rows, in order.
+
+    The result has shape (pages, heads_k, rows, d). The last page of each sequence is filled with
+    zeros.
+    """
     B, Hk, N, d = x.shape
     each = -(-N // rows)
     whole = np.zeros((B, Hk, each * rows, d), x.dtype)
@@ -84,7 +99,11 @@ def pages_of(x: np.ndarray, rows: int) -> np.ndarray:
 def given(
     way: str, problem: Problem, host: Sequence[np.ndarray], sizes: Sequence[int]
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
-    """Return q, k and v of a call, with k and v in pages, and the options that are arrays."""
+    """Return the arguments of a call: (q, k, v), and a dict of options that are arrays.
+
+    `k` and `v` are in pages. `way` is ONCE or BY_EACH, `host` the result of `arrays`, and `sizes`
+    SMALL or LARGE.
+    """
     q, *of_prefix, k, v = host
     size, own = sizes[-1], sizes[2]
     each, first = -(-own // size), prefix_of(problem, sizes)
@@ -94,7 +113,8 @@ def given(
     if way == ONCE:
         found: dict[str, Any] = {"block_table": table, "kv_lens": lens}
         return (q, *pages), found | dict(zip(("prefix_k", "prefix_v"), of_prefix, strict=True))
-    # A page may end within the prefix, behind which a sequence's own rows begin.
+    # The last rows of the prefix may not fill a page. These rows and the sequence's own rows are
+    # joined.
     tail = first % size
     shared = [pages_of(x[None, :, : first - tail], size) for x in of_prefix]
     joined = [
@@ -110,7 +130,10 @@ def given(
 
 
 def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, dict[str, Any]]:
-    """Return the problem over pages, and the other arguments of its plan."""
+    """Return the problem and the other arguments with which a call over pages is planned.
+
+    `way` is ONCE or BY_EACH, and `sizes` is SMALL or LARGE.
+    """
     first, own, size = prefix_of(problem, sizes), sizes[2], sizes[-1]
     keys = own if way == ONCE else first + own
     table = problem.batch, -(-keys // size)
@@ -123,7 +146,7 @@ def _told(way: str, problem: Problem, sizes: Sequence[int]) -> tuple[Problem, di
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
-    """Measure bytes in closed form and counted; on a GPU the time of a decoding step."""
+    """Yield bytes by closed forms and counted; on a GPU also the time of a decoding step."""
     steps = COUNTED_STEPS[:: 3 if options.quick else 1]
     yield from bench.counted([(s, *at) for s in COUNTED for at in steps], "counting", _counted)
     for series, at in itertools.product(COUNTED, steps):
@@ -151,7 +174,7 @@ def _modelled(series: str, problem: Problem, sizes: Sequence[int]) -> Iterator[R
 
 
 def _counted(series: str, sequences: int, prefix: int) -> Iterator[Row]:
-    """Yield bytes and error of one small step on the emulator, for both ways."""
+    """Yield the bytes and the error of one small decoding step on the emulator, for both ways."""
     problem = step(sequences, prefix, SMALL, COUNTED[series])
     host = tuple(x.astype(problem.dtype) for x in arrays(problem, SMALL, Inputs()))
     q, first_k, first_v, k, v = host
@@ -210,7 +233,10 @@ Place = tuple[int, int]  # keys of the prefix, sequences
 
 
 def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[str, float]]:
-    """Return numbers of large steps by place, then by way. Both ways must have a number."""
+    """Return numbers of the large steps as {(keys of the prefix, sequences): {way: number}}.
+
+    Steps without a number for each of the two ways are left out.
+    """
     wanted = {"series": series, "metric": metric, "head_dim": LARGE[3]}
     wanted["source"] = "model" if metric == "traffic" else "measured"
     found = nested(rows, lambda row: (prefix_of(row, LARGE), row.batch), "place", **wanted)
@@ -218,9 +244,9 @@ def by_way(rows: Sequence[Row], series: str, metric: str) -> dict[Place, dict[st
 
 
 def gains(found: dict[Place, dict[str, float]]) -> dict[int, dict[int, float]]:
-    """Return the gains: the number if each sequence reads the prefix, over the number for one read.
+    """Return the number for BY_EACH / the number for ONCE.
 
-    The result maps the prefix's length to {sequences: ratio}.
+    `found` is a result of `by_way`. The result is {keys of the prefix: {sequences: ratio}}.
     """
     by: dict[int, dict[int, float]] = {}
     for (prefix, sequences), ways in found.items():
@@ -232,7 +258,10 @@ _LOOKS = dict(zip(PREFIXES, (("#0072B2", "o"), ("#009E73", "s"), ("#D55E00", "^"
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw the gains over the number of sequences; None without rows."""
+    """Draw the gains of reading the prefix once, over the number of sequences.
+
+    Return None without rows.
+    """
     moved = gains(by_way(rows, TIMED[0], "traffic"))
     timed = {series: gains(by_way(rows, series, "time")) for series in TIMED}
     if not moved:
@@ -268,7 +297,7 @@ def _range(by: dict[int, dict[int, float]]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tables.Table | None:
-    """Return the table of bytes and times."""
+    """Return the table of bytes and times of both ways, or None without rows."""
     moved = by_way(rows, TIMED[0], "traffic")
     timed = {series: by_way(rows, series, "time") for series in TIMED}
     timed = {series: by for series, by in timed.items() if by}
